@@ -1,0 +1,308 @@
+"""A bucket: the flat storages behind a run of parameters, and the life of their gradients.
+
+EMPTY ── collect ──> LOCAL ── launch ──┐
+  └────────────── launch ──────────────┴──> REDUCED ── launch (adds) ──> REDUCED
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import zero_kernels  # noqa: F401  registers torch.ops.zero_kernels
+from torch import Tensor
+
+from .comm import Comm, Pending
+from .errors import GradientError
+from .flat_shard import FlatShard
+from .layout import BucketLayout
+
+
+class GradState(enum.Enum):
+    """Where a bucket's gradients are in memory."""
+
+    EMPTY = enum.auto()  # nowhere, or in each ``parameter.grad`` that autograd allocated
+    LOCAL = enum.auto()  # grad_full holds this rank's own sums; every ``.grad`` is a view of it
+    REDUCED = enum.auto()  # grad_shard holds the average over ranks, or will when ``pending`` arrives
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What is split over which ranks. A stage is a comparison: 0 nothing, >= 1 optimizer state, >= 2 gradients."""
+
+    comm: Comm
+    stage: int
+    grad_reduce_dtype: torch.dtype | None
+
+    @property
+    def shards(self) -> int:
+        return self.comm.world_size if self.stage >= 1 else 1
+
+    @property
+    def shard(self) -> int:
+        return self.comm.rank if self.stage >= 1 else 0
+
+    @property
+    def reduces(self) -> bool:
+        return self.comm.world_size > 1
+
+    def reduce_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of parameters of ``dtype`` are communicated; alone, a rank has nothing to widen for."""
+        return self.grad_reduce_dtype or dtype if self.reduces else dtype
+
+
+class CommBuffers:
+    """Two buffers as large as the largest bucket, lent in turn. Taking one waits for the bucket that used it last."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.storages = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._users: list[Bucket | None] = [None, None]
+
+    def take(self, bucket: Bucket) -> Tensor:
+        """A buffer [bucket.numel] of the bucket's reduce dtype, its contents undefined."""
+        self.storages.reverse()
+        self._users.reverse()
+        if self._users[0] is not None:
+            self._users[0].wait()
+        self._users[0] = bucket
+        return self.storages[0][: bucket.layout.numel * bucket.reduce_dtype.itemsize].view(
+            bucket.reduce_dtype
+        )
+
+
+class Bucket:
+    """Parameters of one dtype as views of one flat tensor, and the buffers of their gradients.
+
+    Attributes:
+        param_flat: [numel] the parameters' dtype; every parameter's data is a view of it.
+        param_shard: [shard_numel] this rank's part of ``param_flat``, a view.
+        grad_full: [numel] or None; stages 0 and 1, and one rank, keep gradients in full.
+        grad_shard: [shard_numel] the reduce dtype; a view of ``grad_full`` where that exists.
+        held: one byte a slot: 1 where this rank has put a gradient of it into ``grad_full`` or ``grad_shard``, 2 where
+            another is being added to that one, 0 else.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, parameters: Sequence[Tensor], labels: Sequence[str], sharding: Sharding
+    ) -> None:
+        self.layout, self.sharding = layout, sharding
+        self.params = [parameters[slot.param] for slot in layout.slots]
+        self._labels = labels
+        self.dtype, self.device = self.params[0].dtype, self.params[0].device
+        self.reduce_dtype = sharding.reduce_dtype(self.dtype)
+        self.pieces = tuple(layout.pieces(sharding.shard))
+        self.pending: Pending | None = None
+        self.state = GradState.EMPTY
+        self.held = bytearray(len(self.params))
+        self._stale: list[int] = []  # slots zeroed by the user since their gradients came into the bucket
+        self._flatten_parameters()
+        self._allocate_gradients()
+
+    def _flatten_parameters(self) -> None:
+        self.param_flat = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
+        self.param_shard = self._own_part(self.param_flat)
+        for parameter, view in zip(self.params, self._slot_views(self.param_flat)):
+            view.copy_(parameter.data)
+            parameter.data = view
+        self.addresses = [parameter.data_ptr() for parameter in self.params]
+
+    def _allocate_gradients(self) -> None:
+        layout, stage = self.layout, self.sharding.stage
+        self.grad_full: Tensor | None = None
+        if stage <= 1 or not self.sharding.reduces:
+            dtype = (
+                self.dtype if stage == 0 else self.reduce_dtype
+            )  # at stage 0 `.grad` shows what is applied
+            self.grad_full = torch.zeros(layout.numel, dtype=dtype, device=self.device)
+            self.grad_shard = self._own_part(self.grad_full)
+        else:
+            self.grad_shard = torch.zeros(layout.shard_numel, dtype=self.reduce_dtype, device=self.device)
+        full = self.grad_full if self.grad_full is not None and self.grad_full.dtype == self.dtype else None
+        self._views = self._slot_views(full) if full is not None else None
+        self._shards = (
+            self.shard_views(self.grad_shard, "gradient") if stage >= 1 and self.sharding.reduces else None
+        )
+
+    def label(self, index: int) -> str:
+        return self._labels[self.layout.slots[index].param]
+
+    def relabel(self) -> None:
+        for index, shard in enumerate(self._shards or ()):
+            shard.label = f"gradient of {self.label(index)}"
+
+    def _own_part(self, full: Tensor) -> Tensor:
+        return full.narrow(0, self.sharding.shard * self.layout.shard_numel, self.layout.shard_numel)
+
+    def _slot_views(self, full: Tensor) -> list[Tensor]:
+        return [
+            full.narrow(0, s.offset, s.numel).view(p.shape) for s, p in zip(self.layout.slots, self.params)
+        ]
+
+    def shard_views(self, shard: Tensor, what: str) -> list[FlatShard]:
+        """A ``FlatShard`` a slot over ``shard`` [shard_numel], in the parameter's dtype-independent true shape."""
+        return [
+            FlatShard(
+                shard.narrow(0, piece.in_shard, piece.numel),
+                piece.in_param,
+                p.shape,
+                f"{what} of {self.label(index)}",
+            )
+            for index, (piece, p) in enumerate(zip(self.pieces, self.params))
+        ]
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    @property
+    def can_collect(self) -> bool:
+        """Whether this rank's own gradients can wait in ``grad_full``, readable through ``.grad``."""
+        return self._views is not None and self.state is not GradState.REDUCED
+
+    def before_accumulate(self, index: int) -> bool:
+        """Autograd is about to add to slot ``index``'s gradient. Returns whether it was zeroed since it was last held.
+
+        A reduced gradient is taken out of ``.grad``, so that the new one arrives alone. One that was zeroed, or replaced
+        by the user, no longer counts in the bucket.
+        """
+        parameter = self.params[index]
+        grad = parameter.grad
+        if grad is not None and grad is self._handles()[index]:
+            if self.state is GradState.REDUCED:
+                parameter.grad, self.held[index] = None, 2
+            return False
+        if not self.held[index]:
+            return False
+        self._forget([index])
+        return grad is None
+
+    def collect(self) -> None:
+        """Move this rank's gradients into ``grad_full``, unscaled; every ``.grad`` becomes a view of it."""
+        local, gone = self._scan()
+        if not local and not gone:
+            return
+        self._forget(gone)
+        sources = self._present()
+        self._pack(sources, self.grad_full, 1.0)
+        self.state = GradState.LOCAL if sources else GradState.EMPTY
+        self._hold(sources, self._views)
+
+    def launch(self, buffers: CommBuffers, zeroed: bool) -> None:
+        """Pack this rank's gradients, scaled by 1/N, and start their reduction; it adds to one that is there already.
+
+        Args:
+            zeroed: gradients elsewhere were seen zeroed by the user; then a reduction that this rank took no part in is stale too.
+        """
+        self.wait()
+        local, gone = self._scan()
+        self._forget(gone)
+        kept = any(self.held) or not (self._stale or zeroed)
+        accumulate = self.state is GradState.REDUCED and kept
+        if accumulate:
+            self._drop_stale()
+        sources = self._present() if self.state is GradState.LOCAL else local
+        in_place = self.grad_full is not None and self.grad_full.dtype == self.reduce_dtype and not accumulate
+        full = self.grad_full if in_place else buffers.take(self)
+        self._pack(sources, full, 1 / self.sharding.comm.world_size)
+        self.pending = self._reduce(full, buffers, accumulate)
+        self.state = GradState.REDUCED
+        self._hold(sources, self._shards or self._views)
+
+    def _reduce(self, full: Tensor, buffers: CommBuffers, accumulate: bool) -> Pending:
+        comm = self.sharding.comm
+        if self.sharding.stage >= 1:
+            scratch = buffers.take(self) if comm.has_own_reduce_scatter(full) else None
+            return comm.reduce_scatter(full, self.grad_shard, scratch, accumulate=accumulate)
+        if full is self.grad_full:
+            return comm.all_reduce(full)
+        store = self.grad_shard.add_ if accumulate else self.grad_shard.copy_
+        return comm.all_reduce(full, on_arrival=lambda: store(full))
+
+    def wait(self) -> None:
+        """Order what follows after the arrival of the reduction."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+
+    def settle(self) -> bool:
+        """After the last reduction: drop what was zeroed since. Returns whether a gradient is here that was not reduced."""
+        local, gone = self._scan()
+        self._forget(gone)
+        if self.state is GradState.REDUCED:
+            self.wait()
+            self._drop_stale()
+        return bool(local) or self.state is GradState.LOCAL
+
+    def clear(self) -> None:
+        """Forget every gradient. The buffers stay."""
+        self.wait()
+        for parameter in self.params:
+            parameter.grad = None
+        self.held = bytearray(len(self.params))
+        self._stale.clear()
+        self.state = GradState.EMPTY
+
+    def zero(self) -> None:
+        """Make every gradient that is there zero, as ``zero_grad(set_to_none=False)`` means."""
+        self.wait()
+        if self.state is not GradState.EMPTY:
+            (self.grad_shard if self.state is GradState.REDUCED else self.grad_full).zero_()
+        for _, grad in self._scan()[0]:
+            grad.detach_().zero_()
+
+    def _handles(self) -> Sequence[Tensor | None]:
+        """What each ``.grad`` is while the bucket holds the slot's gradient."""
+        if self.state is GradState.EMPTY:
+            return [None] * len(self.params)
+        return self._views if self.state is GradState.LOCAL or self._shards is None else self._shards
+
+    def _scan(self) -> tuple[list[tuple[int, Tensor]], list[int]]:
+        """Read each ``.grad`` once: gradients that are not in the bucket yet, and slots zeroed or replaced since they were."""
+        local, gone = [], []
+        handles = self._handles()
+        for index, (parameter, held, handle) in enumerate(zip(self.params, self.held, handles)):
+            grad = parameter.grad
+            if grad is not None and grad is not handle:
+                local.append((index, grad))
+                if held == 1:
+                    gone.append(index)
+            elif grad is None and held:
+                gone.append(index)
+        return local, gone
+
+    def _present(self) -> list[tuple[int, Tensor]]:
+        return [(index, p.grad) for index, p in enumerate(self.params) if p.grad is not None]
+
+    def _forget(self, indices: Sequence[int]) -> None:
+        """The user zeroed or replaced these slots' gradients: what the bucket holds of them is stale."""
+        for index in indices:
+            self.held[index] = 0
+        self._stale.extend(indices)
+
+    def _drop_stale(self) -> None:
+        """Take stale slots out of ``grad_shard``. Where nothing else is held, that is all of it."""
+        if self._stale and not any(self.held):
+            self.grad_shard.zero_()
+        else:
+            for index in self._stale:
+                (self._shards or self._views)[index].zero_()
+        self._stale.clear()
+
+    def _pack(self, sources: Sequence[tuple[int, Tensor]], full: Tensor, scale: float) -> None:
+        slots = self.layout.slots
+        grads = [self._checked(index, grad) for index, grad in sources]
+        torch.ops.zero_kernels.pack(grads, [slots[index].offset for index, _ in sources], full, scale)
+        self._stale.clear()  # pack zeroes the gaps
+
+    def _hold(self, sources: Sequence[tuple[int, Tensor]], handles: Sequence[Tensor]) -> None:
+        for index, _ in sources:
+            self.params[index].grad = handles[index]
+            self.held[index] = 1
+
+    def _checked(self, index: int, grad: Tensor) -> Tensor:
+        if grad.layout is not torch.strided or grad.dtype != self.dtype or grad.device != self.device:
+            raise GradientError(
+                f"the gradient of {self.label(index)} is {grad.dtype} {grad.layout} on {grad.device}; expected a dense "
+                f"{self.dtype} on {self.device}. For an embedding, build it with sparse=False"
+            )
+        return grad.detach().contiguous()

@@ -1,0 +1,162 @@
+"""Every ``torch.distributed`` collective of the package, with one account of its calls, bytes and waits.
+
+Asynchrony is two calls: a collective returns a ``Pending``; ``Pending.wait()`` orders what follows after it. On CUDA that is
+a wait of the current stream and the host goes on; under gloo the host blocks, for as long as the group's own timeout.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import RankMismatchError
+
+# torch 2.13 renames these two and warns on the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass
+class Traffic:
+    """What one kind of collective has moved. ``bytes`` counts the whole tensor of each call, as the caller sees it;
+    on the wire a rank sends and receives (N-1)/N of it (twice that for an all-reduce). ``wait_seconds``: host time blocked."""
+
+    calls: int = 0
+    bytes: int = 0
+    wait_seconds: float = 0.0
+
+
+class Pending:
+    """A collective under way. ``wait`` may be called any number of times; ``on_arrival`` runs in the first."""
+
+    def __init__(self, work: Any, traffic: Traffic, on_arrival: Callable[[], object] | None = None) -> None:
+        self._work = work
+        self._traffic = traffic
+        self._on_arrival = on_arrival
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        work, self._work = self._work, None
+        start = time.perf_counter()
+        work.wait()
+        self._traffic.wait_seconds += time.perf_counter() - start
+        if self._on_arrival is not None:
+            self._on_arrival()
+
+
+class Comm:
+    """The ranks that share one optimizer's state. ``group=None`` is one rank, and then nothing is communicated."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.world_size = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.traffic: dict[str, Traffic] = {}
+        self._sum = torch.empty(0, dtype=torch.float32)  # [shard_numel] scratch of _sum_in_rank_order
+
+    def has_own_reduce_scatter(self, tensor: Tensor) -> bool:
+        """Gloo's own is a clone and an all-reduce; ours is an all-to-all into a scratch buffer and a local sum."""
+        return self.group is not None and not tensor.is_cuda and "gloo" in dist.get_backend(self.group)
+
+    def reduce_scatter(
+        self, full: Tensor, out: Tensor, scratch: Tensor | None, *, accumulate: bool
+    ) -> Pending:
+        """Sum ``full`` [N * shard] over the ranks; this rank's shard of it goes to ``out`` [shard].
+
+        Args:
+            full: contribution of this rank; its contents are lost. ``out`` may be this rank's own part of it.
+            scratch: as large as ``full``; needed where ``has_own_reduce_scatter``.
+            accumulate: add to ``out`` instead of overwriting it; ``out`` is then no part of ``full``.
+        """
+        traffic = self._record("reduce_scatter", full)
+        if scratch is not None:
+            work = dist.all_to_all_single(scratch, full, group=self.group, async_op=True)
+            return Pending(work, traffic, lambda: self._sum_in_rank_order(scratch, out, accumulate))
+        into = self.own_part(full) if accumulate else out
+        work = _reduce_scatter(into, full, group=self.group, async_op=True)
+        return Pending(work, traffic, (lambda: out.add_(into)) if accumulate else None)
+
+    def all_reduce(self, full: Tensor, on_arrival: Callable[[], object] | None = None) -> Pending:
+        """Sum ``full`` over the ranks, in place."""
+        work = dist.all_reduce(full, group=self.group, async_op=True)
+        return Pending(work, self._record("all_reduce", full), on_arrival)
+
+    def all_gather(self, full: Tensor, kind: str = "all_gather") -> Pending:
+        """Fill ``full`` [N * shard] with every rank's own part of it, in place."""
+        work = _all_gather(full, self.own_part(full), group=self.group, async_op=True)
+        return Pending(work, self._record(kind, full))
+
+    def exchange(self, vector: Tensor, *, maximum: bool = False) -> None:
+        """Sum (or maximise) a small vector over the ranks, in place, ordered before what follows."""
+        if self.world_size > 1:
+            op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+            work = dist.all_reduce(vector, op=op, group=self.group, async_op=True)
+            Pending(work, self._record("exchange", vector)).wait()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Copy rank 0's ``tensor`` to every rank, in place."""
+        if self.world_size > 1:
+            self._record("construction", tensor)
+            dist.broadcast(tensor, group_src=0, group=self.group)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in rank order. For construction and loading: it pickles and reads on the host."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise on every rank if any rank has an ``error``: its own where it has one, else one that names the rank."""
+        reports = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        failed = [
+            f"rank {rank} failed with {report}" for rank, report in enumerate(reports) if report is not None
+        ]
+        if failed:
+            raise RankMismatchError("; ".join(failed))
+
+    def own_part(self, full: Tensor) -> Tensor:
+        """This rank's 1/N of a flat tensor, a view."""
+        shard_numel = full.numel() // self.world_size
+        return full.narrow(0, self.rank * shard_numel, shard_numel)
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        return {kind: asdict(traffic) for kind, traffic in self.traffic.items()}
+
+    def _sum_in_rank_order(self, received: Tensor, out: Tensor, accumulate: bool) -> None:
+        """Add the ranks' contributions in fp32, in rank order, round once to ``out``'s dtype, then store or add."""
+        parts = received.view(self.world_size, -1)
+        total = parts[0]
+        if received.dtype != torch.float32 and self.world_size > 2:
+            if self._sum.numel() < out.numel():
+                self._sum = torch.empty(out.numel(), dtype=torch.float32)
+            total = self._sum[: out.numel()].copy_(parts[0])
+        for part in parts[1:]:
+            total.add_(
+                part
+            )  # two 16-bit terms are added in fp32 and rounded once, so they need no fp32 scratch
+        total = parts[0].copy_(total) if total.dtype != received.dtype else total
+        out.add_(total) if accumulate else out.copy_(total)
+
+    def _record(self, kind: str, tensor: Tensor) -> Traffic:
+        traffic = self.traffic.setdefault(kind, Traffic())
+        traffic.calls += 1
+        traffic.bytes += tensor.nbytes
+        return traffic
+
+
+def make_comm(process_group: dist.ProcessGroup | None = None) -> Comm:
+    """The given group, else the default one, else one rank where ``torch.distributed`` is not initialised."""
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        process_group = dist.group.WORLD
+    return Comm(process_group)

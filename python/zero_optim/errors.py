@@ -1,0 +1,29 @@
+"""The errors that users meet. Each message names the culprit (parameter, rank, argument) and the remedy."""
+
+
+class ZeroOptimError(RuntimeError):
+    """Base of every error raised by ``zero_optim``."""
+
+
+class ParameterError(ZeroOptimError):
+    """A parameter that the optimizer cannot hold: its dtype, device, layout or place in the groups."""
+
+
+class RankMismatchError(ZeroOptimError):
+    """The ranks were given different models or arguments, or one of them could not be set up."""
+
+
+class GradientError(ZeroOptimError):
+    """A gradient that cannot be used: unexpected dtype, device or layout, or one that arrived too late."""
+
+
+class ShardAccessError(ZeroOptimError):
+    """A read or an edit of a tensor of which this rank holds only a shard."""
+
+
+class ClosedError(ZeroOptimError):
+    """The optimizer was used after ``close()``."""
+
+
+class StateMismatchError(ZeroOptimError):
+    """A state dict that does not fit this optimizer."""

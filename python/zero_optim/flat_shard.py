@@ -1,0 +1,71 @@
+"""``FlatShard``: a tensor in a parameter's shape, of which this rank holds one flat range."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ShardAccessError
+
+aten = torch.ops.aten
+_SAME_SHARD = {aten.detach.default, aten.alias.default}
+
+
+class FlatShard(Tensor):
+    """A parameter's gradient or state in its true shape, dtype and device, with only ``local`` in memory.
+
+    Attributes:
+        local: 1-D tensor, this rank's elements; empty where the rank owns none.
+        start: flat index in the whole tensor of the first element of ``local``.
+        label: what it is, for messages ("gradient of 'fc.weight'").
+
+    Metadata, ``detach`` and ``zero_`` work. Everything that would read or change values raises ``ShardAccessError``:
+    no rank has the whole tensor, and an answer from a shard alone would be silently wrong.
+    """
+
+    local: Tensor
+    start: int
+    label: str
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, local: Tensor, start: int, shape: Sequence[int], label: str) -> FlatShard:
+        shard = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=local.dtype, device=local.device)
+        shard.local, shard.start, shard.label = local, start, label
+        return shard
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _SAME_SHARD:
+            shard = args[0]
+            return cls(shard.local, shard.start, shard.shape, shard.label)
+        if func is aten.zero_.default:
+            args[0].local.zero_()
+            return args[0]
+        shard = next(a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, FlatShard))
+        raise ShardAccessError(
+            f"{func} on the {shard.label}: this rank holds only {shard.local.numel()} of its {shard.numel()} elements. "
+            "To clip, call opt.clip_grad_norm_(max_norm); for loss scaling use zero_optim.GradScaler; "
+            "`.local` is this rank's part"
+        )
+
+    def __repr__(self, *, tensor_contents: None = None) -> str:
+        held = f"[{self.start}:{self.start + self.local.numel()}]"
+        return f"FlatShard({self.label}, shape={tuple(self.shape)}, dtype={self.dtype}, local={held} of {self.numel()})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
+        return FlatShard(self.local.clone(), self.start, self.shape, self.label)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return rebuild_flat_shard, (self.local, self.start, tuple(self.shape), self.label)
+
+
+def rebuild_flat_shard(local: Tensor, start: int, shape: tuple[int, ...], label: str) -> FlatShard:
+    """Unpickle a ``FlatShard``. Registered with torch, so ``torch.load(weights_only=True)`` accepts it."""
+    return FlatShard(local, start, shape, label)
+
+
+torch.serialization.add_safe_globals([rebuild_flat_shard])

@@ -1,0 +1,415 @@
+"""``ShardedAdamW``: ``torch.optim.AdamW`` for data-parallel training, its state sharded over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import validate
+from .bucket import Bucket, GradState, Sharding
+from .comm import make_comm
+from .errors import ClosedError, ParameterError, StateMismatchError, ZeroOptimError
+from .grad_norm import GradNorm
+from .layout import bucket_capacities, build_layout
+from .param_group import HyperTable
+from .reducer import Reducer
+from .shard_state import OptimizerState
+from .stats import memory_by_kind
+
+
+class ShardedAdamW(torch.optim.Optimizer):
+    """AdamW with fp32 master weights, its state (and gradients) sharded over data-parallel ranks.
+
+    Use it where ``torch.optim.AdamW`` stood; the model is not wrapped. Parameters are fp16, bf16 or fp32, on one device.
+    At construction rank 0's parameters are broadcast and become views of flat buckets; hooks reduce gradients while
+    backward runs. Without ``torch.distributed`` it is a plain fused optimizer.
+
+    Args:
+        params: parameters, ``model.named_parameters()``, or groups, as ``torch.optim.AdamW`` takes them.
+        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; a group's own values win; read at every step.
+        stage: what the ranks share: 0 nothing, 1 optimizer state, 2 optimizer state and gradients.
+        process_group: the ranks; None: the default group where ``torch.distributed`` is initialised, else one rank.
+        mesh: a 1-D DeviceMesh, instead of ``process_group``.
+        bucket_cap_mb: MiB of gradients that one collective carries, at most; never over 1/4 of the parameters of one dtype.
+        grad_reduce_dtype: dtype in which gradients are summed over ranks and accumulated in shards; None: their own.
+        max_grad_norm: clip every step to this 2-norm, unless ``clip_grad_norm_`` was called for it.
+        skip_nonfinite: a step with an inf or NaN gradient on any rank changes nothing on any; False: it goes through.
+        overlap_grad_reduce: reduce while backward runs, instead of after it.
+        decoupled_weight_decay: False makes it ``torch.optim.Adam``, with L2 in the gradient.
+
+    Raises:
+        ParameterError: a parameter that it cannot hold.
+        ValueError: an argument out of range.
+        RankMismatchError: on every rank, when ranks disagree or one of them failed.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        stage: int = 2,
+        process_group: dist.ProcessGroup | None = None,
+        mesh: dist.DeviceMesh | None = None,
+        bucket_cap_mb: float = 25.0,
+        grad_reduce_dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = True,
+        overlap_grad_reduce: bool = True,
+        decoupled_weight_decay: bool = True,
+    ) -> None:
+        self._closed = True  # until the constructor is through
+        comm = make_comm(
+            process_group if process_group is not None or mesh is None else mesh.get_group(mesh.ndim - 1)
+        )
+        options = {
+            "stage": stage,
+            "bucket_cap_mb": bucket_cap_mb,
+            "grad_reduce_dtype": grad_reduce_dtype,
+            "max_grad_norm": max_grad_norm,
+            "skip_nonfinite": skip_nonfinite,
+            "overlap_grad_reduce": overlap_grad_reduce,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        error: Exception | None = None
+        try:
+            validate.check_arguments(
+                process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm
+            )
+            super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            self._labels = validate.parameter_labels(self.param_groups)
+            validate.check_groups(self.param_groups)
+            validate.check_parameters(parameters, self._labels)
+        except Exception as caught:  # the other ranks must learn of it, or they would wait for this one
+            error = caught
+        comm.raise_together(error)
+        validate.check_agreement(comm, self.param_groups, self._labels, options)
+
+        self.stage, self.max_grad_norm, self.skip_nonfinite = stage, max_grad_norm, skip_nonfinite
+        self.device = parameters[0].device
+        self._sharding = Sharding(comm, stage, grad_reduce_dtype)
+        self._trainable = {index: p for index, p in enumerate(parameters) if p.requires_grad}
+        self._frozen = {index: p for index, p in enumerate(parameters) if not p.requires_grad}
+        if not self._trainable:
+            raise ParameterError(
+                "no parameter requires a gradient; unfreeze some before making the optimizer"
+            )
+        make_buckets = partial(_make_buckets, self._trainable, self._labels, self._sharding, bucket_cap_mb)
+        self._reducer = Reducer(
+            self._trainable, self._labels, self._sharding, make_buckets, overlap_grad_reduce
+        )
+        for bucket in self._reducer.buckets:
+            comm.broadcast(bucket.param_flat)
+        self._states = OptimizerState(self._trainable, self._sharding, self._reducer.buckets)
+        self._reducer.on_layout = self._states.lay_out
+        self._norm = GradNorm(self._sharding, self._labels, self.device)
+        self._reducer.on_backward = self._norm.discard
+        group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
+        self._hyper = HyperTable(
+            group_of, len(self.param_groups), self.device, decoupled=decoupled_weight_decay
+        )
+        self._inverse_scale: Tensor | None = None  # [1] fp32, multiplies the gradients of the next step
+        self._scaled = False  # whether a GradScaler takes part in the next step
+        self._steps = 0
+        self._closed = False
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters. Nothing on the device is read by the host; a skipped step is skipped there.
+
+        Raises:
+            GradientError: a gradient that cannot be used, or one that came after its bucket had been reduced.
+            ClosedError: after ``close()``.
+        """
+        self._check_usable()
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._check_still_frozen()
+        self._adopt_torch_scale()
+        self._states.refresh_edited()
+
+        # Phase 1 and 2: complete the reductions; agree on norm, overflow and used parameters.
+        self._exchange(2.0 if self.max_grad_norm is not None else None)
+        grad_scale, found_inf = self._coefficients()
+        self._hyper.advance(self.param_groups, self._norm.used & (found_inf == 0))
+
+        # Phase 3: update every shard and send it out, in the order in which the next forward wants the parameters.
+        gathers = []
+        for shard in reversed(self._states.shards):
+            shard.update(self._hyper.table, grad_scale, found_inf)
+            if self._sharding.shards > 1:
+                gathers.append(self._sharding.comm.all_gather(shard.bucket.param_flat))
+        for gather in gathers:
+            gather.wait()
+        self._states.mark_updated()
+        self._norm.skipped += found_inf.reshape(())
+        self._steps += 1
+        self._reducer.end_step()
+        self._forget_coefficients()
+        return result
+
+    def _exchange(self, norm_type: float | None) -> None:
+        if self._norm.exchanged:
+            return
+        used = self._reducer.finish()
+        skip = self.skip_nonfinite or self._scaled
+        self._norm.exchange(self._reducer.buckets, used, self._reducer.late, norm_type, skip)
+
+    def _coefficients(self) -> tuple[Tensor | None, Tensor]:
+        """One device scalar that unscales and clips, and one that says whether to skip."""
+        if self.max_grad_norm is not None and self._norm.clip is None:
+            self._norm.set_clip(self.max_grad_norm, self._inverse_scale)
+        scales = [scale for scale in (self._inverse_scale, self._norm.clip) if scale is not None]
+        grad_scale = scales[0] * scales[1] if len(scales) == 2 else next(iter(scales), None)
+        return grad_scale, self._norm.found_inf
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop every gradient; with ``set_to_none=False`` make it zero instead, which counts as a gradient in ``step``."""
+        self._check_usable()
+        self._reducer.clear(set_to_none)
+        self._forget_coefficients()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards within it add up on each rank and communicate nothing; the next one outside, or ``step``, reduces."""
+        self._check_usable()
+        with self._reducer.no_sync():
+            yield
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of the next step to ``max_norm``. It costs no pass over memory: ``step`` multiplies as it loads.
+
+        Returns the norm of the averaged gradients of all parameters before clipping, a device tensor [] fp32, the same on
+        every rank; still times the loss scale unless ``scaler.unscale_(opt)`` was called, as in torch. ``norm_type``: any
+        p > 0 or inf. A backward after it discards it, with a warning.
+        """
+        self._check_usable()
+        if not norm_type > 0:
+            raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
+        if self._norm.clip is not None:
+            self._norm.reset()
+        self._exchange(float(norm_type))
+        return self._norm.set_clip(max_norm, self._inverse_scale)
+
+    # -- loss scaling --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def unscale_gradients(self, inverse_scale: Tensor) -> None:
+        """For ``GradScaler.unscale_``: divide gradients where ``.grad`` shows them, one launch a bucket; else remember to."""
+        self._check_usable()
+        self._scaled = True
+        if not self._reducer.make_readable():
+            self._inverse_scale = inverse_scale
+            return
+        for bucket in self._reducer.buckets:
+            if bucket.state is not GradState.EMPTY:
+                torch._amp_foreach_non_finite_check_and_unscale_(
+                    [bucket.grad_full], self._norm.found_inf, inverse_scale
+                )
+
+    def step_scaled(self, inverse_scale: Tensor | None) -> Any:
+        """For ``GradScaler.step``: a step on gradients times ``inverse_scale`` [1] (None: ``unscale_gradients`` was called)."""
+        self._scaled = True
+        if inverse_scale is not None:
+            self._inverse_scale = inverse_scale
+        return self.step()
+
+    def found_inf_of_step(self) -> Tensor:
+        """For ``GradScaler.update``: [1] fp32, not 0 where the last step was skipped."""
+        return self._norm.found_inf.clone()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """``torch.amp.GradScaler`` asks this, and then sets ``grad_scale`` and ``found_inf`` around ``step``."""
+        if self._sharding.reduces:
+            raise ZeroOptimError(
+                "torch.amp.GradScaler does not share overflows over ranks: use zero_optim.GradScaler(), same interface"
+            )
+        return True
+
+    def _adopt_torch_scale(self) -> None:
+        if getattr(self, "found_inf", None) is not None:
+            self._scaled = True
+        if getattr(self, "grad_scale", None) is not None:
+            self._inverse_scale = self.grad_scale.double().reciprocal().float().reshape(1)
+
+    def _forget_coefficients(self) -> None:
+        self._norm.reset()
+        self._inverse_scale, self._scaled = None, False
+
+    # -- the user's edits and names ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def refresh_master(self) -> None:
+        """Take over parameters edited in a way that version counters cannot show, such as through ``p.data``."""
+        self._check_usable()
+        self._states.refresh_masters(set(self._trainable))
+
+    def attach(self, model: nn.Module) -> None:
+        """Name parameters, in messages and state dicts, as ``model.named_parameters()`` does."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for group in self.param_groups:
+            missing = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+            if missing:
+                raise ParameterError(
+                    f"the model has no parameters of shapes {missing}, which this optimizer holds"
+                )
+            group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
+        self._labels[:] = validate.parameter_labels(self.param_groups)
+        for bucket in self._reducer.buckets:
+            bucket.relabel()
+
+    def observe(self) -> None:
+        """Count anew, in the next backward, how often each gradient becomes ready; call it on every rank."""
+        self._check_usable()
+        self._reducer.observe()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if not self._closed:
+            raise ParameterError(
+                "give every parameter group to the constructor: the buckets are laid out there"
+            )
+        super().add_param_group(param_group)
+
+    # -- state and statistics ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"state": {name or index: {master, exp_avg, exp_avg_sq, step}}, "param_groups": [...]}``.
+
+        Tensors are views of the live state in the parameter's shape: plain where this rank holds all of it, else
+        ``FlatShard``. fp32 parameters have no master. Keys stand in the order of the buckets, which loading restores.
+        """
+        self._check_usable()
+        keys = self._state_keys()
+        steps = self._hyper.steps.float()
+        state = {
+            keys[i]: {**tensors, "step": steps[i].clone()} for i, tensors in self._states.export().items()
+        }
+        groups, start = [], 0
+        for group in self.param_groups:
+            options = {name: value for name, value in group.items() if name != "params"}
+            groups.append({**options, "params": list(range(start, start + len(group["params"])))})
+            start += len(group["params"])
+        return {"state": state, "param_groups": groups}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` gave on the same rank of as many ranks, or full tensors. Parameters stay as they are.
+
+        Raises StateMismatchError, before anything is changed, naming what does not fit; on every rank.
+        """
+        self._check_usable()
+        error: Exception | None = None
+        try:
+            saved = self._matching_state(state_dict)
+        except StateMismatchError as caught:
+            error = caught
+        self._sharding.comm.raise_together(error)
+        self._reducer.restore_order(list(saved))
+        try:
+            copies = self._states.plan_load(saved, self._labels)
+        except StateMismatchError as caught:
+            error = caught
+        self._sharding.comm.raise_together(error)
+        self._states.load(copies)
+        for index, entry in saved.items():
+            self._hyper.steps[index] = torch.as_tensor(entry["step"], dtype=torch.float64)
+        for group, options in zip(self.param_groups, state_dict["param_groups"]):
+            group.update(
+                {name: value for name, value in options.items() if name not in ("params", "param_names")}
+            )
+
+    def _matching_state(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+        """The saved state by parameter index, in its own order."""
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        expected = [len(group["params"]) for group in self.param_groups]
+        if sizes != expected:
+            raise StateMismatchError(
+                f"the state has parameter groups of sizes {sizes}, this optimizer {expected}"
+            )
+        index_of: dict[Any, int] = {index: index for index in self._trainable}
+        index_of |= {key: index for index, key in enumerate(self._state_keys()) if index in self._trainable}
+        unknown = [key for key in state_dict["state"] if key not in index_of]
+        if unknown:
+            raise StateMismatchError(f"the state holds {unknown[:5]}, which this optimizer does not train")
+        saved = {index_of[key]: entry for key, entry in state_dict["state"].items()}
+        stepless = [self._labels[index] for index, entry in saved.items() if "step" not in entry]
+        if stepless:
+            raise StateMismatchError(f"the state of {stepless[0]} has no 'step'")
+        return saved
+
+    def _state_keys(self) -> list[str | int]:
+        keys: list[str | int] = []
+        for group in self.param_groups:
+            keys += group.get("param_names") or range(len(keys), len(keys) + len(group["params"]))
+        return keys
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since construction and bytes now, on this rank. It reads device values: not for the inside of a step.
+
+        Keys: ``stage, world_size, buckets, steps`` (calls of ``step``), ``skipped_steps``, ``collectives`` ({kind: {calls,
+        bytes, wait_seconds}}), ``memory`` ({kind: bytes}).
+        """
+        self._check_usable()
+        return {
+            "stage": self.stage,
+            "world_size": self._sharding.comm.world_size,
+            "buckets": len(self._reducer.buckets),
+            "steps": self._steps,
+            "skipped_steps": int(self._norm.skipped),
+            "collectives": self._sharding.comm.stats(),
+            "memory": memory_by_kind(self._states.shards, self._reducer.buffers),
+        }
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Remove the hooks and drop the gradients. Parameters keep their values; state is kept until the object goes."""
+        if not getattr(self, "_closed", True):
+            self._closed = True
+            self._reducer.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _check_still_frozen(self) -> None:
+        for index, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise ParameterError(
+                    f"{self._labels[index]} was frozen when the optimizer was made and requires a gradient now: it has no "
+                    "state here, so it would silently not be trained; make a new optimizer"
+                )
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError("this optimizer was closed: make a new one")
+
+
+def _make_buckets(
+    parameters: Mapping[int, Tensor],
+    labels: Sequence[str],
+    sharding: Sharding,
+    bucket_cap_mb: float,
+    order: Sequence[int],
+) -> list[Bucket]:
+    kinds = {index: parameter.dtype for index, parameter in parameters.items()}
+    numels = {index: parameter.numel() for index, parameter in parameters.items()}
+    itemsizes = {kind: sharding.reduce_dtype(kind).itemsize for kind in kinds.values()}
+    capacities = bucket_capacities(numels, kinds, bucket_cap_mb * 2**20, itemsizes)
+    layouts = build_layout(numels, kinds, order, capacities, sharding.shards)
+    return [Bucket(layout, parameters, labels, sharding) for layout in layouts]

@@ -1,0 +1,291 @@
+"""Reduces gradients while backward runs: hooks, readiness, and one fixed order of collectives.
+
+A *round* is one synchronised backward: every bucket is reduced once in it, by ascending index, whatever order gradients
+become ready in and whichever parameters a rank used. So the ranks agree on the schedule without talking about it.
+
+The first backward only observes: it launches nothing until it is over. Then the ranks agree on the order in which gradients
+became ready (rank 0's) and on how often each did (the maximum over ranks), and the buckets are laid out again in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from .bucket import Bucket, CommBuffers, Sharding
+from .errors import ParameterError
+
+
+class Reducer:
+    """Owns the buckets and their gradients, from the first hook of backward to ``finish`` in ``step``.
+
+    Args:
+        parameters: all trainable parameters, by index.
+        labels: a name for each, for messages.
+        make_buckets: builds the buckets for an order; parameters become views of them.
+        overlap: reduce during backward. Else stage 1 reduces in ``finish``, and stages 0 and 2 at the end of backward.
+
+    Attributes:
+        on_layout: is told the new buckets after they were laid out again.
+        on_backward: is told when a backward begins.
+        late: parameters whose gradient arrived after their bucket had left; it stays on this rank.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[int, Tensor],
+        labels: Sequence[str],
+        sharding: Sharding,
+        make_buckets: Callable[[Sequence[int]], list[Bucket]],
+        overlap: bool,
+    ) -> None:
+        self.parameters, self.labels, self.sharding, self.overlap = parameters, labels, sharding, overlap
+        self._make_buckets = make_buckets
+        self.synchronize = True  # False inside no_sync()
+        self.observing = sharding.reduces
+        self.late: set[int] = set()
+        self.on_layout: Callable[[list[Bucket]], None] = lambda buckets: None
+        self.on_backward: Callable[[], None] = lambda: None
+        self._counts = dict.fromkeys(parameters, 1)  # how often each gradient becomes ready in a round
+        self._forget_observation()
+        self._ordered = False
+        self._open_tasks: set[int] = set()
+        self._rounds = 0  # complete rounds since the last step
+        self._unreduced = False  # a backward since the last round left its gradients on this rank
+        self._saw_zeroed = False
+        self.lay_out(list(reversed(parameters)))
+        self._hooks = [hook for index in parameters for hook in self._register_hooks(index)]
+
+    def lay_out(self, order: Sequence[int]) -> None:
+        """Build the buckets for ``order``. No gradient may be in a bucket."""
+        self.order = list(order)
+        self.buckets = self._make_buckets(order)
+        self.buffers: CommBuffers | None = None
+        if self.sharding.reduces:
+            largest = max(bucket.layout.numel * bucket.reduce_dtype.itemsize for bucket in self.buckets)
+            self.buffers = CommBuffers(largest, self.buckets[0].device)
+        self._place = {
+            slot.param: (number, index)
+            for number, bucket in enumerate(self.buckets)
+            for index, slot in enumerate(bucket.layout.slots)
+        }
+        self._start_round()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for bucket in self.buckets:
+            bucket.clear()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it gradients add up on each rank and nothing is communicated."""
+        before, self.synchronize = self.synchronize, False
+        try:
+            yield
+        finally:
+            self.synchronize = before
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def _register_hooks(self, index: int) -> list[torch.utils.hooks.RemovableHandle]:
+        parameter = self.parameters[index]
+        return [
+            parameter.register_hook(partial(self._before_accumulate, index)),
+            parameter.register_post_accumulate_grad_hook(partial(self._on_ready, index)),
+        ]
+
+    def _before_accumulate(self, index: int, grad: Tensor) -> None:
+        number, slot = self._place[index]
+        if self.buckets[number].before_accumulate(slot):
+            self._saw_zeroed = True
+
+    def _on_ready(self, index: int, parameter: Tensor) -> None:
+        self._watch_end_of_backward()
+        number, slot = self._place[index]
+        bucket = self.buckets[number]
+        self._check_in_place(parameter, bucket, slot)
+        self._seen[index] = seen = self._seen.get(index, 0) + 1
+        if self.observing:
+            self._observed_order.append(index)
+        elif self.synchronize and number < self._next:
+            self.late.add(index)
+        elif seen <= self._counts[index]:
+            self._missing[number] -= 1
+            if self._missing[number] == 0:
+                self._on_full(number)
+
+    def _on_full(self, number: int) -> None:
+        if not self.synchronize or not self.sharding.reduces:
+            if self.buckets[number].can_collect:
+                self.buckets[number].collect()
+        elif self.overlap:
+            while (
+                self._next < len(self.buckets)
+                and self._missing[self._next] == 0
+                and not self._repeats[self._next]
+            ):
+                self._launch_next()
+
+    def _check_in_place(self, parameter: Tensor, bucket: Bucket, slot: int) -> None:
+        if parameter.data_ptr() != bucket.addresses[slot] or parameter.dtype != bucket.dtype:
+            raise ParameterError(
+                f"{bucket.label(slot)} was moved, cast or given new data after the optimizer was made "
+                f"(it is {parameter.dtype} on {parameter.device}): call .to() / .half() before, or make a new optimizer"
+            )
+
+    def _watch_end_of_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in self._open_tasks:
+            if not self._open_tasks:
+                self.on_backward()
+            self._open_tasks.add(task)
+            Variable._execution_engine.queue_callback(partial(self._on_backward_end, task))
+
+    def _on_backward_end(self, task: int) -> None:
+        self._open_tasks.discard(task)
+        if torch._C._current_autograd_node() is not None or self._open_tasks:
+            return  # a backward within a node of another, as re-entrant checkpointing runs it: the outer one goes on
+        for index, count in self._seen.items():
+            self._observed_counts[index] = max(count, self._observed_counts.get(index, 0))
+        if self.sharding.reduces and self.synchronize and (self.overlap or self.sharding.stage != 1):
+            self._complete_round()
+        else:
+            self._unreduced = True
+            self._start_round()
+
+    # -- rounds --------------------------------------------------------------------------------------------------
+
+    def _start_round(self) -> None:
+        self._next = 0
+        self._seen: dict[int, int] = {}
+        self._missing = [
+            sum(self._counts[slot.param] for slot in bucket.layout.slots) for bucket in self.buckets
+        ]
+        self._repeats = [
+            any(self._counts[slot.param] > 1 for slot in bucket.layout.slots) for bucket in self.buckets
+        ]
+
+    @torch.no_grad()
+    def _launch_next(self) -> None:
+        self.buckets[self._next].launch(self.buffers, self._saw_zeroed)
+        self._next += 1
+
+    def _complete_round(self) -> None:
+        if self.observing:
+            self._end_observation()
+        while self._next < len(self.buckets):
+            self._launch_next()
+        if self.sharding.stage == 0:  # `.grad` is the averaged gradient, to be read at once
+            for bucket in self.buckets:
+                bucket.wait()
+        self._rounds += 1
+        self._unreduced = self._saw_zeroed = False
+        self._start_round()
+
+    def make_readable(self) -> bool:
+        """Bring all gradients into ``grad_full``, if this is where ``.grad`` shows them. Returns whether it is."""
+        if self.sharding.stage == 0 and self.sharding.reduces:
+            self.finish()
+            return True
+        alone = not self.sharding.reduces
+        waiting = (
+            self.sharding.stage == 1
+            and not self.overlap
+            and all(bucket.can_collect for bucket in self.buckets)
+        )
+        if alone or waiting:
+            self._collect()
+        return alone or waiting
+
+    @torch.no_grad()
+    def _collect(self) -> None:
+        if self.observing:
+            self._end_observation()
+        for bucket in self.buckets:
+            bucket.collect()
+
+    def _end_observation(self) -> None:
+        """Agree with the other ranks on readiness, and lay the buckets out in the order that rank 0 saw."""
+        self.observing = False
+        reports = self.sharding.comm.gather_objects((self._observed_order, self._observed_counts))
+        for counts in zip_longest(*(report[1].items() for report in reports)):
+            for index, count in filter(None, counts):
+                self._counts[index] = max(count, self._counts[index])
+        last_first = dict.fromkeys(
+            reversed(reports[0][0])
+        )  # a gradient counts as ready when it last became so
+        order = list(reversed(last_first))
+        order += [index for index in self.order if index not in last_first]
+        if order != self.order and not self._ordered:
+            self.lay_out(order)
+            self.on_layout(self.buckets)
+        self._ordered = True
+        self._start_round()
+
+    def observe(self) -> None:
+        """Let the next synchronised backward count anew how often each gradient becomes ready. The layout stays."""
+        self.late.clear()
+        self._forget_observation()
+        self._counts = dict.fromkeys(self.parameters, 1)
+        self.observing = self.sharding.reduces
+
+    def _forget_observation(self) -> None:
+        self._observed_counts: dict[int, int] = {}
+        self._observed_order: list[int] = []
+
+    # -- step ----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> bytearray:
+        """Complete what is open; afterwards every bucket's ``grad_shard`` holds what is to be applied.
+
+        Returns one byte a parameter index: 1 where this rank has a gradient for it.
+        """
+        self._open_tasks.clear()
+        if not self.sharding.reduces:
+            self._collect()
+        elif self._rounds == 0 or self._unreduced or self._next > 0:
+            self._complete_round()
+        if self.sharding.reduces and any([bucket.settle() for bucket in self.buckets]) and not self.late:
+            self._complete_round()
+        for bucket in self.buckets:
+            bucket.wait()
+        return self._used()
+
+    def end_step(self) -> None:
+        """The gradients were applied. They stay until they are cleared, and the next step has rounds of its own."""
+        self._rounds = 0
+
+    def restore_order(self, order: Sequence[int]) -> None:
+        """Lay the buckets out in a saved order; parameters not in it follow. Gradients are dropped."""
+        order = [*order, *(index for index in self.order if index not in set(order))]
+        if self.sharding.shards > 1 and order != self.order:
+            self.clear()
+            self.lay_out(order)
+            self.on_layout(self.buckets)
+
+    def _used(self) -> bytearray:
+        used = bytearray(len(self.labels))
+        for bucket in self.buckets:
+            for slot, held in zip(bucket.layout.slots, bucket.held):
+                used[slot.param] = held
+        return used
+
+    def clear(self, set_to_none: bool = True) -> None:
+        """Drop every gradient, or make it zero. A round that an exception cut short is completed first, for the others' sake."""
+        self._open_tasks.clear()
+        if self._next > 0:
+            self._complete_round()
+        self._start_round()
+        self._rounds, self._unreduced = 0, False
+        self.late.clear()
+        if self.observing:
+            self._forget_observation()
+        for bucket in self.buckets:
+            bucket.clear() if set_to_none else bucket.zero()

@@ -1,0 +1,194 @@
+"""The fp32 state of every bucket's shard: master, exp_avg, exp_avg_sq. Who updates it, moves it, saves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bucket import Bucket, Sharding
+from .errors import StateMismatchError
+from .flat_shard import FlatShard
+
+
+class ShardState:
+    """State of one bucket's shard.
+
+    Attributes:
+        master: [shard_numel] fp32; None for fp32 parameters, which are their own master.
+        exp_avg, exp_avg_sq: [shard_numel] fp32.
+        row_slot: [shard_numel / ROW] int32, the parameter index of each row; -1 for padding.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        numel, device = bucket.layout.shard_numel, bucket.device
+        self.master = None if bucket.dtype == torch.float32 else bucket.param_shard.float()
+        self.exp_avg = torch.zeros(numel, dtype=torch.float32, device=device)
+        self.exp_avg_sq = torch.zeros(numel, dtype=torch.float32, device=device)
+        rows = bucket.layout.row_slot(bucket.sharding.shard)
+        self.row_slot = torch.tensor(rows, dtype=torch.int32, device=device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def update(self, hyper: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """One fused pass: unscale, clip, update, cast into the bucket's parameters. ``hyper`` [parameters, columns]."""
+        bucket = self.bucket
+        master, param_out = (
+            (bucket.param_shard, None) if self.master is None else (self.master, bucket.param_shard)
+        )
+        torch.ops.zero_kernels.adam_step(
+            bucket.grad_shard,
+            master,
+            self.exp_avg,
+            self.exp_avg_sq,
+            param_out,
+            self.row_slot,
+            hyper,
+            grad_scale,
+            found_inf,
+        )
+
+    def refresh_master(self, index: int) -> None:
+        """Take over what a user wrote into the parameter of slot ``index``; elements not written keep their full precision."""
+        if self.master is None:
+            return
+        piece = self.bucket.pieces[index]
+        master = self.master.narrow(0, piece.in_shard, piece.numel)
+        parameter = self.bucket.param_shard.narrow(0, piece.in_shard, piece.numel)
+        master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
+
+
+class OptimizerState:
+    """The shard states of all buckets, and the version of each parameter that the masters were last made from.
+
+    Args:
+        parameters: all trainable parameters, by index.
+    """
+
+    def __init__(
+        self, parameters: Mapping[int, Tensor], sharding: Sharding, buckets: Sequence[Bucket]
+    ) -> None:
+        self.parameters, self.sharding = parameters, sharding
+        self.shards = [ShardState(bucket) for bucket in buckets]
+        self.has_masters = any(shard.master is not None for shard in self.shards)
+        self.started = False  # whether exp_avg and exp_avg_sq may differ from zero
+        self.record_versions()
+
+    # -- edits of parameters -------------------------------------------------------------------------------------
+
+    def record_versions(self) -> None:
+        self._versions = [parameter._version for parameter in self.parameters.values()]
+
+    def refresh_edited(self) -> None:
+        """Refresh the masters of parameters written in place since the last update, as their version counters tell."""
+        versions = [parameter._version for parameter in self.parameters.values()]
+        if versions != self._versions:
+            pairs = zip(self.parameters, versions, self._versions)
+            self.refresh_masters({index for index, now, before in pairs if now != before})
+            self._versions = versions
+
+    def refresh_masters(self, indices: set[int]) -> None:
+        for shard in self.shards:
+            for number, slot in enumerate(shard.bucket.layout.slots):
+                if slot.param in indices:
+                    shard.refresh_master(number)
+
+    def mark_updated(self) -> None:
+        """Tell autograd that the parameters were written: a backward through a graph older than this must raise."""
+        self.started = True
+        torch.autograd.graph.increment_version(list(self.parameters.values()))
+        self._versions = [version + 1 for version in self._versions]
+
+    # -- another layout ------------------------------------------------------------------------------------------
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        """Follow the parameters into new buckets. State that was started moves over, one old bucket at a time."""
+        old, self.shards = self.shards, [ShardState(bucket) for bucket in buckets]
+        if not self.started:
+            return
+        places = {
+            piece.slot.param: (shard.tensors(), piece)
+            for shard in self.shards
+            for piece in shard.bucket.pieces
+        }
+        for shard in old:
+            for name, tensor in shard.tensors().items():
+                full = self._gather(tensor)
+                for slot in shard.bucket.layout.slots:
+                    tensors, piece = places[slot.param]
+                    source = full.narrow(0, slot.offset + piece.in_param, piece.numel)
+                    tensors[name].narrow(0, piece.in_shard, piece.numel).copy_(source)
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        if self.sharding.shards == 1:
+            return tensor
+        full = tensor.new_empty(tensor.numel() * self.sharding.shards)
+        self.sharding.comm.own_part(full).copy_(tensor)
+        self.sharding.comm.all_gather(full, kind="construction").wait()
+        return full
+
+    # -- state dicts ---------------------------------------------------------------------------------------------
+
+    def _slots(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+        """Every parameter's state in the order of the layout: plain views where this rank holds all, else ``FlatShard``s."""
+        for shard in self.shards:
+            bucket = shard.bucket
+            views: dict[str, Sequence[Tensor]] = {}
+            for name, tensor in shard.tensors().items():
+                shards = bucket.shard_views(tensor, name)
+                whole = self.sharding.shards == 1
+                views[name] = [s.local.view(s.shape) for s in shards] if whole else shards
+            for number, slot in enumerate(bucket.layout.slots):
+                yield slot.param, {name: of_slot[number] for name, of_slot in views.items()}
+
+    def export(self) -> dict[int, dict[str, Tensor]]:
+        """State by parameter index. The tensors are views of live state; the order of the keys is that of the layout."""
+        return {index: dict(tensors) for index, tensors in self._slots()}
+
+    def plan_load(
+        self, saved: Mapping[int, Mapping[str, Any]], labels: Sequence[str]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """(target, source) pairs that bring in state by parameter index. Nothing is written yet.
+
+        Shards must cut parameters where this layout does; full tensors always fit. Raises StateMismatchError.
+        """
+        return [
+            (target, _source(saved[index], name, target, labels[index]))
+            for index, tensors in self._slots()
+            if index in saved
+            for name, target in tensors.items()
+        ]
+
+    def load(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Carry out a planned load."""
+        for target, source in copies:
+            (target.local if isinstance(target, FlatShard) else target).copy_(source)
+        self.started = True
+        self.record_versions()
+
+
+def _source(entry: Mapping[str, Any], name: str, target: Tensor, label: str) -> Tensor:
+    """The part of ``entry[name]`` that belongs into ``target``."""
+    saved = entry.get(name)
+    if not isinstance(saved, Tensor):
+        raise StateMismatchError(f"the state of {label} has no tensor {name!r}, but {sorted(entry)}")
+    if saved.shape != target.shape:
+        raise StateMismatchError(
+            f"{name} of {label} has shape {tuple(saved.shape)}, expected {tuple(target.shape)}"
+        )
+    if isinstance(target, FlatShard):
+        if not isinstance(saved, FlatShard):
+            return saved.reshape(-1).narrow(0, target.start, target.local.numel())
+        if (saved.start, saved.local.numel()) == (target.start, target.local.numel()):
+            return saved.local
+    elif not isinstance(saved, FlatShard):
+        return saved
+    raise StateMismatchError(
+        f"{name} of {label} was saved as {saved!r}, this rank needs {target!r}: load it with as many ranks, on the same "
+        "rank, at the same stage, bucket_cap_mb and grad_reduce_dtype as it was saved"
+    )

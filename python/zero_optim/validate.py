@@ -1,0 +1,123 @@
+"""What is checked at construction, and agreed on by all ranks before anything else is communicated."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .comm import Comm
+from .errors import ParameterError, RankMismatchError
+
+PARAMETER_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_arguments(
+    process_group: dist.ProcessGroup | None,
+    mesh: dist.DeviceMesh | None,
+    stage: int,
+    bucket_cap_mb: float,
+    grad_reduce_dtype: torch.dtype | None,
+    max_grad_norm: float | None,
+) -> None:
+    """Raise ValueError for the first argument out of range."""
+    if mesh is not None and process_group is not None:
+        raise ValueError("give either process_group or mesh, not both")
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(f"mesh must have one dimension, got {mesh.ndim}")
+    if stage not in (0, 1, 2):
+        raise ValueError(f"stage must be 0, 1 or 2, got {stage!r}")
+    if not 0 < bucket_cap_mb < math.inf:
+        raise ValueError(f"bucket_cap_mb must be positive (MiB), got {bucket_cap_mb!r}")
+    if grad_reduce_dtype not in (None, *PARAMETER_DTYPES):
+        raise ValueError(
+            f"grad_reduce_dtype must be None or one of {PARAMETER_DTYPES}, got {grad_reduce_dtype!r}"
+        )
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be None or positive, got {max_grad_norm!r}")
+
+
+def check_groups(groups: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError for a hyper-parameter out of range; tensors are not read."""
+    for number, group in enumerate(groups):
+        _check_group(number, group)
+
+
+def _check_group(number: int, group: dict[str, Any]) -> None:
+    lr, betas = group["lr"], group["betas"]
+    if not isinstance(lr, Tensor) and not 0 <= lr < math.inf:
+        raise ValueError(f"lr of parameter group {number} must be 0 or more, got {lr!r}")
+    if len(betas) != 2 or any(not isinstance(beta, Tensor) and not 0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas of parameter group {number} must be two numbers in [0, 1), got {betas!r}")
+    for name in ("eps", "weight_decay"):
+        if not 0 <= group[name] < math.inf:
+            raise ValueError(f"{name} of parameter group {number} must be 0 or more, got {group[name]!r}")
+
+
+def parameter_labels(groups: Sequence[dict[str, Any]]) -> list[str]:
+    """How messages call each parameter: by name where one was given, else by place and shape."""
+    labels = []
+    for number, group in enumerate(groups):
+        names = group.get("param_names")
+        for index, parameter in enumerate(group["params"]):
+            place = f"parameter {index} of group {number}, shape {tuple(parameter.shape)}"
+            labels.append(repr(names[index]) if names else place)
+    return labels
+
+
+def check_parameters(parameters: Sequence[Tensor], labels: Sequence[str]) -> None:
+    """Raise ParameterError for the first parameter that the optimizer cannot hold."""
+    for parameter, label in zip(parameters, labels):
+        if parameter.layout is not torch.strided:
+            raise ParameterError(
+                f"{label} is {parameter.layout}; only dense parameters can be sharded: .to_dense() it"
+            )
+        if parameter.dtype not in PARAMETER_DTYPES:
+            raise ParameterError(
+                f"{label} is {parameter.dtype}; parameters must be float16, bfloat16 or float32: cast it"
+            )
+        if parameter.device != parameters[0].device:
+            raise ParameterError(
+                f"{label} is on {parameter.device}, but {labels[0]} is on {parameters[0].device}; "
+                "move the whole model to one device before making the optimizer"
+            )
+        if parameter.device.type == "meta":
+            raise ParameterError(
+                f"{label} is on the meta device and has no values: materialise the model first"
+            )
+
+
+def check_agreement(
+    comm: Comm, groups: Sequence[dict[str, Any]], labels: Sequence[str], options: dict[str, Any]
+) -> None:
+    """Raise RankMismatchError, on every rank, unless all ranks hold the same parameters and options. Exchanges a hash."""
+    description = [f"{name}={value}" for name, value in options.items()]
+    parameters = [(number, p) for number, group in enumerate(groups) for p in group["params"]]
+    for number, group in enumerate(groups):
+        values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        description.append(f"group {number} with {values}" if not _has_tensor(values) else f"group {number}")
+    description += [
+        f"{label}: {tuple(p.shape)} {p.dtype} of group {number}{'' if p.requires_grad else ', frozen'}"
+        for (number, p), label in zip(parameters, labels)
+    ]
+    digests = comm.gather_objects(hashlib.sha256("\n".join(description).encode()).digest())
+    if len(set(digests)) == 1:
+        return
+    everyone = comm.gather_objects(description)
+    odd = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
+    here, there = next(
+        (a, b) for a, b in zip([*everyone[0], "nothing more"], [*everyone[odd], "nothing more"]) if a != b
+    )
+    raise RankMismatchError(
+        f"rank {odd} differs from rank 0: rank 0 has {here}; rank {odd} has {there}. Every rank must give the optimizer "
+        "the same parameters, in the same order, with the same arguments"
+    )
+
+
+def _has_tensor(values: dict[str, Any]) -> bool:
+    return any(isinstance(value, Tensor) for value in values.values())
