@@ -1,4 +1,4 @@
-"""ZeRO for PyTorch: a drop-in ``torch.optim.AdamW`` that shards optimizer state and gradients over data-parallel ranks."""
+"""ZeRO for PyTorch: a drop-in ``torch.optim.AdamW`` that shards its state and gradients over data-parallel ranks."""
 
 from .errors import (
     ClosedError,

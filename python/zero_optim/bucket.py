@@ -7,12 +7,14 @@ EMPTY ── collect ──> LOCAL ── launch ──┐
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import zero_kernels  # noqa: F401  registers torch.ops.zero_kernels
 from torch import Tensor
+
+import zero_kernels  # noqa: F401  registers torch.ops.zero_kernels
 
 from .comm import Comm, Pending
 from .errors import GradientError
@@ -24,7 +26,7 @@ class GradState(enum.Enum):
     """Where a bucket's gradients are in memory."""
 
     EMPTY = enum.auto()  # nowhere, or in each ``parameter.grad`` that autograd allocated
-    LOCAL = enum.auto()  # grad_full holds this rank's own sums; every ``.grad`` is a view of it
+    LOCAL = enum.auto()  # grad_buffer holds this rank's own sums in full; every ``.grad`` is a view of it
     REDUCED = enum.auto()  # grad_shard holds the average over ranks, or will when ``pending`` arrives
 
 
@@ -49,7 +51,7 @@ class Sharding:
         return self.comm.world_size > 1
 
     def reduce_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of parameters of ``dtype`` are communicated; alone, a rank has nothing to widen for."""
+        """The dtype in which gradients of ``dtype`` parameters are communicated. Alone, a rank widens nothing."""
         return self.grad_reduce_dtype or dtype if self.reduces else dtype
 
 
@@ -67,9 +69,7 @@ class CommBuffers:
         if self._users[0] is not None:
             self._users[0].wait()
         self._users[0] = bucket
-        return self.storages[0][: bucket.layout.numel * bucket.reduce_dtype.itemsize].view(
-            bucket.reduce_dtype
-        )
+        return self.storages[0][: bucket.layout.numel * bucket.reduce_dtype.itemsize].view(bucket.reduce_dtype)
 
 
 class Bucket:
@@ -78,14 +78,15 @@ class Bucket:
     Attributes:
         param_flat: [numel] the parameters' dtype; every parameter's data is a view of it.
         param_shard: [shard_numel] this rank's part of ``param_flat``, a view.
-        grad_full: [numel] or None; stages 0 and 1, and one rank, keep gradients in full.
-        grad_shard: [shard_numel] the reduce dtype; a view of ``grad_full`` where that exists.
-        held: one byte a slot: 1 where this rank has put a gradient of it into ``grad_full`` or ``grad_shard``, 2 where
-            another is being added to that one, 0 else.
+        keeps_full: whether gradients rest here in full: at stages 0 and 1, and on one rank.
+        grad_buffer: where gradients rest, [numel] where ``keeps_full``, else [shard_numel].
+        grad_shard: [shard_numel] what ``step`` applies, a view of ``grad_buffer``.
+        held: one byte a slot: 1 where this rank has put a gradient of it into ``grad_buffer``, 2 where another is
+            being added to that one, 0 else.
     """
 
     def __init__(
-        self, layout: BucketLayout, parameters: Sequence[Tensor], labels: Sequence[str], sharding: Sharding
+        self, layout: BucketLayout, parameters: Mapping[int, Tensor], labels: Sequence[str], sharding: Sharding
     ) -> None:
         self.layout, self.sharding = layout, sharding
         self.params = [parameters[slot.param] for slot in layout.slots]
@@ -103,67 +104,64 @@ class Bucket:
     def _flatten_parameters(self) -> None:
         self.param_flat = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
         self.param_shard = self._own_part(self.param_flat)
-        for parameter, view in zip(self.params, self._slot_views(self.param_flat)):
+        for parameter, view in zip(self.params, self._slot_views(self.param_flat), strict=True):
             view.copy_(parameter.data)
             parameter.data = view
         self.addresses = [parameter.data_ptr() for parameter in self.params]
 
     def _allocate_gradients(self) -> None:
-        layout, stage = self.layout, self.sharding.stage
-        self.grad_full: Tensor | None = None
-        if stage <= 1 or not self.sharding.reduces:
-            dtype = (
-                self.dtype if stage == 0 else self.reduce_dtype
-            )  # at stage 0 `.grad` shows what is applied
-            self.grad_full = torch.zeros(layout.numel, dtype=dtype, device=self.device)
-            self.grad_shard = self._own_part(self.grad_full)
-        else:
-            self.grad_shard = torch.zeros(layout.shard_numel, dtype=self.reduce_dtype, device=self.device)
-        full = self.grad_full if self.grad_full is not None and self.grad_full.dtype == self.dtype else None
-        self._views = self._slot_views(full) if full is not None else None
-        self._shards = (
-            self.shard_views(self.grad_shard, "gradient") if stage >= 1 and self.sharding.reduces else None
-        )
+        stage, reduces = self.sharding.stage, self.sharding.reduces
+        self.keeps_full = stage <= 1 or not reduces
+        numel = self.layout.numel if self.keeps_full else self.layout.shard_numel
+        dtype = self.dtype if stage == 0 else self.reduce_dtype  # at stage 0 `.grad` shows what is applied
+        self.grad_buffer = torch.zeros(numel, dtype=dtype, device=self.device)
+        self.grad_shard = self._own_part(self.grad_buffer) if self.keeps_full else self.grad_buffer
+        self._views: Sequence[Tensor] = ()
+        if self.keeps_full and dtype == self.dtype:
+            self._views = self._slot_views(self.grad_buffer)
+        self._shards: Sequence[FlatShard] = ()
+        if stage >= 1 and reduces:
+            self._shards = self.shard_views(self.grad_shard, "gradient", self.dtype)
 
     def label(self, index: int) -> str:
         return self._labels[self.layout.slots[index].param]
 
     def relabel(self) -> None:
-        for index, shard in enumerate(self._shards or ()):
+        for index, shard in enumerate(self._shards):
             shard.label = f"gradient of {self.label(index)}"
 
     def _own_part(self, full: Tensor) -> Tensor:
         return full.narrow(0, self.sharding.shard * self.layout.shard_numel, self.layout.shard_numel)
 
     def _slot_views(self, full: Tensor) -> list[Tensor]:
-        return [
-            full.narrow(0, s.offset, s.numel).view(p.shape) for s, p in zip(self.layout.slots, self.params)
-        ]
+        slots = zip(self.layout.slots, self.params, strict=True)
+        return [full.narrow(0, slot.offset, slot.numel).view(parameter.shape) for slot, parameter in slots]
 
-    def shard_views(self, shard: Tensor, what: str) -> list[FlatShard]:
-        """A ``FlatShard`` a slot over ``shard`` [shard_numel], in the parameter's dtype-independent true shape."""
+    def shard_views(self, shard: Tensor, what: str, dtype: torch.dtype | None = None) -> list[FlatShard]:
+        """A shard a slot over ``shard`` [shard_numel], in the parameters' shapes. ``dtype``: None is the shard's own."""
         return [
             FlatShard(
                 shard.narrow(0, piece.in_shard, piece.numel),
                 piece.in_param,
-                p.shape,
+                parameter.shape,
                 f"{what} of {self.label(index)}",
+                dtype,
             )
-            for index, (piece, p) in enumerate(zip(self.pieces, self.params))
+            for index, (piece, parameter) in enumerate(zip(self.pieces, self.params, strict=True))
         ]
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
     @property
     def can_collect(self) -> bool:
-        """Whether this rank's own gradients can wait in ``grad_full``, readable through ``.grad``."""
-        return self._views is not None and self.state is not GradState.REDUCED
+        """Whether this rank's own gradients can wait in ``grad_buffer``, readable through ``.grad``."""
+        return bool(self._views) and self.state is not GradState.REDUCED
 
     def before_accumulate(self, index: int) -> bool:
         """Autograd is about to add to slot ``index``'s gradient. Returns whether it was zeroed since it was last held.
 
-        A reduced gradient is taken out of ``.grad``, so that the new one arrives alone. One that was zeroed, or replaced
-        by the user, no longer counts in the bucket.
+        A reduced gradient is taken out of ``.grad``, so that the new one arrives alone. One that was zeroed,
+        or replaced by the user, no longer counts in the bucket.
         """
         parameter = self.params[index]
         grad = parameter.grad
@@ -177,21 +175,22 @@ class Bucket:
         return grad is None
 
     def collect(self) -> None:
-        """Move this rank's gradients into ``grad_full``, unscaled; every ``.grad`` becomes a view of it."""
+        """Move this rank's gradients into ``grad_buffer``, unscaled; every ``.grad`` becomes a view of it."""
         local, gone = self._scan()
         if not local and not gone:
             return
         self._forget(gone)
         sources = self._present()
-        self._pack(sources, self.grad_full, 1.0)
+        self._pack(sources, self.grad_buffer, 1.0)
         self.state = GradState.LOCAL if sources else GradState.EMPTY
         self._hold(sources, self._views)
 
     def launch(self, buffers: CommBuffers, zeroed: bool) -> None:
-        """Pack this rank's gradients, scaled by 1/N, and start their reduction; it adds to one that is there already.
+        """Pack this rank's gradients, scaled by 1/N, and start their reduction; it adds to one that is there.
 
         Args:
-            zeroed: gradients elsewhere were seen zeroed by the user; then a reduction that this rank took no part in is stale too.
+            zeroed: gradients elsewhere were seen zeroed by the user; then a reduction that this rank took no
+                part in is stale too.
         """
         self.wait()
         local, gone = self._scan()
@@ -201,8 +200,8 @@ class Bucket:
         if accumulate:
             self._drop_stale()
         sources = self._present() if self.state is GradState.LOCAL else local
-        in_place = self.grad_full is not None and self.grad_full.dtype == self.reduce_dtype and not accumulate
-        full = self.grad_full if in_place else buffers.take(self)
+        in_place = self.keeps_full and self.grad_buffer.dtype == self.reduce_dtype and not accumulate
+        full = self.grad_buffer if in_place else buffers.take(self)
         self._pack(sources, full, 1 / self.sharding.comm.world_size)
         self.pending = self._reduce(full, buffers, accumulate)
         self.state = GradState.REDUCED
@@ -213,7 +212,7 @@ class Bucket:
         if self.sharding.stage >= 1:
             scratch = buffers.take(self) if comm.has_own_reduce_scatter(full) else None
             return comm.reduce_scatter(full, self.grad_shard, scratch, accumulate=accumulate)
-        if full is self.grad_full:
+        if full is self.grad_buffer:
             return comm.all_reduce(full)
         store = self.grad_shard.add_ if accumulate else self.grad_shard.copy_
         return comm.all_reduce(full, on_arrival=lambda: store(full))
@@ -225,7 +224,7 @@ class Bucket:
             self.pending = None
 
     def settle(self) -> bool:
-        """After the last reduction: drop what was zeroed since. Returns whether a gradient is here that was not reduced."""
+        """After the last reduction: drop what was zeroed since. Returns whether some gradient was not reduced."""
         local, gone = self._scan()
         self._forget(gone)
         if self.state is GradState.REDUCED:
@@ -246,7 +245,7 @@ class Bucket:
         """Make every gradient that is there zero, as ``zero_grad(set_to_none=False)`` means."""
         self.wait()
         if self.state is not GradState.EMPTY:
-            (self.grad_shard if self.state is GradState.REDUCED else self.grad_full).zero_()
+            (self.grad_shard if self.state is GradState.REDUCED else self.grad_buffer).zero_()
         for _, grad in self._scan()[0]:
             grad.detach_().zero_()
 
@@ -254,14 +253,17 @@ class Bucket:
         """What each ``.grad`` is while the bucket holds the slot's gradient."""
         if self.state is GradState.EMPTY:
             return [None] * len(self.params)
-        return self._views if self.state is GradState.LOCAL or self._shards is None else self._shards
+        return self._views if self.state is GradState.LOCAL or not self._shards else self._shards
 
     def _scan(self) -> tuple[list[tuple[int, Tensor]], list[int]]:
-        """Read each ``.grad`` once: gradients that are not in the bucket yet, and slots zeroed or replaced since they were."""
-        local, gone = [], []
+        """Read each ``.grad`` once: gradients not in the bucket yet; slots zeroed or replaced since they were."""
+        local: list[tuple[int, Tensor]] = []
+        gone: list[int] = []
         handles = self._handles()
-        for index, (parameter, held, handle) in enumerate(zip(self.params, self.held, handles)):
-            grad = parameter.grad
+        grads = [parameter.grad for parameter in self.params]
+        if all(map(operator.is_, grads, handles)):
+            return local, gone
+        for index, (grad, handle, held) in enumerate(zip(grads, handles, self.held, strict=True)):
             if grad is not None and grad is not handle:
                 local.append((index, grad))
                 if held == 1:

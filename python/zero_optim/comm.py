@@ -1,7 +1,8 @@
 """Every ``torch.distributed`` collective of the package, with one account of its calls, bytes and waits.
 
-Asynchrony is two calls: a collective returns a ``Pending``; ``Pending.wait()`` orders what follows after it. On CUDA that is
-a wait of the current stream and the host goes on; under gloo the host blocks, for as long as the group's own timeout.
+Asynchrony is two calls: a collective returns a ``Pending``; ``Pending.wait()`` orders what follows after it.
+On CUDA that is a wait of the current stream and the host goes on; under gloo the host blocks, for as long as
+the group's own timeout.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 @dataclass
 class Traffic:
     """What one kind of collective has moved. ``bytes`` counts the whole tensor of each call, as the caller sees it;
-    on the wire a rank sends and receives (N-1)/N of it (twice that for an all-reduce). ``wait_seconds``: host time blocked."""
+    on the wire a rank sends and receives (N-1)/N of it (twice that for an all-reduce). ``wait_seconds``: host
+    time blocked."""
 
     calls: int = 0
     bytes: int = 0
@@ -65,9 +67,7 @@ class Comm:
         """Gloo's own is a clone and an all-reduce; ours is an all-to-all into a scratch buffer and a local sum."""
         return self.group is not None and not tensor.is_cuda and "gloo" in dist.get_backend(self.group)
 
-    def reduce_scatter(
-        self, full: Tensor, out: Tensor, scratch: Tensor | None, *, accumulate: bool
-    ) -> Pending:
+    def reduce_scatter(self, full: Tensor, out: Tensor, scratch: Tensor | None, *, accumulate: bool) -> Pending:
         """Sum ``full`` [N * shard] over the ranks; this rank's shard of it goes to ``out`` [shard].
 
         Args:
@@ -119,9 +119,7 @@ class Comm:
         reports = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
-        failed = [
-            f"rank {rank} failed with {report}" for rank, report in enumerate(reports) if report is not None
-        ]
+        failed = [f"rank {rank} failed with {report}" for rank, report in enumerate(reports) if report is not None]
         if failed:
             raise RankMismatchError("; ".join(failed))
 
@@ -142,9 +140,7 @@ class Comm:
                 self._sum = torch.empty(out.numel(), dtype=torch.float32)
             total = self._sum[: out.numel()].copy_(parts[0])
         for part in parts[1:]:
-            total.add_(
-                part
-            )  # two 16-bit terms are added in fp32 and rounded once, so they need no fp32 scratch
+            total.add_(part)  # two 16-bit terms are added in fp32 and rounded once, so they need no fp32 scratch
         total = parts[0].copy_(total) if total.dtype != received.dtype else total
         out.add_(total) if accumulate else out.copy_(total)
 

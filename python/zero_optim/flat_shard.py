@@ -18,12 +18,14 @@ class FlatShard(Tensor):
     """A parameter's gradient or state in its true shape, dtype and device, with only ``local`` in memory.
 
     Attributes:
-        local: 1-D tensor, this rank's elements; empty where the rank owns none.
+        local: 1-D tensor, this rank's elements; empty where the rank owns none. Its dtype may be wider than that
+            of the whole: gradients can be reduced in fp32.
         start: flat index in the whole tensor of the first element of ``local``.
         label: what it is, for messages ("gradient of 'fc.weight'").
 
-    Metadata, ``detach`` and ``zero_`` work. Everything that would read or change values raises ``ShardAccessError``:
-    no rank has the whole tensor, and an answer from a shard alone would be silently wrong.
+    Metadata, ``detach`` and ``zero_`` work. Everything that would read or change values raises
+    ``ShardAccessError``: no rank has the whole tensor, and an answer from a shard alone would be silently
+    wrong.
     """
 
     local: Tensor
@@ -32,8 +34,10 @@ class FlatShard(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, local: Tensor, start: int, shape: Sequence[int], label: str) -> FlatShard:
-        shard = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=local.dtype, device=local.device)
+    def __new__(
+        cls, local: Tensor, start: int, shape: Sequence[int], label: str, dtype: torch.dtype | None = None
+    ) -> FlatShard:
+        shard = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype or local.dtype, device=local.device)
         shard.local, shard.start, shard.label = local, start, label
         return shard
 
@@ -41,7 +45,7 @@ class FlatShard(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SAME_SHARD:
             shard = args[0]
-            return cls(shard.local, shard.start, shard.shape, shard.label)
+            return cls(shard.local, shard.start, shard.shape, shard.label, shard.dtype)
         if func is aten.zero_.default:
             args[0].local.zero_()
             return args[0]
@@ -57,15 +61,15 @@ class FlatShard(Tensor):
         return f"FlatShard({self.label}, shape={tuple(self.shape)}, dtype={self.dtype}, local={held} of {self.numel()})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
-        return FlatShard(self.local.clone(), self.start, self.shape, self.label)
+        return FlatShard(self.local.clone(), self.start, self.shape, self.label, self.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return rebuild_flat_shard, (self.local, self.start, tuple(self.shape), self.label)
+        return rebuild_flat_shard, (self.local, self.start, tuple(self.shape), self.label, self.dtype)
 
 
-def rebuild_flat_shard(local: Tensor, start: int, shape: tuple[int, ...], label: str) -> FlatShard:
+def rebuild_flat_shard(local: Tensor, start: int, shape: tuple[int, ...], label: str, dtype: torch.dtype) -> FlatShard:
     """Unpickle a ``FlatShard``. Registered with torch, so ``torch.load(weights_only=True)`` accepts it."""
-    return FlatShard(local, start, shape, label)
+    return FlatShard(local, start, shape, label, dtype)
 
 
 torch.serialization.add_safe_globals([rebuild_flat_shard])

@@ -1,7 +1,7 @@
 """Phase 2 of a step: what all ranks must know of the gradients, in one small all-reduce, and one device scalar from it.
 
-The vector: ``[norm term, non-finite count, late count, used count of each parameter ...]``. It is summed for finite norms and
-maximised for the infinity norm; every part means the same under either.
+The vector: ``[norm term, non-finite count, late count, used count of each parameter ...]``. It is summed for
+finite norms and maximised for the infinity norm; every part means the same under either.
 """
 
 from __future__ import annotations
@@ -26,28 +26,31 @@ class GradNorm:
 
     Attributes:
         exchanged: whether the values below are those of the gradients as they are.
-        norm: [] fp32, norm of the averaged gradients before clipping, still times the loss scale where nobody unscaled.
+        norm: [] fp32, norm of the averaged gradients before clipping, still times the loss scale where nobody
+            unscaled.
         used: [parameters] bool, whether any rank has a gradient for it.
         found_inf: [1] fp32, not 0 where the step must be skipped on every rank.
-        clip: [1] fp32 that clips the gradients, or None.
+        clip: [1] fp32, multiplies the gradients where ``clipped``.
         skipped: [] fp32, steps skipped so far.
     """
 
     def __init__(self, sharding: Sharding, labels: Sequence[str], device: torch.device) -> None:
         self.sharding, self.labels = sharding, labels
-        self.exchanged = False
-        self.clip: Tensor | None = None
+        self.exchanged = self.clipped = False
+        self.norm = torch.zeros((), device=device)
+        self.used = torch.zeros(len(labels), dtype=torch.bool, device=device)
         self.found_inf = torch.zeros(1, device=device)
+        self.clip = torch.ones(1, device=device)
         self.skipped = torch.zeros((), device=device)
         self._vector = torch.zeros(_HEADER + len(labels), device=device)
         self._late = _LateFlag(self._vector[2:3])
 
     def reset(self) -> None:
-        self.exchanged, self.clip = False, None
+        self.exchanged = self.clipped = False
 
     def discard(self) -> None:
         """A backward begins: what was exchanged is no longer what the gradients are."""
-        if self.clip is not None:
+        if self.clipped:
             warnings.warn(
                 "a backward after clip_grad_norm_ discards its coefficient: call it after the last backward of a step",
                 stacklevel=2,
@@ -69,9 +72,7 @@ class GradNorm:
         self._late.check(self._raise_late)
         maximum = norm_type == math.inf
         wanted = norm_type is not None or skip_nonfinite
-        self._vector[:2] = (
-            self._local_totals(buckets, 2.0 if norm_type is None else norm_type) if wanted else 0.0
-        )
+        self._vector[:2] = self._local_totals(buckets, 2.0 if norm_type is None else norm_type) if wanted else 0.0
         self._vector[2].fill_(len(late))
         self._vector[_HEADER:].copy_(_to_device(used, self._vector.device), non_blocking=True)
         for index in late:
@@ -80,17 +81,15 @@ class GradNorm:
         self._late.watch()
         self._late.check(self._raise_late)
         if norm_type is not None:
-            self.norm = self._vector[0].pow(1.0 if maximum else 1.0 / norm_type)
-        self.used = self._vector[_HEADER:] > 0
+            torch.pow(self._vector[0], 1.0 if maximum else 1.0 / norm_type, out=self.norm)
+        torch.gt(self._vector[_HEADER:], 0, out=self.used)
         nonfinite = self._vector[1:2] if skip_nonfinite else 0.0
         self.found_inf.copy_(self._vector[2:3] + nonfinite > 0)
         self.exchanged = True
 
     def _local_totals(self, buckets: Sequence[Bucket], norm_type: float) -> Tensor:
         """[2]: this rank's term of the norm, and its count of non-finite values."""
-        stats = torch.stack(
-            [torch.ops.zero_kernels.grad_stats(bucket.grad_shard, norm_type) for bucket in buckets]
-        )
+        stats = torch.stack([torch.ops.zero_kernels.grad_stats(bucket.grad_shard, norm_type) for bucket in buckets])
         totals = stats.sum(0)
         if norm_type == math.inf:
             totals[0] = stats[:, 0].max()
@@ -99,18 +98,19 @@ class GradNorm:
         return totals
 
     def set_clip(self, max_norm: float, inverse_scale: Tensor | None) -> Tensor:
-        """Clip to ``max_norm`` as ``torch.nn.utils.clip_grad_norm_`` does. Returns the norm before it, unscaled if asked."""
+        """Clip to ``max_norm`` as torch's ``clip_grad_norm_`` does. Returns the norm before it, unscaled if asked."""
         norm = self.norm if inverse_scale is None else self.norm * inverse_scale.reshape(())
-        self.clip = (max_norm / (norm + 1e-6)).clamp(max=1.0).reshape(1)
-        return norm
+        self.clip.copy_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        self.clipped = True
+        return norm.clone()
 
     def _raise_late(self) -> None:
         names = [self.labels[i] for i, count in enumerate(self._vector[_HEADER:].tolist()) if count >= _LATE]
         self.reset()
         raise GradientError(
-            f"a gradient of {', '.join(names) or 'a parameter'} arrived after its bucket had been reduced: it became ready "
-            "more often than in the backward that was observed. Call opt.observe() before a backward that uses parameters "
-            "another number of times, then opt.zero_grad(). Nothing was updated"
+            f"a gradient of {', '.join(names) or 'a parameter'} arrived after its bucket had been reduced: it became "
+            "ready more often than in the backward that was observed. Nothing was updated. Call opt.zero_grad(), and "
+            "opt.observe() before a backward that uses parameters another number of times"
         )
 
 

@@ -13,9 +13,9 @@ from torch.amp.grad_scaler import OptState
 class GradScaler(TorchGradScaler):
     """``torch.amp.GradScaler``'s interface and state dict, with overflow shared over ranks and no host sync.
 
-    With a ``ShardedAdamW``, ``unscale_`` divides gradients that are readable through ``.grad``, and hands a device scalar to
-    the update for those that are sharded; ``step`` skips on the device, on every rank, where any rank found a non-finite
-    gradient. Other optimizers are handled as torch handles them.
+    With a ``ShardedAdamW``, ``unscale_`` divides gradients that are readable through ``.grad``, and hands a
+    device scalar to the update for those that are sharded; ``step`` skips on the device, on every rank, where
+    any rank found a non-finite gradient. Other optimizers are handled as torch handles them.
 
     Args:
         device: where the scale lives; None: the first scaled tensor's device.
@@ -55,9 +55,7 @@ class GradScaler(TorchGradScaler):
         if not self._enabled or not hasattr(optimizer, "unscale_gradients"):
             return super().step(optimizer, *args, **kwargs)
         if args or kwargs:
-            raise RuntimeError(
-                "a closure cannot be used with a GradScaler: it would run before gradients are checked"
-            )
+            raise RuntimeError("a closure cannot be used with a GradScaler: it would run before gradients are checked")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update()")

@@ -1,7 +1,8 @@
 """Where every parameter lives: slots in buckets, buckets in shards. Integers only, no tensors.
 
-A bucket is a flat run of slots of one kind (dtype). Every slot starts on a row of 128 elements and the bucket is padded to
-``shards * 128``, so a shard boundary always falls between rows, and no row holds two parameters::
+A bucket is a flat run of slots of one kind (dtype). Every slot starts on a row of 128 elements and the bucket
+is padded to ``shards * 128``, so a shard boundary always falls between rows, and no row holds two
+parameters::
 
     bucket  | slot 0 ...... | slot 1 .. | slot 2 ............ | padding |
     rows    |r0 |r1 |r2 |r3 |r4 |r5 |r6 |...                            |
@@ -32,7 +33,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class SlotPiece:
-    """The part of a slot that one shard holds: ``numel`` elements, from ``in_param`` of the parameter, at ``in_shard``."""
+    """What one shard holds of a slot: ``numel`` elements, from ``in_param`` of the parameter, at ``in_shard``."""
 
     slot: Slot
     in_param: int
@@ -91,9 +92,7 @@ def bucket_capacities(
     totals: dict[Hashable, int] = {}
     for param, kind in kinds.items():
         totals[kind] = totals.get(kind, 0) + round_up(numels[param], ROW)
-    return {
-        kind: max(ROW, min(int(cap_bytes) // itemsizes[kind], total // 4)) for kind, total in totals.items()
-    }
+    return {kind: max(ROW, min(int(cap_bytes) // itemsizes[kind], total // 4)) for kind, total in totals.items()}
 
 
 def build_layout(

@@ -26,20 +26,25 @@ from .stats import memory_by_kind
 class ShardedAdamW(torch.optim.Optimizer):
     """AdamW with fp32 master weights, its state (and gradients) sharded over data-parallel ranks.
 
-    Use it where ``torch.optim.AdamW`` stood; the model is not wrapped. Parameters are fp16, bf16 or fp32, on one device.
-    At construction rank 0's parameters are broadcast and become views of flat buckets; hooks reduce gradients while
-    backward runs. Without ``torch.distributed`` it is a plain fused optimizer.
+    Use it where ``torch.optim.AdamW`` stood; the model is not wrapped. Parameters are fp16, bf16 or fp32, on
+    one device. At construction rank 0's parameters are broadcast and become views of flat buckets; hooks
+    reduce gradients while backward runs. Without ``torch.distributed`` it is a plain fused optimizer.
 
     Args:
         params: parameters, ``model.named_parameters()``, or groups, as ``torch.optim.AdamW`` takes them.
-        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; a group's own values win; read at every step.
+        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; a group's own values win; read at every
+            step.
         stage: what the ranks share: 0 nothing, 1 optimizer state, 2 optimizer state and gradients.
-        process_group: the ranks; None: the default group where ``torch.distributed`` is initialised, else one rank.
+        process_group: the ranks; None: the default group where ``torch.distributed`` is initialised, else one
+            rank.
         mesh: a 1-D DeviceMesh, instead of ``process_group``.
-        bucket_cap_mb: MiB of gradients that one collective carries, at most; never over 1/4 of the parameters of one dtype.
-        grad_reduce_dtype: dtype in which gradients are summed over ranks and accumulated in shards; None: their own.
+        bucket_cap_mb: MiB of gradients that one collective carries, at most; never over 1/4 of the parameters
+            of one dtype.
+        grad_reduce_dtype: dtype in which gradients are summed over ranks and accumulated in shards; None:
+            their own.
         max_grad_norm: clip every step to this 2-norm, unless ``clip_grad_norm_`` was called for it.
-        skip_nonfinite: a step with an inf or NaN gradient on any rank changes nothing on any; False: it goes through.
+        skip_nonfinite: a step with an inf or NaN gradient on any rank changes nothing on any; False: it goes
+            through.
         overlap_grad_reduce: reduce while backward runs, instead of after it.
         decoupled_weight_decay: False makes it ``torch.optim.Adam``, with L2 in the gradient.
 
@@ -68,9 +73,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         decoupled_weight_decay: bool = True,
     ) -> None:
         self._closed = True  # until the constructor is through
-        comm = make_comm(
-            process_group if process_group is not None or mesh is None else mesh.get_group(mesh.ndim - 1)
-        )
+        comm = make_comm(process_group if process_group is not None or mesh is None else mesh.get_group(mesh.ndim - 1))
         options = {
             "stage": stage,
             "bucket_cap_mb": bucket_cap_mb,
@@ -82,10 +85,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         }
         error: Exception | None = None
         try:
-            validate.check_arguments(
-                process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm
-            )
-            super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+            validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm)
+            super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             self._labels = validate.parameter_labels(self.param_groups)
             validate.check_groups(self.param_groups)
@@ -101,13 +102,9 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._trainable = {index: p for index, p in enumerate(parameters) if p.requires_grad}
         self._frozen = {index: p for index, p in enumerate(parameters) if not p.requires_grad}
         if not self._trainable:
-            raise ParameterError(
-                "no parameter requires a gradient; unfreeze some before making the optimizer"
-            )
+            raise ParameterError("no parameter requires a gradient; unfreeze some before making the optimizer")
         make_buckets = partial(_make_buckets, self._trainable, self._labels, self._sharding, bucket_cap_mb)
-        self._reducer = Reducer(
-            self._trainable, self._labels, self._sharding, make_buckets, overlap_grad_reduce
-        )
+        self._reducer = Reducer(self._trainable, self._labels, self._sharding, make_buckets, overlap_grad_reduce)
         for bucket in self._reducer.buckets:
             comm.broadcast(bucket.param_flat)
         self._states = OptimizerState(self._trainable, self._sharding, self._reducer.buckets)
@@ -115,9 +112,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._norm = GradNorm(self._sharding, self._labels, self.device)
         self._reducer.on_backward = self._norm.discard
         group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
-        self._hyper = HyperTable(
-            group_of, len(self.param_groups), self.device, decoupled=decoupled_weight_decay
-        )
+        self._hyper = HyperTable(group_of, len(self.param_groups), self.device, decoupled=decoupled_weight_decay)
         self._inverse_scale: Tensor | None = None  # [1] fp32, multiplies the gradients of the next step
         self._scaled = False  # whether a GradScaler takes part in the next step
         self._steps = 0
@@ -127,7 +122,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters. Nothing on the device is read by the host; a skipped step is skipped there.
+        """Update the parameters. The host reads nothing from the device; a skipped step is skipped there.
 
         Raises:
             GradientError: a gradient that cannot be used, or one that came after its bucket had been reduced.
@@ -171,38 +166,38 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def _coefficients(self) -> tuple[Tensor | None, Tensor]:
         """One device scalar that unscales and clips, and one that says whether to skip."""
-        if self.max_grad_norm is not None and self._norm.clip is None:
+        if self.max_grad_norm is not None and not self._norm.clipped:
             self._norm.set_clip(self.max_grad_norm, self._inverse_scale)
-        scales = [scale for scale in (self._inverse_scale, self._norm.clip) if scale is not None]
-        grad_scale = scales[0] * scales[1] if len(scales) == 2 else next(iter(scales), None)
+        grad_scale = self._norm.clip if self._norm.clipped else self._inverse_scale
+        if self._norm.clipped and self._inverse_scale is not None:
+            grad_scale = self._norm.clip * self._inverse_scale
         return grad_scale, self._norm.found_inf
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop every gradient; with ``set_to_none=False`` make it zero instead, which counts as a gradient in ``step``."""
+        """Drop every gradient; ``set_to_none=False`` makes it zero instead, which counts as a gradient in ``step``."""
         self._check_usable()
         self._reducer.clear(set_to_none)
         self._forget_coefficients()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards within it add up on each rank and communicate nothing; the next one outside, or ``step``, reduces."""
+        """Backwards within it add up on each rank, communicating nothing; the next outside, or ``step``, reduces."""
         self._check_usable()
         with self._reducer.no_sync():
             yield
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of the next step to ``max_norm``. It costs no pass over memory: ``step`` multiplies as it loads.
+        """Clip the gradients of the next step to ``max_norm``. No pass over memory: ``step`` multiplies as it loads.
 
-        Returns the norm of the averaged gradients of all parameters before clipping, a device tensor [] fp32, the same on
-        every rank; still times the loss scale unless ``scaler.unscale_(opt)`` was called, as in torch. ``norm_type``: any
-        p > 0 or inf. A backward after it discards it, with a warning.
+        Returns the norm of the averaged gradients of all parameters before clipping, a device tensor [] fp32,
+        the same on every rank; still times the loss scale unless ``scaler.unscale_(opt)`` was called, as in
+        torch. ``norm_type``: any p > 0 or inf. A backward after it discards it, with a warning.
         """
         self._check_usable()
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
-        if self._norm.clip is not None:
-            self._norm.reset()
+        self._norm.reset()
         self._exchange(float(norm_type))
         return self._norm.set_clip(max_norm, self._inverse_scale)
 
@@ -210,7 +205,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def unscale_gradients(self, inverse_scale: Tensor) -> None:
-        """For ``GradScaler.unscale_``: divide gradients where ``.grad`` shows them, one launch a bucket; else remember to."""
+        """For ``GradScaler.unscale_``: divide gradients where ``.grad`` shows them, a launch a bucket; else note it."""
         self._check_usable()
         self._scaled = True
         if not self._reducer.make_readable():
@@ -219,11 +214,11 @@ class ShardedAdamW(torch.optim.Optimizer):
         for bucket in self._reducer.buckets:
             if bucket.state is not GradState.EMPTY:
                 torch._amp_foreach_non_finite_check_and_unscale_(
-                    [bucket.grad_full], self._norm.found_inf, inverse_scale
+                    [bucket.grad_buffer], self._norm.found_inf, inverse_scale
                 )
 
     def step_scaled(self, inverse_scale: Tensor | None) -> Any:
-        """For ``GradScaler.step``: a step on gradients times ``inverse_scale`` [1] (None: ``unscale_gradients`` was called)."""
+        """For ``GradScaler.step``: step on gradients times ``inverse_scale`` [1]; None: they were unscaled before."""
         self._scaled = True
         if inverse_scale is not None:
             self._inverse_scale = inverse_scale
@@ -245,8 +240,9 @@ class ShardedAdamW(torch.optim.Optimizer):
     def _adopt_torch_scale(self) -> None:
         if getattr(self, "found_inf", None) is not None:
             self._scaled = True
-        if getattr(self, "grad_scale", None) is not None:
-            self._inverse_scale = self.grad_scale.double().reciprocal().float().reshape(1)
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:
+            self._inverse_scale = scale.double().reciprocal().float().reshape(1)
 
     def _forget_coefficients(self) -> None:
         self._norm.reset()
@@ -266,9 +262,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             missing = [tuple(p.shape) for p in group["params"] if id(p) not in names]
             if missing:
-                raise ParameterError(
-                    f"the model has no parameters of shapes {missing}, which this optimizer holds"
-                )
+                raise ParameterError(f"the model has no parameters of shapes {missing}, which this optimizer holds")
             group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
         self._labels[:] = validate.parameter_labels(self.param_groups)
         for bucket in self._reducer.buckets:
@@ -281,9 +275,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if not self._closed:
-            raise ParameterError(
-                "give every parameter group to the constructor: the buckets are laid out there"
-            )
+            raise ParameterError("give every parameter group to the constructor: the buckets are laid out there")
         super().add_param_group(param_group)
 
     # -- state and statistics ------------------------------------------------------------------------------------
@@ -291,15 +283,14 @@ class ShardedAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """``{"state": {name or index: {master, exp_avg, exp_avg_sq, step}}, "param_groups": [...]}``.
 
-        Tensors are views of the live state in the parameter's shape: plain where this rank holds all of it, else
-        ``FlatShard``. fp32 parameters have no master. Keys stand in the order of the buckets, which loading restores.
+        Tensors are views of the live state in the parameter's shape: plain where this rank holds all of it,
+        else ``FlatShard``. fp32 parameters have no master. Keys stand in the order of the buckets, which
+        loading restores.
         """
         self._check_usable()
         keys = self._state_keys()
         steps = self._hyper.steps.float()
-        state = {
-            keys[i]: {**tensors, "step": steps[i].clone()} for i, tensors in self._states.export().items()
-        }
+        state = {keys[i]: {**tensors, "step": steps[i].clone()} for i, tensors in self._states.export().items()}
         groups, start = [], 0
         for group in self.param_groups:
             options = {name: value for name, value in group.items() if name != "params"}
@@ -309,7 +300,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` gave on the same rank of as many ranks, or full tensors. Parameters stay as they are.
+        """Load what ``state_dict`` gave on the same rank of as many ranks, or full tensors. Parameters stay.
 
         Raises StateMismatchError, before anything is changed, naming what does not fit; on every rank.
         """
@@ -329,19 +320,15 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._states.load(copies)
         for index, entry in saved.items():
             self._hyper.steps[index] = torch.as_tensor(entry["step"], dtype=torch.float64)
-        for group, options in zip(self.param_groups, state_dict["param_groups"]):
-            group.update(
-                {name: value for name, value in options.items() if name not in ("params", "param_names")}
-            )
+        for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in options.items() if name not in ("params", "param_names")})
 
     def _matching_state(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
         """The saved state by parameter index, in its own order."""
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         expected = [len(group["params"]) for group in self.param_groups]
         if sizes != expected:
-            raise StateMismatchError(
-                f"the state has parameter groups of sizes {sizes}, this optimizer {expected}"
-            )
+            raise StateMismatchError(f"the state has parameter groups of sizes {sizes}, this optimizer {expected}")
         index_of: dict[Any, int] = {index: index for index in self._trainable}
         index_of |= {key: index for index, key in enumerate(self._state_keys()) if index in self._trainable}
         unknown = [key for key in state_dict["state"] if key not in index_of]
@@ -362,7 +349,8 @@ class ShardedAdamW(torch.optim.Optimizer):
     def stats(self) -> dict[str, Any]:
         """Counts since construction and bytes now, on this rank. It reads device values: not for the inside of a step.
 
-        Keys: ``stage, world_size, buckets, steps`` (calls of ``step``), ``skipped_steps``, ``collectives`` ({kind: {calls,
+        Keys: ``stage, world_size, buckets, steps`` (calls of ``step``), ``skipped_steps``, ``collectives``
+            ({kind: {calls,
         bytes, wait_seconds}}), ``memory`` ({kind: bytes}).
         """
         self._check_usable()
@@ -379,7 +367,7 @@ class ShardedAdamW(torch.optim.Optimizer):
     # -- the end -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove the hooks and drop the gradients. Parameters keep their values; state is kept until the object goes."""
+        """Remove the hooks and drop the gradients. Parameters keep their values."""
         if not getattr(self, "_closed", True):
             self._closed = True
             self._reducer.close()
@@ -391,8 +379,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         for index, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise ParameterError(
-                    f"{self._labels[index]} was frozen when the optimizer was made and requires a gradient now: it has no "
-                    "state here, so it would silently not be trained; make a new optimizer"
+                    f"{self._labels[index]} was frozen when the optimizer was made and requires a gradient now: it has "
+                    "no state here, so it would silently not be trained; make a new optimizer"
                 )
 
     def _check_usable(self) -> None:

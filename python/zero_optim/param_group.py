@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import zero_kernels
 from torch import Tensor
+
+import zero_kernels
 
 _COLUMNS = ("lr", "beta1", "beta2", "eps", "weight_decay")
 
@@ -24,9 +25,7 @@ class HyperTable:
         table: [parameters, len(zero_kernels.HYPER_COLUMNS)] fp32, what ``adam_step`` reads.
     """
 
-    def __init__(
-        self, group_of: Sequence[int], groups: int, device: torch.device, *, decoupled: bool
-    ) -> None:
+    def __init__(self, group_of: Sequence[int], groups: int, device: torch.device, *, decoupled: bool) -> None:
         self.decoupled, self.device = decoupled, device
         self.steps = torch.zeros(len(group_of), dtype=torch.float64, device=device)
         self.table = torch.zeros(len(group_of), len(zero_kernels.HYPER_COLUMNS), device=device)

@@ -1,10 +1,12 @@
 """Reduces gradients while backward runs: hooks, readiness, and one fixed order of collectives.
 
-A *round* is one synchronised backward: every bucket is reduced once in it, by ascending index, whatever order gradients
-become ready in and whichever parameters a rank used. So the ranks agree on the schedule without talking about it.
+A *round* is one synchronised backward: every bucket is reduced once in it, by ascending index, whatever order
+gradients become ready in and whichever parameters a rank used. So the ranks agree on the schedule without
+talking about it.
 
-The first backward only observes: it launches nothing until it is over. Then the ranks agree on the order in which gradients
-became ready (rank 0's) and on how often each did (the maximum over ranks), and the buckets are laid out again in that order.
+The first backward only observes: it launches nothing until it is over. Then the ranks agree on the order in
+which gradients became ready (rank 0's) and on how often each did (the maximum over ranks), and the buckets
+are laid out again in that order.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Reducer:
         parameters: all trainable parameters, by index.
         labels: a name for each, for messages.
         make_buckets: builds the buckets for an order; parameters become views of them.
-        overlap: reduce during backward. Else stage 1 reduces in ``finish``, and stages 0 and 2 at the end of backward.
+        overlap: reduce during backward. Else stage 1 reduces in ``finish``, and stages 0 and 2 at the end of
+            backward.
 
     Attributes:
         on_layout: is told the new buckets after they were laid out again.
@@ -66,10 +69,8 @@ class Reducer:
         """Build the buckets for ``order``. No gradient may be in a bucket."""
         self.order = list(order)
         self.buckets = self._make_buckets(order)
-        self.buffers: CommBuffers | None = None
-        if self.sharding.reduces:
-            largest = max(bucket.layout.numel * bucket.reduce_dtype.itemsize for bucket in self.buckets)
-            self.buffers = CommBuffers(largest, self.buckets[0].device)
+        largest = max(bucket.layout.numel * bucket.reduce_dtype.itemsize for bucket in self.buckets)
+        self.buffers = CommBuffers(largest if self.sharding.reduces else 0, self.buckets[0].device)
         self._place = {
             slot.param: (number, index)
             for number, bucket in enumerate(self.buckets)
@@ -126,11 +127,7 @@ class Reducer:
             if self.buckets[number].can_collect:
                 self.buckets[number].collect()
         elif self.overlap:
-            while (
-                self._next < len(self.buckets)
-                and self._missing[self._next] == 0
-                and not self._repeats[self._next]
-            ):
+            while self._next < len(self.buckets) and self._missing[self._next] == 0 and not self._repeats[self._next]:
                 self._launch_next()
 
     def _check_in_place(self, parameter: Tensor, bucket: Bucket, slot: int) -> None:
@@ -165,12 +162,8 @@ class Reducer:
     def _start_round(self) -> None:
         self._next = 0
         self._seen: dict[int, int] = {}
-        self._missing = [
-            sum(self._counts[slot.param] for slot in bucket.layout.slots) for bucket in self.buckets
-        ]
-        self._repeats = [
-            any(self._counts[slot.param] > 1 for slot in bucket.layout.slots) for bucket in self.buckets
-        ]
+        self._missing = [sum(self._counts[slot.param] for slot in bucket.layout.slots) for bucket in self.buckets]
+        self._repeats = [any(self._counts[slot.param] > 1 for slot in bucket.layout.slots) for bucket in self.buckets]
 
     @torch.no_grad()
     def _launch_next(self) -> None:
@@ -190,16 +183,12 @@ class Reducer:
         self._start_round()
 
     def make_readable(self) -> bool:
-        """Bring all gradients into ``grad_full``, if this is where ``.grad`` shows them. Returns whether it is."""
+        """Bring all gradients into ``grad_buffer``, if this is where ``.grad`` shows them. Returns whether it is."""
         if self.sharding.stage == 0 and self.sharding.reduces:
             self.finish()
             return True
         alone = not self.sharding.reduces
-        waiting = (
-            self.sharding.stage == 1
-            and not self.overlap
-            and all(bucket.can_collect for bucket in self.buckets)
-        )
+        waiting = self.sharding.stage == 1 and not self.overlap and all(bucket.can_collect for bucket in self.buckets)
         if alone or waiting:
             self._collect()
         return alone or waiting
@@ -218,9 +207,7 @@ class Reducer:
         for counts in zip_longest(*(report[1].items() for report in reports)):
             for index, count in filter(None, counts):
                 self._counts[index] = max(count, self._counts[index])
-        last_first = dict.fromkeys(
-            reversed(reports[0][0])
-        )  # a gradient counts as ready when it last became so
+        last_first = dict.fromkeys(reversed(reports[0][0]))  # a gradient counts as ready when it last became so
         order = list(reversed(last_first))
         order += [index for index in self.order if index not in last_first]
         if order != self.order and not self._ordered:
@@ -252,8 +239,10 @@ class Reducer:
             self._collect()
         elif self._rounds == 0 or self._unreduced or self._next > 0:
             self._complete_round()
-        if self.sharding.reduces and any([bucket.settle() for bucket in self.buckets]) and not self.late:
-            self._complete_round()
+        if self.sharding.reduces:
+            unreduced = [bucket.settle() for bucket in self.buckets]
+            if any(unreduced) and not self.late:
+                self._complete_round()
         for bucket in self.buckets:
             bucket.wait()
         return self._used()
@@ -273,12 +262,12 @@ class Reducer:
     def _used(self) -> bytearray:
         used = bytearray(len(self.labels))
         for bucket in self.buckets:
-            for slot, held in zip(bucket.layout.slots, bucket.held):
+            for slot, held in zip(bucket.layout.slots, bucket.held, strict=True):
                 used[slot.param] = held
         return used
 
     def clear(self, set_to_none: bool = True) -> None:
-        """Drop every gradient, or make it zero. A round that an exception cut short is completed first, for the others' sake."""
+        """Drop every gradient, or make it zero. A round that an exception cut short is completed for the others."""
         self._open_tasks.clear()
         if self._next > 0:
             self._complete_round()

@@ -38,9 +38,7 @@ class ShardState:
     def update(self, hyper: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """One fused pass: unscale, clip, update, cast into the bucket's parameters. ``hyper`` [parameters, columns]."""
         bucket = self.bucket
-        master, param_out = (
-            (bucket.param_shard, None) if self.master is None else (self.master, bucket.param_shard)
-        )
+        master, param_out = (bucket.param_shard, None) if self.master is None else (self.master, bucket.param_shard)
         torch.ops.zero_kernels.adam_step(
             bucket.grad_shard,
             master,
@@ -54,7 +52,7 @@ class ShardState:
         )
 
     def refresh_master(self, index: int) -> None:
-        """Take over what a user wrote into the parameter of slot ``index``; elements not written keep their full precision."""
+        """Take over what a user wrote into the parameter of slot ``index``; the rest keeps its precision."""
         if self.master is None:
             return
         piece = self.bucket.pieces[index]
@@ -70,9 +68,7 @@ class OptimizerState:
         parameters: all trainable parameters, by index.
     """
 
-    def __init__(
-        self, parameters: Mapping[int, Tensor], sharding: Sharding, buckets: Sequence[Bucket]
-    ) -> None:
+    def __init__(self, parameters: Mapping[int, Tensor], sharding: Sharding, buckets: Sequence[Bucket]) -> None:
         self.parameters, self.sharding = parameters, sharding
         self.shards = [ShardState(bucket) for bucket in buckets]
         self.has_masters = any(shard.master is not None for shard in self.shards)
@@ -88,7 +84,7 @@ class OptimizerState:
         """Refresh the masters of parameters written in place since the last update, as their version counters tell."""
         versions = [parameter._version for parameter in self.parameters.values()]
         if versions != self._versions:
-            pairs = zip(self.parameters, versions, self._versions)
+            pairs = zip(self.parameters, versions, self._versions, strict=True)
             self.refresh_masters({index for index, now, before in pairs if now != before})
             self._versions = versions
 
@@ -111,11 +107,7 @@ class OptimizerState:
         old, self.shards = self.shards, [ShardState(bucket) for bucket in buckets]
         if not self.started:
             return
-        places = {
-            piece.slot.param: (shard.tensors(), piece)
-            for shard in self.shards
-            for piece in shard.bucket.pieces
-        }
+        places = {piece.slot.param: (shard.tensors(), piece) for shard in self.shards for piece in shard.bucket.pieces}
         for shard in old:
             for name, tensor in shard.tensors().items():
                 full = self._gather(tensor)
@@ -135,7 +127,7 @@ class OptimizerState:
     # -- state dicts ---------------------------------------------------------------------------------------------
 
     def _slots(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
-        """Every parameter's state in the order of the layout: plain views where this rank holds all, else ``FlatShard``s."""
+        """Every parameter's state, in the order of the layout: plain views where this rank holds all, else shards."""
         for shard in self.shards:
             bucket = shard.bucket
             views: dict[str, Sequence[Tensor]] = {}
@@ -147,12 +139,10 @@ class OptimizerState:
                 yield slot.param, {name: of_slot[number] for name, of_slot in views.items()}
 
     def export(self) -> dict[int, dict[str, Tensor]]:
-        """State by parameter index. The tensors are views of live state; the order of the keys is that of the layout."""
+        """State by parameter index. Tensors are views of live state; the order of the keys is that of the layout."""
         return {index: dict(tensors) for index, tensors in self._slots()}
 
-    def plan_load(
-        self, saved: Mapping[int, Mapping[str, Any]], labels: Sequence[str]
-    ) -> list[tuple[Tensor, Tensor]]:
+    def plan_load(self, saved: Mapping[int, Mapping[str, Any]], labels: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
         """(target, source) pairs that bring in state by parameter index. Nothing is written yet.
 
         Shards must cut parameters where this layout does; full tensors always fit. Raises StateMismatchError.
@@ -178,9 +168,7 @@ def _source(entry: Mapping[str, Any], name: str, target: Tensor, label: str) -> 
     if not isinstance(saved, Tensor):
         raise StateMismatchError(f"the state of {label} has no tensor {name!r}, but {sorted(entry)}")
     if saved.shape != target.shape:
-        raise StateMismatchError(
-            f"{name} of {label} has shape {tuple(saved.shape)}, expected {tuple(target.shape)}"
-        )
+        raise StateMismatchError(f"{name} of {label} has shape {tuple(saved.shape)}, expected {tuple(target.shape)}")
     if isinstance(target, FlatShard):
         if not isinstance(saved, FlatShard):
             return saved.reshape(-1).narrow(0, target.start, target.local.numel())
@@ -189,6 +177,6 @@ def _source(entry: Mapping[str, Any], name: str, target: Tensor, label: str) -> 
     elif not isinstance(saved, FlatShard):
         return saved
     raise StateMismatchError(
-        f"{name} of {label} was saved as {saved!r}, this rank needs {target!r}: load it with as many ranks, on the same "
-        "rank, at the same stage, bucket_cap_mb and grad_reduce_dtype as it was saved"
+        f"{name} of {label} was saved as {saved!r}, this rank needs {target!r}: load it with as many ranks, on the "
+        "same rank, at the same stage, bucket_cap_mb and grad_reduce_dtype as it was saved"
     )

@@ -8,11 +8,11 @@ from .bucket import CommBuffers
 from .shard_state import ShardState
 
 
-def memory_by_kind(shards: Sequence[ShardState], buffers: CommBuffers | None) -> dict[str, int]:
+def memory_by_kind(shards: Sequence[ShardState], buffers: CommBuffers) -> dict[str, int]:
     """Bytes on this rank by what they are for. ``padding`` is what rows and equal shards add to all the others.
 
-    Gradients count the buffers of the buckets, which at stage 2 is the shard; what autograd allocates for a gradient until
-    its bucket leaves is not in it.
+    Gradients count the buffers of the buckets, which at stage 2 is the shard; what autograd allocates for a
+    gradient until its bucket leaves is not in it.
     """
     memory = dict.fromkeys(("parameters", "gradients", "master", "exp_avg", "exp_avg_sq"), 0)
     padding = 0
@@ -20,12 +20,11 @@ def memory_by_kind(shards: Sequence[ShardState], buffers: CommBuffers | None) ->
         bucket = shard.bucket
         whole = sum(slot.numel for slot in bucket.layout.slots)
         own = sum(piece.numel for piece in bucket.pieces)
-        gradient = bucket.grad_shard if bucket.grad_full is None else bucket.grad_full
-        tensors = {"parameters": bucket.param_flat, "gradients": gradient, **shard.tensors()}
+        tensors = {"parameters": bucket.param_flat, "gradients": bucket.grad_buffer, **shard.tensors()}
         for kind, tensor in tensors.items():
             used = whole if tensor.numel() == bucket.layout.numel else own
             memory[kind] += used * tensor.element_size()
             padding += (tensor.numel() - used) * tensor.element_size()
-    memory["communication"] = sum(storage.nbytes for storage in buffers.storages) if buffers else 0
+    memory["communication"] = sum(storage.nbytes for storage in buffers.storages)
     memory["padding"] = padding
     return memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -35,9 +36,7 @@ def check_arguments(
     if not 0 < bucket_cap_mb < math.inf:
         raise ValueError(f"bucket_cap_mb must be positive (MiB), got {bucket_cap_mb!r}")
     if grad_reduce_dtype not in (None, *PARAMETER_DTYPES):
-        raise ValueError(
-            f"grad_reduce_dtype must be None or one of {PARAMETER_DTYPES}, got {grad_reduce_dtype!r}"
-        )
+        raise ValueError(f"grad_reduce_dtype must be None or one of {PARAMETER_DTYPES}, got {grad_reduce_dtype!r}")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be None or positive, got {max_grad_norm!r}")
 
@@ -72,11 +71,9 @@ def parameter_labels(groups: Sequence[dict[str, Any]]) -> list[str]:
 
 def check_parameters(parameters: Sequence[Tensor], labels: Sequence[str]) -> None:
     """Raise ParameterError for the first parameter that the optimizer cannot hold."""
-    for parameter, label in zip(parameters, labels):
+    for parameter, label in zip(parameters, labels, strict=True):
         if parameter.layout is not torch.strided:
-            raise ParameterError(
-                f"{label} is {parameter.layout}; only dense parameters can be sharded: .to_dense() it"
-            )
+            raise ParameterError(f"{label} is {parameter.layout}; only dense parameters can be sharded: .to_dense() it")
         if parameter.dtype not in PARAMETER_DTYPES:
             raise ParameterError(
                 f"{label} is {parameter.dtype}; parameters must be float16, bfloat16 or float32: cast it"
@@ -87,15 +84,13 @@ def check_parameters(parameters: Sequence[Tensor], labels: Sequence[str]) -> Non
                 "move the whole model to one device before making the optimizer"
             )
         if parameter.device.type == "meta":
-            raise ParameterError(
-                f"{label} is on the meta device and has no values: materialise the model first"
-            )
+            raise ParameterError(f"{label} is on the meta device and has no values: materialise the model first")
 
 
 def check_agreement(
     comm: Comm, groups: Sequence[dict[str, Any]], labels: Sequence[str], options: dict[str, Any]
 ) -> None:
-    """Raise RankMismatchError, on every rank, unless all ranks hold the same parameters and options. Exchanges a hash."""
+    """Exchange a hash; raise RankMismatchError, on every rank, unless all hold the same parameters and options."""
     description = [f"{name}={value}" for name, value in options.items()]
     parameters = [(number, p) for number, group in enumerate(groups) for p in group["params"]]
     for number, group in enumerate(groups):
@@ -103,19 +98,18 @@ def check_agreement(
         description.append(f"group {number} with {values}" if not _has_tensor(values) else f"group {number}")
     description += [
         f"{label}: {tuple(p.shape)} {p.dtype} of group {number}{'' if p.requires_grad else ', frozen'}"
-        for (number, p), label in zip(parameters, labels)
+        for (number, p), label in zip(parameters, labels, strict=True)
     ]
     digests = comm.gather_objects(hashlib.sha256("\n".join(description).encode()).digest())
     if len(set(digests)) == 1:
         return
     everyone = comm.gather_objects(description)
     odd = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
-    here, there = next(
-        (a, b) for a, b in zip([*everyone[0], "nothing more"], [*everyone[odd], "nothing more"]) if a != b
-    )
+    pairs = itertools.zip_longest(everyone[0], everyone[odd], fillvalue="nothing more")
+    here, there = next(pair for pair in pairs if pair[0] != pair[1])
     raise RankMismatchError(
-        f"rank {odd} differs from rank 0: rank 0 has {here}; rank {odd} has {there}. Every rank must give the optimizer "
-        "the same parameters, in the same order, with the same arguments"
+        f"rank {odd} differs from rank 0: rank 0 has {here}; rank {odd} has {there}. Every rank must give the "
+        "optimizer the same parameters, in the same order, with the same arguments"
     )
 
 

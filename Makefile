@@ -1,0 +1,71 @@
+# Everything runs in .venv, made on first use from the pinned requirements. `make help` lists the targets.
+
+PYTHON ?= python3
+RANKS  ?= 2
+STAGE  ?= 2
+DTYPE  ?= bf16
+STEPS  ?=
+DATA   ?=
+OUT    ?=
+ARGS   ?=
+
+BIN      := .venv/bin
+SOURCES  := setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
+TRAINING := --ranks $(RANKS) --stage $(STAGE) --dtype $(DTYPE) $(if $(STEPS),--steps $(STEPS)) \
+            $(if $(DATA),--data "$(DATA)") $(if $(OUT),--out "$(OUT)") $(ARGS)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+.DELETE_ON_ERROR:
+
+.PHONY: train
+train: .venv/built  ## train a GPT on RANKS ranks; RANKS STAGE DTYPE STEPS DATA OUT, and other flags in ARGS
+	@$(BIN)/zero-optim train $(TRAINING)
+
+.PHONY: test
+test: .venv/built  ## run the test suite; ARGS goes to pytest
+	@$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: lint
+lint: .venv/built  ## ruff, clang-format and mypy, as CI runs them
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/clang-format --dry-run --Werror $$(find csrc -name '*.cpp' -o -name '*.h')
+	@$(BIN)/mypy
+
+.PHONY: format
+format: .venv/built  ## rewrite the sources as `make lint` wants them
+	@$(BIN)/ruff check --fix --quiet . || true
+	@$(BIN)/ruff format --quiet .
+	@$(BIN)/clang-format -i $$(find csrc -name '*.cpp' -o -name '*.h')
+
+.PHONY: bench
+bench: .venv/built  ## time adam_step against torch; JSON and plot below benchmarks/results
+	@$(BIN)/python benchmarks/bench_adam_step.py $(ARGS)
+
+.PHONY: doctor
+doctor: .venv/built  ## say what is installed, what is active, and why the rest is not
+	@$(BIN)/zero-optim doctor
+
+.PHONY: clean
+clean:  ## remove the environment, builds and caches; runs/ stays
+	rm -rf .venv build dist *.egg-info python/*.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -f zero_kernels/*.so zero_kernels/*.dylib zero_kernels/build_error.txt
+	find . -name __pycache__ -not -path './runs/*' -prune -exec rm -rf {} +
+
+.PHONY: help
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */\1\t/' | expand -t 12
+
+.venv/installed: requirements.txt
+	@echo "setting up .venv (once; torch is large)"
+	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) on the PATH; name one with PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	@touch $@
+
+.venv/built: .venv/installed $(SOURCES)
+	@echo "building the package"
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@test ! -e zero_kernels/build_error.txt || \
+	  echo "the CPU library was not built, so the slower reference backend runs: make doctor says why"
+	@touch $@

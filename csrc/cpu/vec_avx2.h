@@ -1,0 +1,88 @@
+// Eight lanes: AVX2 and F16C, without FMA.
+#pragma once
+
+#include <immintrin.h>
+
+#include "float16.h"
+
+namespace zero_kernels {
+namespace {
+
+struct Vec {
+  static constexpr int kLanes = 8;
+  __m256 x;
+
+  Vec() = default;
+  explicit Vec(__m256 value) : x(value) {}
+  explicit Vec(float value) : x(_mm256_set1_ps(value)) {}
+
+  static Vec load(const float* from) { return Vec(_mm256_loadu_ps(from)); }
+  static Vec load(const Half* from) { return Vec(_mm256_cvtph_ps(load_16(from))); }
+  static Vec load(const BFloat16* from) {
+    return Vec(_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16(from)), 16)));
+  }
+  void store(float* to) const { _mm256_storeu_ps(to, x); }
+  void store(Half* to) const { store_16(to, narrow(to)); }
+  void store(BFloat16* to) const { store_16(to, narrow(to)); }
+
+  __m128i narrow(const Half*) const { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  __m128i narrow(const BFloat16*) const {
+    __m256i bits = _mm256_castps_si256(x);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+    __m256i chosen =
+        _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), nan));
+    __m256i high = _mm256_srli_epi32(chosen, 16);
+    return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+  }
+
+  template <class T>
+  static Vec load_first(const T* from, int count) {
+    T lanes[kLanes] = {};
+    for (int i = 0; i < count; ++i) lanes[i] = from[i];
+    return load(lanes);
+  }
+  template <class T>
+  void store_first(T* to, int count) const {
+    T lanes[kLanes];
+    store(lanes);
+    for (int i = 0; i < count; ++i) to[i] = lanes[i];
+  }
+
+ private:
+  static __m128i load_16(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+  static void store_16(void* to, __m128i bits) { _mm_storeu_si128(static_cast<__m128i*>(to), bits); }
+};
+
+inline Vec operator+(Vec a, Vec b) { return Vec(_mm256_add_ps(a.x, b.x)); }
+inline Vec operator-(Vec a, Vec b) { return Vec(_mm256_sub_ps(a.x, b.x)); }
+inline Vec operator*(Vec a, Vec b) { return Vec(_mm256_mul_ps(a.x, b.x)); }
+inline Vec operator/(Vec a, Vec b) { return Vec(_mm256_div_ps(a.x, b.x)); }
+inline Vec square_root(Vec a) { return Vec(_mm256_sqrt_ps(a.x)); }
+inline Vec magnitude(Vec a) { return Vec(_mm256_and_ps(a.x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))); }
+// The larger bit pattern, for magnitudes: NaN is above inf.
+inline Vec max_bits(Vec a, Vec b) {
+  return Vec(_mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a.x), _mm256_castps_si256(b.x))));
+}
+
+template <class T>
+inline void store_pair(T* to, Vec a, Vec b) {
+  a.store(to);
+  b.store(to + Vec::kLanes);
+}
+// Past the cache, to an address aligned to 32 bytes.
+inline void stream_pair(float* to, Vec a, Vec b) {
+  _mm256_stream_ps(to, a.x);
+  _mm256_stream_ps(to + Vec::kLanes, b.x);
+}
+template <class T>
+inline void stream_pair(T* to, Vec a, Vec b) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), _mm256_set_m128i(b.narrow(to), a.narrow(to)));
+}
+inline void stream_fence() { _mm_sfence(); }
+inline void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
+
+}  // namespace
+}  // namespace zero_kernels

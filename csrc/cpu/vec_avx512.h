@@ -1,0 +1,86 @@
+// Sixteen lanes: AVX-512 F, BW, DQ and VL. Not AVX512_BF16, whose conversion flushes denormals to zero.
+#pragma once
+
+#include <immintrin.h>
+
+#include "float16.h"
+
+namespace zero_kernels {
+namespace {
+
+struct Vec {
+  static constexpr int kLanes = 16;
+  __m512 x;
+
+  Vec() = default;
+  explicit Vec(__m512 value) : x(value) {}
+  explicit Vec(float value) : x(_mm512_set1_ps(value)) {}
+
+  static Vec load(const float* from) { return Vec(_mm512_loadu_ps(from)); }
+  static Vec load(const Half* from) { return widen_16(from, _mm256_loadu_si256(as_16(from))); }
+  static Vec load(const BFloat16* from) { return widen_16(from, _mm256_loadu_si256(as_16(from))); }
+  void store(float* to) const { _mm512_storeu_ps(to, x); }
+  void store(Half* to) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(to)); }
+  void store(BFloat16* to) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(to)); }
+
+  static Vec load_first(const float* from, int count) { return Vec(_mm512_maskz_loadu_ps(first(count), from)); }
+  template <class T>
+  static Vec load_first(const T* from, int count) {
+    return widen_16(from, _mm256_maskz_loadu_epi16(first(count), from));
+  }
+  void store_first(float* to, int count) const { _mm512_mask_storeu_ps(to, first(count), x); }
+  template <class T>
+  void store_first(T* to, int count) const {
+    _mm256_mask_storeu_epi16(to, first(count), narrow(to));
+  }
+
+  __m256i narrow(const Half*) const { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  __m256i narrow(const BFloat16*) const {
+    __m512i bits = _mm512_castps_si512(x);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+  }
+
+ private:
+  static __mmask16 first(int count) { return static_cast<__mmask16>((1u << count) - 1); }
+  static const __m256i* as_16(const void* from) { return static_cast<const __m256i*>(from); }
+  static Vec widen_16(const Half*, __m256i bits) { return Vec(_mm512_cvtph_ps(bits)); }
+  static Vec widen_16(const BFloat16*, __m256i bits) {
+    return Vec(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)));
+  }
+};
+
+inline Vec operator+(Vec a, Vec b) { return Vec(_mm512_add_ps(a.x, b.x)); }
+inline Vec operator-(Vec a, Vec b) { return Vec(_mm512_sub_ps(a.x, b.x)); }
+inline Vec operator*(Vec a, Vec b) { return Vec(_mm512_mul_ps(a.x, b.x)); }
+inline Vec operator/(Vec a, Vec b) { return Vec(_mm512_div_ps(a.x, b.x)); }
+inline Vec square_root(Vec a) { return Vec(_mm512_sqrt_ps(a.x)); }
+inline Vec magnitude(Vec a) { return Vec(_mm512_and_ps(a.x, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fffffff)))); }
+// The larger bit pattern, for magnitudes: NaN is above inf.
+inline Vec max_bits(Vec a, Vec b) {
+  return Vec(_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.x), _mm512_castps_si512(b.x))));
+}
+
+template <class T>
+inline void store_pair(T* to, Vec a, Vec b) {
+  a.store(to);
+  b.store(to + Vec::kLanes);
+}
+// Past the cache, to an address aligned to 64 bytes.
+inline void stream_pair(float* to, Vec a, Vec b) {
+  _mm512_stream_ps(to, a.x);
+  _mm512_stream_ps(to + Vec::kLanes, b.x);
+}
+template <class T>
+inline void stream_pair(T* to, Vec a, Vec b) {
+  __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(a.narrow(to)), b.narrow(to), 1);
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), both);
+}
+inline void stream_fence() { _mm_sfence(); }
+inline void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
+
+}  // namespace
+}  // namespace zero_kernels

@@ -1,0 +1,231 @@
+// Every compiled schema (namespace zero_kernels_C), over libtorch's stable ABI: one binary for all torch >= 2.10.
+// Arguments were checked in Python (zero_kernels/ops.py); only what would read out of bounds is checked again.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu/isa.h"
+
+namespace zero_kernels {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+DType dtype_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Half:
+      return DType::kHalf;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Float:
+      return DType::kFloat;
+    default:
+      throw std::runtime_error("zero_kernels: expected float16, bfloat16 or float32");
+  }
+}
+
+int64_t size_of(DType dtype) { return dtype == DType::kFloat ? 4 : 2; }
+
+template <class T>
+T* data(const Tensor& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// ---- adam_step ----------------------------------------------------------------------------------------------------
+
+constexpr int64_t kGrain = 32768;  // elements: below this a second thread costs more than it brings
+
+void check_slots(const int32_t* row_slot, int64_t rows, int64_t slots) {
+  for (int64_t row = 0; row < rows; ++row)
+    if (row_slot[row] >= slots)
+      throw std::runtime_error(
+          "zero_kernels: row_slot[" + std::to_string(row) + "] = " + std::to_string(row_slot[row]) +
+          ", but hyper has " + std::to_string(slots) + " rows");
+}
+
+template <class Kernel>
+void parallel_rows(int64_t numel, Kernel kernel) {
+  torch::stable::parallel_for(0, ceil_div(numel, kRow), kGrain / kRow, kernel);
+}
+
+// Marks the slots that hold a non-finite grad * grad_scale, and so are the reason of a skipped step.
+void mark_nonfinite(const AdamStepArgs& args, int32_t* flags) {
+  const KernelTable& table = kernels();
+  int64_t size = size_of(args.grad_dtype);
+  parallel_rows(args.numel, [&](int64_t begin, int64_t end) {
+    float scaled[kRow];
+    for (int64_t row = begin; row < end; ++row) {
+      int32_t slot = args.row_slot[row];
+      if (slot < 0) continue;
+      int64_t count = std::min(kRow, args.numel - row * kRow);
+      const void* grad = static_cast<const char*>(args.grad) + row * kRow * size;
+      table.scale({grad, scaled, count, args.grad_scale, args.grad_dtype, DType::kFloat});
+      if (table.scale({scaled, scaled, count, 1.0f, DType::kFloat, DType::kFloat}))
+        __atomic_store_n(flags + slot, 1, __ATOMIC_RELAXED);
+    }
+  });
+}
+
+void adam_step(
+    const Tensor& grad, const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq,
+    const std::optional<Tensor>& param_out, const Tensor& row_slot, const Tensor& hyper,
+    const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
+    const std::optional<Tensor>& nonfinite_slots) {
+  AdamStepArgs args = {
+      data<const void>(grad),
+      data<float>(master),
+      data<float>(exp_avg),
+      data<float>(exp_avg_sq),
+      param_out ? data<void>(*param_out) : nullptr,
+      data<const int32_t>(row_slot),
+      data<const HyperRow>(hyper),
+      grad.numel(),
+      grad_scale ? *data<const float>(*grad_scale) : 1.0f,
+      dtype_of(grad),
+      param_out ? dtype_of(*param_out) : DType::kFloat};
+  check_slots(args.row_slot, ceil_div(args.numel, kRow), hyper.size(0));
+  if (found_inf && *data<const float>(*found_inf) != 0.0f) {
+    if (nonfinite_slots) mark_nonfinite(args, data<int32_t>(*nonfinite_slots));
+    return;
+  }
+  const KernelTable& table = kernels();
+  parallel_rows(args.numel, [&](int64_t begin, int64_t end) { table.adam_step(args, begin, end); });
+}
+
+void stream(const Tensor& grad, const Tensor& a, const Tensor& b, const Tensor& c, const Tensor& out) {
+  StreamArgs args = {data<const void>(grad), data<float>(a),  data<float>(b),
+                     data<float>(c),         data<void>(out), grad.numel()};
+  const KernelTable& table = kernels();
+  parallel_rows(args.numel, [&](int64_t begin, int64_t end) { table.stream(args, begin, end); });
+}
+
+// ---- pack and unpack ----------------------------------------------------------------------------------------------
+
+// A gradient and its place in the bucket.
+struct Slot {
+  char* grad;
+  int64_t begin, end;  // elements of the bucket
+  DType dtype;
+};
+
+std::vector<Slot> slots_of(const std::vector<Tensor>& grads, const std::vector<int64_t>& offsets) {
+  std::vector<Slot> slots;
+  slots.reserve(grads.size());
+  for (size_t i = 0; i < grads.size(); ++i)
+    slots.push_back({data<char>(grads[i]), offsets[i], offsets[i] + grads[i].numel(), dtype_of(grads[i])});
+  return slots;
+}
+
+// Calls visit(index of slot, begin, end) for the parts of slots in [begin, end), in order.
+template <class Visit>
+void for_slots(const std::vector<Slot>& slots, int64_t begin, int64_t end, Visit visit) {
+  auto first =
+      std::upper_bound(slots.begin(), slots.end(), begin, [](int64_t at, const Slot& slot) { return at < slot.end; });
+  for (auto slot = first; slot != slots.end() && slot->begin < end; ++slot) {
+    int64_t from = std::max(begin, slot->begin), to = std::min(end, slot->end);
+    if (from < to) visit(slot - slots.begin(), from, to);
+  }
+}
+
+void pack(
+    const std::vector<Tensor>& grads, const std::vector<int64_t>& offsets, const Tensor& bucket, double scale,
+    const std::optional<Tensor>& nonfinite) {
+  std::vector<Slot> slots = slots_of(grads, offsets);
+  char* out = data<char>(bucket);
+  DType dtype = dtype_of(bucket);
+  int64_t size = size_of(dtype);
+  int32_t* flags = nonfinite ? data<int32_t>(*nonfinite) : nullptr;
+  if (flags) std::fill_n(flags, slots.size(), 0);
+  const KernelTable& table = kernels();
+  torch::stable::parallel_for(0, bucket.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    int64_t done = begin;
+    for_slots(slots, begin, end, [&](int64_t i, int64_t from, int64_t to) {
+      std::memset(out + done * size, 0, (from - done) * size);
+      const Slot& slot = slots[i];
+      const char* src = slot.grad + (from - slot.begin) * size_of(slot.dtype);
+      bool bad = table.scale({src, out + from * size, to - from, float(scale), slot.dtype, dtype});
+      // Threads that share a gradient all write the same 1.
+      if (bad && flags) __atomic_store_n(flags + i, 1, __ATOMIC_RELAXED);
+      done = to;
+    });
+    std::memset(out + done * size, 0, (end - done) * size);
+  });
+}
+
+void unpack(const Tensor& bucket, const std::vector<int64_t>& offsets, const std::vector<Tensor>& grads, double scale) {
+  std::vector<Slot> slots = slots_of(grads, offsets);
+  const char* in = data<const char>(bucket);
+  DType dtype = dtype_of(bucket);
+  int64_t size = size_of(dtype);
+  const KernelTable& table = kernels();
+  torch::stable::parallel_for(0, bucket.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    for_slots(slots, begin, end, [&](int64_t i, int64_t from, int64_t to) {
+      const Slot& slot = slots[i];
+      char* dst = slot.grad + (from - slot.begin) * size_of(slot.dtype);
+      table.scale({in + from * size, dst, to - from, float(scale), dtype, slot.dtype});
+    });
+  });
+}
+
+// ---- grad_stats ---------------------------------------------------------------------------------------------------
+
+Tensor grad_stats(const Tensor& shard, double norm_type) {
+  int64_t blocks = ceil_div(shard.numel(), kStatsBlock);
+  std::vector<float> partials(blocks);
+  std::vector<int32_t> nonfinite(blocks);
+  StatsArgs args = {data<const void>(shard), shard.numel(), partials.data(), nonfinite.data(), dtype_of(shard)};
+  int norm = std::isinf(norm_type) ? 0 : int(norm_type);
+  const KernelTable& table = kernels();
+  torch::stable::parallel_for(
+      0, blocks, kGrain / kStatsBlock, [&](int64_t begin, int64_t end) { table.stats(args, norm, begin, end); });
+  int64_t count = 0;
+  for (int32_t found : nonfinite) count += found;
+  Tensor out = torch::stable::new_empty(shard, {2}, ScalarType::Float);
+  float* result = data<float>(out);
+  result[0] = table.combine(partials.data(), blocks, norm);
+  result[1] = float(count);
+  return out;
+}
+
+std::string isa() { return kernels().name; }
+
+}  // namespace
+}  // namespace zero_kernels
+
+STABLE_TORCH_LIBRARY(zero_kernels_C, m) {
+  m.def(
+      "adam_step(Tensor grad, Tensor(a!) master, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? param_out, "
+      "Tensor row_slot, Tensor hyper, Tensor? grad_scale, Tensor? found_inf, Tensor(e!)? nonfinite_slots) -> ()");
+  m.def("pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale, Tensor(b!)? nonfinite) -> ()");
+  m.def("unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale) -> ()");
+  m.def("grad_stats(Tensor shard, float norm_type) -> Tensor");
+  m.def("stream(Tensor grad, Tensor(a!) a, Tensor(b!) b, Tensor(c!) c, Tensor(d!) out) -> ()");
+  m.def("isa() -> str");
+  m.def("isas() -> str");
+  m.def("use_isa(str name) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(zero_kernels_C, CPU, m) {
+  m.impl("adam_step", TORCH_BOX(&zero_kernels::adam_step));
+  m.impl("pack", TORCH_BOX(&zero_kernels::pack));
+  m.impl("unpack", TORCH_BOX(&zero_kernels::unpack));
+  m.impl("grad_stats", TORCH_BOX(&zero_kernels::grad_stats));
+  m.impl("stream", TORCH_BOX(&zero_kernels::stream));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(zero_kernels_C, CompositeExplicitAutograd, m) {
+  m.impl("isa", TORCH_BOX(&zero_kernels::isa));
+  m.impl("isas", TORCH_BOX(&zero_kernels::usable_isas));
+  m.impl("use_isa", TORCH_BOX(&zero_kernels::use_isa));
+}

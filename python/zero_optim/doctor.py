@@ -1,0 +1,95 @@
+"""``zero-optim doctor``: what is installed, what is active, and why the rest is not."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+
+import zero_kernels
+from zero_kernels import compiled, dispatch
+
+DISTRIBUTION = "zero-kernels"
+
+
+def distribution_version() -> str:
+    """Of the installed distribution, or of the source tree that is run without being installed."""
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return f"{zero_kernels.__version__} (not installed)"
+
+
+def report() -> str:
+    """The whole report, a fact a line."""
+    sections = {
+        "versions": _versions(),
+        "kernel backends": _backends(),
+        "compiled CPU library": _library(),
+        "devices": _devices(),
+        "process groups": _process_groups(),
+    }
+    lines = []
+    for title, facts in sections.items():
+        lines += [title, *(f"  {name:<16} {fact}" for name, fact in facts)]
+    return "\n".join(lines)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "python", f"{platform.python_version()}, {platform.platform()}"
+    yield "torch", str(torch.__version__)
+    yield DISTRIBUTION, distribution_version()
+    try:
+        yield "triton", version("triton")
+    except PackageNotFoundError:
+        yield "triton", "not installed"
+
+
+def _backends() -> Iterator[tuple[str, str]]:
+    """For each device type of this machine, the backends by preference, then those that can't run and why."""
+    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+        first, *others = zero_kernels.available_backends(device)
+        yield f"on {device} tensors", f"{first}" + (f" (also {', '.join(others)})" if others else "")
+        for name, reason in dispatch.unusable_backends(device).items():
+            yield "", f"not {name}: {reason}"
+    forced = os.environ.get(dispatch.ENVIRONMENT)
+    if forced:
+        yield "forced", f"{forced}, by {dispatch.ENVIRONMENT}"
+
+
+def _library() -> Iterator[tuple[str, str]]:
+    status = compiled.status()
+    yield "file", status.path or status.load_error or "not there"
+    if status.loaded:
+        yield "instruction set", f"{status.isa} in use, of {', '.join(status.isas)}"
+    elif status.build_error:
+        yield "build error", status.build_error.strip().replace("\n", "\n" + " " * 19)
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    yield (
+        "cpu",
+        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in torch, {torch.backends.cpu.get_cpu_capability()}",
+    )
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        yield f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {capability}"
+    if not torch.cuda.is_available():
+        yield "cuda", "none" if torch.version.cuda else "none; this torch is built without CUDA"
+
+
+def _process_groups() -> Iterator[tuple[str, str]]:
+    if not dist.is_available():
+        yield "", "torch.distributed is not in this torch: one rank alone"
+        return
+    yield "gloo", _word(dist.is_gloo_available()) + " (CPU tensors)"
+    yield "nccl", _word(dist.is_nccl_available()) + " (CUDA tensors)"
+
+
+def _word(there: bool) -> str:
+    return "available" if there else "not in this torch"

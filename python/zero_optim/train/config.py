@@ -1,0 +1,175 @@
+"""What a training run is made of, and the flags that say so."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .model import ModelConfig
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+# Defaults of the flags that shape the work. On a 2-core CPU fp16 matrix products are ~60 times slower than bf16 ones.
+_DEFAULT_WORK = {"layers": 4, "hidden": 384, "heads": 3, "seq": 256, "batch": 8, "steps": 500}
+_FP16_ON_CPU_WORK = {"layers": 2, "hidden": 64, "heads": 1, "seq": 64, "batch": 4, "steps": 200}
+
+# A resumed run takes everything from its checkpoint; these flags alone may differ from it.
+_FREE_ON_RESUME = {"steps", "data", "out", "save_every", "device"}
+
+
+class UsageError(Exception):
+    """What the user asked for can't be had. The message is one line that names the culprit and the remedy."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run. ``batch`` counts windows of ``seq`` bytes on each rank, in each of ``accumulate`` micro-batches.
+
+    ``warmup`` is in steps. ``data`` None is the Python standard library; ``out`` None names the run directory by date.
+    """
+
+    stage: int = 2
+    dtype: str = "bf16"
+    layers: int = 4
+    hidden: int = 384
+    heads: int = 3
+    seq: int = 256
+    batch: int = 8
+    accumulate: int = 1
+    steps: int = 500
+    lr: float = 2e-3
+    warmup: int = 30
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    device: str = "cpu"
+    data: str | None = None
+    out: str | None = None
+    save_every: int = 0
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig(self.layers, self.hidden, self.heads, self.seq)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def tokens_per_step(self, world_size: int) -> int:
+        return world_size * self.batch * self.seq * self.accumulate
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """The command line: the flags that were given, where to resume from, and how many ranks to start (None: launched already)."""
+
+    given: Mapping[str, Any]
+    resume: Path | None
+    ranks: int | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of ``zero-optim train``. A flag that is not given stays None, so that a checkpoint can supply it."""
+
+    def flag(name: str, kind: Any, text: str, **more: Any) -> None:
+        parser.add_argument(name, type=kind, help=text, **more)
+
+    flag(
+        "--stage",
+        int,
+        "ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 the gradients too (2)",
+        choices=(0, 1, 2),
+    )
+    flag("--dtype", str, "parameters and gradients; fp16 brings the loss scaler (bf16)", choices=tuple(DTYPES))
+    flag("--layers", int, "transformer blocks (4)")
+    flag("--hidden", int, "width of the residual stream (384)")
+    flag("--heads", int, "attention heads; they divide --hidden evenly (3)")
+    flag("--seq", int, "bytes in a window (256)")
+    flag("--batch", int, "windows in a micro-batch on each rank (8)")
+    flag("--accumulate", int, "micro-batches in a step (1)")
+    flag("--steps", int, "optimizer steps (500)")
+    flag("--lr", float, "peak learning rate of the cosine schedule (2e-3)")
+    flag("--warmup", int, "steps of linear warm-up (30)")
+    flag("--weight-decay", float, "decoupled, on matrices alone (0.1)")
+    flag("--clip", float, "largest norm of the averaged gradient (1.0)")
+    flag("--seed", int, "of the initial weights and of the data order (0)")
+    flag(
+        "--device",
+        str,
+        "auto is cuda where every rank can have a GPU of its own (auto)",
+        choices=("auto", "cpu", "cuda"),
+    )
+    flag("--data", str, "a file or a folder of text (the Python standard library of this interpreter)")
+    flag("--out", str, "run directory: log.jsonl, loss.png, sample.txt, checkpoint/ (runs/<date>)")
+    flag("--save-every", int, "steps between checkpoints; 0: at the end alone (0)")
+    flag("--resume", Path, "run directory or checkpoint to continue; what came after that checkpoint is written anew")
+    flag("--ranks", int, "start this many ranks on this machine, as torchrun would")
+
+
+def read_request(arguments: argparse.Namespace) -> TrainRequest:
+    """Collects the flags that were given, checked one by one. Raises UsageError."""
+    names = [field.name for field in fields(TrainConfig)]
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    _check_ranges(given)
+    for name in ("data", "resume"):
+        path = getattr(arguments, name)
+        if path is not None and not Path(path).exists():
+            raise UsageError(f"--{name} {path}: no such file or folder")
+    return TrainRequest(given, arguments.resume, arguments.ranks)
+
+
+def fresh_config(given: Mapping[str, Any], device: str) -> TrainConfig:
+    """The run that the flags describe, on ``device`` ("cpu" or "cuda"). Raises UsageError."""
+    slow = device == "cpu" and given.get("dtype") == "fp16"
+    work = _FP16_ON_CPU_WORK if slow else _DEFAULT_WORK
+    config = TrainConfig(**{**work, **given, "device": device})
+    _check_together(config)
+    return config
+
+
+def resumed_config(saved: Mapping[str, Any], given: Mapping[str, Any], device: str) -> TrainConfig:
+    """The saved run, with the flags that a resumed run may change. Raises UsageError for one that would change the losses."""
+    for name, value in given.items():
+        if name not in _FREE_ON_RESUME and saved[name] != value:
+            flag = _flag(name)
+            raise UsageError(
+                f"{flag} {value}: the checkpoint was made with {flag} {saved[name]}; leave the flag out to resume"
+            )
+    config = replace(TrainConfig(**saved), **given, device=device)
+    _check_together(config)
+    return config
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_ranges(given: Mapping[str, Any]) -> None:
+    at_least_one = ("layers", "hidden", "heads", "seq", "batch", "accumulate", "steps")
+    for name in at_least_one:
+        if given.get(name, 1) < 1:
+            raise UsageError(f"{_flag(name)} {given[name]}: at least 1")
+    for name in ("warmup", "weight_decay", "seed", "save_every"):
+        if not given.get(name, 0) >= 0:
+            raise UsageError(f"{_flag(name)} {given[name]}: not below 0")
+    for name in ("lr", "clip"):
+        if not 0 < given.get(name, 1.0) < float("inf"):
+            raise UsageError(f"{_flag(name)} {given[name]}: a positive number")
+
+
+def _check_together(config: TrainConfig) -> None:
+    if config.hidden % config.heads:
+        raise UsageError(f"--hidden {config.hidden} is no multiple of --heads {config.heads}; change one of them")
+    if (config.hidden // config.heads) % 2:
+        raise UsageError(
+            f"--hidden {config.hidden} over --heads {config.heads} gives heads of {config.hidden // config.heads}; "
+            "rotary positions need an even size"
+        )

@@ -1,0 +1,129 @@
+"""Text as bytes: found, split into training and validation, and drawn from by step number alone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .config import UsageError
+
+VALIDATION_SHARE = 0.1
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
+_SKIPPED_IN_STDLIB = {"test", "tests", "idle_test", "lib2to3"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and validation text, uint8 ``[bytes]`` each; ``digest`` tells two corpora apart."""
+
+    name: str
+    train: Tensor
+    validation: Tensor
+    digest: str
+
+
+def load_corpus(path: str | None, seq: int) -> Corpus:
+    """Reads a file, a folder, or (None) the source of the Python standard library.
+
+    A folder is split by file, a single file by position. Hidden files and folders are left out. Raises UsageError for a path
+    that is missing, unreadable, empty, or too small for one window of ``seq`` + 1 bytes on either side of the split.
+    """
+    if path is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        name = f"Python standard library, {root}"
+        files = [file for file in _files_below(root, _SKIPPED_IN_STDLIB) if file.suffix == ".py"]
+    else:
+        root, name = Path(path), path
+        files = _files_below(root, set()) if root.is_dir() else [root]
+    texts = [(file.relative_to(root).as_posix(), _read(file)) for file in files]
+    texts = [(key, text) for key, text in texts if text]
+    if not texts:
+        raise UsageError(f"--data {root}: empty, no byte to train on")
+    train, validation = split(texts)
+    for part, text in (("training", train), ("validation", validation)):
+        if len(text) < seq + 1:
+            raise UsageError(
+                f"--data {path or root}: {len(text)} bytes of {part} text, fewer than one window of {seq + 1}; "
+                "give more text or a smaller --seq"
+            )
+    digest = hashlib.sha256(hashlib.sha256(train).digest() + hashlib.sha256(validation).digest()).hexdigest()
+    return Corpus(name, _as_tensor(train), _as_tensor(validation), digest)
+
+
+def split(texts: list[tuple[str, bytes]]) -> tuple[bytes, bytes]:
+    """Parts named texts, none of them empty, into training and validation bytes; about a tenth of the bytes validate.
+
+    Several texts are taken whole, in the order of the SHA-256 of their names (at random, but always alike), until a tenth is reached;
+    one that is more than half of all trains. A single text is cut in two: its head trains, its tail validates.
+    """
+    if len(texts) == 1:
+        text = texts[0][1]
+        cut = len(text) - int(len(text) * VALIDATION_SHARE)
+        return text[:cut], text[cut:]
+    total = sum(len(text) for _, text in texts)
+    train: list[bytes] = []
+    validation: list[bytes] = []
+    taken = 0
+    for _, text in sorted(texts, key=lambda item: hashlib.sha256(item[0].encode()).digest()):
+        if taken < total * VALIDATION_SHARE and len(text) <= total / 2:
+            validation.append(text)
+            taken += len(text)
+        else:
+            train.append(text)
+    return b"".join(train), b"".join(validation)
+
+
+def draw_windows(text: Tensor, seq: int, batch: int, *, seed: int, step: int, micro: int, rank: int) -> Tensor:
+    """Random windows ``[batch, seq + 1]`` int64: a pure function of its arguments, so that resuming replays nothing."""
+    key = hashlib.sha256(f"{seed}/{step}/{micro}/{rank}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+    starts = torch.randint(0, text.numel() - seq, (batch,), generator=generator)
+    return _windows_at(text, starts, seq)
+
+
+def fixed_windows(text: Tensor, seq: int, count: int) -> Tensor:
+    """At most ``count`` windows ``[n, seq + 1]`` int64, evenly spaced and never overlapping."""
+    count = max(1, min(count, text.numel() // (seq + 1)))
+    starts = torch.arange(count) * (text.numel() - seq - 1) // max(1, count - 1)
+    return _windows_at(text, starts, seq)
+
+
+def unigram_entropy(text: Tensor) -> float:
+    """Entropy in nats per byte of the text's own byte counts: no model that ignores context can do better on it."""
+    counts = torch.bincount(text, minlength=256).double()
+    share = counts[counts > 0] / counts.sum()
+    return -math.fsum((share * share.log()).tolist())
+
+
+def _windows_at(text: Tensor, starts: Tensor, seq: int) -> Tensor:
+    return text[starts[:, None] + torch.arange(seq + 1)].long()
+
+
+def _files_below(root: Path, skipped: set[str]) -> list[Path]:
+    """Regular, visible files in name order."""
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name[0] != "." and name not in skipped | _SKIPPED_FOLDERS)
+        found.extend(Path(folder, name) for name in sorted(names) if name[0] != ".")
+    files = [file for file in found if file.is_file()]
+    if not files:
+        raise UsageError(f"--data {root}: the folder holds no file to train on")
+    return files
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"--data {file}: {error.strerror}") from error
+
+
+def _as_tensor(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -1,0 +1,143 @@
+"""A run from its first line to its last: steps, checkpoints, and what is told at the end."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from .config import TrainRequest, UsageError
+from .data import unigram_entropy
+from .model import generate
+from .plan import Plan, make_plan, together
+from .report import Progress, final_table, plot_losses
+from .run_dir import LogFile, rank_part
+from .trainer import Trainer
+from .world import INTERRUPTED, StopFlag, World, choose_device, join_world, local_ranks
+
+_SAMPLE_PROMPT = 32  # bytes
+_SAMPLE_LENGTH = 400  # bytes
+
+
+def train(request: TrainRequest) -> int:
+    """Trains as asked; returns the exit code, 0, or 130 when interrupted. Raises UsageError, on every rank alike."""
+    device = choose_device(request.given.get("device"), local_ranks())
+    with join_world(device) as world:
+        stop = StopFlag()
+        plan = make_plan(request, world)
+        trainer = Trainer(plan, world)
+        try:
+            if world.leads:
+                _print_header(trainer, plan, world)
+            stopped_at = _run_steps(trainer, plan, world, stop)
+            if stopped_at is not None:
+                return _say_interrupted(plan, world, stopped_at)
+            _finish(trainer, plan, world)
+            return 0
+        finally:
+            trainer.optimizer.close()
+
+
+def _run_steps(trainer: Trainer, plan: Plan, world: World, stop: StopFlag) -> int | None:
+    """Trains to the last step and saves. Returns the step at which the ranks agreed to stop, if they did."""
+    config, first = plan.config, plan.steps_done
+    log, progress = _open_outputs(plan, world)
+    try:
+        for step in range(first + 1, config.steps + 1):
+            outcome = trainer.step(step, asked_to_stop=bool(stop))
+            if log and progress:
+                log.write(outcome.record)
+                progress.show(outcome.record)
+            last = outcome.stop or step == config.steps
+            if last or (config.save_every and step % config.save_every == 0):
+                _save(trainer, plan, world, step)
+            if outcome.stop and step < config.steps:
+                return step
+    finally:
+        if log and progress:
+            log.close()
+            progress.close()
+    return None
+
+
+def _open_outputs(plan: Plan, world: World) -> tuple[LogFile | None, Progress | None]:
+    if not world.leads:
+        return None, None
+    return plan.run_dir.open_log(), Progress(plan.steps_done, plan.config.steps)
+
+
+def _save(trainer: Trainer, plan: Plan, world: World, step: int) -> None:
+    """Every rank writes its part; once all are on disk, rank 0 makes the checkpoint count."""
+
+    def write() -> None:
+        try:
+            if world.leads:
+                plan.run_dir.save_part(step, "model.pt", trainer.model.state_dict())
+            plan.run_dir.save_part(step, rank_part(world.rank, world.size), trainer.state(step))
+        except (OSError, RuntimeError) as error:
+            raise UsageError(f"--out {plan.run_dir.path}: the checkpoint can't be written ({error})") from error
+
+    together(world.comm, write)
+    if world.leads:
+        plan.run_dir.complete(step)
+
+
+def _finish(trainer: Trainer, plan: Plan, world: World) -> None:
+    """Validates on every rank; rank 0 then tells and draws."""
+    reports = world.comm.gather_objects(trainer.report(plan.config.steps - plan.steps_done))
+    validation_loss = trainer.validation_loss()
+    if not world.leads:
+        return
+    entropy = unigram_entropy(plan.corpus.validation)
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    itemsize = plan.config.torch_dtype.itemsize
+    on_gpu = world.device.type == "cuda"
+    print(
+        f"\n{final_table(reports, stage=plan.config.stage, parameters=parameters, itemsize=itemsize, on_gpu=on_gpu)}\n"
+    )
+    problem = plot_losses(plan.run_dir.path / "loss.png", plan.run_dir.read_log(), validation_loss, entropy)
+    if problem:
+        print(problem)
+    _write_sample(trainer, plan)
+    print(f"validation loss {validation_loss:.4f}")
+    print(f"unigram entropy {entropy:.4f}")
+    print(
+        f"  nats per byte on held-out text; the entropy is of that text's own byte counts\nwritten to {plan.run_dir.path}",
+        flush=True,
+    )
+
+
+def _write_sample(trainer: Trainer, plan: Plan) -> None:
+    prompt = plan.corpus.validation[:_SAMPLE_PROMPT].long()
+    text = generate(trainer.model, prompt, _SAMPLE_LENGTH, seed=plan.config.seed)
+    (plan.run_dir.path / "sample.txt").write_bytes(bytes(text.tolist()))
+
+
+def _say_interrupted(plan: Plan, world: World, step: int) -> int:
+    if world.leads:
+        print(f"interrupted after step {step}; go on with --resume {plan.run_dir.path}", flush=True)
+    return INTERRUPTED
+
+
+def _print_header(trainer: Trainer, plan: Plan, world: World) -> None:
+    config = plan.config
+    count = sum(parameter.numel() for parameter in trainer.model.parameters())
+    where = (
+        f"{torch.get_num_threads()} threads each"
+        if world.device.type == "cpu"
+        else torch.cuda.get_device_name(world.device)
+    )
+    gpus = torch.cuda.device_count()
+    if config.device == "cpu" and 0 < gpus < local_ranks():
+        print(f"{local_ranks()} ranks and {gpus} GPUs on this machine: training on the CPU")
+    if config.dtype == "fp16" and config.device == "cpu":
+        print("fp16 on a CPU: matrix products are about 60 times slower than in bf16, so the default model is tiny")
+    print(
+        f"model  {count:,} parameters in {config.dtype}: {config.layers} layers, hidden {config.hidden}, "
+        f"{config.heads} heads, window of {config.seq} bytes\n"
+        f"data   {plan.corpus.name}: {plan.corpus.train.numel():,} bytes to train on, {plan.corpus.validation.numel():,} held out\n"
+        f"ranks  {world.size} on {world.device.type} ({world.backend or 'no process group'}), {where}; stage {config.stage}\n"
+        f"run    {plan.run_dir.path}, process {os.getpid()}"
+        + (f", after step {plan.steps_done}" if plan.saved else ""),
+        flush=True,
+    )

@@ -1,0 +1,205 @@
+"""What the run tells: lines while it goes, a table and a plot at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .run_dir import StepRecord
+
+_STATE_KINDS = ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq")
+_SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "master": 1, "exp_avg": 1, "exp_avg_sq": 1}
+_MOST_COLUMNS = 4
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress:
+    """A bar in a terminal that has tqdm, else plain lines: the first step, the last, and one every ten seconds."""
+
+    def __init__(self, first: int, steps: int) -> None:
+        self._steps = steps
+        self._last_line = float("-inf")
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm
+
+                self._bar = tqdm(initial=first, total=steps, unit="step", dynamic_ncols=True)
+
+    def show(self, record: StepRecord) -> None:
+        norm = "overflow" if record.grad_norm is None else f"{record.grad_norm:.3f}"
+        if self._bar is not None:
+            self._bar.update(1)
+            self._bar.set_postfix_str(
+                f"loss {record.loss:.3f}, {record.tokens_per_s:,.0f} tokens/s, norm {norm}, scale {record.loss_scale:g}"
+            )
+            return
+        now = time.monotonic()
+        if now - self._last_line >= _SECONDS_BETWEEN_LINES or record.step == self._steps:
+            self._last_line = now
+            print(
+                f"step {record.step:>5}/{self._steps}  loss {record.loss:.4f}  {record.tokens_per_s:8,.0f} tokens/s  "
+                f"norm {norm}  scale {record.loss_scale:g}",
+                flush=True,
+            )
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class PhaseClock:
+    """Seconds spent in each phase: on the host for a CPU, between events of the current stream for a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._open: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = self._mark()
+        yield
+        end = self._mark()
+        if self._on_gpu:
+            self._open.append((name, start, end))
+        else:
+            self._add(name, end - start)
+
+    def collect(self) -> None:
+        """Reads the events of the phases so far; call it where the host has waited for the device anyhow."""
+        for name, start, end in self._open:
+            self._add(name, start.elapsed_time(end) / 1000)
+        self._open.clear()
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank has to say at the end. ``memory`` is of a step's end, gradients still held; ``steps`` counts this session's."""
+
+    memory: dict[str, int]
+    collectives: dict[str, dict[str, float]]
+    seconds: dict[str, float]
+    steps: int
+
+
+def state_formula(stage: int, world_size: int, itemsize: int) -> dict[str, float]:
+    """Bytes a parameter on each rank, by kind: ZeRO (Rajbhandari et al., 2020, fig. 1), with no master for fp32 parameters."""
+    whole = {
+        "parameters": itemsize,
+        "gradients": itemsize,
+        "master": 0 if itemsize == 4 else 4,
+        "exp_avg": 4,
+        "exp_avg_sq": 4,
+    }
+    return {kind: size / (world_size if stage >= _SHARDED_FROM_STAGE[kind] else 1) for kind, size in whole.items()}
+
+
+def final_table(reports: Sequence[RankReport], *, stage: int, parameters: int, itemsize: int, on_gpu: bool) -> str:
+    """Model state by kind beside the formula, traffic by collective, and the time of a step."""
+    lines = [*_memory_lines(reports, stage, parameters, itemsize), "", *_traffic_lines(reports[0]), ""]
+    return "\n".join(lines + _time_lines(reports, on_gpu))
+
+
+def _memory_lines(reports: Sequence[RankReport], stage: int, parameters: int, itemsize: int) -> list[str]:
+    formula = state_formula(stage, len(reports), itemsize)
+    names, columns = _columns([report.memory for report in reports])
+    lines = [
+        f"model state, MB (stage {stage}, {len(reports)} ranks, {parameters:,} parameters)",
+        _row("", [*names, "formula", "bytes/param"]),
+    ]
+    for kind in _STATE_KINDS:
+        sizes = [column.get(kind, 0) / 1e6 for column in columns]
+        lines.append(_row(kind, [*map(_mb, sizes), _mb(formula[kind] * parameters / 1e6), f"{formula[kind]:g}"]))
+    sums = [sum(column.get(kind, 0) for kind in _STATE_KINDS) / 1e6 for column in columns]
+    total = sum(formula.values())
+    lines.append(_row("model state", [*map(_mb, sums), _mb(total * parameters / 1e6), f"{total:g}"]))
+    for kind in (kind for kind in reports[0].memory if kind not in _STATE_KINDS):
+        lines.append(_row(kind, [_mb(column.get(kind, 0) / 1e6) for column in columns]))
+    return lines
+
+
+def _columns(memories: Sequence[Mapping[str, int]]) -> tuple[list[str], list[Mapping[str, int]]]:
+    """A column a rank; of many ranks the least and the most of each kind."""
+    if len(memories) <= _MOST_COLUMNS:
+        return [f"rank {rank}" for rank in range(len(memories))], list(memories)
+    extremes = [{kind: pick(memory[kind] for memory in memories) for kind in memories[0]} for pick in (min, max)]
+    return ["least", "most"], extremes
+
+
+def _traffic_lines(report: RankReport) -> list[str]:
+    """Bytes are of whole tensors; a rank puts (N-1)/N of them on the wire, an all-reduce twice that."""
+    lines = ["communication, rank 0", _row("", ["calls", "MB", "MB/step", "blocked, s"])]
+    for kind, traffic in sorted(report.collectives.items()):
+        size = traffic["bytes"] / 1e6
+        figures = [
+            f"{traffic['calls']:,.0f}",
+            _mb(size),
+            _mb(size / report.steps),
+            f"{traffic.get('wait_seconds', 0.0):.2f}",
+        ]
+        lines.append(_row(kind, figures))
+    return lines if report.collectives else [*lines[:1], "  none: one rank"]
+
+
+def _time_lines(reports: Sequence[RankReport], on_gpu: bool) -> list[str]:
+    names, columns = _columns([_milliseconds(report, on_gpu) for report in reports])
+    lines = ["time a step, ms", _row("", names)]
+    for phase in columns[0]:
+        lines.append(_row(phase, [f"{column[phase]:.1f}" for column in columns]))
+    if on_gpu:
+        return [*lines, "  between events of the compute stream; waits for communication are inside backward and step"]
+    return [*lines, "  exposed communication: host time blocked on collectives, inside backward and step"]
+
+
+def _milliseconds(report: RankReport, on_gpu: bool) -> dict[str, Any]:
+    times = {phase: 1000 * seconds / report.steps for phase, seconds in report.seconds.items()}
+    if not on_gpu:
+        blocked = sum(t.get("wait_seconds", 0.0) for kind, t in report.collectives.items() if kind != "construction")
+        times["exposed communication"] = 1000 * blocked / report.steps
+    return times
+
+
+def _row(name: str, cells: Sequence[str]) -> str:
+    return f"  {name:<24}" + "".join(f"{cell:>13}" for cell in cells)
+
+
+def _mb(value: float) -> str:
+    return f"{value:,.2f}"
+
+
+def plot_losses(path: Path, records: Sequence[StepRecord], validation_loss: float, entropy: float) -> str | None:
+    """Draws ``loss.png``; returns one line that says why when it can't."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        return f"{path.name} was not drawn: {error}; pip install matplotlib"
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot([record.step for record in records], [record.loss for record in records], lw=0.8, label="training loss")
+    axes.axhline(entropy, color="grey", ls="--", lw=1, label=f"unigram entropy {entropy:.2f}")
+    axes.plot(records[-1].step, validation_loss, "o", color="tab:red", label=f"validation loss {validation_loss:.2f}")
+    axes.set(xlabel="step", ylabel="nats per byte")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return None

@@ -1,0 +1,162 @@
+"""The model with its optimizer, one step at a time: the same code for one rank and for N."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import GradScaler, ShardedAdamW
+from .data import draw_windows, fixed_windows
+from .model import GPT, next_byte_loss
+from .plan import Plan, read_random_states, set_random_states
+from .report import PhaseClock, RankReport
+from .run_dir import StepRecord
+from .world import World
+
+_VALIDATION_WINDOWS = 128
+_LEAST_LR = 0.1  # of the peak, at the end of the cosine
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step gave, the same on all ranks but for the time. ``stop``: some rank was asked to stop."""
+
+    record: StepRecord
+    stop: bool
+
+
+class Trainer:
+    """Holds what a checkpoint must bring back: model, optimizer, loss scaler, schedule and random states."""
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        self.config, self.corpus, self.world = plan.config, plan.corpus, world
+        torch.manual_seed(self.config.seed)
+        self.model = GPT(self.config.model, self.config.torch_dtype).to(world.device)
+        if plan.saved:
+            self.model.load_state_dict(plan.saved.weights)
+        self.optimizer = ShardedAdamW(
+            _parameter_groups(self.model, self.config.weight_decay),
+            lr=self.config.lr,
+            betas=(0.9, 0.95),
+            stage=self.config.stage,
+        )
+        self.scaler = GradScaler(enabled=self.config.dtype == "fp16")
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
+        self.clock = PhaseClock(world.device)
+        if plan.saved:
+            self._load(plan.saved.part)
+
+    def step(self, step: int, *, asked_to_stop: bool) -> StepOutcome:
+        """One optimizer step over ``accumulate`` micro-batches. The host waits for the device once, after it."""
+        start = time.perf_counter()
+        lr = self.schedule.get_last_lr()[0]
+        self.optimizer.zero_grad()
+        loss = torch.zeros((), device=self.world.device)
+        for micro in range(self.config.accumulate):
+            loss += self._micro_batch(step, micro)
+        with self.clock.phase("step"):
+            self.scaler.unscale_(self.optimizer)
+            norm = self.optimizer.clip_grad_norm_(self.config.clip)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.schedule.step()
+        mean_loss, norm_value, stops = self._agree(loss, norm, asked_to_stop)
+        self.clock.collect()
+        seconds = time.perf_counter() - start
+        record = StepRecord(
+            step=step,
+            loss=_finite(mean_loss),
+            lr=lr,
+            grad_norm=_finite(norm_value),
+            loss_scale=self.scaler.get_scale(),
+            tokens_per_s=self.config.tokens_per_step(self.world.size) / seconds,
+        )
+        return StepOutcome(record, stops > 0)
+
+    def validation_loss(self) -> float:
+        """Mean loss in nats per byte over fixed windows of the validation text, shared out over the ranks."""
+        windows = fixed_windows(self.corpus.validation, self.config.seq, _VALIDATION_WINDOWS)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        with torch.no_grad():
+            for part in windows[self.world.rank :: self.world.size].split(self.config.batch):
+                total += next_byte_loss(self.model, part.to(self.world.device)).double() * len(part)
+        self.world.comm.exchange(total)
+        return total.item() / len(windows)
+
+    def report(self, steps: int) -> RankReport:
+        """This rank's figures after ``steps`` steps of this session, the last one's gradients still held."""
+        stats = self.optimizer.stats()
+        return RankReport(stats["memory"], stats["collectives"], dict(self.clock.seconds), steps)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """This rank's part of a checkpoint: tensors and plain values, readable with ``weights_only=True``."""
+        return {
+            "step": step,
+            "config": self.config.to_dict(),
+            "data_digest": self.corpus.digest,
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "random": read_random_states(self.world.device),
+        }
+
+    def _load(self, part: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(part["optimizer"])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(part["scaler"])
+        self.schedule.load_state_dict(part["schedule"])
+        set_random_states(part["random"], self.world.device)
+
+    def _micro_batch(self, step: int, micro: int) -> Tensor:
+        """Adds the gradients of one micro-batch; returns its part of the step's loss, on the device."""
+        config = self.config
+        last = micro == config.accumulate - 1
+        with contextlib.nullcontext() if last else self.optimizer.no_sync():
+            with self.clock.phase("data and forward"):
+                windows = draw_windows(
+                    self.corpus.train,
+                    config.seq,
+                    config.batch,
+                    seed=config.seed,
+                    step=step,
+                    micro=micro,
+                    rank=self.world.rank,
+                )
+                loss = next_byte_loss(self.model, windows.to(self.world.device)) / config.accumulate
+            with self.clock.phase("backward"):
+                self.scaler.scale(loss).backward()
+        return loss.detach()
+
+    def _agree(self, loss: Tensor, norm: Tensor, asked_to_stop: bool) -> tuple[float, float, float]:
+        """Mean loss over ranks, norm, and how many ranks were asked to stop: one small exchange, one read by the host."""
+        vector = torch.stack((loss, torch.full_like(loss, float(asked_to_stop))))
+        self.world.comm.exchange(vector)
+        total, stops, norm_value = torch.cat((vector, norm.reshape(1))).tolist()
+        return total / self.world.size, norm_value, stops
+
+    def _lr_factor(self, done: int) -> float:
+        """Linear warm-up, then a cosine from 1 to ``_LEAST_LR`` at the last step."""
+        warmup, steps = min(self.config.warmup, self.config.steps // 4), self.config.steps
+        if done < warmup:
+            return (done + 1) / (warmup + 1)
+        share = (done - warmup) / max(1, steps - warmup)
+        return _LEAST_LR + (1 - _LEAST_LR) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
+
+
+def _parameter_groups(model: GPT, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; gains and biases don't."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [(name, p) for name, p in named if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [(name, p) for name, p in named if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

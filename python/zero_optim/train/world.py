@@ -1,0 +1,159 @@
+"""The ranks of this run: started, given a device and threads, stopped together, and heard when one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ..comm import Comm, make_comm
+from .config import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+# A rank that died closes its connections, which the others see at once. This is for one that is stuck; saving and
+# validation, during which ranks wait for one another, take seconds.
+COLLECTIVE_TIMEOUT = timedelta(minutes=3)
+RANKS_PER_CORE = 8
+INTERRUPTED = 130  # the exit code of a shell's Ctrl-C
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks. ``comm`` is the trainer's own account, apart from the optimizer's."""
+
+    comm: Comm
+    device: torch.device
+    backend: str | None  # of the process group; None for one rank without one
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        return self.comm.world_size
+
+    @property
+    def leads(self) -> bool:
+        """Rank 0 writes the run directory and speaks for all."""
+        return self.comm.rank == 0
+
+
+class StopFlag:
+    """Set by SIGINT, SIGTERM, or the death of the launcher; the ranks agree on it once a step.
+
+    The handlers replace Python's for the rest of the process, so that a second Ctrl-C can't break the save.
+    """
+
+    def __init__(self) -> None:
+        self._signalled = False
+        self._launcher = os.getppid() if "RANK" in os.environ else None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
+
+    def __bool__(self) -> bool:
+        return self._signalled or (self._launcher is not None and os.getppid() != self._launcher)
+
+
+def choose_device(wanted: str | None, local_ranks: int) -> str:
+    """ "cuda" where each of ``local_ranks`` can have a GPU of its own, else "cpu". Raises UsageError for a wish that can't be met."""
+    gpus = torch.cuda.device_count()
+    if wanted == "cuda" and gpus < local_ranks:
+        raise UsageError(f"--device cuda: {local_ranks} ranks on this machine, but {gpus} GPUs; NCCL needs one a rank")
+    return "cuda" if wanted != "cpu" and gpus >= local_ranks else "cpu"
+
+
+def local_ranks() -> int:
+    """Ranks on this machine, as the launcher tells it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+@contextlib.contextmanager
+def join_world(device: str) -> Iterator[World]:
+    """Joins the process group that torchrun (or ``--ranks``) describes in the environment; alone where there is none."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    place = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(place)
+    else:
+        _share_cores()
+    if "RANK" not in os.environ:
+        yield World(make_comm(), place, None)
+        return
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=place if device == "cuda" else None)
+    try:
+        yield World(make_comm(), place, backend)
+    finally:
+        dist.destroy_process_group()
+
+
+def _share_cores() -> None:
+    """torchrun sets OMP_NUM_THREADS to 1 unless the user has set it; the ranks then share the cores instead."""
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1" and local_ranks() > 1:
+        torch.set_num_threads(max(1, _cores() // local_ranks()))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def launch(ranks: int, device: str | None, arguments: Sequence[str]) -> int:
+    """Runs ``zero-optim`` with ``arguments`` on this machine's ``ranks`` ranks, as ``torchrun --standalone``; the exit code.
+
+    It is torchrun's own engine with its report left out: what a rank had to say it has said on stderr. Raises UsageError.
+    """
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    most = RANKS_PER_CORE * _cores()
+    if not 1 <= ranks <= most:
+        raise UsageError(f"--ranks {ranks}: from 1 to {most} on this machine ({_cores()} cores)")
+    choose_device(device, ranks)
+    logging.disable(logging.ERROR)  # of this process, which does nothing but launch
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
+    with tempfile.TemporaryDirectory(prefix="zero-optim-") as logs:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", "zero_optim", *arguments)
+        except ChildFailedError as error:
+            return _report_failure(error)
+        except SignalException:
+            return INTERRUPTED
+    return 0
+
+
+def _report_failure(error: ChildFailedError) -> int:
+    rank, failure = error.get_first_failure()
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        print(f"zero-optim train: rank {rank} was killed by {name}; the others were stopped", file=sys.stderr)
+        return 128 - failure.exitcode
+    return failure.exitcode

@@ -1,0 +1,254 @@
+"""Ranks that disagree, bad arguments and closed optimizers: an error on every rank, in words, and never a hang."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import Tensor, nn
+from training_cases import TINY_CAP_MB, linear_backward, make_gradients, make_parameters, named
+
+SHAPES = ((8, 4), (5,), (3, 3))
+
+
+def _good(rank: int) -> tuple[Any, dict[str, Any]]:
+    return named(make_parameters(SHAPES)), {}
+
+
+def _name(rank: int):
+    return named(make_parameters(SHAPES), "layer" if rank == 0 else "block"), {}
+
+
+def _shape(rank: int):
+    return named(make_parameters(SHAPES if rank == 0 else ((4, 8), *SHAPES[1:]))), {}
+
+
+def _dtype(rank: int):
+    return named(make_parameters(SHAPES, torch.float32 if rank == 0 else torch.bfloat16)), {}
+
+
+def _order(rank: int):
+    return named(make_parameters(SHAPES))[:: 1 if rank == 0 else -1], {}
+
+
+def _count(rank: int):
+    return named(make_parameters(SHAPES[: 3 if rank == 0 else 2])), {}
+
+
+def _trainable(rank: int):
+    params = make_parameters(SHAPES)
+    params[1].requires_grad_(rank == 0)
+    return named(params), {}
+
+
+def _grouping(rank: int):
+    params = make_parameters(SHAPES)
+    return [{"params": params[: rank + 1]}, {"params": params[rank + 1 :], "lr": 0.1}], {}
+
+
+def _stage(rank: int):
+    return _good(rank)[0], {"stage": 1 + rank}
+
+
+def _cap(rank: int):
+    return _good(rank)[0], {"bucket_cap_mb": 25.0 if rank == 0 else TINY_CAP_MB}
+
+
+def _reduce_dtype(rank: int):
+    return _good(rank)[0], {"grad_reduce_dtype": None if rank == 0 else torch.bfloat16}
+
+
+def _rate(rank: int):
+    return _good(rank)[0], {"lr": 1e-3 if rank == 0 else 1e-2}
+
+
+def _norm(rank: int):
+    return _good(rank)[0], {"max_grad_norm": None if rank == 0 else 1.0}
+
+
+def _bad_rate(rank: int):
+    return _good(rank)[0], {"lr": -1.0 if rank == 1 else 1e-3}
+
+
+def _bad_stage(rank: int):
+    return _good(rank)[0], {"stage": 7 if rank == 1 else 2}
+
+
+def _bad_parameter(rank: int):
+    return [("weight", nn.Parameter(torch.ones(4, dtype=torch.float64 if rank == 1 else torch.float32)))], {}
+
+
+def _no_parameters(rank: int):
+    return ([] if rank == 1 else make_parameters(SHAPES)), {}
+
+
+DISAGREEMENTS = (_name, _shape, _dtype, _order, _count, _trainable, _grouping, _stage, _cap, _reduce_dtype, _rate, _norm)
+BAD_ON_ONE_RANK = (_bad_rate, _bad_stage, _bad_parameter, _no_parameters)
+
+
+def _construct(rank: int, world_size: int, case: Callable[[int], Any], trains: bool = True) -> tuple[str, str]:
+    """Name and text of the error that the case raises here. A good optimizer must work right after it."""
+    import zero_optim
+
+    params, options = case(rank)
+    before = [p.detach().clone() for p in _flat(params)]
+    caught: BaseException | None = None
+    try:
+        zero_optim.ShardedAdamW(params, **options)
+    except Exception as error:
+        caught = error
+    for p, old in zip(_flat(params), before, strict=True):
+        assert torch.equal(p.detach(), old) or rank > 0, "a failed constructor changed rank 0's parameters"
+        assert not p._post_accumulate_grad_hooks and not p._backward_hooks, "a failed constructor left a hook"
+    mro = " ".join(cls.__name__ for cls in type(caught).__mro__) if caught else ""
+    text = str(caught)
+    caught = None
+    gc.collect()
+
+    good = make_parameters(SHAPES)
+    opt = zero_optim.ShardedAdamW(good)
+    linear_backward(good, make_gradients(good, rank, 0))
+    opt.step()
+    opt.close()
+    return mro, text
+
+
+def _flat(params: Any) -> list[Tensor]:
+    params = list(params)
+    if params and isinstance(params[0], dict):
+        return [p for group in params for p in group["params"]]
+    return [p[1] if isinstance(p, tuple) else p for p in params]
+
+
+def _construct_all(rank: int, world_size: int, cases: tuple[Callable[[int], Any], ...]) -> list[tuple[str, str]]:
+    return [_construct(rank, world_size, case) for case in cases]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_disagree_all_raise(world_size):
+    for rank, errors in enumerate(run_ranks(world_size, _construct_all, DISAGREEMENTS, timeout=40)):
+        for case, (mro, text) in zip(DISAGREEMENTS, errors, strict=True):
+            assert "RankMismatchError" in mro, f"{case.__name__} on rank {rank}: {mro or 'nothing'} {text}"
+            assert "ZeroOptimError" in mro
+            assert "rank" in text
+
+
+def test_the_parameter_that_differs_is_named():
+    for errors in run_ranks(2, _construct_all, (_shape, _dtype), timeout=40):
+        for _, text in errors:
+            assert "layer0.weight" in text
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_bad_argument_on_one_rank_raises_on_all_and_names_the_rank(world_size):
+    for rank, errors in enumerate(run_ranks(world_size, _construct_all, BAD_ON_ONE_RANK, timeout=40)):
+        for case, (mro, text) in zip(BAD_ON_ONE_RANK, errors, strict=True):
+            if rank == 1:
+                assert "Error" in mro, f"{case.__name__} on rank 1 raised nothing"
+            else:
+                assert "RankMismatchError" in mro, f"{case.__name__} on rank {rank}: {mro or 'nothing'} {text}"
+                assert "rank 1" in text, f"{case.__name__}: the culprit is not named: {text}"
+
+
+def _same_bad(rank: int, world_size: int) -> str:
+    import zero_optim
+
+    try:
+        zero_optim.ShardedAdamW(make_parameters(SHAPES), lr=-1.0)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_bad_argument_on_every_rank_is_a_value_error():
+    assert all("lr" in text or "learning rate" in text for text in run_ranks(2, _same_bad))
+
+
+def _close(rank: int, world_size: int, stage: int) -> None:
+    import zero_optim
+
+    params = make_parameters(SHAPES, torch.bfloat16)
+    opt = zero_optim.ShardedAdamW(params, stage=stage)
+    linear_backward(params, make_gradients(params, rank, 0))
+    opt.step()
+    opt.zero_grad()
+    linear_backward(params, make_gradients(params, rank, 1))
+    opt.close()
+    opt.close()
+    calls: dict[str, Callable[[], Any]] = {
+        "step": opt.step,
+        "clip_grad_norm_": lambda: opt.clip_grad_norm_(1.0),
+        "no_sync": lambda: opt.no_sync().__enter__(),
+        "load_state_dict": lambda: opt.load_state_dict({}),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except zero_optim.ClosedError as error:
+            assert "closed" in str(error).lower()
+        else:
+            raise AssertionError(f"{name} of a closed optimizer did not raise")
+    assert not any(p._post_accumulate_grad_hooks or p._backward_hooks for p in params)
+
+    for p in params:
+        p.grad = None
+    local = make_gradients(params, rank, 2)
+    linear_backward(params, local)  # autograd's own again
+    assert all(torch.equal(p.grad, g) for p, g in zip(params, local, strict=True))
+    for p in params:
+        p.grad = None
+    again = zero_optim.ShardedAdamW(params, stage=stage)
+    linear_backward(params, make_gradients(params, rank, 3))
+    again.step()
+    again.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_closed_optimizer_lets_go_of_the_parameters_and_says_so(stage, world_size):
+    run_ranks(world_size, _close, stage)
+
+
+def _unraisable(rank: int, world_size: int) -> list[str]:
+    """What destructors complain about after failed constructors and dropped optimizers."""
+    import zero_optim
+
+    complaints: list[str] = []
+    sys.unraisablehook = lambda args: complaints.append(f"{args.object}: {args.exc_value}")
+    try:
+        for options in ({"lr": -1.0}, {"stage": 9}, {"betas": (1.5, 0.9)}, {"no_such_argument": 1}, {}):
+            try:
+                opt = zero_optim.ShardedAdamW(make_parameters(SHAPES), **options)
+            except (ValueError, TypeError):
+                continue
+            linear_backward(opt.param_groups[0]["params"], make_gradients(opt.param_groups[0]["params"], rank, 0))
+            del opt
+        gc.collect()
+    finally:
+        sys.unraisablehook = sys.__unraisablehook__
+    return complaints
+
+
+def test_destructors_are_quiet():
+    assert run_ranks(2, _unraisable) == [[], []]
+
+
+def _broadcast(rank: int, world_size: int) -> tuple[bool, bool]:
+    import zero_optim
+
+    params = make_parameters(SHAPES, seed=rank)
+    identities = [(id(p), p.shape, p.dtype, p.requires_grad) for p in params]
+    opt = zero_optim.ShardedAdamW(params)
+    same = all(torch.equal(p, q) for p, q in zip(params, make_parameters(SHAPES, seed=0), strict=True))
+    kept = identities == [(id(p), p.shape, p.dtype, p.requires_grad) for p in params]
+    opt.close()
+    return same, kept
+
+
+def test_rank_0s_parameters_are_everyones_and_parameters_keep_their_identity():
+    assert run_ranks(3, _broadcast) == [(True, True)] * 3

@@ -1,0 +1,407 @@
+"""What ``.grad`` is when, on one rank and on several: readable, editable, guarded, dropped, zeroed, assigned by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from oracle import Hyper, MasterAdamW, accumulate, averages
+from torch import Tensor, nn
+from training_cases import (
+    SHAPES,
+    TINY_CAP_MB,
+    assert_bitwise,
+    copies,
+    linear_backward,
+    linear_loss,
+    make_gradients,
+    make_parameters,
+    named,
+)
+
+LR = 1e-2
+WARM_UP = 2  # steps before the one that is looked at: the buckets have taken their observed order by then
+Scenario = Callable[[Any, list[nn.Parameter], int, int], None]
+
+
+def _run(rank: int, world_size: int, stage: int, scenario: Scenario, warm_up: int, options: dict[str, Any]) -> list[Tensor]:
+    """Parameters after ``warm_up`` plain steps and ``scenario``, which makes its own steps."""
+    import zero_optim
+
+    params = make_parameters(SHAPES, torch.bfloat16)
+    opt = zero_optim.ShardedAdamW(named(params), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB, **options)
+    for step in range(warm_up):
+        linear_backward(params, make_gradients(params, rank, step))
+        opt.step()
+        opt.zero_grad()
+    scenario(opt, params, rank, world_size)
+    opt.close()
+    return copies(params)
+
+
+def _oracle(world_size: int, warm_up: int) -> MasterAdamW:
+    oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), Hyper(lr=LR))
+    for step in range(warm_up):
+        oracle.step(_average(world_size, step))
+    return oracle
+
+
+def _average(world_size: int, step: int, micro: int = 0) -> list[Tensor | None]:
+    like = make_parameters(SHAPES, torch.bfloat16)
+    return averages([make_gradients(like, rank, step, micro) for rank in range(world_size)])
+
+
+def check(scenario: Scenario, expected: Callable[[MasterAdamW, int], None], stages=(0, 1, 2), worlds=(1, 2), **options) -> None:
+    """Runs the scenario and lets ``expected`` play it on the oracle, at the first step and at a later one."""
+    for world_size in worlds:
+        for warm_up in (0, WARM_UP):
+            oracle = _oracle(world_size, warm_up)
+            expected(oracle, world_size)
+            for stage in stages:
+                for params in run_ranks(world_size, _run, stage, scenario, warm_up, options):
+                    assert_bitwise(params, oracle.params, f"stage {stage}, {world_size} ranks, after {warm_up} steps")
+
+
+# -- readable and editable where one rank holds it --------------------------------------------------------------------
+
+
+def _read_and_halve(opt, params, rank, world_size):
+    linear_backward(params, make_gradients(params, rank, 7))
+    assert_bitwise([p.grad for p in params], _average(world_size, 7), "gradients after backward")
+    for p in params:
+        p.grad.mul_(0.5)
+    opt.step()
+
+
+def _apply_halved(oracle, world_size):
+    oracle.step([g * 0.5 for g in _average(world_size, 7)])
+
+
+def test_gradients_are_read_and_edited_on_one_rank_at_every_stage():
+    check(_read_and_halve, _apply_halved, worlds=(1,))
+
+
+def test_the_average_is_read_and_edited_at_stage_0():
+    check(_read_and_halve, _apply_halved, stages=(0,), worlds=(2,))
+
+
+def _clip_by_torch(opt, params, rank, world_size):
+    linear_backward(params, make_gradients(params, rank, 7))
+    torch.nn.utils.clip_grad_norm_([p for p in params if p.numel()], 0.5)
+    opt.step()
+
+
+def _apply_clipped(oracle, world_size):
+    params = make_parameters(SHAPES, torch.bfloat16)
+    for p, g in zip(params, _average(world_size, 7), strict=True):
+        p.grad = g
+    torch.nn.utils.clip_grad_norm_([p for p in params if p.numel()], 0.5)
+    oracle.step([p.grad for p in params])
+
+
+def test_torchs_own_clip_works_where_gradients_are_whole():
+    check(_clip_by_torch, _apply_clipped, worlds=(1,))
+    check(_clip_by_torch, _apply_clipped, stages=(0,), worlds=(2,))
+
+
+def _edit_local(opt, params, rank, world_size):
+    linear_backward(params, make_gradients(params, rank, 7))
+    assert_bitwise([p.grad for p in params], make_gradients(params, rank, 7), "local gradients")
+    for p in params:
+        p.grad.mul_(rank + 2)
+    opt.step()
+
+
+def _apply_edited_local(oracle, world_size):
+    local = [make_gradients(oracle.params, rank, 7) for rank in range(world_size)]
+    oracle.step(averages([[g * (rank + 2) for g in grads] for rank, grads in enumerate(local)]))
+
+
+def test_stage_1_without_overlap_keeps_the_local_gradient_until_step():
+    check(_edit_local, _apply_edited_local, stages=(1,), worlds=(2,), overlap_grad_reduce=False)
+
+
+# -- guarded where it is sharded ------------------------------------------------------------------------------------
+
+
+def _guarded(opt, params, rank, world_size):
+    import zero_optim
+
+    linear_backward(params, make_gradients(params, rank, 7))
+    grad = params[0].grad
+    assert grad.shape == params[0].shape
+    assert grad.dtype == params[0].dtype
+    assert grad.device == params[0].device
+    uses: dict[str, Callable[[], Any]] = {
+        "add": lambda: grad + 1,
+        "sum": lambda: grad.sum(),
+        "mul_": lambda: grad.mul_(2),
+        "div_": lambda: torch._foreach_div_([grad], 2.0),
+        "copy from": lambda: torch.empty_like(params[0]).detach().copy_(grad),
+        "copy to": lambda: grad.copy_(torch.ones(params[0].shape)),
+        "index": lambda: grad[0],
+        "item": lambda: params[2].grad.item(),
+        "norm": lambda: torch.linalg.vector_norm(grad),
+        "clip_grad_norm_": lambda: torch.nn.utils.clip_grad_norm_(params, 1.0),
+        "clip_grad_value_": lambda: torch.nn.utils.clip_grad_value_(params, 1.0),
+    }
+    for use, action in uses.items():
+        try:
+            action()
+        except zero_optim.ShardAccessError as error:
+            assert "clip_grad_norm_" in str(error), f"{use}: the remedy is named: {error}"
+            assert "layer" in str(error), f"{use}: the parameter is named: {error}"
+        except Exception as error:
+            raise AssertionError(f"{use} raised {type(error).__name__}: {error}") from error
+        else:
+            raise AssertionError(f"{use} on a sharded gradient did not raise")
+    for use in (grad.numpy, grad.tolist, params[2].grad.__float__):  # torch itself refuses some of these
+        with pytest.raises(RuntimeError):
+            use()
+    assert isinstance(repr(grad), str)
+    opt.step()
+
+
+def test_sharded_gradients_refuse_reading_and_editing_and_name_the_remedy():
+    check(_guarded, lambda oracle, world_size: oracle.step(_average(world_size, 7)), stages=(1, 2), worlds=(2,))
+
+
+def _zeroed_in_place(opt, params, rank, world_size):
+    linear_backward(params, make_gradients(params, rank, 7))
+    for p in params:
+        p.grad.detach()
+        p.grad.zero_()
+    opt.step()
+
+
+def _apply_zeros(oracle, world_size):
+    oracle.step([torch.zeros_like(p) for p in oracle.params])
+
+
+def test_zero_and_detach_pass_and_zero_means_zero():
+    check(_zeroed_in_place, _apply_zeros)
+
+
+# -- dropped, zeroed, applied again -----------------------------------------------------------------------------------
+
+
+def _drop_by_model(opt, params, rank, world_size):
+    linear_backward(params, make_gradients(params, rank, 7))
+    for p in params:  # what model.zero_grad() does
+        p.grad = None
+    opt.step()
+
+
+def test_dropped_gradients_are_not_applied():
+    check(_drop_by_model, lambda oracle, world_size: None)
+
+
+def _drop_then_backward(opt, params, rank, world_size):
+    for step in (7, 8, 9):
+        linear_backward(params, make_gradients(params, rank, step))
+        if step == 9:
+            opt.step()
+        for p in params:
+            p.grad = None
+
+
+def test_a_gradient_dropped_by_the_model_is_forgotten_before_the_next_backward():
+    check(_drop_then_backward, lambda oracle, world_size: oracle.step(_average(world_size, 9)))
+
+
+def _drop_some(opt, params, rank, world_size):
+    linear_backward(params, make_gradients(params, rank, 7))
+    params[1].grad = params[6].grad = None
+    linear_backward(params, make_gradients(params, rank, 8))
+    opt.step()
+
+
+def _apply_some(oracle, world_size):
+    first, second = _average(world_size, 7), _average(world_size, 8)
+    first[1] = first[6] = None
+    oracle.step(accumulate(first, second))
+
+
+def test_dropping_some_gradients_keeps_the_others():
+    check(_drop_some, _apply_some)
+
+
+def _zero_grad_then_backward(opt, params, rank, world_size):
+    linear_backward(params, make_gradients(params, rank, 7))
+    opt.zero_grad()
+    assert all(p.grad is None for p in params)
+    opt.step()  # nothing to apply
+    linear_backward(params, make_gradients(params, rank, 8))
+    opt.step()
+
+
+def test_zero_grad_drops_what_was_reduced():
+    check(_zero_grad_then_backward, lambda oracle, world_size: oracle.step(_average(world_size, 8)))
+
+
+def _zeros(opt, params, rank, world_size):
+    linear_backward(params, make_gradients(params, rank, 7))
+    opt.zero_grad(set_to_none=False)
+    opt.step()
+    linear_backward(params, make_gradients(params, rank, 8))
+    opt.step()
+
+
+def _apply_zeros_then_gradients(oracle, world_size):
+    _apply_zeros(oracle, world_size)
+    oracle.step(_average(world_size, 8))
+
+
+def test_set_to_none_false_means_zero_gradients():
+    check(_zeros, _apply_zeros_then_gradients)
+
+
+def _step_twice(opt, params, rank, world_size):
+    linear_backward(params, make_gradients(params, rank, 7))
+    opt.step()
+    opt.step()
+    opt.zero_grad()
+    linear_backward(params, make_gradients(params, rank, 8))
+    opt.step()
+
+
+def _apply_twice(oracle, world_size):
+    oracle.step(_average(world_size, 7))
+    oracle.step(_average(world_size, 7))
+    oracle.step(_average(world_size, 8))
+
+
+def test_a_second_step_applies_the_gradients_again():
+    check(_step_twice, _apply_twice)
+
+
+def _step_without_zero_grad(opt, params, rank, world_size):
+    for step in (7, 8):
+        linear_backward(params, make_gradients(params, rank, step))
+        opt.step()
+
+
+def _apply_accumulating(oracle, world_size):
+    oracle.step(_average(world_size, 7))
+    oracle.step(accumulate(_average(world_size, 7), _average(world_size, 8)))
+
+
+def test_without_zero_grad_the_next_backward_adds():
+    check(_step_without_zero_grad, _apply_accumulating)
+
+
+# -- only no_sync, assigned by hand, a backward that raised ---------------------------------------------------------
+
+
+def _only_no_sync(opt, params, rank, world_size):
+    with opt.no_sync():
+        for micro in range(2):
+            linear_backward(params, make_gradients(params, rank, 7, micro))
+    opt.step()
+
+
+def _apply_local_sums(oracle, world_size):
+    local = [
+        accumulate(make_gradients(oracle.params, rank, 7, 0), make_gradients(oracle.params, rank, 7, 1))
+        for rank in range(world_size)
+    ]
+    oracle.step(averages(local))
+
+
+def test_step_reduces_when_every_backward_was_under_no_sync():
+    check(_only_no_sync, _apply_local_sums)
+
+
+def _assigned(opt, params, rank, world_size):
+    for p, g in zip(params, make_gradients(params, rank, 7), strict=True):
+        p.grad = g
+    opt.step()
+    opt.zero_grad()
+    assert all(p.grad is None for p in params)
+
+
+def test_a_gradient_assigned_by_hand_is_a_local_gradient():
+    check(_assigned, lambda oracle, world_size: oracle.step(_average(world_size, 7)))
+
+
+def _assigned_on_one_rank(opt, params, rank, world_size):
+    if rank == 0:
+        params[6].grad = make_gradients(params, rank, 7)[6]
+    opt.step()
+
+
+def _apply_one_rank(oracle, world_size):
+    grads = make_gradients(oracle.params, 0, 7)
+    only = [g if i == 6 else None for i, g in enumerate(grads)]
+    oracle.step(averages([only] + [[None] * len(only)] * (world_size - 1)))
+
+
+def test_a_gradient_assigned_on_one_rank_alone():
+    check(_assigned_on_one_rank, _apply_one_rank, worlds=(2,))
+    check(_assigned_on_one_rank, _apply_one_rank, stages=(1, 2), worlds=(3,))
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("in the middle of backward")
+
+
+def _raising(opt, params, rank, world_size):
+    """The gradients of half of the parameters are there when backward raises: what was computed last goes first."""
+    grads = make_gradients(params, rank, 7)
+    first = _Raise.apply(linear_loss(params[:4], grads[:4]))
+    try:
+        (first + linear_loss(params[4:], grads[4:])).backward()
+    except ArithmeticError:
+        pass
+    else:
+        raise AssertionError("backward did not raise")
+    assert all(p.grad is not None for p in params[4:])
+    opt.zero_grad()
+    linear_backward(params, make_gradients(params, rank, 8))
+    opt.step()
+    opt.zero_grad()
+    linear_backward(params, make_gradients(params, rank, 9))
+    opt.step()
+
+
+def _apply_after_raise(oracle, world_size):
+    oracle.step(_average(world_size, 8))
+    oracle.step(_average(world_size, 9))
+
+
+def test_zero_grad_after_a_backward_that_raised_drops_everything():
+    check(_raising, _apply_after_raise, worlds=(1, 2))
+
+
+def _raising_on_one_rank(opt, params, rank, world_size):
+    grads = make_gradients(params, rank, 7)
+    first = linear_loss(params[:4], grads[:4])
+    if rank == 1:
+        first = _Raise.apply(first)
+    try:
+        (first + linear_loss(params[4:], grads[4:])).backward()
+    except ArithmeticError:
+        assert rank == 1
+    opt.zero_grad()  # the batch is given up on every rank
+    linear_backward(params, make_gradients(params, rank, 8))
+    opt.step()
+    opt.zero_grad()
+    linear_backward(params, make_gradients(params, rank, 9))
+    opt.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_backward_that_raised_on_one_rank_does_not_desynchronise(stage):
+    oracle = _oracle(2, WARM_UP)
+    _apply_after_raise(oracle, 2)
+    for params in run_ranks(2, _run, stage, _raising_on_one_rank, WARM_UP, {}):
+        assert_bitwise(params, oracle.params, f"stage {stage}")

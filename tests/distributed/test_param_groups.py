@@ -1,0 +1,266 @@
+"""Groups with their own hyper-parameters, schedulers, frozen, absent, tied, tiny and mixed-dtype parameters, on several ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import run_ranks
+from oracle import Hyper, MasterAdamW, averages
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training_cases import (
+    SHAPES,
+    TINY_CAP_MB,
+    assert_bitwise,
+    copies,
+    linear_backward,
+    make_gradients,
+    make_parameters,
+)
+
+GROUPS = (
+    Hyper(lr=1e-2, weight_decay=0.1),
+    Hyper(lr=3e-3, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0),
+    Hyper(lr=0.0, weight_decay=0.5),
+)
+MIXED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _group(params: list[nn.Parameter], hyper: Hyper) -> dict[str, object]:
+    return {"params": params, "lr": hyper.lr, "betas": hyper.betas, "eps": hyper.eps, "weight_decay": hyper.weight_decay}
+
+
+def _hypers(count: int) -> list[Hyper]:
+    return [GROUPS[i % 3] for i in range(count)]
+
+
+def _mixed_parameters() -> list[nn.Parameter]:
+    return [make_parameters([shape], MIXED[i % 3], seed=i)[0] for i, shape in enumerate(SHAPES)]
+
+
+def _train_groups(rank: int, world_size: int, stage: int, cap: float) -> list[Tensor]:
+    import zero_optim
+
+    params = _mixed_parameters()
+    order = list(range(len(params)))
+    groups = [_group([params[i] for i in order if i % 3 == k], hyper) for k, hyper in enumerate(GROUPS)]
+    opt = zero_optim.ShardedAdamW(groups, stage=stage, bucket_cap_mb=cap)
+    for step in range(4):
+        if step == 2:
+            opt.param_groups[0]["lr"] *= 0.5  # as a scheduler does
+            opt.param_groups[1]["weight_decay"] = 0.2
+            opt.param_groups[1]["betas"] = (0.7, 0.9)
+        linear_backward(params, make_gradients(params, rank, step))
+        opt.step()
+        opt.zero_grad()
+    opt.close()
+    return copies(params)
+
+
+@pytest.mark.parametrize("cap", [TINY_CAP_MB, 25.0])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_groups_over_dtypes_with_changing_hyper_parameters(world_size, cap):
+    oracle = MasterAdamW(_mixed_parameters(), _hypers(len(SHAPES)))
+    for step in range(4):
+        if step == 2:
+            changed = (
+                Hyper(lr=GROUPS[0].lr * 0.5, weight_decay=0.1),
+                Hyper(lr=3e-3, betas=(0.7, 0.9), eps=1e-6, weight_decay=0.2),
+                GROUPS[2],
+            )
+            oracle.hypers = [changed[i % 3] for i in range(len(SHAPES))]
+        oracle.step(averages([make_gradients(oracle.params, rank, step) for rank in range(world_size)]))
+    for stage in (0, 1, 2) if world_size < 3 else (1, 2):
+        for params in run_ranks(world_size, _train_groups, stage, cap):
+            assert_bitwise(params, oracle.params, f"stage {stage}")
+
+
+def _train_absent(rank: int, world_size: int, stage: int) -> list[list[Tensor]]:
+    """Parameter 0 is frozen, 1 has a gradient on rank 0 alone, 2 on no rank in odd steps, 4 never."""
+    import zero_optim
+
+    params = make_parameters(SHAPES, torch.bfloat16)
+    params[0].requires_grad_(False)
+    opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+    history = []
+    for step in range(5):
+        linear_backward(params, _absent(make_gradients(params, rank, step), rank, step))
+        opt.step()
+        opt.zero_grad()
+        history.append(copies(params))
+    opt.close()
+    return history
+
+
+def _absent(grads: list[Tensor], rank: int, step: int) -> list[Tensor | None]:
+    keep = {0: False, 1: rank == 0, 2: step % 2 == 0, 4: False}
+    return [g if keep.get(i, True) else None for i, g in enumerate(grads)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_absent_gradients_are_skipped_as_torch_skips_them(world_size):
+    oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), Hyper(lr=1e-2))
+    expected = []
+    for step in range(5):
+        local = [_absent(make_gradients(oracle.params, rank, step), rank, step) for rank in range(world_size)]
+        oracle.step(averages(local))
+        expected.append(copies(oracle.params))
+    assert oracle.steps[2] == 3
+    assert oracle.steps[0] == oracle.steps[4] == 0
+    for stage in (0, 1, 2) if world_size < 3 else (1, 2):
+        for history in run_ranks(world_size, _train_absent, stage):
+            for step in range(5):
+                assert_bitwise(history[step], expected[step], f"stage {stage}, step {step}")
+
+
+def _train_alternating(rank: int, world_size: int, stage: int) -> list[Tensor]:
+    """Each step another rank uses the conditional parameter; in the last nobody does."""
+    import zero_optim
+
+    params = make_parameters(SHAPES)
+    opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+    for step in range(5):
+        grads: list[Tensor | None] = list(make_gradients(params, rank, step))
+        if step and rank != step % 3:
+            grads[6] = grads[1] = None
+        if step == 4:
+            grads = [None] * len(grads)
+            grads[0] = make_gradients(params, rank, step)[0]
+        linear_backward(params, grads)
+        opt.step()
+        opt.zero_grad()
+    opt.close()
+    return copies(params)
+
+
+def test_parameters_used_on_another_rank_each_step():
+    oracle = MasterAdamW(make_parameters(SHAPES), Hyper(lr=1e-2))
+    for step in range(5):
+        local = []
+        for rank in range(2):
+            grads: list[Tensor | None] = list(make_gradients(oracle.params, rank, step))
+            if step and rank != step % 3:
+                grads[6] = grads[1] = None
+            local.append(grads if step < 4 else [grads[0]] + [None] * (len(grads) - 1))
+        oracle.step(averages(local))
+    for stage in (0, 1, 2):
+        for params in run_ranks(2, _train_alternating, stage):
+            assert_bitwise(params, oracle.params, f"stage {stage}")
+
+
+def _train_tiny(rank: int, world_size: int, stage: int, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+    import zero_optim
+
+    params = make_parameters(shapes, torch.bfloat16, seed=rank)
+    opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=stage)
+    for step in range(3):
+        linear_backward(params, make_gradients(params, rank, step, grid=world_size))
+        opt.clip_grad_norm_(1e9)
+        opt.step()
+        opt.zero_grad()
+    opt.close()
+    return copies(params)
+
+
+@pytest.mark.parametrize("shapes", [((1,),), ((),), ((0,),), ((3,), (0, 4), (1, 1)), ((129,),)], ids=str)
+def test_more_ranks_than_elements(shapes):
+    oracle = MasterAdamW(make_parameters(shapes, torch.bfloat16), Hyper(lr=1e-2))
+    for step in range(3):
+        oracle.step(averages([make_gradients(oracle.params, rank, step, grid=4) for rank in range(4)]))
+    for stage in (0, 1, 2):
+        for params in run_ranks(4, _train_tiny, stage, shapes):
+            assert_bitwise(params, oracle.params, f"stage {stage}")
+
+
+class _Tied(nn.Module):
+    """One weight used as embedding and as output, a second one used in two reentrant checkpoints: ready more than once."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.embedding = nn.Embedding(20, 8)
+            self.shared = nn.Linear(8, 8)
+            self.out = nn.Linear(8, 20, bias=False)
+        self.out.weight = self.embedding.weight
+        self.reentrant = reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for _ in range(2):
+            x = checkpoint(self.shared, x, use_reentrant=True) if self.reentrant else self.shared(x)
+            x = torch.tanh(x)
+        return nn.functional.cross_entropy(self.out(x[:-1]), tokens[1:])
+
+
+def _tokens(rank: int, step: int) -> Tensor:
+    return torch.randint(20, (12,), generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def _train_tied(rank: int, world_size: int, stage: int, reentrant: bool) -> list[Tensor]:
+    import zero_optim
+
+    model = _Tied(reentrant)
+    opt = zero_optim.ShardedAdamW(model.named_parameters(), lr=1e-2, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+    for step in range(4):
+        model(_tokens(rank, step)).backward()
+        opt.step()
+        opt.zero_grad()
+    opt.close()
+    assert model.out.weight is model.embedding.weight
+    return copies(model.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_tied_weights_and_parameters_that_become_ready_more_than_once(reentrant):
+    model = _Tied(reentrant)
+    oracle = MasterAdamW(list(model.parameters()), Hyper(lr=1e-2))
+    for step in range(4):
+        local = []
+        for rank in range(2):
+            model.zero_grad()
+            model(_tokens(rank, step)).backward()
+            local.append([p.grad for p in model.parameters()])
+        oracle.step(averages(local))
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), oracle.params, strict=True):
+                p.copy_(value)
+    for stage in (0, 1, 2):
+        for params in run_ranks(2, _train_tied, stage, reentrant):
+            assert_bitwise(params, oracle.params, f"stage {stage}")
+
+
+def _train_scheduled(rank: int, world_size: int, stage: int) -> tuple[list[Tensor], list[float]]:
+    import zero_optim
+
+    params = make_parameters(SHAPES)
+    opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=stage)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=2e-2, total_steps=6)  # moves lr and betas
+    rates = []
+    for step in range(5):
+        linear_backward(params, make_gradients(params, rank, step))
+        opt.step()
+        opt.zero_grad()
+        rates.append(opt.param_groups[0]["lr"])
+        scheduler.step()
+    opt.close()
+    return copies(params), rates
+
+
+def test_a_scheduler_that_moves_lr_and_betas():
+    plain = make_parameters(SHAPES)
+    adamw = torch.optim.AdamW(plain, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(adamw, max_lr=2e-2, total_steps=6)
+    oracle = MasterAdamW(plain, Hyper(lr=1e-2))
+    rates = []
+    for step in range(5):
+        group = adamw.param_groups[0]
+        rates.append(group["lr"])
+        oracle.hypers = [Hyper(lr=group["lr"], betas=group["betas"])] * len(SHAPES)
+        oracle.step(averages([make_gradients(plain, rank, step) for rank in range(2)]))
+        adamw.step()
+        scheduler.step()
+    for stage in (0, 1, 2):
+        for params, own_rates in run_ranks(2, _train_scheduled, stage):
+            assert own_rates == rates
+            assert_bitwise(params, oracle.params, f"stage {stage}")

@@ -1,0 +1,203 @@
+"""Runs test functions on gloo ranks: a pool of spawned processes, reused over the test session, in which nothing can hang.
+
+``run_ranks(world_size, fn, *args)`` calls ``fn(rank, world_size, *args)`` on every rank and returns the results in rank
+order. ``fn`` is a module-level function; arguments and results travel by pickle. Each call has a process group of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GLOO_TIMEOUT_SECONDS = 20
+GRACE_SECONDS = 5  # for the other ranks to report, once one has failed
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or ran out of time. The message holds what every rank was doing."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a rank is asked to do. ``call`` is pickled apart: its modules are found through ``sys_path``."""
+
+    rank: int
+    world_size: int
+    store: str
+    sys_path: tuple[str, ...]
+    call: bytes
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+    stack_file: Path
+
+
+@contextlib.contextmanager
+def _process_group(task: _Task):
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{task.store}",
+        rank=task.rank,
+        world_size=task.world_size,
+        timeout=timedelta(seconds=GLOO_TIMEOUT_SECONDS),
+    )
+    try:
+        yield
+    finally:
+        gc.collect()  # work handles and hooks of this call go before the group does
+        dist.destroy_process_group()
+
+
+def _perform(task: _Task) -> tuple[bool, Any]:
+    sys.path.extend(path for path in task.sys_path if path not in sys.path)
+    try:
+        fn, args = pickle.loads(task.call)
+        with _process_group(task):
+            return True, fn(task.rank, task.world_size, *args)
+    except BaseException:
+        return False, traceback.format_exc()
+
+
+def _worker_main(connection: Connection, stack_file: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session's process handles Ctrl-C and closes the pool
+    torch.set_num_threads(1)
+    with open(stack_file, "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        while True:
+            try:
+                task = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                return
+            ok, value = _perform(task)
+            try:
+                answer = pickle.dumps((ok, value))
+            except Exception:
+                answer = pickle.dumps((False, traceback.format_exc()))
+            connection.send_bytes(answer)
+
+
+class RankPool:
+    """Worker processes, one a rank, started when first needed and thrown away after a failure."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+        self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._serial = itertools.count()
+
+    def run(self, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        """Calls ``fn(rank, world_size, *args)`` on every rank. Raises RankFailure; the next call then has new workers."""
+        store = os.path.join(self._directory.name, f"store-{next(self._serial)}")
+        call = pickle.dumps((fn, args))
+        while len(self._workers) < world_size:
+            self._workers.append(self._start())
+        for rank, worker in enumerate(self._workers[:world_size]):
+            task = _Task(rank, world_size, store, tuple(sys.path), call)
+            with contextlib.suppress(OSError):  # a worker that died while idle is reported by _collect
+                worker.connection.send_bytes(pickle.dumps(task))
+        try:
+            answers = self._collect(self._workers[:world_size], timeout)
+            failed = self._failures(self._workers[:world_size], answers)
+        except BaseException:
+            self.close()
+            raise
+        if failed:
+            self.close()
+            raise RankFailure(failed)
+        return [value for _, value in answers.values()]
+
+    def close(self) -> None:
+        """Kills every worker."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.process.kill()
+        for worker in workers:
+            worker.process.join()
+            worker.connection.close()
+
+    def _start(self) -> _Worker:
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        stack_file = Path(self._directory.name, f"stack-{next(self._serial)}")
+        process = context.Process(target=_worker_main, args=(there, str(stack_file)), daemon=True)
+        process.start()
+        there.close()
+        return _Worker(process, here, stack_file)
+
+    def _collect(self, workers: list[_Worker], timeout: float) -> dict[int, tuple[bool, Any]]:
+        """Answers by rank, in rank order; a rank that gave none in time is missing."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        pending = {worker.connection: rank for rank, worker in enumerate(workers)}
+        while pending and (left := deadline - time.monotonic()) > 0:
+            for connection in wait(list(pending), timeout=left):
+                rank = pending.pop(connection)
+                try:
+                    answers[rank] = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    workers[rank].process.join(1)
+                    answers[rank] = (False, f"died with exit code {workers[rank].process.exitcode}")
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return dict(sorted(answers.items()))
+
+    def _failures(self, workers: list[_Worker], answers: dict[int, tuple[bool, Any]]) -> str:
+        """A text for each rank that did not succeed, ranks with the same text together; empty when all did."""
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, worker in enumerate(workers):
+            if rank not in answers:
+                ranks_by_text.setdefault(f"did not finish; it was at:\n{self._stack(worker)}", []).append(rank)
+            elif not answers[rank][0]:
+                ranks_by_text.setdefault(answers[rank][1], []).append(rank)
+        return "\n".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_by_text.items())
+
+    def _stack(self, worker: _Worker) -> str:
+        """Where the worker stands, as its faulthandler writes it on SIGUSR1."""
+        if worker.process.pid is None or not worker.process.is_alive():
+            return "(it is dead)"
+        os.kill(worker.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline and not worker.stack_file.stat().st_size:
+            worker.process.join(0.05)
+        return worker.stack_file.read_text()
+
+
+_POOL = RankPool()
+atexit.register(_POOL.close)
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    """Results of ``fn(rank, world_size, *args)`` on ``world_size`` gloo ranks, in rank order.
+
+    Raises RankFailure with every failed rank's traceback when a rank raises, dies or has not answered after
+    ``timeout`` seconds.
+    """
+    return _POOL.run(world_size, fn, args, timeout)
+
+
+def close_pool() -> None:
+    """Ends the worker processes; a later call starts new ones."""
+    _POOL.close()

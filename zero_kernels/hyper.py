@@ -1,0 +1,107 @@
+"""The hyper table: one fp32 row of coefficients per parameter slot."""
+
+from collections.abc import Sequence
+
+import torch
+
+ROW = 128
+"""Elements in a row, the granule of `row_slot`: every slot starts on a row and owns it alone."""
+
+HYPER_COLUMNS = (
+    "step_size",
+    "decay",
+    "weight_decay",
+    "eps",
+    "beta1",
+    "one_minus_beta1",
+    "beta2",
+    "one_minus_beta2",
+    "bias_correction2_sqrt",
+    "active",
+    "padding_0",
+    "padding_1",
+)
+"""Names of the hyper table's columns, in order; padded so that a row is three 16-byte loads."""
+
+Coefficient = float | Sequence[float] | torch.Tensor
+
+
+def hyper_table(
+    lr: Coefficient,
+    betas: tuple[Coefficient, Coefficient],
+    eps: Coefficient,
+    weight_decay: Coefficient,
+    step: Coefficient,
+    *,
+    decoupled: bool | Sequence[bool] | torch.Tensor = True,
+    active: bool | Sequence[bool] | torch.Tensor = True,
+    device: torch.device | str = "cpu",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Make rows of the hyper table that `adam_step` reads.
+
+    Each argument is a scalar, a sequence, or a tensor [slots] (any real dtype, or bool) already on `device`; all
+    broadcast to the same number of slots. With tensors nothing is read on the host. `step` counts from 1: it is the
+    number of the step being made. Arithmetic is float64, and each coefficient is rounded once to fp32:
+
+        step_size = lr / (1 - beta1^step)        bias_correction2_sqrt = sqrt(1 - beta2^step)
+        decay = 1 - lr * weight_decay and weight_decay = 0        where decoupled (AdamW, Loshchilov & Hutter 2019)
+        decay = 1 and weight_decay as given                       where not (Adam with L2, Kingma & Ba 2015)
+
+    `out`, fp32 [slots, len(HYPER_COLUMNS)], is written in place and returned; it then sets the device.
+
+    Returns fp32 [slots, len(HYPER_COLUMNS)]. Raises ValueError for a scalar step below 1, for lengths that differ, for
+    a tensor on another device; TypeError for a wrong `out`.
+    """
+    if out is not None:
+        device = out.device
+    if isinstance(step, int | float) and step < 1:
+        raise ValueError(f"step must be 1 or more (the number of the step being made), got {step}")
+    columns = {
+        "lr": lr,
+        "betas[0]": betas[0],
+        "betas[1]": betas[1],
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "step": step,
+        "decoupled": decoupled,
+        "active": active,
+    }
+    columns64 = [_as_float64(name, value, torch.device(device)) for name, value in columns.items()]
+    try:
+        rate, beta1, beta2, epsilon, wd, count, is_decoupled, is_active = torch.broadcast_tensors(*columns64)
+    except RuntimeError:
+        lengths = {name: value.numel() for name, value in zip(columns, columns64, strict=True) if value.dim()}
+        raise ValueError(f"hyper_table needs one length for all sequences, got {lengths}") from None
+    decoupled_wd = wd * is_decoupled
+    table64 = torch.stack(
+        (
+            rate / (1 - beta1**count),
+            1 - rate * decoupled_wd,
+            wd - decoupled_wd,
+            epsilon,
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            (1 - beta2**count).sqrt(),
+            is_active,
+            *[torch.zeros_like(is_active)] * 2,
+        ),
+        dim=-1,
+    ).reshape(-1, len(HYPER_COLUMNS))
+    if out is None:
+        return table64.to(torch.float32)
+    if out.dtype != torch.float32 or out.shape != table64.shape:
+        raise TypeError(f"out must be float32 {list(table64.shape)}, got {out.dtype} {list(out.shape)}")
+    return out.copy_(table64)
+
+
+def _as_float64(name: str, value: Coefficient, device: torch.device) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        return torch.as_tensor(value, dtype=torch.float64, device=device)
+    if value.device.type != device.type:
+        raise ValueError(f"{name} is on {value.device}, but the table is made on {device}: pass device=")
+    if value.dim() > 1:
+        raise ValueError(f"{name} must be a scalar or have one dimension [slots], got {list(value.shape)}")
+    return value.to(torch.float64)

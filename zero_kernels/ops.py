@@ -1,0 +1,289 @@
+"""The public ops: schema, checks, fake and face of each. `dispatch` picks the backend that runs them.
+
+Calls go through `torch.ops.zero_kernels.*`, so they are visible to dispatch modes, the profiler and `torch.compile`.
+Checks look at Python numbers only; no device value is ever read on the host.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_kernels import dispatch
+from zero_kernels.hyper import HYPER_COLUMNS, ROW, Coefficient, hyper_table
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+SCHEMAS = (
+    "adam_step(Tensor grad, Tensor(a!) master, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? param_out, "
+    "Tensor row_slot, Tensor hyper, Tensor? grad_scale=None, Tensor? found_inf=None, "
+    "Tensor(e!)? nonfinite_slots=None) -> ()",
+    "pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale=1.0, Tensor(b!)? nonfinite=None) -> ()",
+    "unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale=1.0) -> ()",
+    "grad_stats(Tensor shard, float norm_type=2.0) -> Tensor",
+)
+
+_library = torch.library.Library("zero_kernels", "DEF")
+for _schema in SCHEMAS:
+    _library.define(_schema)
+
+
+def adam_step(
+    grad: Tensor,
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    param_out: Tensor | None,
+    row_slot: Tensor,
+    hyper: Tensor,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    nonfinite_slots: Tensor | None = None,
+) -> None:
+    """One Adam or AdamW update of a flat shard, in place and in one pass over memory.
+
+    Args:
+        grad: [numel] fp16, bf16 or fp32.
+        master, exp_avg, exp_avg_sq: [numel] fp32, updated in place.
+        param_out: [numel] fp16, bf16 or fp32, receives the updated master, cast; None when the master is the parameter.
+        row_slot: int32 [ceil(numel / ROW)]: for each row of 128 elements its row of `hyper`; -1 marks padding, which
+            is left as it was.
+        hyper: fp32 [slots, len(HYPER_COLUMNS)], made by `hyper_table`. Rows of a slot whose `active` is 0 are left alone.
+        grad_scale: fp32, one element: multiplies the gradient as it is loaded (unscaling and clipping in one).
+        found_inf: fp32, one element: anything but 0 leaves all state and `param_out` as they were.
+        nonfinite_slots: int32 [slots]: when `found_inf` is not 0, slots holding a non-finite grad * grad_scale get 1.
+            Nothing is ever cleared in it.
+
+    All tensors are contiguous and on one device. The arithmetic is written out in docs/ops.md; every backend gives
+    the same bits. Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or layout, and BackendError.
+    """
+    torch.ops.zero_kernels.adam_step(
+        grad,
+        master,
+        exp_avg,
+        exp_avg_sq,
+        param_out,
+        row_slot,
+        hyper,
+        grad_scale,
+        found_inf,
+        nonfinite_slots,
+    )
+
+
+def pack(
+    grads: Sequence[Tensor],
+    offsets: Sequence[int],
+    bucket: Tensor,
+    scale: float = 1.0,
+    nonfinite: Tensor | None = None,
+) -> None:
+    """Gather many gradients into one flat bucket, with cast and scale: bucket = cast(float(grad) * scale).
+
+    Args:
+        grads: contiguous tensors of any shape, each fp16, bf16 or fp32. One may be the very slot of the bucket that it
+            goes to (then it is scaled in place); any other overlap is undefined.
+        offsets: where each gradient starts in the bucket, in elements: ascending and without overlap.
+        bucket: [numel] fp16, bf16 or fp32. Elements that no gradient covers become zero.
+        scale: rounded once to fp32.
+        nonfinite: int32 [len(grads)]: 1 where the gradient, before scaling, holds inf or NaN, else 0.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, offset, device or layout, and BackendError.
+    """
+    torch.ops.zero_kernels.pack(grads, offsets, bucket, scale, nonfinite)
+
+
+def unpack(bucket: Tensor, offsets: Sequence[int], grads: Sequence[Tensor], scale: float = 1.0) -> None:
+    """Scatter one flat bucket to many gradients: grads[i] = cast(float(bucket[offsets[i]:...]) * scale).
+
+    Arguments and errors are those of `pack`; here the gradients are written.
+    """
+    torch.ops.zero_kernels.unpack(bucket, offsets, grads, scale)
+
+
+def grad_stats(shard: Tensor, norm_type: float = 2.0) -> Tensor:
+    """Norm term and count of non-finite values of a gradient shard, in one read.
+
+    Args:
+        shard: [numel] fp16, bf16 or fp32, contiguous.
+        norm_type: p > 0, or inf.
+
+    Returns fp32 [2]: the sum of |g|^p (for inf: max |g|), and how many values are inf or NaN. For p of 1, 2 and inf the
+    additions have one fixed order (docs/ops.md), so all backends give the same bits; another p is summed in float64.
+    Raises TypeError for a wrong dtype, ValueError for a norm that is not positive or a layout, and BackendError.
+    """
+    return torch.ops.zero_kernels.grad_stats(shard, norm_type)
+
+
+def fused_adamw_(
+    grad: Tensor,
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    param_out: Tensor | None = None,
+    *,
+    lr: Coefficient,
+    betas: tuple[Coefficient, Coefficient],
+    eps: Coefficient,
+    weight_decay: Coefficient,
+    step: Coefficient,
+    grad_scale: float | Tensor = 1.0,
+    found_inf: Tensor | None = None,
+    decoupled: bool = True,
+) -> None:
+    """`adam_step` with one set of hyper-parameters, for users of the kernel without the optimizer.
+
+    The tensors have any one shape and are contiguous; dtypes and errors are those of `adam_step`. `step` counts from 1.
+    With `decoupled=False` the weight decay is Adam's L2 term.
+    """
+    device = grad.device
+    hyper = hyper_table(lr, betas, eps, weight_decay, step, decoupled=decoupled, device=device)
+    row_slot = torch.zeros(-(-grad.numel() // ROW), dtype=torch.int32, device=device)
+    if not isinstance(grad_scale, Tensor):
+        grad_scale = torch.full((), grad_scale, dtype=torch.float32, device=device)
+    adam_step(
+        *(_flat(name, tensor) for name, tensor in (("grad", grad), ("master", master))),
+        *(_flat(name, tensor) for name, tensor in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq))),
+        None if param_out is None else _flat("param_out", param_out),
+        row_slot,
+        hyper,
+        grad_scale,
+        found_inf,
+    )
+
+
+def _flat(name: str, tensor: Tensor) -> Tensor:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous")
+    return tensor.detach().view(-1)
+
+
+def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device, numel: int | None) -> None:
+    """Raise the typed error that names the argument: dtype, device, contiguity, number of elements."""
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} must be {wanted}, got {str(tensor.dtype).removeprefix('torch.')}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, the other tensors on {device}: move it there")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tuple(tensor.stride())}: call .contiguous()")
+    if numel is not None and tensor.numel() != numel:
+        raise ValueError(f"{name} must have {numel} elements, got {tensor.numel()} (shape {list(tensor.shape)})")
+
+
+def _check_flat(
+    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device, numel: int | None
+) -> None:
+    if tensor.dim() != 1:
+        raise ValueError(f"{name} must be flat (one dimension), got shape {list(tensor.shape)}: call .view(-1)")
+    _check(name, tensor, dtypes, device, numel)
+
+
+def _check_adam_step(
+    grad: Tensor,
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    param_out: Tensor | None,
+    row_slot: Tensor,
+    hyper: Tensor,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    nonfinite_slots: Tensor | None,
+) -> torch.device:
+    device, numel, fp32 = grad.device, grad.numel(), (torch.float32,)
+    _check_flat("grad", grad, FLOATS, device, None)
+    _check_flat("master", master, fp32, device, numel)
+    _check_flat("exp_avg", exp_avg, fp32, device, numel)
+    _check_flat("exp_avg_sq", exp_avg_sq, fp32, device, numel)
+    if param_out is not None:
+        _check_flat("param_out", param_out, FLOATS, device, numel)
+    _check_flat("row_slot", row_slot, (torch.int32,), device, -(-numel // ROW))
+    _check("hyper", hyper, fp32, device, None)
+    if hyper.dim() != 2 or hyper.shape[1] != len(HYPER_COLUMNS):
+        raise ValueError(f"hyper must have shape [slots, {len(HYPER_COLUMNS)}], got {list(hyper.shape)}: see hyper_table")
+    if grad_scale is not None:
+        _check("grad_scale", grad_scale, fp32, device, 1)
+    if found_inf is not None:
+        _check("found_inf", found_inf, fp32, device, 1)
+    if nonfinite_slots is not None:
+        _check_flat("nonfinite_slots", nonfinite_slots, (torch.int32,), device, hyper.shape[0])
+    return device
+
+
+def _check_slots(grads: Sequence[Tensor], offsets: Sequence[int], bucket: Tensor) -> torch.device:
+    device = bucket.device
+    _check_flat("bucket", bucket, FLOATS, device, None)
+    if len(grads) != len(offsets):
+        raise ValueError(f"offsets must have one entry a gradient: {len(grads)} gradients, {len(offsets)} offsets")
+    end = 0
+    for i, (grad, offset) in enumerate(zip(grads, offsets, strict=True)):
+        _check(f"grads[{i}]", grad, FLOATS, device, None)
+        if offset < end:
+            raise ValueError(f"offsets[{i}] = {offset} must be at least {end}, where the slot before it ends")
+        end = offset + grad.numel()
+    if end > bucket.numel():
+        raise ValueError(f"offsets reach to element {end}, but bucket has {bucket.numel()}")
+    return device
+
+
+def _check_pack(
+    grads: Sequence[Tensor],
+    offsets: Sequence[int],
+    bucket: Tensor,
+    scale: float,
+    nonfinite: Tensor | None,
+) -> torch.device:
+    device = _check_slots(grads, offsets, bucket)
+    if nonfinite is not None:
+        _check_flat("nonfinite", nonfinite, (torch.int32,), device, len(grads))
+    return device
+
+
+def _check_unpack(bucket: Tensor, offsets: Sequence[int], grads: Sequence[Tensor], scale: float) -> torch.device:
+    return _check_slots(grads, offsets, bucket)
+
+
+def _check_grad_stats(shard: Tensor, norm_type: float) -> torch.device:
+    _check_flat("shard", shard, FLOATS, shard.device, None)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
+    return shard.device
+
+
+def _fake_nothing(*args: Any) -> None:
+    """Fake of the ops that only write their arguments."""
+
+
+def _fake_grad_stats(shard: Tensor, norm_type: float) -> Tensor:
+    return shard.new_empty(2, dtype=torch.float32)
+
+
+def _register(op: str, check: Callable[..., torch.device], fake: Callable[..., Any], mutated: tuple[int, ...]) -> None:
+    """Bind the op on every device to: check the arguments, pick the backend, run it, tell autograd what changed."""
+    schema = getattr(torch.ops.zero_kernels, op).default._schema
+    defaults = tuple(argument.default_value for argument in schema.arguments)
+
+    def run(*args: Any) -> Any:
+        args += defaults[len(args) :]  # the dispatcher drops trailing arguments that equal their defaults
+        result = dispatch.select(op, check(*args))(*args)
+        for i in mutated:
+            if args[i] is not None:
+                torch.autograd.graph.increment_version(args[i])
+        return result
+
+    def run_fake(*args: Any) -> Any:
+        args += defaults[len(args) :]
+        check(*args)
+        return fake(*args)
+
+    for key in ("CPU", "CUDA"):
+        _library.impl(op, run, key)
+    torch.library.register_fake(f"zero_kernels::{op}", run_fake, lib=_library)
+
+
+_register("adam_step", _check_adam_step, _fake_nothing, mutated=(1, 2, 3, 4, 9))
+_register("pack", _check_pack, _fake_nothing, mutated=(2, 4))
+_register("unpack", _check_unpack, _fake_nothing, mutated=(2,))
+_register("grad_stats", _check_grad_stats, _fake_grad_stats, mutated=())
