@@ -46,13 +46,19 @@ def why_unusable() -> str | None:
 
 def status() -> Status:
     """The state of the compiled library, with the errors that its build or its loading kept."""
-    load_error = _load_error()
+    load_error, isa, isas = _load_error(), None, ()
     loaded = load_error is None
+    if loaded:
+        isas = tuple(torch.ops.zero_kernels_C.isas().split(","))
+        try:
+            isa = torch.ops.zero_kernels_C.isa()
+        except RuntimeError as error:  # ZERO_KERNELS_ISA names one that this processor lacks
+            load_error = str(error)
     return Status(
         loaded=loaded,
         path=str(LIBRARY) if loaded else None,
-        isa=torch.ops.zero_kernels_C.isa() if loaded else None,
-        isas=tuple(torch.ops.zero_kernels_C.isas().split(",")) if loaded else (),
+        isa=isa,
+        isas=isas,
         build_error=BUILD_ERROR.read_text() if BUILD_ERROR.exists() else None,
         load_error=load_error,
     )

@@ -122,6 +122,8 @@ class Bucket:
         self._shards: Sequence[FlatShard] = ()
         if stage >= 1 and reduces:
             self._shards = self.shard_views(self.grad_shard, "gradient", self.dtype)
+        for shard in self._shards:
+            shard.before_write = self.wait
 
     def label(self, index: int) -> str:
         return self._labels[self.layout.slots[index].param]

@@ -46,26 +46,25 @@ def _make_parser() -> _Parser:
     train = commands.add_parser(
         "train",
         help="train a byte-level GPT on real text, the optimizer sharded over the ranks",
-        description="Trains a byte-level GPT. One rank, or as many as torchrun or --ranks starts. Defaults in brackets.",
+        description="Trains a byte-level GPT on as many ranks as torchrun or --ranks starts. Defaults in brackets.",
         allow_abbrev=False,
     )
     add_arguments(train)
     train.set_defaults(run=_train)
-    doctor = commands.add_parser(
-        "doctor", help="show versions, kernel backends, devices and what is missing", allow_abbrev=False
-    )
+    about = "show versions, kernel backends, devices, and why what is missing is missing"
+    doctor = commands.add_parser("doctor", help=about, description=about, allow_abbrev=False)
     doctor.set_defaults(run=_doctor)
     return parser
 
 
 def _train(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     request = read_request(parsed)
-    started = os.environ.get("WORLD_SIZE")
-    if request.ranks is not None and started is None:
+    started = int(os.environ.get("WORLD_SIZE", "0"))
+    if request.ranks is not None and not started:
         from .train.world import launch
 
         return launch(request.ranks, request.given.get("device"), arguments)
-    if request.ranks is not None and request.ranks != int(started):
+    if request.ranks is not None and request.ranks != started:
         raise UsageError(f"--ranks {request.ranks}: the launcher has started {started}; leave the flag out")
     from .train.loop import train
 

@@ -71,10 +71,8 @@ def _library() -> Iterator[tuple[str, str]]:
 
 
 def _devices() -> Iterator[tuple[str, str]]:
-    yield (
-        "cpu",
-        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in torch, {torch.backends.cpu.get_cpu_capability()}",
-    )
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in torch, {capability}"
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"compute capability {properties.major}.{properties.minor}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class FlatShard(Tensor):
             of the whole: gradients can be reduced in fp32.
         start: flat index in the whole tensor of the first element of ``local``.
         label: what it is, for messages ("gradient of 'fc.weight'").
+        before_write: called before ``zero_`` writes, where something asynchronous may still be writing to ``local``.
 
     Metadata, ``detach`` and ``zero_`` work. Everything that would read or change values raises
     ``ShardAccessError``: no rank has the whole tensor, and an answer from a shard alone would be silently
@@ -31,6 +32,7 @@ class FlatShard(Tensor):
     local: Tensor
     start: int
     label: str
+    before_write: Callable[[], object] | None
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -38,23 +40,34 @@ class FlatShard(Tensor):
         cls, local: Tensor, start: int, shape: Sequence[int], label: str, dtype: torch.dtype | None = None
     ) -> FlatShard:
         shard = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype or local.dtype, device=local.device)
-        shard.local, shard.start, shard.label = local, start, label
+        shard.local, shard.start, shard.label, shard.before_write = local, start, label, None
         return shard
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SAME_SHARD:
-            shard = args[0]
-            return cls(shard.local, shard.start, shard.shape, shard.label, shard.dtype)
+            return args[0]._again()
         if func is aten.zero_.default:
-            args[0].local.zero_()
-            return args[0]
+            return args[0]._zero()
+        if func is aten._foreach_zero_.default:
+            return [tensor._zero() if isinstance(tensor, FlatShard) else tensor.zero_() for tensor in args[0]]
         shard = next(a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, FlatShard))
         raise ShardAccessError(
             f"{func} on the {shard.label}: this rank holds only {shard.local.numel()} of its {shard.numel()} elements. "
             "To clip, call opt.clip_grad_norm_(max_norm); for loss scaling use zero_optim.GradScaler; "
             "`.local` is this rank's part"
         )
+
+    def _again(self) -> FlatShard:
+        again = FlatShard(self.local, self.start, self.shape, self.label, self.dtype)
+        again.before_write = self.before_write
+        return again
+
+    def _zero(self) -> FlatShard:
+        if self.before_write is not None:
+            self.before_write()
+        self.local.zero_()
+        return self
 
     def __repr__(self, *, tensor_contents: None = None) -> str:
         held = f"[{self.start}:{self.start + self.local.numel()}]"

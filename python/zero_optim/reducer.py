@@ -142,6 +142,7 @@ class Reducer:
         if task not in self._open_tasks:
             if not self._open_tasks:
                 self.on_backward()
+                self._in_round = self._reduces_in_backward()
             self._open_tasks.add(task)
             Variable._execution_engine.queue_callback(partial(self._on_backward_end, task))
 
@@ -149,17 +150,21 @@ class Reducer:
         self._open_tasks.discard(task)
         if torch._C._current_autograd_node() is not None or self._open_tasks:
             return  # a backward within a node of another, as re-entrant checkpointing runs it: the outer one goes on
-        for index, count in self._seen.items():
-            self._observed_counts[index] = max(count, self._observed_counts.get(index, 0))
-        if self.sharding.reduces and self.synchronize and (self.overlap or self.sharding.stage != 1):
+        self._note_counts()
+        if self._in_round:
             self._complete_round()
         else:
             self._unreduced = True
             self._start_round()
 
+    def _reduces_in_backward(self) -> bool:
+        """Whether a backward begun now leaves its gradients reduced when it ends."""
+        return self.sharding.reduces and self.synchronize and (self.overlap or self.sharding.stage != 1)
+
     # -- rounds --------------------------------------------------------------------------------------------------
 
     def _start_round(self) -> None:
+        self._in_round = False  # a backward has begun that must end with every bucket reduced
         self._next = 0
         self._seen: dict[int, int] = {}
         self._missing = [sum(self._counts[slot.param] for slot in bucket.layout.slots) for bucket in self.buckets]
@@ -203,6 +208,7 @@ class Reducer:
     def _end_observation(self) -> None:
         """Agree with the other ranks on readiness, and lay the buckets out in the order that rank 0 saw."""
         self.observing = False
+        self._note_counts()
         reports = self.sharding.comm.gather_objects((self._observed_order, self._observed_counts))
         for counts in zip_longest(*(report[1].items() for report in reports)):
             for index, count in filter(None, counts):
@@ -215,6 +221,10 @@ class Reducer:
             self.on_layout(self.buckets)
         self._ordered = True
         self._start_round()
+
+    def _note_counts(self) -> None:
+        for index, count in self._seen.items():
+            self._observed_counts[index] = max(count, self._observed_counts.get(index, 0))
 
     def observe(self) -> None:
         """Let the next synchronised backward count anew how often each gradient becomes ready. The layout stays."""
@@ -237,7 +247,7 @@ class Reducer:
         self._open_tasks.clear()
         if not self.sharding.reduces:
             self._collect()
-        elif self._rounds == 0 or self._unreduced or self._next > 0:
+        elif self._rounds == 0 or self._unreduced or self._in_round:
             self._complete_round()
         if self.sharding.reduces:
             unreduced = [bucket.settle() for bucket in self.buckets]
@@ -253,7 +263,8 @@ class Reducer:
 
     def restore_order(self, order: Sequence[int]) -> None:
         """Lay the buckets out in a saved order; parameters not in it follow. Gradients are dropped."""
-        order = [*order, *(index for index in self.order if index not in set(order))]
+        known = set(order)
+        order = [*order, *(index for index in self.order if index not in known)]
         if self.sharding.shards > 1 and order != self.order:
             self.clear()
             self.lay_out(order)
@@ -269,7 +280,7 @@ class Reducer:
     def clear(self, set_to_none: bool = True) -> None:
         """Drop every gradient, or make it zero. A round that an exception cut short is completed for the others."""
         self._open_tasks.clear()
-        if self._next > 0:
+        if self._in_round:
             self._complete_round()
         self._start_round()
         self._rounds, self._unreduced = 0, False

@@ -52,7 +52,7 @@ def _grouping(rank: int):
 
 
 def _stage(rank: int):
-    return _good(rank)[0], {"stage": 1 + rank}
+    return _good(rank)[0], {"stage": 1 if rank == 0 else 2}
 
 
 def _cap(rank: int):

@@ -122,7 +122,7 @@ def test_what_a_state_dict_holds(with_names):
         for stage in (1, 2):
             for saved, kinds in run_ranks(world_size, _saved, stage, with_names):
                 assert saved["keys"] == ["param_groups", "state"]
-                assert list(saved["shapes"]) == names
+                assert set(saved["shapes"]) == set(names)
                 for name, shape in zip(names, SHAPES, strict=True):
                     assert saved["shapes"][name] == dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), shape)
                     assert saved["steps"][name] == (2 if name == names[1] else 3)

@@ -1,4 +1,5 @@
 """The main job: a byte-level GPT trained on real text, its optimizer sharded over the ranks that torchrun starts.
 
-``config`` (flags) ← ``data, model`` ← ``world`` (ranks, device, signals) ← ``run_dir`` (what a run leaves on disk) ← ``report`` ← ``loop``.
+``model`` ← ``config`` (flags) ← ``data``, ``world`` (ranks, device, signals), ``run_dir`` (what a run leaves on disk)
+← ``plan`` (what the ranks agree on), ``report`` ← ``trainer`` (a step) ← ``loop`` (a run).
 """

@@ -32,8 +32,8 @@ class Corpus:
 def load_corpus(path: str | None, seq: int) -> Corpus:
     """Reads a file, a folder, or (None) the source of the Python standard library.
 
-    A folder is split by file, a single file by position. Hidden files and folders are left out. Raises UsageError for a path
-    that is missing, unreadable, empty, or too small for one window of ``seq`` + 1 bytes on either side of the split.
+    A folder is split by file, a single file by position. Hidden files and folders are left out. Raises UsageError for a
+    path that is unreadable, empty, or too small for one window of ``seq`` + 1 bytes on either side of the split.
     """
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -60,8 +60,8 @@ def load_corpus(path: str | None, seq: int) -> Corpus:
 def split(texts: list[tuple[str, bytes]]) -> tuple[bytes, bytes]:
     """Parts named texts, none of them empty, into training and validation bytes; about a tenth of the bytes validate.
 
-    Several texts are taken whole, in the order of the SHA-256 of their names (at random, but always alike), until a tenth is reached;
-    one that is more than half of all trains. A single text is cut in two: its head trains, its tail validates.
+    Several texts are taken whole, in the order of the SHA-256 of their names (at random, but always alike), until
+    they make a tenth; one that is more than half of all trains. A single text is cut: its tail validates.
     """
     if len(texts) == 1:
         text = texts[0][1]

@@ -101,10 +101,8 @@ def _finish(trainer: Trainer, plan: Plan, world: World) -> None:
     _write_sample(trainer, plan)
     print(f"validation loss {validation_loss:.4f}")
     print(f"unigram entropy {entropy:.4f}")
-    print(
-        f"  nats per byte on held-out text; the entropy is of that text's own byte counts\nwritten to {plan.run_dir.path}",
-        flush=True,
-    )
+    print("  nats per byte of held-out text; the entropy is of that text's own byte counts")
+    print(f"written to {plan.run_dir.path}", flush=True)
 
 
 def _write_sample(trainer: Trainer, plan: Plan) -> None:
@@ -120,24 +118,18 @@ def _say_interrupted(plan: Plan, world: World, step: int) -> int:
 
 
 def _print_header(trainer: Trainer, plan: Plan, world: World) -> None:
-    config = plan.config
-    count = sum(parameter.numel() for parameter in trainer.model.parameters())
-    where = (
-        f"{torch.get_num_threads()} threads each"
-        if world.device.type == "cpu"
-        else torch.cuda.get_device_name(world.device)
-    )
+    config, text = plan.config, plan.corpus
     gpus = torch.cuda.device_count()
     if config.device == "cpu" and 0 < gpus < local_ranks():
         print(f"{local_ranks()} ranks and {gpus} GPUs on this machine: training on the CPU")
     if config.dtype == "fp16" and config.device == "cpu":
         print("fp16 on a CPU: matrix products are about 60 times slower than in bf16, so the default model is tiny")
+    shape = f"{config.layers} layers, hidden {config.hidden}, {config.heads} heads, window of {config.seq} bytes"
+    print(f"model  {trainer.parameters():,} parameters in {config.dtype}: {shape}")
+    print(f"data   {text.name}: {text.train.numel():,} bytes to train on, {text.validation.numel():,} held out")
+    each = f"{torch.get_num_threads()} threads" if config.device == "cpu" else torch.cuda.get_device_name(world.device)
     print(
-        f"model  {count:,} parameters in {config.dtype}: {config.layers} layers, hidden {config.hidden}, "
-        f"{config.heads} heads, window of {config.seq} bytes\n"
-        f"data   {plan.corpus.name}: {plan.corpus.train.numel():,} bytes to train on, {plan.corpus.validation.numel():,} held out\n"
-        f"ranks  {world.size} on {world.device.type} ({world.backend or 'no process group'}), {where}; stage {config.stage}\n"
-        f"run    {plan.run_dir.path}, process {os.getpid()}"
-        + (f", after step {plan.steps_done}" if plan.saved else ""),
-        flush=True,
+        f"ranks  {world.size} on {config.device} ({world.backend or 'no process group'}, {each}), stage {config.stage}"
     )
+    resumed = f", after step {plan.steps_done}" if plan.saved else ""
+    print(f"run    {plan.run_dir.path}, process {os.getpid()}{resumed}", flush=True)

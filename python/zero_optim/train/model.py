@@ -24,7 +24,7 @@ class ModelConfig:
 
 
 def _rotary_table(seq: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE (Su et al., 2021, eq. 34), each ``[seq, head_dim]``, the sines signed for the halves."""
+    """Cosines and signed sines of RoPE (Su et al., 2021, eq. 34), ``[seq, head_dim]`` each."""
     half = head_dim // 2
     frequency = ROTARY_BASE ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = torch.outer(torch.arange(seq, dtype=torch.float64), frequency)
@@ -85,7 +85,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _init_weights(self) -> None:
-        """Normal weights of 1/sqrt(fan-in); what writes to the residual stream is scaled by 1/sqrt(2 layers) as in GPT-2."""
+        """Normal of std 1/sqrt(fan-in); what adds to the residual stream is scaled by 1/sqrt(2 layers), as in GPT-2."""
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 continue
@@ -96,7 +96,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         seq = tokens.shape[1]
-        cos, sin = self.rotary_cos[:seq], self.rotary_sin[:seq]
+        cos, sin = self.get_buffer("rotary_cos")[:seq], self.get_buffer("rotary_sin")[:seq]
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cos, sin)

@@ -58,7 +58,7 @@ def together(comm: Comm, work: Callable[[], T]) -> T:
 
 
 def make_plan(request: TrainRequest, world: World) -> Plan:
-    """Reads checkpoint and data on every rank and makes the run directory on rank 0. Raises UsageError, on all ranks alike."""
+    """Reads checkpoint and data on every rank, makes the run directory on rank 0. Raises UsageError, on all alike."""
     config, corpus, saved = together(world.comm, lambda: _read_inputs(request, world))
     path = together(world.comm, lambda: _open_run_dir(request, config, saved) if world.leads else None)
     return Plan(config, corpus, RunDir(world.comm.gather_objects(path)[0]), saved)

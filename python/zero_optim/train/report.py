@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,17 +35,18 @@ class Progress:
 
     def show(self, record: StepRecord) -> None:
         norm = "overflow" if record.grad_norm is None else f"{record.grad_norm:.3f}"
+        loss = "not finite" if record.loss is None else f"{record.loss:.4f}"
         if self._bar is not None:
             self._bar.update(1)
             self._bar.set_postfix_str(
-                f"loss {record.loss:.3f}, {record.tokens_per_s:,.0f} tokens/s, norm {norm}, scale {record.loss_scale:g}"
+                f"loss {loss}, {record.tokens_per_s:,.0f} tokens/s, norm {norm}, scale {record.loss_scale:g}"
             )
             return
         now = time.monotonic()
         if now - self._last_line >= _SECONDS_BETWEEN_LINES or record.step == self._steps:
             self._last_line = now
             print(
-                f"step {record.step:>5}/{self._steps}  loss {record.loss:.4f}  {record.tokens_per_s:8,.0f} tokens/s  "
+                f"step {record.step:>5}/{self._steps}  loss {loss}  {record.tokens_per_s:8,.0f} tokens/s  "
                 f"norm {norm}  scale {record.loss_scale:g}",
                 flush=True,
             )
@@ -92,16 +93,16 @@ class PhaseClock:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank has to say at the end. ``memory`` is of a step's end, gradients still held; ``steps`` counts this session's."""
+    """What one rank has to say at the end. ``memory`` has gradients still held; ``steps`` counts this session's."""
 
-    memory: dict[str, int]
+    memory: dict[str, float]
     collectives: dict[str, dict[str, float]]
     seconds: dict[str, float]
     steps: int
 
 
 def state_formula(stage: int, world_size: int, itemsize: int) -> dict[str, float]:
-    """Bytes a parameter on each rank, by kind: ZeRO (Rajbhandari et al., 2020, fig. 1), with no master for fp32 parameters."""
+    """Bytes a parameter on each rank, by kind (ZeRO: Rajbhandari et al., 2020, fig. 1). fp32 needs no master."""
     whole = {
         "parameters": itemsize,
         "gradients": itemsize,
@@ -136,11 +137,11 @@ def _memory_lines(reports: Sequence[RankReport], stage: int, parameters: int, it
     return lines
 
 
-def _columns(memories: Sequence[Mapping[str, int]]) -> tuple[list[str], list[Mapping[str, int]]]:
+def _columns(figures: Sequence[dict[str, float]]) -> tuple[list[str], list[dict[str, float]]]:
     """A column a rank; of many ranks the least and the most of each kind."""
-    if len(memories) <= _MOST_COLUMNS:
-        return [f"rank {rank}" for rank in range(len(memories))], list(memories)
-    extremes = [{kind: pick(memory[kind] for memory in memories) for kind in memories[0]} for pick in (min, max)]
+    if len(figures) <= _MOST_COLUMNS:
+        return [f"rank {rank}" for rank in range(len(figures))], list(figures)
+    extremes = [{kind: pick(of_rank[kind] for of_rank in figures) for kind in figures[0]} for pick in (min, max)]
     return ["least", "most"], extremes
 
 
@@ -149,13 +150,8 @@ def _traffic_lines(report: RankReport) -> list[str]:
     lines = ["communication, rank 0", _row("", ["calls", "MB", "MB/step", "blocked, s"])]
     for kind, traffic in sorted(report.collectives.items()):
         size = traffic["bytes"] / 1e6
-        figures = [
-            f"{traffic['calls']:,.0f}",
-            _mb(size),
-            _mb(size / report.steps),
-            f"{traffic.get('wait_seconds', 0.0):.2f}",
-        ]
-        lines.append(_row(kind, figures))
+        a_step = "once" if kind == "construction" else _mb(size / report.steps)
+        lines.append(_row(kind, [f"{traffic['calls']:,.0f}", _mb(size), a_step, f"{traffic['wait_seconds']:.2f}"]))
     return lines if report.collectives else [*lines[:1], "  none: one rank"]
 
 
@@ -169,10 +165,10 @@ def _time_lines(reports: Sequence[RankReport], on_gpu: bool) -> list[str]:
     return [*lines, "  exposed communication: host time blocked on collectives, inside backward and step"]
 
 
-def _milliseconds(report: RankReport, on_gpu: bool) -> dict[str, Any]:
+def _milliseconds(report: RankReport, on_gpu: bool) -> dict[str, float]:
     times = {phase: 1000 * seconds / report.steps for phase, seconds in report.seconds.items()}
     if not on_gpu:
-        blocked = sum(t.get("wait_seconds", 0.0) for kind, t in report.collectives.items() if kind != "construction")
+        blocked = sum(t["wait_seconds"] for kind, t in report.collectives.items() if kind != "construction")
         times["exposed communication"] = 1000 * blocked / report.steps
     return times
 
@@ -195,7 +191,8 @@ def plot_losses(path: Path, records: Sequence[StepRecord], validation_loss: floa
     except ImportError as error:
         return f"{path.name} was not drawn: {error}; pip install matplotlib"
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot([record.step for record in records], [record.loss for record in records], lw=0.8, label="training loss")
+    losses = [float("nan") if record.loss is None else record.loss for record in records]
+    axes.plot([record.step for record in records], losses, lw=0.8, label="training loss")
     axes.axhline(entropy, color="grey", ls="--", lw=1, label=f"unigram entropy {entropy:.2f}")
     axes.plot(records[-1].step, validation_loss, "o", color="tab:red", label=f"validation loss {validation_loss:.2f}")
     axes.set(xlabel="step", ylabel="nats per byte")

@@ -32,10 +32,10 @@ _STEP_NAME = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A line of ``log.jsonl``. ``grad_norm`` is of the averaged gradients before clipping; None where it is not finite."""
+    """A line of ``log.jsonl``. ``grad_norm``: of the averaged gradients before clipping. None: not finite."""
 
     step: int
-    loss: float
+    loss: float | None
     lr: float
     grad_norm: float | None
     loss_scale: float
@@ -126,7 +126,7 @@ class Checkpoint:
     run_dir: Path
 
     def load(self, rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The model's state dict and this rank's own part, on the CPU. Raises UsageError where they don't fit or can't be read."""
+        """The model's state dict and this rank's own part, on the CPU. Raises UsageError where there are none."""
         saved = sorted(self.folder.glob("rank-*-of-*.pt"))
         name = rank_part(rank, world_size)
         if saved and not (self.folder / name).exists():

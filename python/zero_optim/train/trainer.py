@@ -55,7 +55,7 @@ class Trainer:
     def step(self, step: int, *, asked_to_stop: bool) -> StepOutcome:
         """One optimizer step over ``accumulate`` micro-batches. The host waits for the device once, after it."""
         start = time.perf_counter()
-        lr = self.schedule.get_last_lr()[0]
+        lr = float(self.schedule.get_last_lr()[0])
         self.optimizer.zero_grad()
         loss = torch.zeros((), device=self.world.device)
         for micro in range(self.config.accumulate):
@@ -88,6 +88,10 @@ class Trainer:
                 total += next_byte_loss(self.model, part.to(self.world.device)).double() * len(part)
         self.world.comm.exchange(total)
         return total.item() / len(windows)
+
+    def parameters(self) -> int:
+        """Elements of all parameters, tied ones once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
     def report(self, steps: int) -> RankReport:
         """This rank's figures after ``steps`` steps of this session, the last one's gradients still held."""
@@ -134,7 +138,7 @@ class Trainer:
         return loss.detach()
 
     def _agree(self, loss: Tensor, norm: Tensor, asked_to_stop: bool) -> tuple[float, float, float]:
-        """Mean loss over ranks, norm, and how many ranks were asked to stop: one small exchange, one read by the host."""
+        """Mean loss over ranks, norm, and how many ranks were asked to stop: one exchange, one read by the host."""
         vector = torch.stack((loss, torch.full_like(loss, float(asked_to_stop))))
         self.world.comm.exchange(vector)
         total, stops, norm_value = torch.cat((vector, norm.reshape(1))).tolist()

@@ -73,7 +73,7 @@ class StopFlag:
 
 
 def choose_device(wanted: str | None, local_ranks: int) -> str:
-    """ "cuda" where each of ``local_ranks`` can have a GPU of its own, else "cpu". Raises UsageError for a wish that can't be met."""
+    """ "cuda" where each of the ranks can have a GPU of its own, else "cpu". Raises UsageError for too few GPUs."""
     gpus = torch.cuda.device_count()
     if wanted == "cuda" and gpus < local_ranks:
         raise UsageError(f"--device cuda: {local_ranks} ranks on this machine, but {gpus} GPUs; NCCL needs one a rank")
@@ -87,7 +87,7 @@ def local_ranks() -> int:
 
 @contextlib.contextmanager
 def join_world(device: str) -> Iterator[World]:
-    """Joins the process group that torchrun (or ``--ranks``) describes in the environment; alone where there is none."""
+    """Joins the process group that torchrun (or ``--ranks``) describes in the environment; alone without one."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     place = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
@@ -116,9 +116,9 @@ def _cores() -> int:
 
 
 def launch(ranks: int, device: str | None, arguments: Sequence[str]) -> int:
-    """Runs ``zero-optim`` with ``arguments`` on this machine's ``ranks`` ranks, as ``torchrun --standalone``; the exit code.
+    """Runs ``zero-optim`` with ``arguments`` on ``ranks`` ranks, as ``torchrun --standalone``; returns the exit code.
 
-    It is torchrun's own engine with its report left out: what a rank had to say it has said on stderr. Raises UsageError.
+    It is torchrun's own engine without its report: what a rank had to say it has said on stderr. Raises UsageError.
     """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

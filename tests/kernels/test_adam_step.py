@@ -1,0 +1,238 @@
+"""`adam_step` and `fused_adamw_`: one result on every backend, and the right one."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from cases import FLOATS, ISAS, SIZES, at_offset, awkward, backend, same_bits
+from torch import Tensor
+
+import zero_kernels
+from zero_kernels import HYPER_COLUMNS, ROW
+
+# Four slots: decoupled, decoupled with decay, L2, and one that is not active.
+TABLE = zero_kernels.hyper_table(
+    [1e-3, 1e-2, 0.1, 1.0],
+    ([0.9, 0.3, 0.5, 0.9], [0.999, 0.99, 0.9, 0.95]),
+    [1e-8, 1e-6, 0.0, 1e-8],
+    [0.0, 0.1, 0.1, 0.2],
+    [1, 2, 1000, 3],
+    decoupled=[True, True, False, True],
+    active=[True, True, True, False],
+)
+
+
+class Case:
+    """One shard's tensors; `run` returns what the named backend makes of copies of them."""
+
+    def __init__(
+        self, numel: int, grad_dtype: torch.dtype, param_dtype: torch.dtype | None, offset: int = 0
+    ) -> None:
+        self.offset = offset
+        self.grad = awkward(numel, grad_dtype, seed=1, offset=offset)
+        self.state = [awkward(numel, torch.float32, seed) for seed in (2, 3)]
+        self.state.append(awkward(numel, torch.float32, seed=4).abs())
+        self.param = None if param_dtype is None else awkward(numel, param_dtype, seed=5)
+        generator = torch.Generator().manual_seed(numel)
+        self.row_slot = torch.randint(-1, 4, (-(-numel // ROW),), dtype=torch.int32, generator=generator)
+
+    def run(self, name: str, **kwargs: Tensor) -> list[Tensor]:
+        kwargs.setdefault("grad_scale", torch.tensor(0.37))
+        tensors = self.state + ([] if self.param is None else [self.param])
+        copies = [at_offset(tensor, self.offset) for tensor in tensors]
+        out = copies[3] if self.param is not None else None
+        with backend(name):
+            zero_kernels.adam_step(self.grad, *copies[:3], out, self.row_slot, TABLE, **kwargs)
+        return copies
+
+    def before(self) -> list[Tensor]:
+        return self.state + ([] if self.param is None else [self.param])
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
+def test_same_bits_on_every_backend(grad_dtype: torch.dtype, numel: int) -> None:
+    for param_dtype, offset in itertools.product((*FLOATS, None), (0, 3) if numel < 10_000 else (1,)):
+        case = Case(numel, grad_dtype, param_dtype, offset)
+        expected = case.run("reference")
+        for isa in ISAS:
+            results = case.run(isa)
+            for name, want, got in zip(("master", "exp_avg", "exp_avg_sq", "param"), expected, results):
+                assert same_bits(want, got), f"{isa}: {name} differs, {param_dtype=}, {offset=}"
+
+
+def test_reference_is_the_written_formula() -> None:
+    """Against NumPy, whose fp32 operations are each correctly rounded."""
+    numel = 1000
+    case = Case(numel, torch.float16, torch.bfloat16)
+    master, exp_avg, exp_avg_sq, param = case.run("reference")
+    f32 = np.float32
+    p, m, v = (tensor.numpy().copy() for tensor in case.state)
+    with np.errstate(all="ignore"):
+        grad = case.grad.numpy().astype(f32) * f32(0.37)
+        for row, slot in enumerate(case.row_slot.tolist()):
+            at = slice(row * ROW, min((row + 1) * ROW, numel))
+            c = dict(zip(HYPER_COLUMNS, TABLE[max(slot, 0)].numpy()))
+            if slot < 0 or c["active"] == 0:
+                continue
+            g = grad[at]
+            if c["weight_decay"] != 0:
+                g = g + c["weight_decay"] * p[at]
+            p[at] = p[at] * c["decay"]
+            m[at] = m[at] * c["beta1"] + g * c["one_minus_beta1"]
+            v[at] = v[at] * c["beta2"] + (g * g) * c["one_minus_beta2"]
+            root = np.sqrt(v[at]) / c["bias_correction2_sqrt"]
+            p[at] = p[at] - c["step_size"] * (m[at] / (root + c["eps"]))
+    for want, got in ((p, master), (m, exp_avg), (v, exp_avg_sq)):
+        assert same_bits(torch.from_numpy(want), got)
+    live = torch.isin(case.row_slot, torch.tensor([0, 1, 2])).repeat_interleave(ROW)[:numel]
+    assert same_bits(torch.where(live, master.bfloat16(), case.param), param)
+
+
+@pytest.mark.parametrize("name", ["reference", *ISAS])
+def test_shard_boundaries_do_not_change_the_numbers(name: str) -> None:
+    case = Case(4097, torch.bfloat16, torch.float16)
+    whole = case.run(name)
+    parts = [tensor.clone() for tensor in case.before()]
+    for begin, end in itertools.pairwise((0, 1, 2, 9, 30, 33)):
+        at, rows = slice(begin * ROW, end * ROW), slice(begin, end)
+        with backend(name):
+            zero_kernels.adam_step(
+                case.grad[at],
+                *(part[at] for part in parts),
+                case.row_slot[rows],
+                TABLE,
+                grad_scale=torch.tensor(0.37),
+            )
+    assert all(same_bits(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_thread_count_does_not_change_the_numbers(isa: str) -> None:
+    case = Case(1_000_003, torch.float16, torch.float16)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(case.run(isa))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(same_bits(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_output_past_the_cache_is_the_same(isa: str) -> None:
+    """From 4 Mi elements on, aligned outputs take the streaming store; a misaligned one never does."""
+    numel = (1 << 22) + 77
+    grad, master = awkward(numel, torch.bfloat16, 1), awkward(numel, torch.float32, 2)
+    row_slot = torch.zeros(-(-numel // ROW), dtype=torch.int32)
+    for dtype in FLOATS:
+        outs = [torch.empty(numel, dtype=dtype), torch.empty(numel + 1, dtype=dtype)[1:]]
+        for out in outs:
+            state = [master.clone(), torch.zeros(numel), torch.zeros(numel)]
+            with backend(isa):
+                zero_kernels.adam_step(grad, *state, out, row_slot, TABLE)
+            assert same_bits(out, state[0].to(dtype))
+
+
+@pytest.mark.parametrize("name", ["reference", *ISAS])
+@pytest.mark.parametrize("flag", [1.0, math.nan, -2.0])
+def test_found_inf_leaves_everything_and_names_the_slots(name: str, flag: float) -> None:
+    case = Case(ROW * 5 + 3, torch.float16, torch.bfloat16)
+    case.grad = torch.ones_like(case.grad)
+    case.row_slot = torch.tensor([0, 1, 1, -1, 2, 3], dtype=torch.int32)
+    case.grad[ROW * 2 + 5] = math.inf  # slot 1
+    case.grad[ROW * 3] = math.nan  # padding
+    case.grad[ROW * 5 + 2] = math.nan  # slot 3, in the tail
+    slots = torch.tensor([7, 0, 0, 0], dtype=torch.int32)
+    after = case.run(name, found_inf=torch.tensor([flag]), nonfinite_slots=slots)
+    assert all(same_bits(a, b) for a, b in zip(case.before(), after, strict=True))
+    assert slots.tolist() == [7, 1, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["reference", *ISAS])
+def test_an_overflow_of_the_scaled_gradient_counts(name: str) -> None:
+    case = Case(ROW, torch.float32, None)
+    case.grad = torch.full((ROW,), 3e38)
+    case.row_slot = torch.zeros(1, dtype=torch.int32)
+    slots = torch.zeros(4, dtype=torch.int32)
+    case.run(name, grad_scale=torch.tensor(2.0), found_inf=torch.ones(()), nonfinite_slots=slots)
+    assert slots.tolist() == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["reference", *ISAS])
+def test_no_found_inf_marks_nothing(name: str) -> None:
+    case = Case(ROW, torch.float32, None)
+    slots = torch.zeros(4, dtype=torch.int32)
+    after = case.run(name, found_inf=torch.zeros(1, 1), nonfinite_slots=slots)
+    plain = case.run(name)
+    assert slots.tolist() == [0, 0, 0, 0]
+    assert all(same_bits(a, b) for a, b in zip(plain, after, strict=True))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_slot_outside_the_table_raises(isa: str) -> None:
+    case = Case(ROW, torch.float32, None)
+    case.row_slot = torch.full((1,), 4, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"row_slot\[0\] = 4, but hyper has 4 rows"):
+        case.run(isa)
+
+
+@pytest.mark.parametrize("name", ["reference", *ISAS])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_matches_torch_optim(name: str, decoupled: bool) -> None:
+    """fp32, 20 steps: torch orders the operations its own way, so a few units in the last place of the parameter."""
+    generator = torch.Generator().manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(33, 17, generator=generator))
+    settings = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)([parameter], **settings)
+    master = parameter.detach().clone()
+    state = [torch.zeros_like(master), torch.zeros_like(master)]
+    copy = torch.empty_like(master, dtype=torch.bfloat16)
+    for step in range(1, 21):
+        parameter.grad = torch.randn(33, 17, generator=generator)
+        with backend(name):
+            zero_kernels.fused_adamw_(
+                parameter.grad * 8, master, *state, copy, step=step, grad_scale=0.125, decoupled=decoupled, **settings
+            )
+        optimizer.step()
+    scale = parameter.detach().abs().clamp(min=settings["lr"])
+    assert ((master - parameter.detach()).abs() <= 4 * 2**-23 * scale + 20 * 2**-24 * settings["lr"]).all()
+    assert torch.equal(copy, master.bfloat16())
+
+
+def test_versions_of_what_was_written_move() -> None:
+    """Autograd and the optimizer learn of edits by the version counter, on every backend."""
+    for name in ("reference", *ISAS):
+        state = [torch.zeros(ROW) for _ in range(4)]
+        versions = [tensor._version for tensor in state]
+        with backend(name):
+            zero_kernels.adam_step(torch.ones(ROW), *state, torch.zeros(1, dtype=torch.int32), TABLE)
+        assert all(tensor._version > before for tensor, before in zip(state, versions, strict=True)), name
+
+
+BAD_ARGUMENTS = {
+    "master": (torch.zeros(ROW, dtype=torch.float64), TypeError, "master must be float32, got float64"),
+    "grad": (torch.zeros(ROW, dtype=torch.int32), TypeError, "grad must be float16 or bfloat16 or float32"),
+    "exp_avg": (torch.zeros(ROW - 1), ValueError, "exp_avg must have 128 elements, got 127"),
+    "exp_avg_sq": (torch.zeros(2 * ROW)[::2], ValueError, "exp_avg_sq must be contiguous"),
+    "param_out": (torch.zeros(2, ROW // 2), ValueError, "param_out must be flat"),
+    "row_slot": (torch.zeros(2, dtype=torch.int32), ValueError, "row_slot must have 1 elements, got 2"),
+    "hyper": (torch.zeros(4, 3), ValueError, r"hyper must have shape \[slots, 12\]"),
+    "grad_scale": (torch.ones(2), ValueError, "grad_scale must have 1 elements"),
+    "found_inf": (torch.zeros(1, dtype=torch.bool), TypeError, "found_inf must be float32"),
+    "nonfinite_slots": (torch.zeros(3, dtype=torch.int32), ValueError, "nonfinite_slots must have 4 elements"),
+}
+
+
+@pytest.mark.parametrize("argument", BAD_ARGUMENTS)
+def test_wrong_arguments_are_named(argument: str) -> None:
+    value, error, message = BAD_ARGUMENTS[argument]
+    arguments = {name: torch.zeros(ROW) for name in ("grad", "master", "exp_avg", "exp_avg_sq", "param_out")}
+    arguments |= {"row_slot": torch.zeros(1, dtype=torch.int32), "hyper": TABLE}
+    with pytest.raises(error, match=message):
+        zero_kernels.adam_step(**arguments | {argument: value})
