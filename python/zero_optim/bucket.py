@@ -140,7 +140,7 @@ class Bucket:
         return [full.narrow(0, slot.offset, slot.numel).view(parameter.shape) for slot, parameter in slots]
 
     def shard_views(self, shard: Tensor, what: str, dtype: torch.dtype | None = None) -> list[FlatShard]:
-        """A shard a slot over ``shard`` [shard_numel], in the parameters' shapes. ``dtype``: None is the shard's own."""
+        """A shard a slot over ``shard`` [shard_numel], in the parameters' shapes. ``dtype``: None is the shard's."""
         return [
             FlatShard(
                 shard.narrow(0, piece.in_shard, piece.numel),

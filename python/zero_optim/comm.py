@@ -8,7 +8,8 @@ the group's own timeout.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -104,7 +105,10 @@ class Comm:
         """Copy rank 0's ``tensor`` to every rank, in place."""
         if self.world_size > 1:
             self._record("construction", tensor)
-            dist.broadcast(tensor, group_src=0, group=self.group)
+            dense = tensor.contiguous()
+            dist.broadcast(dense, group_src=0, group=self.group)
+            if dense is not tensor:
+                tensor.copy_(dense)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in rank order. For construction and loading: it pickles and reads on the host."""
@@ -114,8 +118,17 @@ class Comm:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def raise_together(self, error: Exception | None) -> None:
-        """Raise on every rank if any rank has an ``error``: its own where it has one, else one that names the rank."""
+    @contextmanager
+    def raising_together(self) -> Iterator[None]:
+        """Collective. An exception within it, on any rank, is raised on all: its own, or one that names the rank.
+
+        A rank that failed alone would leave the others waiting for it.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
         reports = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error

@@ -44,7 +44,9 @@ class FlatShard(Tensor):
         return shard
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled one, without a class
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in _SAME_SHARD:
             return args[0]._again()
         if func is aten.zero_.default:
@@ -69,7 +71,7 @@ class FlatShard(Tensor):
         self.local.zero_()
         return self
 
-    def __repr__(self, *, tensor_contents: None = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = f"[{self.start}:{self.start + self.local.numel()}]"
         return f"FlatShard({self.label}, shape={tuple(self.shape)}, dtype={self.dtype}, local={held} of {self.numel()})"
 

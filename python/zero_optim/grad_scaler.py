@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState
+
+
+class _Sharded(Protocol):
+    """What the scaler asks of an optimizer that unscales and skips by itself, on the device."""
+
+    device: torch.device
+
+    def unscale_gradients(self, inverse_scale: Tensor) -> None: ...
+    def step_scaled(self, inverse_scale: Tensor | None) -> Any: ...
+    def found_inf_of_step(self) -> Tensor: ...
+
+
+def _is_sharded(optimizer: object) -> TypeGuard[_Sharded]:
+    return hasattr(optimizer, "unscale_gradients")
 
 
 class GradScaler(TorchGradScaler):
@@ -40,7 +54,7 @@ class GradScaler(TorchGradScaler):
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._enabled or not hasattr(optimizer, "unscale_gradients"):
+        if not self._enabled or not _is_sharded(optimizer):
             return super().unscale_(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.UNSCALED:
@@ -52,7 +66,7 @@ class GradScaler(TorchGradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """``optimizer.step()``, with gradients unscaled if nobody did, skipped on the device if any is not finite."""
-        if not self._enabled or not hasattr(optimizer, "unscale_gradients"):
+        if not self._enabled or not _is_sharded(optimizer):
             return super().step(optimizer, *args, **kwargs)
         if args or kwargs:
             raise RuntimeError("a closure cannot be used with a GradScaler: it would run before gradients are checked")

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from . import validate
 from .bucket import Bucket, GradState, Sharding
 from .comm import make_comm
-from .errors import ClosedError, ParameterError, StateMismatchError, ZeroOptimError
+from .errors import ClosedError, ParameterError, ZeroOptimError
 from .grad_norm import GradNorm
 from .layout import bucket_capacities, build_layout
 from .param_group import HyperTable
 from .reducer import Reducer
 from .shard_state import OptimizerState
+from .state_dict import load_groups, make_state_dict, match_state
 from .stats import memory_by_kind
 
 
@@ -83,17 +84,13 @@ class ShardedAdamW(torch.optim.Optimizer):
             "overlap_grad_reduce": overlap_grad_reduce,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        error: Exception | None = None
-        try:
+        with comm.raising_together():
             validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm)
             super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             self._labels = validate.parameter_labels(self.param_groups)
             validate.check_groups(self.param_groups)
             validate.check_parameters(parameters, self._labels)
-        except Exception as caught:  # the other ranks must learn of it, or they would wait for this one
-            error = caught
-        comm.raise_together(error)
         validate.check_agreement(comm, self.param_groups, self._labels, options)
 
         self.stage, self.max_grad_norm, self.skip_nonfinite = stage, max_grad_norm, skip_nonfinite
@@ -105,8 +102,8 @@ class ShardedAdamW(torch.optim.Optimizer):
             raise ParameterError("no parameter requires a gradient; unfreeze some before making the optimizer")
         make_buckets = partial(_make_buckets, self._trainable, self._labels, self._sharding, bucket_cap_mb)
         self._reducer = Reducer(self._trainable, self._labels, self._sharding, make_buckets, overlap_grad_reduce)
-        for bucket in self._reducer.buckets:
-            comm.broadcast(bucket.param_flat)
+        for tensor in [bucket.param_flat for bucket in self._reducer.buckets] + list(self._frozen.values()):
+            comm.broadcast(tensor.data)
         self._states = OptimizerState(self._trainable, self._sharding, self._reducer.buckets)
         self._reducer.on_layout = self._states.lay_out
         self._norm = GradNorm(self._sharding, self._labels, self.device)
@@ -288,63 +285,27 @@ class ShardedAdamW(torch.optim.Optimizer):
         loading restores.
         """
         self._check_usable()
-        keys = self._state_keys()
-        steps = self._hyper.steps.float()
-        state = {keys[i]: {**tensors, "step": steps[i].clone()} for i, tensors in self._states.export().items()}
-        groups, start = [], 0
-        for group in self.param_groups:
-            options = {name: value for name, value in group.items() if name != "params"}
-            groups.append({**options, "params": list(range(start, start + len(group["params"])))})
-            start += len(group["params"])
-        return {"state": state, "param_groups": groups}
+        return make_state_dict(self.param_groups, self._states.export(), self._hyper.steps.float())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` gave on the same rank of as many ranks, or full tensors. Parameters stay.
 
-        Raises StateMismatchError, before anything is changed, naming what does not fit; on every rank.
+        Raises before anything is changed, naming what does not fit; on every rank.
         """
         self._check_usable()
-        error: Exception | None = None
-        try:
-            saved = self._matching_state(state_dict)
-        except StateMismatchError as caught:
-            error = caught
-        self._sharding.comm.raise_together(error)
+        comm = self._sharding.comm
+        saved: dict[int, Mapping[str, Any]] = {}
+        copies: list[tuple[Tensor, Tensor]] = []
+        with comm.raising_together():
+            saved = match_state(state_dict, self.param_groups, self._trainable, self._labels)
         self._reducer.restore_order(list(saved))
-        try:
+        with comm.raising_together():
             copies = self._states.plan_load(saved, self._labels)
-        except StateMismatchError as caught:
-            error = caught
-        self._sharding.comm.raise_together(error)
         self._states.load(copies)
         for index, entry in saved.items():
             self._hyper.steps[index] = torch.as_tensor(entry["step"], dtype=torch.float64)
-        for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({name: value for name, value in options.items() if name not in ("params", "param_names")})
-
-    def _matching_state(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-        """The saved state by parameter index, in its own order."""
-        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-        expected = [len(group["params"]) for group in self.param_groups]
-        if sizes != expected:
-            raise StateMismatchError(f"the state has parameter groups of sizes {sizes}, this optimizer {expected}")
-        index_of: dict[Any, int] = {index: index for index in self._trainable}
-        index_of |= {key: index for index, key in enumerate(self._state_keys()) if index in self._trainable}
-        unknown = [key for key in state_dict["state"] if key not in index_of]
-        if unknown:
-            raise StateMismatchError(f"the state holds {unknown[:5]}, which this optimizer does not train")
-        saved = {index_of[key]: entry for key, entry in state_dict["state"].items()}
-        stepless = [self._labels[index] for index, entry in saved.items() if "step" not in entry]
-        if stepless:
-            raise StateMismatchError(f"the state of {stepless[0]} has no 'step'")
-        return saved
-
-    def _state_keys(self) -> list[str | int]:
-        keys: list[str | int] = []
-        for group in self.param_groups:
-            keys += group.get("param_names") or range(len(keys), len(keys) + len(group["params"]))
-        return keys
+        load_groups(self.param_groups, state_dict["param_groups"])
 
     def stats(self) -> dict[str, Any]:
         """Counts since construction and bytes now, on this rank. It reads device values: not for the inside of a step.

@@ -15,7 +15,7 @@ NAMES = ["reference", *ISAS]
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("bucket_dtype", FLOATS, ids=str)
 def test_same_bits_on_every_backend(bucket_dtype: torch.dtype, numel: int) -> None:
-    for grad_dtype, offset in itertools.product(FLOATS, (0, 3)):
+    for grad_dtype, offset in itertools.product(FLOATS, (0, 3) if numel < 10_000 else (3,)):
         grads = [awkward(numel, grad_dtype, 1, offset), awkward(numel // 3, torch.float32, 2)]
         offsets = [offset, offset + numel + 130]
         results = {}
