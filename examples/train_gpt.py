@@ -1,7 +1,7 @@
 """A sharded training loop to copy: a byte-level GPT on the text of the files named, or on this one.
 
-    python examples/train_gpt.py [FILE ...]
-    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py [FILE ...]
+python examples/train_gpt.py [FILE ...]
+torchrun --standalone --nproc-per-node 2 examples/train_gpt.py [FILE ...]
 """
 
 import argparse
@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import zero_optim
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-import zero_optim
 
 WINDOW, BATCH = 128, 8
 
@@ -62,6 +61,8 @@ def main() -> None:
     # The ranks, where torchrun has started several; one rank needs none of this.
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 

@@ -3,9 +3,10 @@
 import functools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -96,4 +97,9 @@ def _unpack(bucket: torch.Tensor, offsets: Sequence[int], grads: Sequence[torch.
     torch.ops.zero_kernels_C.unpack(bucket, offsets, grads, scale)
 
 
-OPS = {"adam_step": _adam_step, "pack": _pack, "unpack": _unpack, "grad_stats": _grad_stats}
+OPS: dict[str, Callable[..., Any]] = {
+    "adam_step": _adam_step,
+    "pack": _pack,
+    "unpack": _unpack,
+    "grad_stats": _grad_stats,
+}

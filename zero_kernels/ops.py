@@ -49,7 +49,7 @@ def adam_step(
         param_out: [numel] fp16, bf16 or fp32, receives the updated master, cast; None when the master is the parameter.
         row_slot: int32 [ceil(numel / ROW)]: for each row of 128 elements its row of `hyper`; -1 marks padding, which
             is left as it was.
-        hyper: fp32 [slots, len(HYPER_COLUMNS)], made by `hyper_table`. Rows of a slot whose `active` is 0 are left alone.
+        hyper: fp32 [slots, len(HYPER_COLUMNS)], made by `hyper_table`. Slots whose `active` is 0 are left alone.
         grad_scale: fp32, one element: multiplies the gradient as it is loaded (unscaling and clipping in one).
         found_inf: fp32, one element: anything but 0 leaves all state and `param_out` as they were.
         nonfinite_slots: int32 [slots]: when `found_inf` is not 0, slots holding a non-finite grad * grad_scale get 1.
@@ -143,8 +143,10 @@ def fused_adamw_(
     if not isinstance(grad_scale, Tensor):
         grad_scale = torch.full((), grad_scale, dtype=torch.float32, device=device)
     adam_step(
-        *(_flat(name, tensor) for name, tensor in (("grad", grad), ("master", master))),
-        *(_flat(name, tensor) for name, tensor in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq))),
+        _flat("grad", grad),
+        _flat("master", master),
+        _flat("exp_avg", exp_avg),
+        _flat("exp_avg_sq", exp_avg_sq),
         None if param_out is None else _flat("param_out", param_out),
         row_slot,
         hyper,
@@ -202,7 +204,9 @@ def _check_adam_step(
     _check_flat("row_slot", row_slot, (torch.int32,), device, -(-numel // ROW))
     _check("hyper", hyper, fp32, device, None)
     if hyper.dim() != 2 or hyper.shape[1] != len(HYPER_COLUMNS):
-        raise ValueError(f"hyper must have shape [slots, {len(HYPER_COLUMNS)}], got {list(hyper.shape)}: see hyper_table")
+        raise ValueError(
+            f"hyper must have shape [slots, {len(HYPER_COLUMNS)}], got {list(hyper.shape)}: see hyper_table"
+        )
     if grad_scale is not None:
         _check("grad_scale", grad_scale, fp32, device, 1)
     if found_inf is not None:

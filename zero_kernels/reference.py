@@ -6,7 +6,8 @@ read on the host, so the same code is right on any device.
 
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,15 +48,12 @@ def adam_step(
         g = grad[elements].view(shape).float() * scale
         if nonfinite_slots is not None:
             _mark_nonfinite(g, slot, skipped, nonfinite_slots)
-        coefficients = hyper.index_select(0, slot.clamp(min=0))
-        live = (slot >= 0).unsqueeze(1) & (coefficients[:, HYPER_COLUMNS.index("active")].unsqueeze(1) != 0)
-        _update(
-            g,
-            *(state[elements].view(shape) for state in (master, exp_avg, exp_avg_sq)),
-            None if param_out is None else param_out[elements].view(shape),
-            dict(zip(HYPER_COLUMNS, coefficients.unsqueeze(-1).unbind(1), strict=True)),
-            live & ~skipped,
-        )
+        columns = hyper.index_select(0, slot.clamp(min=0)).unsqueeze(-1).unbind(1)
+        coefficients = dict(zip(HYPER_COLUMNS, columns, strict=True))  # each [rows, 1]
+        live = (slot >= 0).unsqueeze(1) & (coefficients["active"] != 0) & ~skipped
+        p, m, v = (state[elements].view(shape) for state in (master, exp_avg, exp_avg_sq))
+        out = None if param_out is None else param_out[elements].view(shape)
+        _update(g, p, m, v, out, coefficients, live)
 
 
 def _row_chunks(numel: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
@@ -163,8 +161,10 @@ def _max_abs(shard: Tensor) -> Tensor:
     """max |x| compared as integers: the order of bit patterns is that of magnitudes, with NaN above inf."""
     bits = shard.new_zeros(1, dtype=torch.int32)
     for chunk in shard.split(_CHUNK_BLOCKS * STATS_BLOCK):
-        bits = torch.maximum(bits, chunk.float().abs().view(torch.int32).amax(0, keepdim=True)) if chunk.numel() else bits
+        bits = (
+            torch.maximum(bits, chunk.float().abs().view(torch.int32).amax(0, keepdim=True)) if chunk.numel() else bits
+        )
     return bits.view(torch.float32).reshape(())
 
 
-OPS = {"adam_step": adam_step, "pack": pack, "unpack": unpack, "grad_stats": grad_stats}
+OPS: dict[str, Callable[..., Any]] = {"adam_step": adam_step, "pack": pack, "unpack": unpack, "grad_stats": grad_stats}

@@ -141,6 +141,9 @@ class Comm:
         shard_numel = full.numel() // self.world_size
         return full.narrow(0, self.rank * shard_numel, shard_numel)
 
+    def scratch_bytes(self) -> int:
+        return self._sum.nbytes
+
     def stats(self) -> dict[str, dict[str, float]]:
         return {kind: asdict(traffic) for kind, traffic in self.traffic.items()}
 

@@ -52,10 +52,24 @@ class FlatShard(Tensor):
         if func is aten.zero_.default:
             return args[0]._zero()
         if func is aten._foreach_zero_.default:
-            return [tensor._zero() if isinstance(tensor, FlatShard) else tensor.zero_() for tensor in args[0]]
+            for tensor in args[0]:
+                tensor.zero_()
+            return None
         shard = next(a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, FlatShard))
-        raise ShardAccessError(
-            f"{func} on the {shard.label}: this rank holds only {shard.local.numel()} of its {shard.numel()} elements. "
+        raise shard._refusal(str(func))
+
+    def item(self) -> Any:
+        raise self._refusal("item()")
+
+    def tolist(self) -> Any:
+        raise self._refusal("tolist()")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise self._refusal("numpy()")
+
+    def _refusal(self, what: str) -> ShardAccessError:
+        return ShardAccessError(
+            f"{what} on the {self.label}: this rank holds only {self.local.numel()} of its {self.numel()} elements. "
             "To clip, call opt.clip_grad_norm_(max_norm); for loss scaling use zero_optim.GradScaler; "
             "`.local` is this rank's part"
         )

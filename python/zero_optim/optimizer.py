@@ -322,7 +322,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             "steps": self._steps,
             "skipped_steps": int(self._norm.skipped),
             "collectives": self._sharding.comm.stats(),
-            "memory": memory_by_kind(self._states.shards, self._reducer.buffers),
+            "memory": memory_by_kind(self._states.shards, self._reducer.buffers, self._sharding.comm),
         }
 
     # -- the end -------------------------------------------------------------------------------------------------

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .bucket import CommBuffers
+from .comm import Comm
 from .shard_state import ShardState
 
 
-def memory_by_kind(shards: Sequence[ShardState], buffers: CommBuffers) -> dict[str, int]:
+def memory_by_kind(shards: Sequence[ShardState], buffers: CommBuffers, comm: Comm) -> dict[str, int]:
     """Bytes on this rank by what they are for. ``padding`` is what rows and equal shards add to all the others.
 
     Gradients count the buffers of the buckets, which at stage 2 is the shard; what autograd allocates for a
@@ -25,6 +26,6 @@ def memory_by_kind(shards: Sequence[ShardState], buffers: CommBuffers) -> dict[s
             used = whole if tensor.numel() == bucket.layout.numel else own
             memory[kind] += used * tensor.element_size()
             padding += (tensor.numel() - used) * tensor.element_size()
-    memory["communication"] = sum(storage.nbytes for storage in buffers.storages)
+    memory["communication"] = sum(storage.nbytes for storage in buffers.storages) + comm.scratch_bytes()
     memory["padding"] = padding
     return memory

@@ -128,26 +128,6 @@ def test_a_call_stands_in_for_max_grad_norm():
         assert_bitwise(with_argument, without)
 
 
-def _subset(rank: int, world_size: int, stage: int) -> list[float]:
-    import zero_optim
-
-    params = make_parameters(SHAPES)
-    opt = zero_optim.ShardedAdamW(params, stage=stage)
-    linear_backward(params, make_gradients(params, rank, 0))
-    norms = [float(opt.clip_grad_norm_(math.inf, p, parameters=params[1:6:2])) for p in NORMS]
-    opt.close()
-    return norms
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_norm_of_a_subset(stage):
-    like = make_parameters(SHAPES)
-    grads = averages([make_gradients(like, rank, 0) for rank in range(2)])
-    chosen = torch.cat([g.flatten() for g in grads[1:6:2]]).double()
-    for norms in run_ranks(2, _subset, stage):
-        assert norms == pytest.approx([float(chosen.norm(p)) for p in NORMS], rel=16 * FP32_EPS)
-
-
 def _backward_after_clip(rank: int, world_size: int, stage: int) -> tuple[list[Tensor], list[Tensor], list[str]]:
     """Two micro-batches with a clip between them, and the same two without: the coefficient must be dropped."""
     import zero_optim

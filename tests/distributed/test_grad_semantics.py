@@ -399,9 +399,10 @@ def _raising_on_one_rank(opt, params, rank, world_size):
     opt.step()
 
 
+@pytest.mark.parametrize("warm_up", [0, WARM_UP])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_backward_that_raised_on_one_rank_does_not_desynchronise(stage):
-    oracle = _oracle(2, WARM_UP)
+def test_a_backward_that_raised_on_one_rank_does_not_desynchronise(stage, warm_up):
+    oracle = _oracle(2, warm_up)
     _apply_after_raise(oracle, 2)
-    for params in run_ranks(2, _run, stage, _raising_on_one_rank, WARM_UP, {}):
+    for params in run_ranks(2, _run, stage, _raising_on_one_rank, warm_up, {}):
         assert_bitwise(params, oracle.params, f"stage {stage}")

@@ -32,6 +32,17 @@ def backend(name: str) -> Iterator[None]:
         compiled.use_isa(None)
 
 
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run torch's parallel loops on `count` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @functools.lru_cache(maxsize=32)
 def awkward(numel: int, dtype: torch.dtype, seed: int, offset: int = 0) -> Tensor:
     """Values over all magnitudes, a tenth of them special, starting `offset` elements into an allocation.

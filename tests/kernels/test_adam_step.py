@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from cases import FLOATS, ISAS, SIZES, at_offset, awkward, backend, same_bits
+from cases import FLOATS, ISAS, SIZES, at_offset, awkward, backend, same_bits, threads
 from torch import Tensor
 
 import zero_kernels
@@ -27,9 +27,7 @@ TABLE = zero_kernels.hyper_table(
 class Case:
     """One shard's tensors; `run` returns what the named backend makes of copies of them."""
 
-    def __init__(
-        self, numel: int, grad_dtype: torch.dtype, param_dtype: torch.dtype | None, offset: int = 0
-    ) -> None:
+    def __init__(self, numel: int, grad_dtype: torch.dtype, param_dtype: torch.dtype | None, offset: int = 0) -> None:
         self.offset = offset
         self.grad = awkward(numel, grad_dtype, seed=1, offset=offset)
         self.state = [awkward(numel, torch.float32, seed) for seed in (2, 3)]
@@ -58,8 +56,8 @@ def test_same_bits_on_every_backend(grad_dtype: torch.dtype, numel: int) -> None
         case = Case(numel, grad_dtype, param_dtype, offset)
         expected = case.run("reference")
         for isa in ISAS:
-            results = case.run(isa)
-            for name, want, got in zip(("master", "exp_avg", "exp_avg_sq", "param"), expected, results):
+            for i, (want, got) in enumerate(zip(expected, case.run(isa), strict=True)):
+                name = ("master", "exp_avg", "exp_avg_sq", "param_out")[i]
                 assert same_bits(want, got), f"{isa}: {name} differs, {param_dtype=}, {offset=}"
 
 
@@ -74,7 +72,7 @@ def test_reference_is_the_written_formula() -> None:
         grad = case.grad.numpy().astype(f32) * f32(0.37)
         for row, slot in enumerate(case.row_slot.tolist()):
             at = slice(row * ROW, min((row + 1) * ROW, numel))
-            c = dict(zip(HYPER_COLUMNS, TABLE[max(slot, 0)].numpy()))
+            c = dict(zip(HYPER_COLUMNS, TABLE[max(slot, 0)].numpy(), strict=True))
             if slot < 0 or c["active"] == 0:
                 continue
             g = grad[at]
@@ -112,14 +110,10 @@ def test_shard_boundaries_do_not_change_the_numbers(name: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 def test_thread_count_does_not_change_the_numbers(isa: str) -> None:
     case = Case(1_000_003, torch.float16, torch.float16)
-    threads = torch.get_num_threads()
     results = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    for count in (1, 2, 3):
+        with threads(count):
             results.append(case.run(isa))
-    finally:
-        torch.set_num_threads(threads)
     for other in results[1:]:
         assert all(same_bits(a, b) for a, b in zip(results[0], other, strict=True))
 

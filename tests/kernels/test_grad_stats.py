@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from cases import FLOATS, ISAS, SIZES, awkward, backend, same_bits
+from cases import FLOATS, ISAS, SIZES, awkward, backend, same_bits, threads
 
 import zero_kernels
 
@@ -94,15 +94,10 @@ def test_an_empty_shard(name: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 def test_thread_count_does_not_change_the_numbers(isa: str) -> None:
     shard = finite(1_000_003, torch.float32)
-    threads = torch.get_num_threads()
     results = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            with backend(isa):
-                results.append(zero_kernels.grad_stats(shard))
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2, 3):
+        with threads(count), backend(isa):
+            results.append(zero_kernels.grad_stats(shard))
     assert all(same_bits(results[0], other) for other in results)
 
 

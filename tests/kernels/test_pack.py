@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from cases import FLOATS, ISAS, SIZES, awkward, backend, same_bits
+from cases import FLOATS, ISAS, SIZES, awkward, backend, same_bits, threads
 
 import zero_kernels
 
@@ -71,7 +71,7 @@ def test_flags_of_a_gradient_that_threads_share(isa: str) -> None:
         grad = torch.zeros(1_000_000, dtype=torch.bfloat16)
         grad[bad] = math.nan
         flags = torch.zeros(2, dtype=torch.int32)
-        with backend(isa):
+        with threads(2), backend(isa):
             zero_kernels.pack([torch.zeros(3), grad], [0, 128], torch.empty(1_000_128), 1.0, flags)
         assert flags.tolist() == [0, 1]
 

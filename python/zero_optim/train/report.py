@@ -178,7 +178,7 @@ def _row(name: str, cells: Sequence[str]) -> str:
 
 
 def _mb(value: float) -> str:
-    return f"{value:,.2f}"
+    return f"{value:,.3f}"
 
 
 def plot_losses(path: Path, records: Sequence[StepRecord], validation_loss: float, entropy: float) -> str | None:

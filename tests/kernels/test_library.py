@@ -1,0 +1,149 @@
+"""The compiled library: what it needs from torch, and how it is chosen and built."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from cases import ISAS
+
+from zero_kernels import compiled
+
+ROOT = Path(__file__).parents[2]
+SHIMS = ("csrc/stable/c/shim.h", "csrc/inductor/aoti_torch/c/shim.h")
+
+needs_library = pytest.mark.skipif(not ISAS, reason="the CPU library is not built")
+
+
+def undefined_symbols(library: Path) -> set[str]:
+    lines = subprocess.run(["nm", "-D", "--undefined-only", str(library)], capture_output=True, text=True, check=True)
+    return {line.split()[-1] for line in lines.stdout.splitlines()}
+
+
+def test_the_library_is_built_unless_that_was_declined() -> None:
+    status = compiled.status()
+    if status.build_error and status.build_error.startswith("ZERO_KERNELS_NO_BUILD"):
+        pytest.skip(status.build_error)
+    assert status.loaded, status.build_error or status.load_error
+    assert status.isas[-1] == "scalar" and status.isa in status.isas
+
+
+@needs_library
+@pytest.mark.skipif(shutil.which("nm") is None, reason="nm reads the symbols")
+def test_only_the_stable_abi_is_needed() -> None:
+    include = Path(torch.__file__).parent / "include/torch"
+    headers = "".join((include / shim).read_text() for shim in SHIMS)
+    stable = set(re.findall(r"\b((?:aoti_)?torch_\w+)\s*\(", headers))
+    needed = undefined_symbols(compiled.LIBRARY)
+    of_torch = {name for name in needed if name.startswith(("torch_", "aoti_"))}
+    assert {"torch_parallel_for", "aoti_torch_get_data_ptr"} <= of_torch
+    assert of_torch <= stable
+    # What is left belongs to the C and C++ libraries: versioned, or the linker's own weak names.
+    others = {name for name in needed - of_torch if "@" not in name}
+    assert others <= {"_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable", "__gmon_start__"}
+    mangled_torch = re.compile(r"_Z.*(2at|3c10|5torch)")
+    assert not [name for name in needed if mangled_torch.search(name) or name.startswith(("Py", "_Py"))]
+
+
+@needs_library
+def test_the_environment_forces_an_instruction_set() -> None:
+    code = "from zero_kernels import compiled; s = compiled.status(); print(s.isa, s.load_error)"
+    said = {
+        isa: subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"ZERO_KERNELS_ISA": isa, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for isa in ("scalar", "mmx")
+    }
+    assert said["scalar"] == "scalar None\n"
+    assert said["mmx"].startswith("None instruction set 'mmx' is not usable here; usable: ")
+
+
+@pytest.fixture
+def setup_py() -> Path:
+    pytest.importorskip("setuptools")
+    return ROOT / "setup.py"
+
+
+def build(setup_py: Path, tmp_path: Path, **environment: str) -> tuple[Path, subprocess.CompletedProcess]:
+    package = tmp_path / "lib/zero_kernels"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / compiled.LIBRARY.name).write_text("left by an earlier build")
+    command = [sys.executable, str(setup_py), "build_ext", "-b", str(tmp_path / "lib"), "-t", str(tmp_path / "temp")]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+    return package, done
+
+
+@pytest.mark.parametrize(
+    ("environment", "error"),
+    [
+        ({"CXX": "/bin/false"}, r"\$ /bin/false .*ops\.cpp.*\nexit status 1: it said nothing\n"),
+        ({"CXX": "/no/such/compiler -x"}, r"\$ /no/such/compiler -x .*ops\.cpp.*\n.*No such file.*\n"),
+        ({"CXX": "sh -c 'echo syntax error >&2; exit 3'"}, r"\$ sh .*\nexit status 3: syntax error\n"),
+        ({"ZERO_KERNELS_NO_BUILD": "1"}, "ZERO_KERNELS_NO_BUILD was set: the library was not built\n"),
+    ],
+    ids=["failing", "missing", "speaking", "declined"],
+)
+def test_a_build_that_fails_keeps_the_first_error(
+    setup_py: Path, tmp_path: Path, environment: dict, error: str
+) -> None:
+    package, done = build(setup_py, tmp_path, **environment)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in package.iterdir()] == ["build_error.txt"]
+    kept = (package / "build_error.txt").read_text()
+    assert re.fullmatch(error, kept, re.DOTALL), kept
+    assert kept.strip() in done.stdout + done.stderr
+
+
+def test_status_reads_the_kept_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "build_error.txt").write_text("$ c++\nno\n")
+    monkeypatch.setattr(compiled, "BUILD_ERROR", tmp_path / "build_error.txt")
+    monkeypatch.setattr(compiled, "LIBRARY", tmp_path / "none.so")
+    monkeypatch.setattr(compiled, "_load_error", compiled._load_error.__wrapped__)
+    status = compiled.status()
+    assert (status.loaded, status.path, status.isa, status.isas) == (False, None, None, ())
+    assert status.build_error == "$ c++\nno\n"
+    assert "none.so is not there" in status.load_error
+
+
+def test_a_broken_library_is_reported_not_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "broken.so").write_text("not a library")
+    monkeypatch.setattr(compiled, "LIBRARY", tmp_path / "broken.so")
+    monkeypatch.setattr(compiled, "_load_error", compiled._load_error.__wrapped__)
+    assert "broken.so can't be loaded" in compiled.status().load_error
+
+
+# As pip's isolation does it: the environment's packages leave sys.path, the build's own come in.
+SETUP_REQUIRES = """
+import runpy, sys
+sys.path[:] = [sys.argv[2], *(path for path in sys.path if not path.endswith("-packages"))]
+import setuptools
+setuptools.setup = lambda **keywords: print(keywords["setup_requires"])
+runpy.run_path(sys.argv[1])
+"""
+
+
+def test_an_isolated_build_asks_for_torch_only_where_there_is_none(setup_py: Path, tmp_path: Path) -> None:
+    import setuptools
+
+    site_packages = Path(setuptools.__file__).parents[1]
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("setuptools", "_distutils_hack"):
+        (tools / name).symlink_to(site_packages / name)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "empty")], check=True)
+    interpreters = {tmp_path / "empty/bin/python": "['torch>=2.10']"}
+    if Path(torch.__file__).parents[1] == Path(sysconfig.get_paths()["purelib"]):
+        interpreters[Path(sys.executable)] = "[]"
+    for interpreter, want in interpreters.items():
+        command = [str(interpreter), "-I", "-c", SETUP_REQUIRES, str(setup_py), str(tools)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.stdout.strip() == want, done.stderr

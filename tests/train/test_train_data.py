@@ -1,0 +1,114 @@
+"""Text is split once and for all, and windows are a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from zero_optim.train.config import UsageError
+from zero_optim.train.data import draw_windows, fixed_windows, load_corpus, split, unigram_entropy
+
+TEXT = torch.arange(1000).remainder(251).to(torch.uint8)
+WHERE = {"seed": 0, "step": 5, "micro": 0, "rank": 1}
+
+
+def named(*sizes: int) -> list[tuple[str, bytes]]:
+    return [(f"file{number}", bytes([number]) * size) for number, size in enumerate(sizes)]
+
+
+def test_files_go_whole_to_one_side_and_nothing_is_lost() -> None:
+    texts = named(*range(50, 150))
+    train, validation = split(texts)
+    for _, text in texts:
+        assert (text in train) != (text in validation)
+    total = sum(len(text) for _, text in texts)
+    assert len(train) + len(validation) == total
+    assert 0.1 * total <= len(validation) < 0.1 * total + 150
+
+
+def test_the_split_does_not_depend_on_the_order_of_the_files() -> None:
+    texts = named(*range(50, 80))
+    assert split(texts) == split(texts[::-1])
+
+
+@pytest.mark.parametrize("sizes", [(10, 10), (1, 99), (99, 1), (1, 1, 98), (5, 5, 5)])
+def test_both_sides_of_a_few_files_hold_text(sizes: tuple[int, ...]) -> None:
+    train, validation = split(named(*sizes))
+    assert len(train) >= sum(sizes) / 2 and len(validation) > 0
+
+
+def test_a_single_file_is_split_by_position() -> None:
+    text = bytes(range(200))
+    assert split([("one", text)]) == (text[:180], text[180:])
+
+
+def test_a_folder_is_read_without_what_is_hidden(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_bytes(b"x" * 500)
+    (tmp_path / ".hidden").write_bytes(b"x" * 500)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b").write_bytes(b"b" * 40)
+    (tmp_path / "a").write_bytes(b"a" * 30)
+    corpus = load_corpus(str(tmp_path), seq=8)
+    everything = bytes(corpus.train.tolist()) + bytes(corpus.validation.tolist())
+    assert sorted(everything) == sorted(b"a" * 30 + b"b" * 40)
+
+
+def test_the_digest_tells_texts_apart(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(bytes(1000))
+    first = load_corpus(str(file), seq=8).digest
+    assert load_corpus(str(file), seq=8).digest == first
+    file.write_bytes(bytes(999) + b"\1")
+    assert load_corpus(str(file), seq=8).digest != first
+
+
+def test_the_default_text_is_the_standard_library() -> None:
+    corpus = load_corpus(None, seq=256)
+    assert b"class OrderedDict" in bytes(corpus.train.tolist()) + bytes(corpus.validation.tolist())
+    assert corpus.validation.numel() > 200_000
+
+
+def test_too_little_text_names_the_window(tmp_path: Path) -> None:
+    file = tmp_path / "short"
+    file.write_bytes(bytes(100))
+    with pytest.raises(UsageError, match="10 bytes of validation text, fewer than one window of 33"):
+        load_corpus(str(file), seq=32)
+
+
+def test_windows_are_contiguous_text_and_a_function_of_where_they_are_drawn() -> None:
+    windows = draw_windows(TEXT, 32, 4, **WHERE)
+    assert windows.shape == (4, 33) and windows.dtype == torch.int64
+    assert torch.equal((windows[:, 1:] - windows[:, :-1]).remainder(251), torch.ones(4, 32, dtype=torch.int64))
+    assert torch.equal(windows, draw_windows(TEXT, 32, 4, **WHERE))
+
+
+@pytest.mark.parametrize("changed", ["seed", "step", "micro", "rank"])
+def test_windows_differ_by_seed_step_micro_batch_and_rank(changed: str) -> None:
+    other = {**WHERE, changed: WHERE[changed] + 1}
+    assert not torch.equal(draw_windows(TEXT, 32, 4, **WHERE), draw_windows(TEXT, 32, 4, **other))
+
+
+def test_every_position_can_be_drawn() -> None:
+    text = torch.arange(12, dtype=torch.uint8)
+    starts = draw_windows(text, 9, 300, **WHERE)[:, 0]
+    assert set(starts.tolist()) == {0, 1, 2}
+
+
+def test_validation_windows_do_not_overlap() -> None:
+    windows = fixed_windows(torch.arange(250, dtype=torch.uint8), 9, 20)
+    assert windows.shape == (20, 10)
+    assert windows[0, 0] == 0 and windows[-1, -1] == 249
+    assert windows.unique().numel() == windows.numel()
+
+
+def test_validation_takes_fewer_windows_of_a_short_text() -> None:
+    assert fixed_windows(torch.arange(25, dtype=torch.uint8), 9, 20).shape == (2, 10)
+
+
+def test_entropy_against_its_formula() -> None:
+    text = torch.tensor([0] * 4 + [1] * 2 + [2] * 2, dtype=torch.uint8)
+    assert unigram_entropy(text) == pytest.approx(1.5 * math.log(2), rel=1e-12)
+    assert unigram_entropy(torch.zeros(5, dtype=torch.uint8)) == 0.0

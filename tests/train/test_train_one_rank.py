@@ -1,0 +1,148 @@
+"""One rank, in this process: what a run writes, and that it resumes exactly."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training import TINY, read_log, without_speed
+from zero_optim.train.data import load_corpus, unigram_entropy
+from zero_optim.train.model import GPT, ModelConfig, generate, next_byte_loss
+
+KEYS = ["step", "loss", "lr", "grad_norm", "loss_scale", "tokens_per_s"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--dtype", "bf16"], ["--dtype", "fp16", "--accumulate", "3"], ["--dtype", "fp32", "--stage", "0"]],
+    ids=["bf16", "fp16-accumulate", "fp32"],
+)
+def test_a_resumed_run_repeats_the_whole_one(
+    zero_optim: Callable, text: Path, tmp_path: Path, flags: list[str]
+) -> None:
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    common = ["--steps", "6", "--save-every", "3", "--data", text, "--out", whole]
+    assert zero_optim("train", *TINY, *flags, *common).code == 0
+    resumed = zero_optim("train", "--resume", whole / "checkpoint" / "step-000003", "--out", again)
+    assert resumed.code == 0, resumed.err
+    records = read_log(whole)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert without_speed(read_log(again)) == without_speed(records[3:])
+    weights = [torch.load(run / "checkpoint/step-000006/model.pt", weights_only=True) for run in (whole, again)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_run_resumed_in_its_own_folder_rewrites_what_came_after(
+    zero_optim: Callable, text: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert zero_optim("train", *TINY, "--steps", "4", "--save-every", "2", "--data", text, "--out", run).code == 0
+    before = read_log(run)
+    assert zero_optim("train", "--resume", run / "checkpoint" / "step-000002").code == 0
+    assert without_speed(read_log(run)) == without_speed(before)
+    assert (run / "checkpoint" / "latest").read_text() == "step-000004\n"
+
+
+def test_what_a_run_writes_and_says(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    outcome = zero_optim("train", *TINY, "--steps", "3", "--accumulate", "2", "--data", text, "--out", run)
+    assert outcome.code == 0 and outcome.err == ""
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert [list(line) for line in lines] == [KEYS] * 3
+    assert all(line["loss_scale"] == 1.0 and line["tokens_per_s"] > 0 and line["grad_norm"] > 0 for line in lines)
+    corpus = load_corpus(str(text), 16)
+    assert f"unigram entropy {unigram_entropy(corpus.validation):.4f}\n" in outcome.out
+    assert "validation loss " in outcome.out
+    assert (run / "sample.txt").read_bytes()[:32] == bytes(corpus.validation[:32].tolist())
+    drawn = (run / "loss.png").exists()
+    assert drawn != ("loss.png was not drawn: " in outcome.out)
+    assert "communication, rank 0\n  none: one rank" in outcome.out
+
+
+def test_the_learning_rate_warms_up_and_falls_to_a_tenth(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
+    flags = ["--steps", "40", "--warmup", "4", "--lr", "1e-3", "--data", text, "--out", tmp_path / "run"]
+    assert zero_optim("train", *TINY, *flags).code == 0
+    rates = [record["lr"] for record in read_log(tmp_path / "run")]
+    assert rates[:5] == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 1e-3])
+    assert all(a >= b for a, b in itertools.pairwise(rates[4:]))
+    assert rates[22] == pytest.approx(5.5e-4)  # half-way
+    assert rates[-1] == pytest.approx(1e-4, rel=0.03)
+
+
+def test_training_learns_the_text(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
+    outcome = zero_optim("train", *TINY, "--batch", "8", "--lr", "1e-2", "--steps", "80", "--data", text)
+    said = dict(line.rsplit(" ", 1) for line in outcome.out.splitlines() if line.startswith(("validation", "unigram")))
+    assert float(said["validation loss"]) < 0.75 * float(said["unigram entropy"])
+    assert outcome.out.splitlines()[-1].startswith("written to runs/")
+
+
+def test_fp16_on_a_cpu_is_announced_and_scaled(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
+    flags = ["--dtype", "fp16", "--steps", "2", "--device", "cpu", "--data", text, "--seq", "16"]
+    outcome = zero_optim("train", *flags, "--out", tmp_path / "run")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.startswith("fp16 on a CPU: ")
+    shrunk = sum(parameter.numel() for parameter in GPT(ModelConfig(2, 128, 2, 16), torch.float16).parameters())
+    assert f"model  {shrunk:,} parameters in fp16" in outcome.out
+    assert read_log(tmp_path / "run")[-1]["loss_scale"] > 1
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before_it(
+    zero_optim: Callable, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, save, calls = tmp_path / "run", torch.save, itertools.count()
+
+    def fill_the_disk(content: Any, file: Path) -> None:
+        if next(calls) == 3:  # rank 0's part of the second checkpoint
+            raise OSError(28, "No space left on device")
+        save(content, file)
+
+    monkeypatch.setattr(torch, "save", fill_the_disk)
+    flags = ["--steps", "4", "--save-every", "2", "--data", text, "--out", run]
+    outcome = zero_optim("train", *TINY, *flags)
+    assert outcome.code == 2 and "No space left on device" in outcome.err
+    assert (run / "checkpoint" / "latest").read_text() == "step-000002\n"
+    assert not list(run.rglob(".*"))  # no temporary file stays
+    monkeypatch.undo()
+    assert zero_optim("train", "--resume", run).code == 0
+    assert [record["step"] for record in read_log(run)] == [1, 2, 3, 4]
+
+
+def test_a_damaged_checkpoint_is_one_line(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert zero_optim("train", *TINY, "--steps", "1", "--data", text, "--out", run).code == 0
+    (run / "checkpoint" / "step-000001" / "model.pt").write_bytes(b"no archive")
+    outcome = zero_optim("train", "--resume", run, "--steps", "2")
+    assert outcome.code == 2 and outcome.err.count("\n") == 1 and "model.pt: can't be read" in outcome.err
+
+
+def test_the_model_never_looks_ahead() -> None:
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(layers=2, hidden=32, heads=2, seq=16), torch.float32)
+    tokens = torch.randint(0, 256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10:] = (changed[0, 10:] + 1) % 256
+    first, second = model(tokens), model(changed)
+    assert torch.allclose(first[:, :10], second[:, :10], atol=1e-6)
+    assert not torch.allclose(first[:, 10:], second[:, 10:], atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_fresh_model_is_near_uniform_with_a_loss_in_fp32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(layers=2, hidden=64, heads=2, seq=16), dtype)
+    loss = next_byte_loss(model, torch.randint(0, 256, (8, 17)))
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(math.log(256), abs=0.3)
+
+
+def test_a_sample_goes_past_the_window_and_repeats() -> None:
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(layers=1, hidden=32, heads=2, seq=8), torch.float32)
+    samples = [generate(model, torch.arange(4), 20, seed=7) for _ in range(2)]
+    assert torch.equal(*samples) and samples[0].numel() == 24 and torch.equal(samples[0][:4], torch.arange(4))

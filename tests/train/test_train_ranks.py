@@ -1,0 +1,109 @@
+"""Several ranks, each a process: same losses at every stage, exact resuming, and a clean end however it comes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from training import ENDLESS, TINY, read_log, run_ranks, train_ranks, without_speed
+from zero_optim.train.model import GPT, ModelConfig
+
+PARAMETERS = sum(p.numel() for p in GPT(ModelConfig(1, 32, 2, 16), torch.float32).parameters())
+
+
+def table_row(output: str, name: str) -> list[float]:
+    row = re.search(rf"^  {name} +(.*)$", output, re.MULTILINE)
+    assert row, output
+    return [float(figure.replace(",", "")) for figure in row[1].split()]
+
+
+def newest_checkpoint(run: Path) -> dict[str, object]:
+    """Both ranks' parts and the model are there and readable; returns rank 0's part."""
+    folder = run / "checkpoint" / (run / "checkpoint" / "latest").read_text().strip()
+    names = ["model.pt", "rank-0-of-2.pt", "rank-1-of-2.pt"]
+    assert sorted(file.name for file in folder.iterdir()) == names
+    return [torch.load(folder / name, weights_only=True) for name in names][1]
+
+
+def test_a_resumed_run_repeats_the_whole_one(two_ranks: object, tmp_path: Path) -> None:
+    resumed = tmp_path / "resumed"
+    checkpoint = two_ranks.folder / "checkpoint" / "step-000003"
+    run_ranks(2, ["--resume", str(checkpoint), "--out", str(resumed)], tmp_path)
+    whole = read_log(two_ranks.folder)
+    assert [record["step"] for record in whole] == [1, 2, 3, 4, 5, 6]
+    assert without_speed(read_log(resumed)) == without_speed(whole[3:])
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_every_stage_gives_the_same_losses(two_ranks: object, tmp_path: Path, stage: int) -> None:
+    flags = ["--stage", str(stage), "--steps", "6", "--data", str(two_ranks.text), "--out", "run"]
+    output = run_ranks(2, [*TINY, *flags], tmp_path)
+    ours, theirs = read_log(tmp_path / "run"), read_log(two_ranks.folder)
+    if stage == 1:
+        assert without_speed(ours) == without_speed(theirs)
+    else:
+        # The same sums of two terms; only the norm adds up in another order, by a few fp32 ulp, which bf16 may round.
+        assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs], rel=1e-3)
+    state = 12 if stage == 0 else 6
+    assert table_row(output, "model state")[-1] == 4 + state
+
+
+def test_the_final_table_agrees_with_its_formula(two_ranks: object) -> None:
+    sizes = table_row(two_ranks.output, "model state")
+    assert sizes[-1] == 9.0  # 2 + 14 / 2 bytes a parameter
+    assert sizes[-2] == pytest.approx(9 * PARAMETERS / 1e6, abs=0.01)
+    assert sum(sizes[:2]) / 2 == pytest.approx(sizes[-2], rel=0.02)
+    calls, size, a_step, _ = table_row(two_ranks.output, "reduce_scatter")
+    assert calls % 6 == 0 and size == pytest.approx(6 * a_step, abs=0.05)
+    assert a_step == pytest.approx(2 * PARAMETERS / 1e6, abs=0.01)
+
+
+def test_a_failure_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    command = train_ranks(2, [*TINY, "--data", "empty"], tmp_path)
+    assert command.finish() == 2
+    assert command.output == "zero-optim train: --data empty: empty, no byte to train on\n"
+
+
+def test_ctrl_c_saves_and_ends_every_rank(two_ranks: object, tmp_path: Path) -> None:
+    command = train_ranks(2, [*TINY, *ENDLESS, "--data", str(two_ranks.text), "--out", "run"], tmp_path)
+    command.read_until("step     1/")
+    command.process.send_signal(signal.SIGINT)
+    assert command.finish() == 130, command.output
+    stopped = newest_checkpoint(tmp_path / "run")["step"]
+    assert f"interrupted after step {stopped}; go on with --resume run\n" in command.output
+    assert "Traceback" not in command.output
+    assert read_log(tmp_path / "run")[-1]["step"] == stopped < 4000
+    # Its own two more steps: the shorter schedule changes rates, not what is restored.
+    run_ranks(2, ["--resume", "run", "--steps", str(stopped + 2)], tmp_path)
+    assert [record["step"] for record in read_log(tmp_path / "run")] == list(range(1, stopped + 3))
+
+
+def test_one_rank_asked_to_stop_stops_all_at_the_same_step(two_ranks: object, tmp_path: Path) -> None:
+    command = train_ranks(2, [*TINY, *ENDLESS, "--data", str(two_ranks.text), "--out", "run"], tmp_path)
+    process = int(re.search(r"process (\d+)", command.read_until("run    "))[1])
+    command.read_until("step     1/")
+    os.kill(process, signal.SIGTERM)
+    assert command.finish() == 130, command.output
+    assert newest_checkpoint(tmp_path / "run")["step"] < 4000
+
+
+def test_a_dead_launcher_leaves_no_rank_behind(two_ranks: object, tmp_path: Path) -> None:
+    command = train_ranks(2, [*TINY, *ENDLESS, "--data", str(two_ranks.text), "--out", "run"], tmp_path)
+    command.read_until("step     1/")
+    command.process.kill()
+    assert command.finish() == -signal.SIGKILL
+    assert newest_checkpoint(tmp_path / "run")["step"] < 4000
+
+
+def test_a_dead_rank_ends_the_others(two_ranks: object, tmp_path: Path) -> None:
+    command = train_ranks(2, [*TINY, *ENDLESS, "--data", str(two_ranks.text), "--out", "run"], tmp_path)
+    process = int(re.search(r"process (\d+)", command.read_until("run    "))[1])
+    command.read_until("step     1/")
+    os.kill(process, signal.SIGKILL)
+    assert command.finish() == 128 + signal.SIGKILL, command.output
+    assert "rank 0 was killed by SIGKILL" in command.output

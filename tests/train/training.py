@@ -1,0 +1,88 @@
+"""Runs ``zero-optim train`` for the tests: in this process for one rank, in processes of its own for several."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_SECONDS = 90
+TINY = ["--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "16", "--batch", "2", "--device", "cpu"]
+ENDLESS = ["--steps", "4000"]  # far more than a test waits for, and still an end
+
+
+def write_text(folder: Path) -> Path:
+    """A few files of source text to train on, always the same."""
+    folder.mkdir(exist_ok=True)
+    for number in range(12):
+        lines = [f"def f{number}_{k}(x):\n    return x * {k} + {number}\n" for k in range(20 + number)]
+        (folder / f"part{number:02}.py").write_text("\n".join(lines))
+    return folder
+
+
+def environment() -> dict[str, str]:
+    """This process's, with the source tree importable and no launcher's variables."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    paths = [str(ROOT), str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class Command:
+    """A command of its own process, its output read line by line, ended after ``TIMEOUT_SECONDS`` at the latest.
+
+    The output ends when the last process that can write to it is gone: ``finish`` returns only after every rank.
+    """
+
+    def __init__(self, arguments: Sequence[str], folder: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=folder,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.output = ""
+        self._watchdog = threading.Timer(TIMEOUT_SECONDS, self.process.terminate)
+        self._watchdog.start()
+
+    def read_until(self, part: str) -> str:
+        """Reads on to the first line that holds ``part``, and returns that line."""
+        for line in self.process.stdout:
+            self.output += line
+            if part in line:
+                return line
+        raise AssertionError(f"ended without {part!r}:\n{self.output}")
+
+    def finish(self) -> int:
+        self.output += self.process.stdout.read()
+        code = self.process.wait()
+        self._watchdog.cancel()
+        return code
+
+
+def train_ranks(ranks: int, arguments: Sequence[str], folder: Path) -> Command:
+    return Command(["-m", "zero_optim", "train", "--ranks", str(ranks), *arguments], folder)
+
+
+def run_ranks(ranks: int, arguments: Sequence[str], folder: Path) -> str:
+    """Trains to the end; returns the output."""
+    command = train_ranks(ranks, arguments, folder)
+    assert command.finish() == 0, command.output
+    return command.output
+
+
+def read_log(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def without_speed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All that a repeated run must give again, bit for bit."""
+    return [{name: value for name, value in record.items() if name != "tokens_per_s"} for record in records]

@@ -1,0 +1,60 @@
+"""``FlatShard``: what passes, what raises, what survives a file."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+from zero_optim import FlatShard, ShardAccessError
+
+
+def _shard():
+    return FlatShard(torch.arange(3.0), 2, (2, 4), "gradient of 'fc.weight'", torch.bfloat16)
+
+
+def test_metadata_is_that_of_the_whole():
+    shard = _shard()
+    assert (shard.shape, shard.dtype, shard.ndim, shard.numel()) == ((2, 4), torch.bfloat16, 2, 8)
+    assert (shard.local.dtype, shard.local.tolist(), shard.start) == (torch.float32, [0, 1, 2], 2)
+    assert "[2:5] of 8" in repr(shard)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda shard: shard + 1,
+        lambda shard: shard.norm(),
+        lambda shard: shard.mul_(2),
+        lambda shard: shard.item(),
+        lambda shard: shard.tolist(),
+        lambda shard: torch.stack([torch.ones(2, 4), shard]),
+        lambda shard: torch._foreach_norm([torch.ones(2, 4), shard]),
+        lambda shard: shard[0],
+        lambda shard: shard.clone(),
+    ],
+)
+def test_reads_and_edits_raise_and_name_it(read):
+    with pytest.raises(ShardAccessError, match=r"gradient of 'fc.weight'.*opt.clip_grad_norm_"):
+        read(_shard())
+
+
+def test_zero_waits_for_whoever_still_writes():
+    shard, order = _shard(), []
+    shard.before_write = lambda: order.append(shard.local.tolist())
+    shard.detach().zero_()
+    assert order == [[0, 1, 2]]
+    assert shard.local.tolist() == [0, 0, 0]
+    shard.local.fill_(1)
+    torch._foreach_zero_([shard])
+    assert shard.local.tolist() == [0, 0, 0]
+
+
+def test_file_and_deepcopy_bring_it_back():
+    file = io.BytesIO()
+    torch.save({"shard": _shard()}, file)
+    file.seek(0)
+    for again in (torch.load(file, weights_only=True)["shard"], copy.deepcopy(_shard())):
+        assert isinstance(again, FlatShard)
+        assert (again.shape, again.dtype, again.start) == ((2, 4), torch.bfloat16, 2)
+        assert torch.equal(again.local, torch.arange(3.0))

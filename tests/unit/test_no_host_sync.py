@@ -1,0 +1,152 @@
+"""Contract 1: from backward to the end of ``step`` and ``update`` nothing waits for the device.
+
+Two nets: every way in which Python reads a tensor raises, and the ops that are dispatched come from a list of ones that leave
+values on the device. The list is by name, and closed: a new op in the step has to be looked at before it is added.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from guards import HOST_READS, HostRead, OpLog, no_host_reads
+from harness import run_ranks
+from torch import Tensor
+from training_cases import TINY_CAP_MB, linear_loss, make_gradients, make_parameters, maybe_no_sync
+
+SHAPES = ((17, 9), (300,), (1,), (40, 25))
+KERNELS = {f"zero_kernels::{name}" for name in ("adam_step", "pack", "unpack", "grad_stats")}
+COLLECTIVES = {f"c10d::{name}" for name in ("allreduce_", "alltoall_base_", "_allgather_base_", "_reduce_scatter_base_")}
+VIEWS = {f"aten::{name}" for name in ("alias", "as_strided", "detach", "expand", "select", "slice", "split", "t", "unbind", "view")}
+VIEWS |= {f"aten::{name}" for name in ("reshape", "_unsafe_view", "unsqueeze", "squeeze", "view_as", "_reshape_alias")}
+MAKERS = {f"aten::{name}" for name in ("empty", "empty_like", "ones_like", "zeros", "zeros_like", "full", "full_like", "new_zeros")}
+MAKERS |= {"aten::new_empty", "aten::scalar_tensor", "aten::lift_fresh", "aten::arange", "aten::new_empty_strided"}
+POINTWISE = {
+    f"aten::{name}"
+    for name in (
+        *("abs", "add", "bitwise_and", "bitwise_or", "clone", "clamp", "clamp_max", "copy", "div", "eq", "exp", "fill", "ge", "gt", "isfinite", "le"),
+        *("logical_and", "logical_not", "logical_or", "lt", "maximum", "minimum", "mul", "ne", "neg", "pow", "reciprocal"),
+        *("rsub", "sqrt", "sub", "where", "zero", "nan_to_num", "_to_copy", "sum", "amax", "max", "any", "all", "cat", "stack"),
+        *("index_select", "gather", "_foreach_add", "_foreach_mul", "_foreach_copy", "_foreach_zero", "addcmul", "lerp"),
+    )
+}
+ALLOWED = KERNELS | COLLECTIVES | VIEWS | MAKERS | POINTWISE | {f"{name}_" for name in POINTWISE}
+ALLOWED |= {"profiler::_record_function_enter_new", "profiler::_record_function_exit"}
+ALLOWED |= {"aten::_amp_update_scale_", "aten::_amp_foreach_non_finite_check_and_unscale_"}
+
+
+def _watched_step(rank: int, world_size: int, stage: int, dtype: torch.dtype, scaled: bool, clip: str, micro: int) -> set[str]:
+    """Names of the ops of one steady step; raises HostRead where a value is read."""
+    import zero_optim
+
+    params = make_parameters(SHAPES, dtype)
+    opt = zero_optim.ShardedAdamW(
+        params, stage=stage, bucket_cap_mb=TINY_CAP_MB, max_grad_norm=1.0 if clip == "argument" else None
+    )
+    scaler = zero_optim.GradScaler(init_scale=4.0, enabled=scaled)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (step + 1))
+
+    def one_step(step: int) -> None:
+        for index in range(micro):
+            with maybe_no_sync(opt, index < micro - 1):
+                scaler.scale(losses[index]).backward()
+        if clip == "call":
+            scaler.unscale_(opt)
+            opt.clip_grad_norm_(1.0)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        scheduler.step()
+
+    for step in range(3):
+        losses = [linear_loss(params, make_gradients(params, rank, step, index)) for index in range(micro)]
+        one_step(step)
+    losses = [linear_loss(params, make_gradients(params, rank, 3, index)) for index in range(micro)]
+    with OpLog() as log, no_host_reads():
+        one_step(3)
+    opt.close()
+    return set(log.names)
+
+
+CASES = [
+    (torch.float16, True, "call", 2),
+    (torch.float16, True, "argument", 1),
+    (torch.bfloat16, False, "call", 1),
+    (torch.bfloat16, False, "none", 2),
+    (torch.float32, False, "argument", 1),
+]
+
+
+def _watched_steps(rank: int, world_size: int) -> dict[str, set[str]]:
+    return {
+        f"stage {stage}, {case}": _watched_step(rank, world_size, stage, *case) for stage in (0, 1, 2) for case in CASES
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_reads_nothing_on_the_host(world_size):
+    for found in run_ranks(world_size, _watched_steps):
+        for case, names in found.items():
+            assert names <= ALLOWED, f"{case}: {sorted(names - ALLOWED)}"
+            assert "zero_kernels::adam_step" in names
+            assert ("c10d::allreduce_" in names) == (world_size > 1)
+
+
+def _launches(rank: int, world_size: int, shapes: tuple[tuple[int, ...], ...], stage: int) -> dict[str, int]:
+    """Kernel launches and collectives of a steady step."""
+    import zero_optim
+
+    params = make_parameters(shapes, torch.bfloat16)
+    opt = zero_optim.ShardedAdamW(params, stage=stage, bucket_cap_mb=25.0)
+    for step in range(3):
+        loss = linear_loss(params, make_gradients(params, rank, step))
+        if step == 2:
+            with OpLog() as log:
+                loss.backward(inputs=params) if world_size == 0 else loss.backward()
+                opt.step()
+        else:
+            loss.backward()
+            opt.step()
+        opt.zero_grad()
+    buckets = opt.stats()["buckets"]
+    opt.close()
+    return {"buckets": buckets, **{n: c for n, c in log.names.items() if n.split("::")[0] in ("zero_kernels", "c10d")}}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_launches_follow_the_buckets_not_the_parameters(stage):
+    """Contract 5: sixteen times the parameters of the same total size, and not one launch more."""
+    few, many = ((16, 1536),) * 4, ((1536,),) * 64
+    for world_size in (1, 2):
+        for result_few, result_many in zip(
+            run_ranks(world_size, _launches, few, stage), run_ranks(world_size, _launches, many, stage), strict=True
+        ):
+            assert result_few == result_many
+            assert result_few["buckets"] == 4
+            assert result_few["zero_kernels::adam_step"] == 4
+            assert result_few["zero_kernels::pack"] == 4
+
+
+@pytest.mark.parametrize("read", [n for n in HOST_READS if n not in ("__array__", "__complex__")])
+def test_the_guard_catches(read):
+    value = torch.ones((), dtype=torch.int64)
+    with pytest.raises(HostRead, match=read), no_host_reads():
+        getattr(value, read)()
+    assert value.item() == 1
+
+
+@pytest.mark.parametrize("sneaky", [lambda t: t.nonzero(), lambda t: torch.equal(t, t), lambda t: t[t > 0], lambda t: torch.unique(t)])
+def test_the_list_refuses_ops_that_wait(sneaky):
+    with OpLog() as log, warnings.catch_warnings():
+        sneaky(torch.ones(3))
+    assert not set(log.names) <= ALLOWED
+
+
+def test_a_tensors_truth_is_refused():
+    def branch(t: Tensor) -> int:
+        return 1 if t.sum() > 0 else 0
+
+    with pytest.raises(HostRead), no_host_reads():
+        branch(torch.ones(2))
+    assert branch(torch.ones(2)) == 1
