@@ -20,7 +20,7 @@ def label(row: dict[str, Any]) -> str:
 
 
 def plot(source: Path) -> Path:
-    """Write the plot beside the JSON file and return its path: one panel a dtype, one bar a backend, p20–p80 whiskers."""
+    """Write the plot beside the JSON file and return its path: a panel a dtype, a bar a backend, p20–p80 whiskers."""
     record = json.loads(source.read_text())
     dtypes = list(dict.fromkeys(row["dtype"] for row in record["rows"]))
     figure, panels = plt.subplots(1, len(dtypes), figsize=(4.6 * len(dtypes), 4.2), sharey=True, squeeze=False)

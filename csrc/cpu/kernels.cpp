@@ -310,26 +310,25 @@ float combine(const float* partials, int64_t count, int norm) {
 // ---- stream -------------------------------------------------------------------------------------------------------
 
 void stream_rows(const StreamArgs& args, int64_t row_begin, int64_t row_end) {
-  const BFloat16* grad = static_cast<const BFloat16*>(args.grad);
-  BFloat16* out = static_cast<BFloat16*>(args.out);
+  // 16-bit values go as pairs, in the words of a float: nothing is converted.
+  const float* grad = static_cast<const float*>(args.grad);
+  float* out = static_cast<float*>(args.out);
   bool stream = aligned(out) && args.numel >= kStreamFrom;
   int64_t end = row_end * kRow < args.numel ? row_end * kRow : args.numel;
-  // The three arrays change places, so that no store can be left out as a copy of what is there.
-  for (int64_t i = row_begin * kRow; i + kPair <= end; i += kPair) {
-    prefetch_pair(grad + i + kAhead);
-    prefetch_pair(args.a + i + kAhead);
-    prefetch_pair(args.b + i + kAhead);
-    prefetch_pair(args.c + i + kAhead);
-    Vec g[2];
-    for (int half = 0; half < 2; ++half) {
-      int64_t j = i + half * kLanes;
-      Vec a = Vec::load(args.a + j), b = Vec::load(args.b + j), c = Vec::load(args.c + j);
-      g[half] = Vec::load(grad + j);
-      b.store(args.a + j);
-      c.store(args.b + j);
-      a.store(args.c + j);
+  for (int64_t i = row_begin * kRow; i + 2 * kPair <= end; i += 2 * kPair) {
+    prefetch_pair(grad + (i + kAhead) / 2);
+    // The three arrays change places, so that no store can be left out as a copy of what is there.
+    for (int64_t j = i; j < i + 2 * kPair; j += kPair) {
+      prefetch_pair(args.a + j + kAhead);
+      prefetch_pair(args.b + j + kAhead);
+      prefetch_pair(args.c + j + kAhead);
+      Vec a0 = Vec::load(args.a + j), a1 = Vec::load(args.a + j + kLanes);
+      Vec b0 = Vec::load(args.b + j), b1 = Vec::load(args.b + j + kLanes);
+      store_pair(args.b + j, Vec::load(args.c + j), Vec::load(args.c + j + kLanes));
+      store_pair(args.a + j, b0, b1);
+      store_pair(args.c + j, a0, a1);
     }
-    write_pair(out + i, g[0], g[1], stream);
+    write_pair(out + i / 2, Vec::load(grad + i / 2), Vec::load(grad + i / 2 + kLanes), stream);
   }
   if (stream) stream_fence();
 }

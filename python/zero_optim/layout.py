@@ -84,7 +84,7 @@ def bucket_capacities(
     numels: Mapping[int, int],
     kinds: Mapping[int, Hashable],
     cap_bytes: float,
-    itemsizes: Mapping[Hashable, int],
+    itemsizes: Mapping[Any, int],
 ) -> dict[Hashable, int]:
     """Elements that a bucket of each kind may hold: ``cap_bytes``, never more than 1/4 of all that kind has.
 

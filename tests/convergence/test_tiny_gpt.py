@@ -128,7 +128,7 @@ def test_the_loss_curve_is_the_single_process_loops(dtype, micro):
     for stage in (0, 1, 2):
         for rank, losses in enumerate(run_ranks(2, _train, stage, dtype, micro)):
             # Same gradients, same update: what is left is how a matrix product rounds at another memory address.
-            assert losses == pytest.approx([step[rank] for step in curve], abs=0.02)
+            assert losses == pytest.approx([step[rank] for step in curve], abs=5e-3)
 
 
 def test_stages_1_and_2_train_to_the_same_bits():
