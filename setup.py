@@ -4,7 +4,6 @@ An install never needs a compiler: when the build fails, the first error is kept
 (`zero_kernels/build_error.txt`, shown by `zero-optim doctor`) and the reference backend runs instead.
 """
 
-import hashlib
 import importlib.util
 import os
 import platform
@@ -70,42 +69,49 @@ def run(command: list[str]) -> None:
         raise BuildError(f"$ {shlex.join(command)}\nexit status {done.returncode}: {said}\n")
 
 
-def compile_library(objects: Path, library: Path) -> None:
-    """Compile csrc, one object a source and instruction set, all at once, and link. Raises BuildError."""
-    torch = torch_directory()
-    if torch is None:
-        raise BuildError("torch's headers were not found: install torch >= 2.10 and install this package again\n")
+def compile_commands(torch: Path, objects: Path) -> dict[Path, list[str]]:
+    """The command that makes each object: one a source, and for the kernels one an instruction set."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     torch_flags = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-isystem", str(torch / "include")]
-    units = [("ops", CSRC / "ops.cpp", torch_flags), ("isa", CSRC / "cpu/isa.cpp", [])]
-    units += [
-        (f"kernels_{isa}", CSRC / "cpu/kernels.cpp", flags)
-        for isa, flags in ISA_FLAGS.items()
-        if x86 or isa == "scalar"
-    ]
-    cxx = compiler()
-    commands = [
-        [*cxx, *FLAGS, *flags, "-c", str(source), "-o", str(objects / f"{name}.o")] for name, source, flags in units
-    ]
-    linked = [str(objects / f"{name}.o") for name, _, _ in units]
-    shared = ["-dynamiclib", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
-    link = [*cxx, *shared, *linked, "-o", str(library)]
-    if sys.platform != "darwin":
-        link += [f"-L{torch / 'lib'}", "-ltorch_cpu"]
-    # What was built from these very commands and sources is not built again.
-    key = hashlib.sha256(repr((commands, link, (torch / "version.py").read_text())).encode())
-    for source in sorted(CSRC.rglob("*")):
-        key.update(source.read_bytes() if source.is_file() else b"")
-    stamp = objects / "key"
-    if library.exists() and stamp.exists() and stamp.read_text() == key.hexdigest():
-        return
-    stamp.unlink(missing_ok=True)
+    units = {"ops": (CSRC / "ops.cpp", torch_flags), "isa": (CSRC / "cpu/isa.cpp", [])}
+    for isa, flags in ISA_FLAGS.items():
+        if x86 or isa == "scalar":
+            units[f"kernels_{isa}"] = (CSRC / "cpu/kernels.cpp", flags)
+    return {
+        objects / f"{name}.o": [*compiler(), *FLAGS, *flags, "-c", str(source), "-o", str(objects / f"{name}.o")]
+        for name, (source, flags) in units.items()
+    }
+
+
+def build_library(objects: Path, library: Path) -> None:
+    """Compile csrc, all objects at once, and link. Raises BuildError."""
+    torch = torch_directory()
+    if torch is None:
+        raise BuildError("torch's headers were not found: install torch >= 2.10, then this package again\n")
     objects.mkdir(parents=True, exist_ok=True)
-    library.parent.mkdir(parents=True, exist_ok=True)
+    commands = compile_commands(torch, objects)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(run, commands))
-    run(link)
-    stamp.write_text(key.hexdigest())
+        list(pool.map(run, commands.values()))
+    if sys.platform == "darwin":
+        how, libraries = ["-dynamiclib", "-undefined", "dynamic_lookup"], []
+    else:
+        how, libraries = ["-shared"], [f"-L{torch / 'lib'}", "-ltorch_cpu"]
+    run([*compiler(), *how, *map(str, commands), "-o", str(library), *libraries])
+
+
+def install(package: Path, library: Path, error: str | None) -> None:
+    """Put into the package either the library or the reason why there is none, and remove the other."""
+    package.mkdir(parents=True, exist_ok=True)
+    installed, report = package / LIBRARY, package / "build_error.txt"
+    if error is not None:
+        installed.unlink(missing_ok=True)
+        report.write_text(error)
+        return
+    report.unlink(missing_ok=True)
+    # Replaced, never written over: a running process may have it mapped.
+    fresh = installed.with_suffix(".new")
+    shutil.copy2(library, fresh)
+    fresh.replace(installed)
 
 
 class BuildLibrary(build_ext):
@@ -119,21 +125,15 @@ class BuildLibrary(build_ext):
         packages = [Path(self.build_lib, "zero_kernels")]
         if self.inplace or self.editable_mode:
             packages.append(ROOT / "zero_kernels")
+        library = Path(self.build_temp).absolute() / LIBRARY
         error = "ZERO_KERNELS_NO_BUILD was set: the library was not built\n" if NO_BUILD else None
         if error is None:
             try:
-                compile_library(Path(self.build_temp).absolute(), packages[0].absolute() / LIBRARY)
+                build_library(library.parent, library)
             except BuildError as failure:
                 error = str(failure)
         for package in packages:
-            package.mkdir(parents=True, exist_ok=True)
-            report = package / "build_error.txt"
-            report.unlink(missing_ok=True)
-            if error is not None:
-                (package / LIBRARY).unlink(missing_ok=True)
-                report.write_text(error)
-            elif package != packages[0]:
-                shutil.copy2(packages[0] / LIBRARY, package / LIBRARY)
+            install(package, library, error)
         if error is not None:
             self.warn(f"the CPU library was not built; the reference backend will run instead:\n{error}")
 

@@ -1,4 +1,4 @@
-"""Watchers of a piece of code: the ops it dispatches, the collectives it issues, the host reads it attempts, the storages it keeps."""
+"""Watchers of a piece of code: the ops it dispatches, its collectives, its host reads, the storages it keeps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 HOST_READS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "__complex__")
 
-# The c10d operators behind torch.distributed's functions, whatever the functions are called, and which of their arguments is
-# the tensor of full bucket size.
+# The c10d operators behind torch.distributed's functions, whatever the functions are called, and which of their
+# arguments is the tensor of full bucket size.
 _FULL_SIZE_ARGUMENT = {
     "allreduce_": 0,
     "_reduce_scatter_base_": 1,
@@ -53,7 +53,7 @@ def no_host_reads() -> Iterator[None]:
 
 
 class OpLog(TorchDispatchMode):
-    """Names of the ops dispatched inside, as ``aten::add_``, and of those that returned storage nobody had seen before."""
+    """Names of the ops dispatched inside, as ``aten::add_``, and what storage they returned beyond their arguments'."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def _children(value: Any) -> Iterator[Any]:
 
 
 def storages_of(root: Any) -> dict[int, int]:
-    """Address to bytes of every non-empty tensor storage reachable from ``root`` through containers and zero_optim's objects."""
+    """Address to bytes of every non-empty storage reachable from ``root`` by containers and zero_optim's objects."""
     seen: set[int] = set()
     found: dict[int, int] = {}
     stack = [root]

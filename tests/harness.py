@@ -1,7 +1,7 @@
-"""Runs test functions on gloo ranks: a pool of spawned processes, reused over the test session, in which nothing can hang.
+"""Runs test functions on gloo ranks: a pool of spawned processes, reused over the session, in which nothing can hang.
 
 ``run_ranks(world_size, fn, *args)`` calls ``fn(rank, world_size, *args)`` on every rank and returns the results in rank
-order. ``fn`` is a module-level function; arguments and results travel by pickle. Each call has a process group of its own.
+order. ``fn`` is a module-level function; arguments and results travel by pickle. Each call has its own process group.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def _process_group(task: _Task):
         yield
     finally:
         gc.collect()  # work handles and hooks of this call go before the group does
+        gc.freeze()  # what survives is modules: the next collection need not walk them (60 ms on one core)
         dist.destroy_process_group()
 
 
@@ -109,7 +110,7 @@ class RankPool:
         self._serial = itertools.count()
 
     def run(self, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
-        """Calls ``fn(rank, world_size, *args)`` on every rank. Raises RankFailure; the next call then has new workers."""
+        """As :func:`run_ranks`. After a failure the next call has new workers."""
         store = os.path.join(self._directory.name, f"store-{next(self._serial)}")
         call = pickle.dumps((fn, args))
         while len(self._workers) < world_size:

@@ -39,8 +39,8 @@ def sqrt_rounded(x: Tensor) -> Tensor:
 class MasterAdamW:
     """AdamW with fp32 masters over parameters of any floating dtype, each with a step count of its own.
 
-    ``params`` holds the parameters (their own dtype), ``master``, ``exp_avg`` and ``exp_avg_sq`` the state (fp32), ``steps`` the
-    counts. The constructor copies what it is given.
+    ``params`` holds the parameters (their own dtype), ``master``, ``exp_avg`` and ``exp_avg_sq`` the state (fp32),
+    ``steps`` the counts. The constructor copies what it is given.
     """
 
     def __init__(self, params: Sequence[Tensor], hypers: Hyper | Sequence[Hyper] | None = None) -> None:
@@ -96,7 +96,9 @@ def average(grads: Sequence[Tensor | None], reduce_dtype: torch.dtype | None = N
     return total.to(dtype)
 
 
-def averages(per_rank: Sequence[Sequence[Tensor | None]], reduce_dtype: torch.dtype | None = None) -> list[Tensor | None]:
+def averages(
+    per_rank: Sequence[Sequence[Tensor | None]], reduce_dtype: torch.dtype | None = None
+) -> list[Tensor | None]:
     """:func:`average` of every parameter; ``per_rank[rank][index]`` are the local gradients."""
     return [average(grads, reduce_dtype) for grads in zip(*per_rank, strict=True)]
 
@@ -111,8 +113,8 @@ def accumulate(total: Sequence[Tensor | None] | None, grads: Sequence[Tensor | N
 def adamw_bound(param: Tensor, lr: float, steps: int) -> Tensor:
     """How far fp32 parameters may lie from ``torch.optim.AdamW``'s after ``steps`` updates by the same gradients.
 
-    Both round each operation, in different orders (torch fuses ``lerp`` and ``addcdiv``). A step's update is at most a few
-    times ``lr`` and is formed in about ten operations, so 16 eps * lr a step; adding it to the parameter and decaying it rounds
-    two more times, each by at most half an ulp of the parameter, on both sides.
+    Both round each operation, in different orders (torch fuses ``lerp`` and ``addcdiv``). A step's update is at most a
+    few times ``lr`` and is formed in about ten operations, so 16 eps * lr a step; adding it to the parameter and
+    decaying it rounds two more times, each by at most half an ulp of the parameter, on both sides.
     """
     return steps * FP32_EPS * (2 * param.abs() + 16 * lr)

@@ -1,4 +1,4 @@
-"""Parameters, gradients and loops that the tests share. Everything is a pure function of its arguments, on every rank."""
+"""Parameters, gradients and comparisons that the tests share: pure functions of their arguments, on every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROW = 128
 def make_parameters(
     shapes: Iterable[Sequence[int]] = SHAPES, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> list[nn.Parameter]:
-    """Normal parameters of ``dtype``; one generator a parameter, so that a shape's values do not depend on the others."""
+    """Normal parameters of ``dtype``; a generator for each, so that its values do not depend on the others."""
     return [
         nn.Parameter(torch.randn(tuple(shape), generator=torch.Generator().manual_seed(1000 * seed + i)).to(dtype))
         for i, shape in enumerate(shapes)
@@ -80,9 +80,8 @@ def difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
             texts.append(f"[{index}] is {a.dtype} {tuple(a.shape)}, expected {e.dtype} {tuple(e.shape)}")
         elif not torch.equal(bits(a), bits(e)):
             off = (a.double() - e.double()).abs()
-            texts.append(
-                f"[{index}] {tuple(a.shape)}: {int((a != e).sum())} of {a.numel()} differ, by at most {float(off.max()):.3g}"
-            )
+            count = f"{int((a != e).sum())} of {a.numel()}"
+            texts.append(f"[{index}] {tuple(a.shape)}: {count} differ, by at most {float(off.max()):.3g}")
     return "; ".join(texts)
 
 
@@ -98,7 +97,9 @@ def assert_within(actual: Sequence[Tensor], expected: Sequence[Tensor], bounds: 
     for index, (a, e, bound) in enumerate(zip(actual, expected, bounds, strict=True)):
         excess = (a.double() - e.double()).abs() - bound.double()
         if a.shape != e.shape or not bool((excess <= 0).all()):
-            raise AssertionError(f"{what}[{index}] {tuple(a.shape)}: beyond the bound by up to {float(excess.max()):.3g}")
+            raise AssertionError(
+                f"{what}[{index}] {tuple(a.shape)}: beyond the bound by up to {float(excess.max()):.3g}"
+            )
 
 
 def maybe_no_sync(opt: Any, active: bool) -> contextlib.AbstractContextManager[Any]:

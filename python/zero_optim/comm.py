@@ -8,6 +8,7 @@ the group's own timeout.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import RankMismatchError
+from .errors import ClosedError, RankMismatchError
 
 # torch 2.13 renames these two and warns on the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -55,14 +56,25 @@ class Pending:
 
 
 class Comm:
-    """The ranks that share one optimizer's state. ``group=None`` is one rank, and then nothing is communicated."""
+    """The ranks that share one optimizer's state. ``group=None`` is one rank, and then nothing is communicated.
+
+    The group is held weakly: gloo's threads end only when ``destroy_process_group`` drops the last reference to it, and
+    one that still runs while the interpreter shuts down aborts the process.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+        self._group = weakref.ref(group) if group is not None else None
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self.traffic: dict[str, Traffic] = {}
         self._sum = torch.empty(0, dtype=torch.float32)  # [shard_numel] scratch of _sum_in_rank_order
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        group = self._group() if self._group is not None else None
+        if group is None and self.world_size > 1:
+            raise ClosedError("the process group was destroyed: close the optimizer before, or make a new one")
+        return group
 
     def has_own_reduce_scatter(self, tensor: Tensor) -> bool:
         """Gloo's own is a clone and an all-reduce; ours is an all-to-all into a scratch buffer and a local sum."""

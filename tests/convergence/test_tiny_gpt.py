@@ -115,11 +115,15 @@ def _reference(world_size: int, dtype: torch.dtype | None, micro: int) -> list[l
     return curve
 
 
-def _reference_on_a_rank(rank: int, world_size: int, ranks: int, dtype: torch.dtype | None, micro: int) -> list[list[float]]:
+def _reference_on_a_rank(
+    rank: int, world_size: int, ranks: int, dtype: torch.dtype | None, micro: int
+) -> list[list[float]]:
     return _reference(ranks, dtype, micro)  # in a worker, so that the number of threads is the same
 
 
-@pytest.mark.parametrize(("dtype", "micro"), [(None, 1), (torch.float32, 2)], ids=["bf16 reduced", "fp32 reduced, accumulated"])
+@pytest.mark.parametrize(
+    ("dtype", "micro"), [(None, 1), (torch.float32, 2)], ids=["bf16 reduced", "fp32 reduced, accumulated"]
+)
 def test_the_loss_curve_is_the_single_process_loops(dtype, micro):
     (curve,) = run_ranks(1, _reference_on_a_rank, 2, dtype, micro)
     first, last = sum(curve[0]) / 2, sum(map(sum, curve[-5:])) / 10

@@ -87,7 +87,20 @@ def _no_parameters(rank: int):
     return ([] if rank == 1 else make_parameters(SHAPES)), {}
 
 
-DISAGREEMENTS = (_name, _shape, _dtype, _order, _count, _trainable, _grouping, _stage, _cap, _reduce_dtype, _rate, _norm)
+DISAGREEMENTS = (
+    _name,
+    _shape,
+    _dtype,
+    _order,
+    _count,
+    _trainable,
+    _grouping,
+    _stage,
+    _cap,
+    _reduce_dtype,
+    _rate,
+    _norm,
+)
 BAD_ON_ONE_RANK = (_bad_rate, _bad_stage, _bad_parameter, _no_parameters)
 
 

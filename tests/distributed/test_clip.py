@@ -44,7 +44,9 @@ def _norms(rank: int, world_size: int, stage: int, dtype: torch.dtype) -> list[T
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_norms_of_the_averaged_gradients(stage, world_size, dtype):
     like = make_parameters(SHAPES, dtype)
-    average = torch.cat([g.flatten() for g in averages([make_gradients(like, r, 0) for r in range(world_size)])]).double()
+    average = torch.cat(
+        [g.flatten() for g in averages([make_gradients(like, r, 0) for r in range(world_size)])]
+    ).double()
     expected = [float(average.norm(p)) for p in NORMS]
     # Stage 0 on four ranks rounds sums in an order of gloo's own: a last-bit difference in some elements.
     relative = 2**-9 if stage == 0 and world_size > 2 and dtype == torch.bfloat16 else 16 * FP32_EPS
@@ -55,7 +57,9 @@ def test_norms_of_the_averaged_gradients(stage, world_size, dtype):
         assert [float(norm) for norm in norms] == pytest.approx(expected, rel=relative)
 
 
-def _clipped(rank: int, world_size: int, stage: int, norm_type: float, as_argument: bool) -> tuple[list[Tensor], list[float]]:
+def _clipped(
+    rank: int, world_size: int, stage: int, norm_type: float, as_argument: bool
+) -> tuple[list[Tensor], list[float]]:
     import zero_optim
 
     params = make_parameters(FILLED)

@@ -1,4 +1,4 @@
-"""What a step sends: exact calls and bytes, in ``stats()`` and as the process group saw them, and in one fixed order."""
+"""What a step sends: exact calls and bytes, in ``stats()`` and as the process group saw them, in one fixed order."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_users_see_no_warning():
 
 @dataclass(frozen=True)
 class Memory:
-    """``stats()['memory']`` of a bf16 model without padding, after a steady step and (``full``) with gradients there."""
+    """``stats()['memory']`` of a bf16 model without padding, after a steady step, gradients included."""
 
     full: dict[str, int]
     elements: int
@@ -274,4 +274,6 @@ def test_memory_by_formula(stage, world_size):
         assert kinds["gradients"] == 2 * gradient_shard
         assert kinds["padding"] == 0
         if stage == 2 and world_size > 1:
-            assert kinds["communication"] == 2 * 2 * memory.largest
+            # Beside the two, on more than two ranks, gloo's reduce-scatter sums one shard in fp32.
+            local_sum = 4 * memory.largest // world_size if world_size > 2 else 0
+            assert kinds["communication"] == 2 * 2 * memory.largest + local_sum

@@ -1,4 +1,4 @@
-"""Overflow is shared: one rank's inf skips the step on all, bit for bit, and the loss scale moves as torch's own does."""
+"""Overflow is shared: one rank's inf skips the step on all, bit for bit; the loss scale moves as torch's own does."""
 
 from __future__ import annotations
 
@@ -66,13 +66,22 @@ def test_one_ranks_overflow_skips_the_step_everywhere(stage, world_size):
         expected.append(copies(oracle.params))
     for value in (float("inf"), float("nan")):
         for seen in run_ranks(world_size, _overflow, stage, value):
-            assert seen["scales"] == [64.0, 64.0, 32.0, 32.0, 32.0, 64.0]  # halved at once, doubled after three good steps
+            assert seen["scales"] == [
+                64.0,
+                64.0,
+                32.0,
+                32.0,
+                32.0,
+                64.0,
+            ]  # halved at once, doubled after three good steps
             assert seen["skipped"] == [0, 0, 1, 1, 1, 1]
             assert_bitwise(seen["params"][2], seen["params"][1], "parameters after the skipped step")
             assert_bitwise(seen["params"][5], expected[5], "parameters after the last step")
 
 
-def _skipped_without_scaler(rank: int, world_size: int, stage: int, skip: bool) -> tuple[list[Tensor], list[Tensor], int]:
+def _skipped_without_scaler(
+    rank: int, world_size: int, stage: int, skip: bool
+) -> tuple[list[Tensor], list[Tensor], int]:
     import zero_optim
 
     params = make_parameters(SHAPES, torch.bfloat16)
@@ -111,7 +120,7 @@ def _overflow_born_in_the_sum(rank: int, world_size: int, stage: int) -> tuple[l
     before = copies(params)
     grads = make_gradients(params, rank, 0)
     grads[0][7] = 65504.0
-    for micro in range(2):
+    for _ in range(2):
         linear_loss(params, grads).backward()
     opt.step()
     skipped = int(opt.stats()["skipped_steps"])

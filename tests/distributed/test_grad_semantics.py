@@ -1,7 +1,8 @@
-"""What ``.grad`` is when, on one rank and on several: readable, editable, guarded, dropped, zeroed, assigned by hand."""
+"""What ``.grad`` is when, on one rank and on several: readable, editable, guarded, dropped, zeroed, assigned."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,9 @@ WARM_UP = 2  # steps before the one that is looked at: the buckets have taken th
 Scenario = Callable[[Any, list[nn.Parameter], int, int], None]
 
 
-def _run(rank: int, world_size: int, stage: int, scenario: Scenario, warm_up: int, options: dict[str, Any]) -> list[Tensor]:
+def _run(
+    rank: int, world_size: int, stage: int, scenario: Scenario, warm_up: int, options: dict[str, Any]
+) -> list[Tensor]:
     """Parameters after ``warm_up`` plain steps and ``scenario``, which makes its own steps."""
     import zero_optim
 
@@ -54,15 +57,23 @@ def _average(world_size: int, step: int, micro: int = 0) -> list[Tensor | None]:
     return averages([make_gradients(like, rank, step, micro) for rank in range(world_size)])
 
 
-def check(scenario: Scenario, expected: Callable[[MasterAdamW, int], None], stages=(0, 1, 2), worlds=(1, 2), **options) -> None:
+def _run_cells(rank: int, world_size: int, cells: list[tuple[int, int]], scenario: Scenario, options: dict[str, Any]):
+    return [_run(rank, world_size, stage, scenario, warm_up, options) for stage, warm_up in cells]
+
+
+def check(
+    scenario: Scenario, expected: Callable[[MasterAdamW, int], None], stages=(0, 1, 2), worlds=(1, 2), **options
+) -> None:
     """Runs the scenario and lets ``expected`` play it on the oracle, at the first step and at a later one."""
+    cells = list(itertools.product(stages, (0, WARM_UP)))
     for world_size in worlds:
-        for warm_up in (0, WARM_UP):
-            oracle = _oracle(world_size, warm_up)
+        oracles = {warm_up: _oracle(world_size, warm_up) for warm_up in (0, WARM_UP)}
+        for oracle in oracles.values():
             expected(oracle, world_size)
-            for stage in stages:
-                for params in run_ranks(world_size, _run, stage, scenario, warm_up, options):
-                    assert_bitwise(params, oracle.params, f"stage {stage}, {world_size} ranks, after {warm_up} steps")
+        for results in run_ranks(world_size, _run_cells, cells, scenario, options):
+            for (stage, warm_up), params in zip(cells, results, strict=True):
+                what = f"stage {stage}, {world_size} ranks, after {warm_up} steps"
+                assert_bitwise(params, oracles[warm_up].params, what)
 
 
 # -- readable and editable where one rank holds it --------------------------------------------------------------------

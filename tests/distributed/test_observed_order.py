@@ -1,4 +1,4 @@
-"""After the first backward buckets follow the order in which gradients became ready, and what does not fit that is told."""
+"""Buckets follow the order in which gradients became ready in the first backward; what does not fit it is told."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def _shuffled(rank: int, world_size: int, stage: int, orders: tuple[tuple[int, .
     return copies(params), before == [(id(p), p.shape, p.dtype) for p in params]
 
 
-@pytest.mark.parametrize("orders", [(SHUFFLED,), (SHUFFLED, tuple(range(8))), (tuple(range(8)), SHUFFLED, (7, 6, 5, 4, 3, 2, 1, 0))])
+@pytest.mark.parametrize(
+    "orders", [(SHUFFLED,), (SHUFFLED, tuple(range(8))), (tuple(range(8)), SHUFFLED, (7, 6, 5, 4, 3, 2, 1, 0))]
+)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_any_order_on_any_rank_gives_the_same_parameters(stage, orders):
     oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), Hyper(lr=LR))
@@ -96,7 +98,13 @@ def _conditional(rank: int, world_size: int, stage: int) -> list[list[Tensor]]:
 
 
 def _used(grads: list[Tensor], rank: int, step: int) -> list[Tensor | None]:
-    absent = {0: {4} | ({1, 6} if rank == 1 else set()), 1: {4}, 2: {1, 4, 6}, 3: {0, 4} if rank == 0 else {4, 7}, 4: {4}}
+    absent = {
+        0: {4} | ({1, 6} if rank == 1 else set()),
+        1: {4},
+        2: {1, 4, 6},
+        3: {0, 4} if rank == 0 else {4, 7},
+        4: {4},
+    }
     return [None if i in absent.get(step, set()) else g for i, g in enumerate(grads)]
 
 
@@ -200,14 +208,14 @@ def test_a_gradient_that_comes_too_late_fails_the_step_on_every_rank(stage, culp
 
 
 def _nested(rank: int, world_size: int, stage: int, segments: tuple[int, int]) -> tuple[list[int], list[Tensor]]:
-    """Reductions of each step when rank ``r`` runs ``segments[r]`` reentrant checkpoints, each over a layer of its own."""
+    """Reductions of each step when rank ``r`` runs ``segments[r]`` reentrant checkpoints, each over its own layer."""
     import zero_optim
 
     params = make_parameters(((12, ROW),) * 4)
     opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
     x = torch.ones(12, ROW, requires_grad=True)
     counts = []
-    for step in range(3):
+    for _ in range(3):
         with CollectiveLog() as log:
             loss = (params[3] * 3).sum()
             for index in range(3):

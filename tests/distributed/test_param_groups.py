@@ -1,4 +1,4 @@
-"""Groups with their own hyper-parameters, schedulers, frozen, absent, tied, tiny and mixed-dtype parameters, on several ranks."""
+"""On several ranks: groups with hyper-parameters of their own, schedulers, absent, tied, tiny and mixed parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ MIXED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _group(params: list[nn.Parameter], hyper: Hyper) -> dict[str, object]:
-    return {"params": params, "lr": hyper.lr, "betas": hyper.betas, "eps": hyper.eps, "weight_decay": hyper.weight_decay}
+    return {
+        "params": params,
+        "lr": hyper.lr,
+        "betas": hyper.betas,
+        "eps": hyper.eps,
+        "weight_decay": hyper.weight_decay,
+    }
 
 
 def _hypers(count: int) -> list[Hyper]:
@@ -173,7 +179,7 @@ def test_more_ranks_than_elements(shapes):
 
 
 class _Tied(nn.Module):
-    """One weight used as embedding and as output, a second one used in two reentrant checkpoints: ready more than once."""
+    """One weight is embedding and output; another is used in two reentrant checkpoints and becomes ready twice."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()

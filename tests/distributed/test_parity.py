@@ -1,7 +1,7 @@
-"""The parity matrix: stage x world size x dtype x accumulation x bucket size, bit for bit against the written-out oracle.
+"""The parity matrix: stage x world size x dtype x accumulation x bucket size, bit for bit against the oracle.
 
-Random gradients wherever the sum has one order (rank order at stages 1 and 2; two ranks or fewer at stage 0). The all-reduce of
-stage 0 on more ranks sums in an order that depends on the position, so there the gradients are ones whose sums are exact.
+Random gradients wherever the sum has one order (rank order at stages 1 and 2; two ranks or fewer at stage 0). The
+all-reduce of stage 0 on more ranks sums in an order that depends on the position; there, gradients have exact sums.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HYPER = Hyper(lr=1e-2, weight_decay=0.1)
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run: ``micro`` backwards a step, of which all but the last are under ``no_sync`` when ``no_sync``."""
+    """One training run: ``micro`` backwards a step; with ``no_sync``, all but the last are under ``opt.no_sync()``."""
 
     stage: int
     micro: int
@@ -98,7 +98,7 @@ def averaged(cell: Cell, world_size: int, dtype: torch.dtype, grid: int | None, 
 
 @functools.cache
 def expected(cell: Cell, world_size: int, dtype: torch.dtype, grid: int | None) -> tuple[list[Tensor], list[Tensor]]:
-    """Parameters after STEPS steps by the oracle, and (fp32) by ``torch.optim.AdamW`` on the same averaged gradients."""
+    """Parameters after STEPS steps by the oracle, and (fp32) by ``torch.optim.AdamW``, on the same averages."""
     oracle = MasterAdamW(make_parameters(SHAPES, dtype), HYPER)
     plain = [p.requires_grad_() for p in make_parameters(SHAPES, torch.float32)]
     adamw = torch.optim.AdamW(plain, lr=HYPER.lr, weight_decay=HYPER.weight_decay)

@@ -1,4 +1,4 @@
-"""Saved and loaded at the same world size: training continues bit for bit, through ``torch.load(weights_only=True)``."""
+"""Saved and loaded at the same world size, through ``torch.load(weights_only=True)``: training goes on bit for bit."""
 
 from __future__ import annotations
 
@@ -34,13 +34,18 @@ def _through_a_file(state: Any) -> Any:
 class _Run:
     """A model, its optimizer and a scheduler over two groups."""
 
-    def __init__(self, rank: int, stage: int, dtype: torch.dtype, with_names: bool, seed: int = 0, shuffled: bool = False) -> None:
+    def __init__(
+        self, rank: int, stage: int, dtype: torch.dtype, with_names: bool, seed: int = 0, shuffled: bool = False
+    ) -> None:
         import zero_optim
 
         self.rank, self.shuffled = rank, shuffled
         self.params = make_parameters(SHAPES, dtype, seed)
         entries = named(self.params) if with_names else self.params
-        groups = [{"params": entries[:3], "weight_decay": 0.1}, {"params": entries[3:], "lr": 5e-3, "betas": (0.8, 0.99)}]
+        groups = [
+            {"params": entries[:3], "weight_decay": 0.1},
+            {"params": entries[3:], "lr": 5e-3, "betas": (0.8, 0.99)},
+        ]
         self.opt = zero_optim.ShardedAdamW(groups, lr=1e-2, stage=stage, bucket_cap_mb=TINY_CAP_MB)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.opt, T_max=STEPS)
 
@@ -67,7 +72,9 @@ class _Run:
         self.scheduler.load_state_dict(checkpoint["scheduler"])
 
 
-def _resumed(rank: int, world_size: int, stage: int, dtype: torch.dtype, with_names: bool, shuffled: bool) -> list[list[Tensor]]:
+def _resumed(
+    rank: int, world_size: int, stage: int, dtype: torch.dtype, with_names: bool, shuffled: bool
+) -> list[list[Tensor]]:
     """Parameters of a straight run, of one restored into fresh objects, and of one restored into objects in use."""
     straight = _Run(rank, stage, dtype, with_names, shuffled=shuffled)
     for step in range(STEPS):
@@ -107,7 +114,10 @@ def _saved(rank: int, world_size: int, stage: int, with_names: bool) -> tuple[di
         run.step(step)
     state = run.opt.state_dict()
     kinds = sorted({type(value).__name__ for entry in state["state"].values() for value in entry.values()})
-    shapes = {key: {name: tuple(value.shape) for name, value in entry.items() if name != "step"} for key, entry in state["state"].items()}
+    shapes = {
+        key: {name: tuple(value.shape) for name, value in entry.items() if name != "step"}
+        for key, entry in state["state"].items()
+    }
     steps = {key: float(entry["step"]) for key, entry in state["state"].items()}
     groups = state["param_groups"]
     plain = state["state"] if world_size == 1 else None
@@ -135,7 +145,9 @@ def test_what_a_state_dict_holds(with_names):
 def test_plain_state_equals_the_oracle():
     hypers = [Hyper(lr=1e-2, weight_decay=0.1)] * 3 + [Hyper(lr=5e-3, betas=(0.8, 0.99))] * 5
     oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), hypers)
-    rate = torch.optim.lr_scheduler.CosineAnnealingLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), T_max=STEPS)
+    rate = torch.optim.lr_scheduler.CosineAnnealingLR(
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), T_max=STEPS
+    )
     for step in range(3):
         factor = rate.get_last_lr()[0]
         oracle.hypers = [Hyper(h.lr * factor, h.betas, h.eps, h.weight_decay) for h in hypers]
@@ -161,11 +173,13 @@ def _mismatched(rank: int, world_size: int, stage: int) -> dict[str, tuple[str, 
     def changed(**entries: Any) -> dict[str, Any]:
         return {**good, **entries}
 
-    names = list(good["state"])
+    names = sorted(good["state"])
     renamed = {("other.weight" if name == names[0] else name): entry for name, entry in good["state"].items()}
     swapped = dict(good["state"])
     swapped[names[0]], swapped[names[1]] = swapped[names[1]], swapped[names[0]]
-    without_moment = {name: {k: v for k, v in e.items() if (name, k) != (names[0], "exp_avg")} for name, e in good["state"].items()}
+    without_moment = {
+        name: {k: v for k, v in e.items() if (name, k) != (names[0], "exp_avg")} for name, e in good["state"].items()
+    }
     cases = {
         "renamed": changed(state=renamed),
         "swapped shapes": changed(state=swapped),

@@ -20,7 +20,10 @@ from training_cases import (
 )
 
 LR = 1e-2
-EDITED = (0, 6)  # the parameters that are edited; the others keep what their masters hold below the parameter's last bit
+EDITED = (
+    0,
+    6,
+)  # the parameters that are edited; the others keep what their masters hold below the parameter's last bit
 
 
 def _value(p: Tensor) -> Tensor:

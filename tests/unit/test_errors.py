@@ -147,6 +147,13 @@ def test_a_norm_that_does_not_exist(norm_type):
 
 
 def test_errors_share_a_base():
-    for name in ("ParameterError", "RankMismatchError", "GradientError", "ShardAccessError", "ClosedError", "StateMismatchError"):
+    for name in (
+        "ParameterError",
+        "RankMismatchError",
+        "GradientError",
+        "ShardAccessError",
+        "ClosedError",
+        "StateMismatchError",
+    ):
         assert issubclass(getattr(zero_optim, name), zero_optim.ZeroOptimError)
     assert issubclass(zero_optim.ZeroOptimError, RuntimeError)

@@ -5,7 +5,6 @@ import io
 
 import pytest
 import torch
-
 from zero_optim import FlatShard, ShardAccessError
 
 

@@ -149,7 +149,9 @@ def test_no_module_of_the_optimizer_imports_itself_in_a_circle():
     edges: dict[str, set[str]] = {}
     for path in OPTIM.glob("*.py"):
         names = (name.split(".") for name in _imports(path))
-        edges[path.stem] = {p[1] for p in names if p[0] == "zero_optim" and len(p) > 1 and (OPTIM / f"{p[1]}.py").exists()}
+        edges[path.stem] = {
+            p[1] for p in names if p[0] == "zero_optim" and len(p) > 1 and (OPTIM / f"{p[1]}.py").exists()
+        }
     done: set[str] = set()
 
     def visit(module: str, trail: tuple[str, ...]) -> None:
@@ -168,9 +170,13 @@ def _collective_calls(path: Path) -> list[str]:
     tree, aliases, found = _tree(path), {"torch.distributed"}, []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            aliases |= {alias.asname for alias in node.names if alias.name.startswith("torch.distributed") and alias.asname}
+            aliases |= {
+                alias.asname for alias in node.names if alias.name.startswith("torch.distributed") and alias.asname
+            }
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-            aliases |= {alias.asname or alias.name for alias in node.names if alias.name in ("distributed", "distributed_c10d")}
+            aliases |= {
+                alias.asname or alias.name for alias in node.names if alias.name in ("distributed", "distributed_c10d")
+            }
             if (node.module or "").startswith("torch.distributed"):
                 found += [alias.name for alias in node.names if alias.name in COLLECTIVES]
     for node in ast.walk(tree):

@@ -3,7 +3,6 @@
 import random
 
 import pytest
-
 from zero_optim.layout import ROW, BucketLayout, Slot, bucket_capacities, build_layout
 
 

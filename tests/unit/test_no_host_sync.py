@@ -1,7 +1,7 @@
-"""Contract 1: from backward to the end of ``step`` and ``update`` nothing waits for the device.
+"""From backward to the end of ``step`` and ``update`` nothing waits for the device.
 
-Two nets: every way in which Python reads a tensor raises, and the ops that are dispatched come from a list of ones that leave
-values on the device. The list is by name, and closed: a new op in the step has to be looked at before it is added.
+Two nets: every way in which Python reads a tensor raises, and the ops that are dispatched come from a list of ones that
+leave values on the device. The list is closed: a new op in the step has to be looked at before it is added.
 """
 
 from __future__ import annotations
@@ -17,18 +17,79 @@ from training_cases import TINY_CAP_MB, linear_loss, make_gradients, make_parame
 
 SHAPES = ((17, 9), (300,), (1,), (40, 25))
 KERNELS = {f"zero_kernels::{name}" for name in ("adam_step", "pack", "unpack", "grad_stats")}
-COLLECTIVES = {f"c10d::{name}" for name in ("allreduce_", "alltoall_base_", "_allgather_base_", "_reduce_scatter_base_")}
-VIEWS = {f"aten::{name}" for name in ("alias", "as_strided", "detach", "expand", "select", "slice", "split", "t", "unbind", "view")}
+COLLECTIVES = {
+    f"c10d::{name}" for name in ("allreduce_", "alltoall_base_", "_allgather_base_", "_reduce_scatter_base_")
+}
+VIEWS = {
+    f"aten::{name}"
+    for name in ("alias", "as_strided", "detach", "expand", "select", "slice", "split", "t", "unbind", "view")
+}
 VIEWS |= {f"aten::{name}" for name in ("reshape", "_unsafe_view", "unsqueeze", "squeeze", "view_as", "_reshape_alias")}
-MAKERS = {f"aten::{name}" for name in ("empty", "empty_like", "ones_like", "zeros", "zeros_like", "full", "full_like", "new_zeros")}
+MAKERS = {
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "ones_like", "zeros", "zeros_like", "full", "full_like", "new_zeros")
+}
 MAKERS |= {"aten::new_empty", "aten::scalar_tensor", "aten::lift_fresh", "aten::arange", "aten::new_empty_strided"}
 POINTWISE = {
     f"aten::{name}"
     for name in (
-        *("abs", "add", "bitwise_and", "bitwise_or", "clone", "clamp", "clamp_max", "copy", "div", "eq", "exp", "fill", "ge", "gt", "isfinite", "le"),
-        *("logical_and", "logical_not", "logical_or", "lt", "maximum", "minimum", "mul", "ne", "neg", "pow", "reciprocal"),
-        *("rsub", "sqrt", "sub", "where", "zero", "nan_to_num", "_to_copy", "sum", "amax", "max", "any", "all", "cat", "stack"),
-        *("index_select", "gather", "_foreach_add", "_foreach_mul", "_foreach_copy", "_foreach_zero", "addcmul", "lerp"),
+        *(
+            "abs",
+            "add",
+            "bitwise_and",
+            "bitwise_or",
+            "clone",
+            "clamp",
+            "clamp_max",
+            "copy",
+            "div",
+            "eq",
+            "exp",
+            "fill",
+            "ge",
+            "gt",
+            "isfinite",
+            "le",
+        ),
+        *(
+            "logical_and",
+            "logical_not",
+            "logical_or",
+            "lt",
+            "maximum",
+            "minimum",
+            "mul",
+            "ne",
+            "neg",
+            "pow",
+            "reciprocal",
+        ),
+        *(
+            "rsub",
+            "sqrt",
+            "sub",
+            "where",
+            "zero",
+            "nan_to_num",
+            "_to_copy",
+            "sum",
+            "amax",
+            "max",
+            "any",
+            "all",
+            "cat",
+            "stack",
+        ),
+        *(
+            "index_select",
+            "gather",
+            "_foreach_add",
+            "_foreach_mul",
+            "_foreach_copy",
+            "_foreach_zero",
+            "addcmul",
+            "lerp",
+        ),
     )
 }
 ALLOWED = KERNELS | COLLECTIVES | VIEWS | MAKERS | POINTWISE | {f"{name}_" for name in POINTWISE}
@@ -36,7 +97,9 @@ ALLOWED |= {"profiler::_record_function_enter_new", "profiler::_record_function_
 ALLOWED |= {"aten::_amp_update_scale_", "aten::_amp_foreach_non_finite_check_and_unscale_"}
 
 
-def _watched_step(rank: int, world_size: int, stage: int, dtype: torch.dtype, scaled: bool, clip: str, micro: int) -> set[str]:
+def _watched_step(
+    rank: int, world_size: int, stage: int, dtype: torch.dtype, scaled: bool, clip: str, micro: int
+) -> set[str]:
     """Names of the ops of one steady step; raises HostRead where a value is read."""
     import zero_optim
 
@@ -116,7 +179,7 @@ def _launches(rank: int, world_size: int, shapes: tuple[tuple[int, ...], ...], s
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_launches_follow_the_buckets_not_the_parameters(stage):
-    """Contract 5: sixteen times the parameters of the same total size, and not one launch more."""
+    """Sixteen times the parameters of the same total size, and not one launch more."""
     few, many = ((16, 1536),) * 4, ((1536,),) * 64
     for world_size in (1, 2):
         for result_few, result_many in zip(
@@ -136,7 +199,9 @@ def test_the_guard_catches(read):
     assert value.item() == 1
 
 
-@pytest.mark.parametrize("sneaky", [lambda t: t.nonzero(), lambda t: torch.equal(t, t), lambda t: t[t > 0], lambda t: torch.unique(t)])
+@pytest.mark.parametrize(
+    "sneaky", [lambda t: t.nonzero(), lambda t: torch.equal(t, t), lambda t: t[t > 0], lambda t: torch.unique(t)]
+)
 def test_the_list_refuses_ops_that_wait(sneaky):
     with OpLog() as log, warnings.catch_warnings():
         sneaky(torch.ones(3))

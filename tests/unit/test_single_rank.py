@@ -1,4 +1,4 @@
-"""Without torch.distributed it is a plain optimizer: the same weights as torch's own, with everything clients do to one."""
+"""Without torch.distributed it is a plain optimizer: torch's own weights, with everything that clients do to one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from oracle import Hyper, MasterAdamW, adamw_bound
 from torch import nn
 from torch.optim import lr_scheduler
 from training_cases import (
-    SHAPES,
     assert_bitwise,
     assert_within,
     copies,
@@ -32,7 +31,9 @@ STEPS = 12
 LR = 1e-2
 
 
-def _train(opt: Any, params: list[nn.Parameter], scheduler: Any = None, steps: int = STEPS, first: int = 0) -> list[float]:
+def _train(
+    opt: Any, params: list[nn.Parameter], scheduler: Any = None, steps: int = STEPS, first: int = 0
+) -> list[float]:
     """The lr of each step."""
     rates = []
     for step in range(first, first + steps):
@@ -86,7 +87,9 @@ def test_schedulers_give_the_same_rates_and_weights(name):
     adamw = torch.optim.AdamW(theirs, lr=LR)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns when it does not see an optimizer's step
-        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*deprecated|.*EPOCH_DEPRECATION.*|.*epoch parameter.*")
+        warnings.filterwarnings(
+            "ignore", message=".*lr_scheduler.step.*deprecated|.*EPOCH_DEPRECATION.*|.*epoch parameter.*"
+        )
         rates = _train(opt, ours, SCHEDULERS[name](opt))
         expected = _train(adamw, theirs, SCHEDULERS[name](adamw))
     assert rates == expected
@@ -129,7 +132,10 @@ def test_positions_and_defaults_are_torchs():
     assert isinstance(opt, torch.optim.Optimizer)
     for key in ("lr", "betas", "eps", "weight_decay"):
         assert opt.param_groups[0][key] == adamw.param_groups[0][key]
-        assert zero_optim.ShardedAdamW(make_parameters()).defaults[key] == torch.optim.AdamW(make_parameters()).defaults[key]
+        assert (
+            zero_optim.ShardedAdamW(make_parameters()).defaults[key]
+            == torch.optim.AdamW(make_parameters()).defaults[key]
+        )
     with pytest.raises(TypeError):
         zero_optim.ShardedAdamW(make_parameters(), 1e-3, (0.9, 0.99), 1e-8, 0.0, 2)  # stage is keyword-only
     opt.close()
@@ -217,7 +223,12 @@ def test_our_scaler_has_torchs_interface_and_state():
     loaded = zero_optim.GradScaler()
     loaded.load_state_dict(theirs.state_dict())
     assert loaded.state_dict() == theirs.state_dict()
-    assert (loaded.get_scale(), loaded.get_growth_factor(), loaded.get_backoff_factor(), loaded.get_growth_interval()) == (128.0, 3.0, 0.25, 7)
+    assert (
+        loaded.get_scale(),
+        loaded.get_growth_factor(),
+        loaded.get_backoff_factor(),
+        loaded.get_growth_interval(),
+    ) == (128.0, 3.0, 0.25, 7)
     assert loaded.is_enabled()
     loaded.set_growth_factor(4.0)
     loaded.set_backoff_factor(0.125)
@@ -322,6 +333,8 @@ def test_attach_names_parameters_afterwards():
 
 
 def test_importing_starts_no_process_group():
-    code = "import zero_optim, torch.distributed as d; assert not (d.is_available() and d.is_initialized()); print('fine')"
+    code = (
+        "import zero_optim, torch.distributed as d; assert not (d.is_available() and d.is_initialized()); print('fine')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "fine", done.stderr

@@ -1,4 +1,4 @@
-"""Contract 4: nothing is allocated after the second step. The optimizer's storages, walked through its objects, stay as they are."""
+"""Nothing is allocated after the second step: the optimizer's storages, walked through its objects, stay the same."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_storages_stay_from_the_second_step_on(world_size):
 
 
 def _fresh(rank: int, world_size: int, run: Run) -> list[tuple[str, int]]:
-    """Ops of a steady ``step`` that returned storage of at least a parameter's smallest shard which was not there before."""
+    """Ops of a steady ``step`` that returned new storage of at least the smallest shard's size."""
     import zero_optim
 
     params = make_parameters(SHAPES, run.dtype)
@@ -99,7 +99,9 @@ def _fresh(rank: int, world_size: int, run: Run) -> list[tuple[str, int]]:
             opt.clip_grad_norm_(1.0)
             opt.step()
         opt.zero_grad()
-        found = [(name, size) for name, at, size in log.allocations if size >= smallest and at not in {**known, **gradients}]
+        found = [
+            (name, size) for name, at, size in log.allocations if size >= smallest and at not in {**known, **gradients}
+        ]
     opt.close()
     return found
 

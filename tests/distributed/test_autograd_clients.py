@@ -1,0 +1,212 @@
+"""What users do with autograd around the optimizer: own hooks, ``autograd.grad``, double backward, odd strides."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from oracle import Hyper, MasterAdamW, accumulate, averages
+from torch import Tensor, nn
+from training_cases import (
+    TINY_CAP_MB,
+    assert_bitwise,
+    copies,
+    linear_backward,
+    linear_loss,
+    make_gradients,
+    make_parameters,
+    named,
+)
+
+SHAPES = ((17, 9), (300,), (12, 8), (40, 25))
+LR = 1e-2
+WARM_UP = 2
+Scenario = Callable[[Any, list[nn.Parameter], int], None]
+
+
+def _run(rank: int, world_size: int, scenario: Scenario) -> dict[int, list[Tensor]]:
+    """Parameters by stage after two plain steps, the scenario, and a step."""
+    import zero_optim
+
+    results = {}
+    for stage in (0, 1, 2):
+        params = make_parameters(SHAPES)
+        opt = zero_optim.ShardedAdamW(named(params), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+        for step in range(WARM_UP):
+            linear_backward(params, make_gradients(params, rank, step))
+            opt.step()
+            opt.zero_grad()
+        scenario(opt, params, rank)
+        opt.step()
+        opt.close()
+        results[stage] = copies(params)
+    return results
+
+
+def _oracle(world_size: int) -> MasterAdamW:
+    oracle = MasterAdamW(make_parameters(SHAPES), Hyper(lr=LR))
+    for step in range(WARM_UP):
+        oracle.step(averages([make_gradients(oracle.params, rank, step) for rank in range(world_size)]))
+    return oracle
+
+
+def check(scenario: Scenario, grads: Callable[[list[Tensor], int], list[Tensor | None]]) -> None:
+    """``grads(parameters, rank)`` are the local gradients that the step after the scenario must apply."""
+    for world_size in (1, 2):
+        oracle = _oracle(world_size)
+        oracle.step(averages([grads(oracle.params, rank) for rank in range(world_size)]))
+        for results in run_ranks(world_size, _run, scenario):
+            for stage, params in results.items():
+                assert_bitwise(params, oracle.params, f"stage {stage}, {world_size} ranks")
+
+
+def _plain(params: list[Tensor], rank: int) -> list[Tensor | None]:
+    return list(make_gradients(params, rank, 7))
+
+
+def _autograd_grad(opt, params, rank):
+    """A look at other gradients between backward and step, and before backward."""
+    torch.autograd.grad(linear_loss(params, make_gradients(params, rank, 8)), params)
+    linear_backward(params, make_gradients(params, rank, 7))
+    seen = torch.autograd.grad(linear_loss(params, make_gradients(params, rank, 9)), params)
+    assert_bitwise(seen, make_gradients(params, rank, 9), "what autograd.grad returns")
+
+
+def test_autograd_grad_leaves_gradients_alone():
+    check(_autograd_grad, _plain)
+
+
+def _within_no_sync(opt, params, rank):
+    """Nested no_sync, one of them left by an exception."""
+    with opt.no_sync():
+        try:
+            with opt.no_sync():
+                raise KeyError
+        except KeyError:
+            pass
+        linear_backward(params, make_gradients(params, rank, 8))
+    linear_backward(params, make_gradients(params, rank, 7))
+
+
+def test_no_sync_nests_and_survives_exceptions():
+    check(
+        _within_no_sync,
+        lambda params, rank: accumulate(make_gradients(params, rank, 8), make_gradients(params, rank, 7)),
+    )
+
+
+def _inputs(opt, params, rank):
+    linear_loss(params, make_gradients(params, rank, 7)).backward(inputs=[params[0], params[3]])
+
+
+def test_backward_into_some_inputs():
+    check(
+        _inputs,
+        lambda params, rank: [g if i in (0, 3) else None for i, g in enumerate(make_gradients(params, rank, 7))],
+    )
+
+
+def _user_hooks(opt, params, rank):
+    seen: list[int] = []
+    handles = [params[0].register_hook(lambda grad: grad * 4)]
+    handles += [p.register_post_accumulate_grad_hook(lambda _, i=i: seen.append(i)) for i, p in enumerate(params)]
+    linear_backward(params, make_gradients(params, rank, 7))
+    for handle in handles:
+        handle.remove()
+    assert sorted(seen) == [0, 1, 2, 3]
+
+
+def test_hooks_of_the_users_own():
+    check(
+        _user_hooks,
+        lambda params, rank: [g * 4 if i == 0 else g for i, g in enumerate(make_gradients(params, rank, 7))],
+    )
+
+
+def _double_backward(opt, params, rank):
+    """A gradient penalty: the gradient by ``params[0]`` is 2 p, its penalty adds 8 p."""
+    loss = (params[0] ** 2).sum()
+    (grad,) = torch.autograd.grad(loss, params[0], create_graph=True)
+    (loss + (grad**2).sum()).backward()
+
+
+def test_double_backward():
+    check(_double_backward, lambda params, rank: [2 * params[0] + 8 * params[0], None, None, None])
+
+
+def _retained(opt, params, rank):
+    loss = linear_loss(params, make_gradients(params, rank, 7))
+    with opt.no_sync():
+        loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def test_a_graph_run_twice():
+    check(_retained, lambda params, rank: [2 * g for g in make_gradients(params, rank, 7)])
+
+
+def _odd_strides(opt, params, rank):
+    """Gradients by hand: transposed, every other element, one value expanded."""
+    full = make_gradients(params, rank, 7)
+    params[0].grad = full[0].t().contiguous().t()
+    params[1].grad = torch.stack([full[1], full[1]], 1)[:, 0]
+    params[2].grad = full[2][:1, :1].expand(12, 8)
+
+
+def test_assigned_gradients_of_any_stride():
+    def expected(params, rank):
+        full = make_gradients(params, rank, 7)
+        return [full[0], full[1], full[2][:1, :1].expand(12, 8).clone(), None]
+
+    check(_odd_strides, expected)
+
+
+def _anomaly(opt, params, rank):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autograd.detect_anomaly():
+            linear_backward(params, make_gradients(params, rank, 7))
+
+
+def test_anomaly_detection():
+    check(_anomaly, _plain)
+
+
+def _evaluated(opt, params, rank):
+    """A forward without gradients, and one whose loss is dropped, between backward and step."""
+    linear_backward(params, make_gradients(params, rank, 7))
+    with torch.no_grad():
+        linear_loss(params, make_gradients(params, rank, 8))
+    linear_loss(params, make_gradients(params, rank, 9))
+
+
+def test_evaluation_between_backward_and_step():
+    check(_evaluated, _plain)
+
+
+def _narrow(rank: int, world_size: int, stage: int) -> list[Tensor]:
+    import zero_optim
+
+    params = make_parameters(SHAPES)
+    opt = zero_optim.ShardedAdamW(
+        params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB, grad_reduce_dtype=torch.bfloat16
+    )
+    for step in range(3):
+        linear_backward(params, make_gradients(params, rank, step))
+        opt.step()
+        opt.zero_grad()
+    opt.close()
+    return copies(params)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_fp32_gradients_reduced_in_bf16(stage):
+    oracle = MasterAdamW(make_parameters(SHAPES), Hyper(lr=LR))
+    for step in range(3):
+        oracle.step(averages([make_gradients(oracle.params, rank, step) for rank in range(3)], torch.bfloat16))
+    for params in run_ranks(3, _narrow, stage):
+        assert_bitwise(params, oracle.params)

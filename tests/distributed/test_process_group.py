@@ -1,0 +1,158 @@
+"""Which ranks share the optimizer: the default group, a part of it, a 1-D mesh; several optimizers side by side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from oracle import Hyper, MasterAdamW, averages
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from training_cases import (
+    SHAPES,
+    TINY_CAP_MB,
+    assert_bitwise,
+    copies,
+    linear_backward,
+    make_gradients,
+    make_parameters,
+)
+
+LR = 1e-2
+
+
+def _expected(ranks: tuple[int, ...], seed: int) -> list[Tensor]:
+    """Training by the gradients of ``ranks``, from the parameters of the first of them."""
+    oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16, seed=seed), Hyper(lr=LR))
+    for step in range(3):
+        oracle.step(averages([make_gradients(oracle.params, rank, step) for rank in ranks]))
+    return oracle.params
+
+
+def _train(rank: int, **options) -> tuple[list[Tensor], int]:
+    import zero_optim
+
+    params = make_parameters(SHAPES, torch.bfloat16, seed=rank)
+    opt = zero_optim.ShardedAdamW(params, lr=LR, bucket_cap_mb=TINY_CAP_MB, **options)
+    for step in range(3):
+        linear_backward(params, make_gradients(params, rank, step))
+        opt.step()
+        opt.zero_grad()
+    world_size = opt.stats()["world_size"]
+    opt.close()
+    return copies(params), world_size
+
+
+def _in_a_part(rank: int, world_size: int, stage: int) -> tuple[list[Tensor], int]:
+    """Ranks 0 and 2 train together, rank 1 alone, at the same time."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    return _train(rank, stage=stage, process_group=groups[rank % 2])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_part_of_the_ranks(stage):
+    """The source of the broadcast is the first rank of the group, whatever its number in the world."""
+    zero, one, two = run_ranks(3, _in_a_part, stage)
+    together, alone = _expected((0, 2), seed=0), _expected((1,), seed=1)
+    assert [world for _, world in (zero, one, two)] == [2, 1, 2]
+    assert_bitwise(zero[0], together, "rank 0")
+    assert_bitwise(two[0], together, "rank 2")
+    assert_bitwise(one[0], alone, "rank 1")
+
+
+def _without_rank_zero(rank: int, world_size: int) -> list[Tensor]:
+    group = dist.new_group([1, 2])
+    return _train(rank, process_group=group)[0] if rank else []
+
+
+def test_a_group_without_rank_zero():
+    _, one, two = run_ranks(3, _without_rank_zero)
+    expected = _expected((1, 2), seed=1)
+    assert_bitwise(one, expected, "rank 1")
+    assert_bitwise(two, expected, "rank 2")
+
+
+def _in_a_mesh(rank: int, world_size: int, stage: int) -> tuple[list[Tensor], int]:
+    return _train(rank, stage=stage, mesh=init_device_mesh("cpu", (world_size,)))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_mesh_of_one_dimension(stage):
+    for params, world in run_ranks(2, _in_a_mesh, stage):
+        assert world == 2
+        assert_bitwise(params, _expected((0, 1), seed=0))
+
+
+def _both(rank: int, world_size: int) -> str:
+    mesh = init_device_mesh("cpu", (world_size,))
+    try:
+        _train(rank, mesh=mesh, process_group=mesh.get_group())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_and_a_mesh_together_are_an_error():
+    assert all("mesh" in text and "process_group" in text for text in run_ranks(2, _both))
+
+
+def _side_by_side(rank: int, world_size: int, stage: int) -> list[Tensor]:
+    """Two optimizers, each with half of the parameters, fed by one backward; one steps every other time."""
+    import zero_optim
+
+    params = make_parameters(SHAPES, torch.bfloat16)
+    first = zero_optim.ShardedAdamW(params[:4], lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+    second = zero_optim.ShardedAdamW(params[4:], lr=2 * LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+    for step in range(4):
+        linear_backward(params, make_gradients(params, rank, step))
+        first.step()
+        if step % 2:
+            second.step()
+        first.zero_grad()
+        second.zero_grad()
+    first.close()
+    second.close()
+    return copies(params)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_two_optimizers_side_by_side(stage):
+    oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), [Hyper(lr=LR)] * 4 + [Hyper(lr=2 * LR)] * 4)
+    for step in range(4):
+        grads = averages([make_gradients(oracle.params, rank, step) for rank in range(2)])
+        oracle.step(grads if step % 2 else [*grads[:4], *[None] * 4])
+    for params in run_ranks(2, _side_by_side, stage):
+        assert_bitwise(params, oracle.params)
+
+
+def _dropped_unclosed(rank: int, world_size: int) -> list[Tensor]:
+    """An optimizer that is dropped with gradients in flight does not disturb the next one on the same parameters."""
+    import gc
+
+    import zero_optim
+
+    params = make_parameters(SHAPES, torch.bfloat16)
+    opt = zero_optim.ShardedAdamW(params, lr=LR, bucket_cap_mb=TINY_CAP_MB)
+    for step in range(2):
+        linear_backward(params, make_gradients(params, rank, step))
+    del opt
+    gc.collect()
+    for p in params:
+        p.grad = None
+    fresh = make_parameters(SHAPES, torch.bfloat16)
+    with torch.no_grad():
+        for p, q in zip(params, fresh, strict=True):
+            p.copy_(q)
+    again = zero_optim.ShardedAdamW(params, lr=LR, bucket_cap_mb=TINY_CAP_MB)
+    for step in range(3):
+        linear_backward(params, make_gradients(params, rank, step))
+        again.step()
+        again.zero_grad()
+    again.close()
+    return copies(params)
+
+
+def test_an_optimizer_dropped_without_close():
+    for params in run_ranks(2, _dropped_unclosed):
+        assert_bitwise(params, _expected((0, 1), seed=0))
