@@ -29,13 +29,13 @@ Scenario = Callable[[Any, list[nn.Parameter], int, int], None]
 
 
 def _run(
-    rank: int, world_size: int, stage: int, scenario: Scenario, warm_up: int, options: dict[str, Any]
+    rank: int, world_size: int, stage: int, scenario: Scenario, warm_up: int, cap: float, options: dict[str, Any]
 ) -> list[Tensor]:
     """Parameters after ``warm_up`` plain steps and ``scenario``, which makes its own steps."""
     import zero_optim
 
     params = make_parameters(SHAPES, torch.bfloat16)
-    opt = zero_optim.ShardedAdamW(named(params), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB, **options)
+    opt = zero_optim.ShardedAdamW(named(params), lr=LR, stage=stage, bucket_cap_mb=cap, **options)
     for step in range(warm_up):
         linear_backward(params, make_gradients(params, rank, step))
         opt.step()
@@ -57,22 +57,27 @@ def _average(world_size: int, step: int, micro: int = 0) -> list[Tensor | None]:
     return averages([make_gradients(like, rank, step, micro) for rank in range(world_size)])
 
 
-def _run_cells(rank: int, world_size: int, cells: list[tuple[int, int]], scenario: Scenario, options: dict[str, Any]):
-    return [_run(rank, world_size, stage, scenario, warm_up, options) for stage, warm_up in cells]
+def _run_cells(
+    rank: int, world_size: int, cells: list[tuple[int, int, float]], scenario: Scenario, options: dict[str, Any]
+):
+    return [_run(rank, world_size, stage, scenario, warm_up, cap, options) for stage, warm_up, cap in cells]
 
 
 def check(
     scenario: Scenario, expected: Callable[[MasterAdamW, int], None], stages=(0, 1, 2), worlds=(1, 2), **options
 ) -> None:
-    """Runs the scenario and lets ``expected`` play it on the oracle, at the first step and at a later one."""
-    cells = list(itertools.product(stages, (0, WARM_UP)))
+    """Runs the scenario and lets ``expected`` play it on the oracle, at the first step and at a later one.
+
+    Buckets hold one parameter each, then several.
+    """
+    cells = list(itertools.product(stages, (0, WARM_UP), (TINY_CAP_MB, 25.0)))
     for world_size in worlds:
         oracles = {warm_up: _oracle(world_size, warm_up) for warm_up in (0, WARM_UP)}
         for oracle in oracles.values():
             expected(oracle, world_size)
         for results in run_ranks(world_size, _run_cells, cells, scenario, options):
-            for (stage, warm_up), params in zip(cells, results, strict=True):
-                what = f"stage {stage}, {world_size} ranks, after {warm_up} steps"
+            for (stage, warm_up, cap), params in zip(cells, results, strict=True):
+                what = f"stage {stage}, {world_size} ranks, cap {cap}, after {warm_up} steps"
                 assert_bitwise(params, oracles[warm_up].params, what)
 
 
@@ -415,5 +420,5 @@ def _raising_on_one_rank(opt, params, rank, world_size):
 def test_a_backward_that_raised_on_one_rank_does_not_desynchronise(stage, warm_up):
     oracle = _oracle(2, warm_up)
     _apply_after_raise(oracle, 2)
-    for params in run_ranks(2, _run, stage, _raising_on_one_rank, warm_up, {}):
+    for params in run_ranks(2, _run, stage, _raising_on_one_rank, warm_up, TINY_CAP_MB, {}):
         assert_bitwise(params, oracle.params, f"stage {stage}")

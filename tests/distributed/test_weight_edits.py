@@ -54,11 +54,20 @@ def _arithmetic(params: list[nn.Parameter]) -> None:
         params[i].add_(_value(params[i]))
 
 
+@torch.no_grad()
+def _clamp(params: list[nn.Parameter]) -> None:
+    """Written, but nothing changed: the masters keep what lies below the parameters' last bit."""
+    for p in params:
+        p.clamp_(-1e3, 1e3)
+    _copy(params)
+
+
 EDITS: dict[str, Callable[[list[nn.Parameter]], None]] = {
     "copy_": _copy,
     "detach": _detached,
     "load_state_dict": _load,
     "arithmetic": _arithmetic,
+    "clamp of all": _clamp,
 }
 
 

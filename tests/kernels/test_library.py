@@ -69,7 +69,7 @@ def test_the_environment_forces_an_instruction_set() -> None:
 
 @pytest.fixture
 def setup_py() -> Path:
-    pytest.importorskip("setuptools")
+    pytest.importorskip("setuptools", minversion="77")
     return ROOT / "setup.py"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import ENDLESS, TINY, read_log, run_ranks, train_ranks, without_speed
+from training import ENDLESS, TINY, Command, read_log, run_ranks, train_ranks, without_speed
 from zero_optim.train.model import GPT, ModelConfig
 
 PARAMETERS = sum(p.numel() for p in GPT(ModelConfig(1, 32, 2, 16), torch.float32).parameters())
@@ -107,3 +107,23 @@ def test_a_dead_rank_ends_the_others(two_ranks: object, tmp_path: Path) -> None:
     os.kill(process, signal.SIGKILL)
     assert command.finish() == 128 + signal.SIGKILL, command.output
     assert "rank 0 was killed by SIGKILL" in command.output
+
+
+def test_the_process_group_is_gone_before_python_shuts_down(text: Path, tmp_path: Path) -> None:
+    """Gloo's threads end with the group. One that outlived it freed a tensor during shutdown and aborted the process."""
+    script = """
+import os, sys, weakref
+import torch.distributed as dist
+from zero_optim.cli import main
+os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+destroy, groups = dist.destroy_process_group, []
+def note_and_destroy():
+    groups.append(weakref.ref(dist.group.WORLD))
+    destroy()
+dist.destroy_process_group = note_and_destroy
+code = main(sys.argv[1:])
+print("exit code", code, "groups alive", [group() is not None for group in groups])
+"""
+    command = Command(["-c", script, "train", *TINY, "--steps", "2", "--data", str(text)], tmp_path)
+    assert command.finish() == 0, command.output
+    assert command.output.endswith("exit code 0 groups alive [False]\n"), command.output

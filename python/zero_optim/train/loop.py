@@ -23,24 +23,19 @@ def train(request: TrainRequest) -> int:
     """Trains as asked; returns the exit code, 0, or 130 when interrupted. Raises UsageError, on every rank alike."""
     device = choose_device(request.given.get("device"), local_ranks())
     with join_world(device) as world:
-        return _train_in(world, request)
-
-
-def _train_in(world: World, request: TrainRequest) -> int:
-    """The whole run. What it makes is gone when it returns, as leaving the process group needs."""
-    stop = StopFlag()
-    plan = make_plan(request, world)
-    trainer = Trainer(plan, world)
-    try:
-        if world.leads:
-            _print_header(trainer, plan, world)
-        stopped_at = _run_steps(trainer, plan, world, stop)
-        if stopped_at is not None:
-            return _say_interrupted(plan, world, stopped_at)
-        _finish(trainer, plan, world)
-        return 0
-    finally:
-        trainer.optimizer.close()
+        stop = StopFlag()
+        plan = make_plan(request, world)
+        trainer = Trainer(plan, world)
+        try:
+            if world.leads:
+                _print_header(trainer, plan, world)
+            stopped_at = _run_steps(trainer, plan, world, stop)
+            if stopped_at is not None:
+                return _say_interrupted(plan, world, stopped_at)
+            _finish(trainer, plan, world)
+            return 0
+        finally:
+            trainer.optimizer.close()
 
 
 def _run_steps(trainer: Trainer, plan: Plan, world: World, stop: StopFlag) -> int | None:
