@@ -20,13 +20,14 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 NO_BUILD = os.environ.get("ZERO_KERNELS_NO_BUILD", "0") not in ("", "0")
 LIBRARY = "libzero_kernels_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 # No contraction and no fast math: all backends give the same bits. No errno: it would turn a root into a call.
 FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-w"]
+FLAGS += [f"-ffile-prefix-map={ROOT}=."]  # no path of the building machine in the library
 ISA_FLAGS = {
     "scalar": [],
     "avx2": ["-DZK_ISA_AVX2", "-mavx2", "-mf16c"],

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-# torch.optim.Optimizer's constructor imports it. First imported after init_process_group, it holds the group for ever in
-# default arguments, and gloo's threads then outlive destroy_process_group (seen: 1 rank in 40 aborts at exit).
+# torch.optim.Optimizer's constructor imports it. First imported after init_process_group, it holds the group for ever
+# in default arguments, and gloo's threads outlive destroy_process_group (seen: 1 rank in 40 aborts at exit).
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn

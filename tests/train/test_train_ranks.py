@@ -110,7 +110,7 @@ def test_a_dead_rank_ends_the_others(two_ranks: object, tmp_path: Path) -> None:
 
 
 def test_the_process_group_is_gone_before_python_shuts_down(text: Path, tmp_path: Path) -> None:
-    """Gloo's threads end with the group. One that outlived it freed a tensor during shutdown and aborted the process."""
+    """Gloo's threads end with the group. One that outlived it freed a tensor at shutdown and aborted the process."""
     script = """
 import os, sys, weakref
 import torch.distributed as dist

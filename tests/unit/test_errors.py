@@ -131,11 +131,6 @@ def test_a_closed_optimizer_says_so(method):
         opt.step() if method == "step" else opt.clip_grad_norm_(1.0)
 
 
-def test_process_group_and_mesh_together():
-    with pytest.raises(ValueError, match="mesh"):
-        zero_optim.ShardedAdamW(make_parameters(), process_group=object(), mesh=object())
-
-
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, float("nan")])
 def test_a_norm_that_does_not_exist(norm_type):
     params = make_parameters()

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
-import torch._dynamo  # every optimizer imports it; after init_process_group it would keep the group alive for ever
+
 import torch.distributed as dist
 
 from ..comm import Comm, make_comm
