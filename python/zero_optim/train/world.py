@@ -16,7 +16,6 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
-
 import torch.distributed as dist
 
 from ..comm import Comm, make_comm
