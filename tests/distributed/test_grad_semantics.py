@@ -309,6 +309,63 @@ def test_without_zero_grad_the_next_backward_adds():
     check(_step_without_zero_grad, _apply_accumulating)
 
 
+def _drop_after_clip(opt, params, rank, world_size):
+    """Some training loops cancel the gradients of a layer between clipping and the step."""
+    linear_backward(params, make_gradients(params, rank, 7))
+    opt.clip_grad_norm_(1e9)
+    params[1].grad = params[6].grad = None
+    opt.step()
+    opt.zero_grad()
+    linear_backward(params, make_gradients(params, rank, 8))
+    opt.step()
+
+
+def _apply_but_two(oracle, world_size):
+    oracle.step([None if i in (1, 6) else g for i, g in enumerate(_average(world_size, 7))])
+    oracle.step(_average(world_size, 8))
+
+
+def test_gradients_dropped_after_clipping_are_not_applied():
+    check(_drop_after_clip, _apply_but_two)
+
+
+def _assign_after_clip(opt, params, rank, world_size):
+    linear_backward(params, make_gradients(params, rank, 7))
+    opt.clip_grad_norm_(1e9)
+    params[6].grad = make_gradients(params, rank, 8)[6]
+    opt.step()
+
+
+def _apply_replaced(oracle, world_size):
+    other = _average(world_size, 8)[6]
+    oracle.step([other if i == 6 else g for i, g in enumerate(_average(world_size, 7))])
+
+
+def test_a_gradient_replaced_after_clipping_is_applied_on_one_rank():
+    check(_assign_after_clip, _apply_replaced, worlds=(1,))
+
+
+def _reduced_then_two_local(opt, params, rank, world_size):
+    linear_backward(params, make_gradients(params, rank, 7))
+    with opt.no_sync():
+        linear_backward(params, make_gradients(params, rank, 8, 0))
+        linear_backward(params, make_gradients(params, rank, 8, 1))
+    opt.step()
+
+
+def _apply_reduced_and_local(oracle, world_size):
+    local = [
+        accumulate(make_gradients(oracle.params, rank, 8, 0), make_gradients(oracle.params, rank, 8, 1))
+        for rank in range(world_size)
+    ]
+    oracle.step(accumulate(_average(world_size, 7), averages(local)))
+
+
+def test_local_gradients_add_to_a_reduced_one():
+    check(_reduced_then_two_local, _apply_reduced_and_local, worlds=(2, 3), stages=(1, 2))
+    check(_reduced_then_two_local, _apply_reduced_and_local, worlds=(2,), stages=(0,))
+
+
 # -- only no_sync, assigned by hand, a backward that raised ---------------------------------------------------------
 
 

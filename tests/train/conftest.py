@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).resolve().parent
 if str(HERE) not in sys.path:
@@ -57,6 +58,8 @@ def zero_optim(
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny tensors; more threads would only wait for one another
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run(*arguments: str | os.PathLike[str]) -> Outcome:
@@ -68,5 +71,6 @@ def zero_optim(
         return Outcome(code, *capfd.readouterr())
 
     yield run
+    torch.set_num_threads(threads)
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from training import TINY, read_log, without_speed
-from zero_optim.train.data import load_corpus, unigram_entropy
+from zero_optim import GradScaler
+from zero_optim.train import trainer
+from zero_optim.train.data import draw_windows, load_corpus, unigram_entropy
 from zero_optim.train.model import GPT, ModelConfig, generate, next_byte_loss
 
 KEYS = ["step", "loss", "lr", "grad_norm", "loss_scale", "tokens_per_s"]
@@ -24,8 +27,10 @@ KEYS = ["step", "loss", "lr", "grad_norm", "loss_scale", "tokens_per_s"]
     ids=["bf16", "fp16-accumulate", "fp32"],
 )
 def test_a_resumed_run_repeats_the_whole_one(
-    zero_optim: Callable, text: Path, tmp_path: Path, flags: list[str]
+    zero_optim: Callable, text: Path, tmp_path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A scale that grows every other step shows in six steps whether the scaler's own count came back.
+    monkeypatch.setattr(trainer, "GradScaler", functools.partial(GradScaler, init_scale=64.0, growth_interval=2))
     whole, again = tmp_path / "whole", tmp_path / "again"
     common = ["--steps", "6", "--save-every", "3", "--data", text, "--out", whole]
     assert zero_optim("train", *TINY, *flags, *common).code == 0
@@ -63,6 +68,21 @@ def test_what_a_run_writes_and_says(zero_optim: Callable, text: Path, tmp_path: 
     drawn = (run / "loss.png").exists()
     assert drawn != ("loss.png was not drawn: " in outcome.out)
     assert "communication, rank 0\n  none: one rank" in outcome.out
+
+
+def test_a_step_averages_its_micro_batches(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
+    flags = ["--dtype", "fp32", "--accumulate", "3", "--steps", "1", "--seed", "4", "--data", text]
+    assert zero_optim("train", *TINY, *flags, "--out", tmp_path / "run").code == 0
+    torch.manual_seed(4)
+    model = GPT(ModelConfig(layers=1, hidden=32, heads=2, seq=16), torch.float32)
+    corpus = load_corpus(str(text), 16)
+    batches = [draw_windows(corpus.train, 16, 2, seed=4, step=1, micro=micro, rank=0) for micro in range(3)]
+    loss = next_byte_loss(model, torch.cat(batches))
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    (record,) = read_log(tmp_path / "run")
+    assert record["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert record["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth(zero_optim: Callable, text: Path, tmp_path: Path) -> None:

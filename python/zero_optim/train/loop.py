@@ -40,10 +40,10 @@ def train(request: TrainRequest) -> int:
 
 def _run_steps(trainer: Trainer, plan: Plan, world: World, stop: StopFlag) -> int | None:
     """Trains to the last step and saves. Returns the step at which the ranks agreed to stop, if they did."""
-    config, first = plan.config, plan.steps_done
+    config = plan.config
     log, progress = _open_outputs(plan, world)
     try:
-        for step in range(first + 1, config.steps + 1):
+        for step in range(plan.steps_done + 1, config.steps + 1):
             outcome = trainer.step(step, asked_to_stop=bool(stop))
             if log and progress:
                 log.write(outcome.record)
@@ -89,12 +89,14 @@ def _finish(trainer: Trainer, plan: Plan, world: World) -> None:
     if not world.leads:
         return
     entropy = unigram_entropy(plan.corpus.validation)
-    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    itemsize = plan.config.torch_dtype.itemsize
-    on_gpu = world.device.type == "cuda"
-    print(
-        f"\n{final_table(reports, stage=plan.config.stage, parameters=parameters, itemsize=itemsize, on_gpu=on_gpu)}\n"
+    table = final_table(
+        reports,
+        stage=plan.config.stage,
+        parameters=trainer.parameters(),
+        itemsize=plan.config.torch_dtype.itemsize,
+        on_gpu=world.device.type == "cuda",
     )
+    print(f"\n{table}\n")
     problem = plot_losses(plan.run_dir.path / "loss.png", plan.run_dir.read_log(), validation_loss, entropy)
     if problem:
         print(problem)
