@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -81,8 +83,7 @@ class Bucket:
         keeps_full: whether gradients rest here in full: at stages 0 and 1, and on one rank.
         grad_buffer: where gradients rest, [numel] where ``keeps_full``, else [shard_numel].
         grad_shard: [shard_numel] what ``step`` applies, a view of ``grad_buffer``.
-        held: one byte a slot: 1 where this rank has put a gradient of it into ``grad_buffer``, 2 where another is
-            being added to that one, 0 else.
+        held: one byte a slot, 1 where this rank has put a gradient of it into ``grad_buffer``: it used the parameter.
     """
 
     def __init__(
@@ -97,7 +98,8 @@ class Bucket:
         self.pending: Pending | None = None
         self.state = GradState.EMPTY
         self.held = bytearray(len(self.params))
-        self._stale: list[int] = []  # slots zeroed by the user since their gradients came into the bucket
+        self._taken: set[int] = set()  # slots whose reduced gradient was taken out of .grad, to be added to
+        self._stale: set[int] = set()  # slots zeroed by the user since their gradients came into the bucket
         self._flatten_parameters()
         self._allocate_gradients()
 
@@ -122,8 +124,8 @@ class Bucket:
         self._shards: Sequence[FlatShard] = ()
         if stage >= 1 and reduces:
             self._shards = self.shard_views(self.grad_shard, "gradient", self.dtype)
-        for shard in self._shards:
-            shard.before_write = self.wait
+        for shard in self._shards:  # a strong reference back would keep buckets in memory that were laid out anew
+            shard.before_write = partial(_call, weakref.WeakMethod(self.wait))
 
     def label(self, index: int) -> str:
         return self._labels[self.layout.slots[index].param]
@@ -159,46 +161,50 @@ class Bucket:
         """Whether this rank's own gradients can wait in ``grad_buffer``, readable through ``.grad``."""
         return bool(self._views) and self.state is not GradState.REDUCED
 
-    def before_accumulate(self, index: int) -> bool:
-        """Autograd is about to add to slot ``index``'s gradient. Returns whether it was zeroed since it was last held.
+    def before_accumulate(self, index: int) -> None:
+        """Autograd is about to add to slot ``index``'s gradient: take a reduced one out of ``.grad``.
 
-        A reduced gradient is taken out of ``.grad``, so that the new one arrives alone. One that was zeroed,
-        or replaced by the user, no longer counts in the bucket.
+        The new gradient then arrives alone, to be reduced and added. A ``.grad`` that is not what the bucket put there
+        was zeroed or replaced by the user, and what the bucket holds of it is stale.
         """
+        if self.state is not GradState.REDUCED:
+            return
         parameter = self.params[index]
-        grad = parameter.grad
-        if grad is not None and grad is self._handles()[index]:
-            if self.state is GradState.REDUCED:
-                parameter.grad, self.held[index] = None, 2
-            return False
-        if not self.held[index]:
-            return False
-        self._forget([index])
-        return grad is None
+        if index in self._taken:
+            if parameter.grad is None:
+                self._forget([index])
+        elif parameter.grad is self._handles()[index]:
+            parameter.grad = None
+        else:
+            self._forget([index])
+        self._taken.add(index)
 
-    def collect(self) -> None:
-        """Move this rank's gradients into ``grad_buffer``, unscaled; every ``.grad`` becomes a view of it."""
+    def collect(self) -> bool:
+        """Move this rank's gradients into ``grad_buffer``, unscaled; every ``.grad`` becomes a view of it.
+
+        Returns whether anything had changed since the last time.
+        """
         local, gone = self._scan()
         if not local and not gone:
-            return
+            return False
         self._forget(gone)
         sources = self._present()
         self._pack(sources, self.grad_buffer, 1.0)
         self.state = GradState.LOCAL if sources else GradState.EMPTY
-        self._hold(sources, self._views)
+        for index, _ in sources:
+            self.params[index].grad, self.held[index] = self._views[index], 1
+        return True
 
-    def launch(self, buffers: CommBuffers, zeroed: bool) -> None:
+    def launch(self, buffers: CommBuffers) -> None:
         """Pack this rank's gradients, scaled by 1/N, and start their reduction; it adds to one that is there.
 
-        Args:
-            zeroed: gradients elsewhere were seen zeroed by the user; then a reduction that this rank took no
-                part in is stale too.
+        Every ``.grad`` becomes a handle of the reduced gradient, also where only other ranks used the parameter: so a
+        ``.grad`` found None later was zeroed by the user.
         """
         self.wait()
         local, gone = self._scan()
         self._forget(gone)
-        kept = any(self.held) or not (self._stale or zeroed)
-        accumulate = self.state is GradState.REDUCED and kept
+        accumulate = self.state is GradState.REDUCED and len(self._stale) < len(self.params)
         if accumulate:
             self._drop_stale()
         sources = self._present() if self.state is GradState.LOCAL else local
@@ -207,7 +213,11 @@ class Bucket:
         self._pack(sources, full, 1 / self.sharding.comm.world_size)
         self.pending = self._reduce(full, buffers, accumulate)
         self.state = GradState.REDUCED
-        self._hold(sources, self._shards or self._views)
+        self._taken.clear()
+        for index, _ in sources:
+            self.held[index] = 1
+        for parameter, handle in zip(self.params, self._handles(), strict=True):
+            parameter.grad = handle
 
     def _reduce(self, full: Tensor, buffers: CommBuffers, accumulate: bool) -> Pending:
         comm = self.sharding.comm
@@ -240,6 +250,7 @@ class Bucket:
         for parameter in self.params:
             parameter.grad = None
         self.held = bytearray(len(self.params))
+        self._taken.clear()
         self._stale.clear()
         self.state = GradState.EMPTY
 
@@ -258,19 +269,21 @@ class Bucket:
         return self._views if self.state is GradState.LOCAL or not self._shards else self._shards
 
     def _scan(self) -> tuple[list[tuple[int, Tensor]], list[int]]:
-        """Read each ``.grad`` once: gradients not in the bucket yet; slots zeroed or replaced since they were."""
+        """Read each ``.grad``: gradients not in the bucket yet; slots zeroed or replaced since they were."""
         local: list[tuple[int, Tensor]] = []
         gone: list[int] = []
         handles = self._handles()
         grads = [parameter.grad for parameter in self.params]
         if all(map(operator.is_, grads, handles)):
             return local, gone
-        for index, (grad, handle, held) in enumerate(zip(grads, handles, self.held, strict=True)):
-            if grad is not None and grad is not handle:
+        reduced = self.state is GradState.REDUCED
+        for index, (grad, handle) in enumerate(zip(grads, handles, strict=True)):
+            if grad is handle:
+                continue
+            if grad is not None:
                 local.append((index, grad))
-                if held == 1:
-                    gone.append(index)
-            elif grad is None and held:
+            there = index not in self._taken if reduced else self.held[index]
+            if there or (grad is None and index in self._taken):
                 gone.append(index)
         return local, gone
 
@@ -281,11 +294,11 @@ class Bucket:
         """The user zeroed or replaced these slots' gradients: what the bucket holds of them is stale."""
         for index in indices:
             self.held[index] = 0
-        self._stale.extend(indices)
+        self._stale.update(indices)
 
     def _drop_stale(self) -> None:
-        """Take stale slots out of ``grad_shard``. Where nothing else is held, that is all of it."""
-        if self._stale and not any(self.held):
+        """Take stale slots out of ``grad_shard``: all of them in one go, else one by one."""
+        if len(self._stale) == len(self.params):
             self.grad_shard.zero_()
         else:
             for index in self._stale:
@@ -298,11 +311,6 @@ class Bucket:
         torch.ops.zero_kernels.pack(grads, [slots[index].offset for index, _ in sources], full, scale)
         self._stale.clear()  # pack zeroes the gaps
 
-    def _hold(self, sources: Sequence[tuple[int, Tensor]], handles: Sequence[Tensor]) -> None:
-        for index, _ in sources:
-            self.params[index].grad = handles[index]
-            self.held[index] = 1
-
     def _checked(self, index: int, grad: Tensor) -> Tensor:
         if grad.layout is not torch.strided or grad.dtype != self.dtype or grad.device != self.device:
             raise GradientError(
@@ -310,3 +318,9 @@ class Bucket:
                 f"{self.dtype} on {self.device}. For an embedding, build it with sparse=False"
             )
         return grad.detach().contiguous()
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    bound = method()
+    if bound is not None:
+        bound()

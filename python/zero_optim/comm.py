@@ -47,9 +47,9 @@ class Pending:
     def wait(self) -> None:
         if self._work is None:
             return
-        work, self._work = self._work, None
         start = time.perf_counter()
-        work.wait()
+        self._work.wait()
+        self._work = None  # only now: after a time-out it has not arrived, however often one asks
         self._traffic.wait_seconds += time.perf_counter() - start
         if self._on_arrival is not None:
             self._on_arrival()
@@ -78,7 +78,7 @@ class Comm:
 
     def has_own_reduce_scatter(self, tensor: Tensor) -> bool:
         """Gloo's own is a clone and an all-reduce; ours is an all-to-all into a scratch buffer and a local sum."""
-        return self.group is not None and not tensor.is_cuda and "gloo" in dist.get_backend(self.group)
+        return self.group is not None and not tensor.is_cuda and "gloo" in dist.get_backend_config(self.group)
 
     def reduce_scatter(self, full: Tensor, out: Tensor, scratch: Tensor | None, *, accumulate: bool) -> Pending:
         """Sum ``full`` [N * shard] over the ranks; this rank's shard of it goes to ``out`` [shard].
@@ -183,4 +183,6 @@ def make_comm(process_group: dist.ProcessGroup | None = None) -> Comm:
     """The given group, else the default one, else one rank where ``torch.distributed`` is not initialised."""
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise ValueError("this rank is not in process_group: make the optimizer on the group's own ranks only")
     return Comm(process_group)

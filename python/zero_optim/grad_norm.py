@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .bucket import Bucket, Sharding
+from .bucket import Bucket, GradState, Sharding
 from .errors import GradientError
 
 _HEADER = 3
@@ -58,38 +58,45 @@ class GradNorm:
         self.reset()
 
     def exchange(
-        self,
-        buckets: Sequence[Bucket],
-        used: bytearray,
-        late: set[int],
-        norm_type: float | None,
-        skip_nonfinite: bool,
+        self, buckets: Sequence[Bucket], used: bytearray, late: set[int], norm_type: float | None, *, stats: bool
     ) -> None:
-        """Fill in norm, used and found_inf. ``used``: a byte a parameter; ``norm_type`` None: no norm is wanted.
+        """Fill in norm and used. ``used``: a byte a parameter; ``norm_type`` None: no norm is wanted.
+
+        ``stats`` False: nor is the non-finite count, so that no gradient is read.
 
         Raises GradientError, on every rank, where any rank has a ``late`` gradient (on CUDA: one step later).
         """
-        self._late.check(self._raise_late)
+        self._late.check_last(self._raise_late)
         maximum = norm_type == math.inf
-        wanted = norm_type is not None or skip_nonfinite
+        wanted = norm_type is not None or stats
         self._vector[:2] = self._local_totals(buckets, 2.0 if norm_type is None else norm_type) if wanted else 0.0
         self._vector[2].fill_(len(late))
         self._vector[_HEADER:].copy_(_to_device(used, self._vector.device), non_blocking=True)
         for index in late:
             self._vector[_HEADER + index].add_(_LATE)
         self.sharding.comm.exchange(self._vector, maximum=maximum)
-        self._late.watch()
-        self._late.check(self._raise_late)
+        self._late.check_this(self._raise_late)
         if norm_type is not None:
             torch.pow(self._vector[0], 1.0 if maximum else 1.0 / norm_type, out=self.norm)
         torch.gt(self._vector[_HEADER:], 0, out=self.used)
+        self.exchanged = True
+
+    def decide(self, skip_nonfinite: bool) -> None:
+        """Fill in found_inf. A late gradient always skips the step, a non-finite one if asked."""
         nonfinite = self._vector[1:2] if skip_nonfinite else 0.0
         self.found_inf.copy_(self._vector[2:3] + nonfinite > 0)
-        self.exchanged = True
+
+    def drop(self, indices: Sequence[int]) -> None:
+        """These gradients were dropped after the exchange, on every rank: their parameters are not updated."""
+        for index in indices:
+            self.used[index] = False
 
     def _local_totals(self, buckets: Sequence[Bucket], norm_type: float) -> Tensor:
         """[2]: this rank's term of the norm, and its count of non-finite values."""
-        stats = torch.stack([torch.ops.zero_kernels.grad_stats(bucket.grad_shard, norm_type) for bucket in buckets])
+        shards = [bucket.grad_shard for bucket in buckets if bucket.state is not GradState.EMPTY]
+        if not shards:
+            return torch.zeros(2, device=self._vector.device)
+        stats = torch.stack([torch.ops.zero_kernels.grad_stats(shard, norm_type) for shard in shards])
         totals = stats.sum(0)
         if norm_type == math.inf:
             totals[0] = stats[:, 0].max()
@@ -115,25 +122,37 @@ class GradNorm:
 
 
 class _LateFlag:
-    """The late count on the host without a host sync: read at once on CPU, on CUDA when a copy of it has arrived."""
+    """The late count on the host. A CPU's is read at once; a GPU's one step later, at the same place on every rank."""
 
     def __init__(self, flag: Tensor) -> None:
         self._flag = flag
         self._host = torch.zeros(1, pin_memory=True) if flag.is_cuda else flag
         self._memory = ctypes.c_float.from_address(self._host.data_ptr())
         self._event = torch.cuda.Event() if flag.is_cuda else None
+        self._watched = False
 
-    def watch(self) -> None:
-        if self._event is not None:
+    def check_this(self, fail: Callable[[], object]) -> None:
+        """Right after the exchange."""
+        if self._event is None:
+            self._check(fail)
+        else:
             self._host.copy_(self._flag, non_blocking=True)
             self._event.record()
+            self._watched = True
 
-    def check(self, fail: Callable[[], object]) -> None:
-        if (self._event is None or self._event.query()) and self._memory.value > 0:
+    def check_last(self, fail: Callable[[], object]) -> None:
+        """In the next step: the copy made in the last one has arrived, or the host is a step ahead and waits for it."""
+        if self._event is not None and self._watched:
+            self._watched = False
+            self._event.synchronize()
+            self._check(fail)
+
+    def _check(self, fail: Callable[[], object]) -> None:
+        if self._memory.value > 0:
             self._memory.value = 0.0
             fail()
 
 
 def _to_device(flags: bytearray, device: torch.device) -> Tensor:
     host = torch.frombuffer(flags, dtype=torch.uint8)
-    return host.pin_memory() if device.type == "cuda" else host
+    return host.float().pin_memory() if device.type == "cuda" else host

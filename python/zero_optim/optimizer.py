@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from . import validate
 from .bucket import Bucket, GradState, Sharding
 from .comm import make_comm
-from .errors import ClosedError, ParameterError, ZeroOptimError
+from .errors import ClosedError, GradientError, ParameterError, ZeroOptimError
 from .grad_norm import GradNorm
 from .layout import bucket_capacities, build_layout
 from .param_group import HyperTable
@@ -160,15 +160,27 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def _exchange(self, norm_type: float | None) -> None:
         if self._norm.exchanged:
-            return
-        used = self._reducer.finish()
-        skip = self.skip_nonfinite or self._scaled
-        self._norm.exchange(self._reducer.buckets, used, self._reducer.late, norm_type, skip)
+            self._follow_edits()
+        if not self._norm.exchanged:
+            used = self._reducer.finish()
+            stats = self.skip_nonfinite or self._scaled
+            self._norm.exchange(self._reducer.buckets, used, self._reducer.late, norm_type, stats=stats)
+
+    def _follow_edits(self) -> None:
+        """Gradients dropped or assigned between ``clip_grad_norm_`` and ``step`` count as they are; the clip stays."""
+        assigned, dropped = self._reducer.recheck()
+        if assigned and self._sharding.reduces:
+            raise GradientError(
+                "a gradient was assigned after clip_grad_norm_ had reduced them: assign it before, on every rank"
+            )
+        self._norm.exchanged = not assigned
+        self._norm.drop(dropped)
 
     def _coefficients(self) -> tuple[Tensor | None, Tensor]:
         """One device scalar that unscales and clips, and one that says whether to skip."""
         if self.max_grad_norm is not None and not self._norm.clipped:
             self._norm.set_clip(self.max_grad_norm, self._inverse_scale)
+        self._norm.decide(self.skip_nonfinite or self._scaled)
         grad_scale = self._norm.clip if self._norm.clipped else self._inverse_scale
         if self._norm.clipped and self._inverse_scale is not None:
             grad_scale = self._norm.clip * self._inverse_scale
@@ -295,7 +307,8 @@ class ShardedAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` gave on the same rank of as many ranks, or full tensors. Parameters stay.
 
-        Raises before anything is changed, naming what does not fit; on every rank.
+        Parameters that it does not hold start afresh; gradients may be dropped. Raises StateMismatchError before any
+        state is changed, naming what does not fit; on every rank.
         """
         self._check_usable()
         comm = self._sharding.comm
@@ -303,10 +316,12 @@ class ShardedAdamW(torch.optim.Optimizer):
         copies: list[tuple[Tensor, Tensor]] = []
         with comm.raising_together():
             saved = match_state(state_dict, self.param_groups, self._trainable, self._labels)
-        self._reducer.restore_order(list(saved))
+        self._reducer.restore_order(comm.gather_objects(list(saved))[0])
         with comm.raising_together():
             copies = self._states.plan_load(saved, self._labels)
         self._states.load(copies)
+        self._states.reset(set(self._trainable) - set(saved))
+        self._hyper.steps.zero_()
         for index, entry in saved.items():
             self._hyper.steps[index] = torch.as_tensor(entry["step"], dtype=torch.float64)
         load_groups(self.param_groups, state_dict["param_groups"])

@@ -26,13 +26,14 @@ class HyperTable:
     """
 
     def __init__(self, group_of: Sequence[int], groups: int, device: torch.device, *, decoupled: bool) -> None:
-        self.decoupled, self.device = decoupled, device
+        self.device = device
+        self._decoupled = torch.tensor(float(decoupled), dtype=torch.float64, device=device)
         self.steps = torch.zeros(len(group_of), dtype=torch.float64, device=device)
         self.table = torch.zeros(len(group_of), len(zero_kernels.HYPER_COLUMNS), device=device)
         self._group_of = torch.tensor(group_of, device=device)
         self._by_group = torch.zeros(len(_COLUMNS), groups, dtype=torch.float64, device=device)
         self._by_parameter = torch.zeros(len(_COLUMNS), len(group_of), dtype=torch.float64, device=device)
-        self._values: list[tuple[float, ...]] = []
+        self._values: list[tuple[float | None, ...]] = []
 
     def advance(self, groups: Sequence[Mapping[str, Any]], active: Tensor) -> None:
         """Count a step for every ``active`` parameter ([parameters] bool) and make the table for it."""
@@ -45,7 +46,7 @@ class HyperTable:
             eps,
             weight_decay,
             self.steps,
-            decoupled=self.decoupled,
+            decoupled=self._decoupled,
             active=active,
             device=self.device,
             out=self.table,
@@ -60,12 +61,13 @@ class HyperTable:
             for column, value in enumerate(row)
             if isinstance(value, Tensor)
         ]
-        values = [tuple(0.0 if isinstance(value, Tensor) else float(value) for value in row) for row in rows]
+        values = [tuple(None if isinstance(value, Tensor) else float(value) for value in row) for row in rows]
         if values == self._values and not tensors:
             return
         self._values = values
-        pinned = torch.tensor(values, dtype=torch.float64, pin_memory=self.device.type == "cuda")
-        self._by_group.copy_(pinned.t(), non_blocking=True)
+        columns = [[value or 0.0 for value in column] for column in zip(*values, strict=True)]
+        pinned = torch.tensor(columns, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+        self._by_group.copy_(pinned, non_blocking=True)
         for column, number, value in tensors:
             self._by_group[column, number].copy_(value.reshape(()), non_blocking=True)
         torch.index_select(self._by_group, 1, self._group_of, out=self._by_parameter)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -59,10 +58,11 @@ class Reducer:
         self._forget_observation()
         self._ordered = False
         self._open_tasks: set[int] = set()
+        self._in_round = False  # a backward has begun that must end with every bucket reduced
         self._rounds = 0  # complete rounds since the last step
         self._unreduced = False  # a backward since the last round left its gradients on this rank
-        self._saw_zeroed = False
         self.lay_out(list(reversed(parameters)))
+        self._nodes: list[torch.autograd.graph.Node] = []
         self._hooks = [hook for index in parameters for hook in self._register_hooks(index)]
 
     def lay_out(self, order: Sequence[int]) -> None:
@@ -81,6 +81,7 @@ class Reducer:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._nodes.clear()
         for bucket in self.buckets:
             bucket.clear()
 
@@ -97,15 +98,17 @@ class Reducer:
 
     def _register_hooks(self, index: int) -> list[torch.utils.hooks.RemovableHandle]:
         parameter = self.parameters[index]
+        # A tensor's own hooks run under torch.autograd.grad too, which accumulates nothing.
+        accumulate = torch.autograd.graph.get_gradient_edge(parameter).node
+        self._nodes.append(accumulate)  # the parameter alone does not keep it
         return [
-            parameter.register_hook(partial(self._before_accumulate, index)),
+            accumulate.register_prehook(partial(self._before_accumulate, index)),
             parameter.register_post_accumulate_grad_hook(partial(self._on_ready, index)),
         ]
 
-    def _before_accumulate(self, index: int, grad: Tensor) -> None:
+    def _before_accumulate(self, index: int, grads: tuple[Tensor, ...]) -> None:
         number, slot = self._place[index]
-        if self.buckets[number].before_accumulate(slot):
-            self._saw_zeroed = True
+        self.buckets[number].before_accumulate(slot)
 
     def _on_ready(self, index: int, parameter: Tensor) -> None:
         self._watch_end_of_backward()
@@ -142,6 +145,8 @@ class Reducer:
         if task not in self._open_tasks:
             if not self._open_tasks:
                 self.on_backward()
+                if self._in_round and not self.synchronize:
+                    self._complete_round()  # the end of that backward was not seen: all its hooks ran in inner ones
                 self._in_round = self._reduces_in_backward()
             self._open_tasks.add(task)
             Variable._execution_engine.queue_callback(partial(self._on_backward_end, task))
@@ -164,7 +169,7 @@ class Reducer:
     # -- rounds --------------------------------------------------------------------------------------------------
 
     def _start_round(self) -> None:
-        self._in_round = False  # a backward has begun that must end with every bucket reduced
+        self._in_round = False
         self._next = 0
         self._seen: dict[int, int] = {}
         self._missing = [sum(self._counts[slot.param] for slot in bucket.layout.slots) for bucket in self.buckets]
@@ -172,7 +177,7 @@ class Reducer:
 
     @torch.no_grad()
     def _launch_next(self) -> None:
-        self.buckets[self._next].launch(self.buffers, self._saw_zeroed)
+        self.buckets[self._next].launch(self.buffers)
         self._next += 1
 
     def _complete_round(self) -> None:
@@ -184,7 +189,7 @@ class Reducer:
             for bucket in self.buckets:
                 bucket.wait()
         self._rounds += 1
-        self._unreduced = self._saw_zeroed = False
+        self._unreduced = False
         self._start_round()
 
     def make_readable(self) -> bool:
@@ -199,19 +204,20 @@ class Reducer:
         return alone or waiting
 
     @torch.no_grad()
-    def _collect(self) -> None:
+    def _collect(self) -> bool:
         if self.observing:
             self._end_observation()
-        for bucket in self.buckets:
-            bucket.collect()
+        return any([bucket.collect() for bucket in self.buckets])  # noqa: C419  every bucket, whatever the first says
 
     def _end_observation(self) -> None:
         """Agree with the other ranks on readiness, and lay the buckets out in the order that rank 0 saw."""
-        self.observing = False
         self._note_counts()
         reports = self.sharding.comm.gather_objects((self._observed_order, self._observed_counts))
-        for counts in zip_longest(*(report[1].items() for report in reports)):
-            for index, count in filter(None, counts):
+        if not any(order for order, _ in reports):
+            return  # a step before any backward: there is still nothing to learn from
+        self.observing = False
+        for _, counts in reports:
+            for index, count in counts.items():
                 self._counts[index] = max(count, self._counts[index])
         last_first = dict.fromkeys(reversed(reports[0][0]))  # a gradient counts as ready when it last became so
         order = list(reversed(last_first))
@@ -256,6 +262,15 @@ class Reducer:
         for bucket in self.buckets:
             bucket.wait()
         return self._used()
+
+    def recheck(self) -> tuple[bool, list[int]]:
+        """After ``finish``: whether gradients were assigned since, and the indices of those that were dropped."""
+        if not self.sharding.reduces:
+            return self._collect(), []
+        before = self._used()
+        assigned = [bucket.settle() for bucket in self.buckets]
+        dropped = [index for index, (was, now) in enumerate(zip(before, self._used(), strict=True)) if was and not now]
+        return any(assigned), dropped
 
     def end_step(self) -> None:
         """The gradients were applied. They stay until they are cleared, and the next step has rounds of its own."""

@@ -71,7 +71,6 @@ class OptimizerState:
     def __init__(self, parameters: Mapping[int, Tensor], sharding: Sharding, buckets: Sequence[Bucket]) -> None:
         self.parameters, self.sharding = parameters, sharding
         self.shards = [ShardState(bucket) for bucket in buckets]
-        self.has_masters = any(shard.master is not None for shard in self.shards)
         self.started = False  # whether exp_avg and exp_avg_sq may differ from zero
         self.record_versions()
 
@@ -104,9 +103,8 @@ class OptimizerState:
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Follow the parameters into new buckets. State that was started moves over, one old bucket at a time."""
-        old, self.shards = self.shards, [ShardState(bucket) for bucket in buckets]
-        if not self.started:
-            return
+        old, self.shards = self.shards if self.started else [], []
+        self.shards = [ShardState(bucket) for bucket in buckets]
         places = {piece.slot.param: (shard.tensors(), piece) for shard in self.shards for piece in shard.bucket.pieces}
         for shard in old:
             for name, tensor in shard.tensors().items():
@@ -153,6 +151,15 @@ class OptimizerState:
             if index in saved
             for name, target in tensors.items()
         ]
+
+    def reset(self, indices: set[int]) -> None:
+        """Make the state of these parameters what it is at construction."""
+        for shard in self.shards:
+            for piece in shard.bucket.pieces:
+                if piece.slot.param in indices:
+                    shard.exp_avg.narrow(0, piece.in_shard, piece.numel).zero_()
+                    shard.exp_avg_sq.narrow(0, piece.in_shard, piece.numel).zero_()
+        self.refresh_masters(indices)
 
     def load(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Carry out a planned load."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,4 +60,5 @@ def match_state(
 def load_groups(groups: Groups, saved: Groups) -> None:
     """Take over the options of saved parameter groups; the parameters and their names stay."""
     for group, options in zip(groups, saved, strict=True):
-        group.update({name: value for name, value in options.items() if name not in ("params", "param_names")})
+        kept = {name: value for name, value in options.items() if name not in ("params", "param_names")}
+        group.update(copy.deepcopy(kept))

@@ -71,6 +71,10 @@ def parameter_labels(groups: Sequence[dict[str, Any]]) -> list[str]:
 
 def check_parameters(parameters: Sequence[Tensor], labels: Sequence[str]) -> None:
     """Raise ParameterError for the first parameter that the optimizer cannot hold."""
+    first: dict[int, str] = {}
+    for parameter, label in zip(parameters, labels, strict=True):
+        if first.setdefault(id(parameter), label) != label:
+            raise ParameterError(f"{label} is {first[id(parameter)]} given again: give each parameter once")
     for parameter, label in zip(parameters, labels, strict=True):
         if parameter.layout is not torch.strided:
             raise ParameterError(f"{label} is {parameter.layout}; only dense parameters can be sharded: .to_dense() it")
