@@ -54,18 +54,18 @@ def test_zeroing_by_hand_reaches_ranks_that_had_not_used_the_parameter(how):
 
 
 def _drop_one_of_two(rank, world_size):
-    first, second = (torch.nn.Parameter(torch.ones(128)) for _ in range(2))
-    filler = torch.nn.Parameter(torch.ones(2048))
+    first, second, filler = (torch.nn.Parameter(torch.ones(numel)) for numel in (128, 512, 4096))
     opt = ShardedAdamW([filler, second, first], stage=2, weight_decay=0.0)
-    used = first.sum() + filler.sum() + (second.sum() if rank == 0 else 0.0)
-    used.backward()
+    both = first.sum() + second.sum() if rank == 0 else first.sum()
+    (both + filler.sum()).backward()
+    shared = [{slot.param for slot in bucket.layout.slots} for bucket in opt._reducer.buckets]
     first.grad = None
     opt.step()
-    return (second != 1).sum().item(), (first != 1).sum().item()
+    return {1, 2} in shared, (second != 1).sum().item(), (first != 1).sum().item()
 
 
-def test_dropping_one_gradient_leaves_its_neighbours():
-    assert run_ranks(2, _drop_one_of_two) == [(128, 0)] * 2
+def test_dropping_one_gradient_leaves_its_neighbour_in_the_bucket():
+    assert run_ranks(2, _drop_one_of_two) == [(True, 512, 0)] * 2
 
 
 def _torch_clip_at_stage_0(rank, world_size):
