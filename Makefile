@@ -10,7 +10,7 @@ OUT    ?=
 ARGS   ?=
 
 BIN      := .venv/bin
-SOURCES  := setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
+SOURCES  := setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
 TRAINING := --ranks $(RANKS) --stage $(STAGE) --dtype $(DTYPE) $(if $(STEPS),--steps $(STEPS)) \
             $(if $(DATA),--data "$(DATA)") $(if $(OUT),--out "$(OUT)") $(ARGS)
 
@@ -25,22 +25,26 @@ train: .venv/built  ## train a GPT on RANKS ranks; RANKS STAGE DTYPE STEPS DATA 
 test: .venv/built  ## run the test suite; ARGS goes to pytest
 	@$(BIN)/python -m pytest $(ARGS)
 
+.PHONY: cuda-check
+cuda-check: .venv/built  ## look into what nvcc and Triton make of the kernels; part of `make test`, needs no GPU
+	@$(BIN)/python -m pytest tests/cuda tests/triton_backend $(ARGS)
+
 .PHONY: lint
 lint: .venv/built  ## ruff, clang-format and mypy, as CI runs them
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/clang-format --dry-run --Werror $$(find csrc -name '*.cpp' -o -name '*.h')
+	@$(BIN)/clang-format --dry-run --Werror $$(find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h')
 	@$(BIN)/mypy
 
 .PHONY: format
 format: .venv/built  ## rewrite the sources as `make lint` wants them
 	@$(BIN)/ruff check --fix --quiet . || true
 	@$(BIN)/ruff format --quiet .
-	@$(BIN)/clang-format -i $$(find csrc -name '*.cpp' -o -name '*.h')
+	@$(BIN)/clang-format -i $$(find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h')
 
 .PHONY: bench
-bench: .venv/built  ## time adam_step against torch; JSON and plot below benchmarks/results
-	@$(BIN)/python benchmarks/bench_adam_step.py $(ARGS)
+bench: .venv/built  ## time the kernels against torch and the memory; ARGS goes to zero-optim bench
+	@$(BIN)/zero-optim bench $(ARGS)
 
 .PHONY: doctor
 doctor: .venv/built  ## say what is installed, what is active, and why the rest is not
@@ -49,7 +53,7 @@ doctor: .venv/built  ## say what is installed, what is active, and why the rest 
 .PHONY: clean
 clean:  ## remove the environment, builds and caches; runs/ stays
 	rm -rf .venv build dist *.egg-info python/*.egg-info .pytest_cache .ruff_cache .mypy_cache
-	rm -f zero_kernels/*.so zero_kernels/*.dylib zero_kernels/build_error.txt
+	rm -f zero_kernels/*.so zero_kernels/*.dylib zero_kernels/build_error_*.txt
 	find . -name __pycache__ -not -path './runs/*' -prune -exec rm -rf {} +
 
 .PHONY: help
@@ -66,6 +70,6 @@ help:  ## this list
 .venv/built: .venv/installed $(SOURCES)
 	@echo "building the package"
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	@test ! -e zero_kernels/build_error.txt || \
+	@test ! -e zero_kernels/build_error_cpu.txt || \
 	  echo "the CPU library was not built, so the slower reference backend runs: make doctor says why"
 	@touch $@

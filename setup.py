@@ -1,19 +1,26 @@
-"""Builds the compiled CPU library of `zero_kernels`; everything else is in pyproject.toml.
+"""Builds the compiled libraries of `zero_kernels`, with ninja; everything else is in pyproject.toml.
 
-An install never needs a compiler: when the build fails, the first error is kept in the package
-(`zero_kernels/build_error.txt`, shown by `zero-optim doctor`) and the reference backend runs instead.
+    cpu     from csrc/ops.cpp and csrc/cpu, wherever there is a C++ compiler
+    cuda    from csrc/cuda, wherever there is nvcc (CUDA_HOME or PATH), with or without a GPU; for the architectures of
+            TORCH_CUDA_ARCH_LIST, else 8.0, 9.0 and 10.0 with its PTX
+
+An install never needs a compiler: when a library can't be built, the reason is kept in the package
+(`zero_kernels/build_error_<name>.txt`, shown by `zero-optim doctor`) and another backend runs instead.
+ZERO_KERNELS_NO_BUILD=1 builds nothing, ZERO_KERNELS_NO_CUDA=1 leaves out the CUDA library.
 """
 
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import site
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -22,21 +29,50 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
-NO_BUILD = os.environ.get("ZERO_KERNELS_NO_BUILD", "0") not in ("", "0")
-LIBRARY = "libzero_kernels_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
+DARWIN = sys.platform == "darwin"
 
 # No contraction and no fast math: all backends give the same bits. No errno: it would turn a root into a call.
-FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-w"]
-FLAGS += [f"-ffile-prefix-map={ROOT}=."]  # no path of the building machine in the library
+CXX_FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-w"]
+CXX_FLAGS += [f"-ffile-prefix-map={ROOT}=."]  # no path of the building machine in the library
 ISA_FLAGS = {
     "scalar": [],
     "avx2": ["-DZK_ISA_AVX2", "-mavx2", "-mf16c"],
     "avx512": ["-DZK_ISA_AVX512", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
 }
+NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false", "-w"]
+NVCC_FLAGS += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off,-w"]
+STAND_IN = "libtorch_cuda.so"
+DEFAULT_ARCHS = "8.0 9.0 10.0+PTX"
 
 
 class BuildError(Exception):
-    """A command of the build failed: its text is the command and the compiler's words."""
+    """A library can't be built: its text is the reason, or the command and the compiler's words."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """One shared library: the objects it is made of and how they are linked.
+
+    Attributes:
+        compile: for each object the rule (cxx or nvcc), the source and flags of its own.
+        link: the command, to which ninja adds the objects and the output.
+    """
+
+    name: str
+    compile: dict[str, tuple[str, Path, list[str]]]
+    link: list[str]
+
+    @property
+    def file(self) -> str:
+        return f"libzero_kernels_{self.name}{'.dylib' if DARWIN else '.so'}"
+
+    @property
+    def report(self) -> str:
+        return f"build_error_{self.name}.txt"
+
+
+def asked(variable: str) -> bool:
+    return os.environ.get(variable, "0") not in ("", "0")
 
 
 def torch_directory() -> Path | None:
@@ -60,97 +96,175 @@ def compiler() -> list[str]:
     return [next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), "c++")]
 
 
-def run(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    except OSError as error:
-        raise BuildError(f"$ {shlex.join(command)}\n{error}\n") from None
-    if done.returncode:
-        said = (done.stdout + done.stderr).strip() or "it said nothing"
-        raise BuildError(f"$ {shlex.join(command)}\nexit status {done.returncode}: {said}\n")
+def nvcc() -> str | None:
+    """CUDA's compiler: in CUDA_HOME, else on the PATH."""
+    home = os.environ.get("CUDA_HOME")
+    if home:
+        return str(Path(home, "bin", "nvcc")) if Path(home, "bin", "nvcc").exists() else None
+    return shutil.which("nvcc")
 
 
-def compile_commands(torch: Path, objects: Path) -> dict[Path, list[str]]:
-    """The command that makes each object: one a source, and for the kernels one an instruction set."""
-    x86 = platform.machine().lower() in ("x86_64", "amd64")
-    torch_flags = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-isystem", str(torch / "include")]
-    units = {"ops": (CSRC / "ops.cpp", torch_flags), "isa": (CSRC / "cpu/isa.cpp", [])}
-    for isa, flags in ISA_FLAGS.items():
-        if x86 or isa == "scalar":
-            units[f"kernels_{isa}"] = (CSRC / "cpu/kernels.cpp", flags)
-    return {
-        objects / f"{name}.o": [*compiler(), *FLAGS, *flags, "-c", str(source), "-o", str(objects / f"{name}.o")]
-        for name, (source, flags) in units.items()
-    }
+def ninja() -> str:
+    """The ninja of the installed package, which an isolated build has, else the one on the PATH."""
+    spec = importlib.util.find_spec("ninja")
+    if spec is not None:
+        import ninja
+
+        found = shutil.which("ninja", path=ninja.BIN_DIR)
+        if found:
+            return found
+    found = shutil.which("ninja")
+    if found is None:
+        raise BuildError("ninja was not found: pip install ninja, then install this package again\n")
+    return found
 
 
-def build_library(objects: Path, library: Path) -> None:
-    """Compile csrc, all objects at once, and link. Raises BuildError."""
-    torch = torch_directory()
-    if torch is None:
-        raise BuildError("torch's headers were not found: install torch >= 2.10, then this package again\n")
-    objects.mkdir(parents=True, exist_ok=True)
-    commands = compile_commands(torch, objects)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(run, commands.values()))
-    if sys.platform == "darwin":
-        how, libraries = ["-dynamiclib", "-undefined", "dynamic_lookup"], []
+def cuda_archs() -> list[str]:
+    """The names in TORCH_CUDA_ARCH_LIST, written as torch's own builds take it, else the default ones."""
+    return re.split(r"[\s;,]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip(" ;,") or DEFAULT_ARCHS)
+
+
+def arch_flags() -> list[str]:
+    flags = []
+    for name in cuda_archs():
+        match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", name)
+        if match is None:
+            raise BuildError(f"TORCH_CUDA_ARCH_LIST: {name!r} is no architecture; write it like '8.0 9.0+PTX'\n")
+        arch = "".join(match.group(1, 2, 3))
+        flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+        if match.group(4):
+            flags += ["-gencode", f"arch=compute_{arch},code=compute_{arch}"]
+    return flags
+
+
+def libraries(torch: Path) -> Iterator[Library]:
+    """What can be built here."""
+    of_torch = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-isystem", str(torch / "include")]
+    isas = ISA_FLAGS if platform.machine().lower() in ("x86_64", "amd64") else {"scalar": []}
+    objects = {"ops": ("cxx", CSRC / "ops.cpp", of_torch), "isa": ("cxx", CSRC / "cpu/isa.cpp", [])}
+    objects |= {f"kernels_{isa}": ("cxx", CSRC / "cpu/kernels.cpp", flags) for isa, flags in isas.items()}
+    if DARWIN:
+        yield Library("cpu", objects, [*compiler(), "-dynamiclib", "-undefined", "dynamic_lookup"])
     else:
-        how, libraries = ["-shared"], [f"-L{torch / 'lib'}", "-ltorch_cpu"]
-    run([*compiler(), *how, *map(str, commands), "-o", str(library), *libraries])
+        yield Library("cpu", objects, [*compiler(), "-shared", f"-L{torch / 'lib'}", "-ltorch_cpu"])
+    if nvcc() is not None and not asked("ZERO_KERNELS_NO_CUDA"):
+        sources = sorted((CSRC / "cuda").glob("*.cu"))
+        flags = ["-DUSE_CUDA", f'-DZK_CUDA_ARCHS="{" ".join(cuda_archs())}"', *of_torch]
+        objects = {source.stem: ("nvcc", source, flags) for source in sources}
+        # Linked against a stand-in: a torch without CUDA has no libtorch_cuda, and any torch's will do at load.
+        link = [str(nvcc()), "-shared", "-cudart", "static", "-L.", f"-L{torch / 'lib'}", "-ltorch_cpu"]
+        yield Library("cuda", objects, [*link, "-Xlinker", "--no-as-needed,-ltorch_cuda"])
 
 
-def install(package: Path, library: Path, error: str | None) -> None:
-    """Put into the package either the library or the reason why there is none, and remove the other."""
+def write_ninja(library: Library, folder: Path) -> None:
+    """Write folder/build.ninja. Headers are tracked, so that a second build compiles what has changed."""
+
+    def quoted(command: list[str]) -> str:
+        return shlex.join(command).replace("$", "$$")
+
+    lines = [f"cxx = {quoted([*compiler(), *CXX_FLAGS])}"]
+    if library.name == "cuda":
+        host = ["-ccbin", compiler()[0]] if os.environ.get("CXX") else []
+        lines.append(f"nvcc = {quoted([str(nvcc()), *host, *NVCC_FLAGS, *arch_flags()])}")
+    for rule in sorted({rule for rule, _, _ in library.compile.values()}):
+        lines += [f"rule {rule}", f"  command = ${rule} $flags -MD -MF $out.d -c $in -o $out", "  depfile = $out.d"]
+        lines += ["  deps = gcc"]
+    lines += ["rule link", f"  command = {quoted(library.link[:1])} $in -o $out {quoted(library.link[1:])}"]
+    for name, (rule, source, flags) in library.compile.items():
+        path = str(source).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+        lines += [f"build {name}.o: {rule} {path}", f"  flags = {quoted(flags)}"]
+    needs = ""
+    if library.name == "cuda":
+        command = [*compiler(), "-shared", "-nostdlib", "-x", "c++", os.devnull, f"-Wl,-soname,{STAND_IN}"]
+        lines += ["rule stand_in", f"  command = {quoted(command)} -o $out", f"build {STAND_IN}: stand_in"]
+        needs = f" | {STAND_IN}"
+    lines += [f"build {library.file}: link {' '.join(f'{name}.o' for name in library.compile)}{needs}", ""]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "build.ninja").write_text("\n".join(lines))
+
+
+def build(library: Library, folder: Path) -> Path:
+    """Compile and link in `folder`. Raises BuildError with the first command that failed and what it said."""
+    write_ninja(library, folder)
+    command = [ninja(), "-C", str(folder), "-v"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if done.returncode:
+        failure = re.search(r"^FAILED: .*?\n(.*?)(?=^\[\d+/\d+\] |^ninja: |\Z)", done.stdout, re.DOTALL | re.MULTILINE)
+        raise BuildError(f"$ {failure[1]}" if failure else done.stdout)
+    return folder / library.file
+
+
+def install(package: Path, name: str, built: Path | str) -> None:
+    """Put into the package either a library (a path) or the reason why there is none (words), and remove the other."""
     package.mkdir(parents=True, exist_ok=True)
-    installed, report = package / LIBRARY, package / "build_error.txt"
-    if error is not None:
-        installed.unlink(missing_ok=True)
-        report.write_text(error)
+    library, report = package / Library(name, {}, []).file, package / Library(name, {}, []).report
+    if isinstance(built, str):
+        library.unlink(missing_ok=True)
+        report.write_text(built)
         return
     report.unlink(missing_ok=True)
     # Replaced, never written over: a running process may have it mapped.
-    fresh = installed.with_suffix(".new")
-    shutil.copy2(library, fresh)
-    fresh.replace(installed)
+    fresh = library.with_suffix(".new")
+    shutil.copy2(built, fresh)
+    fresh.replace(library)
 
 
-class BuildLibrary(build_ext):
-    """Builds the library into the package, or leaves the reason why not."""
+def build_all(folder: Path) -> dict[str, Path | str]:
+    """For each library its file, or the reason why there is none."""
+    if asked("ZERO_KERNELS_NO_BUILD"):
+        return dict.fromkeys(("cpu", "cuda"), "ZERO_KERNELS_NO_BUILD was set: the library was not built\n")
+    torch = torch_directory()
+    if torch is None:
+        reason = "torch's headers were not found: install torch >= 2.10, then this package again\n"
+        return dict.fromkeys(("cpu", "cuda"), reason)
+    built: dict[str, Path | str] = {"cuda": "nvcc was not found in CUDA_HOME or on the PATH\n"}
+    if asked("ZERO_KERNELS_NO_CUDA"):
+        built["cuda"] = "ZERO_KERNELS_NO_CUDA was set: the library was not built\n"
+    for library in libraries(torch):
+        try:
+            built[library.name] = build(library, folder / library.name)
+        except BuildError as failure:
+            built[library.name] = str(failure)
+    return built
+
+
+class BuildLibraries(build_ext):
+    """Builds the libraries into the package, or leaves the reasons why not."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return str(Path("zero_kernels", LIBRARY))
+        return str(Path("zero_kernels", Library("cpu", {}, []).file))
 
     def build_extension(self, ext: Extension) -> None:
-        # An editable install runs from the source tree, so that its files must agree with what was just built.
-        packages = [Path(self.build_lib, "zero_kernels")]
-        if self.inplace or self.editable_mode:
-            packages.append(ROOT / "zero_kernels")
-        library = Path(self.build_temp).absolute() / LIBRARY
-        error = "ZERO_KERNELS_NO_BUILD was set: the library was not built\n" if NO_BUILD else None
-        if error is None:
-            try:
-                build_library(library.parent, library)
-            except BuildError as failure:
-                error = str(failure)
-        for package in packages:
-            install(package, library, error)
-        if error is not None:
-            self.warn(f"the CPU library was not built; the reference backend will run instead:\n{error}")
+        self.built = build_all(Path(self.build_temp).absolute())
+        self.install_in(Path(self.build_lib))
+        for name, built in self.built.items():
+            if isinstance(built, str) and (name == "cpu" or built.startswith("$")):
+                self.warn(f"the {name} library was not built; another backend will run instead:\n{built}")
 
     def copy_extensions_to_source(self) -> None:
-        """Done above, the report included."""
+        """For --inplace and editable installs, which run from the source tree."""
+        self.install_in(ROOT)
+
+    def install_in(self, root: Path) -> None:
+        for name, built in self.built.items():
+            install(root / "zero_kernels", name, built)
 
 
 class LibraryWheel(bdist_wheel):
-    """The library needs no particular Python: it speaks torch's stable ABI only."""
+    """The libraries need no particular Python: they speak torch's stable ABI only."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", super().get_tag()[2])
 
 
-setup(
-    ext_modules=[Extension("zero_kernels.library", sources=[], optional=True)],
-    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": LibraryWheel},
-    setup_requires=[] if NO_BUILD or torch_directory() else ["torch>=2.10"],
-)
+def main() -> None:
+    needs_torch = not asked("ZERO_KERNELS_NO_BUILD") and torch_directory() is None
+    setup(
+        ext_modules=[Extension("zero_kernels.library", sources=[], optional=True)],
+        cmdclass={"build_ext": BuildLibraries, "bdist_wheel": LibraryWheel},
+        setup_requires=["torch>=2.10"] if needs_torch else [],
+    )
+
+
+if __name__ == "__main__":
+    main()

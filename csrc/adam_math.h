@@ -4,7 +4,10 @@
 // without -ffast-math, or the backends stop agreeing bit for bit.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+
+#include "types.h"
 
 namespace zero_kernels {
 
@@ -34,7 +37,7 @@ struct AdamCoefficients {
   V beta1, one_minus_beta1, beta2, one_minus_beta2, bias_correction2_sqrt;
   bool l2;
 
-  AdamCoefficients(const HyperRow& row, float scale)
+  ZK_HOST_DEVICE AdamCoefficients(const HyperRow& row, float scale)
       : grad_scale(scale),
         step_size(row.step_size),
         decay(row.decay),
@@ -53,8 +56,16 @@ struct AdamLane {
   V p, m, v;  // master, exp_avg, exp_avg_sq
 };
 
+ZK_HOST_DEVICE static inline float square_root(float x) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(x);
+#else
+  return std::sqrt(x);
+#endif
+}
+
 template <class V>
-inline AdamLane<V> adam_update(V grad, AdamLane<V> lane, const AdamCoefficients<V>& c) {
+ZK_HOST_DEVICE inline AdamLane<V> adam_update(V grad, AdamLane<V> lane, const AdamCoefficients<V>& c) {
   V g = grad * c.grad_scale;
   V p = lane.p;
   if (c.l2) g = g + c.weight_decay * p;

@@ -1,46 +1,17 @@
-// Every compiled schema (namespace zero_kernels_C), over libtorch's stable ABI: one binary for all torch >= 2.10.
-// Arguments were checked in Python (zero_kernels/ops.py); only what would read out of bounds is checked again.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
+// Every compiled schema (namespace zero_kernels_C), and the ops on CPU tensors.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "cpu/isa.h"
+#include "hyper_table.h"
+#include "stable.h"
 
 namespace zero_kernels {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-DType dtype_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Half:
-      return DType::kHalf;
-    case ScalarType::BFloat16:
-      return DType::kBFloat16;
-    case ScalarType::Float:
-      return DType::kFloat;
-    default:
-      throw std::runtime_error("zero_kernels: expected float16, bfloat16 or float32");
-  }
-}
-
-int64_t size_of(DType dtype) { return dtype == DType::kFloat ? 4 : 2; }
-
-template <class T>
-T* data(const Tensor& tensor) {
-  return static_cast<T*>(tensor.data_ptr());
-}
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // ---- adam_step ----------------------------------------------------------------------------------------------------
 
@@ -198,6 +169,29 @@ Tensor grad_stats(const Tensor& shard, double norm_type) {
   return out;
 }
 
+// ---- hyper_table --------------------------------------------------------------------------------------------------
+
+void hyper_table(
+    const Tensor& coefficients, const std::optional<Tensor>& group, const Tensor& step,
+    const std::optional<Tensor>& active, const Tensor& out) {
+  HyperTableArgs args = {
+      data<const double>(coefficients),
+      group ? data<const int32_t>(*group) : nullptr,
+      data<const double>(step),
+      active ? data<const bool>(*active) : nullptr,
+      data<HyperRow>(out),
+      coefficients.size(1),
+      out.size(0)};
+  for (int64_t slot = 0; group && slot < args.slots; ++slot)
+    if (args.group[slot] < 0 || args.group[slot] >= args.groups)
+      throw std::runtime_error(
+          "zero_kernels: group[" + std::to_string(slot) + "] = " + std::to_string(args.group[slot]) +
+          ", but coefficients has " + std::to_string(args.groups) + " columns");
+  torch::stable::parallel_for(0, args.slots, 256, [&](int64_t begin, int64_t end) {
+    for (int64_t slot = begin; slot < end; ++slot) make_hyper_row(args, slot);
+  });
+}
+
 std::string isa() { return kernels().name; }
 
 }  // namespace
@@ -210,7 +204,9 @@ STABLE_TORCH_LIBRARY(zero_kernels_C, m) {
   m.def("pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale, Tensor(b!)? nonfinite) -> ()");
   m.def("unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale) -> ()");
   m.def("grad_stats(Tensor shard, float norm_type) -> Tensor");
+  m.def("hyper_table(Tensor coefficients, Tensor? group, Tensor step, Tensor? active, Tensor(a!) out) -> ()");
   m.def("stream(Tensor grad, Tensor(a!) a, Tensor(b!) b, Tensor(c!) c, Tensor(d!) out) -> ()");
+  m.def("cuda_archs() -> str");
   m.def("isa() -> str");
   m.def("isas() -> str");
   m.def("use_isa(str name) -> ()");
@@ -221,6 +217,7 @@ STABLE_TORCH_LIBRARY_IMPL(zero_kernels_C, CPU, m) {
   m.impl("pack", TORCH_BOX(&zero_kernels::pack));
   m.impl("unpack", TORCH_BOX(&zero_kernels::unpack));
   m.impl("grad_stats", TORCH_BOX(&zero_kernels::grad_stats));
+  m.impl("hyper_table", TORCH_BOX(&zero_kernels::hyper_table));
   m.impl("stream", TORCH_BOX(&zero_kernels::stream));
 }
 

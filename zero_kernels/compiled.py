@@ -1,4 +1,4 @@
-"""The compiled CPU library: found beside this file, loaded once, never built here."""
+"""The compiled libraries, one for CPU and one for CUDA: found beside this file, loaded once, never built here."""
 
 import functools
 import math
@@ -12,57 +12,95 @@ import torch
 
 from zero_kernels import reference
 
-LIBRARY = Path(__file__).parent / ("libzero_kernels_cpu" + (".dylib" if sys.platform == "darwin" else ".so"))
-BUILD_ERROR = Path(__file__).parent / "build_error.txt"
+FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
 class Status:
-    """What `zero-optim doctor` shows about the compiled library."""
+    """What `zero-optim doctor` shows about a compiled library."""
 
     loaded: bool
     path: str | None
-    isa: str | None  # instruction set in use
-    isas: tuple[str, ...]  # usable on this processor, best first
     build_error: str | None  # first error of the build: the command and the compiler's words
     load_error: str | None
+    isa: str | None = None  # of the CPU library: the instruction set in use
+    isas: tuple[str, ...] = ()  # usable on this processor, best first
+    archs: str | None = None  # of the CUDA library: the architectures that it was built for
+
+
+def library(name: str) -> Path:
+    """Where the library of that name, cpu or cuda, lies if it was built."""
+    return FOLDER / f"libzero_kernels_{name}{'.dylib' if sys.platform == 'darwin' else '.so'}"
+
+
+def _build_error(name: str) -> str | None:
+    report = FOLDER / f"build_error_{name}.txt"
+    return report.read_text() if report.exists() else None
 
 
 @functools.cache
-def _load_error() -> str | None:
-    """Load the library, once; the reason in words when it can't be."""
-    if not LIBRARY.exists():
-        return f"{LIBRARY.name} is not there: the package was installed without building it"
+def why_unusable(name: str) -> str | None:
+    """None when the library, cpu or cuda, is loaded and of use, else the reason in words. Loads it, once."""
+    if name == "cuda":
+        reason = _why_no_cuda() or why_unusable("cpu")  # whose library defines the schemas
+        if reason is not None:
+            return reason
+    path = library(name)
+    if not path.exists():
+        return f"{path.name} is not there: the package was installed without building it"
     try:
-        torch.ops.load_library(LIBRARY)
+        torch.ops.load_library(path)
     except (OSError, RuntimeError) as error:
-        return f"{LIBRARY.name} can't be loaded: {error}"
+        return f"{path.name} can't be loaded: {error}"
+    return _why_other_gpu() if name == "cuda" else None
+
+
+def _why_no_cuda() -> str | None:
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    return None if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+def _why_other_gpu() -> str | None:
+    """The reason when the library holds no code for one of the devices."""
+    built = torch.ops.zero_kernels_C.cuda_archs()
+    for index in range(torch.cuda.device_count()):
+        if not runs_on(built, torch.cuda.get_device_capability(index)):
+            major, minor = torch.cuda.get_device_capability(index)
+            wanted = f"TORCH_CUDA_ARCH_LIST={major}.{minor}"
+            return f"built for {built}, but cuda:{index} is {major}.{minor}: install again with {wanted}"
     return None
 
 
-def why_unusable() -> str | None:
-    """None when the library is loaded, else one line in words."""
-    return _load_error()
+def runs_on(built: str, capability: tuple[int, int]) -> bool:
+    """Whether code built for e.g. "8.0 9.0 10.0+PTX" runs on a device of that compute capability.
+
+    Machine code runs on the same major version from its own minor version on; PTX on all that is not older.
+    """
+    for name in built.split():
+        version, _, ptx = name.partition("+")
+        major, minor = map(int, version.rstrip("af").split("."))
+        if capability[0] == major and capability[1] >= minor or (ptx and capability >= (major, minor)):
+            return True
+    return False
 
 
-def status() -> Status:
-    """The state of the compiled library, with the errors that its build or its loading kept."""
-    load_error, isa, isas = _load_error(), None, ()
-    loaded = load_error is None
-    if loaded:
-        isas = tuple(torch.ops.zero_kernels_C.isas().split(","))
-        try:
-            isa = torch.ops.zero_kernels_C.isa()
-        except RuntimeError as error:  # ZERO_KERNELS_ISA names one that this processor lacks
-            load_error = str(error)
-    return Status(
-        loaded=loaded,
-        path=str(LIBRARY) if loaded else None,
-        isa=isa,
-        isas=isas,
-        build_error=BUILD_ERROR.read_text() if BUILD_ERROR.exists() else None,
-        load_error=load_error,
-    )
+def status(name: str = "cpu") -> Status:
+    """The state of the library cpu or cuda, with the errors that its build or its loading kept."""
+    load_error = why_unusable(name)
+    if load_error is not None:
+        return Status(loaded=False, path=None, build_error=_build_error(name), load_error=load_error)
+    path = str(library(name))
+    if name == "cuda":
+        archs = torch.ops.zero_kernels_C.cuda_archs()
+        return Status(loaded=True, path=path, build_error=None, load_error=None, archs=archs)
+    isa = None
+    try:
+        isa = torch.ops.zero_kernels_C.isa()
+    except RuntimeError as error:  # ZERO_KERNELS_ISA names one that this processor lacks
+        load_error = str(error)
+    isas = tuple(torch.ops.zero_kernels_C.isas().split(","))
+    return Status(loaded=True, path=path, build_error=None, load_error=load_error, isa=isa, isas=isas)
 
 
 def use_isa(name: str | None) -> None:
@@ -97,9 +135,15 @@ def _unpack(bucket: torch.Tensor, offsets: Sequence[int], grads: Sequence[torch.
     torch.ops.zero_kernels_C.unpack(bucket, offsets, grads, scale)
 
 
+def _hyper_table(*args: torch.Tensor | None) -> None:
+    torch.ops.zero_kernels_C.hyper_table(*args)
+
+
+# Both libraries define the same ops, each for the tensors of its device.
 OPS: dict[str, Callable[..., Any]] = {
     "adam_step": _adam_step,
     "pack": _pack,
     "unpack": _unpack,
     "grad_stats": _grad_stats,
+    "hyper_table": _hyper_table,
 }

@@ -1,5 +1,6 @@
 """Which backend runs an op. The registry is data: a row a backend, in order of preference."""
 
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -30,10 +31,31 @@ class Backend:
     why_unusable: Callable[[], str | None]
 
 
+# Triton's interpreter, which takes CPU tensors, is chosen when triton is imported.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+_TRITON_DEVICES = frozenset({"cpu"} if _INTERPRETED else {"cuda"})
+
+
+def _triton_ops() -> OpTable:
+    from zero_kernels import triton
+
+    return triton.OPS
+
+
+def _why_no_triton() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    from zero_kernels import triton
+
+    return triton.why_unusable()
+
+
 REGISTRY: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("cpu", frozenset({"cpu"}), lambda: compiled.OPS, compiled.why_unusable),
+        Backend("cuda", frozenset({"cuda"}), lambda: compiled.OPS, lambda: compiled.why_unusable("cuda")),
+        Backend("cpu", frozenset({"cpu"}), lambda: compiled.OPS, lambda: compiled.why_unusable("cpu")),
+        Backend("triton", _TRITON_DEVICES, _triton_ops, _why_no_triton),
         Backend("reference", None, lambda: reference.OPS, lambda: None),
     )
 }
@@ -66,8 +88,7 @@ class use_backend:
         global _forced
         if name is not None:
             device_types = _lookup(name, "cpu").device_types
-            if device_types is None or "cpu" in device_types:
-                _usable(name, "cpu")
+            _usable(name, "cpu" if device_types is None or "cpu" in device_types else "cuda")
         self._previous = _forced
         _forced = name
 

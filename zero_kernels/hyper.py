@@ -23,6 +23,9 @@ HYPER_COLUMNS = (
 )
 """Names of the hyper table's columns, in order; padded so that a row is three 16-byte loads."""
 
+HYPER_COEFFICIENTS = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled")
+"""Names of the rows of `coefficients`, from which the op `hyper_table` makes the columns."""
+
 Coefficient = float | Sequence[float] | torch.Tensor
 
 
@@ -63,38 +66,30 @@ def hyper_table(
         "betas[1]": betas[1],
         "eps": eps,
         "weight_decay": weight_decay,
-        "step": step,
         "decoupled": decoupled,
+        "step": step,
         "active": active,
     }
     columns64 = [_as_float64(name, value, torch.device(device)) for name, value in columns.items()]
     try:
-        rate, beta1, beta2, epsilon, wd, count, is_decoupled, is_active = torch.broadcast_tensors(*columns64)
+        *coefficients, count, is_active = torch.broadcast_tensors(*columns64)
     except RuntimeError:
         lengths = {name: value.numel() for name, value in zip(columns, columns64, strict=True) if value.dim()}
         raise ValueError(f"hyper_table needs one length for all sequences, got {lengths}") from None
-    decoupled_wd = wd * is_decoupled
-    table64 = torch.stack(
-        (
-            rate / (1 - beta1**count),
-            1 - rate * decoupled_wd,
-            wd - decoupled_wd,
-            epsilon,
-            beta1,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            (1 - beta2**count).sqrt(),
-            is_active,
-            *[torch.zeros_like(is_active)] * 2,
-        ),
-        dim=-1,
-    ).reshape(-1, len(HYPER_COLUMNS))
+    slots = is_active.numel()
+    shape = (slots, len(HYPER_COLUMNS))
     if out is None:
-        return table64.to(torch.float32)
-    if out.dtype != torch.float32 or out.shape != table64.shape:
-        raise TypeError(f"out must be float32 {list(table64.shape)}, got {out.dtype} {list(out.shape)}")
-    return out.copy_(table64)
+        out = torch.empty(shape, dtype=torch.float32, device=device)
+    elif out.dtype != torch.float32 or out.shape != shape:
+        raise TypeError(f"out must be float32 {list(shape)}, got {out.dtype} {list(out.shape)}")
+    torch.ops.zero_kernels.hyper_table(
+        torch.stack(coefficients).view(len(HYPER_COEFFICIENTS), slots),
+        None,
+        count.reshape(-1).contiguous(),
+        is_active.reshape(-1) != 0,
+        out,
+    )
+    return out
 
 
 def _as_float64(name: str, value: Coefficient, device: torch.device) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zero_kernels import dispatch
-from zero_kernels.hyper import HYPER_COLUMNS, ROW, Coefficient, hyper_table
+from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, Coefficient, hyper_table
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -22,6 +22,7 @@ SCHEMAS = (
     "pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale=1.0, Tensor(b!)? nonfinite=None) -> ()",
     "unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale=1.0) -> ()",
     "grad_stats(Tensor shard, float norm_type=2.0) -> Tensor",
+    "hyper_table(Tensor coefficients, Tensor? group, Tensor step, Tensor? active, Tensor(a!) out) -> ()",
 )
 
 _library = torch.library.Library("zero_kernels", "DEF")
@@ -256,6 +257,25 @@ def _check_grad_stats(shard: Tensor, norm_type: float) -> torch.device:
     return shard.device
 
 
+def _check_hyper_table(
+    coefficients: Tensor, group: Tensor | None, step: Tensor, active: Tensor | None, out: Tensor
+) -> torch.device:
+    device, rows = out.device, len(HYPER_COEFFICIENTS)
+    _check("out", out, (torch.float32,), device, None)
+    if out.dim() != 2 or out.shape[1] != len(HYPER_COLUMNS):
+        raise ValueError(f"out must have shape [slots, {len(HYPER_COLUMNS)}], got {list(out.shape)}")
+    slots = out.shape[0]
+    _check("coefficients", coefficients, (torch.float64,), device, None if group is not None else rows * slots)
+    if coefficients.dim() != 2 or coefficients.shape[0] != rows:
+        raise ValueError(f"coefficients must have shape [{rows}, groups], got {list(coefficients.shape)}")
+    if group is not None:
+        _check_flat("group", group, (torch.int32,), device, slots)
+    _check_flat("step", step, (torch.float64,), device, slots)
+    if active is not None:
+        _check_flat("active", active, (torch.bool,), device, slots)
+    return device
+
+
 def _fake_nothing(*args: Any) -> None:
     """Fake of the ops that only write their arguments."""
 
@@ -291,3 +311,4 @@ _register("adam_step", _check_adam_step, _fake_nothing, mutated=(1, 2, 3, 4, 9))
 _register("pack", _check_pack, _fake_nothing, mutated=(2, 4))
 _register("unpack", _check_unpack, _fake_nothing, mutated=(2,))
 _register("grad_stats", _check_grad_stats, _fake_grad_stats, mutated=())
+_register("hyper_table", _check_hyper_table, _fake_nothing, mutated=(4,))

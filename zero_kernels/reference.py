@@ -20,6 +20,9 @@ STATS_LANES = 1024
 STATS_BLOCK = 8 * STATS_LANES
 """Elements of one `grad_stats` block: one partial each."""
 
+STEP_BITS = 32
+"""Bits of a step count that `hyper_table` looks at."""
+
 # Rows handled at once: bounds the temporaries to some 100 MB whatever the shard's size.
 _CHUNK_ROWS = 1 << 15
 _CHUNK_BLOCKS = 512
@@ -167,4 +170,50 @@ def _max_abs(shard: Tensor) -> Tensor:
     return bits.view(torch.float32).reshape(())
 
 
-OPS: dict[str, Callable[..., Any]] = {"adam_step": adam_step, "pack": pack, "unpack": unpack, "grad_stats": grad_stats}
+def hyper_table(
+    coefficients: Tensor, group: Tensor | None, step: Tensor, active: Tensor | None, out: Tensor
+) -> None:
+    """Rows of the table that `adam_step` reads, in float64, each coefficient rounded once (see `docs/ops.md`).
+
+    Args:
+        coefficients: fp64 [len(HYPER_COEFFICIENTS), groups].
+        group: int32 [slots], the column of `coefficients` that a slot uses; None: slot i uses column i.
+        step: fp64 [slots], whole numbers below 2^32.
+        active: bool [slots]; None: all are.
+        out: fp32 [slots, len(HYPER_COLUMNS)].
+    """
+    of_slot = coefficients if group is None else coefficients.index_select(1, group)
+    lr, beta1, beta2, eps, weight_decay, decoupled = of_slot
+    shared = weight_decay * decoupled
+    columns = {
+        "step_size": lr / (1 - _power(beta1, step)),
+        "decay": 1 - lr * shared,
+        "weight_decay": weight_decay - shared,
+        "eps": eps,
+        "beta1": beta1,
+        "one_minus_beta1": 1 - beta1,
+        "beta2": beta2,
+        "one_minus_beta2": 1 - beta2,
+        "bias_correction2_sqrt": (1 - _power(beta2, step)).sqrt(),
+        "active": torch.ones_like(step) if active is None else active.double(),
+    }
+    padding = torch.zeros_like(step)
+    out.copy_(torch.stack([columns.get(name, padding) for name in HYPER_COLUMNS], dim=-1))
+
+
+def _power(base: Tensor, exponent: Tensor) -> Tensor:
+    """base^exponent by squaring: a product in one fixed order, which a library's pow does not promise."""
+    bits, result, square = exponent.to(torch.int64), torch.ones_like(base), base
+    for bit in range(STEP_BITS):
+        result = torch.where((bits >> bit) & 1 == 1, result * square, result)
+        square = square * square
+    return result
+
+
+OPS: dict[str, Callable[..., Any]] = {
+    "adam_step": adam_step,
+    "pack": pack,
+    "unpack": unpack,
+    "grad_stats": grad_stats,
+    "hyper_table": hyper_table,
+}

@@ -4,10 +4,9 @@
 #include <cstdint>
 
 #include "../adam_math.h"
+#include "../types.h"
 
 namespace zero_kernels {
-
-enum class DType : int { kHalf, kBFloat16, kFloat };
 
 struct AdamStepArgs {
   const void* grad;
@@ -31,9 +30,6 @@ struct ScaleArgs {
   DType src_dtype;
   DType dst_dtype;
 };
-
-constexpr int64_t kStatsLanes = 1024;             // running sums of a block
-constexpr int64_t kStatsBlock = 8 * kStatsLanes;  // elements that make one partial
 
 struct StatsArgs {
   const void* shard;

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "float16.h"
+#include "../float16.h"
 
 namespace zero_kernels {
 namespace {

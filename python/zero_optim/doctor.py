@@ -29,7 +29,8 @@ def report() -> str:
     sections = {
         "versions": _versions(),
         "kernel backends": _backends(),
-        "compiled CPU library": _library(),
+        "compiled CPU library": _library("cpu"),
+        "compiled CUDA library": _library("cuda"),
         "devices": _devices(),
         "process groups": _process_groups(),
     }
@@ -61,12 +62,14 @@ def _backends() -> Iterator[tuple[str, str]]:
         yield "forced", f"{forced}, by {dispatch.ENVIRONMENT}"
 
 
-def _library() -> Iterator[tuple[str, str]]:
-    status = compiled.status()
+def _library(name: str) -> Iterator[tuple[str, str]]:
+    status = compiled.status(name)
     yield "file", status.path or status.load_error or "not there"
-    if status.loaded:
+    if status.isas:
         yield "instruction set", f"{status.isa} in use, of {', '.join(status.isas)}"
-    elif status.build_error:
+    if status.archs:
+        yield "architectures", status.archs
+    if status.build_error:
         yield "build error", status.build_error.strip().replace("\n", "\n" + " " * 19)
 
 

@@ -36,16 +36,13 @@ def test_what_runs_is_what_the_kernels_say(zero_optim: Callable) -> None:
 
 
 def test_a_failed_build_shows_its_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = replace(
-        compiled.status(),
+    failed = compiled.Status(
         loaded=False,
         path=None,
-        isa=None,
-        isas=(),
         build_error="$ c++ -c ops.cpp\nops.cpp:1: no such header\n",
         load_error="the library is not there",
     )
-    monkeypatch.setattr(compiled, "status", lambda: failed)
+    monkeypatch.setattr(compiled, "status", lambda name: failed)
     text = report()
     assert fact(text, "file") == "the library is not there"
     assert fact(text, "build error") == "$ c++ -c ops.cpp"

@@ -1,0 +1,218 @@
+// adam_step on CUDA: one launch for a shard, whatever the number of its parameters and groups.
+#include <cstdlib>
+#include <type_traits>
+
+#include "../adam_math.h"
+#include "chunk.h"
+
+#if defined(__CUDACC__)
+#include "launch.h"
+#endif
+
+namespace zero_kernels {
+namespace {
+
+// ---- kernel -------------------------------------------------------------------------------------------------------
+
+// A warp's access to a tensor of fp32 covers a row: 32 lanes of 16 bytes, side by side. So one row of the hyper table
+// serves the warp. 16-bit tensors go in 8 bytes a lane: 16 would put the fp32 accesses of neighbours 16 bytes apart.
+constexpr int kQuad = 4;
+constexpr int kThreads = 256;
+constexpr int kQuads = 2;        // of a thread: eight loads of data are under way before the first is used
+constexpr int kBlocksPerSm = 4;  // at 64 registers a thread; 112 KB under way on each multiprocessor
+constexpr int64_t kTile = kThreads * kQuads * kQuad;
+
+struct AdamStepArgs {
+  const void* grad;
+  float* master;
+  float* exp_avg;
+  float* exp_avg_sq;
+  void* param_out;  // or null
+  const int32_t* row_slot;
+  const HyperRow* hyper;
+  const float* grad_scale;   // or null: 1
+  const float* found_inf;    // or null: 0
+  int32_t* nonfinite_slots;  // or null
+  int64_t numel;
+  int32_t slots;
+  bool vector;  // every tensor starts where its chunks are aligned
+};
+
+struct NoOutput {};  // the master is the parameter
+
+// A slot that the table does not have is an error of the caller: the kernel stops, as torch's own indexing does.
+ZK_HOST_DEVICE inline void stop() {
+#if defined(__CUDA_ARCH__)
+  __trap();
+#else
+  std::abort();
+#endif
+}
+
+struct Quad {
+  float g[kQuad], p[kQuad], m[kQuad], v[kQuad];
+};
+
+template <bool kWhole, class Grad>
+ZK_HOST_DEVICE inline void load_quad(const AdamStepArgs& args, int64_t i, int count, Quad& quad) {
+  const Grad* grad = static_cast<const Grad*>(args.grad) + i;
+  if (kWhole) {
+    load_chunk(grad, quad.g);
+    load_chunk(args.master + i, quad.p);
+    load_chunk(args.exp_avg + i, quad.m);
+    load_chunk(args.exp_avg_sq + i, quad.v);
+  } else {
+    load_first(grad, count, quad.g);
+    load_first(args.master + i, count, quad.p);
+    load_first(args.exp_avg + i, count, quad.m);
+    load_first(args.exp_avg_sq + i, count, quad.v);
+  }
+}
+
+template <bool kWhole, class T>
+ZK_HOST_DEVICE inline void store(T* to, int count, const float (&x)[kQuad]) {
+  if (kWhole)
+    store_chunk(to, x);
+  else
+    store_first(to, count, x);
+}
+
+template <bool kWhole, class Out>
+ZK_HOST_DEVICE inline void store_quad(const AdamStepArgs& args, int64_t i, int count, const Quad& quad) {
+  store<kWhole>(args.master + i, count, quad.p);
+  store<kWhole>(args.exp_avg + i, count, quad.m);
+  store<kWhole>(args.exp_avg_sq + i, count, quad.v);
+  if constexpr (!std::is_same_v<Out, NoOutput>) store<kWhole>(static_cast<Out*>(args.param_out) + i, count, quad.p);
+}
+
+ZK_HOST_DEVICE inline void update_quad(Quad& quad, const AdamCoefficients<float>& c) {
+  for (int j = 0; j < kQuad; ++j) {
+    AdamLane<float> lane = adam_update(quad.g[j], {quad.p[j], quad.m[j], quad.v[j]}, c);
+    quad.p[j] = lane.p;
+    quad.m[j] = lane.m;
+    quad.v[j] = lane.v;
+  }
+}
+
+ZK_HOST_DEVICE inline bool any_nonfinite(const Quad& quad, float scale) {
+  bool found = false;
+  for (float g : quad.g) found |= is_nonfinite(g * scale);
+  return found;
+}
+
+// Three accesses of 16 bytes, for which the row is padded.
+template <bool kWhole>
+ZK_HOST_DEVICE inline HyperRow load_row(const HyperRow* at) {
+  if (!kWhole) return *at;
+  float a[4], b[4], c[4];
+  load_chunk(&at->step_size, a);
+  load_chunk(&at->beta1, b);
+  load_chunk(&at->bias_correction2_sqrt, c);
+  return {a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], c[0], c[1], {c[2], c[3]}};
+}
+
+// No branch stands between the loads and the update: the compiler would move loads into it, behind the wait for
+// row_slot. Rows that nothing is done to are loaded and computed all the same, and not stored.
+template <class Grad, class Out, bool kWhole>
+ZK_HOST_DEVICE inline void adam_step_quads(const AdamStepArgs& args, int64_t first) {
+  Quad quads[kQuads];
+  int32_t slots[kQuads];
+  int counts[kQuads];
+  ZK_UNROLL
+  for (int q = 0; q < kQuads; ++q) {
+    int64_t i = first + int64_t(q) * kThreads * kQuad;
+    int64_t left = args.numel - i;
+    counts[q] = kWhole || left > kQuad ? kQuad : left > 0 ? int(left) : 0;
+    slots[q] = kWhole || left > 0 ? args.row_slot[i / kRow] : -1;
+    load_quad<kWhole, Grad>(args, i, counts[q], quads[q]);
+  }
+  float scale = args.grad_scale ? *args.grad_scale : 1.0f;
+  bool skip = args.found_inf && *args.found_inf != 0.0f;
+  ZK_UNROLL
+  for (int q = 0; q < kQuads; ++q) {
+    if (slots[q] >= args.slots) stop();
+    HyperRow row = load_row<kWhole>(args.hyper + (slots[q] < 0 ? 0 : slots[q]));
+    // Threads that share a slot all write the same 1.
+    if (skip && args.nonfinite_slots && slots[q] >= 0 && any_nonfinite(quads[q], scale))
+      args.nonfinite_slots[slots[q]] = 1;
+    update_quad(quads[q], AdamCoefficients<float>(row, scale));
+    if (slots[q] >= 0 && row.active != 0.0f && !skip)
+      store_quad<kWhole, Out>(args, first + int64_t(q) * kThreads * kQuad, counts[q], quads[q]);
+  }
+}
+
+// The program of one thread of one block.
+template <class Grad, class Out>
+ZK_HOST_DEVICE inline void adam_step_thread(const AdamStepArgs& args, int64_t block, int thread) {
+  int64_t first = block * kTile + thread * kQuad;
+  if (args.vector && (block + 1) * kTile <= args.numel)
+    adam_step_quads<Grad, Out, true>(args, first);
+  else
+    adam_step_quads<Grad, Out, false>(args, first);
+}
+
+// ---- launcher -----------------------------------------------------------------------------------------------------
+
+inline bool all_aligned(const AdamStepArgs& args, int64_t grad_size, int64_t out_size) {
+  auto starts_at = [](const void* at, int64_t bytes) { return reinterpret_cast<uintptr_t>(at) % bytes == 0; };
+  return starts_at(args.grad, kQuad * grad_size) && starts_at(args.param_out, kQuad * out_size) &&
+         starts_at(args.master, 16) && starts_at(args.exp_avg, 16) && starts_at(args.exp_avg_sq, 16) &&
+         starts_at(args.hyper, 16);
+}
+
+// Calls run(Type<Grad>, Type<Out>, args, blocks), if there is anything to do.
+template <class Run>
+void launch(AdamStepArgs args, DType grad, DType out, Run run) {
+  if (args.slots == 0) return;  // all is padding
+  args.vector = all_aligned(args, size_of(grad), size_of(out));
+  int64_t blocks = ceil_div(args.numel, kTile);
+  with_type(grad, [&](auto g) {
+    if (args.param_out == nullptr) return run(g, Type<NoOutput>(), args, blocks);
+    with_type(out, [&](auto o) { run(g, o, args, blocks); });
+  });
+}
+
+#if defined(__CUDACC__)
+
+template <class Grad, class Out>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) adam_step_kernel(const __grid_constant__ AdamStepArgs args) {
+  adam_step_thread<Grad, Out>(args, blockIdx.x, threadIdx.x);
+}
+
+// ---- op -----------------------------------------------------------------------------------------------------------
+
+void adam_step(
+    const Tensor& grad, const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq,
+    const std::optional<Tensor>& param_out, const Tensor& row_slot, const Tensor& hyper,
+    const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
+    const std::optional<Tensor>& nonfinite_slots) {
+  AdamStepArgs args = {
+      data<const void>(grad),
+      data<float>(master),
+      data<float>(exp_avg),
+      data<float>(exp_avg_sq),
+      param_out ? data<void>(*param_out) : nullptr,
+      data<const int32_t>(row_slot),
+      data<const HyperRow>(hyper),
+      grad_scale ? data<const float>(*grad_scale) : nullptr,
+      found_inf ? data<const float>(*found_inf) : nullptr,
+      nonfinite_slots ? data<int32_t>(*nonfinite_slots) : nullptr,
+      grad.numel(),
+      static_cast<int32_t>(hyper.size(0)),
+      false};
+  Launch on_gpu("adam_step", grad);
+  launch(
+      args, dtype_of(grad), param_out ? dtype_of(*param_out) : DType::kFloat,
+      [&](auto g, auto out, auto args, auto blocks) {
+        on_gpu(adam_step_kernel<typename decltype(g)::type, typename decltype(out)::type>, blocks, kThreads, args);
+      });
+}
+
+#endif
+
+}  // namespace
+}  // namespace zero_kernels
+
+#if defined(__CUDACC__)
+STABLE_TORCH_LIBRARY_IMPL(zero_kernels_C, CUDA, m) { m.impl("adam_step", TORCH_BOX(&zero_kernels::adam_step)); }
+#endif

@@ -1,0 +1,87 @@
+// N neighbouring elements as fp32, moved in accesses of 16 bytes (or fewer, where they make no 16 bytes).
+#pragma once
+
+#include "../float16.h"
+
+namespace zero_kernels {
+
+template <class T, int N>
+struct alignas(N * sizeof(T)) Chunk {
+  T at[N];
+};
+
+// Elements of T that one access moves, when N of them are wanted.
+template <class T, int N>
+constexpr int kAccess = N * sizeof(T) <= 16 ? N : 16 / sizeof(T);
+
+template <class T>
+ZK_HOST_DEVICE inline bool aligned(const T* at, int elements) {
+  return reinterpret_cast<uintptr_t>(at) % (elements * sizeof(T)) == 0;
+}
+
+template <int N, class T>
+ZK_HOST_DEVICE inline void load_chunk(const T* from, float (&x)[N]) {
+  constexpr int kStep = kAccess<T, N>;
+  for (int i = 0; i < N; i += kStep) {
+    Chunk<T, kStep> chunk = *reinterpret_cast<const Chunk<T, kStep>*>(from + i);
+    for (int j = 0; j < kStep; ++j) x[i + j] = widen(chunk.at[j]);
+  }
+}
+
+// As one word of 16 bytes: the compiler was seen to cut a struct's store into four.
+template <class C>
+ZK_HOST_DEVICE inline void store_word(C* to, const C& chunk) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(C) == sizeof(uint4)) {
+    uint4 word;
+    memcpy(&word, &chunk, sizeof word);
+    *reinterpret_cast<uint4*>(to) = word;
+    return;
+  }
+#endif
+  *to = chunk;
+}
+
+template <int N, class T>
+ZK_HOST_DEVICE inline void store_chunk(T* to, const float (&x)[N]) {
+  constexpr int kStep = kAccess<T, N>;
+  for (int i = 0; i < N; i += kStep) {
+    Chunk<T, kStep> chunk;
+    for (int j = 0; j < kStep; ++j) narrow(x[i + j], &chunk.at[j]);
+    store_word(reinterpret_cast<Chunk<T, kStep>*>(to + i), chunk);
+  }
+}
+
+// The first `count` of them, one by one: tails and misaligned tensors. The rest of x is 0.
+template <int N, class T>
+ZK_HOST_DEVICE inline void load_first(const T* from, int count, float (&x)[N]) {
+  for (int j = 0; j < N; ++j) x[j] = j < count ? widen(from[j]) : 0.0f;
+}
+
+template <int N, class T>
+ZK_HOST_DEVICE inline void store_first(T* to, int count, const float (&x)[N]) {
+  for (int j = 0; j < N; ++j)
+    if (j < count) narrow(x[j], to + j);
+}
+
+ZK_HOST_DEVICE inline bool is_nonfinite(float x) { return (float_bits(x) & 0x7f800000) == 0x7f800000; }
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// Calls f with the type of a DType, as Type<T>.
+template <class F>
+void with_type(DType dtype, F f) {
+  switch (dtype) {
+    case DType::kHalf:
+      return f(Type<Half>());
+    case DType::kBFloat16:
+      return f(Type<BFloat16>());
+    case DType::kFloat:
+      return f(Type<float>());
+  }
+}
+
+}  // namespace zero_kernels

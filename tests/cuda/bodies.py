@@ -1,0 +1,228 @@
+"""Runs the CUDA kernels' bodies, compiled for this processor under sanitizers, and compares them with the reference.
+
+    LD_PRELOAD=libasan.so python tests/cuda/bodies.py FOLDER OP
+
+`FOLDER` holds the libraries made from `tests/cuda/host`. Prints how many cases agreed; stops at the first that does
+not.
+"""
+
+import ctypes
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/kernels")]
+
+from cases import FLOATS, at_offset, awkward, same_bits  # noqa: E402
+
+from zero_kernels import ROW, hyper_table, reference  # noqa: E402
+
+DTYPE_CODE = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+SIZES = (0, 1, 7, 127, 128, 129, 2047, 2048, 4097, 20_001)
+ADDRESS = ctypes.c_void_p
+LONG = ctypes.c_int64
+
+
+def fresh(numel: int, dtype: torch.dtype, seed: int, offset: int = 0) -> Tensor:
+    """Awkward values in an allocation that ends where they do, so that one element more is seen to be read."""
+    return at_offset(awkward(numel, dtype, seed), offset)
+
+
+def at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def demand(holds: bool, *case: object) -> None:
+    if not holds:
+        raise SystemExit(f"differs from the reference: {case}")
+
+
+# ---- adam_step ------------------------------------------------------------------------------------------------------
+
+
+def adam_step(folder: Path) -> int:
+    body = ctypes.CDLL(str(folder / "adam.so")).adam_step
+    body.argtypes = [ADDRESS, ctypes.c_int, *[ADDRESS] * 4, ctypes.c_int, *[ADDRESS] * 5, LONG, ctypes.c_int32]
+    ran = 0
+    outputs = (None, *FLOATS)
+    for (grad_dtype, out_dtype), (numel, offset) in itertools.product(
+        itertools.product(FLOATS, outputs), [(size, 0) for size in SIZES] + [(4097, 1), (2048, 3), (4100, 4)]
+    ):
+        for found_inf in (0.0, math.nan) if numel in (129, 4097) else (0.0,):
+            ours, theirs = adam_arguments(grad_dtype, out_dtype, numel, offset, found_inf), None
+            theirs = tuple(None if tensor is None else tensor.clone() for tensor in ours)
+            grad, master, exp_avg, exp_avg_sq, out, row_slot, hyper, scale, skip, flags = ours
+            out_code = DTYPE_CODE[out_dtype or torch.float32]
+            body(
+                *(at(grad), DTYPE_CODE[grad_dtype], at(master), at(exp_avg), at(exp_avg_sq), at(out), out_code),
+                *(at(row_slot), at(hyper), at(scale), at(skip), at(flags), numel, len(hyper)),
+            )
+            reference.adam_step(*theirs)
+            for name, a, b in zip(("master", "exp_avg", "exp_avg_sq", "out"), ours[1:5], theirs[1:5], strict=True):
+                demand(a is None or same_bits(a, b), name, grad_dtype, out_dtype, numel, offset, found_inf)
+            demand(torch.equal(flags, theirs[9]), "flags", grad_dtype, numel, offset, found_inf)
+            ran += 1
+    return ran
+
+
+def adam_arguments(
+    grad_dtype: torch.dtype, out_dtype: torch.dtype | None, numel: int, offset: int, found_inf: float
+) -> tuple[Tensor | None, ...]:
+    rows = -(-numel // ROW)
+    hyper = hyper_table([1e-3, 1e-2, 0.1], (0.9, 0.99), 1e-8, 0.1, [1, 2, 30], decoupled=[True, False, True])
+    hyper[2, 9] = 0.0  # not active
+    row_slot = (torch.arange(rows) * 7 % 5 - 1).to(torch.int32)  # -1 is padding
+    row_slot[row_slot == 3] = 0
+    return (
+        fresh(numel, grad_dtype, 1, offset),
+        fresh(numel, torch.float32, 2, offset),
+        fresh(numel, torch.float32, 3, offset),
+        fresh(numel, torch.float32, 4, offset).abs(),
+        None if out_dtype is None else fresh(numel, out_dtype, 5, offset),
+        row_slot,
+        hyper,
+        torch.tensor([0.25]) if numel % 2 else None,
+        torch.tensor([found_inf]),
+        torch.zeros(3, dtype=torch.int32),
+    )
+
+
+# ---- pack and unpack ------------------------------------------------------------------------------------------------
+
+
+def pack(folder: Path) -> int:
+    body = ctypes.CDLL(str(folder / "pack.so")).pack
+    body.argtypes = [ctypes.c_int, *[ADDRESS] * 4, ctypes.c_int, ADDRESS, LONG, ctypes.c_int, ctypes.c_float, ADDRESS]
+    body.restype = ctypes.c_int
+    ran = 0
+    for bucket_dtype, (sizes, numel, rows, offset) in itertools.product(FLOATS, pack_layouts()):
+        grads, offsets = pack_arguments(sizes, numel, rows, offset)
+        bucket = fresh(numel, bucket_dtype, 9, offset % 3)
+        flags = torch.zeros(len(grads), dtype=torch.int32)
+        expected, expected_flags = bucket.clone(), torch.full_like(flags, 7)
+        launches = call_pack(body, 0, grads, offsets, bucket, 0.3, flags)
+        reference.pack(grads, offsets, expected, 0.3, expected_flags)
+        case = (bucket_dtype, len(sizes), numel, rows, offset)
+        demand(same_bits(bucket, expected) and torch.equal(flags, expected_flags), "pack", *case)
+        demand(launches == max(1, -(-len(grads) // 1280)), "launches", launches, *case)
+        unpacked = [grad.clone() for grad in grads]
+        call_pack(body, 1, grads, offsets, bucket, 3.0, None)
+        reference.unpack(bucket, offsets, unpacked, 3.0)
+        demand(all(map(same_bits, grads, unpacked)), "unpack", *case)
+        ran += 2
+    in_place = fresh(5000, torch.bfloat16, 3)
+    expected = in_place.clone()
+    reference.pack([expected[128:4200].clone()], [128], expected, 0.5, None)
+    call_pack(body, 0, [in_place[128:4200]], [128], in_place, 0.5, None)
+    demand(same_bits(in_place, expected), "pack in place")
+    return ran + 1
+
+
+def pack_layouts() -> Iterator[tuple[list[int], int, bool, int]]:
+    """(sizes of the gradients, numel of the bucket, whether each starts on a row, how far pointers are shifted)."""
+    yield [], 0, True, 0
+    yield [], 300, True, 0
+    yield [0, 1, 0, 127, 128, 129, 0], 1024, True, 0
+    for offset in (0, 1, 4, 8):
+        yield [20_000, 1, 9000, 33, 5], 30_000, True, offset
+        yield [20_000, 1, 9000, 33, 5], 29_100, False, offset
+    yield [3] * 130, 460, False, 0  # more than the small table holds
+    yield [5] * 1281 + [2000], 9100, False, 1  # more than one launch takes
+
+
+def pack_arguments(sizes: list[int], numel: int, rows: bool, offset: int) -> tuple[list[Tensor], list[int]]:
+    grads, offsets, end = [], [], 0 if rows else 3
+    for i, size in enumerate(sizes):
+        grad = fresh(size, FLOATS[i % 3], i % 16, offset)
+        grads.append(torch.nan_to_num(grad) if i % 2 else grad)
+        offsets.append(end)
+        end += -(-size // ROW) * ROW if rows else size + i % 2
+    if end > numel:
+        raise SystemExit(f"the layout needs {end} elements, not {numel}")
+    return grads, offsets
+
+
+def call_pack(body, unpack: int, grads, offsets, bucket: Tensor, scale: float, flags: Tensor | None) -> int:
+    count = len(grads)
+    pointers = (ctypes.c_void_p * count)(*(grad.data_ptr() for grad in grads))
+    dtypes = (ctypes.c_int * count)(*(DTYPE_CODE[grad.dtype] for grad in grads))
+    begins = (LONG * count)(*offsets)
+    ends = (LONG * count)(*(begin + grad.numel() for begin, grad in zip(offsets, grads, strict=True)))
+    tables = [ctypes.cast(table, ADDRESS) for table in (pointers, dtypes, begins, ends)]
+    code = DTYPE_CODE[bucket.dtype]
+    return body(unpack, *tables, count, at(bucket), bucket.numel(), code, scale, at(flags))
+
+
+# ---- grad_stats -----------------------------------------------------------------------------------------------------
+
+
+def grad_stats(folder: Path) -> int:
+    body = ctypes.CDLL(str(folder / "grad_stats.so")).grad_stats
+    body.argtypes = [ADDRESS, ctypes.c_int, LONG, ctypes.c_double, ADDRESS, ADDRESS]
+    body.restype = LONG
+    ran = 0
+    # The last has more partials than a lane of the second stage takes at a time.
+    sizes = (0, 1, 7, 1023, 1025, 8191, 8192, 8193, 100_003)
+    for dtype, norm, numel, offset, special in itertools.product(
+        FLOATS, (1.0, 2.0, math.inf), sizes, (0, 1), (True, False)
+    ):
+        shard = fresh(numel, dtype, 7, offset)
+        shard = shard if special else at_offset(torch.nan_to_num(shard, 0.1, 0.2, -0.3).clamp(-9, 9), offset)
+        demand(same_bits(*both_stats(body, shard, norm)), dtype, norm, numel, offset, special)
+        ran += 1
+    many = torch.randn(8192 * 1100 + 5).bfloat16()
+    demand(same_bits(*both_stats(body, many, 2.0)), "many blocks")
+    return ran + 1
+
+
+def both_stats(body, shard: Tensor, norm: float) -> tuple[Tensor, Tensor]:
+    blocks = -(-shard.numel() // 8192)
+    partials, out = torch.full((blocks,), math.nan), torch.full((2,), math.nan)
+    ran = body(at(shard), DTYPE_CODE[shard.dtype], shard.numel(), norm, at(partials), at(out))
+    demand(ran == blocks, "blocks", ran, blocks)
+    return out, reference.grad_stats(shard, norm)
+
+
+# ---- hyper_table ----------------------------------------------------------------------------------------------------
+
+
+def hyper(folder: Path) -> int:
+    body = ctypes.CDLL(str(folder / "hyper_table.so")).hyper_table
+    body.argtypes = [ADDRESS, LONG, *[ADDRESS] * 4, LONG]
+    generator = torch.Generator().manual_seed(0)
+    ran = 0
+    for slots, grouped in itertools.product((0, 1, 127, 129, 1000), (True, False)):
+        groups = 5 if grouped else slots
+        coefficients = torch.rand(6, groups, generator=generator, dtype=torch.float64)
+        coefficients[1:3] = 1 - torch.rand(2, groups, generator=generator, dtype=torch.float64) * 1e-2
+        coefficients[5].round_()
+        group = torch.randint(groups, (slots,), generator=generator).to(torch.int32) if grouped else None
+        step = torch.randint(0, 2**32 - 1, (slots,), generator=generator).double()
+        step[: slots // 2] = torch.randint(0, 300, (slots // 2,), generator=generator).double()
+        active = torch.rand(slots, generator=generator) < 0.5 if grouped else None
+        out, expected = torch.full((slots, 12), math.nan), torch.full((slots, 12), math.nan)
+        body(at(coefficients), groups, at(group), at(step), at(active), at(out), slots)
+        reference.hyper_table(coefficients, group, step, active, expected)
+        demand(same_bits(out, expected), slots, grouped)
+        ran += 1
+    return ran
+
+
+def overrun(folder: Path) -> int:
+    """Reads one element too many on purpose: the sanitizer must stop it."""
+    body = ctypes.CDLL(str(folder / "grad_stats.so")).grad_stats
+    body.argtypes = [ADDRESS, ctypes.c_int, LONG, ctypes.c_double, ADDRESS, ADDRESS]
+    shard, partials, out = torch.zeros(1024), torch.zeros(1), torch.zeros(2)
+    return body(at(shard), 2, 1025, 2.0, at(partials), at(out))
+
+
+OPS = {"adam_step": adam_step, "pack": pack, "grad_stats": grad_stats, "hyper_table": hyper, "overrun": overrun}
+
+if __name__ == "__main__":
+    print(OPS[sys.argv[2]](Path(sys.argv[1])))

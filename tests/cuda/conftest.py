@@ -1,0 +1,67 @@
+"""Looks into what nvcc makes, on a machine that need not have a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from toolchain import ARCHS, ROOT, SOURCES, to_ptx
+
+from zero_kernels import compiled
+
+
+@pytest.fixture(scope="session")
+def setup_py() -> SimpleNamespace:
+    """The functions and flags of setup.py."""
+    pytest.importorskip("setuptools", minversion="77")
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "setup.py"), run_name="setup"))
+
+
+@pytest.fixture(scope="session")
+def nvcc(setup_py: SimpleNamespace) -> str:
+    found = setup_py.nvcc()
+    if found is None:
+        pytest.skip("nvcc is not here")
+    return found
+
+
+@pytest.fixture(scope="session")
+def cuobjdump() -> Path:
+    """CUDA's disassembler, as Triton's package carries it."""
+    spec = importlib.util.find_spec("triton")
+    path = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump" if spec and spec.origin else None
+    if path is None or not path.exists():
+        pytest.skip("cuobjdump is not here: pip install triton")
+    return path
+
+
+@pytest.fixture(scope="session")
+def library() -> Path:
+    """The CUDA library, which must be there wherever nvcc is."""
+    path = compiled.library("cuda")
+    if not path.exists():
+        report = compiled.FOLDER / "build_error_cuda.txt"
+        reason = report.read_text() if report.exists() else "the CUDA library is not built"
+        if shutil.which("nvcc") and not reason.startswith(("ZERO_KERNELS_", "nvcc was not found")):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return path
+
+
+@pytest.fixture(scope="session")
+def ptx(
+    setup_py: SimpleNamespace, nvcc: str, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[tuple[str, str], Path]:
+    """The PTX that each op's source becomes for each architecture."""
+    folder = tmp_path_factory.mktemp("ptx")
+    wanted = [(name, arch) for name in SOURCES for arch in ARCHS]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = pool.map(lambda of: to_ptx(setup_py, nvcc, *of, folder / "-".join((*of, ".ptx"))), wanted)
+        return dict(zip(wanted, made, strict=True))

@@ -1,0 +1,58 @@
+"""The CUDA kernels' bodies on this processor: the program of every thread, under AddressSanitizer and UBSan."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from toolchain import SOURCES
+
+HERE = Path(__file__).parent
+COMPILE = ["g++", "-std=c++20", "-O1", "-g", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or sys.platform != "linux", reason="the sanitizers are g++'s, on Linux"
+)
+
+
+@pytest.fixture(scope="module")
+def bodies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bodies")
+
+    def compile_source(name: str) -> None:
+        command = [*COMPILE, *SANITIZE, str(HERE / f"host/{name}.cpp"), "-o", str(folder / f"{name}.so")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.fail(done.stderr)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_source, SOURCES))
+    return folder
+
+
+def run_bodies(folder: Path, op: str) -> subprocess.CompletedProcess:
+    found = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not Path(found).is_absolute():
+        pytest.skip("g++ has no AddressSanitizer here")
+    sanitizers = {"LD_PRELOAD": found, "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    command = [sys.executable, str(HERE / "bodies.py"), str(folder), op]
+    return subprocess.run(command, env=os.environ | sanitizers, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("op", "cases"), [("adam_step", 192), ("pack", 79), ("grad_stats", 325), ("hyper_table", 10)])
+def test_every_thread_keeps_to_its_memory_and_to_the_bits(bodies: Path, op: str, cases: int) -> None:
+    done = run_bodies(bodies, op)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == [str(cases)]
+
+
+def test_an_overrun_would_be_seen(bodies: Path) -> None:
+    done = run_bodies(bodies, "overrun")
+    assert done.returncode != 0
+    assert "heap-buffer-overflow" in done.stderr

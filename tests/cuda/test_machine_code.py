@@ -1,0 +1,119 @@
+"""What nvcc made of the kernels: no spill, no local memory, wide accesses, no contraction, no flush to zero."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from toolchain import ARCHS, SOURCES, run, to_ptx
+
+KERNELS = {"adam_step": 12, "stats": 9, "hyper_table": 1, "pack": 12}
+
+# Accesses of 16 bytes on the main path of a kernel, as (loads, stores).
+# adam_step: the state of two quads (16-bit tensors go in 8 bytes) and two pieces of their rows of the hyper table.
+# pack: four chunks for each dtype of the gradients. Where the bucket is fp32, a 16-bit gradient goes in 8 bytes; where
+# it is 16-bit, an fp32 gradient goes in twice 16.
+WIDE = {
+    "adam_step": (6 + 2 * 2, 6),
+    "stats": (8, 0),
+    "pack, fp32 bucket": (4, 12),
+    "pack, 16-bit bucket": (16, 12),
+    "unpack, fp32 bucket": (12, 4),
+    "unpack, 16-bit bucket": (12, 16),
+}
+
+
+def wide(body: str, access: str) -> int:
+    """Accesses of 16 bytes in a kernel. One of 32, which sm_100 has, is two."""
+    return instructions(body, rf"{access}\.E\S*\.128") + 2 * instructions(body, rf"{access}\.E\S*\.256")
+
+
+@pytest.fixture(scope="module")
+def sass(cuobjdump: Path, library: Path) -> Mapping[tuple[str, str], str]:
+    """The machine code of every kernel, by architecture and mangled name."""
+    code = {}
+    for arch, text in re.findall(
+        r"code for sm_(\d+)\n(.*?)(?=code for sm_|\Z)", run(cuobjdump, "-sass", library), re.S
+    ):
+        for name, body in re.findall(r"Function : (\S+)\n(.*?)(?=Function : |\Z)", text, re.S):
+            code[arch, name] = body
+    return code
+
+
+def kind(name: str) -> str:
+    return next(kind for kind in KERNELS if f"{kind}_kernel" in name)
+
+
+def path(name: str) -> str:
+    """The key in WIDE of a kernel's mangled name."""
+    if kind(name) != "pack":
+        return kind(name)
+    direction = "unpack" if "DirectionE1E" in name else "pack"
+    return f"{direction}, {'fp32' if re.search('DirectionE[01]Ef', name) else '16-bit'} bucket"
+
+
+def instructions(body: str, pattern: str) -> int:
+    return len(re.findall(rf"\b{pattern}\b", body))
+
+
+def test_every_kernel_is_there_for_every_architecture(sass: Mapping[tuple[str, str], str]) -> None:
+    built = Counter((arch, kind(name)) for arch, name in sass)
+    assert built == {(arch, name): count for arch in ARCHS for name, count in KERNELS.items()}
+
+
+def test_there_is_ptx_for_newer_devices(cuobjdump: Path, library: Path) -> None:
+    assert set(re.findall(r"\.sm_(\d+)\.ptx", run(cuobjdump, "-lptx", library))) == {"100"}
+
+
+def test_no_kernel_touches_local_memory(sass: Mapping[tuple[str, str], str]) -> None:
+    assert {name for name, body in sass.items() if instructions(body, "LDL|STL")} == set()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_main_paths_move_16_bytes_at_a_time(sass: Mapping[tuple[str, str], str], arch: str) -> None:
+    short = {}
+    for (of, name), body in sass.items():
+        if of == arch and kind(name) != "hyper_table":
+            found = tuple(wide(body, access) for access in ("LDG", "STG"))
+            if any(has < wanted for has, wanted in zip(found, WIDE[path(name)], strict=True)):
+                short[name] = (found, WIDE[path(name)])
+    assert short == {}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", SOURCES)
+def test_ptxas_spills_nothing(
+    ptx: Mapping[tuple[str, str], Path], nvcc: str, tmp_path: Path, name: str, arch: str
+) -> None:
+    ptxas = shutil.which("ptxas") or Path(nvcc).resolve().parent / "ptxas"
+    said = run(ptxas, "-v", f"-arch=sm_{arch}", ptx[name, arch], "-o", tmp_path / "out.cubin")
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert len(spills) == said.count("Compiling entry function") >= 1
+    assert set(spills) == {("0", "0", "0")}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_operation_is_rounded_on_its_own(ptx: Mapping[tuple[str, str], Path], name: str, arch: str) -> None:
+    text = ptx[name, arch].read_text()
+    assert re.findall(r"\bfma\S+|\S+\.ftz\S*|\S+\.approx\S*", text) == []
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_update_divides_and_takes_roots_as_ieee_does(ptx: Mapping[tuple[str, str], Path], arch: str) -> None:
+    text = ptx["adam", arch].read_text()
+    # Two divisions and a root for each of at least two quads of four elements, in twelve kernels.
+    assert text.count("div.rn.f32") == 2 * text.count("sqrt.rn.f32") >= 2 * 2 * 4 * 12
+    assert "cvt.rn.bf16.f32" in text and "cvt.rn.f16.f32" in text
+    of_table = ptx["hyper_table", arch].read_text()
+    assert of_table.count("div.rn.f64") == of_table.count("sqrt.rn.f64") == 1
+
+
+def test_a_contraction_would_be_seen(setup_py: SimpleNamespace, nvcc: str, tmp_path: Path) -> None:
+    text = to_ptx(setup_py, nvcc, "adam", "90", tmp_path / "fused.ptx", "-fmad=true").read_text()
+    assert "fma.rn.f32" in text

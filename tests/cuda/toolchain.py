@@ -1,0 +1,25 @@
+"""What the tests of CUDA code ask of nvcc and of the tools beside it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).parents[2]
+ARCHS = ("80", "90", "100")
+SOURCES = ("adam", "grad_stats", "hyper_table", "pack")
+
+
+def run(*command: object) -> str:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{command[0]} failed: {done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def to_ptx(setup_py: SimpleNamespace, nvcc: str, name: str, arch: str, out: Path, *more: str) -> Path:
+    library = next(lib for lib in setup_py.libraries(setup_py.torch_directory()) if lib.name == "cuda")
+    _, source, flags = library.compile[name]
+    run(nvcc, *setup_py.NVCC_FLAGS, *flags, *more, "-ptx", f"-arch=compute_{arch}", source, "-o", out)
+    return out
