@@ -151,7 +151,7 @@ void unpack(const Tensor& bucket, const std::vector<int64_t>& offsets, const std
 
 // ---- grad_stats ---------------------------------------------------------------------------------------------------
 
-Tensor grad_stats(const Tensor& shard, double norm_type) {
+void stats_of(const Tensor& shard, double norm_type, float* out) {
   int64_t blocks = ceil_div(shard.numel(), kStatsBlock);
   std::vector<float> partials(blocks);
   std::vector<int32_t> nonfinite(blocks);
@@ -162,10 +162,13 @@ Tensor grad_stats(const Tensor& shard, double norm_type) {
       0, blocks, kGrain / kStatsBlock, [&](int64_t begin, int64_t end) { table.stats(args, norm, begin, end); });
   int64_t count = 0;
   for (int32_t found : nonfinite) count += found;
-  Tensor out = torch::stable::new_empty(shard, {2}, ScalarType::Float);
-  float* result = data<float>(out);
-  result[0] = table.combine(partials.data(), blocks, norm);
-  result[1] = float(count);
+  out[0] = table.combine(partials.data(), blocks, norm);
+  out[1] = float(count);
+}
+
+Tensor grad_stats(const std::vector<Tensor>& shards, double norm_type) {
+  Tensor out = torch::stable::new_empty(shards.at(0), {int64_t(shards.size()), 2}, ScalarType::Float);
+  for (size_t i = 0; i < shards.size(); ++i) stats_of(shards[i], norm_type, data<float>(out) + 2 * i);
   return out;
 }
 
@@ -203,7 +206,7 @@ STABLE_TORCH_LIBRARY(zero_kernels_C, m) {
       "Tensor row_slot, Tensor hyper, Tensor? grad_scale, Tensor? found_inf, Tensor(e!)? nonfinite_slots) -> ()");
   m.def("pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale, Tensor(b!)? nonfinite) -> ()");
   m.def("unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale) -> ()");
-  m.def("grad_stats(Tensor shard, float norm_type) -> Tensor");
+  m.def("grad_stats(Tensor[] shards, float norm_type) -> Tensor");
   m.def("hyper_table(Tensor coefficients, Tensor? group, Tensor step, Tensor? active, Tensor(a!) out) -> ()");
   m.def("stream(Tensor grad, Tensor(a!) a, Tensor(b!) b, Tensor(c!) c, Tensor(d!) out) -> ()");
   m.def("cuda_archs() -> str");

@@ -4,12 +4,13 @@ The ops know tensors and nothing else: no parameters, no ranks. `docs/ops.md` is
 """
 
 from zero_kernels.dispatch import BackendError, available_backends, use_backend
-from zero_kernels.hyper import HYPER_COLUMNS, ROW, hyper_table
+from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, hyper_table
 from zero_kernels.ops import adam_step, fused_adamw_, grad_stats, pack, unpack
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "HYPER_COEFFICIENTS",
     "HYPER_COLUMNS",
     "ROW",
     "BackendError",

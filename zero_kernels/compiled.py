@@ -111,10 +111,10 @@ def use_isa(name: str | None) -> None:
     torch.ops.zero_kernels_C.use_isa(name or "")
 
 
-def _grad_stats(shard: torch.Tensor, norm_type: float) -> torch.Tensor:
+def _grad_stats(shards: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     if norm_type in (1.0, 2.0, math.inf):
-        return torch.ops.zero_kernels_C.grad_stats(shard, norm_type)
-    return reference.grad_stats(shard, norm_type)
+        return torch.ops.zero_kernels_C.grad_stats(shards, norm_type)
+    return reference.grad_stats(shards, norm_type)
 
 
 def _adam_step(*args: torch.Tensor | None) -> None:

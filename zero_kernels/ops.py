@@ -21,7 +21,7 @@ SCHEMAS = (
     "Tensor(e!)? nonfinite_slots=None) -> ()",
     "pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale=1.0, Tensor(b!)? nonfinite=None) -> ()",
     "unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale=1.0) -> ()",
-    "grad_stats(Tensor shard, float norm_type=2.0) -> Tensor",
+    "grad_stats(Tensor[] shards, float norm_type=2.0) -> Tensor",
     "hyper_table(Tensor coefficients, Tensor? group, Tensor step, Tensor? active, Tensor(a!) out) -> ()",
 )
 
@@ -103,17 +103,20 @@ def unpack(bucket: Tensor, offsets: Sequence[int], grads: Sequence[Tensor], scal
     torch.ops.zero_kernels.unpack(bucket, offsets, grads, scale)
 
 
-def grad_stats(shard: Tensor, norm_type: float = 2.0) -> Tensor:
-    """Norm term and count of non-finite values of a gradient shard, in one read.
+def grad_stats(shard: Tensor | Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Norm term and count of non-finite values of a gradient shard, or of each of several, in one read.
 
     Args:
-        shard: [numel] fp16, bf16 or fp32, contiguous.
+        shard: [numel] fp16, bf16 or fp32, contiguous; or a sequence of such tensors on one device.
         norm_type: p > 0, or inf.
 
-    Returns fp32 [2]: the sum of |g|^p (for inf: max |g|), and how many values are inf or NaN. For p of 1, 2 and inf the
-    additions have one fixed order (docs/ops.md), so all backends give the same bits; another p is summed in float64.
-    Raises TypeError for a wrong dtype, ValueError for a norm that is not positive or a layout, and BackendError.
+    Returns fp32 [2], or [shards, 2] for a sequence: the sum of |g|^p (for inf: max |g|), and how many values are inf or
+    NaN. For p of 1, 2 and inf the additions have one fixed order (docs/ops.md), so all backends give the same bits;
+    another p is summed in float64. Raises TypeError for a wrong dtype, ValueError for a norm that is not positive, a
+    layout, devices that differ or an empty sequence, and BackendError.
     """
+    if isinstance(shard, Tensor):
+        return torch.ops.zero_kernels.grad_stats([shard], norm_type)[0]
     return torch.ops.zero_kernels.grad_stats(shard, norm_type)
 
 
@@ -250,11 +253,14 @@ def _check_unpack(bucket: Tensor, offsets: Sequence[int], grads: Sequence[Tensor
     return _check_slots(grads, offsets, bucket)
 
 
-def _check_grad_stats(shard: Tensor, norm_type: float) -> torch.device:
-    _check_flat("shard", shard, FLOATS, shard.device, None)
+def _check_grad_stats(shards: Sequence[Tensor], norm_type: float) -> torch.device:
+    if not shards:
+        raise ValueError("grad_stats needs at least one shard")
+    for i, shard in enumerate(shards):
+        _check_flat(f"shards[{i}]" if len(shards) > 1 else "shard", shard, FLOATS, shards[0].device, None)
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
-    return shard.device
+    return shards[0].device
 
 
 def _check_hyper_table(
@@ -280,8 +286,8 @@ def _fake_nothing(*args: Any) -> None:
     """Fake of the ops that only write their arguments."""
 
 
-def _fake_grad_stats(shard: Tensor, norm_type: float) -> Tensor:
-    return shard.new_empty(2, dtype=torch.float32)
+def _fake_grad_stats(shards: Sequence[Tensor], norm_type: float) -> Tensor:
+    return shards[0].new_empty(len(shards), 2, dtype=torch.float32)
 
 
 def _register(op: str, check: Callable[..., torch.device], fake: Callable[..., Any], mutated: tuple[int, ...]) -> None:

@@ -121,9 +121,12 @@ def unpack(bucket: Tensor, offsets: Sequence[int], grads: Sequence[Tensor], scal
         grad.copy_((bucket[offset : offset + grad.numel()].float() * scale).view(grad.shape))
 
 
-def grad_stats(shard: Tensor, norm_type: float) -> Tensor:
+def grad_stats(shards: Sequence[Tensor], norm_type: float) -> Tensor:
     """See `zero_kernels.grad_stats`."""
-    shard = shard.reshape(-1)
+    return torch.stack([_stats_of(shard, norm_type) for shard in shards])
+
+
+def _stats_of(shard: Tensor, norm_type: float) -> Tensor:
     count = sum(
         ((~chunk.isfinite()).sum() for chunk in shard.split(_CHUNK_BLOCKS * STATS_BLOCK)),
         torch.zeros((), dtype=torch.int64, device=shard.device),
@@ -170,9 +173,7 @@ def _max_abs(shard: Tensor) -> Tensor:
     return bits.view(torch.float32).reshape(())
 
 
-def hyper_table(
-    coefficients: Tensor, group: Tensor | None, step: Tensor, active: Tensor | None, out: Tensor
-) -> None:
+def hyper_table(coefficients: Tensor, group: Tensor | None, step: Tensor, active: Tensor | None, out: Tensor) -> None:
     """Rows of the table that `adam_step` reads, in float64, each coefficient rounded once (see `docs/ops.md`).
 
     Args:

@@ -1,40 +1,43 @@
-// grad_stats on CUDA: a block of threads makes the partial of each block of elements; the last to be through adds the
-// partials. The order of additions is that of docs/ops.md, whatever the order in which blocks run.
+// grad_stats on CUDA, for any number of shards in two launches: a block of threads makes the partial of each block of
+// elements, then one block adds the partials of each shard. The order of additions is that of docs/ops.md.
+#include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "chunk.h"
 
 #if defined(__CUDACC__)
-#include <map>
-#include <mutex>
-
 #include "launch.h"
 #endif
 
 namespace zero_kernels {
 namespace {
 
-// ---- kernel -------------------------------------------------------------------------------------------------------
+// ---- kernels ------------------------------------------------------------------------------------------------------
 
 constexpr int kLanes = 8;  // neighbouring running sums that a thread keeps
 constexpr int kThreads = kStatsLanes / kLanes;
 constexpr int kDepth = kStatsBlock / kStatsLanes;  // terms of a running sum; a thread's loads under way
 
-// What the blocks of a launch share. Left zero by the last of them, for the next launch.
-struct Tally {
-  unsigned long long nonfinite;
-  unsigned int finished;
+constexpr int kBlocksPerSm = 7;  // lets a thread have 72 registers: held to 32, it waits for every other load
+
+struct Shard {
+  const void* data;
+  int64_t numel;
+  int64_t first_block;  // in the launch
 };
+constexpr int kShards = 1024;  // of a launch: their table is among its arguments, which may be 32764 bytes
 
 struct StatsArgs {
-  const void* shard;
-  float* partials;  // [blocks]
-  Tally* tally;
-  float* out;  // [2]: norm term, count of non-finite values
-  int64_t numel;
+  float* partials;     // [blocks]
+  int32_t* nonfinite;  // [blocks]; written where the partial is not finite, and else undefined
+  float* out;          // [count, 2]: norm term, count of non-finite values
   int64_t blocks;
-  bool vector;  // the shard starts where its chunks are aligned
+  int count;  // of shards
+  DType dtypes[kShards];
+  Shard shards[kShards];
 };
+static_assert(sizeof(StatsArgs) <= 32764);
 
 ZK_HOST_DEVICE inline float magnitude(float x) { return bits_float(float_bits(x) & 0x7fffffff); }
 
@@ -63,114 +66,166 @@ ZK_HOST_DEVICE inline void fold(float* acc, Each each) {
     });
 }
 
-// Elements [first, first + kLanes) of the shard; what lies beyond its end is +0.
-template <bool kWhole, class T>
-ZK_HOST_DEVICE inline void load_lanes(const StatsArgs& args, int64_t first, float (&x)[kLanes]) {
-  const T* shard = static_cast<const T*>(args.shard);
-  int64_t left = args.numel - first;
-  if (kWhole)
-    load_chunk(shard + first, x);
-  else
-    load_first(shard + first, left < 0 ? 0 : left < kLanes ? int(left) : kLanes, x);
+// Index of the shard that a block of the launch belongs to: the last that begins at or before it. (Empty ones, which
+// begin where the next does, come before that.)
+ZK_HOST_DEVICE inline int find_shard(const StatsArgs& args, int64_t block) {
+  int low = 0, high = args.count;
+  while (high - low > 1) {
+    int middle = (low + high) / 2;
+    if (args.shards[middle].first_block <= block)
+      low = middle;
+    else
+      high = middle;
+  }
+  return low;
 }
 
+// A block of elements of one shard. What lies beyond the shard's end is +0.
+template <class T>
+struct Block {
+  const T* first;
+  int64_t left;  // elements from `first` to the shard's end
+
+  ZK_HOST_DEVICE Block(const Shard& shard, int64_t block) {
+    int64_t offset = (block - shard.first_block) * kStatsBlock;
+    first = static_cast<const T*>(shard.data) + offset;
+    left = shard.numel - offset;
+  }
+
+  ZK_HOST_DEVICE bool whole() const { return left >= kStatsBlock && aligned(first, kAccess<T, kLanes>); }
+
+  // Row k of the block has a term for each running sum; these are the ones of a thread.
+  template <bool kWhole>
+  ZK_HOST_DEVICE void load(int k, int thread, float (&x)[kLanes]) const {
+    int64_t at = k * kStatsLanes + thread * kLanes;
+    if (kWhole)
+      load_chunk(first + at, x);
+    else
+      load_first(first + at, left - at < 0 ? 0 : left - at < kLanes ? int(left - at) : kLanes, x);
+  }
+};
+
 template <class Norm, bool kWhole, class T>
-ZK_HOST_DEVICE inline void add_terms(const StatsArgs& args, int64_t first, float (&sum)[kLanes]) {
-  float x[kDepth][kLanes];
+ZK_HOST_DEVICE inline void add_terms(const Block<T>& block, int thread, float* acc) {
+  float x[kDepth][kLanes], sum[kLanes] = {};
   ZK_UNROLL
-  for (int k = 0; k < kDepth; ++k) load_lanes<kWhole, T>(args, first + k * kStatsLanes, x[k]);
+  for (int k = 0; k < kDepth; ++k) block.template load<kWhole>(k, thread, x[k]);
   ZK_UNROLL
   for (int k = 0; k < kDepth; ++k)
     for (int j = 0; j < kLanes; ++j) sum[j] = Norm::join(sum[j], Norm::term(x[k][j]));
+  for (int j = 0; j < kLanes; ++j) acc[thread * kLanes + j] = sum[j];
 }
 
+// As many as fp32 counts exactly.
 template <class T>
-ZK_HOST_DEVICE inline void count_nonfinite(const StatsArgs& args, int64_t block, int thread) {
-  int found = 0;
+ZK_HOST_DEVICE inline void count_nonfinite(const Block<T>& block, int thread, float* acc) {
+  float found[kLanes] = {};
   for (int k = 0; k < kDepth; ++k) {
     float x[kLanes];
-    load_lanes<false, T>(args, block * kStatsBlock + k * kStatsLanes + thread * kLanes, x);
-    for (float value : x) found += is_nonfinite(value);
+    block.template load<false>(k, thread, x);
+    for (int j = 0; j < kLanes; ++j) found[j] += is_nonfinite(x[j]);
   }
-#if defined(__CUDA_ARCH__)
-  if (found) atomicAdd(&args.tally->nonfinite, found);
-#else
-  args.tally->nonfinite += found;
-#endif
+  for (int j = 0; j < kLanes; ++j) acc[thread * kLanes + j] = found[j];
 }
 
 // The partial of a block of elements. acc: [kStatsLanes], shared by the threads.
 template <class Norm, class T, class Each>
-ZK_HOST_DEVICE inline void stats_block(const StatsArgs& args, int64_t block, float* acc, Each each) {
-  bool whole = args.vector && (block + 1) * kStatsBlock <= args.numel;
+ZK_HOST_DEVICE inline void stats_of(
+    const StatsArgs& args, const Block<T>& block, int64_t index, float* acc, Each each) {
+  bool whole = block.whole();
   each([&](int thread) {
-    int64_t first = block * kStatsBlock + thread * kLanes;
-    float sum[kLanes] = {};
     if (whole)
-      add_terms<Norm, true, T>(args, first, sum);
+      add_terms<Norm, true>(block, thread, acc);
     else
-      add_terms<Norm, false, T>(args, first, sum);
-    for (int j = 0; j < kLanes; ++j) acc[thread * kLanes + j] = sum[j];
+      add_terms<Norm, false>(block, thread, acc);
   });
   fold<Norm>(acc, each);
+  float partial = acc[0];
   each([&](int thread) {
-    if (thread == 0) args.partials[block] = acc[0];
-    // Terms are never negative, so a non-finite value makes the partial non-finite: only then is counting needed.
-    if (is_nonfinite(acc[0])) count_nonfinite<T>(args, block, thread);
+    if (thread == 0) args.partials[index] = partial;
+  });
+  // Terms are never negative, so a non-finite value makes the partial non-finite: only then is counting needed.
+  if (!is_nonfinite(partial)) return;
+  each([&](int thread) { count_nonfinite(block, thread, acc); });
+  fold<Magnitude>(acc, each);
+  each([&](int thread) {
+    if (thread == 0) args.nonfinite[index] = int32_t(acc[0]);
   });
 }
 
-// What other blocks have just written: read from where all see it, past this multiprocessor's own cache.
-template <class T>
-ZK_HOST_DEVICE inline T read_shared(const T* at) {
-#if defined(__CUDA_ARCH__)
-  return __ldcg(at);
-#else
-  return *at;
-#endif
+template <class Norm, class Each>
+ZK_HOST_DEVICE inline void stats_block(const StatsArgs& args, int64_t block, float* acc, Each each) {
+  int shard = find_shard(args, block);
+  switch (args.dtypes[shard]) {
+    case DType::kHalf:
+      return stats_of<Norm>(args, Block<Half>(args.shards[shard], block), block, acc, each);
+    case DType::kBFloat16:
+      return stats_of<Norm>(args, Block<BFloat16>(args.shards[shard], block), block, acc, each);
+    case DType::kFloat:
+      return stats_of<Norm>(args, Block<float>(args.shards[shard], block), block, acc, each);
+  }
 }
 
-// Adds the partials of all blocks and leaves the tally zero. Several rows of lanes are under way at a time: this is one
-// block's work, and would else wait for the memory as often as there are rows.
+// Adds the partials of a shard's blocks. Several rows of lanes are under way at a time: this is one block's work, and
+// would else wait for the memory as often as there are rows. acc: [kStatsLanes], counts: [kThreads].
 template <class Norm, class Each>
-ZK_HOST_DEVICE inline void stats_combine(const StatsArgs& args, float* acc, Each each) {
+ZK_HOST_DEVICE inline void stats_combine(const StatsArgs& args, int shard, float* acc, int64_t* counts, Each each) {
+  int64_t begin = args.shards[shard].first_block;
+  int64_t end = begin + ceil_div(args.shards[shard].numel, kStatsBlock);
   each([&](int thread) {
     float sum[kLanes] = {};
-    for (int64_t first = thread; first < args.blocks; first += kDepth * kStatsLanes) {
+    int64_t count = 0;
+    for (int64_t first = begin + thread; first < end; first += kDepth * kStatsLanes) {
       float x[kDepth][kLanes];
       ZK_UNROLL
       for (int k = 0; k < kDepth; ++k)
         for (int j = 0; j < kLanes; ++j) {
           int64_t i = first + k * kStatsLanes + j * kThreads;
-          x[k][j] = i < args.blocks ? read_shared(args.partials + i) : 0.0f;
+          x[k][j] = i < end ? args.partials[i] : 0.0f;
         }
       ZK_UNROLL
       for (int k = 0; k < kDepth; ++k)
-        for (int j = 0; j < kLanes; ++j) sum[j] = Norm::join(sum[j], x[k][j]);
+        for (int j = 0; j < kLanes; ++j) {
+          sum[j] = Norm::join(sum[j], x[k][j]);
+          if (is_nonfinite(x[k][j])) count += args.nonfinite[first + k * kStatsLanes + j * kThreads];
+        }
     }
     for (int j = 0; j < kLanes; ++j) acc[thread + j * kThreads] = sum[j];
+    counts[thread] = count;
   });
   fold<Norm>(acc, each);
   each([&](int thread) {
     if (thread != 0) return;
-    args.out[0] = acc[0];
-    args.out[1] = float(read_shared(&args.tally->nonfinite));
-    *args.tally = {};
+    int64_t count = 0;
+    for (int i = 0; i < kThreads; ++i) count += counts[i];
+    args.out[2 * shard] = acc[0];
+    args.out[2 * shard + 1] = float(count);
   });
 }
 
 // ---- launcher -----------------------------------------------------------------------------------------------------
 
-// Calls run(Type<Norm>, Type<T>, args), with what the shard says filled in.
+// Calls run(Type<Norm>, args) for each pair of launches that it takes. All launches use the same scratch, one after
+// the other: `blocks` of it are enough.
 template <class Run>
-void launch(StatsArgs args, DType dtype, double norm_type, Run run) {
-  args.blocks = ceil_div(args.numel, kStatsBlock);
-  args.vector = reinterpret_cast<uintptr_t>(args.shard) % 16 == 0;
-  with_type(dtype, [&](auto type) {
-    if (std::isinf(norm_type)) return run(Type<Largest>(), type, args);
-    if (norm_type == 2.0) return run(Type<Square>(), type, args);
-    run(Type<Magnitude>(), type, args);
-  });
+void launch(
+    const std::vector<Shard>& shards, const std::vector<DType>& dtypes, double norm_type, StatsArgs args, Run run) {
+  for (size_t from = 0; from < shards.size(); from += kShards) {
+    args.count = int(std::min<size_t>(kShards, shards.size() - from));
+    args.blocks = 0;
+    for (int i = 0; i < args.count; ++i) {
+      args.dtypes[i] = dtypes[from + i];
+      args.shards[i] = {shards[from + i].data, shards[from + i].numel, args.blocks};
+      args.blocks += ceil_div(shards[from + i].numel, kStatsBlock);
+    }
+    if (std::isinf(norm_type))
+      run(Type<Largest>(), args);
+    else if (norm_type == 2.0)
+      run(Type<Square>(), args);
+    else
+      run(Type<Magnitude>(), args);
+    args.out += 2 * args.count;
+  }
 }
 
 #if defined(__CUDACC__)
@@ -183,65 +238,42 @@ struct EachThread {
   }
 };
 
-template <class Norm, class T>
-__global__ void __launch_bounds__(kThreads) stats_kernel(const __grid_constant__ StatsArgs args) {
+template <class Norm>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) stats_kernel(const __grid_constant__ StatsArgs args) {
   __shared__ float acc[kStatsLanes];
-  __shared__ bool last;
-  if (args.numel != 0) stats_block<Norm, T>(args, blockIdx.x, acc, EachThread());
-  // Every block's partial and count are in memory before it reports, and the last one reads them after all reports.
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(&args.tally->finished, 1u) == gridDim.x - 1;
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  stats_combine<Norm>(args, acc, EachThread());
+  stats_block<Norm>(args, blockIdx.x, acc, EachThread());
+}
+
+template <class Norm>
+__global__ void __launch_bounds__(kThreads) stats_combine_kernel(const __grid_constant__ StatsArgs args) {
+  __shared__ float acc[kStatsLanes];
+  __shared__ int64_t counts[kThreads];
+  stats_combine<Norm>(args, blockIdx.x, acc, counts, EachThread());
 }
 
 // ---- op -----------------------------------------------------------------------------------------------------------
 
-constexpr int kTallies = 1024;
-__device__ Tally tallies[kTallies];
-
-// The tally of a stream, whose launches follow each other and so can share it; null when there are no more. A captured
-// launch can't have it: its replay may run beside other work of the stream.
-Tally* tally_of(const Launch& launch, int device) {
-  cudaStreamCaptureStatus capture;
-  check(cudaStreamIsCapturing(launch.stream(), &capture), "grad_stats");
-  if (capture != cudaStreamCaptureStatusNone) return nullptr;
-  static std::mutex mutex;
-  static std::map<std::pair<int, cudaStream_t>, Tally*> known;
-  static std::map<int, int> used;  // of each device's tallies
-  std::lock_guard<std::mutex> lock(mutex);
-  auto [place, fresh] = known.try_emplace({device, launch.stream()}, nullptr);
-  if (fresh && used[device] < kTallies) {
-    void* first = nullptr;
-    check(cudaGetSymbolAddress(&first, tallies), "grad_stats");
-    place->second = static_cast<Tally*>(first) + used[device]++;
+Tensor grad_stats(const std::vector<Tensor>& tensors, double norm_type) {
+  std::vector<Shard> shards;
+  std::vector<DType> dtypes;
+  int64_t blocks = 0;
+  for (const Tensor& tensor : tensors) {
+    shards.push_back({data<const void>(tensor), tensor.numel(), 0});
+    dtypes.push_back(dtype_of(tensor));
+    blocks += ceil_div(tensor.numel(), kStatsBlock);
   }
-  return place->second;
-}
-
-Tensor grad_stats(const Tensor& shard, double norm_type) {
-  Launch on_gpu("grad_stats", shard);
-  // The allocator takes the scratch back once the launch is queued, and gives it only to later work of the stream.
-  constexpr int64_t kTallyFloats = ceil_div(sizeof(Tally), sizeof(float));
-  Tensor out = torch::stable::new_empty(shard, {2}, ScalarType::Float);
-  int64_t blocks = ceil_div(shard.numel(), kStatsBlock);
-  Tensor scratch = torch::stable::new_empty(shard, {kTallyFloats + blocks}, ScalarType::Float);
-  StatsArgs args = {};
-  args.shard = data<const void>(shard);
-  args.numel = shard.numel();
+  Launch on_gpu("grad_stats", tensors.at(0));
+  // The allocator takes the scratch back once the launches are queued, and gives it only to later work of the stream.
+  Tensor out = torch::stable::new_empty(tensors[0], {int64_t(shards.size()), 2}, ScalarType::Float);
+  Tensor scratch = torch::stable::new_empty(tensors[0], {2 * blocks}, ScalarType::Float);
+  StatsArgs args;
   args.out = data<float>(out);
-  args.partials = data<float>(scratch) + kTallyFloats;
-  args.tally = tally_of(on_gpu, shard.get_device_index());
-  if (args.tally == nullptr) {
-    args.tally = reinterpret_cast<Tally*>(data<float>(scratch));
-    on_gpu.zero(args.tally, sizeof(Tally));
-  }
-  launch(args, dtype_of(shard), norm_type, [&](auto norm, auto type, const StatsArgs& args) {
-    auto kernel = stats_kernel<typename decltype(norm)::type, typename decltype(type)::type>;
-    on_gpu(kernel, args.blocks ? args.blocks : 1, kThreads, args);
+  args.partials = data<float>(scratch);
+  args.nonfinite = reinterpret_cast<int32_t*>(args.partials + blocks);
+  launch(shards, dtypes, norm_type, args, [&](auto norm, const StatsArgs& args) {
+    using Norm = typename decltype(norm)::type;
+    on_gpu(stats_kernel<Norm>, args.blocks, kThreads, args);
+    on_gpu(stats_combine_kernel<Norm>, args.count, kThreads, args);
   });
   return out;
 }

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .bucket import Bucket, GradState, Sharding
+from .capture import is_capturing
 from .errors import GradientError
 
 _HEADER = 3
@@ -43,7 +44,9 @@ class GradNorm:
         self.clip = torch.ones(1, device=device)
         self.skipped = torch.zeros((), device=device)
         self._vector = torch.zeros(_HEADER + len(labels), device=device)
-        self._late = _LateFlag(self._vector[2:3])
+        self._late = _LateFlag(self._vector[2:3], sharding.reduces)
+        self._used_here = torch.zeros(len(labels), device=device)  # [parameters] fp32, as last sent to the device
+        self._used_sent = bytearray(len(labels))
 
     def reset(self) -> None:
         self.exchanged = self.clipped = False
@@ -71,7 +74,7 @@ class GradNorm:
         wanted = norm_type is not None or stats
         self._vector[:2] = self._local_totals(buckets, 2.0 if norm_type is None else norm_type) if wanted else 0.0
         self._vector[2].fill_(len(late))
-        self._vector[_HEADER:].copy_(_to_device(used, self._vector.device), non_blocking=True)
+        self._vector[_HEADER:].copy_(self._on_device(used))
         for index in late:
             self._vector[_HEADER + index].add_(_LATE)
         self.sharding.comm.exchange(self._vector, maximum=maximum)
@@ -80,6 +83,20 @@ class GradNorm:
             torch.pow(self._vector[0], 1.0 if maximum else 1.0 / norm_type, out=self.norm)
         torch.gt(self._vector[_HEADER:], 0, out=self.used)
         self.exchanged = True
+
+    def _on_device(self, used: bytearray) -> Tensor:
+        """``used`` as fp32 on the device, [parameters]. As a rule it is that of the step before, and is there."""
+        if is_capturing(self._used_here.device):
+            # A copy from the host would read, at every replay, memory that is long gone: the values go into kernels.
+            flags = torch.ones_like(self._used_here)
+            for index in (index for index, flag in enumerate(used) if not flag):
+                flags[index].zero_()
+            return flags
+        if used != self._used_sent:
+            host = torch.frombuffer(used, dtype=torch.uint8).float()
+            self._used_here.copy_(host.pin_memory() if self._used_here.is_cuda else host, non_blocking=True)
+            self._used_sent = bytearray(used)
+        return self._used_here
 
     def decide(self, skip_nonfinite: bool) -> None:
         """Fill in found_inf. A late gradient always skips the step, a non-finite one if asked."""
@@ -96,7 +113,7 @@ class GradNorm:
         shards = [bucket.grad_shard for bucket in buckets if bucket.state is not GradState.EMPTY]
         if not shards:
             return torch.zeros(2, device=self._vector.device)
-        stats = torch.stack([torch.ops.zero_kernels.grad_stats(shard, norm_type) for shard in shards])
+        stats = torch.ops.zero_kernels.grad_stats(shards, norm_type)
         totals = stats.sum(0)
         if norm_type == math.inf:
             totals[0] = stats[:, 0].max()
@@ -124,8 +141,9 @@ class GradNorm:
 class _LateFlag:
     """The late count on the host. A CPU's is read at once; a GPU's one step later, at the same place on every rank."""
 
-    def __init__(self, flag: Tensor) -> None:
+    def __init__(self, flag: Tensor, reduces: bool) -> None:
         self._flag = flag
+        self._reduces = reduces  # alone, a rank is never late
         self._host = torch.zeros(1, pin_memory=True) if flag.is_cuda else flag
         self._memory = ctypes.c_float.from_address(self._host.data_ptr())
         self._event = torch.cuda.Event() if flag.is_cuda else None
@@ -133,6 +151,8 @@ class _LateFlag:
 
     def check_this(self, fail: Callable[[], object]) -> None:
         """Right after the exchange."""
+        if not self._reduces or is_capturing(self._flag.device):
+            return
         if self._event is None:
             self._check(fail)
         else:
@@ -142,7 +162,7 @@ class _LateFlag:
 
     def check_last(self, fail: Callable[[], object]) -> None:
         """In the next step: the copy made in the last one has arrived, or the host is a step ahead and waits for it."""
-        if self._event is not None and self._watched:
+        if self._event is not None and self._watched and not is_capturing(self._flag.device):
             self._watched = False
             self._event.synchronize()
             self._check(fail)
@@ -151,8 +171,3 @@ class _LateFlag:
         if self._memory.value > 0:
             self._memory.value = 0.0
             fail()
-
-
-def _to_device(flags: bytearray, device: torch.device) -> Tensor:
-    host = torch.frombuffer(flags, dtype=torch.uint8)
-    return host.float().pin_memory() if device.type == "cuda" else host

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,7 @@ from torch import Tensor
 
 import zero_kernels
 
-_COLUMNS = ("lr", "beta1", "beta2", "eps", "weight_decay")
-
-
-def _coefficients(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+from .capture import is_capturing
 
 
 class HyperTable:
@@ -26,48 +22,50 @@ class HyperTable:
     """
 
     def __init__(self, group_of: Sequence[int], groups: int, device: torch.device, *, decoupled: bool) -> None:
-        self.device = device
-        self._decoupled = torch.tensor(float(decoupled), dtype=torch.float64, device=device)
         self.steps = torch.zeros(len(group_of), dtype=torch.float64, device=device)
         self.table = torch.zeros(len(group_of), len(zero_kernels.HYPER_COLUMNS), device=device)
-        self._group_of = torch.tensor(group_of, device=device)
-        self._by_group = torch.zeros(len(_COLUMNS), groups, dtype=torch.float64, device=device)
-        self._by_parameter = torch.zeros(len(_COLUMNS), len(group_of), dtype=torch.float64, device=device)
-        self._values: list[tuple[float | None, ...]] = []
+        self._decoupled = float(decoupled)
+        self._group_of = torch.tensor(group_of, dtype=torch.int32, device=device)
+        # [coefficients, groups], as last sent to the device
+        self._by_group = torch.zeros(len(zero_kernels.HYPER_COEFFICIENTS), groups, dtype=torch.float64, device=device)
+        self._sent: list[tuple[float | None, ...]] = []
 
     def advance(self, groups: Sequence[Mapping[str, Any]], active: Tensor) -> None:
         """Count a step for every ``active`` parameter ([parameters] bool) and make the table for it."""
-        self._read_groups(groups)
         self.steps += active
-        lr, beta1, beta2, eps, weight_decay = self._by_parameter
-        zero_kernels.hyper_table(
-            lr,
-            (beta1, beta2),
-            eps,
-            weight_decay,
-            self.steps,
-            decoupled=self._decoupled,
-            active=active,
-            device=self.device,
-            out=self.table,
-        )
+        coefficients = self._on_device([self._coefficients(group) for group in groups])
+        torch.ops.zero_kernels.hyper_table(coefficients, self._group_of, self.steps, active, self.table)
 
-    def _read_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Bring changed coefficients to the device. One that is a tensor is copied there every step, unread."""
-        rows = [_coefficients(group) for group in groups]
-        tensors = [
-            (column, number, value)
-            for number, row in enumerate(rows)
-            for column, value in enumerate(row)
-            if isinstance(value, Tensor)
-        ]
-        values = [tuple(None if isinstance(value, Tensor) else float(value) for value in row) for row in rows]
-        if values == self._values and not tensors:
-            return
-        self._values = values
-        columns = [[value or 0.0 for value in column] for column in zip(*values, strict=True)]
-        pinned = torch.tensor(columns, dtype=torch.float64, pin_memory=self.device.type == "cuda")
-        self._by_group.copy_(pinned, non_blocking=True)
-        for column, number, value in tensors:
-            self._by_group[column, number].copy_(value.reshape(()), non_blocking=True)
-        torch.index_select(self._by_group, 1, self._group_of, out=self._by_parameter)
+    def _coefficients(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        """In the order of ``zero_kernels.HYPER_COEFFICIENTS``."""
+        return (group["lr"], *group["betas"], group["eps"], group["weight_decay"], self._decoupled)
+
+    def _on_device(self, rows: Sequence[tuple[Any, ...]]) -> Tensor:
+        """The groups' coefficients, [coefficients, groups]. Numbers are sent when they change, tensors every time."""
+        capturing = is_capturing(self._by_group.device)
+        # A captured step has coefficients of its own, its numbers fixed in kernels: a copy from the host would read, at
+        # every replay, memory that is long gone.
+        by_group = torch.empty_like(self._by_group) if capturing else self._by_group
+        numbers = [tuple(None if isinstance(value, Tensor) else float(value) for value in row) for row in rows]
+        if capturing:
+            for group, column, value in _entries(numbers):
+                by_group[column, group].fill_(value or 0.0)
+        elif numbers != self._sent:
+            columns = [[value or 0.0 for value in column] for column in zip(*numbers, strict=True)]
+            host = torch.tensor(columns, dtype=torch.float64, pin_memory=by_group.is_cuda)
+            by_group.copy_(host, non_blocking=True)
+            self._sent = numbers
+        for group, column, value in _entries(rows):
+            if isinstance(value, Tensor):
+                name = zero_kernels.HYPER_COEFFICIENTS[column]
+                if capturing and not value.is_cuda:
+                    raise ValueError(
+                        f"{name} of group {group} is a tensor on {value.device}, which a captured step cannot read: "
+                        f"move it to {by_group.device}"
+                    )
+                by_group[column, group].copy_(value.reshape(()), non_blocking=True)
+        return by_group
+
+
+def _entries(rows: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, int, Any]]:
+    return ((group, column, value) for group, row in enumerate(rows) for column, value in enumerate(row))

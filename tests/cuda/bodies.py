@@ -163,30 +163,49 @@ def call_pack(body, unpack: int, grads, offsets, bucket: Tensor, scale: float, f
 
 
 def grad_stats(folder: Path) -> int:
-    body = ctypes.CDLL(str(folder / "grad_stats.so")).grad_stats
-    body.argtypes = [ADDRESS, ctypes.c_int, LONG, ctypes.c_double, ADDRESS, ADDRESS]
-    body.restype = LONG
+    body = stats_body(folder)
     ran = 0
-    # The last has more partials than a lane of the second stage takes at a time.
     sizes = (0, 1, 7, 1023, 1025, 8191, 8192, 8193, 100_003)
     for dtype, norm, numel, offset, special in itertools.product(
         FLOATS, (1.0, 2.0, math.inf), sizes, (0, 1), (True, False)
     ):
         shard = fresh(numel, dtype, 7, offset)
         shard = shard if special else at_offset(torch.nan_to_num(shard, 0.1, 0.2, -0.3).clamp(-9, 9), offset)
-        demand(same_bits(*both_stats(body, shard, norm)), dtype, norm, numel, offset, special)
+        demand(same_bits(*both_stats(body, [shard], norm)), dtype, norm, numel, offset, special)
         ran += 1
-    many = torch.randn(8192 * 1100 + 5).bfloat16()
-    demand(same_bits(*both_stats(body, many, 2.0)), "many blocks")
-    return ran + 1
+    # More partials than a lane of the second stage takes at a time; every dtype and empty ones in one call; more shards
+    # than one launch takes.
+    many_blocks = [torch.randn(8192 * 1100 + 5).bfloat16()]
+    mixed = [fresh(size, FLOATS[i % 3], i) for i, size in enumerate((0, 9000, 0, 0, 1, 8192, 30_000, 0))]
+    many_shards = [fresh(5, FLOATS[i % 3], i % 7) for i in range(1030)]
+    for shards in (many_blocks, mixed, many_shards):
+        for norm in (1.0, 2.0, math.inf):
+            demand(same_bits(*both_stats(body, shards, norm)), len(shards), norm)
+            ran += 1
+    return ran
 
 
-def both_stats(body, shard: Tensor, norm: float) -> tuple[Tensor, Tensor]:
-    blocks = -(-shard.numel() // 8192)
-    partials, out = torch.full((blocks,), math.nan), torch.full((2,), math.nan)
-    ran = body(at(shard), DTYPE_CODE[shard.dtype], shard.numel(), norm, at(partials), at(out))
-    demand(ran == blocks, "blocks", ran, blocks)
-    return out, reference.grad_stats(shard, norm)
+def stats_body(folder: Path):
+    body = ctypes.CDLL(str(folder / "grad_stats.so")).grad_stats
+    body.argtypes = [*[ADDRESS] * 3, ctypes.c_int, ctypes.c_double, *[ADDRESS] * 3]
+    return body
+
+
+def both_stats(body, shards: list[Tensor], norm: float) -> tuple[Tensor, Tensor]:
+    count, blocks = len(shards), sum(-(-shard.numel() // 8192) for shard in shards)
+    partials, out = torch.full((blocks,), math.nan), torch.full((count, 2), math.nan)
+    nonfinite = torch.full((blocks,), 77, dtype=torch.int32)
+    launches = call_stats(body, shards, [shard.numel() for shard in shards], norm, partials, nonfinite, out)
+    demand(launches == 2 * -(-count // 1024), "launches", launches, count)
+    return out, reference.grad_stats(shards, norm)
+
+
+def call_stats(body, shards, numels, norm: float, partials: Tensor, nonfinite: Tensor, out: Tensor) -> int:
+    count = len(shards)
+    pointers = (ctypes.c_void_p * count)(*(shard.data_ptr() for shard in shards))
+    dtypes = (ctypes.c_int * count)(*(DTYPE_CODE[shard.dtype] for shard in shards))
+    tables = [ctypes.cast(table, ADDRESS) for table in (pointers, dtypes, (LONG * count)(*numels))]
+    return body(*tables, count, norm, at(partials), at(nonfinite), at(out))
 
 
 # ---- hyper_table ----------------------------------------------------------------------------------------------------
@@ -216,10 +235,13 @@ def hyper(folder: Path) -> int:
 
 def overrun(folder: Path) -> int:
     """Reads one element too many on purpose: the sanitizer must stop it."""
-    body = ctypes.CDLL(str(folder / "grad_stats.so")).grad_stats
-    body.argtypes = [ADDRESS, ctypes.c_int, LONG, ctypes.c_double, ADDRESS, ADDRESS]
-    shard, partials, out = torch.zeros(1024), torch.zeros(1), torch.zeros(2)
-    return body(at(shard), 2, 1025, 2.0, at(partials), at(out))
+    shard, partials, nonfinite, out = (
+        torch.zeros(1024),
+        torch.zeros(1),
+        torch.zeros(1, dtype=torch.int32),
+        torch.zeros(2),
+    )
+    return call_stats(stats_body(folder), [shard], [1025], 2.0, partials, nonfinite, out)
 
 
 OPS = {"adam_step": adam_step, "pack": pack, "grad_stats": grad_stats, "hyper_table": hyper, "overrun": overrun}

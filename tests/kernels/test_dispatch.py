@@ -14,7 +14,7 @@ needs_library = pytest.mark.skipif(not ISAS, reason="the CPU library is not buil
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_load_error", lambda: "it was never built")
+    monkeypatch.setattr(compiled, "why_unusable", lambda name: "it was never built")
     monkeypatch.setattr(dispatch, "_warned", False)
     monkeypatch.delenv("ZERO_KERNELS_BACKEND", raising=False)
 
@@ -106,7 +106,10 @@ def op_samples() -> dict[str, list[tuple]]:
         ],
         "pack": [(grads, [1, 128], bucket, 0.5, flags), (grads, [0, 20], bucket)],
         "unpack": [(bucket, [1, 128], grads, 0.5)],
-        "grad_stats": [(flat(torch.bfloat16), 2.0), (flat(),)],
+        "grad_stats": [([flat(torch.bfloat16), flat()], 2.0), ([flat()],)],
+        "hyper_table": [
+            (torch.rand(6, 2, dtype=torch.float64), rows[:2], torch.ones(2, dtype=torch.float64), None, table.clone())
+        ],
     }
 
 

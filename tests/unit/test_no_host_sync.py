@@ -16,7 +16,7 @@ from torch import Tensor
 from training_cases import TINY_CAP_MB, linear_loss, make_gradients, make_parameters, maybe_no_sync
 
 SHAPES = ((17, 9), (300,), (1,), (40, 25))
-KERNELS = {f"zero_kernels::{name}" for name in ("adam_step", "pack", "unpack", "grad_stats")}
+KERNELS = {f"zero_kernels::{name}" for name in ("adam_step", "pack", "unpack", "grad_stats", "hyper_table")}
 COLLECTIVES = {
     f"c10d::{name}" for name in ("allreduce_", "alltoall_base_", "_allgather_base_", "_reduce_scatter_base_")
 }
@@ -189,6 +189,7 @@ def test_launches_follow_the_buckets_not_the_parameters(stage):
             assert result_few["buckets"] == 4
             assert result_few["zero_kernels::adam_step"] == 4
             assert result_few["zero_kernels::pack"] == 4
+            assert result_few["zero_kernels::grad_stats"] == 1
 
 
 @pytest.mark.parametrize("read", [n for n in HOST_READS if n not in ("__array__", "__complex__")])

@@ -14,24 +14,28 @@ struct EachOfBlock {
 
 }  // namespace
 
-// Blocks run from the last to the first: the order of additions must not follow them. Returns their number.
-extern "C" int64_t grad_stats(
-    const void* shard, int dtype, int64_t numel, double norm_type, float* partials, float* out) {
-  Tally tally = {};
-  StatsArgs args = {};
-  args.shard = shard;
-  args.numel = numel;
+// Blocks run from the last to the first: the order of additions must not follow them. Returns the number of launches.
+extern "C" int grad_stats(
+    void** data, const int* dtypes, const int64_t* numels, int count, double norm_type, float* partials,
+    int32_t* nonfinite, float* out) {
+  std::vector<Shard> shards;
+  std::vector<DType> types;
+  for (int i = 0; i < count; ++i) {
+    shards.push_back({data[i], numels[i], 0});
+    types.push_back(DType(dtypes[i]));
+  }
+  StatsArgs args;
   args.partials = partials;
-  args.tally = &tally;
+  args.nonfinite = nonfinite;
   args.out = out;
-  int64_t ran = 0;
-  launch(args, DType(dtype), norm_type, [&](auto norm, auto type, const StatsArgs& args) {
+  int launches = 0;
+  launch(shards, types, norm_type, args, [&](auto norm, const StatsArgs& args) {
     using Norm = typename decltype(norm)::type;
     float acc[kStatsLanes];
-    ran = args.blocks;
-    for (int64_t block = args.blocks - 1; block >= 0; --block)
-      stats_block<Norm, typename decltype(type)::type>(args, block, acc, EachOfBlock());
-    stats_combine<Norm>(args, acc, EachOfBlock());
+    int64_t counts[kThreads];
+    launches += 2;
+    for (int64_t block = args.blocks - 1; block >= 0; --block) stats_block<Norm>(args, block, acc, EachOfBlock());
+    for (int shard = 0; shard < args.count; ++shard) stats_combine<Norm>(args, shard, acc, counts, EachOfBlock());
   });
-  return tally.nonfinite == 0 ? ran : -1;  // left zero for the next launch
+  return launches;
 }
