@@ -91,6 +91,15 @@ def test_an_empty_shard(name: str) -> None:
             assert zero_kernels.grad_stats(torch.empty(0), norm).tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_several_shards_are_each_as_alone(name: str) -> None:
+    shards = [awkward(size, dtype, 3) for size, dtype in zip((9000, 0, 1, 20_000), (*FLOATS, FLOATS[1]), strict=True)]
+    for norm in (*NORMS, 3.0):
+        with backend(name):
+            together = zero_kernels.grad_stats(shards, norm)
+            assert same_bits(together, torch.stack([zero_kernels.grad_stats(shard, norm) for shard in shards]))
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_thread_count_does_not_change_the_numbers(isa: str) -> None:
     shard = finite(1_000_003, torch.float32)
@@ -108,3 +117,7 @@ def test_wrong_arguments_are_named() -> None:
         zero_kernels.grad_stats(torch.ones(3, dtype=torch.float64))
     with pytest.raises(ValueError, match="shard must be flat"):
         zero_kernels.grad_stats(torch.ones(3, 3))
+    with pytest.raises(ValueError, match="at least one shard"):
+        zero_kernels.grad_stats([])
+    with pytest.raises(TypeError, match=r"shards\[1\] must be float16 or bfloat16 or float32, got int64"):
+        zero_kernels.grad_stats([torch.ones(3), torch.ones(3, dtype=torch.int64)])

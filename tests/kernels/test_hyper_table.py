@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from cases import ISAS, backend, same_bits
 
 import zero_kernels
 from zero_kernels import HYPER_COLUMNS
@@ -37,6 +38,52 @@ def test_columns_are_float64_rounded_once(step: int, decoupled: bool) -> None:
     # Two libraries' float64 powers may differ in the last place, which may move the rounding to fp32 by one unit.
     assert got["step_size"] == pytest.approx(LR / (1 - BETA1**step), rel=2**-23)
     assert got["bias_correction2_sqrt"] == pytest.approx(math.sqrt(1 - BETA2**step), rel=2**-23)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 1000])
+def test_same_bits_on_every_backend(slots: int) -> None:
+    generator = torch.Generator().manual_seed(slots)
+    coefficients = torch.rand(6, 5, generator=generator, dtype=torch.float64)
+    coefficients[1:3] = 1 - coefficients[1:3] * 1e-2
+    coefficients[5].round_()
+    group = torch.randint(5, (slots,), generator=generator).to(torch.int32)
+    step = torch.randint(1, 2**32 - 1, (slots,), generator=generator).double()
+    step[::2] = torch.randint(1, 300, step[::2].shape, generator=generator).double()
+    active = torch.rand(slots, generator=generator) < 0.5
+    tables = {}
+    for name in ("reference", *ISAS[:1]):
+        for chosen in (active, None):
+            out = torch.full((slots, len(HYPER_COLUMNS)), math.nan)
+            with backend(name):
+                torch.ops.zero_kernels.hyper_table(coefficients, group, step, chosen, out)
+            assert same_bits(out, tables.setdefault(chosen is None, out)), name
+    assert tables[False][:, 9].tolist() == active.float().tolist() and tables[True][:, 9].all()
+
+
+def test_a_group_that_is_not_there_is_named() -> None:
+    arguments = (torch.rand(6, 2, dtype=torch.float64), torch.tensor([0, 2], dtype=torch.int32))
+    with pytest.raises((RuntimeError, IndexError), match=r"group\[1\] = 2, but coefficients has 2|out of range"):
+        torch.ops.zero_kernels.hyper_table(*arguments, torch.ones(2, dtype=torch.float64), None, torch.empty(2, 12))
+
+
+def test_wrong_tensors_are_named() -> None:
+    good = {
+        "coefficients": torch.rand(6, 2, dtype=torch.float64),
+        "group": torch.zeros(3, dtype=torch.int32),
+        "step": torch.ones(3, dtype=torch.float64),
+        "active": torch.ones(3, dtype=torch.bool),
+        "out": torch.empty(3, 12),
+    }
+    wrong = {
+        "coefficients": (torch.rand(5, 2, dtype=torch.float64), ValueError, r"shape \[6, groups\]"),
+        "group": (torch.zeros(3, dtype=torch.int64), TypeError, "group must be int32"),
+        "step": (torch.ones(4, dtype=torch.float64), ValueError, "step must have 3 elements"),
+        "active": (torch.ones(3), TypeError, "active must be bool"),
+        "out": (torch.empty(3, 11), ValueError, r"out must have shape \[slots, 12\]"),
+    }
+    for name, (value, error, said) in wrong.items():
+        with pytest.raises(error, match=said):
+            torch.ops.zero_kernels.hyper_table(*{**good, name: value}.values())
 
 
 def test_one_minus_beta_is_not_fp32_arithmetic() -> None:

@@ -14,11 +14,11 @@ KERNELS = ROOT / "zero_kernels"
 
 # Within zero_optim a module imports from its own row and from earlier ones.
 ORDER = (
-    {"errors", "layout"},
+    {"errors", "layout", "capture"},
     {"comm", "flat_shard", "bucket"},
     {"reducer", "param_group", "grad_norm", "grad_scaler", "shard_state", "state_dict", "stats", "validate"},
     {"optimizer"},
-    {"cli", "train", "doctor", "__main__", "__init__"},
+    {"cli", "train", "bench", "doctor", "__main__", "__init__"},
 )
 COLLECTIVES = {
     "all_gather",
