@@ -117,6 +117,8 @@ def grad_stats(shard: Tensor | Sequence[Tensor], norm_type: float = 2.0) -> Tens
     """
     if isinstance(shard, Tensor):
         return torch.ops.zero_kernels.grad_stats([shard], norm_type)[0]
+    if not shard:
+        raise ValueError("grad_stats needs at least one shard")
     return torch.ops.zero_kernels.grad_stats(shard, norm_type)
 
 
@@ -254,8 +256,6 @@ def _check_unpack(bucket: Tensor, offsets: Sequence[int], grads: Sequence[Tensor
 
 
 def _check_grad_stats(shards: Sequence[Tensor], norm_type: float) -> torch.device:
-    if not shards:
-        raise ValueError("grad_stats needs at least one shard")
     for i, shard in enumerate(shards):
         _check_flat(f"shards[{i}]" if len(shards) > 1 else "shard", shard, FLOATS, shards[0].device, None)
     if not norm_type > 0:
