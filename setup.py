@@ -235,7 +235,9 @@ class BuildLibraries(build_ext):
         return str(Path("zero_kernels", Library("cpu", {}, []).file))
 
     def build_extension(self, ext: Extension) -> None:
-        self.built = build_all(Path(self.build_temp).absolute())
+        # Where a developer builds again and again, only what has changed is compiled.
+        folder = ROOT / "build/kernels" if self.editable_mode else Path(self.build_temp)
+        self.built = build_all(folder.absolute())
         self.install_in(Path(self.build_lib))
         for name, built in self.built.items():
             if isinstance(built, str) and (name == "cpu" or built.startswith("$")):

@@ -93,8 +93,11 @@ def hyper_table(
 
 
 def _as_float64(name: str, value: Coefficient, device: torch.device) -> torch.Tensor:
+    if isinstance(value, int | float):
+        return torch.full((), value, dtype=torch.float64, device=device)  # the number goes into a kernel: no copy
     if not isinstance(value, torch.Tensor):
-        return torch.as_tensor(value, dtype=torch.float64, device=device)
+        host = torch.tensor(value, dtype=torch.float64, pin_memory=device.type == "cuda")
+        return host.to(device, non_blocking=True)
     if value.device.type != device.type:
         raise ValueError(f"{name} is on {value.device}, but the table is made on {device}: pass device=")
     if value.dim() > 1:
