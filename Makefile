@@ -46,6 +46,10 @@ format: .venv/built  ## rewrite the sources as `make lint` wants them
 bench: .venv/built  ## time the kernels against torch and the memory; ARGS goes to zero-optim bench
 	@$(BIN)/zero-optim bench $(ARGS)
 
+.PHONY: gpu-check
+gpu-check:  ## on a GPU: build, test, train, measure with PYTHON as it is; JSON and plot in OUT or benchmarks/results
+	@OUT="$(OUT)" $(PYTHON) "$(CURDIR)/benchmarks/gpu_check.py" $(ARGS)
+
 .PHONY: doctor
 doctor: .venv/built  ## say what is installed, what is active, and why the rest is not
 	@$(BIN)/zero-optim doctor

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from .bench.request import add_arguments as add_bench_arguments
+from .bench.request import read_request as read_bench_request
 from .errors import ZeroOptimError
 from .train.config import UsageError, add_arguments, read_request
 
@@ -54,6 +56,15 @@ def _make_parser() -> _Parser:
     about = "show versions, kernel backends, devices, and why what is missing is missing"
     doctor = commands.add_parser("doctor", help=about, description=about, allow_abbrev=False)
     doctor.set_defaults(run=_doctor)
+    bench = commands.add_parser(
+        "bench",
+        help="measure the kernels on this machine against torch and against the memory",
+        description="Times ops in interleaved rounds on the same tensors, prints a table and draws the roofline. "
+        "Defaults in brackets.",
+        allow_abbrev=False,
+    )
+    add_bench_arguments(bench)
+    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -76,6 +87,13 @@ def _doctor(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     print(report())
     return 0
+
+
+def _bench(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
+    request = read_bench_request(parsed)
+    from .bench.run import main as bench
+
+    return bench(request)
 
 
 def _version() -> str:

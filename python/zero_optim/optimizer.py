@@ -218,17 +218,17 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def unscale_gradients(self, inverse_scale: Tensor) -> None:
-        """For ``GradScaler.unscale_``: divide gradients where ``.grad`` shows them, a launch a bucket; else note it."""
+        """For ``GradScaler.unscale_``: divide gradients where ``.grad`` shows them, a dtype at a time; else note it."""
         self._check_usable()
         self._scaled = True
         if not self._reducer.make_readable():
             self._inverse_scale = inverse_scale
             return
-        for bucket in self._reducer.buckets:
-            if bucket.state is not GradState.EMPTY:
-                torch._amp_foreach_non_finite_check_and_unscale_(
-                    [bucket.grad_buffer], self._norm.found_inf, inverse_scale
-                )
+        present = [bucket.grad_buffer for bucket in self._reducer.buckets if bucket.state is not GradState.EMPTY]
+        for dtype in {buffer.dtype for buffer in present}:
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                [buffer for buffer in present if buffer.dtype == dtype], self._norm.found_inf, inverse_scale
+            )
 
     def step_scaled(self, inverse_scale: Tensor | None) -> Any:
         """For ``GradScaler.step``: step on gradients times ``inverse_scale`` [1]; None: they were unscaled before."""

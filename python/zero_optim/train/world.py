@@ -138,6 +138,7 @@ def launch(ranks: int, device: str | None, arguments: Sequence[str]) -> int:
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
+            local_addr="localhost",  # else the ranks would meet at the host's name, which need not resolve
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )

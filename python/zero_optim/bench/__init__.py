@@ -1,0 +1,1 @@
+"""``zero-optim bench``: the ops and the step, timed against their baselines and against the memory, anywhere."""

@@ -1,0 +1,121 @@
+"""A case: one op on one dtype and size, with all the jobs that do its work, and the yardstick that they are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import zero_kernels
+
+from ..train.config import UsageError
+from .record import Row
+from .timing import Job, Spread
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+TORCH = "torch_pipeline"
+COPY = "copy"
+STREAM = "stream"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and on what a case is measured."""
+
+    device: torch.device
+    dtype: str
+    numel: int
+    backends: tuple[str, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Normal values: on zeros memory and arithmetic may be faster than on what a training has."""
+        return torch.randn(*shape, device=self.device, dtype=dtype or self.torch_dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Jobs that work on the same tensors, by the name that their rows have as ``backend``.
+
+    ``bytes``: the fewest an element that the op must move, read plus written. ``yardstick``: the job that moves as
+    many and computes nothing. ``baselines``: jobs that every row is compared with, besides ``torch_pipeline``.
+    """
+
+    op: str
+    setting: Setting
+    bytes: int
+    yardstick: str
+    jobs: Mapping[str, Job]
+    baselines: Sequence[str] = ()
+
+    def rows(self, times: Mapping[str, Sequence[float]]) -> list[Row]:
+        """``times``: milliseconds of each job in each round."""
+        spreads = {name: Spread.of(values) for name, values in times.items()}
+        ceiling = self._gbps(spreads[self.yardstick])
+        return [
+            Row(
+                op=self.op,
+                backend=name,
+                dtype=self.setting.dtype,
+                numel=self.setting.numel,
+                rounds=spread.rounds,
+                ms=spread.ms,
+                p20=spread.p20,
+                p80=spread.p80,
+                bytes=self.bytes,
+                gbps=round(self._gbps(spread), 3),
+                yardstick=self.yardstick,
+                copy_gbps=round(ceiling, 3),
+                fraction=round(self._gbps(spread) / ceiling, 4),
+                vs_torch=round(spreads[TORCH].ms / spread.ms, 4),
+                vs={baseline: round(spreads[baseline].ms / spread.ms, 4) for baseline in self.baselines},
+            )
+            for name, spread in spreads.items()
+        ]
+
+    def _gbps(self, spread: Spread) -> float:
+        return self.bytes * self.setting.numel / spread.ms / 1e6
+
+
+def copy_job(setting: Setting, bytes_per_element: int) -> Job:
+    """``dst.copy_(src)`` that reads and writes, together, as many bytes as the op."""
+    nbytes = bytes_per_element * setting.numel // 2
+    source, target = (torch.empty(-(-nbytes // 8), dtype=torch.int64, device=setting.device) for _ in range(2))
+    source.random_()
+    source, target = source.view(torch.uint8)[:nbytes], target.view(torch.uint8)[:nbytes]
+    return [lambda: target.copy_(source)]
+
+
+def on_backend(name: str, work: Callable[[], object]) -> Callable[[], object]:
+    """``work`` with its ops run by the backend ``name``."""
+
+    def run() -> object:
+        with zero_kernels.use_backend(name):
+            return work()
+
+    return run
+
+
+def backend_jobs(setting: Setting, work: Callable[[], object]) -> dict[str, Job]:
+    """The same work, once a backend."""
+    return {name: [on_backend(name, work)] for name in setting.backends}
+
+
+def choose_backends(device: torch.device, asked: Sequence[str] | None) -> tuple[str, ...]:
+    """The backends to measure: those asked for, else all fast ones of the device. Raises UsageError.
+
+    The reference, plain torch an operation at a time, counts only where there is nothing else, and Triton on a CPU
+    not at all: it runs in an interpreter there.
+    """
+    usable = zero_kernels.available_backends(device)
+    for name in asked or ():
+        if name not in usable:
+            raise UsageError(f"--backends {name}: usable on {device.type} are {', '.join(usable)}")
+    slow = {"reference", "triton"} if device.type == "cpu" else {"reference"}
+    return tuple(asked or [name for name in usable if name not in slow] or ["reference"])

@@ -1,0 +1,88 @@
+"""The fused Adams of other packages, where they can be installed: each steps an fp32 parameter in place."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+
+Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package with a fused Adam. ``load`` imports its optimizer for a device type."""
+
+    module: str
+    distribution: str
+    device_types: frozenset[str]
+    load: Callable[[str], Maker]
+
+
+def _deepspeed(device_type: str) -> Maker:
+    adam = importlib.import_module("deepspeed.ops.adam")
+    if device_type == "cpu":
+        return functools.partial(adam.DeepSpeedCPUAdam, adamw_mode=True, **HYPER)
+    return functools.partial(adam.FusedAdam, adam_w_mode=True, **HYPER)
+
+
+def _apex(device_type: str) -> Maker:
+    return functools.partial(importlib.import_module("apex.optimizers").FusedAdam, adam_w_mode=True, **HYPER)
+
+
+def _transformer_engine(device_type: str) -> Maker:
+    optimizers = importlib.import_module("transformer_engine.pytorch.optimizers")
+    return functools.partial(optimizers.FusedAdam, adam_w_mode=True, **HYPER)
+
+
+PACKAGES = {
+    "deepspeed": Package("deepspeed", "deepspeed", frozenset({"cpu", "cuda"}), _deepspeed),
+    "apex": Package("apex", "apex", frozenset({"cuda"}), _apex),
+    "te": Package("transformer_engine", "transformer-engine", frozenset({"cuda"}), _transformer_engine),
+}
+
+
+def fused_adams(device: torch.device) -> dict[str, Maker]:
+    """Those that work on the device."""
+    return {
+        name: package.load(device.type) for name, package in PACKAGES.items() if why_unusable(name, device.type) is None
+    }
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """For each package its version, or why it was not measured."""
+    reasons = {name: why_unusable(name, device.type) for name in PACKAGES}
+    return {name: reason or _version(PACKAGES[name].distribution) for name, reason in reasons.items()}
+
+
+@functools.cache
+def why_unusable(name: str, device_type: str) -> str | None:
+    """None when a step on a small parameter went through. The first use may compile for a minute; it is tried once."""
+    package = PACKAGES[name]
+    if device_type not in package.device_types:
+        return f"not for {device_type}"
+    if importlib.util.find_spec(package.module) is None:
+        return "not installed"
+    try:
+        parameter = torch.nn.Parameter(torch.ones(256, device=device_type))
+        parameter.grad = torch.ones_like(parameter)
+        package.load(device_type)([parameter]).step()
+    except Exception as error:  # a failed build or a missing library, by whatever type the package reports it
+        return f"does not work: {' '.join(str(error).split())[:200]}"
+    return None
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "version unknown"

@@ -1,0 +1,144 @@
+"""What is kept of a run: rows, and what is needed to judge them. benchmarks/README.md says what each key means."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zero_kernels
+
+SCHEMA = 2
+COMMIT_ENVIRONMENT = "ZERO_KERNELS_COMMIT"  # for sources that were copied without their .git
+
+HERE = Path(__file__).resolve().parent
+CHECKOUT = HERE.parents[2]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One op on one backend, dtype and size."""
+
+    op: str
+    backend: str
+    dtype: str
+    numel: int
+    rounds: int
+    ms: float
+    p20: float
+    p80: float
+    bytes: int | None  # an element: the fewest that the op must move, read plus written
+    gbps: float | None
+    yardstick: str | None  # the backend whose speed is copy_gbps
+    copy_gbps: float | None
+    fraction: float | None
+    vs_torch: float
+    vs: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] | None = None
+    launches: dict[str, int] | None = None
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's with the threads in use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else []
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def slug(device: str) -> str:
+    """The device's name as a folder's."""
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", device.lower())).strip("-")
+
+
+def driver_version(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
+def commit() -> str:
+    """The checked-out commit, with ``-dirty`` when files that git tracks differ from it; ``nogit`` outside a checkout.
+
+    An installed package may lie inside the checkout of another project: git must know this file.
+    """
+    if os.environ.get(COMMIT_ENVIRONMENT):
+        return os.environ[COMMIT_ENVIRONMENT]
+    try:
+        _git("ls-files", "--error-unmatch", "../__init__.py")
+        head = _git("rev-parse", "--short=10", "HEAD")
+        return head + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "nogit"
+
+
+def _git(*words: str) -> str:
+    # Without optional locks `git status` leaves the index alone, whoever else works in the checkout.
+    command = ["git", "--no-optional-locks", "-C", str(HERE), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def results_folder(device: torch.device, out: Path | None) -> Path:
+    """Where the record goes: ``out``; else below ``benchmarks/results`` in a checkout, or below the working folder."""
+    if out is not None:
+        return out
+    in_checkout = (CHECKOUT / "pyproject.toml").is_file() and (CHECKOUT / "benchmarks").is_dir()
+    parent = CHECKOUT / "benchmarks" / "results" if in_checkout else Path("zero-optim-bench")
+    return parent / slug(device_name(device))
+
+
+def make_record(rows: Sequence[Row], device: torch.device, baselines: Mapping[str, str]) -> dict[str, Any]:
+    """``baselines``: their versions, or why they are not in the rows."""
+    on_cpu = device.type == "cpu"
+    return {
+        "schema": SCHEMA,
+        "device": device_name(device),
+        "driver": driver_version(device),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "triton": None if on_cpu else _version("triton"),
+        "commit": commit(),
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 2),
+        "threads": torch.get_num_threads() if on_cpu else None,
+        "isa": _isa() if on_cpu else None,
+        "baselines": dict(baselines),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def write(record: Mapping[str, Any], folder: Path) -> Path:
+    """Writes ``<date>-<commit>.json``, numbered where that is taken; returns its path."""
+    stem = f"{record['date']}-{record['commit']}"
+    names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
+    path = next(path for path in (folder / f"{name}.json" for name in names) if not path.exists())
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _isa() -> str | None:
+    """Instruction set of the CPU library."""
+    return torch.ops.zero_kernels_C.isa() if "cpu" in zero_kernels.available_backends("cpu") else None

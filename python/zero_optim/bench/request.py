@@ -1,0 +1,87 @@
+"""The flags of ``zero-optim bench``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..train.config import UsageError
+
+OPS = ("adam_step", "pack", "grad_stats", "step")
+DEFAULT_OPS = OPS[:3]
+DTYPES = ("fp16", "bf16")
+_UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure, and where to. None: what suits the device."""
+
+    ops: tuple[str, ...] = DEFAULT_OPS
+    device: str | None = None
+    dtypes: tuple[str, ...] = DTYPES
+    numels: tuple[int, ...] | None = None
+    backends: tuple[str, ...] | None = None
+    rounds: int | None = None
+    threads: int | None = None
+    out: Path | None = None
+    write: bool = True
+    redraw: Path | None = None
+
+
+def parse_numel(text: str) -> int:
+    """``1000000``, ``2^20``, ``2**20``, ``64Mi`` or ``1Gi``."""
+    power = re.fullmatch(r"2(?:\^|\*\*)(\d{1,2})", text)
+    count = re.fullmatch(r"(\d+)(Ki|Mi|Gi|)", text)
+    numel = 2 ** int(power[1]) if power else int(count[1]) * _UNITS[count[2]] if count else 0
+    if numel < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of elements; write 1000000, 2^20 or 64Mi")
+    return numel
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of ``zero-optim bench``."""
+    flag = parser.add_argument
+    flag("ops", nargs="*", metavar="OP", help=f"of {', '.join(OPS)} (the first three)")
+    flag("--device", choices=("cpu", "cuda"), help="where to measure (cuda where torch sees a GPU)")
+    flag(
+        "--numel",
+        nargs="+",
+        type=parse_numel,
+        metavar="N",
+        help="elements, as 1000000, 2^20 or 64Mi (cuda: 2^20 to 2^30; cpu: 64Mi); of step: parameters (1e9; 16Mi)",
+    )
+    flag("--dtypes", nargs="+", choices=DTYPES, help="of gradients and parameters (both)")
+    flag("--backends", nargs="+", metavar="NAME", help="kernel backends to measure (all but reference)")
+    flag("--rounds", type=int, metavar="N", help="timed rounds of each case (10 to 51, as 5 seconds allow)")
+    flag("--threads", type=int, metavar="N", help="torch's threads on the CPU (torch's own choice)")
+    flag("--out", type=Path, metavar="DIR", help="where JSON and plot go (below benchmarks/results in a checkout)")
+    flag("--no-write", action="store_true", help="print the table only")
+    flag("--redraw", type=Path, metavar="FILE.json", help="measure nothing: show this file, and draw its plot again")
+
+
+def read_request(parsed: argparse.Namespace) -> Request:
+    """The flags, checked as far as they can be without the device. Raises UsageError."""
+    for op in parsed.ops:
+        if op not in OPS:
+            raise UsageError(f"there is no op {op!r} to measure; choose from {', '.join(OPS)}")
+    for name in ("rounds", "threads"):
+        value = getattr(parsed, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} {value}: at least 1")
+    if parsed.redraw is not None and not parsed.redraw.is_file():
+        raise UsageError(f"--redraw {parsed.redraw}: no such file")
+    return Request(
+        ops=tuple(dict.fromkeys(parsed.ops)) or DEFAULT_OPS,
+        device=parsed.device,
+        dtypes=tuple(dict.fromkeys(parsed.dtypes or DTYPES)),
+        numels=tuple(sorted(set(parsed.numel))) if parsed.numel else None,
+        backends=tuple(dict.fromkeys(parsed.backends)) if parsed.backends else None,
+        rounds=parsed.rounds,
+        threads=parsed.threads,
+        out=parsed.out,
+        write=not parsed.no_write,
+        redraw=parsed.redraw,
+    )

@@ -1,0 +1,113 @@
+"""The table of a record, in at most 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+WIDTH = 100
+_LESS_NEEDED = ("p20", "p80")  # these columns make room where there are many baselines
+_WIDTHS = {"elements": 9, "dtype": 6, "backend": 15, "ms": 9, "p20": 9, "p80": 9, "GB/s": 9}
+
+JsonRow = Mapping[str, Any]
+Column = tuple[str, Callable[[JsonRow], str]]
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """A block of lines an op; the device and the versions above."""
+    lines = [f"{record['device']}; torch {record['torch']}; commit {record['commit']}"]
+    for op in dict.fromkeys(row["op"] for row in record["rows"]):
+        lines += ["", *_block([row for row in record["rows"] if row["op"] == op])]
+    for name, state in record["baselines"].items():
+        lines += [""] * (name == next(iter(record["baselines"]))) + [f"{name}: {state}"]
+    return "\n".join(lines)
+
+
+def elements(numel: int) -> str:
+    """``64 Mi`` where that is exact, else rounded to millions or in full."""
+    for unit, size in (("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10)):
+        if numel % size == 0 and numel < 10_000 * size:
+            return f"{numel // size:,} {unit}"
+    return f"{numel / 1e6:,.1f} M" if numel >= 10**7 else f"{numel:,}"
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:,.4f}" if value < 1 else f"{value:,.3f}" if value < 10 else f"{value:,.2f}"
+
+
+def _block(rows: Sequence[JsonRow]) -> list[str]:
+    columns = _columns(rows)
+    if len(_line(columns, rows[0], heading=True)) > WIDTH:
+        columns = [column for column in columns if column[0] not in _LESS_NEEDED]
+    lines = [_title(rows), _line(columns, rows[0], heading=True)]
+    seen: tuple[str, int] | None = None
+    for row in rows:
+        group = (row["dtype"], row["numel"])
+        if seen not in (None, group):
+            lines.append("")
+        lines.append(_line(columns, row, heading=False, repeats=seen == group))
+        seen = group
+    return lines + _phase_lines(rows)
+
+
+def _title(rows: Sequence[JsonRow]) -> str:
+    counts = sorted({row["rounds"] for row in rows})
+    rounds = f"medians of {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "") + " rounds"
+    least = "" if rows[0]["bytes"] is None else f"{rows[0]['bytes']} bytes an element at the least; "
+    return f"{rows[0]['op']}: {least}{rounds}"
+
+
+def _columns(rows: Sequence[JsonRow]) -> list[Column]:
+    columns: list[Column] = [
+        ("elements", lambda row: elements(row["numel"])),
+        ("dtype", lambda row: row["dtype"]),
+        ("backend", lambda row: row["backend"]),
+        *((f"{name}", _in_ms(name)) for name in ("ms", "p20", "p80")),
+    ]
+    if rows[0]["bytes"] is not None:
+        columns.append(("GB/s", lambda row: f"{row['gbps']:,.1f}"))
+        columns.append((f"of {rows[0]['yardstick']}", lambda row: f"{row['fraction']:.3f}"))
+    columns.append(("vs torch", lambda row: f"{row['vs_torch']:.2f}"))
+    baselines = dict.fromkeys(name for row in rows for name in row["vs"])
+    columns += [(f"vs {name}", _against(name)) for name in baselines]
+    if any(row["launches"] for row in rows):
+        columns += [("kernels", _kernels), ("a bucket", _kernels_a_bucket)]
+    return columns
+
+
+def _in_ms(name: str) -> Callable[[JsonRow], str]:
+    return lambda row: milliseconds(row[name])
+
+
+def _against(baseline: str) -> Callable[[JsonRow], str]:
+    return lambda row: f"{row['vs'][baseline]:.2f}" if baseline in row["vs"] else "-"
+
+
+def _kernels(row: JsonRow) -> str:
+    return f"{row['launches']['kernels']:,}" if row["launches"] else "-"
+
+
+def _kernels_a_bucket(row: JsonRow) -> str:
+    launches = row["launches"] or {}
+    return f"{launches['kernels'] / launches['buckets']:.2f}" if "buckets" in launches else "-"
+
+
+def _line(columns: Sequence[Column], row: JsonRow, *, heading: bool, repeats: bool = False) -> str:
+    """Words to the left, numbers to the right. What the line above says already is left out."""
+    cells = []
+    for index, (name, cell) in enumerate(columns):
+        text = name if heading else "" if repeats and index < 2 else cell(row)
+        width = _WIDTHS.get(name, max(len(name) + 2, 8))
+        cells.append(f"{text:<{width}}" if name in ("dtype", "backend") else f"{text:>{width}}")
+        cells.append("  " if name == "elements" else "")
+    return "".join(cells).rstrip()
+
+
+def _phase_lines(rows: Sequence[JsonRow]) -> list[str]:
+    """Where the time goes, under the rows that have phases."""
+    lines = []
+    for row in rows:
+        if row["phases"]:
+            parts = "  ".join(f"{name} {milliseconds(value)}" for name, value in row["phases"].items())
+            lines.append(f"  {row['dtype']} {row['backend']}, ms: {parts}")
+    return ["", *lines] if lines else []
