@@ -20,7 +20,8 @@ class Launch {
  public:
   Launch(const char* op, const Tensor& tensor) : op_(op), guard_(tensor.get_device_index()) {
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+    if (aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) != 0)
+      throw std::runtime_error(std::string("zero_kernels: ") + op + ": torch gave no CUDA stream");
     stream_ = static_cast<cudaStream_t>(stream);
   }
 
