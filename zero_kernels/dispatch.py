@@ -32,7 +32,7 @@ class Backend:
 
 
 # Triton's interpreter, which takes CPU tensors, is chosen when triton is imported.
-_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 _TRITON_DEVICES = frozenset({"cpu"} if _INTERPRETED else {"cuda"})
 
 

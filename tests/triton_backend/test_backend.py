@@ -1,0 +1,133 @@
+"""Where the backend runs, why not elsewhere, what its launches ask for, how a table gets to a device."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from guards import no_host_reads
+from interpreter import interpreted
+
+import zero_kernels
+from zero_kernels import reference, triton
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str) -> str:
+    """What a new process prints, in which Triton compiles."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_the_package_imports_no_triton() -> None:
+    assert (
+        python("import sys, zero_kernels; zero_kernels.available_backends(); print('triton' in sys.modules)") == "False"
+    )
+
+
+def test_without_triton_the_reason_is_said() -> None:
+    said = python(
+        "import sys; sys.modules['triton'] = None\n"
+        "from zero_kernels import triton; print(len(triton.OPS), triton.why_unusable())"
+    )
+    assert said.startswith("0 triton can't be imported or is too old: ")
+
+
+def test_every_op_is_there() -> None:
+    assert triton.OPS.keys() == reference.OPS.keys()
+
+
+@interpreted
+def test_under_the_interpreter_it_runs_on_cpu_tensors() -> None:
+    assert triton.why_unusable() is None
+    assert "triton" in zero_kernels.available_backends("cpu")
+    assert "triton" not in zero_kernels.available_backends("cuda")
+
+
+def test_a_gpu_that_will_not_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler() -> None:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    def why(target: Callable[[], object]) -> str | None:
+        monkeypatch.setattr(triton.driver, "_active", SimpleNamespace(get_current_target=target))
+        return triton.why_unusable.__wrapped__()
+
+    monkeypatch.setattr(triton.common, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert why(lambda: SimpleNamespace(backend="cuda", arch=90)) is None
+    assert why(lambda: SimpleNamespace(backend="cuda", arch=80)) is None
+    assert why(lambda: SimpleNamespace(backend="cuda", arch=75)) == "needs compute capability 8.0, the GPU has 7.5"
+    assert why(lambda: SimpleNamespace(backend="hip", arch="gfx942")) == "not tried on hip, where the bits may differ"
+    assert why(no_compiler) == "triton can't drive the GPU: Failed to find C compiler."
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert why(no_compiler) == "torch sees no CUDA device"
+
+
+class Recorder:
+    """In place of a kernel: keeps the options of its launches."""
+
+    def __init__(self) -> None:
+        self.options: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **options: self.options.append(options)
+
+
+def test_no_launch_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the process's default is: the option is said at every launch. Nor does a launch read a value."""
+    modules = (triton.adam, triton.pack, triton.grad_stats, triton.hyper_table)
+    recorders: dict[str, Recorder] = {}
+    for module in modules:
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, recorders.setdefault(name, Recorder()))
+    x, rows, fp64 = torch.ones(128), torch.zeros(1, dtype=torch.int32), torch.zeros(6, 1, dtype=torch.float64)
+    with no_host_reads():
+        triton.OPS["adam_step"](x, x, x, x, None, rows, torch.zeros(1, 12), x[:1], x[:1], rows)
+        triton.OPS["pack"]([x], [0], torch.ones(128), 1.0, rows)
+        triton.OPS["unpack"](torch.ones(128), [0], [x], 1.0)
+        triton.OPS["grad_stats"]([x], 2.0)
+        triton.OPS["hyper_table"](fp64, rows, fp64[0], rows == 0, torch.zeros(1, 12))
+    launches = {name: len(recorder.options) for name, recorder in recorders.items()}
+    assert launches == {
+        "_adam_step_kernel": 1,
+        "_slots_kernel": 2,
+        "_block_kernel": 1,
+        "_shard_kernel": 1,
+        "_hyper_table_kernel": 1,
+    }
+    assert all(asked["enable_fp_fusion"] is False for recorder in recorders.values() for asked in recorder.options)
+
+
+def test_tables_tell_what_is_aligned() -> None:
+    """16 bytes, for the gradient and for the element of the bucket that it goes to."""
+
+    def at(element: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(100, dtype=dtype)[element:]
+
+    cases = {(0, 0, 0): True, (4, 4, 0): True, (0, 4, 0): True, (1, 1, 0): True, (0, 0, 4): True}
+    cases |= {(1, 0, 0): False, (0, 1, 0): False, (0, 0, 1): False, (1, 1, 1): False}
+    for (grad, offset, bucket), aligned in cases.items():
+        rows = list(triton.pack._slots([at(grad)[:50]], [offset], at(bucket)))
+        assert [row[4] for row in rows if row[3] >= 0] == [aligned], (grad, offset, bucket)
+    shards = [at(0), at(1), at(4), at(4, torch.float16), at(8, torch.bfloat16)]
+    assert [row[4] for row in triton.grad_stats._rows(shards)] == [True, False, True, False, True, 0]
+
+
+def test_the_table_is_pinned_unless_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, device, pinned = torch.arange(6), torch.device("cuda"), []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, non_blocking: (self, device, non_blocking))
+    monkeypatch.setattr(triton.table, "_recorded", [])
+    for recording, pins, kept in ((False, 1, 0), (True, 1, 1)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda value=recording: value)
+        assert triton.table.upload(table, device) == (table, device, True)
+        assert (len(pinned), len(triton.table._recorded)) == (pins, kept)
+    assert triton.table.upload(table, torch.device("cpu")) is table

@@ -1,0 +1,251 @@
+"""What the ops launch, compiled for three architectures without a GPU: questions put to PTX and to machine code."""
+
+import functools
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import FLOATS
+
+pytest.importorskip("triton.language", reason="triton is not installed")
+
+import aot
+import triton.language as tl
+from triton import jit
+
+from zero_kernels import ROW, triton
+
+if triton.OPS and triton.common.INTERPRETED:
+    pytest.skip("TRITON_INTERPRET=1: nothing is compiled in this process", allow_module_level=True)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+NAMES = {torch.float16: "fp16", BF16: "bf16", FP32: "fp32", None: "none"}
+
+
+def adam_step(
+    grad: torch.dtype, param: torch.dtype | None, numel: int = 16 * ROW, offset: int = 0, bare: bool = False
+) -> None:
+    """`offset` misaligns all tensors by as many elements; `bare` leaves out what is optional."""
+    state = [torch.empty(numel + offset)[offset:] for _ in range(3)]
+    optional = (None,) * 3 if bare else (torch.ones(1), torch.ones(1), torch.zeros(2, dtype=torch.int32))
+    triton.OPS["adam_step"](
+        torch.empty(numel + offset, dtype=grad)[offset:],
+        *state,
+        None if param is None else torch.empty(numel + offset, dtype=param)[offset:],
+        torch.zeros(-(-numel // ROW), dtype=torch.int32),
+        torch.zeros(2, 12),
+        *optional,
+    )
+
+
+def pack(bucket: torch.dtype, flags: bool) -> None:
+    nonfinite = torch.zeros(1, dtype=torch.int32) if flags else None
+    triton.OPS["pack"]([torch.empty(5000)], [0], torch.empty(5000, dtype=bucket), 0.5, nonfinite)
+
+
+def unpack(bucket: torch.dtype) -> None:
+    triton.OPS["unpack"](torch.empty(5000, dtype=bucket), [0], [torch.empty(5000)], 0.5)
+
+
+def grad_stats(norm: float) -> None:
+    triton.OPS["grad_stats"]([torch.empty(10_000)], norm)
+
+
+def hyper_table(full: bool) -> None:
+    group, active = torch.zeros(3, dtype=torch.int32), torch.ones(3, dtype=torch.bool)
+    coefficients, step = torch.zeros(6, 3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    triton.OPS["hyper_table"](coefficients, group if full else None, step, active if full else None, torch.empty(3, 12))
+
+
+partial = functools.partial
+CALLS: dict[str, Callable[[], None]] = {
+    **{
+        f"adam_step-{NAMES[grad]}-{NAMES[param]}": partial(adam_step, grad, param)
+        for grad, param in itertools.product(FLOATS, (*FLOATS, None))
+    },
+    "adam_step-ragged": partial(adam_step, BF16, BF16, 16 * ROW + 1),
+    "adam_step-misaligned": partial(adam_step, BF16, BF16, offset=1),
+    "adam_step-bare": partial(adam_step, BF16, BF16, bare=True),
+    **{f"pack-{NAMES[dtype]}": partial(pack, dtype, True) for dtype in FLOATS},
+    "pack-without-flags": partial(pack, BF16, False),
+    **{f"unpack-{NAMES[dtype]}": partial(unpack, dtype) for dtype in FLOATS},
+    **{f"grad_stats-{norm}": partial(grad_stats, norm) for norm in (1.0, 2.0, float("inf"))},
+    "hyper_table": partial(hyper_table, True),
+    "hyper_table-bare": partial(hyper_table, False),
+}
+
+every_call = pytest.mark.parametrize("name", CALLS)
+every_arch = pytest.mark.parametrize("arch", aot.ARCHS)
+
+
+def launches(arch: int, name: str) -> tuple[aot.Launch, ...]:
+    return aot.compiled(arch, CALLS[name])
+
+
+def instructions(code: str, *names: str) -> Counter[str]:
+    """How often each instruction occurs whose name starts like one of `names`."""
+    return Counter(re.findall(rf"\b(?:{'|'.join(map(re.escape, names))})[\w.:]*", code))
+
+
+def inexact(ptx: str) -> Counter[str]:
+    """Instructions that do not round as the contract wants, that flush subnormals, or that ptxas would contract."""
+    found = instructions(ptx, "fma.", "mad.f", "mad.rn", "div.full", "div.approx", "sqrt.approx", "rcp.", "rsqrt.")
+    found += Counter(re.findall(r"\b[\w.]+\.ftz\b[\w.]*", ptx))
+    sums = instructions(ptx, "add.rn.f32x2", "sub.rn.f32x2")
+    return found + (instructions(ptx, "mul.rn.f32x2") if sums else Counter())
+
+
+@every_arch
+@every_call
+def test_nothing_is_spilled(arch: int, name: str) -> None:
+    for launch in launches(arch, name):
+        assert launch.resources["STACK"] == 0 and launch.resources["LOCAL"] == 0, launch.kernel
+        assert ".local" not in launch.ptx, launch.kernel
+
+
+@every_arch
+@every_call
+def test_each_operation_rounds_on_its_own(arch: int, name: str) -> None:
+    for launch in launches(arch, name):
+        assert not inexact(launch.ptx), launch.kernel
+
+
+@jit
+def _sum_of_squares(x, out):
+    at = tl.arange(0, 1024)
+    total = tl.zeros([1024], tl.float32)
+    for k in tl.static_range(8):
+        value = tl.load(x + k * 1024 + at)
+        total = total + value * value
+    tl.store(out, tl.sum(total, axis=0))
+
+
+@pytest.mark.parametrize(("arch", "fused", "machine"), [(90, True, "FFMA"), (100, False, "FFMA2")])
+def test_a_fused_operation_would_be_seen(arch: int, fused: bool, machine: str) -> None:
+    """Where Triton's default is kept; and where lanes are paired, then contracted in spite of --fmad=false."""
+    with aot.compiling_for(arch) as made:
+        _sum_of_squares[(1,)](torch.empty(8192), torch.empty(1), enable_fp_fusion=fused)
+    (launch,) = made
+    if not fused and "mul.rn.f32x2" not in launch.ptx:
+        pytest.skip("this compiler pairs no lanes")
+    assert inexact(launch.ptx)
+    assert instructions(launch.sass, machine)
+
+
+@every_arch
+@pytest.mark.parametrize("name", ["adam_step-fp32-fp32", "pack-bf16", "unpack-bf16", "grad_stats-2.0"])
+def test_the_machine_code_keeps_to_it(arch: int, name: str) -> None:
+    """ptxas contracts what is paired (FFMA2). Plain FFMA is what divisions and roots are made of."""
+    for launch in launches(arch, name):
+        assert not instructions(launch.sass, "LDL", "STL", "FFMA2", "DFMA"), launch.kernel
+        if not name.startswith("adam_step"):
+            assert not instructions(launch.sass, "FFMA", "MUFU"), launch.kernel
+
+
+@every_arch
+def test_adam_step_does_what_is_written(arch: int) -> None:
+    """docs/ops.md, counted: so many operations for each of a thread's four elements."""
+    (launch,) = launches(arch, "adam_step-bf16-bf16")
+    found = instructions(launch.ptx, "mul.rn", "add.rn", "sub.rn", "div.rn", "sqrt.rn", "cvt.rn")
+    per_element = {"mul.rn.f32": 9, "add.rn.f32": 4, "sub.rn.f32": 1, "div.rn.f32": 2, "sqrt.rn.f32": 1}
+    assert found == {name: 4 * count for name, count in per_element.items()} | {"cvt.rn.bf16x2.f32": 2}
+
+
+@every_arch
+@pytest.mark.parametrize("param", (*FLOATS, None), ids=str)
+@pytest.mark.parametrize("grad", FLOATS, ids=str)
+def test_adam_step_moves_16_bytes_at_a_time(arch: int, grad: torch.dtype, param: torch.dtype | None) -> None:
+    """Four elements a thread: 16 bytes of each fp32 tensor, 8 of a 16-bit one, and of data nothing narrower."""
+    (launch,) = launches(arch, f"adam_step-{NAMES[grad]}-{NAMES[param]}")
+    loads, stores = instructions(launch.ptx, "ld.global"), instructions(launch.ptx, "st.global")
+    assert loads["ld.global.v4.b32"] == 3 + (grad == FP32), loads
+    assert loads["ld.global.v2.b32"] == (grad != FP32), loads
+    assert set(loads) <= {"ld.global.v4.b32", "ld.global.v2.b32", "ld.global.b32"}, loads
+    assert stores["st.global.v4.b32"] == 3 + (param == FP32), stores
+    assert stores["st.global.v2.b32"] == (param in FLOATS[:2]), stores
+    assert stores["st.global.b32"] == 1, "the mark of a slot that is not finite, and no data"
+
+
+@every_arch
+def test_adam_step_asks_for_all_data_before_it_waits(arch: int) -> None:
+    """In machine code: the wide loads, the barrier, and only then the first load of a coefficient."""
+    (launch,) = launches(arch, "adam_step-fp32-fp32")
+    order = re.findall(r"LDG\.E\.128|STG\.E\.128|BAR\.SYNC|LDG\.E R\d+, [^;]*\+0x24\]", launch.sass)
+    assert order[:5] == ["LDG.E.128"] * 4 + ["BAR.SYNC"], order
+    assert "+0x24" in order[5], "the tenth coefficient"
+
+
+@every_arch
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_pack_and_unpack_move_16_bytes_at_a_time(arch: int, dtype: torch.dtype) -> None:
+    """16 elements a thread: two accesses of a 16-bit type, four of fp32. A gradient has any of the three dtypes."""
+    grads, bucket = 2 + 2 + 4, 3 * 16 * dtype.itemsize // 16
+    for name, loads, stores in (("pack", grads, bucket), ("unpack", bucket, grads)):
+        (launch,) = launches(arch, f"{name}-{NAMES[dtype]}")
+        assert instructions(launch.ptx, "ld.global")["ld.global.v4.b32"] >= loads
+        assert instructions(launch.ptx, "st.global")["st.global.v4.b32"] >= stores
+
+
+@every_arch
+def test_grad_stats_loads_16_bytes_at_a_time(arch: int) -> None:
+    """64 elements a thread, in a block that is full, of each of three dtypes."""
+    blocks, _ = launches(arch, "grad_stats-2.0")
+    assert instructions(blocks.ptx, "ld.global")["ld.global.v4.b32"] == sum(64 * x.itemsize // 16 for x in FLOATS)
+
+
+@every_arch
+def test_hyper_table_divides_and_takes_roots_as_ieee_wants(arch: int) -> None:
+    (launch,) = launches(arch, "hyper_table")
+    found = instructions(launch.ptx, "div.", "sqrt.")
+    assert found == {"div.rn.f64": 1, "sqrt.rn.f64": 1}
+    assert sum(instructions(launch.ptx, "cvt.rn.f32.f64").values()) == 9
+
+
+@every_arch
+@every_call
+def test_registers_leave_room_for_many_warps(arch: int, name: str) -> None:
+    """A bound on the latency that the kernels can hide: an SM has 64 Ki registers."""
+    bounds = {"adam_step": 64, "pack": 64, "unpack": 64, "grad_stats": 128, "hyper_table": 128}
+    slow = name in ("adam_step-ragged", "adam_step-misaligned")
+    most = 128 if slow else bounds[name.partition("-")[0]]
+    for launch in launches(arch, name):
+        assert launch.resources["REG"] <= most, launch.kernel
+
+
+@every_call
+def test_offsets_are_64_bit(name: str) -> None:
+    """The number of a program, which is 32 bits, is widened before anything is multiplied."""
+    for launch in launches(90, name):
+        for program in re.findall(r"(%\w+) = tt\.get_program_id", launch.ttir):
+            uses = re.findall(rf"= (\S+) {program}(?!\w)", launch.ttir)
+            assert uses and set(uses) == {"arith.extsi"}, launch.kernel
+
+
+def test_grids_reach_beyond_2_to_the_31_elements() -> None:
+    numel = 2**31 + 2**20 + 5
+    shard = [torch.empty(numel, device="meta") for _ in range(4)]
+    row_slot = torch.empty(-(-numel // ROW), dtype=torch.int32, device="meta")
+    with aot.compiling_for(90) as made:
+        triton.OPS["adam_step"](*shard, None, row_slot, torch.zeros(1, 12), None, None, None)
+        triton.OPS["grad_stats"](shard[:1], 2.0)
+    grids = [launch.grid[0] for launch in made]
+    assert grids == [-(-numel // 1024), -(-numel // 8192), 1]
+    assert made[0].kernel == "_adam_step_kernel" and made[1].kernel == "_block_kernel"
+
+
+def test_a_learning_rate_or_a_size_compiles_nothing_anew() -> None:
+    """One compilation serves every size of whole rows, scale, and number of slots, 1 included."""
+    with aot.compiling_for(90) as made:
+        for numel in (ROW, 3 * ROW, 16 * ROW):
+            adam_step(BF16, BF16, numel)
+        for scale in (1.0, 0.0, 1 / 3):
+            triton.OPS["unpack"](torch.empty(4096), [0], [torch.empty(4096)], scale)
+        for slots in (1, 16, 17):
+            coefficients, step = torch.zeros(6, slots, dtype=torch.float64), torch.zeros(slots, dtype=torch.float64)
+            triton.OPS["hyper_table"](coefficients, None, step, None, torch.empty(slots, 12))
+    assert len(made) == 9
+    assert len({id(launch.ptx) for launch in made}) <= 9
+    assert len({launch.ptx for launch in made}) == 3

@@ -1,0 +1,161 @@
+"""`grad_stats` in Triton: one launch over the blocks of all shards, one over the shards; docs/ops.md has the order."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zero_kernels import reference
+from zero_kernels.reference import STATS_BLOCK, STATS_LANES
+from zero_kernels.triton.common import EXACT, nonfinite, times, widen
+from zero_kernels.triton.table import BF16, DTYPES, FP16, elements, upload
+
+# Eight lanes a thread: 16 bytes of a 16-bit type, twice that of fp32.
+WARPS = 4
+
+INF = 0  # the norm inf, for a kernel; 1 and 2 are themselves
+FIELDS = 5  # of a shard in the table
+
+_LANES = tl.constexpr(STATS_LANES)
+_DEPTH = tl.constexpr(STATS_BLOCK // STATS_LANES)
+_BLOCK = tl.constexpr(STATS_BLOCK)
+_INF = tl.constexpr(INF)
+_FIELDS = tl.constexpr(FIELDS)
+
+
+@triton.jit
+def _fold(lanes):
+    """[1024] fp32 to a scalar: lane j gets lane j + h, for h = 512, 256, ... 1. Each sum is of two numbers."""
+    lanes = tl.reshape(lanes, (2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
+    for _ in tl.static_range(10):
+        lanes = tl.sum(lanes, axis=0)
+    return lanes
+
+
+@triton.jit
+def _block(address, begin, numel, partial, bad_count, DTYPE: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr):
+    lane = tl.arange(0, _LANES)
+    total = tl.zeros([_LANES], tl.float32)
+    largest = tl.zeros([_LANES], tl.int32)
+    bad = tl.zeros([_LANES], tl.int32)
+    for k in tl.static_range(_DEPTH):
+        at = begin + k * _LANES + lane
+        x = elements(address, at, DTYPE, WHOLE)
+        x = widen(tl.load(x) if WHOLE else tl.load(x, mask=at < numel, other=0.0))
+        bad += nonfinite(x).to(tl.int32)
+        if NORM == _INF:
+            largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        elif NORM == 1:
+            total = total + tl.abs(x)
+        else:
+            total = total + times(x, x)
+    tl.store(bad_count, tl.sum(bad, axis=0))
+    if NORM == _INF:
+        tl.store(partial, tl.max(largest, axis=0))
+    else:
+        tl.store(partial, _fold(total))
+
+
+@triton.jit
+def _block_as(address, begin, numel, whole, partial, bad_count, DTYPE: tl.constexpr, NORM: tl.constexpr):
+    # Two copies of the body: the mask that only a last block needs would make every load narrow.
+    if whole:
+        _block(address, begin, numel, partial, bad_count, DTYPE, NORM, True)
+    else:
+        _block(address, begin, numel, partial, bad_count, DTYPE, NORM, False)
+
+
+@triton.jit
+def _shard_of(block, table, shards):
+    """The last shard that begins at or before a block; one without blocks begins where the next does."""
+    low = tl.zeros([], tl.int64)
+    high = shards
+    while high - low > 1:
+        middle = (low + high) >> 1
+        before = tl.load(table + middle * _FIELDS + 2) <= block
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["shards"])
+def _block_kernel(
+    table,
+    partials,  # [blocks] fp32; for the norm inf int32, the bit patterns of the largest
+    bad_counts,  # [blocks] int32
+    shards: tl.int64,
+    NORM: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64)
+    shard = table + _shard_of(block, table, shards) * _FIELDS
+    address = tl.load(shard)
+    numel = tl.load(shard + 1)
+    begin = (block - tl.load(shard + 2)) * _BLOCK
+    dtype = tl.load(shard + 3)
+    whole = (tl.load(shard + 4) != 0) & (begin + _BLOCK <= numel)
+    partial = partials + block
+    bad_count = bad_counts + block
+    if dtype == FP16:
+        _block_as(address, begin, numel, whole, partial, bad_count, tl.float16, NORM)
+    elif dtype == BF16:
+        _block_as(address, begin, numel, whole, partial, bad_count, tl.bfloat16, NORM)
+    else:
+        _block_as(address, begin, numel, whole, partial, bad_count, tl.float32, NORM)
+
+
+@triton.jit
+def _shard_kernel(table, partials, bad_counts, out, NORM: tl.constexpr):
+    shard = tl.program_id(0).to(tl.int64)
+    begin = tl.load(table + shard * _FIELDS + 2)
+    end = tl.load(table + (shard + 1) * _FIELDS + 2)
+    lane = tl.arange(0, _LANES)
+    total = tl.zeros([_LANES], tl.float32)
+    largest = tl.zeros([_LANES], tl.int32)
+    bad = tl.zeros([_LANES], tl.int64)
+    while begin < end:
+        # Several rounds at a time, so that their loads are in flight together.
+        for k in tl.static_range(_DEPTH):
+            at = begin + k * _LANES + lane
+            inside = at < end
+            bad += tl.load(bad_counts + at, mask=inside, other=0)
+            if NORM == _INF:
+                largest = tl.maximum(largest, tl.load(partials + at, mask=inside, other=0))
+            else:
+                total = total + tl.load(partials + at, mask=inside, other=0.0)
+        begin += _BLOCK
+    if NORM == _INF:
+        tl.store(out + 2 * shard, tl.max(largest, axis=0).to(tl.float32, bitcast=True))
+    else:
+        tl.store(out + 2 * shard, _fold(total))
+    tl.store(out + 2 * shard + 1, tl.sum(bad, axis=0).to(tl.float32))
+
+
+def _rows(shards: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:
+    """The table: address, numel, first block, dtype, aligned; then one row more, which tells the number of blocks."""
+    first = 0
+    for shard in shards:
+        address = shard.data_ptr()
+        yield address, shard.numel(), first, DTYPES[shard.dtype], address % 16 == 0
+        first += triton.cdiv(shard.numel(), STATS_BLOCK)
+    yield 0, 0, first, 0, 0
+
+
+def grad_stats(shards: Sequence[Tensor], norm_type: float) -> Tensor:
+    """See `zero_kernels.grad_stats`."""
+    if norm_type not in (1.0, 2.0, math.inf):
+        return reference.grad_stats(shards, norm_type)
+    norm = INF if norm_type == math.inf else int(norm_type)
+    rows, some = list(_rows(shards)), shards[0]
+    blocks = rows[-1][2]
+    with torch.cuda.device_of(some):
+        table = upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), some.device)
+        partials = some.new_empty(blocks, dtype=torch.int32 if norm == INF else torch.float32)
+        bad_counts = some.new_empty(blocks, dtype=torch.int32)
+        out = some.new_empty(len(shards), 2, dtype=torch.float32)
+        if blocks:
+            _block_kernel[(blocks,)](table, partials, bad_counts, len(shards), NORM=norm, num_warps=WARPS, **EXACT)
+        _shard_kernel[(len(shards),)](table, partials, bad_counts, out, NORM=norm, num_warps=WARPS, **EXACT)
+    return out

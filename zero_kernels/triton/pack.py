@@ -1,0 +1,153 @@
+"""`pack` and `unpack` in Triton: the kernels, the table that they walk, then the ops.
+
+The table cuts the bucket into slots: the gradients, and the gaps between them. A program owns a tile of the bucket and
+walks the slots that reach into it, so one launch serves any number of gradients.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zero_kernels.triton.common import EXACT, narrow, nonfinite, widen
+from zero_kernels.triton.table import BF16, DTYPES, FP16, FP32, elements, upload
+
+# 16 elements a thread: two 16-byte accesses of a 16-bit type, four of fp32, are in flight together.
+TILE = 2048
+WARPS = 4
+
+# Elements at once where slots share a tile or are misaligned. More than 4 a thread would take registers from the rest.
+PART = 512
+
+GAP = -1  # in place of a dtype: a slot that no gradient covers
+FIELDS = 6  # of a slot in the table
+
+_TILE = tl.constexpr(TILE)
+_PART = tl.constexpr(PART)
+_FIELDS = tl.constexpr(FIELDS)
+
+
+@triton.jit
+def _move(source, target, inside, scale, flags, index):
+    """target = cast(float(source) * scale) where `inside` (None: everywhere); flags[index] = 1 for inf or NaN."""
+    x = widen(tl.load(source, mask=inside))
+    if flags is not None:
+        bad = nonfinite(x)
+        if inside is not None:
+            bad = bad & inside
+        tl.store(flags + index, 1, mask=tl.max(bad.to(tl.int32), axis=0) != 0)
+    tl.store(target, narrow(x * scale, target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _exchange(grad, bucket, inside, scale, flags, index, PACK: tl.constexpr):
+    if PACK:
+        _move(grad, bucket, inside, scale, flags, index)
+    else:
+        _move(bucket, grad, inside, scale, flags, index)
+
+
+@triton.jit
+def _exchange_as(dtype, address, bucket, at, inside, scale, flags, index, PACK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Elements `at` of a slot, whose dtype only the table knows."""
+    bucket = elements(bucket.to(tl.int64), at, bucket.dtype.element_ty, ALIGNED)
+    if dtype == FP16:
+        grad = elements(address, at, tl.float16, ALIGNED)
+        _exchange(grad, bucket, inside, scale, flags, index, PACK)
+    elif dtype == BF16:
+        grad = elements(address, at, tl.bfloat16, ALIGNED)
+        _exchange(grad, bucket, inside, scale, flags, index, PACK)
+    elif dtype == FP32:
+        grad = elements(address, at, tl.float32, ALIGNED)
+        _exchange(grad, bucket, inside, scale, flags, index, PACK)
+    elif PACK:
+        tl.store(bucket, 0.0, mask=inside)
+
+
+# The table knows whether the bucket is aligned: where it is not, nothing is.
+@triton.jit(do_not_specialize_on_alignment=["bucket"])
+def _slots_kernel(bucket, slots, first_slot, flags, scale, PACK: tl.constexpr):
+    tile = tl.program_id(0).to(tl.int64)
+    begin = tile * _TILE
+    end = begin + _TILE
+    i = tl.load(first_slot + tile)
+    last = tl.load(first_slot + tile + 1)
+    while i <= last:
+        slot = slots + i * _FIELDS
+        address = tl.load(slot)
+        slot_begin = tl.load(slot + 1)
+        slot_end = tl.load(slot + 2)
+        dtype = tl.load(slot + 3)
+        aligned = tl.load(slot + 4) != 0
+        index = tl.load(slot + 5)
+        if aligned & (slot_begin <= begin) & (slot_end >= end):
+            at = begin + tl.arange(0, _TILE)
+            _exchange_as(dtype, address, bucket, at, None, scale, flags, index, PACK, True)
+        else:
+            start = tl.maximum(slot_begin, begin)
+            stop = tl.minimum(slot_end, end)
+            while start < stop:
+                at = start + tl.arange(0, _PART)
+                _exchange_as(dtype, address, bucket, at, at < stop, scale, flags, index, PACK, False)
+                start += _PART
+        i += 1
+
+
+def _slots(grads: Sequence[Tensor], offsets: Sequence[int], bucket: Tensor) -> Iterator[tuple[int, ...]]:
+    """Rows of the table, ascending and without a hole: address, begin, end, dtype, aligned, index of the gradient."""
+    start, numel, end = bucket.data_ptr(), bucket.numel(), 0
+    for index, (grad, begin) in enumerate(zip(grads, offsets, strict=True)):
+        if grad.numel() == 0:
+            continue
+        if begin > end:
+            yield 0, end, begin, GAP, 0, 0
+        end = begin + grad.numel()
+        # Where the gradient would start if it reached back to the bucket's first element: one index serves both, and
+        # tiles, whose bytes are multiples of 16, are aligned exactly where this is.
+        address = grad.data_ptr() - begin * grad.element_size()
+        yield address, begin, end, DTYPES[grad.dtype], (address | start) % 16 == 0, index
+    if end < numel:
+        yield 0, end, numel, GAP, 0, 0
+
+
+def _table(grads: Sequence[Tensor], offsets: Sequence[int], bucket: Tensor) -> tuple[Tensor, Tensor]:
+    """On the bucket's device: the slots, and for each tile (and one past the last) the slot of its first element."""
+    slots = torch.tensor(list(_slots(grads, offsets, bucket)), dtype=torch.int64, device="cpu")
+    numel = bucket.numel()
+    tiles = torch.arange(triton.cdiv(numel, TILE) + 1, device="cpu") * TILE
+    first_slot = torch.searchsorted(slots[:, 2].contiguous(), tiles.clamp_(max=numel - 1), right=True)
+    table = upload(torch.cat((slots.view(-1), first_slot)), bucket.device)
+    return table[: slots.numel()], table[slots.numel() :]
+
+
+def _launch(
+    grads: Sequence[Tensor],
+    offsets: Sequence[int],
+    bucket: Tensor,
+    scale: float,
+    flags: Tensor | None,
+    pack: bool,
+) -> None:
+    if bucket.numel() == 0:
+        return
+    slots, first_slot = _table(grads, offsets, bucket)
+    grid = (len(first_slot) - 1,)
+    _slots_kernel[grid](bucket, slots, first_slot, flags, scale, PACK=pack, num_warps=WARPS, **EXACT)
+
+
+def pack(
+    grads: Sequence[Tensor], offsets: Sequence[int], bucket: Tensor, scale: float, nonfinite: Tensor | None
+) -> None:
+    """See `zero_kernels.pack`."""
+    with torch.cuda.device_of(bucket):
+        if nonfinite is not None:
+            nonfinite.zero_()
+        _launch(grads, offsets, bucket, scale, nonfinite, pack=True)
+
+
+def unpack(bucket: Tensor, offsets: Sequence[int], grads: Sequence[Tensor], scale: float) -> None:
+    """See `zero_kernels.unpack`."""
+    with torch.cuda.device_of(bucket):
+        _launch(grads, offsets, bucket, scale, None, pack=False)
