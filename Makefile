@@ -62,7 +62,7 @@ clean:  ## remove the environment, builds and caches; runs/ stays
 
 .PHONY: help
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
 
 .venv/installed: requirements.txt
 	@echo "setting up .venv (once; torch is large)"

@@ -121,13 +121,23 @@ def test_tables_tell_what_is_aligned() -> None:
     assert [row[4] for row in triton.grad_stats._rows(shards)] == [True, False, True, False, True, 0]
 
 
-def test_the_table_is_pinned_unless_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    table, device, pinned = torch.arange(6), torch.device("cuda"), []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+def test_the_table_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, pinned = torch.arange(6), torch.arange(6)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device, non_blocking: (self, device, non_blocking))
-    monkeypatch.setattr(triton.table, "_recorded", [])
-    for recording, pins, kept in ((False, 1, 0), (True, 1, 1)):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda value=recording: value)
-        assert triton.table.upload(table, device) == (table, device, True)
-        assert (len(pinned), len(triton.table._recorded)) == (pins, kept)
+    sent, device, non_blocking = triton.table.upload(table, torch.device("cuda"))
+    assert sent is pinned and device == torch.device("cuda") and non_blocking
     assert triton.table.upload(table, torch.device("cpu")) is table
+
+
+@pytest.mark.parametrize("op", ["pack", "unpack", "grad_stats"])
+def test_a_recorded_graph_has_no_table(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to record a copy from memory that is not pinned, and pinned memory would have to stay for good."""
+    bucket, x = torch.arange(8.0), torch.arange(5.0)
+    arguments = {"pack": ([x], [2], bucket, 0.5, None), "unpack": (bucket, [2], [x], 0.5), "grad_stats": ([x], 2.0)}
+    ran = []
+    for module in (triton.pack, triton.grad_stats):
+        monkeypatch.setattr(module, "is_capturing", lambda device: True)
+        monkeypatch.setattr(module.reference, op, lambda *given: ran.append(given))
+    triton.OPS[op](*arguments[op])
+    assert len(ran) == 1 and all(got is given for got, given in zip(ran[0], arguments[op], strict=True))

@@ -11,7 +11,7 @@ from torch import Tensor
 from zero_kernels import reference
 from zero_kernels.reference import STATS_BLOCK, STATS_LANES
 from zero_kernels.triton.common import EXACT, nonfinite, times, widen
-from zero_kernels.triton.table import BF16, DTYPES, FP16, elements, upload
+from zero_kernels.triton.table import BF16, DTYPES, FP16, elements, is_capturing, upload
 
 # Eight lanes a thread: 16 bytes of a 16-bit type, twice that of fp32.
 WARPS = 4
@@ -145,7 +145,7 @@ def _rows(shards: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:
 
 def grad_stats(shards: Sequence[Tensor], norm_type: float) -> Tensor:
     """See `zero_kernels.grad_stats`."""
-    if norm_type not in (1.0, 2.0, math.inf):
+    if norm_type not in (1.0, 2.0, math.inf) or is_capturing(shards[0].device):
         return reference.grad_stats(shards, norm_type)
     norm = INF if norm_type == math.inf else int(norm_type)
     rows, some = list(_rows(shards)), shards[0]

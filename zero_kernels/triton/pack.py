@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zero_kernels import reference
 from zero_kernels.triton.common import EXACT, narrow, nonfinite, widen
-from zero_kernels.triton.table import BF16, DTYPES, FP16, FP32, elements, upload
+from zero_kernels.triton.table import BF16, DTYPES, FP16, FP32, elements, is_capturing, upload
 
 # 16 elements a thread: two 16-byte accesses of a 16-bit type, four of fp32, are in flight together.
 TILE = 2048
@@ -21,12 +22,15 @@ WARPS = 4
 # Elements at once where slots share a tile or are misaligned. More than 4 a thread would take registers from the rest.
 PART = 512
 
-GAP = -1  # in place of a dtype: a slot that no gradient covers
+# In place of a dtype: a slot that no gradient covers; the one after the bucket, where every walk ends.
+GAP, END = -1, -2
+ENDLESS = 2**62
 FIELDS = 6  # of a slot in the table
 
 _TILE = tl.constexpr(TILE)
 _PART = tl.constexpr(PART)
 _FIELDS = tl.constexpr(FIELDS)
+_GAP = tl.constexpr(GAP)
 
 
 @triton.jit
@@ -62,19 +66,32 @@ def _exchange_as(dtype, address, bucket, at, inside, scale, flags, index, PACK: 
     elif dtype == FP32:
         grad = elements(address, at, tl.float32, ALIGNED)
         _exchange(grad, bucket, inside, scale, flags, index, PACK)
-    elif PACK:
+    elif PACK and dtype == _GAP:
         tl.store(bucket, 0.0, mask=inside)
 
 
+@triton.jit
+def _first_slot(slots, count, begin):
+    """Index of the slot that holds element `begin` of the bucket: the first that ends after it."""
+    low = tl.zeros([], tl.int64)
+    high = count
+    while low < high:
+        middle = (low + high) >> 1
+        before = tl.load(slots + middle * _FIELDS + 2) <= begin
+        low = tl.where(before, middle + 1, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
 # The table knows whether the bucket is aligned: where it is not, nothing is.
-@triton.jit(do_not_specialize_on_alignment=["bucket"])
-def _slots_kernel(bucket, slots, first_slot, flags, scale, PACK: tl.constexpr):
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["bucket"])
+def _slots_kernel(bucket, slots, count: tl.int64, flags, scale, PACK: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     begin = tile * _TILE
     end = begin + _TILE
-    i = tl.load(first_slot + tile)
-    last = tl.load(first_slot + tile + 1)
-    while i <= last:
+    i = _first_slot(slots, count, begin)
+    reached = begin
+    while reached < end:
         slot = slots + i * _FIELDS
         address = tl.load(slot)
         slot_begin = tl.load(slot + 1)
@@ -92,6 +109,7 @@ def _slots_kernel(bucket, slots, first_slot, flags, scale, PACK: tl.constexpr):
                 at = start + tl.arange(0, _PART)
                 _exchange_as(dtype, address, bucket, at, at < stop, scale, flags, index, PACK, False)
                 start += _PART
+        reached = slot_end
         i += 1
 
 
@@ -110,16 +128,7 @@ def _slots(grads: Sequence[Tensor], offsets: Sequence[int], bucket: Tensor) -> I
         yield address, begin, end, DTYPES[grad.dtype], (address | start) % 16 == 0, index
     if end < numel:
         yield 0, end, numel, GAP, 0, 0
-
-
-def _table(grads: Sequence[Tensor], offsets: Sequence[int], bucket: Tensor) -> tuple[Tensor, Tensor]:
-    """On the bucket's device: the slots, and for each tile (and one past the last) the slot of its first element."""
-    slots = torch.tensor(list(_slots(grads, offsets, bucket)), dtype=torch.int64, device="cpu")
-    numel = bucket.numel()
-    tiles = torch.arange(triton.cdiv(numel, TILE) + 1, device="cpu") * TILE
-    first_slot = torch.searchsorted(slots[:, 2].contiguous(), tiles.clamp_(max=numel - 1), right=True)
-    table = upload(torch.cat((slots.view(-1), first_slot)), bucket.device)
-    return table[: slots.numel()], table[slots.numel() :]
+    yield 0, numel, ENDLESS, END, 0, 0
 
 
 def _launch(
@@ -132,15 +141,18 @@ def _launch(
 ) -> None:
     if bucket.numel() == 0:
         return
-    slots, first_slot = _table(grads, offsets, bucket)
-    grid = (len(first_slot) - 1,)
-    _slots_kernel[grid](bucket, slots, first_slot, flags, scale, PACK=pack, num_warps=WARPS, **EXACT)
+    rows = list(_slots(grads, offsets, bucket))
+    slots = upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), bucket.device)
+    grid = (triton.cdiv(bucket.numel(), TILE),)
+    _slots_kernel[grid](bucket, slots, len(rows), flags, scale, PACK=pack, num_warps=WARPS, **EXACT)
 
 
 def pack(
     grads: Sequence[Tensor], offsets: Sequence[int], bucket: Tensor, scale: float, nonfinite: Tensor | None
 ) -> None:
     """See `zero_kernels.pack`."""
+    if is_capturing(bucket.device):
+        return reference.pack(grads, offsets, bucket, scale, nonfinite)
     with torch.cuda.device_of(bucket):
         if nonfinite is not None:
             nonfinite.zero_()
@@ -149,5 +161,7 @@ def pack(
 
 def unpack(bucket: Tensor, offsets: Sequence[int], grads: Sequence[Tensor], scale: float) -> None:
     """See `zero_kernels.unpack`."""
+    if is_capturing(bucket.device):
+        return reference.unpack(bucket, offsets, grads, scale)
     with torch.cuda.device_of(bucket):
         _launch(grads, offsets, bucket, scale, None, pack=False)

@@ -20,17 +20,13 @@ def elements(address, at, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     return pointer + at
 
 
-_recorded: list[Tensor] = []
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded. Then no table can be sent: its copy on the host would have to stay, for
+    every replay to read it again. The ops with tables run the reference, which has none, at the price of more passes.
+    """
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def upload(table: Tensor, device: torch.device) -> Tensor:
     """The table on the device: one copy, for which the host does not wait."""
-    if device.type != "cuda":
-        return table
-    if torch.cuda.is_current_stream_capturing():
-        # Each replay of the graph copies again, and nothing tells when the last one has been: the source stays for
-        # good. It is not pinned, since the allocator of pinned memory queries events, which a recording forbids.
-        _recorded.append(table)
-    else:
-        table = table.pin_memory()
-    return table.to(device, non_blocking=True)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

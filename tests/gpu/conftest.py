@@ -1,0 +1,27 @@
+"""Makes the shared helpers importable, skips this folder where there is no CUDA device, and tells the run's seed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+for folder in (HERE, HERE.parent / "kernels"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+import places  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = places.why_no_device()
+    for item in items:
+        if reason is not None and HERE in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _tell_the_seed() -> None:
+    print(f"ZERO_KERNELS_GPU_TESTS_SEED={places.SEED}")

@@ -1,0 +1,120 @@
+"""Every op once at each of a few small, odd and misaligned sizes; `test_memcheck.py` runs it under a memory checker.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/memcheck_ops.py cuda cuda
+
+Arguments: the backend, the device, and the ops: all of them by default; `out_of_bounds` is one with an error. Without
+the caching allocator every tensor is an allocation of its own, so that one element past its end is seen; tensors here
+therefore end where their allocation does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "python")]
+
+import zero_kernels  # noqa: E402
+from zero_kernels import HYPER_COLUMNS, ROW  # noqa: E402
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+SIZES = (0, 1, 7, 129, 2050, 4097)
+
+
+def make(numel: int, dtype: torch.dtype, device: str, offset: int = 0) -> Tensor:
+    return torch.ones(numel + offset, dtype=dtype, device=device)[offset:]
+
+
+def adam_step(device: str) -> int:
+    calls = 0
+    table = torch.ones(2, len(HYPER_COLUMNS), device=device)
+    for numel, grad_dtype, param_dtype, offset in itertools.product(SIZES, FLOATS, (*FLOATS, None), (0, 1)):
+        states = [make(numel, torch.float32, device, offset) for _ in range(3)]
+        param = None if param_dtype is None else make(numel, param_dtype, device, offset)
+        rows = (torch.arange(-(-numel // ROW), device=device) % 3 - 1).to(torch.int32)
+        grad, flag, slots = make(numel, grad_dtype, device, offset), make(1, torch.float32, device), rows.new_zeros(2)
+        zero_kernels.adam_step(grad, *states, param, rows, table)
+        zero_kernels.adam_step(grad, *states, param, rows, table, flag, flag, slots)
+        calls += 2
+    return calls
+
+
+def pack(device: str) -> int:
+    """Gradients of odd sizes with gaps between them, and once more of them than a launch takes."""
+    calls = 0
+    for bucket_dtype, offset in itertools.product(FLOATS, (0, 1)):
+        many = [[i % 5 for i in range(1300)]] if (bucket_dtype, offset) == (torch.bfloat16, 0) else []
+        for sizes in (*itertools.permutations((0, 7, 4097)), (2050,), (), *many):
+            grads = [make(size, FLOATS[i % 3], device, offset) for i, size in enumerate(sizes)]
+            ends = list(itertools.accumulate(size + 3 for size in sizes))
+            offsets = [end - size for end, size in zip(ends, sizes, strict=True)]
+            bucket = make(ends[-1] if ends else 5, bucket_dtype, device, offset)
+            flags = torch.zeros(len(grads), dtype=torch.int32, device=device)
+            zero_kernels.pack(grads, offsets, bucket, 0.5, flags)
+            zero_kernels.unpack(bucket, offsets, grads, 2.0)
+            calls += 2
+    return calls
+
+
+def grad_stats(device: str) -> int:
+    sizes = (*SIZES, 8192, 8193, 30_001)
+    for numel, dtype, offset, norm in itertools.product(sizes, FLOATS, (0, 1), (1.0, 2.0, math.inf)):
+        zero_kernels.grad_stats(make(numel, dtype, device, offset), norm)
+    for norm in (1.0, 2.0, math.inf):
+        zero_kernels.grad_stats([make(numel, FLOATS[i % 3], device, i % 2) for i, numel in enumerate(sizes)], norm)
+    zero_kernels.grad_stats([make(i % 300, FLOATS[i % 3], device) for i in range(1100)])
+    return len(sizes) * 3 * 2 * 3 + 4
+
+
+def hyper_table(device: str) -> int:
+    for slots in (0, 1, 129):
+        coefficients = torch.full((6, slots), 0.5, dtype=torch.float64, device=device)
+        step = torch.ones(slots, dtype=torch.float64, device=device)
+        out = torch.empty(slots, len(HYPER_COLUMNS), device=device)
+        torch.ops.zero_kernels.hyper_table(coefficients, None, step, None, out)
+        group, active = torch.zeros(slots, dtype=torch.int32, device=device), step != 0
+        torch.ops.zero_kernels.hyper_table(coefficients.new_full((6, 1), 0.5), group, step, active, out)
+    return 6
+
+
+def out_of_bounds(device: str) -> int:
+    """Not one of the ops: a kernel that writes past its tensor, to see that the checker sees it."""
+    import triton
+    import triton.language as tl
+
+    globals()["tl"] = tl  # where the compiler looks names up
+    triton.jit(write_past_the_end)[(1,)](torch.zeros(3, device=device))
+    return 1
+
+
+def write_past_the_end(at):
+    tl.store(at + 4096, 1.0)  # noqa: F821
+
+
+OPS: dict[str, Callable[[str], int]] = {
+    "adam_step": adam_step,
+    "pack": pack,
+    "grad_stats": grad_stats,
+    "hyper_table": hyper_table,
+}
+
+
+def main(backend: str, device: str, *ops: str) -> None:
+    zero_kernels.use_backend(backend)
+    for op in ops or OPS:
+        calls = out_of_bounds(device) if op == "out_of_bounds" else OPS[op](device)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        print(f"{op}: {calls} calls", flush=True)
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

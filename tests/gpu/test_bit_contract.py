@@ -1,0 +1,376 @@
+"""One result on every backend: the bits of the reference on the CPU, for each dtype, size, alignment and option.
+
+The expected bits are computed once for a case; neither backend nor alignment may change them. Every tensor that an op
+writes is poisoned before it and surrounded by sentinels.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from cases import FLOATS, SIZES
+from places import (
+    ADAM_NAMES,
+    DEVICE,
+    ON_GPU,
+    SEED,
+    SPECIFICATION,
+    Place,
+    check,
+    everywhere,
+    fetch,
+    finite,
+    four_slots,
+    put,
+    sizes_at,
+    using,
+    values,
+)
+from torch import Tensor
+
+import zero_kernels
+from zero_kernels import ROW, dispatch
+
+pytestmark = pytest.mark.gpu
+
+STREAMING = (1 << 22) + 77  # past the sizes at which outputs go around the cache
+MILLION = 1_000_003
+
+# ---- adam_step -------------------------------------------------------------------------------------------------------
+
+# Elements by which grad, states and param_out miss the start of an allocation. The second keeps all at 16 bytes.
+ALIGNMENTS = ((0, 0, 0), (8, 4, 8), (1, 0, 0), (0, 0, 1), (3, 1, 5))
+
+
+@dataclass(frozen=True)
+class Adam:
+    """One call of `adam_step`. `scale` and `found_inf` None leave the argument out."""
+
+    numel: int
+    grad_dtype: torch.dtype
+    param_dtype: torch.dtype | None
+    scale: float | None = 0.37
+    found_inf: float | None = None
+    flags: bool = False
+
+    def rows(self) -> Tensor:
+        generator = torch.Generator().manual_seed(SEED + self.numel)
+        return torch.randint(-1, 4, (-(-self.numel // ROW),), dtype=torch.int32, generator=generator)
+
+    def run(self, place: Place, alignment: Sequence[int] = ALIGNMENTS[0]) -> list[Tensor]:
+        """All that may be written, in the order of ADAM_NAMES, on the CPU. Flags that were not asked for are empty."""
+        of_grad, of_state, of_param = alignment
+        states = [put(x, place, of_state) for x in self.states()]
+        param = None if self.param_dtype is None else put(values(self.numel, self.param_dtype, 5), place, of_param)
+        flags = put(torch.zeros(4 if self.flags else 0, dtype=torch.int32), place)
+        table = put(four_slots(), place)
+        using(
+            place,
+            lambda: zero_kernels.adam_step(
+                put(values(self.numel, self.grad_dtype, 1), place, of_grad),
+                *states,
+                param,
+                put(self.rows(), place),
+                table,
+                grad_scale=None if self.scale is None else torch.tensor(self.scale, device=place.device),
+                found_inf=None if self.found_inf is None else torch.tensor([self.found_inf], device=place.device),
+                nonfinite_slots=flags if self.flags else None,
+            ),
+        )
+        written = [*states, states[0] if param is None else param, flags]
+        return [fetch(tensor) for tensor in written]
+
+    def states(self) -> list[Tensor]:
+        master, exp_avg, exp_avg_sq = (values(self.numel, torch.float32, which) for which in (2, 3, 4))
+        return [master, exp_avg, exp_avg_sq.abs()]
+
+
+@functools.lru_cache(maxsize=128)
+def adam_specification(case: Adam) -> list[Tensor]:
+    return case.run(SPECIFICATION)
+
+
+def check_adam(case: Adam, place: Place, alignment: Sequence[int] = ALIGNMENTS[0]) -> None:
+    check(case.run(place, alignment), adam_specification(case), ADAM_NAMES, f"{place}, {case}, {alignment=}")
+
+
+@everywhere
+@pytest.mark.parametrize("param_dtype", (*FLOATS, None), ids=str)
+@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
+def test_adam_step_of_every_pair_of_dtypes(
+    grad_dtype: torch.dtype, param_dtype: torch.dtype | None, place: Place
+) -> None:
+    # Triton compiles for each alignment anew, about a second every time: not for every pair.
+    alignments = (ALIGNMENTS[0], ALIGNMENTS[-1]) if grad_dtype == param_dtype else ALIGNMENTS[:1]
+    for numel, alignment in itertools.product(sizes_at(place, (129, 4097, MILLION)), alignments):
+        check_adam(Adam(numel, grad_dtype, param_dtype), place, alignment)
+
+
+@everywhere
+@pytest.mark.parametrize(("grad_dtype", "param_dtype"), [(torch.bfloat16, torch.bfloat16), (torch.float32, None)])
+def test_adam_step_of_every_size_and_alignment(
+    grad_dtype: torch.dtype, param_dtype: torch.dtype | None, place: Place
+) -> None:
+    for numel in sizes_at(place, (*SIZES, STREAMING)):
+        for alignment in ALIGNMENTS if numel < 10_000 else ALIGNMENTS[:2]:
+            check_adam(Adam(numel, grad_dtype, param_dtype), place, alignment)
+
+
+@everywhere
+@pytest.mark.parametrize("found_inf", [None, 0.0, 1.0, math.nan, -2.0])
+def test_adam_step_with_every_option(found_inf: float | None, place: Place) -> None:
+    for scale, flags in itertools.product((None, 1.0, 2.0**-16), (False, True)):
+        check_adam(Adam(4097, torch.float16, torch.bfloat16, scale, found_inf, flags), place)
+
+
+@everywhere
+def test_a_skipped_step_leaves_every_bit_and_names_the_slots(place: Place) -> None:
+    case = Adam(4097, torch.float16, torch.float16, found_inf=1.0, flags=True)
+    before = [*case.states(), values(case.numel, torch.float16, 5)]
+    *after, flags = case.run(place)
+    check(after, before, ADAM_NAMES[:4], place)
+    grad = torch.nn.functional.pad(values(case.numel, torch.float16, 1), (0, -case.numel % ROW)).view(-1, ROW)
+    bad = case.rows()[~grad.isfinite().all(1)]
+    assert flags.tolist() == [int((bad == slot).any()) for slot in range(4)], f"{place}, seed {SEED}"
+
+
+@everywhere
+def test_adam_step_of_a_shard_that_is_all_padding(place: Place) -> None:
+    states = [put(values(300, torch.float32, which), place) for which in (2, 3, 4)]
+    rows, table = put(torch.full((3,), -1, dtype=torch.int32), place), put(torch.empty(0, 12), place)
+    using(place, lambda: zero_kernels.adam_step(states[0].clone(), *states, None, rows, table))
+    check([fetch(s) for s in states], [values(300, torch.float32, which) for which in (2, 3, 4)], ADAM_NAMES[:3], place)
+
+
+# ---- pack and unpack -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Gradients of (numel, dtype), each `gap` elements after the one before; element 0 is the first gap's."""
+
+    bucket_dtype: torch.dtype
+    grads: tuple[tuple[int, torch.dtype], ...]
+    gaps: tuple[int, ...]
+    scale: float = 1 / 3
+    back: float = 3.3
+
+    def offsets(self) -> list[int]:
+        ends = itertools.accumulate(gap + numel for gap, (numel, _) in zip(self.gaps, self.grads, strict=True))
+        return [end - numel for end, (numel, _) in zip(ends, self.grads, strict=True)]
+
+    def numel(self) -> int:
+        return sum(self.gaps) + sum(numel for numel, _ in self.grads) + 131
+
+    def run(self, place: Place, alignment: int = 0) -> list[Tensor]:
+        """The bucket that pack makes, its flags, and what unpack makes of the bucket."""
+        grads = [put(values(numel, dtype, i % 3), place, alignment) for i, (numel, dtype) in enumerate(self.grads)]
+        bucket = put(torch.full((self.numel(),), math.nan, dtype=self.bucket_dtype), place, alignment)
+        flags = put(torch.full((len(grads),), 5, dtype=torch.int32), place)
+        back = [put(torch.full_like(values(numel, dtype, 0), 9.0), place, alignment) for numel, dtype in self.grads]
+
+        def pack_and_unpack() -> None:
+            zero_kernels.pack(grads, self.offsets(), bucket, self.scale, flags)
+            zero_kernels.unpack(bucket, self.offsets(), back, self.back)
+
+        using(place, pack_and_unpack)
+        return [fetch(tensor) for tensor in (bucket, flags, *back)]
+
+
+@functools.lru_cache(maxsize=64)
+def packing_specification(case: Packing) -> list[Tensor]:
+    return case.run(SPECIFICATION)
+
+
+def check_packing(case: Packing, place: Place, alignment: int = 0) -> None:
+    names = ("bucket", "nonfinite", *(f"unpacked[{i}]" for i in range(len(case.grads))))
+    what = f"{place}, bucket of {case.bucket_dtype}, {len(case.grads)} gradients, first {case.grads[0]}, {alignment=}"
+    check(case.run(place, alignment), packing_specification(case), names, what)
+
+
+@everywhere
+@pytest.mark.parametrize("bucket_dtype", FLOATS, ids=str)
+def test_pack_and_unpack_of_every_size_and_dtype(bucket_dtype: torch.dtype, place: Place) -> None:
+    """Two gradients of each size: one at the bucket's start or at an odd element, one behind a gap of odd size."""
+    for numel, grad_dtype in itertools.product(sizes_at(place, (*SIZES, STREAMING)), FLOATS):
+        if numel == STREAMING and grad_dtype != bucket_dtype:
+            continue
+        for start, alignment in ((0, 0), (3, 0), (0, 1)) if numel < 10_000 else ((0, 0), (3, 1)):
+            grads = ((numel, grad_dtype), (numel // 3, torch.float32))
+            check_packing(Packing(bucket_dtype, grads, (start, 131)), place, alignment)
+
+
+@everywhere
+@pytest.mark.parametrize("bucket_dtype", FLOATS, ids=str)
+def test_pack_and_unpack_of_more_slots_than_a_launch_takes(bucket_dtype: torch.dtype, place: Place) -> None:
+    random = torch.Generator().manual_seed(SEED)
+    counts = (1, 128, 129, 1280, 1281, 2600) if bucket_dtype == torch.bfloat16 else (129, 2600)
+    for count in sizes_at(place, counts, slow=130):
+        numels = torch.randint(0, 300, (count,), generator=random).tolist()
+        gaps = torch.randint(0, 20, (count,), generator=random).tolist()
+        grads = tuple((numel, FLOATS[i % 3]) for i, numel in enumerate(numels))
+        check_packing(Packing(bucket_dtype, grads, tuple(gaps)), place)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_gradient_in_its_own_slot_is_scaled_in_place(dtype: torch.dtype, place: Place) -> None:
+    for numel, start in itertools.product(sizes_at(place, (130, 4097, MILLION)), (0, 8, 7)):
+        before = values(numel + start + 9, dtype, 1)
+        bucket = put(before, place)
+        slot = bucket[start : start + numel]
+        using(place, lambda slot=slot, start=start, bucket=bucket: zero_kernels.pack([slot], [start], bucket, 0.125))
+        want = torch.zeros_like(before)
+        want[start : start + numel] = (before[start : start + numel].float() * 0.125).to(dtype)
+        check([fetch(bucket)], [want], ["bucket"], f"{place}, {numel=}, {start=}")
+
+
+@everywhere
+def test_pack_of_nothing_zeroes_the_bucket(place: Place) -> None:
+    bucket = put(torch.full((1000,), math.nan), place)
+    using(place, lambda: zero_kernels.pack([], [], bucket))
+    using(place, lambda: zero_kernels.unpack(bucket, [], []))
+    assert not fetch(bucket).any()
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_every_16_bit_value_widens_and_narrows_exactly(dtype: torch.dtype, place: Place) -> None:
+    """All 65536 values, the fp32 midpoints between them and their neighbours, against torch's casts on the CPU."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    wide = every.float()
+    ordered = wide[wide.isfinite()].sort().values
+    middle = ((ordered[1:].double() + ordered[:-1].double()) / 2).float()
+    top = torch.tensor([torch.finfo(dtype).max]) * (1 + torch.finfo(dtype).eps / 4)
+    exact = torch.cat((wide, middle, top, -top))
+    for source in (exact, *(torch.nextafter(exact, torch.tensor(to)) for to in (math.inf, -math.inf))):
+        narrow = put(torch.zeros(len(source), dtype=dtype), place)
+        using(place, lambda source=source, narrow=narrow: zero_kernels.pack([put(source, place)], [0], narrow))
+        check([fetch(narrow)], [source.to(dtype)], ["narrowed"], place)
+    widened = put(torch.zeros(len(every)), place)
+    using(place, lambda: zero_kernels.pack([put(every, place)], [0], widened))
+    check([fetch(widened)], [wide], ["widened"], place)
+
+
+# ---- grad_stats ------------------------------------------------------------------------------------------------------
+
+# Around a block of 8192, and past the 1024 blocks whose partials fill the lanes of the second stage.
+STATS_SIZES = (*SIZES, 8191, 8192, 8193, 100_000, 1024 * 8192, 1024 * 8192 + 1)
+
+
+@functools.lru_cache(maxsize=256)
+def stats_specification(numel: int, dtype: torch.dtype, summable: bool, norm: float) -> Tensor:
+    with zero_kernels.use_backend("reference"):
+        return zero_kernels.grad_stats(stats_input(numel, dtype, summable), norm)
+
+
+@functools.lru_cache(maxsize=8)
+def stats_input(numel: int, dtype: torch.dtype, summable: bool) -> Tensor:
+    x = values(numel, dtype, 6)
+    return finite(x) if summable else x
+
+
+@everywhere
+@pytest.mark.parametrize("summable", [True, False], ids=["finite", "with inf and NaN"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_grad_stats_of_every_size(dtype: torch.dtype, summable: bool, place: Place) -> None:
+    for numel in sizes_at(place, STATS_SIZES if summable else SIZES):
+        for offset, norm in itertools.product((0, 3) if numel < 1_000_000 else (0,), (1.0, 2.0, math.inf)):
+            shard = put(stats_input(numel, dtype, summable), place, offset)
+            with zero_kernels.use_backend(place.backend):
+                got = zero_kernels.grad_stats(shard, norm).cpu()
+            want = stats_specification(numel, dtype, summable, norm)
+            check([got], [want], ["stats"], f"{place}, {numel=}, {dtype}, {norm=}, {offset=}")
+
+
+@everywhere
+@pytest.mark.parametrize("count", [1, 2, 65, 1024, 1025, 2100])
+def test_grad_stats_of_several_shards(count: int, place: Place) -> None:
+    """Each as if it were alone: mixed dtypes, empty ones among them, starting at odd elements."""
+    if not sizes_at(place, [count], slow=70):
+        pytest.skip("slow in Triton's interpreter")
+    longest = 20_011 if count < 100 else 1_009
+    numels = [(i * 7919) % longest if i % 5 else 0 for i in range(count)]
+    shards = [values(numel, FLOATS[i % 3], 6) for i, numel in enumerate(numels)]
+    for norm in (1.0, 2.0, math.inf):
+        with zero_kernels.use_backend("reference"):
+            want = zero_kernels.grad_stats(shards, norm)
+        there = [put(shard, place, i % 4) for i, shard in enumerate(shards)]
+        with zero_kernels.use_backend(place.backend):
+            got = zero_kernels.grad_stats(there, norm).cpu()
+        check([got], [want], ["stats"], f"{place}, {count} shards, {norm=}")
+
+
+@everywhere
+def test_grad_stats_of_another_norm(place: Place) -> None:
+    """Summed in float64, so no bits are promised."""
+    shard = finite(values(4097, torch.float32, 6)).clamp(-1e6, 1e6)
+    with zero_kernels.use_backend(place.backend):
+        total, count = zero_kernels.grad_stats(put(shard, place), 3.0).tolist()
+    assert total == pytest.approx(shard.double().abs().pow(3).sum().item(), rel=1e-6) and count == 0
+
+
+# ---- hyper_table -----------------------------------------------------------------------------------------------------
+
+
+def hyper_inputs(slots: int, groups: int | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Random coefficients, each slot's group, step counts up to 2^32 - 1 and which slots are active."""
+    random = torch.Generator().manual_seed(SEED + slots)
+    columns = slots if groups is None else groups
+    uniform = torch.rand(6, columns, dtype=torch.float64, generator=random)
+    uniform[1:3] = 1 - 10 ** (-4 * uniform[1:3])  # betas from 0 to 0.9999
+    uniform[3] *= 1e-6
+    uniform[5] = (uniform[5] > 0.5).double()
+    group = None if groups is None else torch.randint(0, groups, (slots,), dtype=torch.int32, generator=random)
+    step = torch.exp2(32 * torch.rand(slots, dtype=torch.float64, generator=random)).floor()
+    return uniform, group, step, torch.rand(slots, generator=random) < 0.8
+
+
+@everywhere
+@pytest.mark.parametrize("groups", [None, 1, 7])
+@pytest.mark.parametrize("slots", [0, 1, 5, 129, 5000])
+def test_hyper_table(slots: int, groups: int | None, place: Place) -> None:
+    for with_active in (True, False):
+
+        def make(where: Place, with_active: bool = with_active) -> Tensor:
+            coefficients, group, step, active = (
+                None if x is None else put(x, where) for x in hyper_inputs(slots, groups)
+            )
+            out = put(torch.full((slots, len(zero_kernels.HYPER_COLUMNS)), math.nan), where)
+            using(
+                where,
+                lambda: torch.ops.zero_kernels.hyper_table(
+                    coefficients, group, step, active if with_active else None, out
+                ),
+            )
+            return fetch(out)
+
+        check([make(place)], [make(SPECIFICATION)], ["table"], f"{place}, {with_active=}")
+
+
+@everywhere
+def test_hyper_table_of_the_usual_settings(place: Place) -> None:
+    """Through the face, against float64 arithmetic written out: a device's library may not do it in fp32."""
+    steps = [1, 2, 10, 1000, 100_000, 10_000_000]
+    with zero_kernels.use_backend(place.backend):
+        table = zero_kernels.hyper_table(3e-4, (0.9, 0.999), 1e-8, 0.1, steps, device=place.device).cpu()
+    for row, step in zip(table.tolist(), steps, strict=True):
+        got = dict(zip(zero_kernels.HYPER_COLUMNS, row, strict=True))
+        assert got["step_size"] == pytest.approx(3e-4 / (1 - 0.9**step), rel=2**-23)
+        assert got["bias_correction2_sqrt"] == pytest.approx(math.sqrt(1 - 0.999**step), rel=2**-23)
+        assert got["decay"] == torch.tensor(1 - 3e-4 * 0.1, dtype=torch.float64).float().item()
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+def test_every_backend_of_this_device_is_usable() -> None:
+    wanted = ["cuda", "triton", "reference"] if ON_GPU else ["cpu", "reference"]
+    usable = [name for name in zero_kernels.available_backends(DEVICE) if name in wanted]
+    assert usable == wanted, dispatch.unusable_backends(DEVICE)

@@ -1,0 +1,201 @@
+"""`make gpu-check`, rehearsed on the CPU: all phases end, failures and hangs are told, what was measured is kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+if str(BENCHMARKS) not in sys.path:
+    sys.path.insert(0, str(BENCHMARKS))
+
+import gpu_build  # noqa: E402
+import gpu_check  # noqa: E402
+import gpu_trainer  # noqa: E402
+from gpu_check import FAILED, NOT_RUN, OK, TIMED_OUT, Outcome, Phase, run_phase  # noqa: E402
+from gpu_trainer import Run, compare  # noqa: E402
+from zero_optim.bench.request import OPS  # noqa: E402
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def check(folder: Path, phases: list[Phase], seconds: float = 60.0) -> int:
+    return gpu_check.check(phases, gpu_check.Results(torch.device("cpu"), folder), folder / "log", seconds)
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    (path,) = folder.glob("*.json")
+    return json.loads(path.read_text())
+
+
+# ---- the whole -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """By the make target, with $OUT, in an environment that must not matter to the phases."""
+    folder = tmp_path_factory.mktemp("out")
+    command = ["make", "-C", str(ROOT), "gpu-check", f"PYTHON={sys.executable}", "ARGS=--rehearse"]
+    environment = {**os.environ, "OUT": str(folder), "RANK": "3", "WORLD_SIZE": "7", "ZERO_KERNELS_BACKEND": "abacus"}
+    for name in ("PYTHONPATH", "MAKEFLAGS", "MFLAGS", "MAKELEVEL"):  # of a make that runs this test
+        environment.pop(name, None)
+    return folder, subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_every_phase_is_rehearsed(rehearsal: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, done = rehearsal
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = read_record(folder)
+    names = [phase["phase"] for phase in record["phases"]]
+    assert names == ["build", "test_large", "trainer", *(f"bench_{op}" for op in gpu_check.REHEARSED)]
+    assert [phase["result"] for phase in record["phases"]] == [OK] * len(names)
+    assert all(
+        any(line.startswith(f"{name} ") and f" {OK} " in line for line in done.stdout.splitlines()) for name in names
+    )
+    assert {row["op"] for row in record["rows"]} == {"adam_step", "step", "train_step"}
+    (trained,) = record["trainer"]["runs"]
+    assert trained["run"] == {"device": "cpu", "dtype": "bf16", "stage": 0} and trained["problem"] is None
+    assert trained["steps"] == 3 and trained["difference"] == 0.0  # stages 0 and 2 on one rank are the same arithmetic
+
+
+def test_its_files_are_few_and_flat(rehearsal: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, done = rehearsal
+    (record,) = folder.glob("*.json")
+    drawn = {record.with_suffix(".png").name} if importlib.util.find_spec("matplotlib") else set()
+    assert {path.name for path in folder.iterdir()} == {record.name, "gpu-check.log"} | drawn
+    log = (folder / "gpu-check.log").read_text()
+    assert all(f"==== {phase['phase']} (at most" in log for phase in read_record(folder)["phases"])
+    assert str(record) in done.stdout.splitlines()
+
+
+def test_the_phases_on_a_gpu_cover_all_of_its_tests() -> None:
+    names = [phase.name for phase in gpu_check.phases(Path("scratch"), rehearse=False)]
+    assert {path.stem for path in (ROOT / "tests/gpu").glob("test_*.py")} <= set(names)
+    assert {"build", "trainer", *(f"bench_{op}" for op in OPS)} <= set(names)
+    assert len(names) == len(set(names)) and names[0] == "build"
+
+
+def test_the_build_finds_what_it_calls_in_setup_py() -> None:
+    setup = gpu_build.load_setup()
+    assert callable(setup.build_all) and callable(setup.install)
+
+
+def test_without_a_device_it_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_check.main(["--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("gpu-check: ") and said.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+# ---- phases that go wrong --------------------------------------------------------------------------------------------
+
+
+def test_a_failing_phase_is_told_and_the_others_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = Phase("bad", python("print('before'); raise SystemExit('the culprit')"), 30)
+    assert check(tmp_path, [bad, Phase("good", python("print('fine')"), 30)]) == 1
+    outcomes = {phase["phase"]: (phase["result"], phase["note"]) for phase in read_record(tmp_path)["phases"]}
+    assert outcomes == {"bad": (FAILED, "the culprit"), "good": (OK, "fine")}
+    assert "    before\n    the culprit\n" in capsys.readouterr().out
+
+
+HANGS = """
+import signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(child.pid, flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux: descendants are found in /proc")
+def test_a_phase_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it ignores the request to end, and its child has a session of its own, as the ranks of a training have."""
+    monkeypatch.setattr(gpu_check, "GRACE", 0.1)
+    outcome = run_phase(Phase("hangs", python(HANGS), 30), 3.0, tmp_path / "log")
+    assert outcome.result == TIMED_OUT
+    assert has_ended(int(outcome.note))
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process that is no child of this one ends within the time that a kill may take."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    return bool(select.select([process], [], [], 10)[0])
+
+
+def test_without_time_phases_are_not_run_and_the_record_is_written(tmp_path: Path) -> None:
+    assert check(tmp_path, [Phase("late", python("print('fine')"), 30)], seconds=0.0) == 1
+    (phase,) = read_record(tmp_path)["phases"]
+    assert phase["result"] == NOT_RUN and phase["seconds"] == 0.0
+
+
+def test_rows_of_a_phase_that_then_fails_are_kept(tmp_path: Path) -> None:
+    row = {"op": "pack", "backend": "cuda", "dtype": "bf16", "numel": 2**20, "fraction": 0.9, "vs_torch": 2.0}
+    given = json.dumps({"rows": [{**row, "yardstick": "copy"}], "baselines": {"te": "not installed"}})
+    folder = tmp_path / "scratch"
+    write = f"from pathlib import Path; Path({str(folder)!r}, 'a.json').write_text({given!r}); raise SystemExit(3)"
+    results = gpu_check.Results(torch.device("cpu"), tmp_path)
+    phase = Phase("bench_pack", python(write), 30, folder=folder)
+    outcome = results.take(phase, run_phase(phase, 30, tmp_path / "log"))
+    results.save()
+    assert outcome.result == FAILED and outcome.note == "bf16, 1 Mi, of copy (vs torch): cuda 0.90 (2.00x)"
+    assert len(read_record(tmp_path)["rows"]) == 1
+    (folder / "a.json").write_text('{"rows": [')  # ended while it wrote
+    assert results.take(phase, Outcome("bench_pack", TIMED_OUT, 1.0, "ended")).note == "ended"
+
+
+# ---- the trainer's comparison ----------------------------------------------------------------------------------------
+
+
+def log(*losses: float | None, scale: float = 65536.0) -> list[dict[str, Any]]:
+    return [{"loss": loss, "loss_scale": scale} for loss in losses]
+
+
+GPU = Run("cuda", "bf16", 1)
+
+
+def test_losses_within_rounding_pass() -> None:
+    result = compare(GPU, log(5.0, 4.02), log(5.0, 4.0), 2)
+    assert result.problem is None and result.tolerance == 2 * 2**-7
+    assert (result.step, result.difference) == (2, pytest.approx(0.005))
+    assert "allowed 1.6e-02" in result.line()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cpu", "problem"),
+    [
+        (log(5.0, 4.1), log(5.0, 4.0), "beyond rounding"),
+        (log(5.0, None), log(5.0, 4.0), "beyond rounding"),
+        (log(5.0), log(5.0, 4.0), "1 steps here and 2 on the CPU"),
+        (log(5.0, 4.0, scale=1.0), log(5.0, 4.0), "loss scale"),
+        ("exit code 1: out of memory", log(5.0, 4.0), "out of memory"),
+        (log(5.0, 4.0), "exit code 1: no text", "no run on the CPU: exit code 1"),
+    ],
+)
+def test_what_is_not_the_cpus_training_is_told(gpu: Any, cpu: Any, problem: str) -> None:
+    result = compare(GPU, gpu, cpu, 2)
+    assert problem in str(result.problem) and problem in result.line()
+
+
+def test_a_training_elsewhere_than_asked_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU run that fell back to the CPU would have the CPU's losses to the bit."""
+    said = subprocess.CompletedProcess([], 0, "ranks  1 on cpu (gloo, 2 threads), stage 1\n")
+    monkeypatch.setattr(gpu_trainer.subprocess, "run", lambda *_, **__: said)
+    assert "did not run on cuda under nccl" in str(gpu_trainer.train(GPU, [], tmp_path))
