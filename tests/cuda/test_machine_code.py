@@ -62,12 +62,20 @@ def instructions(body: str, pattern: str) -> int:
     return len(re.findall(rf"\b{pattern}\b", body))
 
 
+def archs_of(sass: Mapping[tuple[str, str], str]) -> set[str]:
+    return {arch for arch, _ in sass}
+
+
 def test_every_kernel_is_there_for_every_architecture(sass: Mapping[tuple[str, str], str]) -> None:
     built = Counter((arch, kind(name)) for arch, name in sass)
-    assert built == {(arch, name): count for arch in ARCHS for name, count in KERNELS.items()}
+    assert built == {(arch, name): count for arch in archs_of(sass) for name, count in KERNELS.items()}
 
 
-def test_there_is_ptx_for_newer_devices(cuobjdump: Path, library: Path) -> None:
+def test_the_default_build_is_for_three_architectures_and_newer(
+    cuobjdump: Path, library: Path, sass: Mapping[tuple[str, str], str]
+) -> None:
+    if archs_of(sass) != set(ARCHS):
+        pytest.skip(f"this library was built for {sorted(archs_of(sass))}")
     assert set(re.findall(r"\.sm_(\d+)\.ptx", run(cuobjdump, "-lptx", library))) == {"100"}
 
 
@@ -77,6 +85,8 @@ def test_no_kernel_touches_local_memory(sass: Mapping[tuple[str, str], str]) -> 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_main_paths_move_16_bytes_at_a_time(sass: Mapping[tuple[str, str], str], arch: str) -> None:
+    if arch not in archs_of(sass):
+        pytest.skip(f"this library was built for {sorted(archs_of(sass))}")
     short = {}
     for (of, name), body in sass.items():
         if of == arch and path(name) in WIDE:
