@@ -1,8 +1,8 @@
 """Builds the compiled libraries of `zero_kernels`, with ninja; everything else is in pyproject.toml.
 
     cpu     from csrc/ops.cpp and csrc/cpu, wherever there is a C++ compiler
-    cuda    from csrc/cuda, wherever there is nvcc (CUDA_HOME or PATH), with or without a GPU; for the architectures of
-            TORCH_CUDA_ARCH_LIST, else 8.0, 9.0 and 10.0 with its PTX
+    cuda    from csrc/cuda, wherever there is nvcc (CUDA_HOME, PATH, /usr/local/cuda), with or without a GPU; for the
+            architectures of TORCH_CUDA_ARCH_LIST, else 8.0, 9.0 and 10.0 with its PTX
 
 An install never needs a compiler: when a library can't be built, the reason is kept in the package
 (`zero_kernels/build_error_<name>.txt`, shown by `zero-optim doctor`) and another backend runs instead.
@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -41,7 +40,11 @@ ISA_FLAGS = {
 }
 NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false", "-w"]
 NVCC_FLAGS += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off,-w"]
+USUAL_CUDA = "/usr/local/cuda/bin"
 STAND_IN = "libtorch_cuda.so"
+NO_BUILD = "ZERO_KERNELS_NO_BUILD was set: the library was not built\n"
+NO_CUDA = "ZERO_KERNELS_NO_CUDA was set: the library was not built\n"
+NO_NVCC = "nvcc was not found in CUDA_HOME, on the PATH or in /usr/local/cuda\n"
 DEFAULT_ARCHS = "8.0 9.0 10.0+PTX"
 
 
@@ -97,11 +100,10 @@ def compiler() -> list[str]:
 
 
 def nvcc() -> str | None:
-    """CUDA's compiler: in CUDA_HOME, else on the PATH."""
+    """CUDA's compiler: in CUDA_HOME, on the PATH, or where CUDA installs itself."""
     home = os.environ.get("CUDA_HOME")
-    if home:
-        return str(Path(home, "bin", "nvcc")) if Path(home, "bin", "nvcc").exists() else None
-    return shutil.which("nvcc")
+    places = [str(Path(home, "bin"))] if home else []
+    return next(filter(None, (shutil.which("nvcc", path=path) for path in [*places, None, USUAL_CUDA])), None)
 
 
 def ninja() -> str:
@@ -212,14 +214,14 @@ def install(package: Path, name: str, built: Path | str) -> None:
 def build_all(folder: Path) -> dict[str, Path | str]:
     """For each library its file, or the reason why there is none."""
     if asked("ZERO_KERNELS_NO_BUILD"):
-        return dict.fromkeys(("cpu", "cuda"), "ZERO_KERNELS_NO_BUILD was set: the library was not built\n")
+        return dict.fromkeys(("cpu", "cuda"), NO_BUILD)
     torch = torch_directory()
     if torch is None:
         reason = "torch's headers were not found: install torch >= 2.10, then this package again\n"
         return dict.fromkeys(("cpu", "cuda"), reason)
-    built: dict[str, Path | str] = {"cuda": "nvcc was not found in CUDA_HOME or on the PATH\n"}
+    built: dict[str, Path | str] = {"cuda": NO_NVCC}
     if asked("ZERO_KERNELS_NO_CUDA"):
-        built["cuda"] = "ZERO_KERNELS_NO_CUDA was set: the library was not built\n"
+        built["cuda"] = NO_CUDA
     for library in libraries(torch):
         try:
             built[library.name] = build(library, folder / library.name)
@@ -240,7 +242,7 @@ class BuildLibraries(build_ext):
         self.built = build_all(folder.absolute())
         self.install_in(Path(self.build_lib))
         for name, built in self.built.items():
-            if isinstance(built, str) and (name == "cpu" or built.startswith("$")):
+            if isinstance(built, str) and (name == "cpu" or built not in (NO_BUILD, NO_CUDA, NO_NVCC)):
                 self.warn(f"the {name} library was not built; another backend will run instead:\n{built}")
 
     def copy_extensions_to_source(self) -> None:
@@ -252,14 +254,15 @@ class BuildLibraries(build_ext):
             install(root / "zero_kernels", name, built)
 
 
-class LibraryWheel(bdist_wheel):
-    """The libraries need no particular Python: they speak torch's stable ABI only."""
-
-    def get_tag(self) -> tuple[str, str, str]:
-        return ("py3", "none", super().get_tag()[2])
-
-
 def main() -> None:
+    from setuptools.command.bdist_wheel import bdist_wheel  # older ones lack it, and can still build the libraries
+
+    class LibraryWheel(bdist_wheel):
+        """The libraries need no particular Python: they speak torch's stable ABI only."""
+
+        def get_tag(self) -> tuple[str, str, str]:
+            return ("py3", "none", super().get_tag()[2])
+
     needs_torch = not asked("ZERO_KERNELS_NO_BUILD") and torch_directory() is None
     setup(
         ext_modules=[Extension("zero_kernels.library", sources=[], optional=True)],

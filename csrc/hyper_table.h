@@ -48,7 +48,9 @@ struct HyperTableArgs {
 };
 
 ZK_HOST_DEVICE inline void make_hyper_row(const HyperTableArgs& args, int64_t slot) {
-  const double* of = args.coefficients + (args.group ? args.group[slot] : slot);
+  int64_t column = args.group ? args.group[slot] : slot;
+  if (column < 0 || column >= args.groups) stop();
+  const double* of = args.coefficients + column;
   int64_t n = args.groups;
   Hyper h = {of[0], of[n], of[2 * n], of[3 * n], of[4 * n], of[5 * n]};
   args.out[slot] = hyper_row(h, args.step[slot], args.active ? args.active[slot] : true);

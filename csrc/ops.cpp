@@ -210,6 +210,7 @@ STABLE_TORCH_LIBRARY(zero_kernels_C, m) {
   m.def("hyper_table(Tensor coefficients, Tensor? group, Tensor step, Tensor? active, Tensor(a!) out) -> ()");
   m.def("stream(Tensor grad, Tensor(a!) a, Tensor(b!) b, Tensor(c!) c, Tensor(d!) out) -> ()");
   m.def("cuda_archs() -> str");
+  m.def("cuda_problem() -> str");
   m.def("isa() -> str");
   m.def("isas() -> str");
   m.def("use_isa(str name) -> ()");

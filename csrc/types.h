@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 
 // Functions that run on a processor and on a GPU alike, and loops over arrays that a GPU must keep in registers.
 #if defined(__CUDACC__)
@@ -23,5 +24,15 @@ constexpr int64_t kStatsLanes = 1024;             // running sums of a block of 
 constexpr int64_t kStatsBlock = 8 * kStatsLanes;  // elements that make one partial
 
 ZK_HOST_DEVICE static constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// For an index that a table does not have, which is an error of the caller: a kernel on a GPU stops, as torch's own
+// indexing does. On a processor it was checked before.
+ZK_HOST_DEVICE static inline void stop() {
+#if defined(__CUDA_ARCH__)
+  __trap();
+#else
+  std::abort();
+#endif
+}
 
 }  // namespace zero_kernels

@@ -50,9 +50,11 @@ def why_unusable(name: str) -> str | None:
         return f"{path.name} is not there: the package was installed without building it"
     try:
         torch.ops.load_library(path)
+        return _why_not_here() if name == "cuda" else None
     except (OSError, RuntimeError) as error:
         return f"{path.name} can't be loaded: {error}"
-    return _why_other_gpu() if name == "cuda" else None
+    except AttributeError as error:
+        return f"{path.name} and {library('cpu').name} are of different builds ({error}): install again"
 
 
 def _why_no_cuda() -> str | None:
@@ -61,14 +63,18 @@ def _why_no_cuda() -> str | None:
     return None if torch.cuda.is_available() else "torch sees no CUDA device"
 
 
-def _why_other_gpu() -> str | None:
-    """The reason when the library holds no code for one of the devices."""
+def _why_not_here() -> str | None:
+    """The reason when the driver is too old for the library, or the library holds no code for one of the devices."""
+    reason = torch.ops.zero_kernels_C.cuda_problem()
+    if reason:
+        return reason
     built = torch.ops.zero_kernels_C.cuda_archs()
     for index in range(torch.cuda.device_count()):
         if not runs_on(built, torch.cuda.get_device_capability(index)):
             major, minor = torch.cuda.get_device_capability(index)
             wanted = f"TORCH_CUDA_ARCH_LIST={major}.{minor}"
-            return f"built for {built}, but cuda:{index} is {major}.{minor}: install again with {wanted}"
+            remedy = f"install again with {wanted}, or hide the device with CUDA_VISIBLE_DEVICES"
+            return f"built for {built}, but cuda:{index} is {major}.{minor}: {remedy}"
     return None
 
 

@@ -1,5 +1,4 @@
 // adam_step on CUDA: one launch for a shard, whatever the number of its parameters and groups.
-#include <cstdlib>
 #include <type_traits>
 
 #include "../adam_math.h"
@@ -39,15 +38,6 @@ struct AdamStepArgs {
 };
 
 struct NoOutput {};  // the master is the parameter
-
-// A slot that the table does not have is an error of the caller: the kernel stops, as torch's own indexing does.
-ZK_HOST_DEVICE inline void stop() {
-#if defined(__CUDA_ARCH__)
-  __trap();
-#else
-  std::abort();
-#endif
-}
 
 struct Quad {
   float g[kQuad], p[kQuad], m[kQuad], v[kQuad];

@@ -7,4 +7,7 @@ import torch
 
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of ``device`` is being captured."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

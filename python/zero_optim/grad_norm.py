@@ -106,7 +106,7 @@ class GradNorm:
     def drop(self, indices: Sequence[int]) -> None:
         """These gradients were dropped after the exchange, on every rank: their parameters are not updated."""
         for index in indices:
-            self.used[index] = False
+            self.used[index].fill_(False)  # `used[index] = False` would copy from the host and wait for it
 
     def _local_totals(self, buckets: Sequence[Bucket], norm_type: float) -> Tensor:
         """[2]: this rank's term of the norm, and its count of non-finite values."""
@@ -157,7 +157,7 @@ class _LateFlag:
             self._check(fail)
         else:
             self._host.copy_(self._flag, non_blocking=True)
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(self._flag.device))
             self._watched = True
 
     def check_last(self, fail: Callable[[], object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ for library in sys.argv[1:]:
 for op in ("adam_step", "pack", "unpack", "grad_stats", "hyper_table"):
     print(op, torch._C._dispatch_has_kernel_for_dispatch_key(f"zero_kernels_C::{op}", "CUDA"))
 print(torch.ops.zero_kernels_C.cuda_archs())
+print(torch.ops.zero_kernels_C.cuda_problem())
 """
 
 
@@ -36,9 +38,10 @@ def test_every_op_is_registered(library: Path, tmp_path: Path) -> None:
     environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", LOAD, *libraries], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    *registered, archs = done.stdout.splitlines()
+    *registered, archs, problem = done.stdout.splitlines()
     assert [line.split()[1] for line in registered] == ["True"] * 5
     assert archs
+    assert re.fullmatch(r"built by CUDA \d+\.\d, but the driver is of CUDA 0\.0: .*", problem)
 
 
 def test_a_torch_without_cuda_says_so() -> None:

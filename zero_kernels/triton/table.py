@@ -24,7 +24,10 @@ def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being recorded. Then no table can be sent: its copy on the host would have to stay, for
     every replay to read it again. The ops with tables run the reference, which has none, at the price of more passes.
     """
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def upload(table: Tensor, device: torch.device) -> Tensor:
