@@ -51,8 +51,10 @@ def adam_step(folder: Path) -> int:
     body.argtypes = [ADDRESS, ctypes.c_int, *[ADDRESS] * 4, ctypes.c_int, *[ADDRESS] * 5, LONG, ctypes.c_int32]
     ran = 0
     outputs = (None, *FLOATS)
+    shifted = [(4097, (1,) * 5), (2048, (3,) * 5), (4100, (4,) * 5)]
+    shifted += [(2048, tuple(int(i == alone) for i in range(5))) for alone in range(5)]  # one tensor misaligned
     for (grad_dtype, out_dtype), (numel, offset) in itertools.product(
-        itertools.product(FLOATS, outputs), [(size, 0) for size in SIZES] + [(4097, 1), (2048, 3), (4100, 4)]
+        itertools.product(FLOATS, outputs), [(size, (0,) * 5) for size in SIZES] + shifted
     ):
         for found_inf in (0.0, math.nan) if numel in (129, 4097) else (0.0,):
             ours, theirs = adam_arguments(grad_dtype, out_dtype, numel, offset, found_inf), None
@@ -72,7 +74,7 @@ def adam_step(folder: Path) -> int:
 
 
 def adam_arguments(
-    grad_dtype: torch.dtype, out_dtype: torch.dtype | None, numel: int, offset: int, found_inf: float
+    grad_dtype: torch.dtype, out_dtype: torch.dtype | None, numel: int, offset: tuple[int, ...], found_inf: float
 ) -> tuple[Tensor | None, ...]:
     rows = -(-numel // ROW)
     hyper = hyper_table([1e-3, 1e-2, 0.1], (0.9, 0.99), 1e-8, 0.1, [1, 2, 30], decoupled=[True, False, True])
@@ -80,11 +82,11 @@ def adam_arguments(
     row_slot = (torch.arange(rows) * 7 % 5 - 1).to(torch.int32)  # -1 is padding
     row_slot[row_slot == 3] = 0
     return (
-        fresh(numel, grad_dtype, 1, offset),
-        fresh(numel, torch.float32, 2, offset),
-        fresh(numel, torch.float32, 3, offset),
-        fresh(numel, torch.float32, 4, offset).abs(),
-        None if out_dtype is None else fresh(numel, out_dtype, 5, offset),
+        fresh(numel, grad_dtype, 1, offset[0]),
+        fresh(numel, torch.float32, 2, offset[1]),
+        fresh(numel, torch.float32, 3, offset[2]),
+        at_offset(awkward(numel, torch.float32, 4).abs(), offset[3]),
+        None if out_dtype is None else fresh(numel, out_dtype, 5, offset[4]),
         row_slot,
         hyper,
         torch.tensor([0.25]) if numel % 2 else None,
@@ -134,6 +136,7 @@ def pack_layouts() -> Iterator[tuple[list[int], int, bool, int]]:
         yield [20_000, 1, 9000, 33, 5], 29_100, False, offset
     yield [3] * 130, 460, False, 0  # more than the small table holds
     yield [5] * 1281 + [2000], 9100, False, 1  # more than one launch takes
+    yield [5] * 1280 + [30_000], 38_000, False, 0  # the second begins at no chunk of the bucket
 
 
 def pack_arguments(sizes: list[int], numel: int, rows: bool, offset: int) -> tuple[list[Tensor], list[int]]:
