@@ -7,7 +7,7 @@ Each phase is a process with a limit of its own, and all share SECONDS: one that
 that fails does not stop those after it, and what was measured is on disk after each. <date>-<commit>.json and .png go
 to $OUT, else to benchmarks/results/<device>; the whole output, gpu-check.log, to $OUT, else to build/.
 
-Exit codes: 0, 1 when a phase failed or found no time, 2 without a CUDA device.
+Exit codes: 0, 1 when a phase failed or found no time, 2 without torch or a CUDA device.
 """
 
 from __future__ import annotations
@@ -266,8 +266,11 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     sys.path[:0] = [str(ROOT), str(ROOT / "python")]
-    import torch
-
+    try:
+        import torch
+    except ImportError as error:
+        print(f"gpu-check: {sys.executable} can't import torch ({error}); name another by PYTHON=", file=sys.stderr)
+        return 2
     if not options.rehearse and not torch.cuda.is_available():
         why = "torch sees no CUDA device" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
         print(f"gpu-check: {why}", file=sys.stderr)

@@ -94,9 +94,9 @@ def runs_on(built: str, capability: tuple[int, int]) -> bool:
 def status(name: str = "cpu") -> Status:
     """The state of the library cpu or cuda, with the errors that its build or its loading kept."""
     load_error = why_unusable(name)
+    path = str(library(name)) if library(name).exists() else None
     if load_error is not None:
-        return Status(loaded=False, path=None, build_error=_build_error(name), load_error=load_error)
-    path = str(library(name))
+        return Status(loaded=False, path=path, build_error=_build_error(name), load_error=load_error)
     if name == "cuda":
         archs = torch.ops.zero_kernels_C.cuda_archs()
         return Status(loaded=True, path=path, build_error=None, load_error=None, archs=archs)

@@ -64,7 +64,9 @@ def _backends() -> Iterator[tuple[str, str]]:
 
 def _library(name: str) -> Iterator[tuple[str, str]]:
     status = compiled.status(name)
-    yield "file", status.path or status.load_error or "not there"
+    yield "file", status.path or "not there"
+    if status.load_error:
+        yield "not in use", status.load_error
     if status.isas:
         yield "instruction set", f"{status.isa} in use, of {', '.join(status.isas)}"
     if status.archs:

@@ -39,11 +39,12 @@ def test_a_failed_build_shows_its_first_error(monkeypatch: pytest.MonkeyPatch) -
         loaded=False,
         path=None,
         build_error="$ c++ -c ops.cpp\nops.cpp:1: no such header\n",
-        load_error="the library is not there",
+        load_error="it was not built",
     )
     monkeypatch.setattr(compiled, "status", lambda name: failed)
     text = report()
-    assert fact(text, "file") == "the library is not there"
+    assert fact(text, "file") == "not there"
+    assert fact(text, "not in use") == "it was not built"
     assert fact(text, "build error") == "$ c++ -c ops.cpp"
     assert "ops.cpp:1: no such header" in text
 
