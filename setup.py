@@ -67,11 +67,11 @@ class Library:
 
     @property
     def file(self) -> str:
-        return f"libzero_kernels_{self.name}{'.dylib' if DARWIN else '.so'}"
+        return library_file(self.name)
 
-    @property
-    def report(self) -> str:
-        return f"build_error_{self.name}.txt"
+
+def library_file(name: str) -> str:
+    return f"libzero_kernels_{name}{'.dylib' if DARWIN else '.so'}"
 
 
 def asked(variable: str) -> bool:
@@ -199,7 +199,7 @@ def build(library: Library, folder: Path) -> Path:
 def install(package: Path, name: str, built: Path | str) -> None:
     """Put into the package either a library (a path) or the reason why there is none (words), and remove the other."""
     package.mkdir(parents=True, exist_ok=True)
-    library, report = package / Library(name, {}, []).file, package / Library(name, {}, []).report
+    library, report = package / library_file(name), package / f"build_error_{name}.txt"
     if isinstance(built, str):
         library.unlink(missing_ok=True)
         report.write_text(built)
@@ -234,7 +234,7 @@ class BuildLibraries(build_ext):
     """Builds the libraries into the package, or leaves the reasons why not."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return str(Path("zero_kernels", Library("cpu", {}, []).file))
+        return str(Path("zero_kernels", library_file("cpu")))
 
     def build_extension(self, ext: Extension) -> None:
         # Where a developer builds again and again, only what has changed is compiled.

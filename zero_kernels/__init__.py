@@ -3,6 +3,7 @@
 The ops know tensors and nothing else: no parameters, no ranks. `docs/ops.md` is the page for their users.
 """
 
+from zero_kernels.capture import is_capturing
 from zero_kernels.dispatch import BackendError, available_backends, use_backend
 from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, hyper_table
 from zero_kernels.ops import adam_step, fused_adamw_, grad_stats, pack, unpack
@@ -19,6 +20,7 @@ __all__ = [
     "fused_adamw_",
     "grad_stats",
     "hyper_table",
+    "is_capturing",
     "pack",
     "unpack",
     "use_backend",

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from zero_kernels import is_capturing
+
 from .bucket import Bucket, GradState, Sharding
-from .capture import is_capturing
 from .errors import GradientError
 
 _HEADER = 3

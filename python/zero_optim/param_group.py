@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import zero_kernels
-
-from .capture import is_capturing
+from zero_kernels import is_capturing
 
 
 class HyperTable:

@@ -10,7 +10,7 @@ import torch
 from guards import HostRead, no_host_reads
 from places import DEVICE, ON_GPU, Place, on_kernels
 from programs import SMALL_CAP_MB, on, parameters, warm_up
-from training_cases import linear_loss, make_gradients
+from training_cases import copies, linear_loss, make_gradients
 from zero_optim.bench.launches import count_launches
 
 import zero_kernels
@@ -75,10 +75,12 @@ def test_a_steady_step_with_a_tensor_for_lr_waits_for_nothing(place: Place) -> N
     with zero_kernels.use_backend(place.backend):
         warm_up(opt, params)
         loss = linear_loss(params, on(place.device, make_gradients(params, 0, 3)))
+        before = copies(params)
         with waits_are_errors():
             lr.fill_(2e-3)
             loss.backward()
             opt.step()
+    assert not torch.equal(before[-1], params[-1])
     opt.close()
 
 

@@ -14,7 +14,7 @@ KERNELS = ROOT / "zero_kernels"
 
 # Within zero_optim a module imports from its own row and from earlier ones.
 ORDER = (
-    {"errors", "layout", "capture"},
+    {"errors", "layout"},
     {"comm", "flat_shard", "bucket"},
     {"reducer", "param_group", "grad_norm", "grad_scaler", "shard_state", "state_dict", "stats", "validate"},
     {"optimizer"},

@@ -9,9 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from zero_kernels import reference
+from zero_kernels.capture import is_capturing
 from zero_kernels.reference import STATS_BLOCK, STATS_LANES
 from zero_kernels.triton.common import EXACT, nonfinite, times, widen
-from zero_kernels.triton.table import BF16, DTYPES, FP16, elements, is_capturing, upload
+from zero_kernels.triton.table import BF16, DTYPES, FP16, elements, upload
 
 # Eight lanes a thread: 16 bytes of a 16-bit type, twice that of fp32.
 WARPS = 4

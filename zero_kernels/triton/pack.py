@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from zero_kernels import reference
+from zero_kernels.capture import is_capturing
 from zero_kernels.triton.common import EXACT, narrow, nonfinite, widen
-from zero_kernels.triton.table import BF16, DTYPES, FP16, FP32, elements, is_capturing, upload
+from zero_kernels.triton.table import BF16, DTYPES, FP16, FP32, elements, upload
 
 # 16 elements a thread: two 16-byte accesses of a 16-bit type, four of fp32, are in flight together.
 TILE = 2048

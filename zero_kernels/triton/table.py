@@ -20,16 +20,9 @@ def elements(address, at, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     return pointer + at
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being recorded. Then no table can be sent: its copy on the host would have to stay, for
-    every replay to read it again. The ops with tables run the reference, which has none, at the price of more passes.
-    """
-    if device.type != "cuda":
-        return False
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
-
-
 def upload(table: Tensor, device: torch.device) -> Tensor:
-    """The table on the device: one copy, for which the host does not wait."""
+    """The table on the device: one copy, for which the host does not wait.
+
+    It cannot be recorded into a CUDA graph: ops with tables run the reference then, at the price of more passes.
+    """
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
