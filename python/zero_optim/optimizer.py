@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +26,13 @@ from .reducer import Reducer
 from .shard_state import OptimizerState
 from .state_dict import load_groups, make_state_dict, match_state
 from .stats import memory_by_kind
+
+
+class Watcher(Protocol):
+    """What looks on while ``step`` updates the shards."""
+
+    def before_update(self, grad_scale: Tensor | None, found_inf: Tensor) -> None: ...
+    def after_update(self, found_inf: Tensor) -> None: ...
 
 
 class ShardedAdamW(torch.optim.Optimizer):
@@ -117,6 +124,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._inverse_scale: Tensor | None = None  # [1] fp32, multiplies the gradients of the next step
         self._scaled = False  # whether a GradScaler takes part in the next step
         self._steps = 0
+        self.watchers: list[Watcher] = []  # told of every update; ``zero_optim.verify`` adds one
         self._closed = False
 
     # -- a step --------------------------------------------------------------------------------------------------
@@ -144,6 +152,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._hyper.advance(self.param_groups, self._norm.used & (found_inf == 0))
 
         # Phase 3: update every shard and send it out, in the order in which the next forward wants the parameters.
+        for watcher in self.watchers:
+            watcher.before_update(grad_scale, found_inf)
         gathers = []
         for shard in reversed(self._states.shards):
             shard.update(self._hyper.table, grad_scale, found_inf)
@@ -151,6 +161,8 @@ class ShardedAdamW(torch.optim.Optimizer):
                 gathers.append(self._sharding.comm.all_gather(shard.bucket.param_flat))
         for gather in gathers:
             gather.wait()
+        for watcher in self.watchers:
+            watcher.after_update(found_inf)
         self._states.mark_updated()
         self._norm.skipped += found_inf.reshape(())
         self._steps += 1
