@@ -25,7 +25,8 @@ struct HyperRow {
   float one_minus_beta2;
   float bias_correction2_sqrt;
   float active;
-  float padding[2];
+  float grad_factor;
+  float padding;
 };
 constexpr int64_t kHyperColumns = 12;
 static_assert(sizeof(HyperRow) == kHyperColumns * sizeof(float));
@@ -38,7 +39,7 @@ struct AdamCoefficients {
   bool l2;
 
   ZK_HOST_DEVICE AdamCoefficients(const HyperRow& row, float scale)
-      : grad_scale(scale),
+      : grad_scale(scale * row.grad_factor),
         step_size(row.step_size),
         decay(row.decay),
         weight_decay(row.weight_decay),

@@ -17,7 +17,7 @@ ZK_HOST_DEVICE inline double power(double base, uint32_t exponent) {
 
 // What HyperRow is made from: the rows of `coefficients` in zero_kernels/hyper.py.
 struct Hyper {
-  double lr, beta1, beta2, eps, weight_decay, decoupled;
+  double lr, beta1, beta2, eps, weight_decay, decoupled, maximize;
 };
 
 // Float64 throughout, each coefficient rounded once.
@@ -34,11 +34,12 @@ ZK_HOST_DEVICE inline HyperRow hyper_row(const Hyper& h, double step, bool activ
       float(1 - h.beta2),
       float(std::sqrt(1 - power(h.beta2, uint32_t(step)))),
       active ? 1.0f : 0.0f,
-      {0.0f, 0.0f}};
+      float(1 - 2 * h.maximize),
+      0.0f};
 }
 
 struct HyperTableArgs {
-  const double* coefficients;  // [6, groups], the rows in Hyper's order
+  const double* coefficients;  // [7, groups], the rows in Hyper's order
   const int32_t* group;        // [slots] or null: slot i uses column i
   const double* step;          // [slots]
   const bool* active;          // [slots] or null: all
@@ -52,7 +53,7 @@ ZK_HOST_DEVICE inline void make_hyper_row(const HyperTableArgs& args, int64_t sl
   if (column < 0 || column >= args.groups) stop();
   const double* of = args.coefficients + column;
   int64_t n = args.groups;
-  Hyper h = {of[0], of[n], of[2 * n], of[3 * n], of[4 * n], of[5 * n]};
+  Hyper h = {of[0], of[n], of[2 * n], of[3 * n], of[4 * n], of[5 * n], of[6 * n]};
   args.out[slot] = hyper_row(h, args.step[slot], args.active ? args.active[slot] : true);
 }
 

@@ -30,7 +30,7 @@ void parallel_rows(int64_t numel, Kernel kernel) {
   torch::stable::parallel_for(0, ceil_div(numel, kRow), kGrain / kRow, kernel);
 }
 
-// Marks the slots that hold a non-finite grad * grad_scale, and so are the reason of a skipped step.
+// Marks the slots that hold a non-finite gradient times scale, and so are the reason of a skipped step.
 void mark_nonfinite(const AdamStepArgs& args, int32_t* flags) {
   const KernelTable& table = kernels();
   int64_t size = size_of(args.grad_dtype);
@@ -40,8 +40,9 @@ void mark_nonfinite(const AdamStepArgs& args, int32_t* flags) {
       int32_t slot = args.row_slot[row];
       if (slot < 0) continue;
       int64_t count = std::min(kRow, args.numel - row * kRow);
+      float scale = args.grad_scale * args.hyper[slot].grad_factor;
       const void* grad = static_cast<const char*>(args.grad) + row * kRow * size;
-      table.scale({grad, scaled, count, args.grad_scale, args.grad_dtype, DType::kFloat});
+      table.scale({grad, scaled, count, scale, args.grad_dtype, DType::kFloat});
       if (table.scale({scaled, scaled, count, 1.0f, DType::kFloat, DType::kFloat}))
         __atomic_store_n(flags + slot, 1, __ATOMIC_RELAXED);
     }

@@ -18,12 +18,12 @@ HYPER_COLUMNS = (
     "one_minus_beta2",
     "bias_correction2_sqrt",
     "active",
-    "padding_0",
-    "padding_1",
+    "grad_factor",
+    "padding",
 )
 """Names of the hyper table's columns, in order; padded so that a row is three 16-byte loads."""
 
-HYPER_COEFFICIENTS = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled")
+HYPER_COEFFICIENTS = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize")
 """Names of the rows of `coefficients`, from which the op `hyper_table` makes the columns."""
 
 Coefficient = float | Sequence[float] | torch.Tensor
@@ -37,6 +37,7 @@ def hyper_table(
     step: Coefficient,
     *,
     decoupled: bool | Sequence[bool] | torch.Tensor = True,
+    maximize: bool | Sequence[bool] | torch.Tensor = False,
     active: bool | Sequence[bool] | torch.Tensor = True,
     device: torch.device | str = "cpu",
     out: torch.Tensor | None = None,
@@ -50,6 +51,7 @@ def hyper_table(
         step_size = lr / (1 - beta1^step)        bias_correction2_sqrt = sqrt(1 - beta2^step)
         decay = 1 - lr * weight_decay and weight_decay = 0        where decoupled (AdamW, Loshchilov & Hutter 2019)
         decay = 1 and weight_decay as given                       where not (Adam with L2, Kingma & Ba 2015)
+        grad_factor = -1 where maximize, else 1                   multiplies grad_scale
 
     `out`, fp32 [slots, len(HYPER_COLUMNS)], is written in place and returned; it then sets the device.
 
@@ -67,6 +69,7 @@ def hyper_table(
         "eps": eps,
         "weight_decay": weight_decay,
         "decoupled": decoupled,
+        "maximize": maximize,
         "step": step,
         "active": active,
     }

@@ -51,10 +51,11 @@ def adam_step(
         row_slot: int32 [ceil(numel / ROW)]: for each row of 128 elements its row of `hyper`; -1 marks padding, which
             is left as it was.
         hyper: fp32 [slots, len(HYPER_COLUMNS)], made by `hyper_table`. Slots whose `active` is 0 are left alone.
-        grad_scale: fp32, one element: multiplies the gradient as it is loaded (unscaling and clipping in one).
+        grad_scale: fp32, one element: multiplies the gradient as it is loaded (unscaling and clipping in one), times
+            the slot's `grad_factor` in `hyper`.
         found_inf: fp32, one element: anything but 0 leaves all state and `param_out` as they were.
-        nonfinite_slots: int32 [slots]: when `found_inf` is not 0, slots holding a non-finite grad * grad_scale get 1.
-            Nothing is ever cleared in it.
+        nonfinite_slots: int32 [slots]: when `found_inf` is not 0, slots with a gradient that is not finite, times
+            both, get 1. Nothing is ever cleared in it.
 
     All tensors are contiguous and on one device. The arithmetic is written out in docs/ops.md; every backend gives
     the same bits. Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or layout, and BackendError.
@@ -137,14 +138,15 @@ def fused_adamw_(
     grad_scale: float | Tensor = 1.0,
     found_inf: Tensor | None = None,
     decoupled: bool = True,
+    maximize: bool = False,
 ) -> None:
     """`adam_step` with one set of hyper-parameters, for users of the kernel without the optimizer.
 
     The tensors have any one shape and are contiguous; dtypes and errors are those of `adam_step`. `step` counts from 1.
-    With `decoupled=False` the weight decay is Adam's L2 term.
+    With `decoupled=False` the weight decay is Adam's L2 term. `maximize` turns the gradient's sign.
     """
     device = grad.device
-    hyper = hyper_table(lr, betas, eps, weight_decay, step, decoupled=decoupled, device=device)
+    hyper = hyper_table(lr, betas, eps, weight_decay, step, decoupled=decoupled, maximize=maximize, device=device)
     row_slot = torch.zeros(-(-grad.numel() // ROW), dtype=torch.int32, device=device)
     if not isinstance(grad_scale, Tensor):
         grad_scale = torch.full((), grad_scale, dtype=torch.float32, device=device)

@@ -43,16 +43,17 @@ def adam_step(
     """See `zero_kernels.adam_step`."""
     if hyper.shape[0] == 0:
         return
-    scale = torch.ones((), device=grad.device) if grad_scale is None else grad_scale.reshape(())
+    scale_of_all = torch.ones((), device=grad.device) if grad_scale is None else grad_scale.reshape(())
     skipped = torch.zeros((), device=grad.device) if found_inf is None else found_inf.reshape(())
     skipped = skipped != 0
     for elements, rows, shape in _row_chunks(grad.numel()):
         slot = row_slot[rows].to(torch.int64)
+        columns = hyper.index_select(0, slot.clamp(min=0)).unsqueeze(-1).unbind(1)
+        coefficients = dict(zip(HYPER_COLUMNS, columns, strict=True))  # each [rows, 1]
+        scale = scale_of_all * coefficients["grad_factor"]
         g = grad[elements].view(shape).float() * scale
         if nonfinite_slots is not None:
             _mark_nonfinite(g, slot, skipped, nonfinite_slots)
-        columns = hyper.index_select(0, slot.clamp(min=0)).unsqueeze(-1).unbind(1)
-        coefficients = dict(zip(HYPER_COLUMNS, columns, strict=True))  # each [rows, 1]
         live = (slot >= 0).unsqueeze(1) & (coefficients["active"] != 0) & ~skipped
         p, m, v = (state[elements].view(shape) for state in (master, exp_avg, exp_avg_sq))
         out = None if param_out is None else param_out[elements].view(shape)
@@ -184,7 +185,7 @@ def hyper_table(coefficients: Tensor, group: Tensor | None, step: Tensor, active
         out: fp32 [slots, len(HYPER_COLUMNS)].
     """
     of_slot = coefficients if group is None else coefficients.index_select(1, group)
-    lr, beta1, beta2, eps, weight_decay, decoupled = of_slot
+    lr, beta1, beta2, eps, weight_decay, decoupled, maximize = of_slot
     shared = weight_decay * decoupled
     columns = {
         "step_size": lr / (1 - _power(beta1, step)),
@@ -197,6 +198,7 @@ def hyper_table(coefficients: Tensor, group: Tensor | None, step: Tensor, active
         "one_minus_beta2": 1 - beta2,
         "bias_correction2_sqrt": (1 - _power(beta2, step)).sqrt(),
         "active": torch.ones_like(step) if active is None else active.double(),
+        "grad_factor": 1 - 2 * maximize,
     }
     padding = torch.zeros_like(step)
     out.copy_(torch.stack([columns.get(name, padding) for name in HYPER_COLUMNS], dim=-1))

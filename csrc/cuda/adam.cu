@@ -98,7 +98,7 @@ ZK_HOST_DEVICE inline HyperRow load_row(const HyperRow* at) {
   load_chunk(&at->step_size, a);
   load_chunk(&at->beta1, b);
   load_chunk(&at->bias_correction2_sqrt, c);
-  return {a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], c[0], c[1], {c[2], c[3]}};
+  return {a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], c[0], c[1], c[2], c[3]};
 }
 
 // No branch stands between the loads and the update: the compiler would move loads into it, behind the wait for
@@ -116,16 +116,17 @@ ZK_HOST_DEVICE inline void adam_step_quads(const AdamStepArgs& args, int64_t fir
     slots[q] = kWhole || left > 0 ? args.row_slot[i / kRow] : -1;
     load_quad<kWhole, Grad>(args, i, counts[q], quads[q]);
   }
-  float scale = args.grad_scale ? *args.grad_scale : 1.0f;
   bool skip = args.found_inf && *args.found_inf != 0.0f;
   ZK_UNROLL
   for (int q = 0; q < kQuads; ++q) {
     if (slots[q] >= args.slots) stop();
     HyperRow row = load_row<kWhole>(args.hyper + (slots[q] < 0 ? 0 : slots[q]));
+    // Read again for each quad, beside the row: kept over both, it would be one register too many.
+    AdamCoefficients<float> c(row, args.grad_scale ? *args.grad_scale : 1.0f);
     // Threads that share a slot all write the same 1.
-    if (skip && args.nonfinite_slots && slots[q] >= 0 && any_nonfinite(quads[q], scale))
+    if (skip && args.nonfinite_slots && slots[q] >= 0 && any_nonfinite(quads[q], c.grad_scale))
       args.nonfinite_slots[slots[q]] = 1;
-    update_quad(quads[q], AdamCoefficients<float>(row, scale));
+    update_quad(quads[q], c);
     if (slots[q] >= 0 && row.active != 0.0f && !skip)
       store_quad<kWhole, Out>(args, first + int64_t(q) * kThreads * kQuad, counts[q], quads[q]);
   }

@@ -7,7 +7,9 @@ EMPTY ── collect ──> LOCAL ── launch ──┐
 from __future__ import annotations
 
 import enum
+import math
 import operator
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +41,7 @@ class Sharding:
     comm: Comm
     stage: int
     grad_reduce_dtype: torch.dtype | None
+    device: torch.device
 
     @property
     def shards(self) -> int:
@@ -58,11 +61,16 @@ class Sharding:
 
 
 class CommBuffers:
-    """Two buffers as large as the largest bucket, lent in turn. Taking one waits for the bucket that used it last."""
+    """Two buffers as large as the largest bucket, lent in turn. Taking one waits for the bucket that used it last.
+
+    With ``ZERO_OPTIM_DEBUG=poison`` what was communicated is overwritten with NaN once it has been used: whoever reads
+    it later is found out.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.storages = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._users: list[Bucket | None] = [None, None]
+        self.poison = "poison" in debug_options()
 
     def take(self, bucket: Bucket) -> Tensor:
         """A buffer [bucket.numel] of the bucket's reduce dtype, its contents undefined."""
@@ -72,6 +80,16 @@ class CommBuffers:
             self._users[0].wait()
         self._users[0] = bucket
         return self.storages[0][: bucket.layout.numel * bucket.reduce_dtype.itemsize].view(bucket.reduce_dtype)
+
+    def release(self, bucket: Bucket) -> None:
+        """The bucket's reduction has arrived: nothing in the buffers lent to it is needed any more."""
+        for storage, user in zip(self.storages, self._users, strict=True):
+            if self.poison and user is bucket:
+                storage.fill_(0xFF)  # NaN in every float dtype
+        if self.poison and bucket.keeps_full and bucket.sharding.stage >= 1:  # reduced in place: others' shards
+            kept = bucket.grad_shard.clone()
+            bucket.grad_buffer.fill_(math.nan)
+            bucket.grad_shard.copy_(kept)
 
 
 class Bucket:
@@ -83,6 +101,9 @@ class Bucket:
         keeps_full: whether gradients rest here in full: at stages 0 and 1, and on one rank.
         grad_buffer: where gradients rest, [numel] where ``keeps_full``, else [shard_numel].
         grad_shard: [shard_numel] what ``step`` applies, a view of ``grad_buffer``.
+        offsets: where each slot starts, in elements.
+        nonfinite: [slots] int32, 1 where the gradient that this rank last packed was not finite. Given by the reducer.
+        gather: brings in the other ranks' parts of ``param_flat``, while it is under way.
         held: one byte a slot, 1 where this rank has put a gradient of it into ``grad_buffer``: it used the parameter.
     """
 
@@ -95,7 +116,12 @@ class Bucket:
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.reduce_dtype = sharding.reduce_dtype(self.dtype)
         self.pieces = tuple(layout.pieces(sharding.shard))
+        self.offsets = [slot.offset for slot in layout.slots]
+        self.nonfinite = torch.zeros(len(self.params), dtype=torch.int32, device=self.device)
+        self._absent = torch.empty(0, dtype=self.dtype, device=self.device)  # what pack is given for no gradient
+        self._buffers: CommBuffers | None = None  # lent to the reduction that is pending
         self.pending: Pending | None = None
+        self.gather: Pending | None = None
         self.state = GradState.EMPTY
         self.held = bytearray(len(self.params))
         self._taken: set[int] = set()  # slots whose reduced gradient was taken out of .grad, to be added to
@@ -210,8 +236,9 @@ class Bucket:
         sources = self._present() if self.state is GradState.LOCAL else local
         in_place = self.keeps_full and self.grad_buffer.dtype == self.reduce_dtype and not accumulate
         full = self.grad_buffer if in_place else buffers.take(self)
-        self._pack(sources, full, 1 / self.sharding.comm.world_size)
+        self._pack(sources, full, 1 / self.sharding.comm.world_size, accumulate)
         self.pending = self._reduce(full, buffers, accumulate)
+        self._buffers = buffers
         self.state = GradState.REDUCED
         self._taken.clear()
         for index, _ in sources:
@@ -231,9 +258,21 @@ class Bucket:
 
     def wait(self) -> None:
         """Order what follows after the arrival of the reduction."""
-        if self.pending is not None:
+        if self.pending is not None and self._buffers is not None:
             self.pending.wait()
-            self.pending = None
+            self._buffers.release(self)
+            self.pending = self._buffers = None
+
+    def unshard(self) -> None:
+        """Start to bring every rank's shard of the parameters into ``param_flat``."""
+        if self.sharding.shards > 1:
+            self.gather = self.sharding.comm.all_gather(self.param_flat)
+
+    def wait_for_parameters(self) -> None:
+        """Order what follows after the arrival of the parameters."""
+        if self.gather is not None:
+            self.gather.wait()
+            self.gather = None
 
     def settle(self) -> bool:
         """After the last reduction: drop what was zeroed since. Returns whether some gradient was not reduced."""
@@ -305,10 +344,16 @@ class Bucket:
                 (self._shards or self._views)[index].zero_()
         self._stale.clear()
 
-    def _pack(self, sources: Sequence[tuple[int, Tensor]], full: Tensor, scale: float) -> None:
-        slots = self.layout.slots
-        grads = [self._checked(index, grad) for index, grad in sources]
-        torch.ops.zero_kernels.pack(grads, [slots[index].offset for index, _ in sources], full, scale)
+    def _pack(
+        self, sources: Sequence[tuple[int, Tensor]], full: Tensor, scale: float, accumulate: bool = False
+    ) -> None:
+        grads = [self._absent] * len(self.params)
+        for index, grad in sources:
+            grads[index] = self._checked(index, grad)
+        flags = torch.empty_like(self.nonfinite) if accumulate else self.nonfinite
+        torch.ops.zero_kernels.pack(grads, self.offsets, full, scale, flags)
+        if accumulate:
+            torch.maximum(self.nonfinite, flags, out=self.nonfinite)
         self._stale.clear()  # pack zeroes the gaps
 
     def _checked(self, index: int, grad: Tensor) -> Tensor:
@@ -318,6 +363,14 @@ class Bucket:
                 f"{self.dtype} on {self.device}. For an embedding, build it with sparse=False"
             )
         return grad.detach().contiguous()
+
+
+def debug_options() -> set[str]:
+    """What ``ZERO_OPTIM_DEBUG`` asks for: a comma-separated list. Raises ValueError for an unknown word."""
+    options = {word.strip() for word in os.environ.get("ZERO_OPTIM_DEBUG", "").split(",")} - {""}
+    if options - {"poison"}:
+        raise ValueError(f"ZERO_OPTIM_DEBUG holds {sorted(options - {'poison'})}, but knows 'poison' alone")
+    return options
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -11,14 +11,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import ClosedError, RankMismatchError
+from .errors import ClosedError, CollectiveError, RankMismatchError
 
 # torch 2.13 renames these two and warns on the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -31,9 +32,13 @@ class Traffic:
     on the wire a rank sends and receives (N-1)/N of it (twice that for an all-reduce). ``wait_seconds``: host
     time blocked."""
 
+    kind: str
     calls: int = 0
     bytes: int = 0
     wait_seconds: float = 0.0
+
+
+_live: weakref.WeakSet[Comm] = weakref.WeakSet()
 
 
 class Pending:
@@ -41,14 +46,21 @@ class Pending:
 
     def __init__(self, work: Any, traffic: Traffic, on_arrival: Callable[[], object] | None = None) -> None:
         self._work = work
-        self._traffic = traffic
+        self._kind, self._traffic = traffic.kind, traffic
         self._on_arrival = on_arrival
 
     def wait(self) -> None:
         if self._work is None:
             return
         start = time.perf_counter()
-        self._work.wait()
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"{self._kind} did not complete: {error}. Another rank died, raised, or does not take part: each must "
+                "make the same calls of step, clip_grad_norm_ and synchronised backwards. The first error that any rank "
+                "printed is the cause"
+            ) from error
         self._work = None  # only now: after a time-out it has not arrived, however often one asks
         self._traffic.wait_seconds += time.perf_counter() - start
         if self._on_arrival is not None:
@@ -64,10 +76,12 @@ class Comm:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = weakref.ref(group) if group is not None else None
+        self._owns_group = False
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self.traffic: dict[str, Traffic] = {}
         self._sum = torch.empty(0, dtype=torch.float32)  # [shard_numel] scratch of _sum_in_rank_order
+        _live.add(self)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -75,6 +89,29 @@ class Comm:
         if group is None and self.world_size > 1:
             raise ClosedError("the process group was destroyed: close the optimizer before, or make a new one")
         return group
+
+    def separate(self) -> None:
+        """Collective. Take a group of its own, with the same ranks, where another optimizer communicates over this one.
+
+        Both reduce while backward runs. Ranks that use different parameters of theirs would send in different orders.
+        """
+        if self.world_size == 1:
+            return
+        shared = any(other is not self and other._group is not None and other._group() is self.group for other in _live)
+        if not any(self.gather_objects(shared)):
+            return
+        ranks = dist.get_process_group_ranks(self.group)
+        backend, timeout = dist.get_backend_config(self.group), _timeout(self.group)
+        own = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+        self._group, self._owns_group = weakref.ref(own), True
+
+    def close(self) -> None:
+        """Destroy a group of its own."""
+        _live.discard(self)
+        group = self._group() if self._group is not None else None
+        if self._owns_group and group is not None and dist.is_initialized():
+            self._owns_group = False
+            dist.destroy_process_group(group)
 
     def has_own_reduce_scatter(self, tensor: Tensor) -> bool:
         """Gloo's own is a clone and an all-reduce; ours is an all-to-all into a scratch buffer and a local sum."""
@@ -157,7 +194,8 @@ class Comm:
         return self._sum.nbytes
 
     def stats(self) -> dict[str, dict[str, float]]:
-        return {kind: asdict(traffic) for kind, traffic in self.traffic.items()}
+        counted = ("calls", "bytes", "wait_seconds")
+        return {kind: {name: getattr(of, name) for name in counted} for kind, of in self.traffic.items()}
 
     def _sum_in_rank_order(self, received: Tensor, out: Tensor, accumulate: bool) -> None:
         """Add the ranks' contributions in fp32, in rank order, round once to ``out``'s dtype, then store or add."""
@@ -173,10 +211,16 @@ class Comm:
         out.add_(total) if accumulate else out.copy_(total)
 
     def _record(self, kind: str, tensor: Tensor) -> Traffic:
-        traffic = self.traffic.setdefault(kind, Traffic())
+        traffic = self.traffic.setdefault(kind, Traffic(kind))
         traffic.calls += 1
         traffic.bytes += tensor.nbytes
         return traffic
+
+
+def _timeout(group: Any) -> timedelta | None:
+    """The group's own; None, for the back-end's default, where it has no options."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def make_comm(process_group: dist.ProcessGroup | None = None) -> Comm:

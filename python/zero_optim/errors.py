@@ -25,5 +25,9 @@ class ClosedError(ZeroOptimError):
     """The optimizer was used after ``close()``."""
 
 
+class CollectiveError(ZeroOptimError):
+    """A collective failed or timed out: another rank died, raised, or does not take part."""
+
+
 class StateMismatchError(ZeroOptimError):
     """A state dict that does not fit this optimizer."""

@@ -1,12 +1,12 @@
-"""Phase 2 of a step: what all ranks must know of the gradients, in one small all-reduce, and one device scalar from it.
+"""Phase 2 of a step: what all ranks must know of the gradients, in one small all-reduce, and the factors from it.
 
-The vector: ``[norm term, non-finite count, late count, used count of each parameter ...]``. It is summed for
-finite norms and maximised for the infinity norm; every part means the same under either.
+The vector: ``[norm term, non-finite count, late count, ranks that thawed, ranks that did not, used count of each
+parameter ..., reports of non-finite gradients ...]``. It is summed for finite norms and maximised for the infinity
+norm; every part means the same under either.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,10 +17,13 @@ from torch import Tensor
 from zero_kernels import is_capturing
 
 from .bucket import Bucket, GradState, Sharding
-from .errors import GradientError
+from .errors import GradientError, RankMismatchError
+from .host_copy import HostCopy
+from .nonfinite import NonFinite
+from .reducer import Reducer
 
-_HEADER = 3
-_LATE = 65536  # marks a late parameter in its used count; exact in fp32 for 255 ranks that are late at once
+_HEADER = 5
+_NAMED = 65536  # marks a late or thawed parameter in its used count; exact in fp32 for 255 ranks at once
 
 
 class GradNorm:
@@ -28,29 +31,40 @@ class GradNorm:
 
     Attributes:
         exchanged: whether the values below are those of the gradients as they are.
-        norm: [] fp32, norm of the averaged gradients before clipping, still times the loss scale where nobody
-            unscaled.
         used: [parameters] bool, whether any rank has a gradient for it.
         found_inf: [1] fp32, not 0 where the step must be skipped on every rank.
-        clip: [1] fp32, multiplies the gradients where ``clipped``.
+        clip: [1] fp32, multiplies all gradients where ``clipped``.
+        factor: [parameters] fp32, multiplies the gradients of each; None: no subset was clipped.
         skipped: [] fp32, steps skipped so far.
     """
 
-    def __init__(self, sharding: Sharding, labels: Sequence[str], device: torch.device) -> None:
+    def __init__(self, sharding: Sharding, labels: Sequence[str]) -> None:
         self.sharding, self.labels = sharding, labels
-        self.exchanged = self.clipped = False
-        self.norm = torch.zeros((), device=device)
-        self.used = torch.zeros(len(labels), dtype=torch.bool, device=device)
+        device = sharding.device
+        self.nonfinite = NonFinite(sharding.comm.rank, sharding.comm.world_size, device)
         self.found_inf = torch.zeros(1, device=device)
         self.clip = torch.ones(1, device=device)
         self.skipped = torch.zeros((), device=device)
-        self._vector = torch.zeros(_HEADER + len(labels), device=device)
-        self._late = _LateFlag(self._vector[2:3], sharding.reduces)
-        self._used_here = torch.zeros(len(labels), device=device)  # [parameters] fp32, as last sent to the device
-        self._used_sent = bytearray(len(labels))
+        self.resize()
+
+    def resize(self) -> None:
+        """Make room for as many parameters as there are labels."""
+        device, count = self.sharding.device, len(self.labels)
+        self.used = torch.zeros(count, dtype=torch.bool, device=device)
+        self.nonfinite.resize(count)
+        self._vector = torch.zeros(_HEADER + count + self.nonfinite.entries, device=device)
+        self._used_counts = self._vector[_HEADER : _HEADER + count]
+        self._reports = self._vector[_HEADER + count :]
+        self._alarms = _Alarms(self._vector[2:4], self.sharding.reduces)
+        self._used_here = torch.zeros(count, device=device)  # [parameters] fp32, as last sent to the device
+        self._used_sent = bytearray(count)
+        self._subsets: dict[tuple[int, ...], Tensor] = {}
+        self.reset()
 
     def reset(self) -> None:
         self.exchanged = self.clipped = False
+        self.norm_type: float | None = None  # of the norm that was exchanged
+        self.factor: Tensor | None = None
 
     def discard(self) -> None:
         """A backward begins: what was exchanged is no longer what the gradients are."""
@@ -62,28 +76,37 @@ class GradNorm:
         self.reset()
 
     def exchange(
-        self, buckets: Sequence[Bucket], used: bytearray, late: set[int], norm_type: float | None, *, stats: bool
+        self, reducer: Reducer, used: bytearray, norm_type: float | None, *, stats: bool, thawed: Sequence[int]
     ) -> None:
-        """Fill in norm and used. ``used``: a byte a parameter; ``norm_type`` None: no norm is wanted.
+        """Fill in the norm and what is used.
 
-        ``stats`` False: nor is the non-finite count, so that no gradient is read.
+        Args:
+            used: a byte a parameter.
+            norm_type: None: no norm is wanted.
+            stats: False: nor is the non-finite count, so that no gradient is read.
+            thawed: parameters that this rank is to train from now on.
 
-        Raises GradientError, on every rank, where any rank has a ``late`` gradient (on CUDA: one step later).
+        Raises GradientError, on every rank, where any rank has a late gradient, and RankMismatchError where some ranks
+        thawed and others did not (on CUDA, where this one has no part in it, one step later).
         """
-        self._late.check_last(self._raise_late)
+        self._alarms.check_last(self._raise_alarm)
         maximum = norm_type == math.inf
         wanted = norm_type is not None or stats
-        self._vector[:2] = self._local_totals(buckets, 2.0 if norm_type is None else norm_type) if wanted else 0.0
-        self._vector[2].fill_(len(late))
-        self._vector[_HEADER:].copy_(self._on_device(used))
-        for index in late:
-            self._vector[_HEADER + index].add_(_LATE)
+        self._vector[:2] = self._local_totals(reducer.buckets, norm_type or 2.0) if wanted else 0.0
+        self._vector[2].fill_(len(reducer.late))
+        self._vector[3].fill_(bool(thawed))
+        self._vector[4].fill_(not thawed)
+        self._used_counts.copy_(self._on_device(used))
+        for index in {*reducer.late, *thawed}:
+            self._used_counts[index].add_(_NAMED)
+        self.nonfinite.report(self._reports, reducer.nonfinite, reducer.slot_params)
         self.sharding.comm.exchange(self._vector, maximum=maximum)
-        self._late.check_this(self._raise_late)
-        if norm_type is not None:
-            torch.pow(self._vector[0], 1.0 if maximum else 1.0 / norm_type, out=self.norm)
-        torch.gt(self._vector[_HEADER:], 0, out=self.used)
-        self.exchanged = True
+        if thawed:
+            self._agree_on_thaw()
+        else:
+            self._alarms.check_this(self._raise_alarm)
+        torch.gt(self._used_counts, 0, out=self.used)
+        self.exchanged, self.norm_type = True, norm_type
 
     def _on_device(self, used: bytearray) -> Tensor:
         """``used`` as fp32 on the device, [parameters]. As a rule it is that of the step before, and is there."""
@@ -99,10 +122,15 @@ class GradNorm:
             self._used_sent = bytearray(used)
         return self._used_here
 
+    def overflowed(self) -> Tensor:
+        """[1] fp32: not 0 where a gradient of any rank is not finite."""
+        return (self._vector[1:2] > 0).float()
+
     def decide(self, skip_nonfinite: bool) -> None:
         """Fill in found_inf. A late gradient always skips the step, a non-finite one if asked."""
         nonfinite = self._vector[1:2] if skip_nonfinite else 0.0
         self.found_inf.copy_(self._vector[2:3] + nonfinite > 0)
+        self.nonfinite.note(self._reports, self.found_inf)
 
     def drop(self, indices: Sequence[int]) -> None:
         """These gradients were dropped after the exchange, on every rank: their parameters are not updated."""
@@ -113,62 +141,141 @@ class GradNorm:
         """[2]: this rank's term of the norm, and its count of non-finite values."""
         shards = [bucket.grad_shard for bucket in buckets if bucket.state is not GradState.EMPTY]
         if not shards:
-            return torch.zeros(2, device=self._vector.device)
+            return torch.zeros(2, device=self.sharding.device)
         stats = torch.ops.zero_kernels.grad_stats(shards, norm_type)
         totals = stats.sum(0)
         if norm_type == math.inf:
             totals[0] = stats[:, 0].max()
-        if self.sharding.shards == 1 and self.sharding.comm.rank > 0:
-            totals.zero_()  # every rank holds the same gradients: rank 0 speaks for all
-        return totals
+        return self._once(totals)
 
-    def set_clip(self, max_norm: float, inverse_scale: Tensor | None) -> Tensor:
-        """Clip to ``max_norm`` as torch's ``clip_grad_norm_`` does. Returns the norm before it, unscaled if asked."""
-        norm = self.norm if inverse_scale is None else self.norm * inverse_scale.reshape(())
-        self.clip.copy_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    def _once(self, totals: Tensor) -> Tensor:
+        """Where every rank holds the same gradients, rank 0 speaks for all."""
+        return totals.zero_() if self.sharding.shards == 1 and self.sharding.comm.rank > 0 else totals
+
+    # -- clipping ------------------------------------------------------------------------------------------------
+
+    def clip_to(
+        self,
+        max_norm: float,
+        norm_type: float,
+        buckets: Sequence[Bucket],
+        subset: Sequence[int] | None,
+        inverse_scale: Tensor | None,
+    ) -> Tensor:
+        """Clip all gradients, or those of ``subset``, as torch's ``clip_grad_norm_`` does. They were exchanged.
+
+        Returns their norm before it, with what was clipped before, unscaled if ``inverse_scale`` is given. [] fp32.
+        """
+        if not self.clipped:
+            self.clip.fill_(1.0)
+        if subset is None and self.factor is None and norm_type == self.norm_type:
+            norm = _root(self._vector[0], norm_type)
+        else:
+            norm = self._norm_of(buckets, norm_type, range(len(self.labels)) if subset is None else subset)
+        norm = norm * self.clip.reshape(())
+        if inverse_scale is not None:
+            norm = norm * inverse_scale.reshape(())
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if subset is None:
+            self.clip.mul_(coefficient)
+        else:
+            self.factor = self._factors() * torch.where(self._mask(subset), coefficient, 1.0)
         self.clipped = True
-        return norm.clone()
+        return norm
+
+    def _factors(self) -> Tensor:
+        return self.used.new_ones(len(self.labels), dtype=torch.float32) if self.factor is None else self.factor
+
+    def _norm_of(self, buckets: Sequence[Bucket], norm_type: float, indices: Sequence[int]) -> Tensor:
+        """The norm of some parameters' gradients, each times its factor; [] fp32. An exchange of its own."""
+        wanted = set(indices)
+        pieces = [
+            (bucket.grad_shard.narrow(0, piece.in_shard, piece.numel), piece.slot.param)
+            for bucket in buckets
+            if bucket.state is not GradState.EMPTY
+            for piece in bucket.pieces
+            if piece.slot.param in wanted and piece.numel
+        ]
+        term = torch.zeros(1, device=self.sharding.device)
+        if pieces:
+            terms = torch.ops.zero_kernels.grad_stats([piece for piece, _ in pieces], norm_type)[:, 0]
+            if self.factor is not None:
+                factors = self.factor.index_select(0, self._to_device([index for _, index in pieces]))
+                terms = terms * (factors if norm_type == math.inf else factors**norm_type)
+            term = self._once((terms.amax() if norm_type == math.inf else terms.sum()).reshape(1))
+        self.sharding.comm.exchange(term, maximum=norm_type == math.inf)
+        return _root(term[0], norm_type)
+
+    def _mask(self, subset: Sequence[int]) -> Tensor:
+        """[parameters] bool, True in ``subset``."""
+        key = tuple(subset)
+        if key not in self._subsets:
+            members = set(subset)
+            mask = self._to_device([index in members for index in range(len(self.labels))])
+            self._subsets = {**self._subsets, key: mask} if len(self._subsets) < 64 else {key: mask}
+        return self._subsets[key]
+
+    def _to_device(self, values: Sequence[int]) -> Tensor:
+        host = torch.tensor(values)
+        return host.pin_memory().to(self.sharding.device, non_blocking=True) if self.used.is_cuda else host
+
+    # -- errors --------------------------------------------------------------------------------------------------
+
+    def _agree_on_thaw(self) -> None:
+        """This rank has thawed parameters: read, this once, whether all have."""
+        if self._vector[4].item() > 0:
+            self._raise_thaw()
+
+    def _named(self) -> str:
+        return ", ".join(self.labels[i] for i, count in enumerate(self._used_counts.tolist()) if count >= _NAMED)
+
+    def _raise_alarm(self, late: float) -> None:
+        self._raise_late() if late else self._raise_thaw()
+
+    def _raise_thaw(self) -> None:
+        names = self._named()
+        self.reset()
+        raise RankMismatchError(
+            f"{names or 'a parameter'} requires a gradient now on some ranks and is frozen on others: call "
+            "requires_grad_() on every rank before the same step. Nothing was updated"
+        )
 
     def _raise_late(self) -> None:
-        names = [self.labels[i] for i, count in enumerate(self._vector[_HEADER:].tolist()) if count >= _LATE]
+        names = self._named()
         self.reset()
         raise GradientError(
-            f"a gradient of {', '.join(names) or 'a parameter'} arrived after its bucket had been reduced: it became "
+            f"a gradient of {names or 'a parameter'} arrived after its bucket had been reduced: it became "
             "ready more often than in the backward that was observed. Nothing was updated. Call opt.zero_grad(), and "
             "opt.observe() before a backward that uses parameters another number of times"
         )
 
 
-class _LateFlag:
-    """The late count on the host. A CPU's is read at once; a GPU's one step later, at the same place on every rank."""
+def _root(total: Tensor, norm_type: float) -> Tensor:
+    return total.clone() if norm_type == math.inf else total.pow(1.0 / norm_type)
 
-    def __init__(self, flag: Tensor, reduces: bool) -> None:
-        self._flag = flag
+
+class _Alarms:
+    """Late and thawed counts on the host. A CPU's are read at once; a GPU's one step later, at the same place on all
+    ranks."""
+
+    def __init__(self, counts: Tensor, reduces: bool) -> None:
+        self._device = counts.device
         self._reduces = reduces  # alone, a rank is never late
-        self._host = torch.zeros(1, pin_memory=True) if flag.is_cuda else flag
-        self._memory = ctypes.c_float.from_address(self._host.data_ptr())
-        self._event = torch.cuda.Event() if flag.is_cuda else None
-        self._watched = False
+        self._host = HostCopy(counts)
 
-    def check_this(self, fail: Callable[[], object]) -> None:
+    def check_this(self, fail: Callable[[float], object]) -> None:
         """Right after the exchange."""
-        if not self._reduces or is_capturing(self._flag.device):
-            return
-        if self._event is None:
-            self._check(fail)
-        else:
-            self._host.copy_(self._flag, non_blocking=True)
-            self._event.record(torch.cuda.current_stream(self._flag.device))
-            self._watched = True
+        if self._reduces and not is_capturing(self._device):
+            self._host.send()
+            if self._host.immediate:
+                self._check(fail)
 
-    def check_last(self, fail: Callable[[], object]) -> None:
+    def check_last(self, fail: Callable[[float], object]) -> None:
         """In the next step: the copy made in the last one has arrived, or the host is a step ahead and waits for it."""
-        if self._event is not None and self._watched and not is_capturing(self._flag.device):
-            self._watched = False
-            self._event.synchronize()
+        if not is_capturing(self._device):
             self._check(fail)
 
-    def _check(self, fail: Callable[[], object]) -> None:
-        if self._memory.value > 0:
-            self._memory.value = 0.0
-            fail()
+    def _check(self, fail: Callable[[float], object]) -> None:
+        late, thawed = self._host.read(wait=True) or (0.0, 0.0)
+        if late > 0 or thawed > 0:
+            fail(late)

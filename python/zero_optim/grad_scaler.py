@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState
+
+from zero_kernels import is_capturing
+
+from .host_copy import HostCopy
 
 
 class _Sharded(Protocol):
@@ -18,6 +24,8 @@ class _Sharded(Protocol):
     def unscale_gradients(self, inverse_scale: Tensor) -> None: ...
     def step_scaled(self, inverse_scale: Tensor | None) -> Any: ...
     def found_inf_of_step(self) -> Tensor: ...
+    def found_inf_without_step(self) -> Tensor: ...
+    def first_non_finite(self) -> dict[str, Any] | None: ...
 
 
 def _is_sharded(optimizer: object) -> TypeGuard[_Sharded]:
@@ -29,7 +37,8 @@ class GradScaler(TorchGradScaler):
 
     With a ``ShardedAdamW``, ``unscale_`` divides gradients that are readable through ``.grad``, and hands a
     device scalar to the update for those that are sharded; ``step`` skips on the device, on every rank, where
-    any rank found a non-finite gradient. Other optimizers are handled as torch handles them.
+    any rank found a non-finite gradient. Other optimizers are handled as torch handles them. A scale that falls below
+    1 is warned of, with the name of the gradient that was the first not to be finite; nothing is raised.
 
     Args:
         device: where the scale lives; None: the first scaled tensor's device.
@@ -47,6 +56,9 @@ class GradScaler(TorchGradScaler):
     ) -> None:
         super().__init__(device or "cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._follow_outputs = device is None
+        self._sharded: dict[int, weakref.ref[Any]] = {}  # optimizers met, by id
+        self._host_scale: HostCopy | None = None
+        self._last_scale = init_scale  # as the host has last seen it
 
     def scale(self, outputs: Any) -> Any:
         if self._follow_outputs and isinstance(outputs, Tensor):
@@ -61,6 +73,7 @@ class GradScaler(TorchGradScaler):
             raise RuntimeError("unscale_() was called on this optimizer already since the last update()")
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is called after step(); call update() between")
+        self._sharded[id(optimizer)] = weakref.ref(optimizer)
         optimizer.unscale_gradients(self._inverse_scale())
         state["stage"] = OptState.UNSCALED
 
@@ -73,11 +86,52 @@ class GradScaler(TorchGradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update()")
+        self._sharded[id(optimizer)] = weakref.ref(optimizer)
         inverse = self._inverse_scale() if state["stage"] is OptState.READY else None
         result = optimizer.step_scaled(inverse)
         state["found_inf_per_device"] = {optimizer.device: optimizer.found_inf_of_step()}
         state["stage"] = OptState.STEPPED
         return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        if self._enabled:
+            for key, state in self._per_optimizer_states.items():
+                optimizer = self._met(key)
+                if optimizer is not None and state["stage"] is OptState.UNSCALED:  # and no step was made
+                    state["found_inf_per_device"] = {optimizer.device: optimizer.found_inf_without_step()}
+        super().update(new_scale)
+        if self._enabled:
+            self._watch_scale()
+
+    def _met(self, key: int) -> Any:
+        reference = self._sharded.get(key)
+        return reference() if reference is not None else None
+
+    def _watch_scale(self) -> None:
+        """Warn when the scale has fallen below 1, as far as the host knows: a GPU's is that of an update before."""
+        scale = self._scale
+        if scale is None or is_capturing(scale.device):
+            return
+        if self._host_scale is None or self._host_scale.source is not scale:
+            self._host_scale = HostCopy(scale)
+        if self._host_scale.immediate:
+            self._host_scale.send()
+        seen = self._host_scale.read(wait=False)
+        if seen is not None:
+            if seen[0] < 1.0 <= self._last_scale:
+                self._warn(seen[0])
+            self._last_scale = seen[0]
+        if not self._host_scale.immediate:
+            self._host_scale.send()
+
+    def _warn(self, scale: float) -> None:
+        firsts = [optimizer.first_non_finite() for optimizer in map(self._met, self._sharded) if optimizer is not None]
+        named = ["{parameter} on rank {rank} in step {step}".format(**first) for first in firsts if first is not None]
+        warnings.warn(
+            f"the loss scale fell to {scale:g}: gradients are not finite whatever the scale. The first was that of "
+            f"{', '.join(named) or 'a parameter of another optimizer'}",
+            stacklevel=3,
+        )
 
     def _inverse_scale(self) -> Tensor:
         """[1] fp32: 1 / scale, divided in float64."""

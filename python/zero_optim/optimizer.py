@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from . import validate
 from .bucket import Bucket, GradState, Sharding
 from .comm import make_comm
-from .errors import ClosedError, GradientError, ParameterError, ZeroOptimError
+from .errors import ClosedError, GradientError, ZeroOptimError
 from .grad_norm import GradNorm
 from .layout import bucket_capacities, build_layout
+from .param_gather import ParamGather
 from .param_group import HyperTable
+from .parameter_set import ParameterSet
 from .reducer import Reducer
 from .shard_state import OptimizerState
 from .state_dict import load_groups, make_state_dict, match_state
@@ -44,8 +46,8 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     Args:
         params: parameters, ``model.named_parameters()``, or groups, as ``torch.optim.AdamW`` takes them.
-        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; a group's own values win; read at every
-            step.
+        lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``; a group's own values win; read at
+            every step.
         stage: what the ranks share: 0 nothing, 1 optimizer state, 2 optimizer state and gradients.
         process_group: the ranks; None: the default group where ``torch.distributed`` is initialised, else one
             rank.
@@ -58,10 +60,13 @@ class ShardedAdamW(torch.optim.Optimizer):
         skip_nonfinite: a step with an inf or NaN gradient on any rank changes nothing on any; False: it goes
             through.
         overlap_grad_reduce: reduce while backward runs, instead of after it.
+        overlap_param_gather: gather updated parameters while the next forward runs: after ``opt.attach(model)``, a
+            module waits for its own as it is called. Else read them only after ``opt.wait_for_parameters()``.
         decoupled_weight_decay: False makes it ``torch.optim.Adam``, with L2 in the gradient.
+        fused, foreach, capturable: accepted for torch's sake; it is always all of them.
 
     Raises:
-        ParameterError: a parameter that it cannot hold.
+        ParameterError: a parameter that it cannot hold, or that another live ``ShardedAdamW`` holds.
         ValueError: an argument out of range.
         RankMismatchError: on every rank, when ranks disagree or one of them failed.
     """
@@ -73,7 +78,13 @@ class ShardedAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
+        maximize: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
         stage: int = 2,
         process_group: dist.ProcessGroup | None = None,
         mesh: dist.DeviceMesh | None = None,
@@ -82,6 +93,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = True,
         overlap_grad_reduce: bool = True,
+        overlap_param_gather: bool = False,
         decoupled_weight_decay: bool = True,
     ) -> None:
         self._closed = True  # until the constructor is through
@@ -93,39 +105,45 @@ class ShardedAdamW(torch.optim.Optimizer):
             "max_grad_norm": max_grad_norm,
             "skip_nonfinite": skip_nonfinite,
             "overlap_grad_reduce": overlap_grad_reduce,
+            "overlap_param_gather": overlap_param_gather,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
+        meaningless = {"fused": fused, "foreach": foreach, "capturable": capturable}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"maximize": maximize, "amsgrad": amsgrad, "differentiable": differentiable}
         with comm.raising_together():
             validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm)
-            super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-            self._labels = validate.parameter_labels(self.param_groups)
+            validate.warn_of_meaningless(meaningless)
+            super().__init__(params, defaults)
+            self._parameters = ParameterSet(self.param_groups)
+            indices = self._parameters.read_groups()
             validate.check_groups(self.param_groups)
-            validate.check_parameters(parameters, self._labels)
-        validate.check_agreement(comm, self.param_groups, self._labels, options)
+            validate.check_parameters(self._parameters, indices)
+        validate.check_agreement(comm, self._parameters, 0, options)
+        comm.separate()
 
         self.stage, self.max_grad_norm, self.skip_nonfinite = stage, max_grad_norm, skip_nonfinite
-        self.device = parameters[0].device
-        self._sharding = Sharding(comm, stage, grad_reduce_dtype)
-        self._trainable = {index: p for index, p in enumerate(parameters) if p.requires_grad}
-        self._frozen = {index: p for index, p in enumerate(parameters) if not p.requires_grad}
-        if not self._trainable:
-            raise ParameterError("no parameter requires a gradient; unfreeze some before making the optimizer")
-        make_buckets = partial(_make_buckets, self._trainable, self._labels, self._sharding, bucket_cap_mb)
-        self._reducer = Reducer(self._trainable, self._labels, self._sharding, make_buckets, overlap_grad_reduce)
-        for tensor in [bucket.param_flat for bucket in self._reducer.buckets] + list(self._frozen.values()):
-            comm.broadcast(tensor.data)
-        self._states = OptimizerState(self._trainable, self._sharding, self._reducer.buckets)
-        self._reducer.on_layout = self._states.lay_out
-        self._norm = GradNorm(self._sharding, self._labels, self.device)
+        self.device = self._parameters.all[0].device
+        self._sharding = Sharding(comm, stage, grad_reduce_dtype, self.device)
+        trained = self._parameters.trained
+        make_buckets = partial(_make_buckets, trained, self._parameters.labels, self._sharding, bucket_cap_mb)
+        self._reducer = Reducer(trained, self._parameters.labels, self._sharding, make_buckets, overlap_grad_reduce)
+        self._states = OptimizerState(trained, self._sharding)
+        self._norm = GradNorm(self._sharding, self._parameters.labels)
+        self._hyper = HyperTable([], 0, self.device, decoupled=decoupled_weight_decay)
+        self._gather = ParamGather(overlap_param_gather)
+        self._reducer.on_layout = [self._states.lay_out, self._gather.use]
         self._reducer.on_backward = self._norm.discard
-        group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
-        self._hyper = HyperTable(group_of, len(self.param_groups), self.device, decoupled=decoupled_weight_decay)
         self._inverse_scale: Tensor | None = None  # [1] fp32, multiplies the gradients of the next step
         self._scaled = False  # whether a GradScaler takes part in the next step
         self._steps = 0
         self.watchers: list[Watcher] = []  # told of every update; ``zero_optim.verify`` adds one
         self._closed = False
+        try:
+            self._take_in(indices)
+        except BaseException:
+            self.close()
+            raise
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -142,25 +160,22 @@ class ShardedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._check_still_frozen()
+        self._gather.wait()
         self._adopt_torch_scale()
         self._states.refresh_edited()
 
         # Phase 1 and 2: complete the reductions; agree on norm, overflow and used parameters.
         self._exchange(2.0 if self.max_grad_norm is not None else None)
         grad_scale, found_inf = self._coefficients()
-        self._hyper.advance(self.param_groups, self._norm.used & (found_inf == 0))
+        self._hyper.advance(self.param_groups, self._norm.used & (found_inf == 0), self._norm.factor)
 
         # Phase 3: update every shard and send it out, in the order in which the next forward wants the parameters.
         for watcher in self.watchers:
             watcher.before_update(grad_scale, found_inf)
-        gathers = []
         for shard in reversed(self._states.shards):
-            shard.update(self._hyper.table, grad_scale, found_inf)
-            if self._sharding.shards > 1:
-                gathers.append(self._sharding.comm.all_gather(shard.bucket.param_flat))
-        for gather in gathers:
-            gather.wait()
+            shard.update(self._hyper.table, grad_scale, found_inf, self._norm.nonfinite.marks)
+            shard.bucket.unshard()
+        self._gather.after_step()
         for watcher in self.watchers:
             watcher.after_update(found_inf)
         self._states.mark_updated()
@@ -173,10 +188,18 @@ class ShardedAdamW(torch.optim.Optimizer):
     def _exchange(self, norm_type: float | None) -> None:
         if self._norm.exchanged:
             self._follow_edits()
-        if not self._norm.exchanged:
-            used = self._reducer.finish()
-            stats = self.skip_nonfinite or self._scaled
-            self._norm.exchange(self._reducer.buckets, used, self._reducer.late, norm_type, stats=stats)
+        if self._norm.exchanged:
+            return
+        thawed = self._parameters.thawed()
+        self._reduce_and_exchange(norm_type, thawed)
+        if thawed:  # on all ranks, as the exchange has shown
+            self._take_in(thawed)
+            self._reduce_and_exchange(norm_type, [])
+
+    def _reduce_and_exchange(self, norm_type: float | None, thawed: Sequence[int]) -> None:
+        used = self._reducer.finish()
+        stats = self.skip_nonfinite or self._scaled
+        self._norm.exchange(self._reducer, used, norm_type, stats=stats, thawed=thawed)
 
     def _follow_edits(self) -> None:
         """Gradients dropped or assigned between ``clip_grad_norm_`` and ``step`` count as they are; the clip stays."""
@@ -191,7 +214,7 @@ class ShardedAdamW(torch.optim.Optimizer):
     def _coefficients(self) -> tuple[Tensor | None, Tensor]:
         """One device scalar that unscales and clips, and one that says whether to skip."""
         if self.max_grad_norm is not None and not self._norm.clipped:
-            self._norm.set_clip(self.max_grad_norm, self._inverse_scale)
+            self._norm.clip_to(self.max_grad_norm, 2.0, self._reducer.buckets, None, self._inverse_scale)
         self._norm.decide(self.skip_nonfinite or self._scaled)
         grad_scale = self._norm.clip if self._norm.clipped else self._inverse_scale
         if self._norm.clipped and self._inverse_scale is not None:
@@ -212,19 +235,28 @@ class ShardedAdamW(torch.optim.Optimizer):
             yield
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, parameters: Tensor | Iterable[Tensor] | None = None
+    ) -> Tensor:
         """Clip the gradients of the next step to ``max_norm``. No pass over memory: ``step`` multiplies as it loads.
 
-        Returns the norm of the averaged gradients of all parameters before clipping, a device tensor [] fp32,
-        the same on every rank; still times the loss scale unless ``scaler.unscale_(opt)`` was called, as in
-        torch. ``norm_type``: any p > 0 or inf. A backward after it discards it, with a warning.
+        Returns the norm of the averaged gradients before clipping, a device tensor [] fp32, the same on every rank;
+        still times the loss scale unless ``scaler.unscale_(opt)`` was called, as in torch. What was clipped before, by
+        another call for this step, counts as clipped. A backward after it discards it, with a warning.
+
+        Args:
+            norm_type: any p > 0, or inf.
+            parameters: clip these alone, by their own norm; the same on every rank. None: all.
+
+        Raises:
+            ParameterError: one of ``parameters`` is not this optimizer's.
         """
         self._check_usable()
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
-        self._norm.reset()
-        self._exchange(float(norm_type))
-        return self._norm.set_clip(max_norm, self._inverse_scale)
+        subset = None if parameters is None else self._parameters.indices_of(parameters)
+        self._exchange(float(norm_type) if subset is None else None)
+        return self._norm.clip_to(max_norm, float(norm_type), self._reducer.buckets, subset, self._inverse_scale)
 
     # -- loss scaling --------------------------------------------------------------------------------------------
 
@@ -248,6 +280,12 @@ class ShardedAdamW(torch.optim.Optimizer):
         if inverse_scale is not None:
             self._inverse_scale = inverse_scale
         return self.step()
+
+    @torch.no_grad()
+    def found_inf_without_step(self) -> Tensor:
+        """For ``GradScaler.update`` after ``unscale_`` alone: [1] fp32, not 0 where a gradient is not finite."""
+        self._exchange(None)
+        return self._norm.overflowed()
 
     def found_inf_of_step(self) -> Tensor:
         """For ``GradScaler.update``: [1] fp32, not 0 where the last step was skipped."""
@@ -279,29 +317,70 @@ class ShardedAdamW(torch.optim.Optimizer):
     def refresh_master(self) -> None:
         """Take over parameters edited in a way that version counters cannot show, such as through ``p.data``."""
         self._check_usable()
-        self._states.refresh_masters(set(self._trainable))
+        self._gather.wait()
+        self._states.refresh_masters(set(self._parameters.trained))
+
+    def wait_for_parameters(self) -> None:
+        """Order what follows after the updates of the last ``step``. Needed with ``overlap_param_gather=True`` alone,
+        before parameters are read or written in another way than by calling their modules."""
+        self._check_usable()
+        self._gather.wait()
 
     def attach(self, model: nn.Module) -> None:
-        """Name parameters, in messages and state dicts, as ``model.named_parameters()`` does."""
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for group in self.param_groups:
-            missing = [tuple(p.shape) for p in group["params"] if id(p) not in names]
-            if missing:
-                raise ParameterError(f"the model has no parameters of shapes {missing}, which this optimizer holds")
-            group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
-        self._labels[:] = validate.parameter_labels(self.param_groups)
+        """Make the model known: names in messages and state dicts are those of ``model.named_parameters()``, and with
+        ``overlap_param_gather=True`` its modules wait for their parameters as they are called.
+
+        Raises ParameterError where the model lacks a parameter of this optimizer.
+        """
+        self._check_usable()
+        self._parameters.take_names(model)
         for bucket in self._reducer.buckets:
             bucket.relabel()
+        if self._gather.overlap:
+            self._gather.attach(model, {id(parameter): i for i, parameter in enumerate(self._parameters.all)})
 
     def observe(self) -> None:
         """Count anew, in the next backward, how often each gradient becomes ready; call it on every rank."""
         self._check_usable()
         self._reducer.observe()
 
+    # -- the parameters ------------------------------------------------------------------------------------------
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if not self._closed:
-            raise ParameterError("give every parameter group to the constructor: the buckets are laid out there")
-        super().add_param_group(param_group)
+        """Add parameters, as ``torch.optim.Optimizer.add_param_group`` does. Collective; rank 0's values are broadcast.
+
+        Raises what the constructor raises; then nothing was added.
+        """
+        if not hasattr(self, "_parameters"):  # called by the constructor
+            super().add_param_group(param_group)
+            return
+        self._check_usable()
+        before, comm = len(self.param_groups), self._sharding.comm
+        try:
+            with comm.raising_together():
+                super().add_param_group(param_group)
+                indices = self._parameters.read_groups()
+                validate.check_groups(self.param_groups[before:], before)
+                validate.check_parameters(self._parameters, indices)
+            validate.check_agreement(comm, self._parameters, before, {})
+        except BaseException:
+            del self.param_groups[before:]
+            self._parameters.read_groups()
+            raise
+        self._take_in(indices)
+
+    def _take_in(self, indices: Sequence[int]) -> None:
+        """Collective. Give these parameters what they lack: rank 0's values, and, if they are trained, a place."""
+        for index in indices:
+            self._sharding.comm.broadcast(self._parameters.all[index].data)
+        self._parameters.claim(indices)
+        trained = [index for index in indices if self._parameters.all[index].requires_grad]
+        self._parameters.train(trained)
+        self._norm.resize()
+        self._hyper.grow(self._parameters.group_of, len(self.param_groups))
+        if trained:
+            self._states.grow(self._reducer.grow(trained))
+            self._gather.use(self._reducer.buckets)
 
     # -- state and statistics ------------------------------------------------------------------------------------
 
@@ -327,12 +406,12 @@ class ShardedAdamW(torch.optim.Optimizer):
         saved: dict[int, Mapping[str, Any]] = {}
         copies: list[tuple[Tensor, Tensor]] = []
         with comm.raising_together():
-            saved = match_state(state_dict, self.param_groups, self._trainable, self._labels)
+            saved = match_state(state_dict, self.param_groups, self._parameters.trained, self._parameters.labels)
         self._reducer.restore_order(comm.gather_objects(list(saved))[0])
         with comm.raising_together():
-            copies = self._states.plan_load(saved, self._labels)
+            copies = self._states.plan_load(saved, self._parameters.labels)
         self._states.load(copies)
-        self._states.reset(set(self._trainable) - set(saved))
+        self._states.reset(set(self._parameters.trained) - set(saved))
         self._hyper.steps.zero_()
         for index, entry in saved.items():
             self._hyper.steps[index] = torch.as_tensor(entry["step"], dtype=torch.float64)
@@ -341,9 +420,10 @@ class ShardedAdamW(torch.optim.Optimizer):
     def stats(self) -> dict[str, Any]:
         """Counts since construction and bytes now, on this rank. It reads device values: not for the inside of a step.
 
-        Keys: ``stage, world_size, buckets, steps`` (calls of ``step``), ``skipped_steps``, ``collectives``
-            ({kind: {calls,
-        bytes, wait_seconds}}), ``memory`` ({kind: bytes}).
+        Keys: ``stage, world_size, buckets, steps`` (calls of ``step``), ``skipped_steps``, ``collectives`` ({kind:
+        {calls, bytes, wait_seconds}}), ``memory`` ({kind: bytes}), ``non_finite`` (None, or {parameter, rank, step} of
+        the first non-finite gradient in the latest run of steps that had one, ``step`` counted from 1; parameter and
+        rank are None until the next step where the overflow arose in the sum, in another rank's shard).
         """
         self._check_usable()
         return {
@@ -354,7 +434,16 @@ class ShardedAdamW(torch.optim.Optimizer):
             "skipped_steps": int(self._norm.skipped),
             "collectives": self._sharding.comm.stats(),
             "memory": memory_by_kind(self._states.shards, self._reducer.buffers, self._sharding.comm),
+            "non_finite": self.first_non_finite(),
         }
+
+    def first_non_finite(self) -> dict[str, Any] | None:
+        """``stats()["non_finite"]``, by itself."""
+        first = self._norm.nonfinite.first()
+        if first is None:
+            return None
+        index, rank, step = first
+        return {"parameter": None if index is None else self._parameters.name(index), "rank": rank, "step": step}
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -362,18 +451,14 @@ class ShardedAdamW(torch.optim.Optimizer):
         """Remove the hooks and drop the gradients. Parameters keep their values."""
         if not getattr(self, "_closed", True):
             self._closed = True
+            self._gather.wait()
+            self._gather.close()
             self._reducer.close()
+            self._parameters.release()
+            self._sharding.comm.close()
 
     def __del__(self) -> None:
         self.close()
-
-    def _check_still_frozen(self) -> None:
-        for index, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise ParameterError(
-                    f"{self._labels[index]} was frozen when the optimizer was made and requires a gradient now: it has "
-                    "no state here, so it would silently not be trained; make a new optimizer"
-                )
 
     def _check_usable(self) -> None:
         if self._closed:

@@ -11,6 +11,8 @@ from torch import Tensor
 import zero_kernels
 from zero_kernels import is_capturing
 
+_GRAD_FACTOR = zero_kernels.HYPER_COLUMNS.index("grad_factor")
+
 
 class HyperTable:
     """Step counts and coefficients of every parameter; nothing of it is read back by the host.
@@ -21,23 +23,44 @@ class HyperTable:
     """
 
     def __init__(self, group_of: Sequence[int], groups: int, device: torch.device, *, decoupled: bool) -> None:
+        self._decoupled = float(decoupled)
+        self._allocate(group_of, groups, device)
+
+    def _allocate(self, group_of: Sequence[int], groups: int, device: torch.device) -> None:
         self.steps = torch.zeros(len(group_of), dtype=torch.float64, device=device)
         self.table = torch.zeros(len(group_of), len(zero_kernels.HYPER_COLUMNS), device=device)
-        self._decoupled = float(decoupled)
         self._group_of = torch.tensor(group_of, dtype=torch.int32, device=device)
         # [coefficients, groups], as last sent to the device
         self._by_group = torch.zeros(len(zero_kernels.HYPER_COEFFICIENTS), groups, dtype=torch.float64, device=device)
         self._sent: list[tuple[float | None, ...]] = []
 
-    def advance(self, groups: Sequence[Mapping[str, Any]], active: Tensor) -> None:
-        """Count a step for every ``active`` parameter ([parameters] bool) and make the table for it."""
+    def grow(self, group_of: Sequence[int], groups: int) -> None:
+        """Make room for parameters and groups appended at the end; those that were there keep their steps.
+
+        Args:
+            group_of: of every parameter, old and new, the index of its group.
+            groups: how many there are now.
+        """
+        steps = self.steps
+        self._allocate(group_of, groups, steps.device)
+        self.steps[: len(steps)] = steps
+
+    def advance(self, groups: Sequence[Mapping[str, Any]], active: Tensor, factor: Tensor | None = None) -> None:
+        """Count a step for every ``active`` parameter ([parameters] bool) and make the table for it.
+
+        ``factor``, [parameters] fp32 on the table's device, multiplies the gradient of each parameter: clipping that
+        leaves some of them out takes no pass over memory.
+        """
         self.steps += active
         coefficients = self._on_device([self._coefficients(group) for group in groups])
         torch.ops.zero_kernels.hyper_table(coefficients, self._group_of, self.steps, active, self.table)
+        if factor is not None:
+            self.table[:, _GRAD_FACTOR].mul_(factor)
 
     def _coefficients(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """In the order of ``zero_kernels.HYPER_COEFFICIENTS``."""
-        return (group["lr"], *group["betas"], group["eps"], group["weight_decay"], self._decoupled)
+        maximize = group.get("maximize", False)
+        return (group["lr"], *group["betas"], group["eps"], group["weight_decay"], self._decoupled, maximize)
 
     def _on_device(self, rows: Sequence[tuple[Any, ...]]) -> Tensor:
         """The groups' coefficients, [coefficients, groups]. Numbers are sent when they change, tensors every time."""

@@ -6,7 +6,7 @@ talking about it.
 
 The first backward only observes: it launches nothing until it is over. Then the ranks agree on the order in
 which gradients became ready (rank 0's) and on how often each did (the maximum over ranks), and the buckets
-are laid out again in that order.
+are laid out again in that order. So does the first one after parameters were added.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
-from .bucket import Bucket, CommBuffers, Sharding
+from .backward_watch import BackwardWatch
+from .bucket import Bucket, CommBuffers, GradState, Sharding
 from .errors import ParameterError
 
 
@@ -27,14 +27,16 @@ class Reducer:
     """Owns the buckets and their gradients, from the first hook of backward to ``finish`` in ``step``.
 
     Args:
-        parameters: all trainable parameters, by index.
+        parameters: all trained parameters, by index; ``grow`` is told of new ones.
         labels: a name for each, for messages.
         make_buckets: builds the buckets for an order; parameters become views of them.
         overlap: reduce during backward. Else stage 1 reduces in ``finish``, and stages 0 and 2 at the end of
             backward.
 
     Attributes:
-        on_layout: is told the new buckets after they were laid out again.
+        nonfinite: [slots] int32, in the order of ``slot_params``: whether this rank's last gradient was not finite.
+        slot_params: [slots] int64, the index of the parameter of each slot, bucket by bucket.
+        on_layout: are told the new buckets after they were laid out again.
         on_backward: is told when a backward begins.
         late: parameters whose gradient arrived after their bucket had left; it stays on this rank.
     """
@@ -52,31 +54,62 @@ class Reducer:
         self.synchronize = True  # False inside no_sync()
         self.observing = sharding.reduces
         self.late: set[int] = set()
-        self.on_layout: Callable[[list[Bucket]], None] = lambda buckets: None
+        self.on_layout: Sequence[Callable[[list[Bucket]], None]] = ()
         self.on_backward: Callable[[], None] = lambda: None
         self._counts = dict.fromkeys(parameters, 1)  # how often each gradient becomes ready in a round
         self._forget_observation()
         self._ordered = False
-        self._open_tasks: set[int] = set()
+        self._watch = BackwardWatch(self._begin_backward, self._end_backward)
         self._in_round = False  # a backward has begun that must end with every bucket reduced
+        self._cut_short = False  # a backward that was to be observed has raised
         self._rounds = 0  # complete rounds since the last step
-        self._unreduced = False  # a backward since the last round left its gradients on this rank
-        self.lay_out(list(reversed(parameters)))
+        self._unreduced = False  # gradients may be on this rank that no round has reduced
+        self._seen: dict[int, int] = {}
+        self.order: list[int] = []
+        self.buckets: list[Bucket] = []
         self._nodes: list[torch.autograd.graph.Node] = []
-        self._hooks = [hook for index in parameters for hook in self._register_hooks(index)]
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.grow(list(parameters))
+
+    def grow(self, indices: Sequence[int]) -> list[Bucket]:
+        """Take in parameters, in buckets after all others. The next backward observes. Returns the new buckets."""
+        self._finish_cut_short()
+        order = list(reversed(indices))
+        new = self._make_buckets(order)
+        self._use([*self.order, *order], [*self.buckets, *new])
+        self._hooks += [hook for index in indices for hook in self._register_hooks(index)]
+        self._ordered = False
+        self._unreduced = True
+        self.observe()
+        return new
 
     def lay_out(self, order: Sequence[int]) -> None:
-        """Build the buckets for ``order``. No gradient may be in a bucket."""
-        self.order = list(order)
-        self.buckets = self._make_buckets(order)
-        largest = max(bucket.layout.numel * bucket.reduce_dtype.itemsize for bucket in self.buckets)
-        self.buffers = CommBuffers(largest if self.sharding.reduces else 0, self.buckets[0].device)
-        self._place = {
+        """Build all buckets anew for ``order``. No reduced gradient may be in a bucket."""
+        for bucket in self.buckets:
+            bucket.wait_for_parameters()
+        self._use(order, self._make_buckets(order))
+        for follow in self.on_layout:
+            follow(self.buckets)
+
+    def _use(self, order: Sequence[int], buckets: Sequence[Bucket]) -> None:
+        for bucket in self.buckets:
+            bucket.wait()
+        self.order, self.buckets = list(order), list(buckets)
+        device = self.sharding.device
+        largest = max((bucket.layout.numel * bucket.reduce_dtype.itemsize for bucket in buckets), default=0)
+        self.buffers = CommBuffers(largest if self.sharding.reduces else 0, device)
+        slots = [slot for bucket in buckets for slot in bucket.layout.slots]
+        self.slot_params = torch.tensor([slot.param for slot in slots], dtype=torch.int64, device=device)
+        self.nonfinite = torch.zeros(len(slots), dtype=torch.int32, device=device)
+        for bucket, flags in zip(buckets, self.nonfinite.split([len(b.params) for b in buckets]), strict=True):
+            bucket.nonfinite = flags
+        self.place = {
             slot.param: (number, index)
             for number, bucket in enumerate(self.buckets)
             for index, slot in enumerate(bucket.layout.slots)
         }
-        self._start_round()
+        self._used_by_held: dict[bytes, bytearray] = {}
+        self._set_counts({})
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -101,18 +134,18 @@ class Reducer:
         # A tensor's own hooks run under torch.autograd.grad too, which accumulates nothing.
         accumulate = torch.autograd.graph.get_gradient_edge(parameter).node
         self._nodes.append(accumulate)  # the parameter alone does not keep it
-        return [
-            accumulate.register_prehook(partial(self._before_accumulate, index)),
-            parameter.register_post_accumulate_grad_hook(partial(self._on_ready, index)),
-        ]
+        hooks = [parameter.register_post_accumulate_grad_hook(partial(self._on_ready, index))]
+        if self.sharding.reduces:
+            hooks.append(accumulate.register_prehook(partial(self._before_accumulate, index)))
+        return hooks
 
     def _before_accumulate(self, index: int, grads: tuple[Tensor, ...]) -> None:
-        number, slot = self._place[index]
+        number, slot = self.place[index]
         self.buckets[number].before_accumulate(slot)
 
     def _on_ready(self, index: int, parameter: Tensor) -> None:
-        self._watch_end_of_backward()
-        number, slot = self._place[index]
+        self._watch.enter()
+        number, slot = self.place[index]
         bucket = self.buckets[number]
         self._check_in_place(parameter, bucket, slot)
         self._seen[index] = seen = self._seen.get(index, 0) + 1
@@ -140,21 +173,21 @@ class Reducer:
                 f"(it is {parameter.dtype} on {parameter.device}): call .to() / .half() before, or make a new optimizer"
             )
 
-    def _watch_end_of_backward(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if task not in self._open_tasks:
-            if not self._open_tasks:
-                self.on_backward()
-                if self._in_round and not self.synchronize:
-                    self._complete_round()  # the end of that backward was not seen: all its hooks ran in inner ones
-                self._in_round = self._reduces_in_backward()
-            self._open_tasks.add(task)
-            Variable._execution_engine.queue_callback(partial(self._on_backward_end, task))
+    def _begin_backward(self) -> None:
+        self.on_backward()
+        self._finish_cut_short()
+        self._in_round = self._reduces_in_backward()
 
-    def _on_backward_end(self, task: int) -> None:
-        self._open_tasks.discard(task)
-        if torch._C._current_autograd_node() is not None or self._open_tasks:
-            return  # a backward within a node of another, as re-entrant checkpointing runs it: the outer one goes on
+    def _finish_cut_short(self) -> None:
+        """A backward that raised has left its round open: complete it, for the ranks where it did not raise."""
+        self._watch.forget()
+        self._cut_short |= bool(self._seen)
+        if self._in_round:
+            self._complete_round()
+        elif self._seen:
+            self._start_round()
+
+    def _end_backward(self) -> None:
         self._note_counts()
         if self._in_round:
             self._complete_round()
@@ -168,12 +201,19 @@ class Reducer:
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
+    def _set_counts(self, counts: dict[int, int]) -> None:
+        """How often each gradient becomes ready in a round; once where ``counts`` has none."""
+        self._counts = dict.fromkeys(self.parameters, 1) | counts
+        of_buckets = [[self._counts[slot.param] for slot in bucket.layout.slots] for bucket in self.buckets]
+        self._expected = [sum(of_bucket) for of_bucket in of_buckets]
+        self._repeats = [any(count > 1 for count in of_bucket) for of_bucket in of_buckets]
+        self._start_round()
+
     def _start_round(self) -> None:
         self._in_round = False
         self._next = 0
-        self._seen: dict[int, int] = {}
-        self._missing = [sum(self._counts[slot.param] for slot in bucket.layout.slots) for bucket in self.buckets]
-        self._repeats = [any(self._counts[slot.param] > 1 for slot in bucket.layout.slots) for bucket in self.buckets]
+        self._seen = {}
+        self._missing = list(self._expected)
 
     @torch.no_grad()
     def _launch_next(self) -> None:
@@ -212,36 +252,41 @@ class Reducer:
     def _end_observation(self) -> None:
         """Agree with the other ranks on readiness, and lay the buckets out in the order that rank 0 saw."""
         self._note_counts()
-        reports = self.sharding.comm.gather_objects((self._observed_order, self._observed_counts))
-        if not any(order for order, _ in reports):
+        reports = self.sharding.comm.gather_objects((self._observed_order, self._observed_counts, self._cut_short))
+        if not any(order for order, _, _ in reports):
             return  # a step before any backward: there is still nothing to learn from
-        self.observing = False
-        for _, counts in reports:
-            for index, count in counts.items():
-                self._counts[index] = max(count, self._counts[index])
-        last_first = dict.fromkeys(reversed(reports[0][0]))  # a gradient counts as ready when it last became so
-        order = list(reversed(last_first))
-        order += [index for index in self.order if index not in last_first]
-        if order != self.order and not self._ordered:
-            self.lay_out(order)
-            self.on_layout(self.buckets)
-        self._ordered = True
-        self._start_round()
+        counts = dict(self._counts)
+        for _, of_rank, _ in reports:
+            for index, count in of_rank.items():
+                counts[index] = max(count, counts[index])
+        whole = not any(cut_short for _, _, cut_short in reports)
+        if whole and not self._ordered and all(bucket.state is not GradState.REDUCED for bucket in self.buckets):
+            last_first = dict.fromkeys(reversed(reports[0][0]))  # a gradient counts as ready when it last became so
+            order = list(reversed(last_first))
+            order += [index for index in self.order if index not in last_first]
+            if order != self.order:
+                self.lay_out(order)
+            self._ordered = True
+        self.observing = not (whole and self._ordered)
+        self._forget_observation()
+        self._set_counts(counts)
 
     def _note_counts(self) -> None:
-        for index, count in self._seen.items():
-            self._observed_counts[index] = max(count, self._observed_counts.get(index, 0))
+        if self.observing:
+            for index, count in self._seen.items():
+                self._observed_counts[index] = max(count, self._observed_counts.get(index, 0))
 
     def observe(self) -> None:
         """Let the next synchronised backward count anew how often each gradient becomes ready. The layout stays."""
         self.late.clear()
         self._forget_observation()
-        self._counts = dict.fromkeys(self.parameters, 1)
+        self._set_counts({})
         self.observing = self.sharding.reduces
 
     def _forget_observation(self) -> None:
         self._observed_counts: dict[int, int] = {}
         self._observed_order: list[int] = []
+        self._cut_short = False
 
     # -- step ----------------------------------------------------------------------------------------------------
 
@@ -250,7 +295,7 @@ class Reducer:
 
         Returns one byte a parameter index: 1 where this rank has a gradient for it.
         """
-        self._open_tasks.clear()
+        self._watch.forget()
         if not self.sharding.reduces:
             self._collect()
         elif self._rounds == 0 or self._unreduced or self._in_round:
@@ -283,24 +328,23 @@ class Reducer:
         if self.sharding.shards > 1 and order != self.order:
             self.clear()
             self.lay_out(order)
-            self.on_layout(self.buckets)
 
     def _used(self) -> bytearray:
-        used = bytearray(len(self.labels))
-        for bucket in self.buckets:
-            for slot, held in zip(bucket.layout.slots, bucket.held, strict=True):
-                used[slot.param] = held
-        return used
+        held = b"".join(bucket.held for bucket in self.buckets)
+        if held not in self._used_by_held:  # the same set, step after step
+            used = bytearray(len(self.labels))
+            for index, flag in zip(self.place, held, strict=True):
+                used[index] = flag
+            self._used_by_held = {held: used}
+        return self._used_by_held[held]
 
     def clear(self, set_to_none: bool = True) -> None:
         """Drop every gradient, or make it zero. A round that an exception cut short is completed for the others."""
-        self._open_tasks.clear()
-        if self._in_round:
-            self._complete_round()
-        self._start_round()
+        self._finish_cut_short()
         self._rounds, self._unreduced = 0, False
         self.late.clear()
         if self.observing:
             self._forget_observation()
+        self.nonfinite.zero_()
         for bucket in self.buckets:
             bucket.clear() if set_to_none else bucket.zero()

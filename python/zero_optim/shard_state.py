@@ -35,8 +35,11 @@ class ShardState:
         named = {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def update(self, hyper: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """One fused pass: unscale, clip, update, cast into the bucket's parameters. ``hyper`` [parameters, columns]."""
+    def update(self, hyper: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None, marks: Tensor) -> None:
+        """One fused pass: unscale, clip, update, cast into the bucket's parameters.
+
+        ``hyper`` [parameters, columns]; ``marks`` [parameters] int32 get 1 where a skipped gradient is not finite.
+        """
         bucket = self.bucket
         master, param_out = (bucket.param_shard, None) if self.master is None else (self.master, bucket.param_shard)
         torch.ops.zero_kernels.adam_step(
@@ -49,6 +52,7 @@ class ShardState:
             hyper,
             grad_scale,
             found_inf,
+            marks,
         )
 
     def refresh_master(self, index: int) -> None:
@@ -65,13 +69,19 @@ class OptimizerState:
     """The shard states of all buckets, and the version of each parameter that the masters were last made from.
 
     Args:
-        parameters: all trainable parameters, by index.
+        parameters: all trained parameters, by index.
     """
 
-    def __init__(self, parameters: Mapping[int, Tensor], sharding: Sharding, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, parameters: Mapping[int, Tensor], sharding: Sharding) -> None:
         self.parameters, self.sharding = parameters, sharding
-        self.shards = [ShardState(bucket) for bucket in buckets]
+        self.shards: list[ShardState] = []
         self.started = False  # whether exp_avg and exp_avg_sq may differ from zero
+        self._versions: list[int] = []
+
+    def grow(self, buckets: Sequence[Bucket]) -> None:
+        """Make state for new buckets, whose parameters come last in ``parameters``."""
+        self.refresh_edited()
+        self.shards += [ShardState(bucket) for bucket in buckets]
         self.record_versions()
 
     # -- edits of parameters -------------------------------------------------------------------------------------
@@ -83,7 +93,7 @@ class OptimizerState:
         """Refresh the masters of parameters written in place since the last update, as their version counters tell."""
         versions = [parameter._version for parameter in self.parameters.values()]
         if versions != self._versions:
-            pairs = zip(self.parameters, versions, self._versions, strict=True)
+            pairs = zip(self.parameters, versions, self._versions)  # noqa: B905  new parameters come last
             self.refresh_masters({index for index, now, before in pairs if now != before})
             self._versions = versions
 

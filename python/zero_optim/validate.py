@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from .comm import Comm
 from .errors import ParameterError, RankMismatchError
+from .parameter_set import ParameterSet
 
 PARAMETER_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -41,9 +43,18 @@ def check_arguments(
         raise ValueError(f"max_grad_norm must be None or positive, got {max_grad_norm!r}")
 
 
-def check_groups(groups: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError for a hyper-parameter out of range; tensors are not read."""
-    for number, group in enumerate(groups):
+def warn_of_meaningless(keywords: dict[str, bool | None]) -> None:
+    """Warn of ``torch.optim.AdamW``'s keywords that change nothing here."""
+    given = [name for name, value in keywords.items() if value]
+    if given:
+        warnings.warn(
+            f"{', '.join(given)}: has no effect, ShardedAdamW is always fused and capturable", UserWarning, stacklevel=4
+        )
+
+
+def check_groups(groups: Sequence[dict[str, Any]], first: int = 0) -> None:
+    """Raise ValueError for a hyper-parameter out of range; tensors are not read. ``first``: the number of the first."""
+    for number, group in enumerate(groups, first):
         _check_group(number, group)
 
 
@@ -56,53 +67,53 @@ def _check_group(number: int, group: dict[str, Any]) -> None:
     for name in ("eps", "weight_decay"):
         if not 0 <= group[name] < math.inf:
             raise ValueError(f"{name} of parameter group {number} must be 0 or more, got {group[name]!r}")
+    if group.get("amsgrad"):
+        raise ValueError(f"amsgrad of parameter group {number}: not supported; leave it out, or use torch.optim.AdamW")
+    if group.get("differentiable"):
+        raise ValueError(f"differentiable of parameter group {number}: step cannot be differentiated; leave it out")
 
 
-def parameter_labels(groups: Sequence[dict[str, Any]]) -> list[str]:
-    """How messages call each parameter: by name where one was given, else by place and shape."""
-    labels = []
-    for number, group in enumerate(groups):
-        names = group.get("param_names")
-        for index, parameter in enumerate(group["params"]):
-            place = f"parameter {index} of group {number}, shape {tuple(parameter.shape)}"
-            labels.append(repr(names[index]) if names else place)
-    return labels
-
-
-def check_parameters(parameters: Sequence[Tensor], labels: Sequence[str]) -> None:
-    """Raise ParameterError for the first parameter that the optimizer cannot hold."""
+def check_parameters(parameters: ParameterSet, indices: Sequence[int]) -> None:
+    """Raise ParameterError for the first of ``indices`` that the optimizer cannot hold."""
+    everything, labels = parameters.all, parameters.labels
+    if not everything:
+        raise ParameterError("no group has a parameter: give the optimizer at least one")
     first: dict[int, str] = {}
-    for parameter, label in zip(parameters, labels, strict=True):
+    for parameter, label in zip(everything, labels, strict=True):
         if first.setdefault(id(parameter), label) != label:
             raise ParameterError(f"{label} is {first[id(parameter)]} given again: give each parameter once")
-    for parameter, label in zip(parameters, labels, strict=True):
-        if parameter.layout is not torch.strided:
-            raise ParameterError(f"{label} is {parameter.layout}; only dense parameters can be sharded: .to_dense() it")
-        if parameter.dtype not in PARAMETER_DTYPES:
-            raise ParameterError(
-                f"{label} is {parameter.dtype}; parameters must be float16, bfloat16 or float32: cast it"
-            )
-        if parameter.device != parameters[0].device:
-            raise ParameterError(
-                f"{label} is on {parameter.device}, but {labels[0]} is on {parameters[0].device}; "
-                "move the whole model to one device before making the optimizer"
-            )
-        if parameter.device.type == "meta":
-            raise ParameterError(f"{label} is on the meta device and has no values: materialise the model first")
+    for index in indices:
+        _check_parameter(everything[index], labels[index], everything[0], labels[0])
+    parameters.check_free(indices)
 
 
-def check_agreement(
-    comm: Comm, groups: Sequence[dict[str, Any]], labels: Sequence[str], options: dict[str, Any]
-) -> None:
-    """Exchange a hash; raise RankMismatchError, on every rank, unless all hold the same parameters and options."""
+def _check_parameter(parameter: Tensor, label: str, first: Tensor, label_of_first: str) -> None:
+    if parameter.layout is not torch.strided:
+        raise ParameterError(f"{label} is {parameter.layout}; only dense parameters can be sharded: .to_dense() it")
+    if parameter.dtype not in PARAMETER_DTYPES:
+        raise ParameterError(f"{label} is {parameter.dtype}; parameters must be float16, bfloat16 or float32: cast it")
+    if parameter.device != first.device:
+        raise ParameterError(
+            f"{label} is on {parameter.device}, but {label_of_first} is on {first.device}; "
+            "move the whole model to one device before making the optimizer"
+        )
+    if parameter.device.type == "meta":
+        raise ParameterError(f"{label} is on the meta device and has no values: materialise the model first")
+
+
+def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, options: dict[str, Any]) -> None:
+    """Exchange a hash; raise RankMismatchError, on every rank, unless all hold the same parameters and options.
+
+    Compared are the groups from ``first_group`` on.
+    """
     description = [f"{name}={value}" for name, value in options.items()]
-    parameters = [(number, p) for number, group in enumerate(groups) for p in group["params"]]
-    for number, group in enumerate(groups):
+    for number, group in enumerate(parameters.groups[first_group:], first_group):
         values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         description.append(f"group {number} with {values}" if not _has_tensor(values) else f"group {number}")
     description += [
         f"{label}: {tuple(p.shape)} {p.dtype} of group {number}{'' if p.requires_grad else ', frozen'}"
-        for (number, p), label in zip(parameters, labels, strict=True)
+        for number, p, label in zip(parameters.group_of, parameters.all, parameters.labels, strict=True)
+        if number >= first_group
     ]
     digests = comm.gather_objects(hashlib.sha256("\n".join(description).encode()).digest())
     if len(set(digests)) == 1:

@@ -15,9 +15,11 @@ KERNELS = ROOT / "zero_kernels"
 # Within zero_optim a module imports from its own row and from earlier ones.
 ORDER = (
     {"errors", "layout"},
-    {"comm", "flat_shard", "bucket"},
-    {"reducer", "param_group", "grad_norm", "grad_scaler", "shard_state", "state_dict", "stats", "validate"},
+    {"backward_watch", "host_copy", "comm", "flat_shard", "parameter_set", "bucket"},
+    {"reducer", "param_group", "nonfinite", "grad_norm", "grad_scaler", "param_gather", "shard_state", "state_dict"}
+    | {"stats", "validate"},
     {"optimizer"},
+    {"full_state", "verify"},
     {"cli", "train", "bench", "doctor", "__main__", "__init__"},
 )
 COLLECTIVES = {

@@ -36,7 +36,9 @@ POINTWISE = {
         *(
             "abs",
             "add",
+            "argmax",
             "bitwise_and",
+            "bitwise_not",
             "bitwise_or",
             "clone",
             "clamp",

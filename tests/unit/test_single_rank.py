@@ -137,7 +137,7 @@ def test_positions_and_defaults_are_torchs():
             == torch.optim.AdamW(make_parameters()).defaults[key]
         )
     with pytest.raises(TypeError):
-        zero_optim.ShardedAdamW(make_parameters(), 1e-3, (0.9, 0.99), 1e-8, 0.0, 2)  # stage is keyword-only
+        zero_optim.ShardedAdamW(make_parameters(), 1e-3, (0.9, 0.99), 1e-8, 0.0, False, 2)  # stage is keyword-only
     opt.close()
 
 

@@ -15,6 +15,7 @@ from zero_kernels.triton.common import (
     DECAY,
     EPS,
     EXACT,
+    GRAD_FACTOR,
     ONE_MINUS_BETA1,
     ONE_MINUS_BETA2,
     STEP_SIZE,
@@ -73,11 +74,12 @@ def _step_rows(
     beta2 = tl.load(coefficients + BETA2)
     one_minus_beta2 = tl.load(coefficients + ONE_MINUS_BETA2)
     bias_correction2_sqrt = tl.load(coefficients + BIAS_CORRECTION2_SQRT)
+    scale = tl.load(coefficients + GRAD_FACTOR)
     live = inside & (slot[:, None] >= 0) & (tl.load(coefficients + ACTIVE) != 0)
 
-    g = widen(g)
     if grad_scale is not None:
-        g = times(g, tl.load(grad_scale))
+        scale = times(tl.load(grad_scale), scale)
+    g = times(widen(g), scale)
     if found_inf is not None:
         skipped = tl.load(found_inf) != 0
         live = live & (not skipped)

@@ -29,8 +29,8 @@ COLUMNS = tl.constexpr(len(HYPER_COLUMNS))
     ONE_MINUS_BETA2,
     BIAS_CORRECTION2_SQRT,
     ACTIVE,
-    PADDING_0,
-    PADDING_1,
+    GRAD_FACTOR,
+    PADDING,
 ) = map(tl.constexpr, range(len(HYPER_COLUMNS)))
 
 

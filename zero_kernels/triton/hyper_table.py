@@ -15,10 +15,10 @@ from zero_kernels.triton.common import (
     DECAY,
     EPS,
     EXACT,
+    GRAD_FACTOR,
     ONE_MINUS_BETA1,
     ONE_MINUS_BETA2,
-    PADDING_0,
-    PADDING_1,
+    PADDING,
     STEP_SIZE,
     WEIGHT_DECAY,
 )
@@ -44,7 +44,7 @@ def _power(base, exponent):
 
 @triton.jit(do_not_specialize=["groups", "slots"])
 def _hyper_table_kernel(
-    coefficients,  # [6, groups] fp64: lr, beta1, beta2, eps, weight_decay, decoupled
+    coefficients,  # [7, groups] fp64: the rows HYPER_COEFFICIENTS
     group,
     step,
     active,
@@ -63,6 +63,7 @@ def _hyper_table_kernel(
     eps = tl.load(coefficients + 3 * groups + column, mask=inside, other=0.0)
     weight_decay = tl.load(coefficients + 4 * groups + column, mask=inside, other=0.0)
     decoupled = tl.load(coefficients + 5 * groups + column, mask=inside, other=0.0)
+    maximize = tl.load(coefficients + 6 * groups + column, mask=inside, other=0.0)
     count = tl.load(step + slot, mask=inside, other=1.0).to(tl.int64)
 
     shared = weight_decay * decoupled
@@ -80,8 +81,8 @@ def _hyper_table_kernel(
         tl.store(row + ACTIVE, 1.0, mask=inside)
     else:
         tl.store(row + ACTIVE, tl.load(active + slot, mask=inside, other=0).to(tl.float32), mask=inside)
-    tl.store(row + PADDING_0, 0.0, mask=inside)
-    tl.store(row + PADDING_1, 0.0, mask=inside)
+    tl.store(row + GRAD_FACTOR, (1.0 - 2.0 * maximize).to(tl.float32), mask=inside)
+    tl.store(row + PADDING, 0.0, mask=inside)
 
 
 def hyper_table(coefficients: Tensor, group: Tensor | None, step: Tensor, active: Tensor | None, out: Tensor) -> None:

@@ -1,0 +1,41 @@
+"""Device values on the host without waiting for the device."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """A small fp32 tensor as the host sees it: a CPU's at once, a GPU's as of the last ``send`` that has arrived."""
+
+    def __init__(self, source: Tensor) -> None:
+        self.source = source
+        self._host = torch.zeros(source.numel(), pin_memory=True) if source.is_cuda else source
+        # Read past torch: no operator runs, so nothing that forbids reading device values mistakes it for one.
+        self._memory = (ctypes.c_float * source.numel()).from_address(self._host.data_ptr())
+        self._event = torch.cuda.Event() if source.is_cuda else None
+        self._sent = False
+
+    def send(self) -> None:
+        """Nothing happens where the one before has not been read."""
+        if self._event is not None and not self._sent:
+            self._host.copy_(self.source.reshape(-1), non_blocking=True)
+            self._event.record(torch.cuda.current_stream(self.source.device))
+        self._sent = True
+
+    def read(self, *, wait: bool) -> list[float] | None:
+        """What was sent, once; None where nothing was, or where it has not arrived and we do not ``wait``."""
+        if not self._sent or (self._event is not None and not wait and not self._event.query()):
+            return None
+        if self._event is not None:
+            self._event.synchronize()
+        self._sent = False
+        return list(self._memory)
+
+    @property
+    def immediate(self) -> bool:
+        """Whether what is sent can be read at once."""
+        return self._event is None

@@ -1,0 +1,116 @@
+"""Who waits for updated parameters: ``step``, or, with ``overlap_param_gather``, the modules that use them.
+
+A module's pre-forward hook waits for the buckets of its own parameters. That covers a parameter only if each module
+that owns it is called; some are not (``nn.MultiheadAttention`` reads ``out_proj.weight`` itself). So the forwards
+before the first step are observed, and for parameters of modules that were not called in them ``step`` waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .bucket import Bucket
+
+
+class _Owner:
+    """The pre-forward hook of a module that owns parameters. A copy of the module gets one that does nothing."""
+
+    def __init__(self, parameters: Sequence[int] = ()) -> None:
+        self.parameters = tuple(parameters)
+        self.buckets: tuple[Bucket, ...] = ()
+        self.called = False
+
+    @torch.compiler.disable
+    def __call__(self, *_: Any) -> None:
+        self.called = True
+        self.wait()
+
+    def wait(self, *_: Any) -> None:
+        for bucket in self.buckets:
+            bucket.wait_for_parameters()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Owner, ()
+
+
+class ParamGather:
+    """Knows the modules of the parameters, and which buckets ``step`` may leave under way."""
+
+    def __init__(self, overlap: bool) -> None:
+        self.overlap = overlap
+        self._buckets: Sequence[Bucket] = ()
+        self._owners: list[_Owner] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._observed = False
+        self._left: set[Bucket] = set()  # buckets that only called modules use
+
+    def use(self, buckets: Sequence[Bucket]) -> None:
+        """Follow the parameters into ``buckets``, all that there are."""
+        self._buckets = buckets
+        bucket_of = {slot.param: bucket for bucket in buckets for slot in bucket.layout.slots}
+        for owner in self._owners:
+            of_owner = [bucket_of[index] for index in owner.parameters if index in bucket_of]
+            owner.buckets = tuple(dict.fromkeys(of_owner))
+        self._choose_left()
+
+    def attach(self, model: nn.Module, index_of: dict[int, int]) -> None:
+        """Hook into the modules of ``model`` that own parameters. ``index_of``: by ``id`` of the parameter."""
+        self.close()
+        for module, parameters in _owners(model):
+            owner = _Owner([index_of[id(p)] for p in parameters if id(p) in index_of])
+            if owner.parameters:
+                self._owners.append(owner)
+                self._hooks += [
+                    module.register_forward_pre_hook(owner, prepend=True),  # weight_norm reads in such a hook
+                    module.register_state_dict_pre_hook(owner.wait),
+                    module.register_load_state_dict_pre_hook(owner.wait),
+                ]
+        self._observed = False
+        self.use(self._buckets)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._owners.clear()
+
+    def after_step(self) -> None:
+        """Wait for what no module waits for."""
+        if not self._observed and any(owner.called for owner in self._owners):
+            self._observed = True
+            self._choose_left()
+        for bucket in self._buckets:
+            if bucket not in self._left:
+                bucket.wait_for_parameters()
+
+    def wait(self) -> None:
+        for bucket in self._buckets:
+            bucket.wait_for_parameters()
+
+    def _choose_left(self) -> None:
+        used = {bucket for owner in self._owners if owner.called for bucket in owner.buckets}
+        covered = {index for owner in self._owners if owner.called for index in owner.parameters}
+        covered -= {index for owner in self._owners if not owner.called for index in owner.parameters}
+        waited = {b for b in self._buckets if any(slot.param not in covered for slot in b.layout.slots)}
+        self._left = used - waited if self.overlap and self._observed else set()
+
+
+def _owners(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
+    """Modules that own parameters, each with them. A compiled module owns all that is below it: hooks within would
+    break its graph. One compiled in place has its own hook in the graph, so it is left out, with all below."""
+    seen = set() if seen is None else seen
+    if module in seen or module._compiled_call_impl is not None:
+        return
+    seen.add(module)
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        yield module, list(module.parameters())
+        return
+    own = list(module.parameters(recurse=False))
+    if own:
+        yield module, own
+    for child in module.children():
+        yield from _owners(child, seen)
