@@ -1,0 +1,216 @@
+"""Gathers that overlap the forward: the same bits, whoever reads the parameters, and really left under way.
+
+``_lazy`` makes it a matter of fact instead of luck: a gather under way shows NaN for the other ranks' parts, and is
+made when somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import zero_optim
+from harness import run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training_cases import assert_bitwise
+from zero_optim.comm import Comm, Pending
+
+CAP_MB = 0.002  # several buckets, some with parameters of more than one module
+STEPS = 5
+
+
+class Model(nn.Module):
+    """What makes it hard to see who reads a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)  # reads out_proj.weight, never calls out_proj
+        self.normed = nn.utils.weight_norm(nn.Linear(16, 16))  # reads weight_g and weight_v in a pre-forward hook
+        self.parametrised = nn.utils.parametrizations.orthogonal(nn.Linear(16, 16))
+        self.again = nn.Linear(16, 16)  # called inside a checkpoint
+        self.mirror = nn.Linear(16, 16)  # never called, and its weight is that of one that is, later
+        self.mirror.weight = self.again.weight
+        self.direct = nn.Linear(16, 16)  # its weight is read by this module
+        self.unused = nn.Linear(16, 3)
+        self.head = nn.Linear(16, 11, bias=False)
+        self.head.weight = self.embed.weight  # tied
+        self.scale = nn.Parameter(torch.ones(16))  # owned by the root
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = self.normed(x) + self.parametrised(x)
+        x = nn.functional.linear(x, self.mirror.weight)
+        x = checkpoint(self.again, x, use_reentrant=False)
+        x = nn.functional.linear(x, self.direct.weight, self.direct.bias) * self.scale
+        return self.head(x).float().square().mean()
+
+
+def _model(dtype: torch.dtype) -> Model:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # weight_norm is old: reading parameters in such a hook is not
+        model = Model()
+    return model if dtype == torch.float32 else _cast(model, dtype)
+
+
+def _cast(model: Model, dtype: torch.dtype) -> Model:
+    model.parametrised = nn.Linear(16, 16)  # orthogonal knows no 16-bit types
+    return model.to(dtype)
+
+
+def _tokens(rank: int, step: int) -> Tensor:
+    return torch.randint(11, (3, 5), generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def _lazy(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = Comm.all_gather
+
+    class Lazy(Pending):
+        def __init__(self, comm: Comm, full: Tensor) -> None:
+            self._comm, self._full = comm, full
+            kept = comm.own_part(full).clone()
+            full.fill_(torch.nan)
+            comm.own_part(full).copy_(kept)
+
+        def wait(self) -> None:
+            eager(self._comm, self._full).wait()
+
+    def all_gather(comm: Comm, full: Tensor, kind: str = "all_gather") -> Pending:
+        return Lazy(comm, full) if kind == "all_gather" else eager(comm, full, kind)
+
+    monkeypatch.setattr(Comm, "all_gather", all_gather)
+
+
+def _train(rank: int, world_size: int, stage: int, dtype: torch.dtype, overlap: bool, wrap: str) -> tuple:
+    """Losses, parameters, and for each module with parameters whether the last step left a gather of it under way."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if overlap:
+            _lazy(monkeypatch)
+        model = _model(dtype)
+        called: Callable[[Tensor], Tensor] = torch.compile(model, backend="eager") if wrap == "compile" else model
+        opt = zero_optim.ShardedAdamW(
+            model.parameters(), lr=1e-2, stage=stage, bucket_cap_mb=CAP_MB, overlap_param_gather=overlap
+        )
+        opt.attach(called)
+        losses = []
+        for step in range(STEPS):
+            loss = called(_tokens(rank, step))
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+        under_way = _under_way(opt, model)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        opt.close()
+    return losses, state, under_way
+
+
+def _under_way(opt: zero_optim.ShardedAdamW, model: nn.Module) -> dict[str, bool]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        names[id(parameter)]: bucket.gather is not None
+        for bucket in opt._reducer.buckets
+        for parameter in bucket.params
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_overlap_changes_no_bit(stage: int, world_size: int, dtype: torch.dtype) -> None:
+    waiting = run_ranks(world_size, _train, stage, dtype, False, "plain")
+    overlapping = run_ranks(world_size, _train, stage, dtype, True, "plain")
+    for (losses, state, _), (same_losses, same_state, _) in zip(waiting, overlapping, strict=True):
+        assert losses == same_losses
+        assert_bitwise(list(state.values()), list(same_state.values()))
+
+
+def test_called_modules_wait_for_themselves_and_step_for_the_others() -> None:
+    for _, _, under_way in run_ranks(2, _train, 2, torch.float32, True, "plain"):
+        assert under_way["attention.in_proj_weight"] and not under_way["again.weight"]
+        assert not under_way["attention.out_proj.weight"] and not under_way["direct.weight"]
+        assert not under_way["unused.weight"]
+    for _, _, under_way in run_ranks(2, _train, 2, torch.float32, False, "plain"):
+        assert not any(under_way.values())
+
+
+def test_a_compiled_model_waits_at_its_door() -> None:
+    plain = run_ranks(2, _train, 2, torch.float32, False, "plain")
+    compiled = run_ranks(2, _train, 2, torch.float32, True, "compile")
+    for (losses, _, _), (same, _, under_way) in zip(plain, compiled, strict=True):
+        assert losses == same
+        assert all(under_way.values())
+
+
+def _other_readers(rank: int, world_size: int) -> tuple:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _lazy(monkeypatch)
+        model = _model(torch.float32)
+        opt = zero_optim.ShardedAdamW(model.parameters(), bucket_cap_mb=CAP_MB, overlap_param_gather=True)
+        opt.attach(model)
+        read = {
+            "state_dict": lambda: list(model.state_dict().values()),
+            "load_state_dict": lambda: model.load_state_dict(saved) and list(model.parameters()),
+            "wait_for_parameters": lambda: opt.wait_for_parameters() or list(model.parameters()),
+            "close": lambda: opt.close() or list(model.parameters()),
+        }
+        finite, under_way = {}, {}
+        saved = copy.deepcopy(model.state_dict())
+        for step, (name, reader) in enumerate(read.items()):
+            for micro in range(2):
+                model(_tokens(rank, step + micro)).backward()
+                opt.step()
+                opt.zero_grad()
+            under_way[name] = any(_under_way(opt, model).values())
+            finite[name] = all(bool(value.isfinite().all()) for value in reader())
+        return finite, under_way
+
+
+def test_state_dicts_and_close_wait() -> None:
+    for finite, under_way in run_ranks(2, _other_readers):
+        assert all(under_way.values()) and len(under_way) == 4
+        assert all(finite.values()), finite
+
+
+def _copies(rank: int, world_size: int) -> tuple:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    opt = zero_optim.ShardedAdamW(model.parameters(), overlap_param_gather=True)
+    opt.attach(model)
+    model(torch.ones(2, 4)).sum().backward()
+    opt.step()
+    opt.wait_for_parameters()
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    copied = copy.deepcopy(model)
+    outputs = [m(torch.ones(2, 4)) for m in (model, copied, loaded)]
+    hooks = [hook for m in (copied, loaded) for child in m for hook in child._forward_pre_hooks.values()]
+    return outputs, [(hook.buckets, hook.parameters) for hook in hooks], buffer.tell()
+
+
+def test_copies_of_an_attached_model_know_nothing_of_the_optimizer() -> None:
+    for outputs, hooks, size in run_ranks(2, _copies):
+        assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+        assert hooks == [((), ())] * 4
+        assert size < 20_000
+
+
+def _unattached(rank: int, world_size: int) -> bool:
+    model = nn.Linear(4, 4)
+    opt = zero_optim.ShardedAdamW(model.parameters(), overlap_param_gather=True)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    return any(_under_way(opt, model).values())
+
+
+def test_without_attach_step_waits() -> None:
+    assert run_ranks(2, _unattached) == [False, False]
