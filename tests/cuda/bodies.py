@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/kernels")]
 
 from cases import FLOATS, at_offset, awkward, same_bits  # noqa: E402
 
-from zero_kernels import ROW, hyper_table, reference  # noqa: E402
+from zero_kernels import HYPER_COLUMNS, ROW, hyper_table, reference  # noqa: E402
 
 DTYPE_CODE = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 SIZES = (0, 1, 7, 127, 128, 129, 2047, 2048, 4097, 20_001)
@@ -78,11 +78,15 @@ def adam_arguments(
 ) -> tuple[Tensor | None, ...]:
     rows = -(-numel // ROW)
     hyper = hyper_table([1e-3, 1e-2, 0.1], (0.9, 0.99), 1e-8, 0.1, [1, 2, 30], decoupled=[True, False, True])
-    hyper[2, 9] = 0.0  # not active
+    hyper[2, HYPER_COLUMNS.index("active")] = 0.0
+    hyper[:, HYPER_COLUMNS.index("grad_factor")] = torch.tensor([37.0, -0.7, 0.0])
     row_slot = (torch.arange(rows) * 7 % 5 - 1).to(torch.int32)  # -1 is padding
     row_slot[row_slot == 3] = 0
+    grad = fresh(numel, grad_dtype, 1, offset[0])
+    if found_inf and numel == 4097:
+        grad.nan_to_num_()  # only slot 0's factor makes it infinite, and that of bf16 and fp32
     return (
-        fresh(numel, grad_dtype, 1, offset[0]),
+        grad,
         fresh(numel, torch.float32, 2, offset[1]),
         fresh(numel, torch.float32, 3, offset[2]),
         at_offset(awkward(numel, torch.float32, 4).abs(), offset[3]),
@@ -221,9 +225,9 @@ def hyper(folder: Path) -> int:
     ran = 0
     for slots, grouped in itertools.product((0, 1, 127, 129, 1000), (True, False)):
         groups = 5 if grouped else slots
-        coefficients = torch.rand(6, groups, generator=generator, dtype=torch.float64)
+        coefficients = torch.rand(7, groups, generator=generator, dtype=torch.float64)
         coefficients[1:3] = 1 - torch.rand(2, groups, generator=generator, dtype=torch.float64) * 1e-2
-        coefficients[5].round_()
+        coefficients[5:].round_()
         group = torch.randint(groups, (slots,), generator=generator).to(torch.int32) if grouped else None
         step = torch.randint(0, 2**32 - 1, (slots,), generator=generator).double()
         step[: slots // 2] = torch.randint(0, 300, (slots // 2,), generator=generator).double()

@@ -15,12 +15,12 @@ from toolchain import ARCHS, SOURCES, run, to_ptx
 KERNELS = {"adam_step": 12, "stats": 3, "stats_combine": 3, "hyper_table": 1, "pack": 12}
 
 # Accesses of 16 bytes on the main path of a kernel, as (loads, stores).
-# adam_step: the state of two quads (16-bit tensors go in 8 bytes) and two pieces of their rows of the hyper table.
+# adam_step: the state of two quads (16-bit tensors go in 8 bytes) and three pieces of their rows of the hyper table.
 # stats: eight rows of a block, in each dtype.
 # pack: four chunks for each dtype of the gradients. Where the bucket is fp32, a 16-bit gradient goes in 8 bytes; where
 # it is 16-bit, an fp32 gradient goes in twice 16.
 WIDE = {
-    "adam_step": (6 + 2 * 2, 6),
+    "adam_step": (6 + 2 * 3, 6),
     "stats": (8 + 8 + 16, 0),
     "pack, fp32 bucket": (4, 12),
     "pack, 16-bit bucket": (16, 12),

@@ -75,12 +75,12 @@ def grad_stats(device: str) -> int:
 
 def hyper_table(device: str) -> int:
     for slots in (0, 1, 129):
-        coefficients = torch.full((6, slots), 0.5, dtype=torch.float64, device=device)
+        coefficients = torch.full((7, slots), 0.5, dtype=torch.float64, device=device)
         step = torch.ones(slots, dtype=torch.float64, device=device)
         out = torch.empty(slots, len(HYPER_COLUMNS), device=device)
         torch.ops.zero_kernels.hyper_table(coefficients, None, step, None, out)
         group, active = torch.zeros(slots, dtype=torch.int32, device=device), step != 0
-        torch.ops.zero_kernels.hyper_table(coefficients.new_full((6, 1), 0.5), group, step, active, out)
+        torch.ops.zero_kernels.hyper_table(coefficients.new_full((7, 1), 0.5), group, step, active, out)
     return 6
 
 

@@ -132,9 +132,9 @@ def using(place: Place, op: Callable[[], object]) -> None:
 
 @functools.cache
 def four_slots() -> Tensor:
-    """A hyper table of four slots: decoupled, decoupled with decay, L2, and one that is not active."""
+    """A hyper table of four slots: decoupled, with decay and clipped, L2 that maximizes, and one that is not active."""
     with zero_kernels.use_backend("reference"):
-        return zero_kernels.hyper_table(
+        table = zero_kernels.hyper_table(
             [1e-3, 1e-2, 0.1, 1.0],
             ([0.9, 0.3, 0.5, 0.9], [0.999, 0.99, 0.9, 0.95]),
             [1e-8, 1e-6, 0.0, 1e-8],
@@ -142,4 +142,7 @@ def four_slots() -> Tensor:
             [1, 2, 1000, 3],
             decoupled=[True, True, False, True],
             active=[True, True, True, False],
+            maximize=[False, False, True, False],
         )
+    table[:, zero_kernels.HYPER_COLUMNS.index("grad_factor")] *= torch.tensor([1.0, 0.37, 0.7, 0.0])
+    return table

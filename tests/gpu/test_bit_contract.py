@@ -141,6 +141,18 @@ def test_a_skipped_step_leaves_every_bit_and_names_the_slots(place: Place) -> No
 
 
 @everywhere
+def test_a_skipped_step_names_the_slots_that_their_factors_overflow(place: Place) -> None:
+    """The scale and a slot's factor make one number first: 3e38 * (0.5 * 2) is finite, 3e38 * 2 is not."""
+    table, flags = four_slots().clone(), put(torch.zeros(4, dtype=torch.int32), place)
+    table[:, zero_kernels.HYPER_COLUMNS.index("grad_factor")] = torch.tensor([2.0, -4.0, 3e38, 0.0])
+    grad, states = put(torch.full((4 * ROW,), 3e38), place), [put(torch.zeros(4 * ROW), place) for _ in range(3)]
+    row_slot, one = put(torch.arange(4, dtype=torch.int32), place), torch.ones(1, device=place.device)
+    arguments = (grad, *states, None, row_slot, put(table, place), one / 2, one, flags)
+    using(place, lambda: zero_kernels.adam_step(*arguments))
+    assert fetch(flags).tolist() == [0, 1, 1, 0], place
+
+
+@everywhere
 def test_adam_step_of_a_shard_that_is_all_padding(place: Place) -> None:
     states = [put(values(300, torch.float32, which), place) for which in (2, 3, 4)]
     rows, table = put(torch.full((3,), -1, dtype=torch.int32), place), put(torch.empty(0, 12), place)
@@ -323,10 +335,10 @@ def hyper_inputs(slots: int, groups: int | None) -> tuple[Tensor, Tensor | None,
     """Random coefficients, each slot's group, step counts up to 2^32 - 1 and which slots are active."""
     random = torch.Generator().manual_seed(SEED + slots)
     columns = slots if groups is None else groups
-    uniform = torch.rand(6, columns, dtype=torch.float64, generator=random)
+    uniform = torch.rand(7, columns, dtype=torch.float64, generator=random)
     uniform[1:3] = 1 - 10 ** (-4 * uniform[1:3])  # betas from 0 to 0.9999
     uniform[3] *= 1e-6
-    uniform[5] = (uniform[5] > 0.5).double()
+    uniform[5:] = (uniform[5:] > 0.5).double()
     group = None if groups is None else torch.randint(0, groups, (slots,), dtype=torch.int32, generator=random)
     step = torch.exp2(32 * torch.rand(slots, dtype=torch.float64, generator=random)).floor()
     return uniform, group, step, torch.rand(slots, generator=random) < 0.8

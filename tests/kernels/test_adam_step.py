@@ -12,7 +12,7 @@ from torch import Tensor
 import zero_kernels
 from zero_kernels import HYPER_COLUMNS, ROW
 
-# Four slots: decoupled, decoupled with decay, L2, and one that is not active.
+# Four slots: decoupled, decoupled with decay, L2 that maximizes, and one that is not active.
 TABLE = zero_kernels.hyper_table(
     [1e-3, 1e-2, 0.1, 1.0],
     ([0.9, 0.3, 0.5, 0.9], [0.999, 0.99, 0.9, 0.95]),
@@ -21,7 +21,10 @@ TABLE = zero_kernels.hyper_table(
     [1, 2, 1000, 3],
     decoupled=[True, True, False, True],
     active=[True, True, True, False],
+    maximize=[False, False, True, False],
 )
+GRAD_FACTOR = HYPER_COLUMNS.index("grad_factor")
+TABLE[:, GRAD_FACTOR] *= torch.tensor([1.0, 0.37, 0.7, 0.0])  # as clipping of a subset makes them
 
 
 class Case:
@@ -36,13 +39,13 @@ class Case:
         generator = torch.Generator().manual_seed(numel)
         self.row_slot = torch.randint(-1, 4, (-(-numel // ROW),), dtype=torch.int32, generator=generator)
 
-    def run(self, name: str, **kwargs: Tensor) -> list[Tensor]:
+    def run(self, name: str, table: Tensor = TABLE, **kwargs: Tensor | None) -> list[Tensor]:
         kwargs.setdefault("grad_scale", torch.tensor(0.37))
         tensors = self.state + ([] if self.param is None else [self.param])
         copies = [at_offset(tensor, self.offset) for tensor in tensors]
         out = copies[3] if self.param is not None else None
         with backend(name):
-            zero_kernels.adam_step(self.grad, *copies[:3], out, self.row_slot, TABLE, **kwargs)
+            zero_kernels.adam_step(self.grad, *copies[:3], out, self.row_slot, table, **kwargs)
         return copies
 
     def before(self) -> list[Tensor]:
@@ -69,13 +72,13 @@ def test_reference_is_the_written_formula() -> None:
     f32 = np.float32
     p, m, v = (tensor.numpy().copy() for tensor in case.state)
     with np.errstate(all="ignore"):
-        grad = case.grad.numpy().astype(f32) * f32(0.37)
+        grad = case.grad.numpy().astype(f32)
         for row, slot in enumerate(case.row_slot.tolist()):
             at = slice(row * ROW, min((row + 1) * ROW, numel))
             c = dict(zip(HYPER_COLUMNS, TABLE[max(slot, 0)].numpy(), strict=True))
             if slot < 0 or c["active"] == 0:
                 continue
-            g = grad[at]
+            g = grad[at] * (f32(0.37) * c["grad_factor"])
             if c["weight_decay"] != 0:
                 g = g + c["weight_decay"] * p[at]
             p[at] = p[at] * c["decay"]
@@ -159,6 +162,50 @@ def test_an_overflow_of_the_scaled_gradient_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["reference", *ISAS])
+def test_an_overflow_of_a_slots_own_factor_counts(name: str) -> None:
+    """The factor and the scale make one number first: 3e38 * (0.5 * 2) is finite, 3e38 * 2 is not."""
+    case = Case(5 * ROW, torch.float32, None)
+    case.grad = torch.full((5 * ROW,), 3e38)
+    case.grad[4 * ROW] = math.inf
+    case.row_slot = torch.tensor([0, 1, 2, -1, 3], dtype=torch.int32)
+    table, slots = TABLE.clone(), torch.zeros(4, dtype=torch.int32)
+    table[:, GRAD_FACTOR] = torch.tensor([2.0, -4.0, 3e38, 0.0])
+    case.run(name, table, grad_scale=torch.tensor(0.5), found_inf=torch.ones(()), nonfinite_slots=slots)
+    assert slots.tolist() == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["reference", *ISAS])
+@pytest.mark.parametrize("factor", [0.37, -1.0, 0.0, -0.0, 1e-40])
+def test_a_factor_is_a_part_of_the_scale(name: str, factor: float) -> None:
+    """It gives the bits of a scale that was multiplied by it beforehand, in fp32."""
+    case = Case(4097, torch.bfloat16, torch.float16)
+    case.row_slot = case.row_slot.clamp(min=0)
+    factored, plain = TABLE.clone(), TABLE.clone()
+    factored[:, GRAD_FACTOR], plain[:, GRAD_FACTOR] = factor, 1.0
+    scale = torch.tensor(0.1)
+    got = case.run(name, factored, grad_scale=scale)
+    want = case.run(name, plain, grad_scale=scale * torch.tensor(factor))
+    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
+    alone = case.run(name, factored, grad_scale=None)
+    want = case.run(name, plain, grad_scale=torch.tensor(factor))
+    assert all(same_bits(a, b) for a, b in zip(want, alone, strict=True))
+
+
+@pytest.mark.parametrize("name", ["reference", *ISAS])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_maximize_negates_the_gradient(name: str, decoupled: bool) -> None:
+    case = Case(4097, torch.float16, torch.bfloat16)
+    settings = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "step": 3, "decoupled": decoupled}
+    results = []
+    for grad, maximize in ((case.grad, True), (-case.grad, False)):
+        copies = [tensor.clone() for tensor in case.before()]
+        with backend(name):
+            zero_kernels.fused_adamw_(grad, *copies, grad_scale=0.3, maximize=maximize, **settings)
+        results.append(copies)
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["reference", *ISAS])
 def test_no_found_inf_marks_nothing(name: str) -> None:
     case = Case(ROW, torch.float32, None)
     slots = torch.zeros(4, dtype=torch.int32)
@@ -177,12 +224,14 @@ def test_a_slot_outside_the_table_raises(isa: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["reference", *ISAS])
+@pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_matches_torch_optim(name: str, decoupled: bool) -> None:
+def test_matches_torch_optim(name: str, decoupled: bool, maximize: bool) -> None:
     """fp32, 20 steps: torch orders the operations its own way, so a few units in the last place of the parameter."""
     generator = torch.Generator().manual_seed(0)
-    parameter = torch.nn.Parameter(torch.randn(33, 17, generator=generator))
-    settings = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    start = torch.randn(33, 17, generator=generator)
+    parameter = torch.nn.Parameter(-start if maximize else start)  # either way the same numbers, signs aside
+    settings = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": maximize}
     optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)([parameter], **settings)
     master = parameter.detach().clone()
     state = [torch.zeros_like(master), torch.zeros_like(master)]

@@ -108,7 +108,7 @@ def op_samples() -> dict[str, list[tuple]]:
         "unpack": [(bucket, [1, 128], grads, 0.5)],
         "grad_stats": [([flat(torch.bfloat16), flat()], 2.0), ([flat()],)],
         "hyper_table": [
-            (torch.rand(6, 2, dtype=torch.float64), rows[:2], torch.ones(2, dtype=torch.float64), None, table.clone())
+            (torch.rand(7, 2, dtype=torch.float64), rows[:2], torch.ones(2, dtype=torch.float64), None, table.clone())
         ],
     }
 

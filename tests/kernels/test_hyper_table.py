@@ -30,8 +30,8 @@ def test_columns_are_float64_rounded_once(step: int, decoupled: bool) -> None:
         "beta2": BETA2,
         "one_minus_beta2": 1 - BETA2,
         "active": 1.0,
-        "padding_0": 0.0,
-        "padding_1": 0.0,
+        "grad_factor": 1.0,
+        "padding": 0.0,
     }
     for name, value in exact.items():
         assert got[name] == float(np.float32(value)), name
@@ -43,9 +43,9 @@ def test_columns_are_float64_rounded_once(step: int, decoupled: bool) -> None:
 @pytest.mark.parametrize("slots", [1, 3, 1000])
 def test_same_bits_on_every_backend(slots: int) -> None:
     generator = torch.Generator().manual_seed(slots)
-    coefficients = torch.rand(6, 5, generator=generator, dtype=torch.float64)
+    coefficients = torch.rand(7, 5, generator=generator, dtype=torch.float64)
     coefficients[1:3] = 1 - coefficients[1:3] * 1e-2
-    coefficients[5].round_()
+    coefficients[5:].round_()
     group = torch.randint(5, (slots,), generator=generator).to(torch.int32)
     step = torch.randint(1, 2**32 - 1, (slots,), generator=generator).double()
     step[::2] = torch.randint(1, 300, step[::2].shape, generator=generator).double()
@@ -61,21 +61,21 @@ def test_same_bits_on_every_backend(slots: int) -> None:
 
 
 def test_a_group_that_is_not_there_is_named() -> None:
-    arguments = (torch.rand(6, 2, dtype=torch.float64), torch.tensor([0, 2], dtype=torch.int32))
+    arguments = (torch.rand(7, 2, dtype=torch.float64), torch.tensor([0, 2], dtype=torch.int32))
     with pytest.raises((RuntimeError, IndexError), match=r"group\[1\] = 2, but coefficients has 2|out of range"):
         torch.ops.zero_kernels.hyper_table(*arguments, torch.ones(2, dtype=torch.float64), None, torch.empty(2, 12))
 
 
 def test_wrong_tensors_are_named() -> None:
     good = {
-        "coefficients": torch.rand(6, 2, dtype=torch.float64),
+        "coefficients": torch.rand(7, 2, dtype=torch.float64),
         "group": torch.zeros(3, dtype=torch.int32),
         "step": torch.ones(3, dtype=torch.float64),
         "active": torch.ones(3, dtype=torch.bool),
         "out": torch.empty(3, 12),
     }
     wrong = {
-        "coefficients": (torch.rand(5, 2, dtype=torch.float64), ValueError, r"shape \[6, groups\]"),
+        "coefficients": (torch.rand(6, 2, dtype=torch.float64), ValueError, r"shape \[7, groups\]"),
         "group": (torch.zeros(3, dtype=torch.int64), TypeError, "group must be int32"),
         "step": (torch.ones(4, dtype=torch.float64), ValueError, "step must have 3 elements"),
         "active": (torch.ones(3), TypeError, "active must be bool"),
@@ -92,9 +92,22 @@ def test_one_minus_beta_is_not_fp32_arithmetic() -> None:
     assert got["one_minus_beta2"] != float(np.float32(1) - np.float32(BETA2))
 
 
+@pytest.mark.parametrize("name", ["reference", *ISAS[:1]])
+def test_maximize_turns_the_factor_of_its_slots(name: str) -> None:
+    with backend(name):
+        down = zero_kernels.hyper_table(LR, (BETA1, BETA2), EPS, WD, [1, 2, 3], decoupled=[True, False, True])
+        up = zero_kernels.hyper_table(
+            *(LR, (BETA1, BETA2), EPS, WD, [1, 2, 3]), decoupled=[True, False, True], maximize=[True, True, False]
+        )
+    factor = HYPER_COLUMNS.index("grad_factor")
+    assert up[:, factor].tolist() == [-1.0, -1.0, 1.0] and down[:, factor].eq(1).all()
+    up[:, factor] = 1.0
+    assert same_bits(up, down)
+
+
 def test_scalars_sequences_and_tensors_agree() -> None:
     lrs, steps, active = [1e-3, 2e-3, 5e-3], [1, 7, 300], [True, False, True]
-    columns = zero_kernels.hyper_table(lrs, (BETA1, [BETA2] * 3), EPS, WD, steps, active=active)
+    columns = zero_kernels.hyper_table(lrs, (BETA1, [BETA2] * 3), EPS, WD, steps, active=active, maximize=active)
     tensors = zero_kernels.hyper_table(
         torch.tensor(lrs, dtype=torch.float64),
         (torch.tensor(BETA1, dtype=torch.float64), torch.full((3,), BETA2, dtype=torch.float64)),
@@ -103,12 +116,13 @@ def test_scalars_sequences_and_tensors_agree() -> None:
         torch.tensor(steps),
         decoupled=torch.ones(3, dtype=torch.bool),
         active=torch.tensor(active),
+        maximize=torch.tensor(active),
     )
     assert columns.dtype == torch.float32 and columns.shape == (3, len(HYPER_COLUMNS))
     assert torch.equal(columns, tensors)
     assert row(columns, 1)["active"] == 0
     for slot, (lr, step) in enumerate(zip(lrs, steps, strict=True)):
-        alone = zero_kernels.hyper_table(lr, (BETA1, BETA2), EPS, WD, step, active=active[slot])
+        alone = zero_kernels.hyper_table(lr, (BETA1, BETA2), EPS, WD, step, active=active[slot], maximize=active[slot])
         torch.testing.assert_close(columns[slot], alone[0], rtol=2**-23, atol=0)
 
 

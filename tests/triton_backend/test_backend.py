@@ -88,7 +88,7 @@ def test_no_launch_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in modules:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, recorders.setdefault(name, Recorder()))
-    x, rows, fp64 = torch.ones(128), torch.zeros(1, dtype=torch.int32), torch.zeros(6, 1, dtype=torch.float64)
+    x, rows, fp64 = torch.ones(128), torch.zeros(1, dtype=torch.int32), torch.zeros(7, 1, dtype=torch.float64)
     with no_host_reads():
         triton.OPS["adam_step"](x, x, x, x, None, rows, torch.zeros(1, 12), x[:1], x[:1], rows)
         triton.OPS["pack"]([x], [0], torch.ones(128), 1.0, rows)

@@ -11,13 +11,13 @@ from interpreter import interpreted
 from torch import Tensor
 
 import zero_kernels
-from zero_kernels import ROW, reference, triton
+from zero_kernels import HYPER_COLUMNS, ROW, reference, triton
 from zero_kernels.reference import STATS_BLOCK
 
 SIZES = (0, 1, 7, 127, 128, 129, 4095, 4097, 100_003)
 NAMES = ("reference", "triton")
 
-# Four slots: decoupled, decoupled with decay, L2, and one that is not active.
+# Four slots: decoupled, decoupled with decay, L2 that maximizes, and one that is not active.
 SETTINGS = {
     "lr": [1e-3, 1e-2, 0.1, 1.0],
     "betas": ([0.9, 0.3, 0.5, 0.9], [0.999, 0.99, 0.9, 0.95]),
@@ -26,12 +26,16 @@ SETTINGS = {
     "step": [1, 2, 1000, 3],
     "decoupled": [True, True, False, True],
     "active": [True, True, True, False],
+    "maximize": [False, False, True, False],
 }
+FACTORS = [1.0, 0.37, 0.7, 0.0]
 
 
 def table() -> Tensor:
     with zero_kernels.use_backend("reference"):
-        return zero_kernels.hyper_table(**SETTINGS)
+        made = zero_kernels.hyper_table(**SETTINGS)
+    made[:, HYPER_COLUMNS.index("grad_factor")] *= torch.tensor(FACTORS)
+    return made
 
 
 def check(want: list[Tensor], got: list[Tensor], what: object) -> None:
@@ -102,11 +106,17 @@ def test_found_inf_leaves_everything_and_names_the_slots(flag: float) -> None:
 
 @interpreted
 def test_an_overflow_of_the_scaled_gradient_counts() -> None:
-    slots = torch.zeros(4, dtype=torch.int32)
-    arguments = {"grad_scale": torch.tensor(2.0), "found_inf": torch.ones(()), "nonfinite_slots": slots}
-    with mock.patch.dict(globals(), NAMES=("triton",)):
-        steps(torch.full((ROW,), 3e38), None, row_slot=torch.zeros(1, dtype=torch.int32), **arguments)
-    assert slots.tolist() == [1, 0, 0, 0]
+    """The scale and a slot's factor make one number first: 3e38 * (0.5 * 2) is finite, 3e38 * 2 is not."""
+    for scale, factors, marked in (
+        (2.0, [1.0, 1.0, 1.0, 1.0], [1, 1, 1, 0]),
+        (2.0, [0.5, 0.37, -0.7, 0.0], [0, 0, 1, 0]),
+        (0.5, [2.0, -2.0, 4.0, 1.0], [0, 0, 1, 0]),
+    ):
+        slots = torch.zeros(4, dtype=torch.int32)
+        arguments = {"grad_scale": torch.tensor(scale), "found_inf": torch.ones(()), "nonfinite_slots": slots}
+        with mock.patch.dict(globals(), NAMES=("triton",), FACTORS=factors):
+            steps(torch.full((3 * ROW,), 3e38), None, row_slot=torch.arange(3, dtype=torch.int32), **arguments)
+        assert slots.tolist() == marked, (scale, factors)
 
 
 @interpreted
@@ -282,9 +292,9 @@ def test_hyper_table(slots: int) -> None:
     active = uniform(slots) < 0.5
     group = torch.randint(0, 7, (slots,), generator=generator, dtype=torch.int32)
     for groups, of_slot in ((7, group), (slots, None)):
-        coefficients = uniform(6, groups)
+        coefficients = uniform(7, groups)
         coefficients[1:3] = 1 - coefficients[1:3] ** 8  # betas, many of them close to 1
-        coefficients[5] = (coefficients[5] < 0.5).double()
+        coefficients[5:] = (coefficients[5:] < 0.5).double()
         for mask in (active, None):
             want, got = torch.full((slots, 12), 7.0), torch.full((slots, 12), 7.0)
             reference.hyper_table(coefficients, of_slot, step, mask, want)
