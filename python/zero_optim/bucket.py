@@ -7,9 +7,7 @@ EMPTY ── collect ──> LOCAL ── launch ──┐
 from __future__ import annotations
 
 import enum
-import math
 import operator
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from torch import Tensor
 import zero_kernels  # noqa: F401  registers torch.ops.zero_kernels
 
 from .comm import Comm, Pending
+from .comm_buffers import CommBuffers
 from .errors import GradientError
 from .flat_shard import FlatShard
 from .layout import BucketLayout
@@ -58,38 +57,6 @@ class Sharding:
     def reduce_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of ``dtype`` parameters are communicated. Alone, a rank widens nothing."""
         return self.grad_reduce_dtype or dtype if self.reduces else dtype
-
-
-class CommBuffers:
-    """Two buffers as large as the largest bucket, lent in turn. Taking one waits for the bucket that used it last.
-
-    With ``ZERO_OPTIM_DEBUG=poison`` what was communicated is overwritten with NaN once it has been used: whoever reads
-    it later is found out.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.storages = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._users: list[Bucket | None] = [None, None]
-        self.poison = "poison" in debug_options()
-
-    def take(self, bucket: Bucket) -> Tensor:
-        """A buffer [bucket.numel] of the bucket's reduce dtype, its contents undefined."""
-        self.storages.reverse()
-        self._users.reverse()
-        if self._users[0] is not None:
-            self._users[0].wait()
-        self._users[0] = bucket
-        return self.storages[0][: bucket.layout.numel * bucket.reduce_dtype.itemsize].view(bucket.reduce_dtype)
-
-    def release(self, bucket: Bucket) -> None:
-        """The bucket's reduction has arrived: nothing in the buffers lent to it is needed any more."""
-        for storage, user in zip(self.storages, self._users, strict=True):
-            if self.poison and user is bucket:
-                storage.fill_(0xFF)  # NaN in every float dtype
-        if self.poison and bucket.keeps_full and bucket.sharding.stage >= 1:  # reduced in place: others' shards
-            kept = bucket.grad_shard.clone()
-            bucket.grad_buffer.fill_(math.nan)
-            bucket.grad_shard.copy_(kept)
 
 
 class Bucket:
@@ -134,7 +101,7 @@ class Bucket:
         self.param_shard = self._own_part(self.param_flat)
         for parameter, view in zip(self.params, self._slot_views(self.param_flat), strict=True):
             view.copy_(parameter.data)
-            parameter.data = view
+            parameter.data = _as_own_storage(view)
         self.addresses = [parameter.data_ptr() for parameter in self.params]
 
     def _allocate_gradients(self) -> None:
@@ -283,6 +250,10 @@ class Bucket:
             self._drop_stale()
         return bool(local) or self.state is GradState.LOCAL
 
+    def abandon(self) -> None:
+        """Wait for nothing any more: the ranks have parted."""
+        self.pending = self._buffers = self.gather = None
+
     def clear(self) -> None:
         """Forget every gradient. The buffers stay."""
         self.wait()
@@ -365,12 +336,15 @@ class Bucket:
         return grad.detach().contiguous()
 
 
-def debug_options() -> set[str]:
-    """What ``ZERO_OPTIM_DEBUG`` asks for: a comma-separated list. Raises ValueError for an unknown word."""
-    options = {word.strip() for word in os.environ.get("ZERO_OPTIM_DEBUG", "").split(",")} - {""}
-    if options - {"poison"}:
-        raise ValueError(f"ZERO_OPTIM_DEBUG holds {sorted(options - {'poison'})}, but knows 'poison' alone")
-    return options
+def _as_own_storage(view: Tensor) -> Tensor:
+    """The same memory, seen as a storage of its own.
+
+    Of tensors that share a storage safetensors keeps one and drops the others, with a warning (seen: a checkpoint
+    without most parameters), and torch.save of a single one writes them all.
+    """
+    start = view.storage_offset() * view.itemsize
+    storage = view.untyped_storage()[start : start + view.numel() * view.itemsize]
+    return view.new_empty(0).set_(storage, 0, view.shape, view.stride())
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

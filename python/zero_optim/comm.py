@@ -49,6 +49,11 @@ class Pending:
         self._kind, self._traffic = traffic.kind, traffic
         self._on_arrival = on_arrival
 
+    @property
+    def arrived(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._work is None or self._work.is_completed()
+
     def wait(self) -> None:
         if self._work is None:
             return
@@ -77,6 +82,7 @@ class Comm:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = weakref.ref(group) if group is not None else None
         self._owns_group = False
+        self.shared = False  # whether another optimizer communicates between the same ranks
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self.traffic: dict[str, Traffic] = {}
@@ -91,19 +97,27 @@ class Comm:
         return group
 
     def separate(self) -> None:
-        """Collective. Take a group of its own, with the same ranks, where another optimizer communicates over this one.
+        """Collective. Take a group of its own, with the same ranks, where another optimizer communicates between them.
 
         Both reduce while backward runs. Ranks that use different parameters of theirs would send in different orders.
         """
         if self.world_size == 1:
             return
-        shared = any(other is not self and other._group is not None and other._group() is self.group for other in _live)
-        if not any(self.gather_objects(shared)):
-            return
         ranks = dist.get_process_group_ranks(self.group)
-        backend, timeout = dist.get_backend_config(self.group), _timeout(self.group)
-        own = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+        others = [other for other in _live if other is not self and other._ranks() == ranks]
+        if not any(self.gather_objects(bool(others))):
+            return
+        for comm in (self, *others):
+            comm.shared = True
+        backend = dist.get_backend(self.group)
+        if backend not in dist.Backend.backend_list or backend == dist.Backend.UNDEFINED:
+            backend = dist.get_backend_config(self.group)  # one for each type of device
+        own = dist.new_group(ranks, _timeout(self.group), backend, use_local_synchronization=True)
         self._group, self._owns_group = weakref.ref(own), True
+
+    def _ranks(self) -> list[int]:
+        group = self._group() if self._group is not None else None
+        return dist.get_process_group_ranks(group) if group is not None and dist.is_initialized() else []
 
     def close(self) -> None:
         """Destroy a group of its own."""
@@ -150,10 +164,10 @@ class Comm:
             work = dist.all_reduce(vector, op=op, group=self.group, async_op=True)
             Pending(work, self._record("exchange", vector)).wait()
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor, kind: str = "construction") -> None:
         """Copy rank 0's ``tensor`` to every rank, in place."""
         if self.world_size > 1:
-            self._record("construction", tensor)
+            self._record(kind, tensor)
             dense = tensor.contiguous()
             dist.broadcast(dense, group_src=0, group=self.group)
             if dense is not tensor:

@@ -81,7 +81,7 @@ class GradScaler(TorchGradScaler):
         """``optimizer.step()``, with gradients unscaled if nobody did, skipped on the device if any is not finite."""
         if not self._enabled or not _is_sharded(optimizer):
             return super().step(optimizer, *args, **kwargs)
-        if args or kwargs:
+        if any(argument is not None for argument in (*args, *kwargs.values())):  # accelerate gives a closure of None
             raise RuntimeError("a closure cannot be used with a GradScaler: it would run before gradients are checked")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:

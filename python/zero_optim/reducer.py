@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from .backward_watch import BackwardWatch
-from .bucket import Bucket, CommBuffers, GradState, Sharding
-from .errors import ParameterError
+from .bucket import Bucket, GradState, Sharding
+from .comm_buffers import CommBuffers
+from .errors import CollectiveError, ParameterError
 
 
 class Reducer:
@@ -115,6 +116,13 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._nodes.clear()
+        try:
+            for bucket in self.buckets:
+                bucket.wait_for_parameters()
+                bucket.wait()
+        except CollectiveError:  # whoever closes after an error has seen it
+            for bucket in self.buckets:
+                bucket.abandon()
         for bucket in self.buckets:
             bucket.clear()
 
@@ -164,6 +172,8 @@ class Reducer:
                 self.buckets[number].collect()
         elif self.overlap:
             while self._next < len(self.buckets) and self._missing[self._next] == 0 and not self._repeats[self._next]:
+                if self._must_not_wait and not self.buffers.free:
+                    return
                 self._launch_next()
 
     def _check_in_place(self, parameter: Tensor, bucket: Bucket, slot: int) -> None:
@@ -189,7 +199,11 @@ class Reducer:
 
     def _end_backward(self) -> None:
         self._note_counts()
-        if self._in_round:
+        if self._in_round and self._must_not_wait:
+            self._seen = {}
+            while not self.observing and self._next < len(self.buckets) and self.buffers.free:
+                self._launch_next()  # the next backward, or step, completes the round
+        elif self._in_round:
             self._complete_round()
         else:
             self._unreduced = True
@@ -198,6 +212,12 @@ class Reducer:
     def _reduces_in_backward(self) -> bool:
         """Whether a backward begun now leaves its gradients reduced when it ends."""
         return self.sharding.reduces and self.synchronize and (self.overlap or self.sharding.stage != 1)
+
+    @property
+    def _must_not_wait(self) -> bool:
+        """Another optimizer reduces in the same backward. A rank that uses the parameters of that one alone would wait
+        for us there, and we for it here: only ``step``, which every rank calls in the same order, may wait."""
+        return self.sharding.comm.shared and self.sharding.stage >= 1
 
     # -- rounds --------------------------------------------------------------------------------------------------
 

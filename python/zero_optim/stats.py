@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .bucket import CommBuffers
 from .comm import Comm
+from .comm_buffers import CommBuffers
 from .shard_state import ShardState
 
 
