@@ -202,7 +202,7 @@ class Bucket:
             self._drop_stale()
         sources = self._present() if self.state is GradState.LOCAL else local
         in_place = self.keeps_full and self.grad_buffer.dtype == self.reduce_dtype and not accumulate
-        full = self.grad_buffer if in_place else buffers.take(self)
+        full = self.grad_buffer if in_place else self._borrow(buffers)
         self._pack(sources, full, 1 / self.sharding.comm.world_size, accumulate)
         self.pending = self._reduce(full, buffers, accumulate)
         self._buffers = buffers
@@ -216,7 +216,7 @@ class Bucket:
     def _reduce(self, full: Tensor, buffers: CommBuffers, accumulate: bool) -> Pending:
         comm = self.sharding.comm
         if self.sharding.stage >= 1:
-            scratch = buffers.take(self) if comm.has_own_reduce_scatter(full) else None
+            scratch = self._borrow(buffers) if comm.has_own_reduce_scatter(full) else None
             return comm.reduce_scatter(full, self.grad_shard, scratch, accumulate=accumulate)
         if full is self.grad_buffer:
             return comm.all_reduce(full)
@@ -228,7 +228,18 @@ class Bucket:
         if self.pending is not None and self._buffers is not None:
             self.pending.wait()
             self._buffers.release(self)
+            if self._buffers.poison and self.keeps_full and self.sharding.stage >= 1:
+                self._poison_others()
             self.pending = self._buffers = None
+
+    def _borrow(self, buffers: CommBuffers) -> Tensor:
+        return buffers.take(self, self.layout.numel, self.reduce_dtype)
+
+    def _poison_others(self) -> None:
+        """Reduced in place: what ``grad_buffer`` holds beside this rank's shard has been communicated, too."""
+        kept = self.grad_shard.clone()
+        self.grad_buffer.fill_(torch.nan)
+        self.grad_shard.copy_(kept)
 
     def unshard(self) -> None:
         """Start to bring every rank's shard of the parameters into ``param_flat``."""

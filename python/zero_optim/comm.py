@@ -63,8 +63,8 @@ class Pending:
         except RuntimeError as error:
             raise CollectiveError(
                 f"{self._kind} did not complete: {error}. Another rank died, raised, or does not take part: each must "
-                "make the same calls of step, clip_grad_norm_ and synchronised backwards. The first error that any rank "
-                "printed is the cause"
+                "make the same calls of step, clip_grad_norm_ and synchronised backwards. The first error of "
+                "any rank is the cause"
             ) from error
         self._work = None  # only now: after a time-out it has not arrived, however often one asks
         self._traffic.wait_seconds += time.perf_counter() - start
@@ -109,7 +109,7 @@ class Comm:
             return
         for comm in (self, *others):
             comm.shared = True
-        backend = dist.get_backend(self.group)
+        backend: str = dist.get_backend(self.group)
         if backend not in dist.Backend.backend_list or backend == dist.Backend.UNDEFINED:
             backend = dist.get_backend_config(self.group)  # one for each type of device
         own = dist.new_group(ranks, _timeout(self.group), backend, use_local_synchronization=True)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import os
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .bucket import Bucket
+from .comm import Pending
+
+
+class Borrower(Protocol):
+    """A bucket, as far as it borrows."""
+
+    pending: Pending | None
+
+    def wait(self) -> None: ...
 
 
 class CommBuffers:
@@ -22,32 +28,28 @@ class CommBuffers:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.storages = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._users: list[Bucket | None] = [None, None]
+        self._users: list[Borrower | None] = [None, None]
         self.poison = "poison" in debug_options()
 
-    def take(self, bucket: Bucket) -> Tensor:
-        """A buffer [bucket.numel] of the bucket's reduce dtype, its contents undefined."""
+    def take(self, bucket: Borrower, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer [numel], its contents undefined."""
         self.storages.reverse()
         self._users.reverse()
         if self._users[0] is not None:
             self._users[0].wait()
         self._users[0] = bucket
-        return self.storages[0][: bucket.layout.numel * bucket.reduce_dtype.itemsize].view(bucket.reduce_dtype)
+        return self.storages[0][: numel * dtype.itemsize].view(dtype)
 
     @property
     def free(self) -> bool:
         """Whether taking one would not wait."""
         return all(user is None or user.pending is None or user.pending.arrived for user in self._users)
 
-    def release(self, bucket: Bucket) -> None:
+    def release(self, bucket: Borrower) -> None:
         """The bucket's reduction has arrived: nothing in the buffers lent to it is needed any more."""
         for storage, user in zip(self.storages, self._users, strict=True):
             if self.poison and user is bucket:
                 storage.fill_(0xFF)  # NaN in every float dtype
-        if self.poison and bucket.keeps_full and bucket.sharding.stage >= 1:  # reduced in place: others' shards
-            kept = bucket.grad_shard.clone()
-            bucket.grad_buffer.fill_(math.nan)
-            bucket.grad_shard.copy_(kept)
 
 
 def debug_options() -> set[str]:
