@@ -2,6 +2,7 @@
 
 from .errors import (
     ClosedError,
+    CollectiveError,
     GradientError,
     ParameterError,
     RankMismatchError,
@@ -10,11 +11,14 @@ from .errors import (
     ZeroOptimError,
 )
 from .flat_shard import FlatShard
+from .full_state import full_state_dict, load_full_state_dict
 from .grad_scaler import GradScaler
 from .optimizer import ShardedAdamW
+from .verify import Verifier, VerifyReport, verify
 
 __all__ = [
     "ClosedError",
+    "CollectiveError",
     "FlatShard",
     "GradScaler",
     "GradientError",
@@ -23,5 +27,10 @@ __all__ = [
     "ShardAccessError",
     "ShardedAdamW",
     "StateMismatchError",
+    "Verifier",
+    "VerifyReport",
     "ZeroOptimError",
+    "full_state_dict",
+    "load_full_state_dict",
+    "verify",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +27,7 @@ from .param_group import HyperTable
 from .parameter_set import ParameterSet
 from .reducer import Reducer
 from .shard_state import OptimizerState
-from .state_dict import load_groups, make_state_dict, match_state
+from .state_dict import load_groups, make_state_dict, match_state, saved_order, step_counts
 from .stats import memory_by_kind
 
 
@@ -358,7 +359,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         before, comm = len(self.param_groups), self._sharding.comm
         try:
             with comm.raising_together():
-                super().add_param_group(param_group)
+                super().add_param_group(self._parameters.with_names(param_group))
                 indices = self._parameters.read_groups()
                 validate.check_groups(self.param_groups[before:], before)
                 validate.check_parameters(self._parameters, indices)
@@ -389,16 +390,24 @@ class ShardedAdamW(torch.optim.Optimizer):
 
         Tensors are views of the live state in the parameter's shape: plain where this rank holds all of it,
         else ``FlatShard``. fp32 parameters have no master. Keys stand in the order of the buckets, which
-        loading restores.
+        loading restores. Hooks are called as torch calls them.
         """
         self._check_usable()
-        return make_state_dict(self.param_groups, self._states.export(), self._hyper.steps.float())
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = make_state_dict(self.param_groups, self._states.export(), self._hyper.steps.float())
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state)
+            state = state if changed is None else changed
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` gave on the same rank of as many ranks, or full tensors. Parameters stay.
+        """Load what ``state_dict`` gave on the same rank of as many ranks; or full tensors, on every rank, such as
+        ``torch.optim.AdamW`` saves. Parameters stay. Hooks are called as torch calls them.
 
-        Parameters that it does not hold start afresh; gradients may be dropped. Raises StateMismatchError before any
+        Parameters that it does not hold start afresh. Masters that it does not hold come from the parameters, and so do
+        those that do not round to them at the next step. Gradients may be dropped. Raises StateMismatchError before any
         state is changed, naming what does not fit; on every rank.
         """
         self._check_usable()
@@ -406,16 +415,25 @@ class ShardedAdamW(torch.optim.Optimizer):
         saved: dict[int, Mapping[str, Any]] = {}
         copies: list[tuple[Tensor, Tensor]] = []
         with comm.raising_together():
-            saved = match_state(state_dict, self.param_groups, self._parameters.trained, self._parameters.labels)
-        self._reducer.restore_order(comm.gather_objects(list(saved))[0])
+            state_dict = self._prepare_load(state_dict)
+            saved = match_state(state_dict, self._parameters, decoupled=self._hyper.decoupled)
+        self._reducer.restore_order(comm.gather_objects(saved_order(saved))[0])
         with comm.raising_together():
             copies = self._states.plan_load(saved, self._parameters.labels)
         self._states.load(copies)
-        self._states.reset(set(self._parameters.trained) - set(saved))
-        self._hyper.steps.zero_()
-        for index, entry in saved.items():
-            self._hyper.steps[index] = torch.as_tensor(entry["step"], dtype=torch.float64)
+        self._states.restart(set(self._parameters.trained) - set(saved))
+        self._hyper.steps.copy_(step_counts(saved, len(self._hyper.steps)))
         load_groups(self.param_groups, state_dict["param_groups"])
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _prepare_load(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the hooks make of a shallow copy."""
+        state: Any = copy.copy(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state)
+            state = state if changed is None else changed
+        return state
 
     def stats(self) -> dict[str, Any]:
         """Counts since construction and bytes now, on this rank. It reads device values: not for the inside of a step.
@@ -449,9 +467,10 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Remove the hooks and drop the gradients. Parameters keep their values."""
-        if not getattr(self, "_closed", True):
+        # Its own, not getattr: a wrapper that passes reads on, as Lightning's, dies before the optimizer (seen: its
+        # __del__ removed the hooks, and gradients stayed whole until step).
+        if not self.__dict__.get("_closed", True):
             self._closed = True
-            self._gather.wait()
             self._gather.close()
             self._reducer.close()
             self._parameters.release()

@@ -23,7 +23,7 @@ class HyperTable:
     """
 
     def __init__(self, group_of: Sequence[int], groups: int, device: torch.device, *, decoupled: bool) -> None:
-        self._decoupled = float(decoupled)
+        self.decoupled = decoupled
         self._allocate(group_of, groups, device)
 
     def _allocate(self, group_of: Sequence[int], groups: int, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class HyperTable:
     def _coefficients(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """In the order of ``zero_kernels.HYPER_COEFFICIENTS``."""
         maximize = group.get("maximize", False)
-        return (group["lr"], *group["betas"], group["eps"], group["weight_decay"], self._decoupled, maximize)
+        return (group["lr"], *group["betas"], group["eps"], group["weight_decay"], float(self.decoupled), maximize)
 
     def _on_device(self, rows: Sequence[tuple[Any, ...]]) -> Tensor:
         """The groups' coefficients, [coefficients, groups]. Numbers are sent when they change, tensors every time."""

@@ -32,6 +32,7 @@ class ParameterSet:
         self.group_of: list[int] = []
         self.trained: dict[int, Tensor] = {}
         self._frozen: dict[int, Tensor] = {}
+        self._model: weakref.ref[nn.Module] | None = None
 
     def name(self, index: int) -> str:
         """The bare name, or the label of a parameter without one."""
@@ -70,13 +71,34 @@ class ParameterSet:
 
     def take_names(self, model: nn.Module) -> None:
         """Call parameters what ``model.named_parameters()`` does. Raises ParameterError where it lacks one."""
-        names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+        names = _names(model)
         for group in self.groups:
             missing = [tuple(p.shape) for p in group["params"] if id(p) not in names]
             if missing:
                 raise ParameterError(f"the model has no parameters of shapes {missing}, which this optimizer holds")
             group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
+        self._model = weakref.ref(model)
         self.relabel()
+
+    def with_names(self, group: dict[str, Any]) -> dict[str, Any]:
+        """``group`` as torch wants a new one to be beside groups with names: named by the model of ``take_names``.
+
+        Raises ParameterError where that model does not have a parameter.
+        """
+        if not any("param_names" in other for other in self.groups):
+            return group
+        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        if any(isinstance(entry, tuple) for entry in params):
+            return {**group, "params": params}
+        model = self._model() if self._model is not None else None
+        names = _names(model) if model is not None else {}
+        unknown = [tuple(parameter.shape) for parameter in params if id(parameter) not in names]
+        if unknown:
+            raise ParameterError(
+                f"the other groups have names, these parameters of shapes {unknown} have none: give (name, parameter) "
+                "pairs, or add them to the model before"
+            )
+        return {**group, "params": [(names[id(parameter)], parameter) for parameter in params]}
 
     # -- one live optimizer a parameter --------------------------------------------------------------------------
 
@@ -103,6 +125,10 @@ class ParameterSet:
 def plain_name(name: str) -> str:
     """Without what ``torch.compile`` puts in: a state is to load with and without it."""
     return name.replace("_orig_mod.", "")
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
 
 
 def _labels(number: int, group: dict[str, Any]) -> list[str]:

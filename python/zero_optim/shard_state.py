@@ -11,6 +11,8 @@ from torch import Tensor
 from .bucket import Bucket, Sharding
 from .errors import StateMismatchError
 from .flat_shard import FlatShard
+from .layout import SlotPiece
+from .state_dict import state_tensor
 
 
 class ShardState:
@@ -118,28 +120,31 @@ class OptimizerState:
         places = {piece.slot.param: (shard.tensors(), piece) for shard in self.shards for piece in shard.bucket.pieces}
         for shard in old:
             for name, tensor in shard.tensors().items():
-                full = self._gather(tensor)
+                full = self._gather(tensor, "construction")
                 for slot in shard.bucket.layout.slots:
                     tensors, piece = places[slot.param]
                     source = full.narrow(0, slot.offset + piece.in_param, piece.numel)
                     tensors[name].narrow(0, piece.in_shard, piece.numel).copy_(source)
 
-    def _gather(self, tensor: Tensor) -> Tensor:
+    def _gather(self, tensor: Tensor, kind: str) -> Tensor:
         if self.sharding.shards == 1:
             return tensor
         full = tensor.new_empty(tensor.numel() * self.sharding.shards)
         self.sharding.comm.own_part(full).copy_(tensor)
-        self.sharding.comm.all_gather(full, kind="construction").wait()
+        self.sharding.comm.all_gather(full, kind).wait()
         return full
 
     # -- state dicts ---------------------------------------------------------------------------------------------
 
-    def _slots(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
-        """Every parameter's state, in the order of the layout: plain views where this rank holds all, else shards."""
+    def _slots(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Every parameter's state, and itself as ``parameter``, in the order of the layout.
+
+        Plain views where this rank holds all of it, else shards.
+        """
         for shard in self.shards:
             bucket = shard.bucket
             views: dict[str, Sequence[Tensor]] = {}
-            for name, tensor in shard.tensors().items():
+            for name, tensor in {**shard.tensors(), "parameter": bucket.param_shard}.items():
                 shards = bucket.shard_views(tensor, name)
                 whole = self.sharding.shards == 1
                 views[name] = [s.local.view(s.shape) for s in shards] if whole else shards
@@ -148,49 +153,101 @@ class OptimizerState:
 
     def export(self) -> dict[int, dict[str, Tensor]]:
         """State by parameter index. Tensors are views of live state; the order of the keys is that of the layout."""
-        return {index: dict(tensors) for index, tensors in self._slots()}
+        self.refresh_edited()
+        state = dict(self._slots())
+        for tensors in state.values():
+            del tensors["parameter"]
+        return state
 
     def plan_load(self, saved: Mapping[int, Mapping[str, Any]], labels: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
         """(target, source) pairs that bring in state by parameter index. Nothing is written yet.
 
-        Shards must cut parameters where this layout does; full tensors always fit. Raises StateMismatchError.
+        Shards must cut parameters where this layout does; full tensors always fit. A master that was not saved comes
+        from the parameter. Raises StateMismatchError.
         """
-        return [
-            (target, _source(saved[index], name, target, labels[index]))
-            for index, tensors in self._slots()
-            if index in saved
-            for name, target in tensors.items()
-        ]
-
-    def reset(self, indices: set[int]) -> None:
-        """Make the state of these parameters what it is at construction."""
-        for shard in self.shards:
-            for piece in shard.bucket.pieces:
-                if piece.slot.param in indices:
-                    shard.exp_avg.narrow(0, piece.in_shard, piece.numel).zero_()
-                    shard.exp_avg_sq.narrow(0, piece.in_shard, piece.numel).zero_()
-        self.refresh_masters(indices)
+        copies = []
+        for index, tensors in self._slots():
+            parameter = tensors.pop("parameter")
+            for name, target in tensors.items() if index in saved else ():
+                unsaved = name == "master" and name not in saved[index]
+                copies.append((target, parameter if unsaved else _source(saved[index], name, target, labels[index])))
+        return copies
 
     def load(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Carry out a planned load."""
         for target, source in copies:
-            (target.local if isinstance(target, FlatShard) else target).copy_(source)
+            _local(target).copy_(_local(source))
+        self._distrust_masters()
+
+    def restart(self, indices: set[int]) -> None:
+        """Make the state of these parameters what it is at construction."""
+        for shard, piece in self._pieces(indices):
+            for tensor in (shard.exp_avg, shard.exp_avg_sq):
+                tensor.narrow(0, piece.in_shard, piece.numel).zero_()
+        self.restart_masters(indices)
+
+    def restart_masters(self, indices: set[int]) -> None:
+        for shard, piece in self._pieces(indices):
+            if shard.master is not None:
+                parameter = shard.bucket.param_shard.narrow(0, piece.in_shard, piece.numel)
+                shard.master.narrow(0, piece.in_shard, piece.numel).copy_(parameter)
+
+    def gathered(self) -> Iterator[tuple[int, str, Tensor]]:
+        """Collective. Every parameter's whole tensors, flat, by index and name: those of one bucket at a time."""
+        self.refresh_edited()
+        for shard in self.shards:
+            for name, tensor in shard.tensors().items():
+                full = self._gather(tensor, "state")
+                for slot in shard.bucket.layout.slots:
+                    yield slot.param, name, full.narrow(0, slot.offset, slot.numel)
+
+    def distribute(self, names: Mapping[int, Sequence[str]], tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Collective. Take over whole tensors that rank 0 has, those of one bucket at a time.
+
+        Args:
+            names: by parameter index, the tensors that are given; the same on every rank.
+            tensors: on rank 0, they themselves.
+        """
+        comm = self.sharding.comm
+        for shard in self.shards:
+            for name, target in shard.tensors().items():
+                given = [piece for piece in shard.bucket.pieces if name in names.get(piece.slot.param, ())]
+                if not given:
+                    continue
+                full = target.new_empty(shard.bucket.layout.numel)
+                for slot in (piece.slot for piece in given) if comm.rank == 0 else ():
+                    full.narrow(0, slot.offset, slot.numel).copy_(tensors[slot.param][name].reshape(-1))
+                comm.broadcast(full, "state")
+                for piece in given:
+                    source = full.narrow(0, piece.slot.offset + piece.in_param, piece.numel)
+                    target.narrow(0, piece.in_shard, piece.numel).copy_(source)
+        self._distrust_masters()
+
+    def _pieces(self, indices: set[int]) -> Iterator[tuple[ShardState, SlotPiece]]:
+        for shard in self.shards:
+            for piece in shard.bucket.pieces:
+                if piece.slot.param in indices:
+                    yield shard, piece
+
+    def _distrust_masters(self) -> None:
+        """State was loaded. The next step takes masters from parameters where they do not round to them: the model may
+        be loaded later, and a master may be older than the parameters, when another optimizer carried it along."""
         self.started = True
-        self.record_versions()
+        self._versions = [-1] * len(self._versions)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.local if isinstance(tensor, FlatShard) else tensor
 
 
 def _source(entry: Mapping[str, Any], name: str, target: Tensor, label: str) -> Tensor:
     """The part of ``entry[name]`` that belongs into ``target``."""
-    saved = entry.get(name)
-    if not isinstance(saved, Tensor):
-        raise StateMismatchError(f"the state of {label} has no tensor {name!r}, but {sorted(entry)}")
-    if saved.shape != target.shape:
-        raise StateMismatchError(f"{name} of {label} has shape {tuple(saved.shape)}, expected {tuple(target.shape)}")
+    saved = state_tensor(entry, name, target.shape, label)
     if isinstance(target, FlatShard):
         if not isinstance(saved, FlatShard):
             return saved.reshape(-1).narrow(0, target.start, target.local.numel())
         if (saved.start, saved.local.numel()) == (target.start, target.local.numel()):
-            return saved.local
+            return saved
     elif not isinstance(saved, FlatShard):
         return saved
     raise StateMismatchError(

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import math
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from .errors import StateMismatchError
+from .flat_shard import FlatShard
+from .parameter_set import ParameterSet
+from .validate import check_groups
 
 Groups = Sequence[dict[str, Any]]
+
+# What the constructor settles: a saved group does not change it.
+_FIXED_OPTIONS = ("params", "param_names", "decoupled_weight_decay")
 
 
 def state_keys(groups: Groups) -> list[str | int]:
@@ -21,44 +30,141 @@ def state_keys(groups: Groups) -> list[str | int]:
     return keys
 
 
-def make_state_dict(groups: Groups, state: Mapping[int, dict[str, Tensor]], steps: Tensor) -> dict[str, Any]:
-    """Put ``state`` (by parameter index) and ``steps`` [parameters] into torch's format, in the order of ``state``."""
-    keys = state_keys(groups)
+def pack_groups(groups: Groups) -> list[dict[str, Any]]:
+    """The groups with indices over all groups in place of parameters, as torch saves them."""
     packed: list[dict[str, Any]] = []
     start = 0
     for group in groups:
         options = {name: value for name, value in group.items() if name != "params"}
         packed.append({**options, "params": list(range(start, start + len(group["params"])))})
         start += len(group["params"])
+    return packed
+
+
+def make_state_dict(groups: Groups, state: Mapping[int, dict[str, Tensor]], steps: Tensor) -> dict[str, Any]:
+    """Put ``state`` (by parameter index) and ``steps`` [parameters] into torch's format, in the order of ``state``."""
+    keys = state_keys(groups)
     by_key = {keys[index]: {**tensors, "step": steps[index].clone()} for index, tensors in state.items()}
-    return {"state": by_key, "param_groups": packed}
+    return {"state": by_key, "param_groups": pack_groups(groups)}
 
 
 def match_state(
-    state_dict: Mapping[str, Any], groups: Groups, trained: Mapping[int, Tensor], labels: Sequence[str]
+    state_dict: Mapping[str, Any], parameters: ParameterSet, *, decoupled: bool
 ) -> dict[int, Mapping[str, Any]]:
-    """The saved state by parameter index, in its own order. Raises StateMismatchError where it does not fit."""
-    missing = {"state", "param_groups"} - set(state_dict)
-    if missing:
-        raise StateMismatchError(f"no optimizer state: {sorted(missing)} missing, found {sorted(map(str, state_dict))}")
-    sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-    expected = [len(group["params"]) for group in groups]
-    if sizes != expected:
-        raise StateMismatchError(f"the state has parameter groups of sizes {sizes}, this optimizer {expected}")
-    index_of: dict[Any, int] = {index: index for index in trained}
-    index_of |= {key: index for index, key in enumerate(state_keys(groups)) if index in trained}
+    """The saved state by parameter index, in its own order. Raises StateMismatchError where it does not fit.
+
+    Its groups and every step count are good then; the tensors are not looked at. State of parameters that are not
+    trained is left out, with a warning.
+    """
+    _check_form(state_dict)
+    groups, labels, saved_groups = parameters.groups, parameters.labels, state_dict["param_groups"]
+    _check_groups_fit(saved_groups, groups, decoupled)
+    index_of = _index_by_key(saved_groups, groups)
     unknown = [key for key in state_dict["state"] if key not in index_of]
     if unknown:
         raise StateMismatchError(f"the state holds {unknown[:5]}, which this optimizer does not train")
-    saved = {index_of[key]: entry for key, entry in state_dict["state"].items()}
+    saved = {index_of[key]: entry for key, entry in state_dict["state"].items() if entry != {}}
     for index, entry in saved.items():
-        if "step" not in entry:
-            raise StateMismatchError(f"the state of {labels[index]} has no 'step', but {sorted(entry)}")
+        _check_entry(entry, labels[index])
+    ignored = [labels[index] for index in saved if index not in parameters.trained]
+    if ignored:
+        warnings.warn(f"the state of {', '.join(ignored[:5])} is not loaded: frozen here", stacklevel=2)
+    return {index: entry for index, entry in saved.items() if index in parameters.trained}
+
+
+def saved_order(saved: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """The order of the layout that shards were saved in; full tensors fit any, and have none."""
+    sharded = any(isinstance(value, FlatShard) for entry in saved.values() for value in entry.values())
+    return list(saved) if sharded else []
+
+
+def step_counts(saved: Mapping[int, Mapping[str, Any]], parameters: int) -> Tensor:
+    """[parameters] float64 on the CPU: the updates that each has had, none where ``saved`` does not hold it."""
+    counts = torch.zeros(parameters, dtype=torch.float64)
+    for index, entry in saved.items():
+        counts[index] = float(entry["step"])
+    return counts
+
+
+def state_tensor(entry: Mapping[str, Any], name: str, shape: Sequence[int], label: str) -> Tensor:
+    """``entry[name]``, of the parameter's ``shape`` and of any floating dtype. Raises StateMismatchError."""
+    saved = entry.get(name)
+    if not isinstance(saved, Tensor):
+        raise StateMismatchError(f"the state of {label} has no tensor {name!r}, but {sorted(map(str, entry))}")
+    if tuple(saved.shape) != tuple(shape):
+        raise StateMismatchError(
+            f"{name} of {label} has shape {tuple(saved.shape)}, expected {tuple(shape)}: give the optimizer the same "
+            "parameters, in the same order"
+        )
+    plain = type(saved) in (Tensor, nn.Parameter, FlatShard) and saved.layout is torch.strided and not saved.is_meta
+    if not plain or not saved.is_floating_point():
+        kind = f"{type(saved).__name__} of {saved.dtype}, {saved.layout}, on {saved.device}"
+        raise StateMismatchError(f"{name} of {label} is a {kind}: it must be a dense floating-point tensor with values")
     return saved
 
 
 def load_groups(groups: Groups, saved: Groups) -> None:
     """Take over the options of saved parameter groups; the parameters and their names stay."""
     for group, options in zip(groups, saved, strict=True):
-        kept = {name: value for name, value in options.items() if name not in ("params", "param_names")}
+        kept = {name: value for name, value in options.items() if name not in _FIXED_OPTIONS}
         group.update(copy.deepcopy(kept))
+
+
+def _check_form(state_dict: Any) -> None:
+    if not isinstance(state_dict, Mapping):
+        raise StateMismatchError(f"an optimizer state is a dict, got {type(state_dict).__name__}")
+    missing = {"state", "param_groups"} - set(state_dict)
+    if missing:
+        raise StateMismatchError(f"no optimizer state: {sorted(missing)} missing, found {sorted(map(str, state_dict))}")
+    groups = state_dict["param_groups"]
+    listed = isinstance(groups, Sequence) and all(isinstance(g, Mapping) and "params" in g for g in groups)
+    if not listed or not isinstance(state_dict["state"], Mapping):
+        raise StateMismatchError("no optimizer state: 'state' must be a dict, 'param_groups' a list of dicts")
+
+
+def _check_groups_fit(saved: Groups, groups: Groups, decoupled: bool) -> None:
+    sizes, expected = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
+    if sizes != expected:
+        raise StateMismatchError(f"the state has parameter groups of sizes {sizes}, this optimizer {expected}")
+    for number, options in enumerate(saved):
+        if options.get("weight_decay") and options.get("decoupled_weight_decay", decoupled) != decoupled:
+            raise StateMismatchError(
+                f"group {number} of the state was trained with decoupled_weight_decay={not decoupled}: give that to "
+                "this optimizer's constructor"
+            )
+    try:
+        check_groups([{**group, **options} for group, options in zip(groups, saved, strict=True)])
+    except (TypeError, ValueError) as error:
+        raise StateMismatchError(f"in the state's parameter groups, {error}") from error
+
+
+def _index_by_key(saved: Groups, groups: Groups) -> dict[Hashable, int]:
+    """The index of every key that a state may use: torch's own, by place in the groups, or a parameter's name."""
+    ids = [key for group in saved for key in group["params"]]
+    names = [name for group in saved for name in group.get("param_names") or ()]
+    own = state_keys(groups)
+    if names != own and sorted(names) == sorted(map(str, own)):
+        first = next(name for name, other in zip(names, own, strict=True) if name != other)
+        raise StateMismatchError(
+            f"the state holds the same parameters in another order: {first!r} stands elsewhere. Give them in its order"
+        )
+    index_of: dict[Hashable, int] = {}
+    for keys in (own, names, ids):
+        index_of.update({key: index for index, key in enumerate(keys)})
+    return index_of
+
+
+def _check_entry(entry: Any, label: str) -> None:
+    if not isinstance(entry, Mapping) or "step" not in entry:
+        found = sorted(map(str, entry)) if isinstance(entry, Mapping) else type(entry).__name__
+        raise StateMismatchError(f"the state of {label} has no 'step', but {found}")
+    if "max_exp_avg_sq" in entry:
+        raise StateMismatchError(
+            f"the state of {label} holds max_exp_avg_sq, of amsgrad=True, which ShardedAdamW does not do: train on "
+            "with torch.optim.AdamW, or drop max_exp_avg_sq and the option"
+        )
+    step = entry["step"]
+    good = isinstance(step, int | float) or (isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex())
+    count = float(step) if good else math.nan
+    if not (0 <= count < math.inf and count.is_integer()):
+        raise StateMismatchError(f"the step of {label} must be a count of updates, got {step!r}")

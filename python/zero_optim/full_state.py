@@ -1,0 +1,134 @@
+"""The whole optimizer state on one rank, in ``torch.optim.AdamW``'s own format: how a job moves in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from .errors import StateMismatchError
+from .flat_shard import FlatShard
+from .optimizer import ShardedAdamW
+from .state_dict import load_groups, match_state, pack_groups, state_tensor, step_counts
+
+
+def full_state_dict(opt: ShardedAdamW, rank: int | None = 0) -> dict[str, Any]:
+    """Collective. The state as ``torch.optim.AdamW.state_dict()`` gives it, so that AdamW can load it.
+
+    ``{"state": {index: {"step": [] fp32, "exp_avg", "exp_avg_sq"}}, "param_groups": [...]}``: fp32 tensors of the
+    parameter's shape, on the CPU. A 16-bit parameter has a ``master`` too, which AdamW does not use. Parameters that
+    never stepped are left out, as AdamW leaves them out. A group's options that are AdamW's alone have its defaults.
+
+    Args:
+        rank: the rank, in the optimizer's group, that gets it, while the others get ``{}``; None: all get it.
+
+    Beside the result a rank needs memory for two buckets of one tensor. Hooks of ``state_dict`` are not called. Raises
+    ValueError for a rank that is not there and ClosedError, on every rank.
+    """
+    comm = opt._sharding.comm
+    with comm.raising_together():
+        opt._check_usable()
+        if rank is not None and rank not in range(comm.world_size):
+            raise ValueError(f"rank must be None or one of {comm.world_size} ranks, got {rank!r}")
+    wanted = rank is None or rank == comm.rank
+    with comm.raising_together():
+        state = _gather_state(opt, wanted)
+    return {"state": state, "param_groups": _torch_groups(opt)} if wanted else {}
+
+
+def _gather_state(opt: ShardedAdamW, wanted: bool) -> dict[int, dict[str, Tensor]]:
+    """Every rank goes through all tensors, whatever fails on it."""
+    steps = opt._hyper.steps.tolist()
+    state = {index: {"step": torch.tensor(step)} for index, step in enumerate(steps) if step > 0}
+    failure: Exception | None = None
+    for index, name, whole in opt._states.gathered():
+        if wanted and index in state and failure is None:
+            try:
+                state[index][name] = whole.to("cpu", copy=True).view(opt._parameters.all[index].shape)
+            except (MemoryError, RuntimeError) as error:
+                failure = error
+    if failure is not None:
+        raise failure
+    return state
+
+
+def _torch_groups(opt: ShardedAdamW) -> list[dict[str, Any]]:
+    """The groups with every option that torch's have, tensors as copies on the CPU."""
+    options = torch.optim.AdamW([torch.empty(0)]).defaults
+    decoupled = {"decoupled_weight_decay": opt._hyper.decoupled}
+    return [_on_cpu({**options, **group, **decoupled}) for group in pack_groups(opt.param_groups)]
+
+
+def _on_cpu(options: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), options)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What rank 0 has read, but for the tensors: ``names``, by parameter index, says which of them it has."""
+
+    refusal: str | None = None
+    names: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    steps: Tensor = field(default_factory=lambda: torch.empty(0))
+    groups: Sequence[dict[str, Any]] = ()
+
+
+@torch.no_grad()
+def load_full_state_dict(opt: ShardedAdamW, state: Mapping[str, Any] | None) -> None:
+    """Collective. Load what ``torch.optim.AdamW.state_dict()`` or ``full_state_dict`` gave; parameters stay.
+
+    Rank 0's ``state`` is read, and the others may pass None. Tensors may have any floating dtype and device. Parameters
+    are matched by their place in the groups, or by name where the state has names for keys; those without state start
+    afresh, and state of frozen ones is left out with a warning. Masters come from ``master``, else from the
+    parameters; a master that does not round to its parameter at the next step is taken from the parameter again. So
+    load the model before or after, but before that step. Options of the groups are taken over.
+
+    Beside the state a rank needs memory for two buckets of one tensor. Hooks given to
+    ``register_load_state_dict_post_hook`` are called. Raises StateMismatchError on every rank, before anything is
+    changed, naming what does not fit; ClosedError.
+    """
+    comm = opt._sharding.comm
+    tensors: Mapping[int, Mapping[str, Any]] = {}
+    plan = _Plan()
+    with comm.raising_together():
+        opt._check_usable()
+        if comm.rank == 0:
+            tensors, plan = _read(opt, state)
+    plan = comm.gather_objects(plan)[0]
+    if plan.refusal is not None:
+        raise StateMismatchError(plan.refusal)
+    opt._states.restart(set(opt._parameters.trained) - set(plan.names))
+    opt._states.restart_masters({index for index, names in plan.names.items() if "master" not in names})
+    opt._states.distribute(plan.names, tensors)
+    opt._hyper.steps.copy_(plan.steps)
+    load_groups(opt.param_groups, tree_map_only(Tensor, lambda tensor: tensor.to(opt.device), plan.groups))
+    for hook in opt._optimizer_load_state_dict_post_hooks.values():
+        hook(opt)
+
+
+def _read(opt: ShardedAdamW, state: Any) -> tuple[Mapping[int, Mapping[str, Any]], _Plan]:
+    try:
+        if state is None:
+            raise StateMismatchError("rank 0 was given None: it is the rank whose state is loaded")
+        saved = match_state(state, opt._parameters, decoupled=opt._hyper.decoupled)
+        names = {index: _names_of(opt, index, entry) for index, entry in saved.items()}
+    except StateMismatchError as error:
+        return {}, _Plan(refusal=str(error))
+    groups = [_on_cpu(dict(group)) for group in state["param_groups"]]
+    return saved, _Plan(None, names, step_counts(saved, len(opt._parameters.labels)), groups)
+
+
+def _names_of(opt: ShardedAdamW, index: int, entry: Mapping[str, Any]) -> list[str]:
+    """The tensors of ``entry`` to be loaded, checked."""
+    parameter, label = opt._parameters.trained[index], opt._parameters.labels[index]
+    names = ["exp_avg", "exp_avg_sq"] + ["master"] * ("master" in entry and parameter.dtype != torch.float32)
+    for name in names:
+        if isinstance(state_tensor(entry, name, parameter.shape, label), FlatShard):
+            raise StateMismatchError(
+                f"{name} of {label} is one rank's shard: load it with opt.load_state_dict, or save by full_state_dict"
+            )
+    return names
