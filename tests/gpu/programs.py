@@ -22,7 +22,8 @@ SCALE = 64.0  # a power of two: scaled gradients are exact
 
 @dataclass(frozen=True)
 class Program:
-    """`overflow` names the step whose gradient holds an inf, `absent` the one in which parameter 1 has none."""
+    """`overflow` names the step whose gradient holds an inf, `absent` the one in which parameter 1 has none; the last
+    parameter requires a gradient from step `thawed` on."""
 
     dtype: torch.dtype = torch.bfloat16
     steps: int = 6
@@ -30,6 +31,8 @@ class Program:
     absent: int | None = 1
     scaled: bool = False
     stage: int = 2
+    thawed: int = 0
+    overlap_param_gather: bool = False
 
     def lr(self, hyper: Hyper, step: int) -> float:
         return hyper.lr / (1 + step)
@@ -42,6 +45,8 @@ class Program:
             grads[0].view(-1)[7] = math.inf
         if step == self.absent:
             grads[1] = None
+        if step < self.thawed:
+            grads[-1] = None
         return grads
 
 
@@ -51,6 +56,7 @@ class Result:
     state: dict[str, Tensor]  # by "index.name"
     skipped: int
     scales: list[float]
+    non_finite: dict[str, Any] | None
 
 
 def on(device: str, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -69,24 +75,49 @@ def groups(params: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
     ]
 
 
+class Loss(nn.Module):
+    """`linear_loss` as a module that owns its parameters: its call is what `overlap_param_gather` waits in."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.params = params
+        for index, parameter in enumerate(params):
+            self.register_parameter(f"p{index}", parameter)
+
+    def forward(self, grads: Sequence[Tensor | None]) -> Tensor:
+        return linear_loss(self.params, grads)
+
+
 def train(program: Program, device: str, rank: int = 0, process_group: Any = None) -> Result:
     import zero_optim
 
     params = parameters(program.dtype, device)
+    params[-1].requires_grad_(program.thawed == 0)
+    loss = Loss(params)
     opt = zero_optim.ShardedAdamW(
-        groups(params), stage=program.stage, process_group=process_group, bucket_cap_mb=SMALL_CAP_MB
+        groups(params),
+        stage=program.stage,
+        process_group=process_group,
+        bucket_cap_mb=SMALL_CAP_MB,
+        overlap_param_gather=program.overlap_param_gather,
     )
+    opt.attach(loss)
     scaler = zero_optim.GradScaler(init_scale=SCALE, growth_interval=3, enabled=program.scaled)
     scales = []
     for step in range(program.steps):
         for group, hyper in zip(opt.param_groups, HYPERS, strict=True):
             group["lr"] = program.lr(hyper, step)
-        scaler.scale(linear_loss(params, on(device, program.gradients(rank, step)))).backward()
+        params[-1].requires_grad_(step >= program.thawed)
+        scaler.scale(loss(on(device, program.gradients(rank, step)))).backward()
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()
         scales.append(scaler.get_scale())
-    result = Result([p.cpu() for p in copies(params)], state_of(opt), opt.stats()["skipped_steps"], scales)
+    opt.wait_for_parameters()
+    stats = opt.stats()
+    result = Result(
+        [p.cpu() for p in copies(params)], state_of(opt), stats["skipped_steps"], scales, stats["non_finite"]
+    )
     opt.close()
     return result
 

@@ -21,6 +21,7 @@ CASES = {
     "fp16 scaled, clipped by call": (torch.float16, True, "call"),
     "fp16 scaled, clipped by argument": (torch.float16, True, "argument"),
     "bf16 clipped by call": (torch.bfloat16, False, "call"),
+    "bf16, some clipped apart": (torch.bfloat16, False, "some"),
     "bf16": (torch.bfloat16, False, "none"),
     "fp32 clipped by argument": (torch.float32, False, "argument"),
 }
@@ -58,6 +59,10 @@ def test_a_steady_step_waits_for_nothing(case: str, place: Place) -> None:
                 if clip == "call":
                     scaler.unscale_(opt)
                     opt.clip_grad_norm_(1.0)
+                if clip == "some":
+                    scaler.unscale_(opt)
+                    opt.clip_grad_norm_(1.0, parameters=params[:3])
+                    opt.clip_grad_norm_(2.0)
                 scaler.step(opt)
                 scaler.update()
                 opt.zero_grad()

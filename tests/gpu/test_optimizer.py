@@ -136,19 +136,25 @@ def _check_ranks(results: list[Result], program: Program) -> None:
     for rank, result in enumerate(results):
         assert_bitwise(result.params, want, f"parameters of rank {rank}")
         assert result.skipped == 1 and result.scales == results[0].scales
+        assert result.non_finite == {"parameter": "p0", "rank": 0, "step": 4}
+
+
+def _program(dtype: torch.dtype, stage: int) -> Program:
+    """With a parameter thawed on the way, and with gathers that overlap the forward."""
+    return Program(dtype, scaled=dtype == torch.float16, stage=stage, thawed=2, overlap_param_gather=True)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_one_nccl_rank(dtype: torch.dtype, stage: int) -> None:
-    program = Program(dtype, scaled=dtype == torch.float16, stage=stage)
+    program = _program(dtype, stage)
     _check_ranks(run_ranks(1, _train_on_rank, program, DEVICE, "nccl" if ON_GPU else "gloo", timeout=120), program)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_two_nccl_ranks(dtype: torch.dtype, stage: int) -> None:
-    program = Program(dtype, scaled=dtype == torch.float16, stage=stage)
+    program = _program(dtype, stage)
     reason = _why_not_two_ranks() if ON_GPU else None
     if reason:
         pytest.skip(reason)
@@ -171,7 +177,7 @@ def _why_not_two_ranks() -> str | None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_two_gloo_ranks_share_the_gpu(dtype: torch.dtype) -> None:
     """Stage 0: gloo's all-reduce takes CUDA tensors. So hooks, streams and the shared overflow run on one GPU too."""
-    program = Program(dtype, scaled=dtype == torch.float16, stage=0)
+    program = _program(dtype, 0)
     _check_ranks(run_ranks(2, _train_on_rank, program, DEVICE, "gloo", timeout=120), program)
 
 
