@@ -59,6 +59,14 @@ class Sharding:
         return self.grad_reduce_dtype or dtype if self.reduces else dtype
 
 
+@dataclass(frozen=True)
+class Settled:
+    """What has happened to a bucket's gradients since their last reduction."""
+
+    unreduced: bool  # some came after it
+    dropped: bool  # some were zeroed by the user
+
+
 class Bucket:
     """Parameters of one dtype as views of one flat tensor, and the buffers of their gradients.
 
@@ -71,7 +79,7 @@ class Bucket:
         offsets: where each slot starts, in elements.
         nonfinite: [slots] int32, 1 where the gradient that this rank last packed was not finite. Given by the reducer.
         gather: brings in the other ranks' parts of ``param_flat``, while it is under way.
-        held: one byte a slot, 1 where this rank has put a gradient of it into ``grad_buffer``: it used the parameter.
+        used: one byte a slot, 1 where this rank has put a gradient of it into ``grad_buffer``.
     """
 
     def __init__(
@@ -90,7 +98,7 @@ class Bucket:
         self.pending: Pending | None = None
         self.gather: Pending | None = None
         self.state = GradState.EMPTY
-        self.held = bytearray(len(self.params))
+        self.used = bytearray(len(self.params))
         self._taken: set[int] = set()  # slots whose reduced gradient was taken out of .grad, to be added to
         self._stale: set[int] = set()  # slots zeroed by the user since their gradients came into the bucket
         self._flatten_parameters()
@@ -185,7 +193,7 @@ class Bucket:
         self._pack(sources, self.grad_buffer, 1.0)
         self.state = GradState.LOCAL if sources else GradState.EMPTY
         for index, _ in sources:
-            self.params[index].grad, self.held[index] = self._views[index], 1
+            self.params[index].grad, self.used[index] = self._views[index], 1
         return True
 
     def launch(self, buffers: CommBuffers) -> None:
@@ -209,7 +217,7 @@ class Bucket:
         self.state = GradState.REDUCED
         self._taken.clear()
         for index, _ in sources:
-            self.held[index] = 1
+            self.used[index] = 1
         for parameter, handle in zip(self.params, self._handles(), strict=True):
             parameter.grad = handle
 
@@ -252,14 +260,14 @@ class Bucket:
             self.gather.wait()
             self.gather = None
 
-    def settle(self) -> bool:
-        """After the last reduction: drop what was zeroed since. Returns whether some gradient was not reduced."""
+    def settle(self) -> Settled:
+        """After the last reduction: drop what was zeroed since."""
         local, gone = self._scan()
         self._forget(gone)
         if self.state is GradState.REDUCED:
             self.wait()
             self._drop_stale()
-        return bool(local) or self.state is GradState.LOCAL
+        return Settled(bool(local) or self.state is GradState.LOCAL, bool(gone))
 
     def abandon(self) -> None:
         """Wait for nothing any more: the ranks have parted."""
@@ -270,7 +278,7 @@ class Bucket:
         self.wait()
         for parameter in self.params:
             parameter.grad = None
-        self.held = bytearray(len(self.params))
+        self.used = bytearray(len(self.params))
         self._taken.clear()
         self._stale.clear()
         self.state = GradState.EMPTY
@@ -303,7 +311,7 @@ class Bucket:
                 continue
             if grad is not None:
                 local.append((index, grad))
-            there = index not in self._taken if reduced else self.held[index]
+            there = index not in self._taken if reduced else self.used[index]
             if there or (grad is None and index in self._taken):
                 gone.append(index)
         return local, gone
@@ -314,7 +322,7 @@ class Bucket:
     def _forget(self, indices: Sequence[int]) -> None:
         """The user zeroed or replaced these slots' gradients: what the bucket holds of them is stale."""
         for index in indices:
-            self.held[index] = 0
+            self.used[index] = 0
         self._stale.update(indices)
 
     def _drop_stale(self) -> None:

@@ -82,7 +82,7 @@ class Comm:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = weakref.ref(group) if group is not None else None
         self._owns_group = False
-        self.shared = False  # whether another optimizer communicates between the same ranks
+        self.shared = False  # whether another optimizer communicates between some of the same ranks
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self.traffic: dict[str, Traffic] = {}
@@ -97,18 +97,18 @@ class Comm:
         return group
 
     def separate(self) -> None:
-        """Collective. Take a group of its own, with the same ranks, where another optimizer communicates between them.
+        """Collective. Take a group of its own, with the same ranks, where another optimizer communicates over this one.
 
         Both reduce while backward runs. Ranks that use different parameters of theirs would send in different orders.
         """
         if self.world_size == 1:
             return
         ranks = dist.get_process_group_ranks(self.group)
-        others = [other for other in _live if other is not self and other._ranks() == ranks]
-        if not any(self.gather_objects(bool(others))):
+        others = [other for other in _live if other is not self and len({*ranks} & {*other._ranks()}) > 1]
+        for comm in (self, *others) if others else ():
+            comm.shared = True  # what it changes needs no agreement
+        if not any(self.gather_objects(any(other._ranks() == ranks for other in others))):
             return
-        for comm in (self, *others):
-            comm.shared = True
         backend: str = dist.get_backend(self.group)
         if backend not in dist.Backend.backend_list or backend == dist.Backend.UNDEFINED:
             backend = dist.get_backend_config(self.group)  # one for each type of device

@@ -34,6 +34,7 @@ def full_state_dict(opt: ShardedAdamW, rank: int | None = 0) -> dict[str, Any]:
         opt._check_usable()
         if rank is not None and rank not in range(comm.world_size):
             raise ValueError(f"rank must be None or one of {comm.world_size} ranks, got {rank!r}")
+    opt.settle()
     wanted = rank is None or rank == comm.rank
     with comm.raising_together():
         state = _gather_state(opt, wanted)
@@ -96,6 +97,8 @@ def load_full_state_dict(opt: ShardedAdamW, state: Mapping[str, Any] | None) -> 
     plan = _Plan()
     with comm.raising_together():
         opt._check_usable()
+    opt.settle()
+    with comm.raising_together():
         if comm.rank == 0:
             tensors, plan = _read(opt, state)
     plan = comm.gather_objects(plan)[0]

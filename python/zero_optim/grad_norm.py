@@ -30,7 +30,7 @@ class GradNorm:
     """Norm, overflow and use of the gradients of one step, as device tensors.
 
     Attributes:
-        exchanged: whether the values below are those of the gradients as they are.
+        exchanged: whether the values below are those of the gradients as they are. False, alone, leaves the clip.
         used: [parameters] bool, whether any rank has a gradient for it.
         found_inf: [1] fp32, not 0 where the step must be skipped on every rank.
         clip: [1] fp32, multiplies all gradients where ``clipped``.
@@ -45,11 +45,18 @@ class GradNorm:
         self.found_inf = torch.zeros(1, device=device)
         self.clip = torch.ones(1, device=device)
         self.skipped = torch.zeros((), device=device)
+        self.norm_type: float | None = None  # of the norm that was exchanged
+        self.with_stats = False  # whether the non-finite count was
+        self.factor: Tensor | None = None
+        self.reset()
         self.resize()
 
     def resize(self) -> None:
-        """Make room for as many parameters as there are labels."""
+        """Make room for as many parameters as there are labels. What was clipped stays so."""
         device, count = self.sharding.device, len(self.labels)
+        self.exchanged = False
+        if self.factor is not None:
+            self.factor = torch.cat([self.factor, self.factor.new_ones(count - len(self.factor))])
         self.used = torch.zeros(count, dtype=torch.bool, device=device)
         self.nonfinite.resize(count)
         self._vector = torch.zeros(_HEADER + count + self.nonfinite.entries, device=device)
@@ -59,12 +66,11 @@ class GradNorm:
         self._used_here = torch.zeros(count, device=device)  # [parameters] fp32, as last sent to the device
         self._used_sent = bytearray(count)
         self._subsets: dict[tuple[int, ...], Tensor] = {}
-        self.reset()
 
     def reset(self) -> None:
+        """Forget what was exchanged, and what was clipped."""
         self.exchanged = self.clipped = False
-        self.norm_type: float | None = None  # of the norm that was exchanged
-        self.factor: Tensor | None = None
+        self.factor = None
 
     def discard(self) -> None:
         """A backward begins: what was exchanged is no longer what the gradients are."""
@@ -89,7 +95,7 @@ class GradNorm:
         Raises GradientError, on every rank, where any rank has a late gradient, and RankMismatchError where some ranks
         thawed and others did not (on CUDA, where this one has no part in it, one step later).
         """
-        self._alarms.check_last(self._raise_alarm)
+        self.check_alarms()
         maximum = norm_type == math.inf
         wanted = norm_type is not None or stats
         self._vector[:2] = self._local_totals(reducer.buckets, norm_type or 2.0) if wanted else 0.0
@@ -106,7 +112,11 @@ class GradNorm:
         else:
             self._alarms.check_this(self._raise_alarm)
         torch.gt(self._used_counts, 0, out=self.used)
-        self.exchanged, self.norm_type = True, norm_type
+        self.exchanged, self.norm_type, self.with_stats = True, norm_type, stats
+
+    def check_alarms(self) -> None:
+        """Raise what a GPU has reported of the last step."""
+        self._alarms.check_last(self._raise_alarm)
 
     def _on_device(self, used: bytearray) -> Tensor:
         """``used`` as fp32 on the device, [parameters]. As a rule it is that of the step before, and is there."""
@@ -127,15 +137,10 @@ class GradNorm:
         return (self._vector[1:2] > 0).float()
 
     def decide(self, skip_nonfinite: bool) -> None:
-        """Fill in found_inf. A late gradient always skips the step, a non-finite one if asked."""
+        """Fill in found_inf. A late gradient, or a thaw on some ranks, always skips; a non-finite one if asked."""
         nonfinite = self._vector[1:2] if skip_nonfinite else 0.0
-        self.found_inf.copy_(self._vector[2:3] + nonfinite > 0)
+        self.found_inf.copy_(self._vector[2:3] + self._vector[3:4] * self._vector[4:5] + nonfinite > 0)
         self.nonfinite.note(self._reports, self.found_inf)
-
-    def drop(self, indices: Sequence[int]) -> None:
-        """These gradients were dropped after the exchange, on every rank: their parameters are not updated."""
-        for index in indices:
-            self.used[index].fill_(False)  # `used[index] = False` would copy from the host and wait for it
 
     def _local_totals(self, buckets: Sequence[Bucket], norm_type: float) -> Tensor:
         """[2]: this rank's term of the norm, and its count of non-finite values."""

@@ -60,6 +60,9 @@ class GradScaler(TorchGradScaler):
         self._host_scale: HostCopy | None = None
         self._last_scale = init_scale  # as the host has last seen it
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_sharded": {}, "_host_scale": None}
+
     def scale(self, outputs: Any) -> Any:
         if self._follow_outputs and isinstance(outputs, Tensor):
             self._device, self._follow_outputs = outputs.device.type, False

@@ -30,7 +30,9 @@ class NonFinite:
         self._record = torch.zeros(self.entries, device=device)
 
     def resize(self, parameters: int) -> None:
-        self.marks = torch.zeros(parameters, dtype=torch.int32, device=self.marks.device)
+        marks = torch.zeros(parameters, dtype=torch.int32, device=self.marks.device)
+        marks[: len(self.marks)] = self.marks
+        self.marks = marks
         self._numbers = torch.arange(parameters, device=self.marks.device)
 
     def report(self, entries: Tensor, flags: Tensor, slot_params: Tensor) -> None:

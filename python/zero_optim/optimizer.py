@@ -187,9 +187,10 @@ class ShardedAdamW(torch.optim.Optimizer):
         return result
 
     def _exchange(self, norm_type: float | None) -> None:
+        stats = self.skip_nonfinite or self._scaled
         if self._norm.exchanged:
             self._follow_edits()
-        if self._norm.exchanged:
+        if self._norm.exchanged and self._norm.with_stats >= stats:
             return
         thawed = self._parameters.thawed()
         self._reduce_and_exchange(norm_type, thawed)
@@ -203,14 +204,13 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._norm.exchange(self._reducer, used, norm_type, stats=stats, thawed=thawed)
 
     def _follow_edits(self) -> None:
-        """Gradients dropped or assigned between ``clip_grad_norm_`` and ``step`` count as they are; the clip stays."""
+        """Gradients dropped or assigned since the exchange count as they are; what was clipped stays so."""
         assigned, dropped = self._reducer.recheck()
         if assigned and self._sharding.reduces:
             raise GradientError(
                 "a gradient was assigned after clip_grad_norm_ had reduced them: assign it before, on every rank"
             )
-        self._norm.exchanged = not assigned
-        self._norm.drop(dropped)
+        self._norm.exchanged = not (assigned or dropped)
 
     def _coefficients(self) -> tuple[Tensor | None, Tensor]:
         """One device scalar that unscales and clips, and one that says whether to skip."""
@@ -266,9 +266,12 @@ class ShardedAdamW(torch.optim.Optimizer):
         """For ``GradScaler.unscale_``: divide gradients where ``.grad`` shows them, a dtype at a time; else note it."""
         self._check_usable()
         self._scaled = True
+        if self._parameters.thawed():
+            self._exchange(None)  # takes them in
         if not self._reducer.make_readable():
             self._inverse_scale = inverse_scale
             return
+        self._norm.exchanged = False
         present = [bucket.grad_buffer for bucket in self._reducer.buckets if bucket.state is not GradState.EMPTY]
         for dtype in {buffer.dtype for buffer in present}:
             torch._amp_foreach_non_finite_check_and_unscale_(
@@ -356,6 +359,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         self._check_usable()
+        self.settle()
         before, comm = len(self.param_groups), self._sharding.comm
         try:
             with comm.raising_together():
@@ -369,6 +373,13 @@ class ShardedAdamW(torch.optim.Optimizer):
             self._parameters.read_groups()
             raise
         self._take_in(indices)
+
+    def settle(self) -> None:
+        """Collective. What a backward or ``step`` has left under way is over afterwards. What communicates outside of
+        both begins with it, so that every rank stands at the same place."""
+        self._reducer.complete_open_round()
+        self._gather.wait()
+        self._norm.check_alarms()
 
     def _take_in(self, indices: Sequence[int]) -> None:
         """Collective. Give these parameters what they lack: rank 0's values, and, if they are trained, a place."""
@@ -411,6 +422,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         state is changed, naming what does not fit; on every rank.
         """
         self._check_usable()
+        self.settle()
         comm = self._sharding.comm
         saved: dict[int, Mapping[str, Any]] = {}
         copies: list[tuple[Tensor, Tensor]] = []

@@ -59,6 +59,7 @@ class ParamGather:
 
     def attach(self, model: nn.Module, index_of: dict[int, int]) -> None:
         """Hook into the modules of ``model`` that own parameters. ``index_of``: by ``id`` of the parameter."""
+        self.wait()
         self.close()
         for module, parameters in _owners(model):
             owner = _Owner([index_of[id(p)] for p in parameters if id(p) in index_of])

@@ -62,6 +62,7 @@ class Reducer:
         self._ordered = False
         self._watch = BackwardWatch(self._begin_backward, self._end_backward)
         self._in_round = False  # a backward has begun that must end with every bucket reduced
+        self._again = False  # so has another, before that round was complete: there must be one more
         self._cut_short = False  # a backward that was to be observed has raised
         self._rounds = 0  # complete rounds since the last step
         self._unreduced = False  # gradients may be on this rank that no round has reduced
@@ -74,7 +75,7 @@ class Reducer:
 
     def grow(self, indices: Sequence[int]) -> list[Bucket]:
         """Take in parameters, in buckets after all others. The next backward observes. Returns the new buckets."""
-        self._finish_cut_short()
+        self.complete_open_round()
         order = list(reversed(indices))
         new = self._make_buckets(order)
         self._use([*self.order, *order], [*self.buckets, *new])
@@ -109,7 +110,7 @@ class Reducer:
             for number, bucket in enumerate(self.buckets)
             for index, slot in enumerate(bucket.layout.slots)
         }
-        self._used_by_held: dict[bytes, bytearray] = {}
+        self._used_of, self._used_now = (0, b""), bytearray()
         self._set_counts({})
 
     def close(self) -> None:
@@ -134,6 +135,7 @@ class Reducer:
             yield
         finally:
             self.synchronize = before
+            self._unreduced = True  # whether or not this rank had a gradient: all must count rounds alike
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -159,6 +161,8 @@ class Reducer:
         self._seen[index] = seen = self._seen.get(index, 0) + 1
         if self.observing:
             self._observed_order.append(index)
+        elif self._again:
+            pass  # to be reduced by ``finish``
         elif self.synchronize and number < self._next:
             self.late.add(index)
         elif seen <= self._counts[index]:
@@ -168,7 +172,7 @@ class Reducer:
 
     def _on_full(self, number: int) -> None:
         if not self.synchronize or not self.sharding.reduces:
-            if self.buckets[number].can_collect:
+            if self.buckets[number].can_collect and not torch.is_grad_enabled():  # else ``.grad`` has a graph to keep
                 self.buckets[number].collect()
         elif self.overlap:
             while self._next < len(self.buckets) and self._missing[self._next] == 0 and not self._repeats[self._next]:
@@ -185,11 +189,14 @@ class Reducer:
 
     def _begin_backward(self) -> None:
         self.on_backward()
-        self._finish_cut_short()
+        if self._in_round and self._must_not_wait:
+            self._again = True
+            return
+        self.complete_open_round()
         self._in_round = self._reduces_in_backward()
 
-    def _finish_cut_short(self) -> None:
-        """A backward that raised has left its round open: complete it, for the ranks where it did not raise."""
+    def complete_open_round(self) -> None:
+        """A backward that raised has left its round open, or one that must not wait: complete it, as other ranks do."""
         self._watch.forget()
         self._cut_short |= bool(self._seen)
         if self._in_round:
@@ -200,7 +207,7 @@ class Reducer:
     def _end_backward(self) -> None:
         self._note_counts()
         if self._in_round and self._must_not_wait:
-            self._seen = {}
+            self._seen = {}  # it was not cut short
             while not self.observing and self._next < len(self.buckets) and self.buffers.free:
                 self._launch_next()  # the next backward, or step, completes the round
         elif self._in_round:
@@ -216,7 +223,7 @@ class Reducer:
     @property
     def _must_not_wait(self) -> bool:
         """Another optimizer reduces in the same backward. A rank that uses the parameters of that one alone would wait
-        for us there, and we for it here: only ``step``, which every rank calls in the same order, may wait."""
+        for us there, and we for it here: only what every rank calls in the same order, such as ``step``, may wait."""
         return self.sharding.comm.shared and self.sharding.stage >= 1
 
     # -- rounds --------------------------------------------------------------------------------------------------
@@ -230,7 +237,7 @@ class Reducer:
         self._start_round()
 
     def _start_round(self) -> None:
-        self._in_round = False
+        self._in_round = self._again = False
         self._next = 0
         self._seen = {}
         self._missing = list(self._expected)
@@ -298,6 +305,7 @@ class Reducer:
 
     def observe(self) -> None:
         """Let the next synchronised backward count anew how often each gradient becomes ready. The layout stays."""
+        self.complete_open_round()
         self.late.clear()
         self._forget_observation()
         self._set_counts({})
@@ -318,24 +326,25 @@ class Reducer:
         self._watch.forget()
         if not self.sharding.reduces:
             self._collect()
-        elif self._rounds == 0 or self._unreduced or self._in_round:
-            self._complete_round()
-        if self.sharding.reduces:
-            unreduced = [bucket.settle() for bucket in self.buckets]
+        else:
+            if self._in_round and self._again:
+                self._complete_round()
+                self._unreduced = True
+            if self._rounds == 0 or self._unreduced or self._in_round:
+                self._complete_round()
+            unreduced = [bucket.settle().unreduced for bucket in self.buckets]
             if any(unreduced) and not self.late:
                 self._complete_round()
         for bucket in self.buckets:
             bucket.wait()
         return self._used()
 
-    def recheck(self) -> tuple[bool, list[int]]:
-        """After ``finish``: whether gradients were assigned since, and the indices of those that were dropped."""
+    def recheck(self) -> tuple[bool, bool]:
+        """After ``finish``: whether gradients were assigned since, and whether some were dropped."""
         if not self.sharding.reduces:
-            return self._collect(), []
-        before = self._used()
-        assigned = [bucket.settle() for bucket in self.buckets]
-        dropped = [index for index, (was, now) in enumerate(zip(before, self._used(), strict=True)) if was and not now]
-        return any(assigned), dropped
+            return self._collect(), False
+        settled = [bucket.settle() for bucket in self.buckets]
+        return any(of.unreduced for of in settled), any(of.dropped for of in settled)
 
     def end_step(self) -> None:
         """The gradients were applied. They stay until they are cleared, and the next step has rounds of its own."""
@@ -350,17 +359,17 @@ class Reducer:
             self.lay_out(order)
 
     def _used(self) -> bytearray:
-        held = b"".join(bucket.held for bucket in self.buckets)
-        if held not in self._used_by_held:  # the same set, step after step
-            used = bytearray(len(self.labels))
-            for index, flag in zip(self.place, held, strict=True):
-                used[index] = flag
-            self._used_by_held = {held: used}
-        return self._used_by_held[held]
+        slots = b"".join(bucket.used for bucket in self.buckets)
+        if (len(self.labels), slots) != self._used_of:  # as a rule the same set, step after step
+            self._used_of = len(self.labels), slots
+            self._used_now = bytearray(len(self.labels))
+            for index, flag in zip(self.place, slots, strict=True):
+                self._used_now[index] = flag
+        return self._used_now
 
     def clear(self, set_to_none: bool = True) -> None:
         """Drop every gradient, or make it zero. A round that an exception cut short is completed for the others."""
-        self._finish_cut_short()
+        self.complete_open_round()
         self._rounds, self._unreduced = 0, False
         self.late.clear()
         if self.observing:
