@@ -119,7 +119,8 @@ def test_the_plot_is_drawn_again_from_the_file(bench):
 
 
 def test_without_matplotlib_the_table_is_there_and_one_line_says_why_no_plot(bench, monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib" or name.endswith(".roofline")]:
+    drawing = (".roofline", ".bars", ".figure")
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib" or name.endswith(drawing)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     outcome = bench("pack", *SMALL, "--dtypes", "bf16", "--out", ".")
@@ -183,7 +184,18 @@ def test_sizes_by_device():
 def test_help(bench):
     shown = bench("--help")
     assert shown.code == 0
-    for flag in ("device", "numel", "dtypes", "backends", "rounds", "threads", "out", "no-write", "redraw"):
+    for flag in (
+        "device",
+        "numel",
+        "dtypes",
+        "backends",
+        "rounds",
+        "threads",
+        "contenders",
+        "out",
+        "no-write",
+        "redraw",
+    ):
         assert f"--{flag}" in shown.out
 
 

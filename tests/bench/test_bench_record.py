@@ -13,7 +13,8 @@ import torch
 from zero_optim.bench import record as records
 from zero_optim.bench.case import COPY, STREAM, TORCH, Case, Setting
 from zero_optim.bench.record import Row
-from zero_optim.bench.table import WIDTH, elements, milliseconds, table
+from zero_optim.bench.table import WIDTH, elements, mebibytes, milliseconds, table
+from zero_optim.train.config import UsageError
 
 CPU = torch.device("cpu")
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -24,7 +25,7 @@ KEYS = [
 ]  # fmt: skip
 ROW_KEYS = [
     "op", "backend", "dtype", "numel", "rounds", "ms", "p20", "p80", "bytes", "gbps", "yardstick", "copy_gbps",
-    "fraction", "vs_torch", "vs", "phases", "launches",
+    "fraction", "vs_torch", "vs", "phases", "launches", "parameters", "ranks", "tokens_per_s", "memory", "loss",
 ]  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def test_the_keys_are_those_of_the_readme():
 
 def test_what_the_record_says_of_a_cpu():
     record = make([])
-    assert (record["schema"], record["driver"], record["triton"]) == (2, None, None)
+    assert (record["schema"], record["driver"], record["triton"]) == (3, None, None)
     assert record["torch"] == torch.__version__ and record["threads"] == torch.get_num_threads()
     assert record["device"].endswith(f", {torch.get_num_threads()} threads")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
@@ -122,6 +123,18 @@ def test_where_results_go(monkeypatch, tmp_path):
     assert records.results_folder(CPU, None) == Path("zero-optim-bench") / slug
 
 
+def test_what_an_older_file_lacks_is_null_and_what_a_newer_one_holds_is_not_read(tmp_path):
+    record = make(make_rows("pack", 2**20))
+    old = {**record, "schema": 2, "rows": [{k: row[k] for k in ROW_KEYS[:17]} for row in record["rows"]]}
+    path = records.write(old, tmp_path, "pack")
+    assert path.stem == f"{record['date']}-{record['commit']}-pack"
+    read = records.read(path)
+    assert read["rows"] == record["rows"] and table(read) == table(record)
+    (tmp_path / "new.json").write_text(json.dumps({**record, "schema": 4}))
+    with pytest.raises(UsageError, match="schema 4; this version reads 2 to 3"):
+        records.read(tmp_path / "new.json")
+
+
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +180,23 @@ def test_sizes_in_words(numel, text):
 
 def test_milliseconds_keep_four_digits():
     assert [milliseconds(value) for value in (0.01234, 1.5, 12.345, 1234.5)] == ["0.0123", "1.500", "12.35", "1,234.50"]
+
+
+def test_mebibytes():
+    assert [mebibytes(count) for count in (2**20, 3 * 2**19, 200 * 2**20, 2**31)] == ["1.0", "1.5", "200", "2,048"]
+
+
+def test_the_table_of_ranks_fits_too():
+    memory = {"steady": 2**33, "start": 2**34}
+    rows = make_rows("train_step", 10**9 + 1)
+    rows = [replace(row, ranks=2, tokens_per_s=2_345_678.9, memory=memory, bytes=None, vs={}) for row in rows]
+    rows[0] = replace(rows[0], backend="zero_redundancy", memory=None)
+    lines = table(make(rows)).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    heading, first, second = lines[3:6]
+    assert heading.split()[-4:] == ["MiB", "at", "start", "vs", "ddp"][-4:] and "tokens/s" in heading
+    assert first.split()[-3:-1] == ["-", "-"] and second.split()[-3:-1] == ["8,192", "16,384"]
+    assert len(first) == len(second) == len(heading)
 
 
 # -- the plot ----------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from ..train.model import GPT, VOCAB, ModelConfig, next_byte_loss
 from .case import COPY, TORCH, Case, Setting, copy_job, on_backend
 from .fused_adams import HYPER
 from .launches import count_launches
+from .masters import Masters
 from .record import Row
 from .timing import Clock, Job, Rounds, Spread, interleaved
 
@@ -112,28 +113,23 @@ def ours(model: nn.Module, windows: Tensor) -> Contender:
 
 def amp_recipe(model: nn.Module, windows: Tensor) -> Contender:
     """Loss scaling for fp16, clipping, ``AdamW(fused=True)`` on fp32 masters, whose values are cast into the model."""
-    params: list[Tensor] = list(model.parameters())
-    masters: list[Tensor] = [nn.Parameter(parameter.detach().float()) for parameter in params]
-    grads = [torch.empty_like(master) for master in masters]
-    for master, grad in zip(masters, grads, strict=True):
-        master.grad = grad
-    opt = torch.optim.AdamW(masters, fused=True, **TRAINING)
+    masters = Masters(model.parameters())
+    opt = torch.optim.AdamW(masters.masters, fused=True, **TRAINING)
     scaler = torch.amp.GradScaler(**_scaling(model, windows))
 
     def unscale() -> None:
-        torch._foreach_copy_(grads, [parameter.grad for parameter in params if parameter.grad is not None])
+        masters.take_gradients()
         scaler.unscale_(opt)
 
-    @torch.no_grad()
     def update() -> None:
         scaler.step(opt)
-        torch._foreach_copy_(params, masters)
+        masters.give_back()
         scaler.update()
 
     laps: Laps = {
         "backward": lambda: scaler.scale(next_byte_loss(model, windows)).backward(),
         "unscale": unscale,
-        "clip": lambda: nn.utils.clip_grad_norm_(masters, MAX_NORM),
+        "clip": lambda: nn.utils.clip_grad_norm_(masters.masters, MAX_NORM),
         "update": update,
         "zero_grad": model.zero_grad,
     }

@@ -8,7 +8,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +18,10 @@ import torch
 
 import zero_kernels
 
-SCHEMA = 2
+from ..train.config import UsageError
+
+SCHEMA = 3
+COMPLETED = 2  # the oldest schema that is still read: what its rows lack is null
 COMMIT_ENVIRONMENT = "ZERO_KERNELS_COMMIT"  # for sources that were copied without their .git
 
 HERE = Path(__file__).resolve().parent
@@ -46,6 +49,11 @@ class Row:
     vs: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] | None = None
     launches: dict[str, int] | None = None
+    parameters: int | None = None  # tensors that the elements are in
+    ranks: int | None = None
+    tokens_per_s: float | None = None  # of all ranks
+    memory: dict[str, int] | None = None  # bytes of a rank
+    loss: float | None = None  # of the last step
 
 
 def device_name(device: torch.device) -> str:
@@ -123,13 +131,26 @@ def make_record(rows: Sequence[Row], device: torch.device, baselines: Mapping[st
     }
 
 
-def write(record: Mapping[str, Any], folder: Path) -> Path:
-    """Writes ``<date>-<commit>.json``, numbered where that is taken; returns its path."""
-    stem = f"{record['date']}-{record['commit']}"
+def write(record: Mapping[str, Any], folder: Path, about: str | None = None) -> Path:
+    """Writes ``<date>-<commit>[-<about>].json``, numbered where that is taken; returns its path."""
+    stem = "-".join([record["date"], record["commit"], *([about] if about else [])])
     names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
     path = next(path for path in (folder / f"{name}.json" for name in names) if not path.exists())
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A record that ``write`` has written. Raises UsageError."""
+    try:
+        record = json.loads(path.read_text())
+        schema, rows = record["schema"], record["rows"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--redraw {path}: is no record of a benchmark") from error
+    if not isinstance(schema, int) or not COMPLETED <= schema <= SCHEMA:
+        raise UsageError(f"--redraw {path}: has schema {schema}; this version reads {COMPLETED} to {SCHEMA}")
+    nothing = {key.name: None for key in fields(Row)}
+    return {**record, "rows": [{**nothing, **row} for row in rows]}
 
 
 def _version(distribution: str) -> str | None:

@@ -11,7 +11,9 @@ from ..train.config import UsageError
 
 OPS = ("adam_step", "pack", "grad_stats", "step")
 DEFAULT_OPS = OPS[:3]
+ALONE = ("step_overhead", "train_step")  # each a run, a file and a plot of its own
 DTYPES = ("fp16", "bf16")
+DTYPES_OF = {"step_overhead": ("fp32",), "train_step": ("bf16", "fp32")}  # the first is the default
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
@@ -24,6 +26,7 @@ class Request:
     dtypes: tuple[str, ...] = DTYPES
     numels: tuple[int, ...] | None = None
     backends: tuple[str, ...] | None = None
+    contenders: tuple[str, ...] | None = None
     rounds: int | None = None
     threads: int | None = None
     out: Path | None = None
@@ -44,17 +47,24 @@ def parse_numel(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``zero-optim bench``."""
     flag = parser.add_argument
-    flag("ops", nargs="*", metavar="OP", help=f"of {', '.join(OPS)} (the first three)")
+    flag("ops", nargs="*", metavar="OP", help=f"of {', '.join(OPS)} (the first three); or alone {' or '.join(ALONE)}")
     flag("--device", choices=("cpu", "cuda"), help="where to measure (cuda where torch sees a GPU)")
     flag(
         "--numel",
         nargs="+",
         type=parse_numel,
         metavar="N",
-        help="elements, as 1000000, 2^20 or 64Mi (cuda: 2^20 to 2^30; cpu: 64Mi); of step: parameters (1e9; 16Mi)",
+        help="elements, as 1000000, 2^20 or 64Mi (cuda: 2^20 to 2^30; cpu: 64Mi); of step and train_step: parameters "
+        "(1e9; 16Mi); of step_overhead: 10 million",
     )
-    flag("--dtypes", nargs="+", choices=DTYPES, help="of gradients and parameters (both)")
+    flag(
+        "--dtypes",
+        nargs="+",
+        choices=(*DTYPES, "fp32"),
+        help="of gradients and parameters (fp16 bf16); of train_step bf16 or fp32 (bf16)",
+    )
     flag("--backends", nargs="+", metavar="NAME", help="kernel backends to measure (all but reference)")
+    flag("--contenders", nargs="+", metavar="NAME", help="of train_step: who trains beside ddp (all)")
     flag("--rounds", type=int, metavar="N", help="timed rounds of each case (10 to 51, as 5 seconds allow)")
     flag("--threads", type=int, metavar="N", help="torch's threads on the CPU (torch's own choice)")
     flag("--out", type=Path, metavar="DIR", help="where JSON and plot go (below benchmarks/results in a checkout)")
@@ -65,8 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def read_request(parsed: argparse.Namespace) -> Request:
     """The flags, checked as far as they can be without the device. Raises UsageError."""
     for op in parsed.ops:
-        if op not in OPS:
-            raise UsageError(f"there is no op {op!r} to measure; choose from {', '.join(OPS)}")
+        if op not in OPS + ALONE:
+            raise UsageError(f"there is no op {op!r} to measure; choose from {', '.join(OPS + ALONE)}")
+    dtypes = _check_alone(parsed) if set(parsed.ops) & set(ALONE) else _check_ops(parsed)
     for name in ("rounds", "threads"):
         value = getattr(parsed, name)
         if value is not None and value < 1:
@@ -75,13 +86,42 @@ def read_request(parsed: argparse.Namespace) -> Request:
         raise UsageError(f"--redraw {parsed.redraw}: no such file")
     return Request(
         ops=tuple(dict.fromkeys(parsed.ops)) or DEFAULT_OPS,
-        device=parsed.device,
-        dtypes=tuple(dict.fromkeys(parsed.dtypes or DTYPES)),
+        device="cpu" if set(parsed.ops) & set(ALONE) else parsed.device,
+        dtypes=dtypes,
         numels=tuple(sorted(set(parsed.numel))) if parsed.numel else None,
         backends=tuple(dict.fromkeys(parsed.backends)) if parsed.backends else None,
+        contenders=tuple(dict.fromkeys(parsed.contenders)) if parsed.contenders else None,
         rounds=parsed.rounds,
         threads=parsed.threads,
         out=parsed.out,
         write=not parsed.no_write,
         redraw=parsed.redraw,
     )
+
+
+def _check_ops(parsed: argparse.Namespace) -> tuple[str, ...]:
+    """The dtypes of ordinary ops. Raises UsageError for what only a run alone can have."""
+    if parsed.contenders:
+        raise UsageError("--contenders: only train_step has them")
+    if "fp32" in (parsed.dtypes or ()):
+        raise UsageError("--dtypes fp32: only train_step and step_overhead are measured in it")
+    return tuple(dict.fromkeys(parsed.dtypes or DTYPES))
+
+
+def _check_alone(parsed: argparse.Namespace) -> tuple[str, ...]:
+    """The dtype of a run that measures one thing. Raises UsageError for what it cannot have."""
+    op = next(op for op in parsed.ops if op in ALONE)
+    if set(parsed.ops) != {op}:
+        raise UsageError(f"{op} is measured alone: leave out {', '.join(sorted(set(parsed.ops) - {op}))}")
+    allowed = DTYPES_OF[op]
+    if parsed.dtypes and (len(set(parsed.dtypes)) > 1 or parsed.dtypes[0] not in allowed):
+        raise UsageError(f"--dtypes {' '.join(parsed.dtypes)}: {op} is measured in {' or '.join(allowed)}")
+    for name, values, why in (
+        ("backends", parsed.backends, "measures optimizers, with the backend that they use"),
+        ("device cuda", parsed.device == "cuda", "is measured on the CPU"),
+        ("contenders", parsed.contenders and op != "train_step", "has no choice of them; train_step has"),
+        ("numel", parsed.numel and len(set(parsed.numel)) > 1, "is measured at one size a run"),
+    ):
+        if values:
+            raise UsageError(f"--{name}: {op} {why}")
+    return ((parsed.dtypes or allowed)[0],)

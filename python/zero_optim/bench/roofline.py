@@ -10,8 +10,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, NullLocator
-from matplotlib.transforms import ScaledTranslation, Transform
 
+from .figure import (
+    BEYOND,
+    COLUMN,
+    FAINT,
+    FIRST_COLUMN,
+    FOOTER_INCHES,
+    HEADER_INCHES,
+    INK,
+    ROOF,
+    beside,
+    figures,
+    header_and_footer,
+    plain,
+)
 from .table import elements
 
 JsonRow = Mapping[str, Any]
@@ -30,11 +43,8 @@ COLORS = {
     "cat": "#CC79A7",
     "norm": "#E69F00",
 }
-ROOF, BEYOND, FAINT, INK = "#333333", "#F1F1F1", "#777777", "#222222"
 PANEL_INCHES = (6.3, 3.0)
-HEADER_INCHES, FOOTER_INCHES = 0.75, 0.55
 LABEL_GAP = 0.075  # of the panel's height, between the labels of two lines
-FIRST_COLUMN, COLUMN = 36, 52  # points: right edge of the first column of figures beside bars, and to the next
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
@@ -48,15 +58,12 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     for op, line in zip(ops, panels, strict=True):
         for dtype, axes in zip(dtypes, line, strict=True):
             _panel(axes, [row for row in rows if (row["op"], row["dtype"]) == (op, dtype)])
-    _header_and_footer(figure, record, height)
+    header_and_footer(figure, record, _note(record))
     figure.savefig(path, dpi=140, facecolor="white")
 
 
 def _panel(axes: Axes, rows: Sequence[JsonRow]) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(FAINT)
-    axes.tick_params(colors=INK, labelsize=8, width=0.6)
-    axes.set_axisbelow(True)
+    plain(axes)
     if not rows:
         axes.set_axis_off()
         return
@@ -106,15 +113,10 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, str, str]], x: floa
     excess = max(0.0, heights[-1] - top)
     for (name, end, figure, color), y in zip(ordered, heights, strict=True):
         leader = {"arrowstyle": "-", "color": color, "lw": 0.6, "alpha": 0.6, "shrinkA": 0, "shrinkB": 2}
-        axes.annotate("", (x, end), (1, y - excess), textcoords=_beside(axes, 18), arrowprops=leader)
+        axes.annotate("", (x, end), (1, y - excess), textcoords=beside(axes, 18), arrowprops=leader)
         for text, points, weight in ((name, 20, "bold"), (figure, 94, "normal")):
-            axes.text(1, y - excess, text, transform=_beside(axes, points), va="center", fontsize=8, color=color,
+            axes.text(1, y - excess, text, transform=beside(axes, points), va="center", fontsize=8, color=color,
                       fontweight=weight)  # fmt: skip
-
-
-def _beside(axes: Axes, points: float) -> Transform:
-    """x from the panel's right edge, y in data."""
-    return axes.get_yaxis_transform() + ScaledTranslation(points / 72, 0, axes.figure.dpi_scale_trans)
 
 
 def _bars(axes: Axes, rows: Sequence[JsonRow]) -> None:
@@ -132,20 +134,12 @@ def _bars(axes: Axes, rows: Sequence[JsonRow]) -> None:
         whiskers = [[max(0.0, row["gbps"] - low)], [max(0.0, high - row["gbps"])]]
         axes.barh(y, row["gbps"], height=0.62, color=COLORS.get(row["backend"], FAINT), zorder=2)
         axes.errorbar(row["gbps"], y, xerr=whiskers, color=ROOF, lw=1, capsize=2.5, capthick=1, zorder=3)
-        _figures(axes, y, (f"{row['gbps']:,.1f}", f"{row['fraction']:.2f}", f"{row['vs_torch']:.2f}×"), INK)
-    _figures(axes, -0.55, ("GB/s", f"of {yardstick}", "vs torch"), FAINT)
+        figures(axes, y, (f"{row['gbps']:,.1f}", f"{row['fraction']:.2f}", f"{row['vs_torch']:.2f}×"), INK)
+    figures(axes, -0.55, ("GB/s", f"of {yardstick}", "vs torch"), FAINT)
     axes.set_yticks(range(len(shown)), [row["backend"] for row in shown], fontsize=8.5)
     axes.set(ylim=(len(shown) - 0.45, -0.55), xlim=(0, end))
     axes.set_xlabel("GB/s", fontsize=8, color=INK)
     axes.tick_params(axis="y", length=0)
-
-
-def _figures(axes: Axes, y: float, texts: Sequence[str], color: str) -> None:
-    """A line of the table at the right of the bars; above them the heading."""
-    for column, text in enumerate(texts):
-        axes.annotate(text, (1, y), xycoords=_beside(axes, 0), xytext=(FIRST_COLUMN + COLUMN * column, 0),
-                      textcoords="offset points", ha="right", va="bottom" if color == FAINT else "center",
-                      fontsize=8, color=color)  # fmt: skip
 
 
 def _shown(rows: Sequence[JsonRow]) -> list[str]:
@@ -159,15 +153,9 @@ def _range(row: JsonRow) -> tuple[float, float]:
     return moved / row["p80"], moved / row["p20"]
 
 
-def _header_and_footer(figure: Figure, record: Mapping[str, Any], height: float) -> None:
-    facts = {name: record[name] for name in ("torch", "cuda", "driver", "triton", "isa", "commit") if record[name]}
-    details = "   ".join([*(f"{name} {fact}" for name, fact in facts.items()), record["date"]])
+def _note(record: Mapping[str, Any]) -> str:
     yardsticks = dict.fromkeys(row["yardstick"] for row in record["rows"] if row["yardstick"])
-    note = (
+    return (
         "GB/s: the bytes that the op must move over the median time; p20 to p80 shaded or as whiskers.\n"
         f"Dashed: {' or '.join(yardsticks)}, which moves as many and computes nothing; beside a line its share of that."
     )
-    left = 0.18 / figure.get_figwidth()
-    figure.text(left, 1 - 0.12 / height, record["device"], fontsize=13, fontweight="bold", color=INK, va="top")
-    figure.text(left, 1 - 0.42 / height, details, fontsize=8, color=FAINT, va="top")
-    figure.text(left, 0.14 / height, note, fontsize=7.5, color=FAINT, va="bottom")

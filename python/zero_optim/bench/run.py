@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import torch
 
 from ..errors import ZeroOptimError
 from ..train.config import UsageError
-from . import adam_step, fused_adams, gpt_step, grad_stats, pack
+from . import adam_step, contenders, fused_adams, gpt_step, grad_stats, pack, step_overhead, train_step
 from .case import Case, Setting, choose_backends
-from .record import SCHEMA, Row, make_record, results_folder, write
-from .request import Request
+from .record import Row, make_record, read, results_folder, write
+from .request import ALONE, Request
 from .table import table
 from .timing import Clock, Rounds, interleaved, make_clock
 
@@ -29,6 +28,7 @@ NUMELS = {"cpu": (2**26,), "cuda": tuple(2**k for k in range(20, 31, 2))}
 STEP_NUMELS = {"cpu": (2**24,), "cuda": (10**9,)}
 
 Say = Callable[[str], object]
+Measured = tuple[list[Row], Mapping[str, str]]  # and the versions of baselines, or why they are not in the rows
 
 
 def main(request: Request) -> int:
@@ -36,37 +36,77 @@ def main(request: Request) -> int:
     if request.redraw is not None:
         return _redraw(request.redraw)
     device = find_device(request.device)
-    choose_backends(device, request.backends)  # what can't be had is said before a folder is made
+    # What can't be had is said before a folder is made.
+    choose_backends(device, request.backends)
+    _check_contenders(request.contenders or ())
     threads = torch.get_num_threads()
     torch.set_num_threads(request.threads or threads)
     try:
         folder = _make_folder(results_folder(device, request.out)) if request.write else None
-        rows = run(request, device, lambda line: print(line, file=sys.stderr, flush=True))
-        if not rows:
-            raise ZeroOptimError(
-                "nothing was measured: no case fits the device's memory; give smaller sizes by --numel"
-            )
-        record = make_record(rows, device, fused_adams.describe(device) if "adam_step" in request.ops else {})
+        alone = request.ops[0] if request.ops[0] in ALONE else None
+        rows, baselines = (ALONE_RUNS[alone] if alone else run_ops)(request, device, _say)
+        record = make_record(rows, device, baselines)
     finally:
         torch.set_num_threads(threads)
     print(table(record))
     if folder is not None:
-        path = write(record, folder)
+        path = write(record, folder, alone)
         print(f"\n{path}\n{_draw(record, path.with_suffix('.png'))}")
     return 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def run_ops(request: Request, device: torch.device, say: Say) -> Measured:
+    rows = run(request, device, say)
+    if not rows:
+        raise ZeroOptimError("nothing was measured: no case fits the device's memory; give smaller sizes by --numel")
+    return rows, fused_adams.describe(device) if "adam_step" in request.ops else {}
+
+
+def run_step_overhead(request: Request, device: torch.device, say: Say) -> Measured:
+    numel = request.numels[0] if request.numels else step_overhead.NUMEL
+    rounds = Rounds.exactly(request.rounds or step_overhead.ROUNDS)
+    say(f"step_overhead, {numel:,} elements")
+    return step_overhead.measure(device, numel, make_clock(device), rounds), {}
+
+
+def run_train_step(request: Request, device: torch.device, say: Say) -> Measured:
+    (dtype,) = request.dtypes
+    numel = request.numels[0] if request.numels else STEP_NUMELS["cpu"][0]
+    names = request.contenders or tuple(contenders.MAKERS)
+    return train_step.measure(numel, dtype, names, request.rounds or train_step.ROUNDS, say)
+
+
+def _check_contenders(names: Sequence[str]) -> None:
+    for name in names:
+        if name not in contenders.MAKERS:
+            raise UsageError(f"--contenders {name}: there are {', '.join(contenders.MAKERS)}")
+
+
+ALONE_RUNS: dict[str, Callable[[Request, torch.device, Say], Measured]] = {
+    "step_overhead": run_step_overhead,
+    "train_step": run_train_step,
+}
 
 
 def run(request: Request, device: torch.device, say: Say = lambda line: None) -> list[Row]:
     """All rows of the request. A case that the GPU's memory cannot hold is left out, and said."""
     settings = [(op, setting) for op in request.ops for setting in _settings(request, device, op)]
     clock = make_clock(device)
-    rounds = Rounds.exactly(request.rounds) if request.rounds else Rounds()
+    rounds = _rounds(request)
     rows: list[Row] = []
     for op, setting in settings:
         say(f"{op}, {setting.dtype}, {setting.numel:,} elements")
         rows += _measure(op, setting, clock, rounds, say)
         _free(device)
     return rows
+
+
+def _rounds(request: Request) -> Rounds:
+    return Rounds.exactly(request.rounds) if request.rounds else Rounds()
 
 
 def _settings(request: Request, device: torch.device, op: str) -> Iterator[Setting]:
@@ -116,13 +156,7 @@ def _make_folder(folder: Path) -> Path:
 
 
 def _redraw(path: Path) -> int:
-    try:
-        record = json.loads(path.read_text())
-        schema = record["schema"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--redraw {path}: is no record of a benchmark") from error
-    if schema != SCHEMA:
-        raise UsageError(f"--redraw {path}: has schema {schema}; this version reads {SCHEMA}")
+    record = read(path)
     print(table(record))
     print(f"\n{_draw(record, path.with_suffix('.png'))}")
     return 0
@@ -131,8 +165,17 @@ def _redraw(path: Path) -> int:
 def _draw(record: dict[str, Any], path: Path) -> str:
     """The plot's path, or one line that says why there is none."""
     try:
-        from .roofline import draw
+        draw = _drawing(record)
     except ImportError as error:
         return f"no plot: {error}; pip install matplotlib draws it, with --redraw {path.with_suffix('.json')}"
     draw(record, path)
     return str(path)
+
+
+def _drawing(record: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
+    """What draws this record. Importing it needs matplotlib."""
+    from .bars import draw_overhead, draw_ranks
+    from .roofline import draw
+
+    first = record["rows"][0] if record["rows"] else {"ranks": None, "parameters": None}
+    return draw_ranks if first["ranks"] else draw_overhead if first["parameters"] else draw

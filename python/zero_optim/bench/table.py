@@ -35,6 +35,10 @@ def milliseconds(value: float) -> str:
     return f"{value:,.4f}" if value < 1 else f"{value:,.3f}" if value < 10 else f"{value:,.2f}"
 
 
+def mebibytes(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.0f}" if nbytes >= 10 * 2**20 else f"{nbytes / 2**20:,.1f}"
+
+
 def _block(rows: Sequence[JsonRow]) -> list[str]:
     columns = _columns(rows)
     if len(_line(columns, rows[0], heading=True)) > WIDTH:
@@ -64,10 +68,17 @@ def _columns(rows: Sequence[JsonRow]) -> list[Column]:
         ("backend", lambda row: row["backend"]),
         *((f"{name}", _in_ms(name)) for name in ("ms", "p20", "p80")),
     ]
+    if rows[0]["parameters"]:
+        columns.insert(2, ("parameters", lambda row: f"{row['parameters']:,}"))
+    if rows[0]["ranks"]:
+        columns.append(("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}"))
+    if any(row["memory"] for row in rows):
+        columns += [("MiB", _in_mebibytes("steady")), ("at start", _in_mebibytes("start"))]
     if rows[0]["bytes"] is not None:
         columns.append(("GB/s", lambda row: f"{row['gbps']:,.1f}"))
         columns.append((f"of {rows[0]['yardstick']}", lambda row: f"{row['fraction']:.3f}"))
-    columns.append(("vs torch", lambda row: f"{row['vs_torch']:.2f}"))
+    baseline = "ddp" if rows[0]["ranks"] else "fused" if rows[0]["parameters"] else "torch"
+    columns.append((f"vs {baseline}", lambda row: f"{row['vs_torch']:.2f}"))
     baselines = dict.fromkeys(name for row in rows for name in row["vs"])
     columns += [(f"vs {name}", _against(name)) for name in baselines]
     if any(row["launches"] for row in rows):
@@ -77,6 +88,10 @@ def _columns(rows: Sequence[JsonRow]) -> list[Column]:
 
 def _in_ms(name: str) -> Callable[[JsonRow], str]:
     return lambda row: milliseconds(row[name])
+
+
+def _in_mebibytes(name: str) -> Callable[[JsonRow], str]:
+    return lambda row: mebibytes(row["memory"][name]) if row["memory"] else "-"
 
 
 def _against(baseline: str) -> Callable[[JsonRow], str]:
@@ -99,7 +114,7 @@ def _line(columns: Sequence[Column], row: JsonRow, *, heading: bool, repeats: bo
         text = name if heading else "" if repeats and index < 2 else cell(row)
         width = _WIDTHS.get(name, max(len(name) + 2, 8))
         cells.append(f"{text:<{width}}" if name in ("dtype", "backend") else f"{text:>{width}}")
-        cells.append("  " if name == "elements" else "")
+        cells.append("  " if name in ("elements", "parameters") else "")
     return "".join(cells).rstrip()
 
 
@@ -109,5 +124,6 @@ def _phase_lines(rows: Sequence[JsonRow]) -> list[str]:
     for row in rows:
         if row["phases"]:
             parts = "  ".join(f"{name} {milliseconds(value)}" for name, value in row["phases"].items())
-            lines.append(f"  {row['dtype']} {row['backend']}, ms: {parts}")
+            of = f", {row['parameters']:,} parameters" if row["parameters"] else ""
+            lines.append(f"  {row['dtype']} {row['backend']}{of}, ms: {parts}")
     return ["", *lines] if lines else []

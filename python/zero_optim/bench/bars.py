@@ -1,0 +1,136 @@
+"""The plots of ``step_overhead`` and of ``train_step`` on ranks: bars, the figures beside them. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from .figure import FAINT, FOOTER_INCHES, HEADER_INCHES, INK, ROOF, figures, header_and_footer, plain
+from .table import elements, mebibytes, milliseconds
+
+JsonRow = Mapping[str, Any]
+
+OURS_COLOR, OTHERS_COLOR = "#0072B2", "#B9B9B9"
+COLORS = {"fused": "#D55E00", "foreach": "#E69F00", "ddp": "#D55E00"}
+OURS = ("ours", "stage0", "stage1", "stage2")
+BAR_INCHES, PANEL_WIDTH = 0.27, 6.3
+GAP = 0.6  # of a bar, between groups
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Bars of ``value`` for each row; rows of one ``group`` stand together. ``columns``: figures by their heading."""
+
+    title: str
+    unit: str
+    rows: Sequence[JsonRow]
+    value: Callable[[JsonRow], float]
+    whiskers: Callable[[JsonRow], tuple[float, float]]
+    columns: Mapping[str, Callable[[JsonRow], str]]
+    group: Callable[[JsonRow], str] = lambda row: ""
+
+
+def draw_overhead(record: Mapping[str, Any], path: Path) -> None:
+    """``step()`` alone, and the loop around it."""
+    titles = {"step_overhead": "step() alone", "loop_overhead": "backward, step() and zero_grad()"}
+    panels = [
+        Panel(
+            title=f"{title}, {elements(rows[0]['numel'])} {rows[0]['dtype']} elements",
+            unit="ms",
+            rows=rows,
+            value=lambda row: row["ms"],
+            whiskers=lambda row: (row["p20"], row["p80"]),
+            columns={"ms": lambda row: milliseconds(row["ms"]), "vs fused": lambda row: f"{row['vs_torch']:.2f}×"},
+            group=lambda row: f"{row['parameters']:,} parameters",
+        )
+        for title, rows in ((title, _of(record, op)) for op, title in titles.items())
+        if rows
+    ]
+    _draw(panels, record, path, "Medians of interleaved rounds; whiskers: p20 to p80. One rank.")
+
+
+def draw_ranks(record: Mapping[str, Any], path: Path) -> None:
+    """Speed, and peak memory where it was measured."""
+    rows = _of(record, "train_step")
+    measured = [row for row in rows if row["memory"]]
+    about = f"{elements(rows[0]['numel'])} parameters, {rows[0]['dtype']}, {rows[0]['ranks']} gloo ranks"
+    tokens = rows[0]["tokens_per_s"] * rows[0]["ms"]
+    speed = Panel(
+        title=f"Training step: {about}",
+        unit="tokens/s",
+        rows=rows,
+        value=lambda row: row["tokens_per_s"],
+        whiskers=lambda row: (tokens / row["p80"], tokens / row["p20"]),
+        columns={
+            "tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}",
+            "ms": lambda row: milliseconds(row["ms"]),
+            "vs ddp": lambda row: f"{row['vs_torch']:.2f}×",
+        },
+    )
+    memory = Panel(
+        title="Peak memory of a rank",
+        unit="MiB",
+        rows=measured,
+        value=lambda row: row["memory"]["steady"] / 2**20,
+        whiskers=lambda row: (row["memory"]["steady"] / 2**20, row["memory"]["start"] / 2**20),
+        columns={
+            "MiB": lambda row: mebibytes(row["memory"]["steady"]),
+            "at start": lambda row: mebibytes(row["memory"]["start"]),
+        },
+    )
+    note = (
+        "Medians of interleaved rounds, of the slower rank; whiskers: p20 to p80, and the peak while training starts.\n"
+        "All train the same model with fp32 masters on the same windows, clipped to the same norm."
+    )
+    _draw([speed, memory] if measured else [speed], record, path, note)
+
+
+def _of(record: Mapping[str, Any], op: str) -> list[JsonRow]:
+    return [row for row in record["rows"] if row["op"] == op]
+
+
+def _draw(panels: Sequence[Panel], record: Mapping[str, Any], path: Path, note: str) -> None:
+    bars = max(len(panel.rows) + GAP * len({panel.group(row) for row in panel.rows}) for panel in panels)
+    width, height = PANEL_WIDTH * len(panels), BAR_INCHES * bars + 1.1 + HEADER_INCHES + FOOTER_INCHES
+    body = (0, FOOTER_INCHES / height, 1, 1 - (HEADER_INCHES + FOOTER_INCHES) / height)
+    figure = Figure((width, height), layout=ConstrainedLayoutEngine(rect=body, h_pad=0.08, w_pad=0.12))
+    for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        draw_panel(panel, axes)
+    header_and_footer(figure, record, note)
+    figure.savefig(path, dpi=140, facecolor="white")
+
+
+def draw_panel(panel: Panel, axes: Axes) -> None:
+    """Horizontal bars from the top, a heading above each group that has a name."""
+    plain(axes)
+    axes.set_title(panel.title, loc="left", fontsize=10, fontweight="bold", color=INK, pad=18)
+    y, ticks, names, last = 0.0, [], [], ""
+    for row in panel.rows:
+        group = panel.group(row)
+        if group != last:
+            y += GAP
+            above = axes.get_yaxis_transform()
+            axes.text(0.005, y - 0.55, group, transform=above, va="center", fontsize=8, fontweight="bold", color=FAINT)
+            last = group
+            y += 0.1
+        name = row["backend"]
+        value, (low, high) = panel.value(row), panel.whiskers(row)
+        color = OURS_COLOR if name in OURS else COLORS.get(name, OTHERS_COLOR)
+        axes.barh(y, value, height=0.62, color=color, zorder=2)
+        axes.errorbar(value, y, xerr=[[max(0.0, value - low)], [max(0.0, high - value)]], color=ROOF, lw=1, capsize=2.5,
+                      capthick=1, zorder=3)  # fmt: skip
+        figures(axes, y, [text(row) for text in panel.columns.values()], INK)
+        ticks.append(y)
+        names.append(name)
+        y += 1
+    figures(axes, -0.55, list(panel.columns), FAINT)
+    axes.set_yticks(ticks, names, fontsize=8.5)
+    axes.set(ylim=(y - 0.45, -0.55), xlim=(0, 1.05 * max(max(panel.value(r), *panel.whiskers(r)) for r in panel.rows)))
+    axes.set_xlabel(panel.unit, fontsize=8, color=INK)
+    axes.tick_params(axis="y", length=0)

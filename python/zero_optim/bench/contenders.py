@@ -1,0 +1,221 @@
+"""Ways to train one GPT on several ranks: ours by stage, and what others offer. All start from the same weights.
+
+Each keeps fp32 masters of a bf16 model, sums gradients over the ranks in the model's dtype, clips to the same global
+2-norm and updates by the same AdamW.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..optimizer import ShardedAdamW
+from ..train.model import GPT, VOCAB, ModelConfig, next_byte_loss
+from .fused_adams import HYPER
+from .masters import Masters
+from .timing import Job
+
+MAX_NORM = 1.0
+TRAINING = {**HYPER, "lr": 1e-4}
+OURS = ("stage0", "stage1", "stage2")
+DDP, DDP_AUTOCAST = "ddp", "ddp_autocast"
+
+Laps = dict[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every contender trains. ``batch`` windows a rank, the same at every step, other ones on every rank."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    batch: int
+
+    def model(self) -> GPT:
+        torch.manual_seed(0)
+        return GPT(self.config, self.dtype)
+
+    def windows(self) -> Tensor:
+        """[batch, seq + 1] int64, of this rank."""
+        generator = torch.Generator().manual_seed(1 + dist.get_rank())
+        return torch.randint(VOCAB, (self.batch, self.config.seq + 1), generator=generator)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train. ``laps``: the parts of a step, in order; ``clip`` gives the norm before it, where it is a part.
+
+    ``last_loss``: this rank's, of the last step.
+    """
+
+    laps: Laps
+    last_loss: Callable[[], float]
+
+    @property
+    def job(self) -> Job:
+        return list(self.laps.values())
+
+
+class Passes:
+    """Forward and backward of ``model`` on this rank's windows, as two laps."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        backward: Callable[[Tensor], object] = torch.Tensor.backward,
+    ) -> None:
+        self._model, self._windows = model, task.windows()
+        self._autocast, self._backward = autocast, backward
+        self._loss = torch.zeros(())
+
+    def forward(self) -> None:
+        with self._autocast():
+            self._loss = next_byte_loss(self._model, self._windows)
+
+    def backward(self) -> None:
+        self._backward(self._loss)
+        self._loss = self._loss.detach()
+
+    def last_loss(self) -> float:
+        return self._loss.item()
+
+    def then(self, **laps: Callable[[], object]) -> Contender:
+        return Contender({"forward": self.forward, "backward": self.backward, **laps}, self.last_loss)
+
+
+def ours(task: Task, stage: int) -> Contender:
+    model = task.model()
+    opt = ShardedAdamW(model.named_parameters(), stage=stage, **TRAINING)
+    clip = functools.partial(opt.clip_grad_norm_, MAX_NORM)
+    return Passes(model, task).then(clip=clip, update=opt.step, zero_grad=opt.zero_grad)
+
+
+def ddp(task: Task) -> Contender:
+    """Masters whole on every rank."""
+    model = task.model()
+    masters = Masters(model.parameters())
+    return _beside_ddp(task, model, masters, torch.optim.AdamW(masters.masters, fused=True, **TRAINING))
+
+
+def zero_redundancy(task: Task) -> Contender:
+    """Shards the moments; masters are whole on every rank, and the updated ones are broadcast in fp32."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = task.model()
+    masters = Masters(model.parameters())
+    opt = ZeroRedundancyOptimizer(
+        masters.masters,
+        optimizer_class=torch.optim.AdamW,
+        parameters_as_bucket_view=True,
+        fused=True,
+        **TRAINING,
+    )
+    return _beside_ddp(task, model, masters, opt)
+
+
+def _beside_ddp(task: Task, model: GPT, masters: Masters, opt: torch.optim.Optimizer) -> Contender:
+    replica = _replicate(model)
+
+    def clip() -> Tensor:
+        masters.take_gradients()
+        return nn.utils.clip_grad_norm_(masters.masters, MAX_NORM, foreach=True)
+
+    def update() -> None:
+        opt.step()
+        masters.give_back()
+
+    return Passes(replica, task).then(clip=clip, update=update, zero_grad=model.zero_grad)
+
+
+def _replicate(model: nn.Module) -> nn.parallel.DistributedDataParallel:
+    """DDP without a second copy of the gradients, and without broadcasting constants in every forward."""
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+
+def ddp_autocast(task: Task) -> Contender:
+    """An fp32 model, which is its own masters, under autocast; gradients are cast to bf16 for the sum alone."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    model = _widened(task.model())
+    replica = _replicate(model)
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in fp32 there is nothing to cast
+    if task.dtype != torch.float32:
+        # Under its own name torch refuses the hook on gloo, where it works.
+        replica.register_comm_hook(dist.group.WORLD, lambda group, bucket: bf16_compress_hook(group, bucket))
+        autocast = functools.partial(torch.autocast, "cpu", task.dtype)
+    opt = torch.optim.AdamW(model.parameters(), fused=True, **TRAINING)
+    return _plain_end(Passes(replica, task, autocast), model, opt)
+
+
+def fsdp2(task: Task, *, reshard: bool) -> Contender:
+    """fp32 shards, a unit a block. ``reshard``: parameters are freed after forward and gathered again in backward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = _widened(task.model())
+    policy = MixedPrecisionPolicy(task.dtype, task.dtype, cast_forward_inputs=False)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    opt = torch.optim.AdamW(model.parameters(), fused=True, **TRAINING)
+    return _plain_end(Passes(model, task), model, opt)
+
+
+def _plain_end(passes: Passes, model: nn.Module, opt: torch.optim.Optimizer) -> Contender:
+    """As any torch optimizer is used."""
+    params = list(model.parameters())
+
+    def clip() -> Tensor:
+        return nn.utils.clip_grad_norm_(params, MAX_NORM, foreach=True)
+
+    return passes.then(clip=clip, update=opt.step, zero_grad=opt.zero_grad)
+
+
+def _widened(model: GPT) -> GPT:
+    """Parameters in fp32, with the values that they have in the model's dtype; constants stay."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    return model
+
+
+def deepspeed(task: Task, stage: int) -> Contender:
+    """ZeRO by DeepSpeed around the same AdamW, its collectives through shared memory; it clips within its step."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    package = importlib.import_module("deepspeed")
+
+    model = task.model()
+    config = {
+        "train_micro_batch_size_per_gpu": task.batch,
+        "bf16": {"enabled": task.dtype == torch.bfloat16},
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": MAX_NORM,
+        "zero_allow_untested_optimizer": True,
+    }
+    opt = torch.optim.AdamW(model.parameters(), fused=True, **TRAINING)
+    engine, *_ = package.initialize(model=model, optimizer=opt, config=config, dist_init_required=False)
+    return Passes(engine, task, backward=engine.backward).then(update=engine.step)
+
+
+MAKERS: Mapping[str, Callable[[Task], Contender]] = {
+    **{name: functools.partial(ours, stage=stage) for stage, name in enumerate(OURS)},
+    DDP: ddp,
+    DDP_AUTOCAST: ddp_autocast,
+    "zero_redundancy": zero_redundancy,
+    "fsdp2": functools.partial(fsdp2, reshard=True),
+    "fsdp2_zero2": functools.partial(fsdp2, reshard=False),
+    "deepspeed1": functools.partial(deepspeed, stage=1),
+    "deepspeed2": functools.partial(deepspeed, stage=2),
+}
+
+PACKAGES = {"deepspeed1": "deepspeed", "deepspeed2": "deepspeed"}  # what some need besides torch

@@ -1,0 +1,51 @@
+"""The most memory that a piece of work needs in this process, as Linux counts it: resident pages."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+STATUS = Path("/proc/self/status")
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of mallopt
+_RESET_PEAK = "5"
+MAPPED_APART = 64 * 1024
+
+
+def can_measure() -> bool:
+    """Whether this is Linux with glibc."""
+    return Path("/proc/self/clear_refs").exists() and hasattr(_libc(), "malloc_trim")
+
+
+def return_what_is_freed() -> None:
+    """From here on glibc maps every block of 64 KiB and more apart, so that the kernel has it back once it is freed.
+
+    Otherwise pages that were freed, and are kept for later, count as needed. It costs time: nothing is timed here.
+    """
+    _libc().mallopt(_MMAP_THRESHOLD, MAPPED_APART)
+
+
+def resident() -> int:
+    """Bytes resident now, after giving back what can be."""
+    gc.collect()
+    _libc().malloc_trim(0)
+    return _read("VmRSS")
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """The most bytes that were resident while ``work`` ran, those before it included."""
+    resident()
+    Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+    work()
+    return _read("VmHWM")
+
+
+def _read(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", STATUS.read_text())
+    return int(found[1]) * 1024 if found else 0
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

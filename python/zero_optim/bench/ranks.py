@@ -1,0 +1,145 @@
+"""Runs a function on fresh processes that make a gloo group, and hears when one of them fails.
+
+What they print, packages included, goes to files that are thrown away; a failure comes back as an exception.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ZeroOptimError
+
+LIMIT_SECONDS = 600.0
+COLLECTIVE_SECONDS = 60.0
+GRACE_SECONDS = 5.0  # for the others to say why they failed, once one has
+
+
+class RanksError(ZeroOptimError):
+    """A rank raised, died or took too long. The message is that of the lowest rank that said anything."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank finds the others, and what it may use."""
+
+    rank: int
+    count: int
+    folder: Path
+    port: int
+    threads: int
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"rank-{self.rank}.log"
+
+
+def on_ranks(count: int, work: Callable[..., Any], *args: Any, limit: float = LIMIT_SECONDS) -> list[Any]:
+    """Results of ``work(*args)`` on ``count`` ranks, in rank order; ``work`` is a function of a module.
+
+    The ranks share the threads that torch has here. Raises RanksError.
+    """
+    context = multiprocessing.get_context("spawn")
+    port, threads = _free_port(), max(1, torch.get_num_threads() // count)
+    with tempfile.TemporaryDirectory(prefix="bench-ranks-") as folder:
+        places = [_Place(rank, count, Path(folder), port, threads) for rank in range(count)]
+        connections: list[Connection] = []
+        processes: list[SpawnProcess] = []
+        for place in places:
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_main, args=(there, place, work, args), daemon=True)
+            process.start()
+            there.close()
+            connections.append(here)
+            processes.append(process)
+        try:
+            return _collect(places, connections, limit)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(places: Sequence[_Place], connections: Sequence[Connection], limit: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    pending = dict(zip(connections, places, strict=True))
+    deadline = time.monotonic() + limit
+    while pending and (left := deadline - time.monotonic()) > 0:
+        ready = wait(list(pending), timeout=left)
+        for connection in [connection for connection in pending if connection in ready]:
+            place = pending.pop(connection)
+            try:
+                ok, value = connection.recv()
+            except EOFError:
+                ok, value = False, f"the process died; it last said {_last_line(place.log)!r}"
+            (results if ok else errors)[place.rank] = value
+            if not ok:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    if errors:
+        rank = min(errors)
+        raise RanksError(f"rank {rank}: {errors[rank]}")
+    if pending:
+        raise RanksError(f"rank {next(iter(pending.values())).rank} had not finished after {limit:.0f} s")
+    return [results[place.rank] for place in places]
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
+
+
+def _rank_main(connection: Connection, place: _Place, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    with place.log.open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    torch.set_num_threads(place.threads)
+    _tell_environment(place)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{place.folder / 'store'}",
+            rank=place.rank,
+            world_size=place.count,
+            timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+        )
+        answer = (True, work(*args))
+    except Exception as error:
+        answer = (False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    connection.send(answer)
+    connection.close()
+    os._exit(0)  # the threads and groups that packages leave behind must not decide how this ends
+
+
+def _tell_environment(place: _Place) -> None:
+    """As torchrun does, for packages that read it."""
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ |= {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.rank),
+        "WORLD_SIZE": str(place.count),
+        "LOCAL_WORLD_SIZE": str(place.count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(place.port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

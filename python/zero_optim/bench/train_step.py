@@ -1,0 +1,225 @@
+"""A GPT's training step on several ranks: every stage of ``ShardedAdamW`` against its peers, by time and by memory.
+
+Memory comes first, each contender alone in fresh processes. Who fails there is left out, and says why. Then all of
+them train side by side in the same processes, a step of each in turn.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+
+import torch
+
+from ..comm import Comm, make_comm
+from ..errors import ZeroOptimError
+from ..train.model import ModelConfig
+from . import peak_memory
+from .contenders import DDP, DDP_AUTOCAST, MAKERS, OURS, PACKAGES, Contender, Task
+from .gpt_step import model_config
+from .ranks import RanksError, on_ranks
+from .record import Row
+from .timing import Clock, HostClock, Job, Rounds, Spread, interleaved
+
+RANKS = 2
+BATCH, SEQ = 4, 64
+ROUNDS = 21
+WARM_UP_STEPS, STEADY_STEPS = 2, 3  # buckets are laid out in the order of the first step
+TINY = ModelConfig(layers=1, hidden=64, heads=1, seq=16)
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float32: 1e-4}  # of the loss: sums and layers are rounded at other places
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A contender that trained alone.
+
+    Attributes:
+        steady: peak bytes of the rank that needs most, in steps after the first few, over what was there before the
+            model; None where memory cannot be measured.
+        start: the same from the model's construction on.
+        losses: mean over the ranks, of each step.
+    """
+
+    steady: int | None
+    start: int | None
+    losses: tuple[float, ...]
+
+    @property
+    def memory(self) -> dict[str, int] | None:
+        return None if self.steady is None or self.start is None else {"steady": self.steady, "start": self.start}
+
+
+def measure(numel: int, dtype: str, names: Sequence[str], rounds: int, say: Say) -> tuple[list[Row], dict[str, str]]:
+    """Rows of the contenders ``names`` and of ``ddp``; and of other packages the version, or why one is left out."""
+    task = Task(replace(model_config(numel, torch.device("cpu")), seq=SEQ), DTYPES[dtype], BATCH)
+    alone, left_out = train_alone(task, in_order(names), say)
+    check_losses(alone, TOLERANCE[task.dtype])
+    say(f"train_step: {', '.join(alone)} in turn")
+    laps = on_ranks(RANKS, time_on_rank, task, list(alone), rounds)
+    numel = sum(parameter.numel() for parameter in task.model().parameters())
+    return make_rows(task, numel, alone, slower(laps)), {**versions(alone), **left_out}
+
+
+# -- alone: memory and losses ----------------------------------------------------------------------------------------
+
+
+def train_alone(task: Task, names: Sequence[str], say: Say) -> tuple[dict[str, Alone], dict[str, str]]:
+    """Each contender in processes of its own; and who failed, with the first line of why."""
+    alone, left_out = {}, {}
+    for name in names:
+        try:
+            _check_makes_sense(task, name)
+            say(f"train_step: {name} alone")
+            alone[name] = most(on_ranks(RANKS, alone_on_rank, task, name))
+        except RanksError as error:
+            if name in (DDP, *OURS):
+                raise
+            left_out[name] = str(error)
+            say(f"left out: {name}: {error}")
+    return alone, left_out
+
+
+def _check_makes_sense(task: Task, name: str) -> None:
+    """Raises RanksError without starting anything."""
+    if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
+        raise RanksError("not installed")
+    if name == DDP_AUTOCAST and task.dtype == torch.float32:
+        raise RanksError(f"in fp32 it is {DDP}")
+
+
+def in_order(names: Sequence[str]) -> list[str]:
+    """In that of MAKERS; ``ddp`` is always there."""
+    return [name for name in MAKERS if name in names or name == DDP]
+
+
+def versions(names: Iterable[str]) -> dict[str, str]:
+    return {
+        package: version(package) for package in dict.fromkeys(PACKAGES[name] for name in names if name in PACKAGES)
+    }
+
+
+def alone_on_rank(task: Task, name: str) -> Alone:
+    measurable = peak_memory.can_measure()
+    if measurable:
+        peak_memory.return_what_is_freed()
+    train(MAKERS[name](replace(task, config=TINY)), 2)  # what the code itself needs is there from then on
+    before = peak_memory.resident() if measurable else 0
+    losses: list[float] = []
+    made: list[Contender] = []
+
+    def start() -> None:
+        made.append(MAKERS[name](task))
+        losses.extend(train(made[0], WARM_UP_STEPS))
+
+    def go_on() -> None:
+        losses.extend(train(made[0], STEADY_STEPS))
+
+    if not measurable:
+        start()
+        go_on()
+        return Alone(None, None, tuple(losses))
+    start_peak, steady_peak = peak_memory.peak_of(start) - before, peak_memory.peak_of(go_on) - before
+    return Alone(steady_peak, max(start_peak, steady_peak), tuple(losses))
+
+
+def train(contender: Contender, steps: int) -> list[float]:
+    """This rank's loss of each step."""
+    losses = []
+    for _ in range(steps):
+        for lap in contender.job:
+            lap()
+        losses.append(contender.last_loss())
+    return losses
+
+
+def most(reports: Sequence[Alone]) -> Alone:
+    """The rank that needs most, and the mean losses."""
+    losses = tuple(statistics.fmean(of_step) for of_step in zip(*(report.losses for report in reports), strict=True))
+    steady = [report.steady for report in reports if report.steady is not None]
+    start = [report.start for report in reports if report.start is not None]
+    return Alone(max(steady, default=None), max(start, default=None), losses)
+
+
+def check_losses(alone: Mapping[str, Alone], tolerance: float) -> None:
+    """Figures of trainings that differ compare nothing. Raises ZeroOptimError."""
+    expected = alone[DDP].losses
+    for name, report in alone.items():
+        for step, (loss, other) in enumerate(zip(report.losses, expected, strict=True), start=1):
+            if not math.isclose(loss, other, rel_tol=tolerance):
+                raise ZeroOptimError(f"train_step: {name} has loss {loss:.5f} in step {step}, {DDP} {other:.5f}")
+
+
+# -- together: time --------------------------------------------------------------------------------------------------
+
+
+class TogetherClock:
+    """The host's clock, started when every rank is there."""
+
+    warm_up_seconds = 0.0
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm, self._clock = comm, HostClock()
+        self._token = torch.zeros(1)
+
+    def time(self, job: Job) -> Callable[[], list[float]]:
+        self._comm.exchange(self._token)
+        return self._clock.time(job)
+
+
+def time_on_rank(task: Task, names: Sequence[str], rounds: int) -> dict[str, list[dict[str, float]]]:
+    """Milliseconds of every lap of every contender in every round, on this rank."""
+    contenders = {name: MAKERS[name](task) for name in names}
+    clock: Clock = TogetherClock(make_comm())
+    times = interleaved({name: contender.job for name, contender in contenders.items()}, clock, Rounds.exactly(rounds))
+    return {
+        name: [dict(zip(contenders[name].laps, of_round, strict=True)) for of_round in of_name]
+        for name, of_name in times.items()
+    }
+
+
+def slower(laps: Sequence[Mapping[str, Sequence[Mapping[str, float]]]]) -> dict[str, list[Mapping[str, float]]]:
+    """Of each round the laps of the rank that took longest."""
+    return {
+        name: [max(of_ranks, key=lambda of_rank: sum(of_rank.values())) for of_ranks in zip(*rounds, strict=True)]
+        for name, rounds in ((name, [of_rank[name] for of_rank in laps]) for name in laps[0])
+    }
+
+
+def make_rows(
+    task: Task, numel: int, alone: Mapping[str, Alone], laps: Mapping[str, Sequence[Mapping[str, float]]]
+) -> list[Row]:
+    spreads = {name: Spread.of([sum(of_round.values()) for of_round in laps[name]]) for name in laps}
+    tokens = RANKS * task.batch * task.config.seq
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == task.dtype)
+    return [
+        Row(
+            op="train_step",
+            backend=name,
+            dtype=dtype,
+            numel=numel,
+            rounds=spread.rounds,
+            ms=spread.ms,
+            p20=spread.p20,
+            p80=spread.p80,
+            bytes=None,
+            gbps=None,
+            yardstick=None,
+            copy_gbps=None,
+            fraction=None,
+            vs_torch=round(spreads[DDP].ms / spread.ms, 4),
+            vs={},
+            phases={lap: Spread.of([of_round[lap] for of_round in laps[name]]).ms for lap in laps[name][0]},
+            ranks=RANKS,
+            tokens_per_s=round(tokens / spread.ms * 1e3, 1),
+            memory=alone[name].memory,
+            loss=round(alone[name].losses[-1], 5),
+        )
+        for name, spread in spreads.items()
+    ]
