@@ -4,7 +4,7 @@ The ops know tensors and nothing else: no parameters, no ranks. `docs/ops.md` is
 """
 
 from zero_kernels.capture import is_capturing
-from zero_kernels.dispatch import BackendError, available_backends, use_backend
+from zero_kernels.dispatch import BackendError, available_backends, check_backend, use_backend
 from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, hyper_table
 from zero_kernels.ops import adam_step, fused_adamw_, grad_stats, pack, unpack
 
@@ -17,6 +17,7 @@ __all__ = [
     "BackendError",
     "adam_step",
     "available_backends",
+    "check_backend",
     "fused_adamw_",
     "grad_stats",
     "hyper_table",

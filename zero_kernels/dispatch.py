@@ -115,6 +115,12 @@ def select(op: str, device: torch.device) -> Callable[..., Any]:
     raise BackendError(_explain(f"no backend runs {op} on {device.type} tensors", device.type))
 
 
+def check_backend(device: torch.device) -> None:
+    """Raise BackendError unless every op can run on tensors of `device`."""
+    for op in ("adam_step", "pack", "unpack", "grad_stats", "hyper_table"):
+        select(op, device)
+
+
 def _why_unusable(backend: Backend, device_type: str) -> str | None:
     if backend.device_types is not None and device_type not in backend.device_types:
         return f"runs on {', '.join(sorted(backend.device_types))} tensors, not on {device_type}"

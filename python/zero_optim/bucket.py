@@ -24,6 +24,9 @@ from .errors import GradientError
 from .flat_shard import FlatShard
 from .layout import BucketLayout
 
+_grad_of = operator.attrgetter("grad")
+_kind_of = operator.attrgetter("dtype", "layout", "device", "requires_grad")
+
 
 class GradState(enum.Enum):
     """Where a bucket's gradients are in memory."""
@@ -63,7 +66,7 @@ class Sharding:
 class Settled:
     """What has happened to a bucket's gradients since their last reduction."""
 
-    unreduced: bool  # some came after it
+    unreduced: list[int]  # parameters whose gradients came after it
     dropped: bool  # some were zeroed by the user
 
 
@@ -100,6 +103,7 @@ class Bucket:
         self.state = GradState.EMPTY
         self.used = bytearray(len(self.params))
         self._taken: set[int] = set()  # slots whose reduced gradient was taken out of .grad, to be added to
+        self.refused: dict[int, str] = {}  # by slot, why its gradient was left out
         self._stale: set[int] = set()  # slots zeroed by the user since their gradients came into the bucket
         self._flatten_parameters()
         self._allocate_gradients()
@@ -154,6 +158,10 @@ class Bucket:
             )
             for index, (piece, parameter) in enumerate(zip(self.pieces, self.params, strict=True))
         ]
+
+    def let_go(self) -> None:
+        """Hold no parameters and no gradients any more: memory goes as the parameters move to other buckets."""
+        del self.param_flat, self.param_shard, self.grad_buffer, self.grad_shard, self._views, self._shards
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -224,7 +232,7 @@ class Bucket:
     def _reduce(self, full: Tensor, buffers: CommBuffers, accumulate: bool) -> Pending:
         comm = self.sharding.comm
         if self.sharding.stage >= 1:
-            scratch = self._borrow(buffers) if comm.has_own_reduce_scatter(full) else None
+            scratch = self._borrow(buffers) if comm.is_gloo(full) else None
             return comm.reduce_scatter(full, self.grad_shard, scratch, accumulate=accumulate)
         if full is self.grad_buffer:
             return comm.all_reduce(full)
@@ -267,7 +275,8 @@ class Bucket:
         if self.state is GradState.REDUCED:
             self.wait()
             self._drop_stale()
-        return Settled(bool(local) or self.state is GradState.LOCAL, bool(gone))
+        late = self._present() if self.state is GradState.LOCAL else local
+        return Settled([self.layout.slots[index].param for index, _ in late], bool(gone))
 
     def abandon(self) -> None:
         """Wait for nothing any more: the ranks have parted."""
@@ -281,6 +290,7 @@ class Bucket:
         self.used = bytearray(len(self.params))
         self._taken.clear()
         self._stale.clear()
+        self.refused.clear()
         self.state = GradState.EMPTY
 
     def zero(self) -> None:
@@ -302,9 +312,9 @@ class Bucket:
         local: list[tuple[int, Tensor]] = []
         gone: list[int] = []
         handles = self._handles()
-        grads = [parameter.grad for parameter in self.params]
-        if all(map(operator.is_, grads, handles)):
+        if all(map(operator.is_, map(_grad_of, self.params), handles)):
             return local, gone
+        grads = [parameter.grad for parameter in self.params]
         reduced = self.state is GradState.REDUCED
         for index, (grad, handle) in enumerate(zip(grads, handles, strict=True)):
             if grad is handle:
@@ -338,13 +348,27 @@ class Bucket:
         self, sources: Sequence[tuple[int, Tensor]], full: Tensor, scale: float, accumulate: bool = False
     ) -> None:
         grads = [self._absent] * len(self.params)
-        for index, grad in sources:
-            grads[index] = self._checked(index, grad)
+        usual = {(self.dtype, torch.strided, self.device, False)}
+        if {_kind_of(grad) for _, grad in sources} <= usual and all(grad.is_contiguous() for _, grad in sources):
+            for index, grad in sources:
+                grads[index] = grad
+        else:
+            for index, grad in sources:
+                grads[index] = self._checked_or_refused(index, grad)
         flags = torch.empty_like(self.nonfinite) if accumulate else self.nonfinite
         torch.ops.zero_kernels.pack(grads, self.offsets, full, scale, flags)
         if accumulate:
             torch.maximum(self.nonfinite, flags, out=self.nonfinite)
         self._stale.clear()  # pack zeroes the gaps
+
+    def _checked_or_refused(self, index: int, grad: Tensor) -> Tensor:
+        try:
+            return self._checked(index, grad)
+        except GradientError as error:
+            if not self.sharding.reduces:
+                raise
+            self.refused[index] = str(error)  # the others count on this rank: the exchange tells them all
+            return self._absent
 
     def _checked(self, index: int, grad: Tensor) -> Tensor:
         if grad.layout is not torch.strided or grad.dtype != self.dtype or grad.device != self.device:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,6 +39,23 @@ class Traffic:
 
 
 _live: weakref.WeakSet[Comm] = weakref.WeakSet()
+# Groups made for optimizers that are closed, by ranks. torch names a group after its ranks and how many there are, so
+# one that is made where another was destroyed could be given that one's name, and find its addresses.
+_spare: dict[tuple[int, ...], list[weakref.ref[dist.ProcessGroup]]] = {}
+
+
+class _Works:
+    """Several asynchronous collectives as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class Pending:
@@ -96,6 +113,14 @@ class Comm:
             raise ClosedError("the process group was destroyed: close the optimizer before, or make a new one")
         return group
 
+    def check_alone(self) -> None:
+        """Raise where one rank was all there was when this was made, and now there are more: each would train alone."""
+        if self._group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RankMismatchError(
+                "torch.distributed was initialised after this optimizer was made, so it would update this rank alone: "
+                "make it after init_process_group; to train alone, give it process_group=dist.new_group([this rank])"
+            )
+
     def separate(self) -> None:
         """Collective. Take a group of its own, with the same ranks, where another optimizer communicates over this one.
 
@@ -107,28 +132,43 @@ class Comm:
         others = [other for other in _live if other is not self and len({*ranks} & {*other._ranks()}) > 1]
         for comm in (self, *others) if others else ():
             comm.shared = True  # what it changes needs no agreement
-        if not any(self.gather_objects(any(other._ranks() == ranks for other in others))):
+        wanted = any(other._ranks() == ranks for other in others)
+        spare = [group for group in map(_dereference, _spare.get(tuple(ranks), ())) if group is not None]
+        reports = self.gather_objects((wanted, len(spare), len(dist.distributed_c10d._world.pg_names)))
+        if not any(wanted for wanted, _, _ in reports):
             return
+        common = min(spares for _, spares, _ in reports)
+        own = spare.pop(common - 1) if common else self._new_group(ranks, {groups for _, _, groups in reports})
+        _spare[tuple(ranks)] = [weakref.ref(group) for group in spare]
+        self._group, self._owns_group = weakref.ref(own), True
+
+    def _new_group(self, ranks: list[int], groups: set[int]) -> dist.ProcessGroup:
+        """``groups``: how many each rank has."""
         backend: str = dist.get_backend(self.group)
         if backend not in dist.Backend.backend_list or backend == dist.Backend.UNDEFINED:
             backend = dist.get_backend_config(self.group)  # one for each type of device
-        own = dist.new_group(ranks, _timeout(self.group), backend, use_local_synchronization=True)
-        self._group, self._owns_group = weakref.ref(own), True
+        everyone = len(ranks) == dist.get_world_size()
+        if len(groups) > 1 and not everyone:
+            raise RankMismatchError(
+                "a second optimizer between these ranks needs a process group of its own, which cannot be made here: "
+                "some of them are in more groups than others. Make one on all ranks, dist.new_group(ranks), and give it"
+            )
+        return dist.new_group(ranks, _timeout(self.group), backend, use_local_synchronization=not everyone)
 
     def _ranks(self) -> list[int]:
         group = self._group() if self._group is not None else None
         return dist.get_process_group_ranks(group) if group is not None and dist.is_initialized() else []
 
     def close(self) -> None:
-        """Destroy a group of its own."""
+        """Leave a group of its own to the next that needs one."""
         _live.discard(self)
-        group = self._group() if self._group is not None else None
-        if self._owns_group and group is not None and dist.is_initialized():
-            self._owns_group = False
-            dist.destroy_process_group(group)
+        if self._owns_group and self._group is not None:
+            _spare.setdefault(tuple(self._ranks()), []).append(self._group)
+        self._owns_group = False
 
-    def has_own_reduce_scatter(self, tensor: Tensor) -> bool:
-        """Gloo's own is a clone and an all-reduce; ours is an all-to-all into a scratch buffer and a local sum."""
+    def is_gloo(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` goes over gloo. Gloo's reduce-scatter is a clone and an all-reduce; ours is an all-to-all
+        into a scratch buffer and a local sum."""
         return self.group is not None and not tensor.is_cuda and "gloo" in dist.get_backend_config(self.group)
 
     def reduce_scatter(self, full: Tensor, out: Tensor, scratch: Tensor | None, *, accumulate: bool) -> Pending:
@@ -136,7 +176,7 @@ class Comm:
 
         Args:
             full: contribution of this rank; its contents are lost. ``out`` may be this rank's own part of it.
-            scratch: as large as ``full``; needed where ``has_own_reduce_scatter``.
+            scratch: as large as ``full``; needed under gloo.
             accumulate: add to ``out`` instead of overwriting it; ``out`` is then no part of ``full``.
         """
         traffic = self._record("reduce_scatter", full)
@@ -154,6 +194,10 @@ class Comm:
 
     def all_gather(self, full: Tensor, kind: str = "all_gather") -> Pending:
         """Fill ``full`` [N * shard] with every rank's own part of it, in place."""
+        if self.is_gloo(full):  # gloo again: a broadcast a rank takes half the time of its all-gather
+            parts = enumerate(full.chunk(self.world_size))
+            send = [dist.broadcast(part, group_src=rank, group=self.group, async_op=True) for rank, part in parts]
+            return Pending(_Works(send), self._record(kind, full))
         work = _all_gather(full, self.own_part(full), group=self.group, async_op=True)
         return Pending(work, self._record(kind, full))
 
@@ -214,6 +258,9 @@ class Comm:
     def _sum_in_rank_order(self, received: Tensor, out: Tensor, accumulate: bool) -> None:
         """Add the ranks' contributions in fp32, in rank order, round once to ``out``'s dtype, then store or add."""
         parts = received.view(self.world_size, -1)
+        if self.world_size == 2 and not accumulate and out.dtype == received.dtype:
+            torch.add(parts[0], parts[1], out=out)
+            return
         total = parts[0]
         if received.dtype != torch.float32 and self.world_size > 2:
             if self._sum.numel() < out.numel():
@@ -229,6 +276,12 @@ class Comm:
         traffic.calls += 1
         traffic.bytes += tensor.nbytes
         return traffic
+
+
+def _dereference(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup | None:
+    """None for a group that was destroyed."""
+    alive = group()
+    return alive if alive is not None and alive in dist.distributed_c10d._world.pg_names else None
 
 
 def _timeout(group: Any) -> timedelta | None:

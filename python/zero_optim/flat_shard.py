@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class FlatShard(Tensor):
         label: what it is, for messages ("gradient of 'fc.weight'").
         before_write: called before ``zero_`` writes, where something asynchronous may still be writing to ``local``.
 
-    Metadata, ``detach`` and ``zero_`` work. Everything that would read or change values raises
+    Metadata, ``detach``, ``zero_`` and ``to`` work. Everything that would read or change values raises
     ``ShardAccessError``: no rank has the whole tensor, and an answer from a shard alone would be silently
     wrong.
     """
@@ -49,6 +49,8 @@ class FlatShard(Tensor):
     ) -> Any:
         if func in _SAME_SHARD:
             return args[0]._again()
+        if func is aten._to_copy.default:
+            return args[0]._moved(kwargs)
         if func is aten.zero_.default:
             return args[0]._zero()
         if func is aten._foreach_zero_.default:
@@ -78,6 +80,13 @@ class FlatShard(Tensor):
         again = FlatShard(self.local, self.start, self.shape, self.label, self.dtype)
         again.before_write = self.before_write
         return again
+
+    def _moved(self, options: Mapping[str, Any]) -> FlatShard:
+        """A copy elsewhere or in another dtype, as clients move an optimizer's state about."""
+        if self.before_write is not None:
+            self.before_write()
+        local = self.local.to(options.get("device"), options.get("dtype"), copy=True)
+        return FlatShard(local, self.start, self.shape, self.label, options.get("dtype") or self.dtype)
 
     def _zero(self) -> FlatShard:
         if self.before_write is not None:

@@ -1,8 +1,11 @@
 """Phase 2 of a step: what all ranks must know of the gradients, in one small all-reduce, and the factors from it.
 
-The vector: ``[norm term, non-finite count, late count, ranks that thawed, ranks that did not, used count of each
-parameter ..., reports of non-finite gradients ...]``. It is summed for finite norms and maximised for the infinity
-norm; every part means the same under either.
+The vector: ``[norm term, non-finite count, alarms ..., used count of each parameter ..., reports of non-finite
+gradients ...]``. It is summed for finite norms and maximised for the infinity norm; every part means the same under
+either.
+
+Alarms: how many gradients are late, and refused; how many ranks have thawed parameters, and leftover gradients, which
+only all of them can deal with; and how many have not.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,8 +26,8 @@ from .host_copy import HostCopy
 from .nonfinite import NonFinite
 from .reducer import Reducer
 
-_HEADER = 5
-_NAMED = 65536  # marks a late or thawed parameter in its used count; exact in fp32 for 255 ranks at once
+_HEADER = 8
+_NAMED = 65536  # marks, in its used count, a parameter that an alarm is about; exact in fp32 for 255 ranks at once
 
 
 class GradNorm:
@@ -36,6 +40,8 @@ class GradNorm:
         clip: [1] fp32, multiplies all gradients where ``clipped``.
         factor: [parameters] fp32, multiplies the gradients of each; None: no subset was clipped.
         skipped: [] fp32, steps skipped so far.
+        inverse_scale: [1] fp32, multiplies the gradients of the next step; None: they are unscaled.
+        scaled: whether a GradScaler takes part in the next step.
     """
 
     def __init__(self, sharding: Sharding, labels: Sequence[str]) -> None:
@@ -45,6 +51,8 @@ class GradNorm:
         self.found_inf = torch.zeros(1, device=device)
         self.clip = torch.ones(1, device=device)
         self.skipped = torch.zeros((), device=device)
+        self.inverse_scale: Tensor | None = None
+        self.scaled = False
         self.norm_type: float | None = None  # of the norm that was exchanged
         self.with_stats = False  # whether the non-finite count was
         self.factor: Tensor | None = None
@@ -62,7 +70,7 @@ class GradNorm:
         self._vector = torch.zeros(_HEADER + count + self.nonfinite.entries, device=device)
         self._used_counts = self._vector[_HEADER : _HEADER + count]
         self._reports = self._vector[_HEADER + count :]
-        self._alarms = _Alarms(self._vector[2:4], self.sharding.reduces)
+        self._alarms = _Alarms(self._vector[2:_HEADER], self.sharding.reduces)
         self._used_here = torch.zeros(count, device=device)  # [parameters] fp32, as last sent to the device
         self._used_sent = bytearray(count)
         self._subsets: dict[tuple[int, ...], Tensor] = {}
@@ -92,31 +100,31 @@ class GradNorm:
             stats: False: nor is the non-finite count, so that no gradient is read.
             thawed: parameters that this rank is to train from now on.
 
-        Raises GradientError, on every rank, where any rank has a late gradient, and RankMismatchError where some ranks
-        thawed and others did not (on CUDA, where this one has no part in it, one step later).
+        Raises GradientError, on every rank, where any rank has a late or refused gradient, or only some have leftover
+        ones; RankMismatchError where some thawed and others did not. On CUDA, where this rank has no part in it, one
+        step later.
         """
         self.check_alarms()
         maximum = norm_type == math.inf
         wanted = norm_type is not None or stats
         self._vector[:2] = self._local_totals(reducer.buckets, norm_type or 2.0) if wanted else 0.0
-        self._vector[2].fill_(len(reducer.late))
-        self._vector[3].fill_(bool(thawed))
-        self._vector[4].fill_(not thawed)
+        refused, leftover = reducer.refused, reducer.leftover
+        alarms = (len(reducer.late), len(refused), bool(thawed), bool(leftover), not thawed, not leftover)
+        for place, alarm in enumerate(alarms, 2):
+            self._vector[place].fill_(alarm)
         self._used_counts.copy_(self._on_device(used))
-        for index in {*reducer.late, *thawed}:
+        for index in {*reducer.late, *refused, *thawed, *leftover}:
             self._used_counts[index].add_(_NAMED)
         self.nonfinite.report(self._reports, reducer.nonfinite, reducer.slot_params)
         self.sharding.comm.exchange(self._vector, maximum=maximum)
-        if thawed:
-            self._agree_on_thaw()
-        else:
-            self._alarms.check_this(self._raise_alarm)
+        own = partial(self._raise_alarm, reducer)
+        self._alarms.check_this(own, now=bool(reducer.late or refused or thawed or leftover))
         torch.gt(self._used_counts, 0, out=self.used)
         self.exchanged, self.norm_type, self.with_stats = True, norm_type, stats
 
     def check_alarms(self) -> None:
         """Raise what a GPU has reported of the last step."""
-        self._alarms.check_last(self._raise_alarm)
+        self._alarms.check_last(partial(self._raise_alarm, None))
 
     def _on_device(self, used: bytearray) -> Tensor:
         """``used`` as fp32 on the device, [parameters]. As a rule it is that of the step before, and is there."""
@@ -137,9 +145,10 @@ class GradNorm:
         return (self._vector[1:2] > 0).float()
 
     def decide(self, skip_nonfinite: bool) -> None:
-        """Fill in found_inf. A late gradient, or a thaw on some ranks, always skips; a non-finite one if asked."""
+        """Fill in found_inf. What an alarm is raised for always skips; a non-finite gradient if asked."""
         nonfinite = self._vector[1:2] if skip_nonfinite else 0.0
-        self.found_inf.copy_(self._vector[2:3] + self._vector[3:4] * self._vector[4:5] + nonfinite > 0)
+        late, refused, thawed, leftover, unthawed, unleft = self._vector[2:_HEADER].split(1)
+        self.found_inf.copy_(late + refused + thawed * unthawed + leftover * unleft + nonfinite > 0)
         self.nonfinite.note(self._reports, self.found_inf)
 
     def _local_totals(self, buckets: Sequence[Bucket], norm_type: float) -> Tensor:
@@ -226,32 +235,30 @@ class GradNorm:
 
     # -- errors --------------------------------------------------------------------------------------------------
 
-    def _agree_on_thaw(self) -> None:
-        """This rank has thawed parameters: read, this once, whether all have."""
-        if self._vector[4].item() > 0:
-            self._raise_thaw()
-
-    def _named(self) -> str:
-        return ", ".join(self.labels[i] for i, count in enumerate(self._used_counts.tolist()) if count >= _NAMED)
-
-    def _raise_alarm(self, late: float) -> None:
-        self._raise_late() if late else self._raise_thaw()
-
-    def _raise_thaw(self) -> None:
-        names = self._named()
+    def _raise_alarm(self, reducer: Reducer | None, alarm: str) -> None:
+        named = [index for index, count in enumerate(self._used_counts.tolist()) if count >= _NAMED]
+        names = ", ".join(self.labels[index] for index in named) or "a parameter"
         self.reset()
-        raise RankMismatchError(
-            f"{names or 'a parameter'} requires a gradient now on some ranks and is frozen on others: call "
-            "requires_grad_() on every rank before the same step. Nothing was updated"
-        )
-
-    def _raise_late(self) -> None:
-        names = self._named()
-        self.reset()
+        if alarm == "thawed":
+            raise RankMismatchError(
+                f"{names} requires a gradient now on some ranks and is frozen on others: call requires_grad_() on "
+                "every rank before the same step. Nothing was updated"
+            )
+        if alarm == "leftover":
+            raise GradientError(
+                f"a gradient of {names} was assigned on some ranks, and not on others, after backward had reduced it: "
+                "assign it on every rank, or before. Nothing was updated"
+            )
+        if alarm == "refused":
+            of = {} if reducer is None else {index: reducer.parameters[index].dtype for index in named}
+            own = [] if reducer is None else list(reducer.refused.values())
+            kinds = " or ".join(sorted({str(dtype) for dtype in of.values()}))
+            other = f"the gradient of {names} on another rank cannot be used; expected a dense {kinds}"
+            raise GradientError("; ".join(own or [other]))
         raise GradientError(
-            f"a gradient of {names or 'a parameter'} arrived after its bucket had been reduced: it became "
-            "ready more often than in the backward that was observed. Nothing was updated. Call opt.zero_grad(), and "
-            "opt.observe() before a backward that uses parameters another number of times"
+            f"a gradient of {names} arrived after its bucket had been reduced: it became ready more often than in the "
+            "backward that was observed. Nothing was updated. Call opt.zero_grad(), and opt.observe() before a "
+            "backward that uses parameters another number of times"
         )
 
 
@@ -260,27 +267,29 @@ def _root(total: Tensor, norm_type: float) -> Tensor:
 
 
 class _Alarms:
-    """Late and thawed counts on the host. A CPU's are read at once; a GPU's one step later, at the same place on all
-    ranks."""
+    """Alarms on the host. A CPU's are read at once; a GPU's, unless this rank is part of it, one step later, at the
+    same place on all ranks."""
 
     def __init__(self, counts: Tensor, reduces: bool) -> None:
         self._device = counts.device
-        self._reduces = reduces  # alone, a rank is never late
+        self._reduces = reduces  # alone, a rank has none
         self._host = HostCopy(counts)
 
-    def check_this(self, fail: Callable[[float], object]) -> None:
+    def check_this(self, fail: Callable[[str], object], *, now: bool) -> None:
         """Right after the exchange."""
         if self._reduces and not is_capturing(self._device):
             self._host.send()
-            if self._host.immediate:
+            if now or self._host.immediate:
                 self._check(fail)
 
-    def check_last(self, fail: Callable[[float], object]) -> None:
+    def check_last(self, fail: Callable[[str], object]) -> None:
         """In the next step: the copy made in the last one has arrived, or the host is a step ahead and waits for it."""
         if not is_capturing(self._device):
             self._check(fail)
 
-    def _check(self, fail: Callable[[float], object]) -> None:
-        late, thawed = self._host.read(wait=True) or (0.0, 0.0)
-        if late > 0 or thawed > 0:
-            fail(late)
+    def _check(self, fail: Callable[[str], object]) -> None:
+        late, refused, thawed, leftover, unthawed, unleft = self._host.read(wait=True) or (0.0,) * 6
+        alarms = {"late": late, "refused": refused, "thawed": thawed * unthawed, "leftover": leftover * unleft}
+        for alarm, count in alarms.items():
+            if count > 0:
+                fail(alarm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from . import validate
 from .bucket import Bucket, GradState, Sharding
@@ -135,8 +137,6 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._gather = ParamGather(overlap_param_gather)
         self._reducer.on_layout = [self._states.lay_out, self._gather.use]
         self._reducer.on_backward = self._norm.discard
-        self._inverse_scale: Tensor | None = None  # [1] fp32, multiplies the gradients of the next step
-        self._scaled = False  # whether a GradScaler takes part in the next step
         self._steps = 0
         self.watchers: list[Watcher] = []  # told of every update; ``zero_optim.verify`` adds one
         self._closed = False
@@ -157,6 +157,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             ClosedError: after ``close()``.
         """
         self._check_usable()
+        self._sharding.comm.check_alone()
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -187,20 +188,22 @@ class ShardedAdamW(torch.optim.Optimizer):
         return result
 
     def _exchange(self, norm_type: float | None) -> None:
-        stats = self.skip_nonfinite or self._scaled
+        stats = self.skip_nonfinite or self._norm.scaled
         if self._norm.exchanged:
             self._follow_edits()
         if self._norm.exchanged and self._norm.with_stats >= stats:
             return
         thawed = self._parameters.thawed()
         self._reduce_and_exchange(norm_type, thawed)
-        if thawed:  # on all ranks, as the exchange has shown
-            self._take_in(thawed)
+        if thawed or self._reducer.leftover:  # on all ranks, as the exchange has shown
+            self._reducer.reduce_leftover()
+            if thawed:
+                self._take_in(thawed)
             self._reduce_and_exchange(norm_type, [])
 
     def _reduce_and_exchange(self, norm_type: float | None, thawed: Sequence[int]) -> None:
         used = self._reducer.finish()
-        stats = self.skip_nonfinite or self._scaled
+        stats = self.skip_nonfinite or self._norm.scaled
         self._norm.exchange(self._reducer, used, norm_type, stats=stats, thawed=thawed)
 
     def _follow_edits(self) -> None:
@@ -215,17 +218,20 @@ class ShardedAdamW(torch.optim.Optimizer):
     def _coefficients(self) -> tuple[Tensor | None, Tensor]:
         """One device scalar that unscales and clips, and one that says whether to skip."""
         if self.max_grad_norm is not None and not self._norm.clipped:
-            self._norm.clip_to(self.max_grad_norm, 2.0, self._reducer.buckets, None, self._inverse_scale)
-        self._norm.decide(self.skip_nonfinite or self._scaled)
-        grad_scale = self._norm.clip if self._norm.clipped else self._inverse_scale
-        if self._norm.clipped and self._inverse_scale is not None:
-            grad_scale = self._norm.clip * self._inverse_scale
+            self._norm.clip_to(self.max_grad_norm, 2.0, self._reducer.buckets, None, self._norm.inverse_scale)
+        self._norm.decide(self.skip_nonfinite or self._norm.scaled)
+        grad_scale = self._norm.clip if self._norm.clipped else self._norm.inverse_scale
+        if self._norm.clipped and self._norm.inverse_scale is not None:
+            grad_scale = self._norm.clip * self._norm.inverse_scale
         return grad_scale, self._norm.found_inf
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient; ``set_to_none=False`` makes it zero instead, which counts as a gradient in ``step``."""
         self._check_usable()
         self._reducer.clear(set_to_none)
+        for parameter in self._parameters.untrained():
+            if parameter.grad is not None:
+                parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
         self._forget_coefficients()
 
     @contextmanager
@@ -257,7 +263,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
         subset = None if parameters is None else self._parameters.indices_of(parameters)
         self._exchange(float(norm_type) if subset is None else None)
-        return self._norm.clip_to(max_norm, float(norm_type), self._reducer.buckets, subset, self._inverse_scale)
+        return self._norm.clip_to(max_norm, float(norm_type), self._reducer.buckets, subset, self._norm.inverse_scale)
 
     # -- loss scaling --------------------------------------------------------------------------------------------
 
@@ -265,11 +271,11 @@ class ShardedAdamW(torch.optim.Optimizer):
     def unscale_gradients(self, inverse_scale: Tensor) -> None:
         """For ``GradScaler.unscale_``: divide gradients where ``.grad`` shows them, a dtype at a time; else note it."""
         self._check_usable()
-        self._scaled = True
+        self._norm.scaled = True
         if self._parameters.thawed():
             self._exchange(None)  # takes them in
         if not self._reducer.make_readable():
-            self._inverse_scale = inverse_scale
+            self._norm.inverse_scale = inverse_scale
             return
         self._norm.exchanged = False
         present = [bucket.grad_buffer for bucket in self._reducer.buckets if bucket.state is not GradState.EMPTY]
@@ -280,9 +286,9 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def step_scaled(self, inverse_scale: Tensor | None) -> Any:
         """For ``GradScaler.step``: step on gradients times ``inverse_scale`` [1]; None: they were unscaled before."""
-        self._scaled = True
+        self._norm.scaled = True
         if inverse_scale is not None:
-            self._inverse_scale = inverse_scale
+            self._norm.inverse_scale = inverse_scale
         return self.step()
 
     @torch.no_grad()
@@ -297,7 +303,12 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """``torch.amp.GradScaler`` asks this, and then sets ``grad_scale`` and ``found_inf`` around ``step``."""
+        """``torch.amp.GradScaler`` asks this, and then sets ``grad_scale`` and ``found_inf`` around ``step``.
+
+        Lightning asks too, to leave out ``unscale_``: told no, it clips gradients that are unscaled.
+        """
+        if sys._getframe(1).f_globals.get("__name__") != TorchGradScaler.__module__:
+            return False
         if self._sharding.reduces:
             raise ZeroOptimError(
                 "torch.amp.GradScaler does not share overflows over ranks: use zero_optim.GradScaler(), same interface"
@@ -306,14 +317,14 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def _adopt_torch_scale(self) -> None:
         if getattr(self, "found_inf", None) is not None:
-            self._scaled = True
+            self._norm.scaled = True
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
-            self._inverse_scale = scale.double().reciprocal().float().reshape(1)
+            self._norm.inverse_scale = scale.double().reciprocal().float().reshape(1)
 
     def _forget_coefficients(self) -> None:
         self._norm.reset()
-        self._inverse_scale, self._scaled = None, False
+        self._norm.inverse_scale, self._norm.scaled = None, False
 
     # -- the user's edits and names ------------------------------------------------------------------------------
 
@@ -490,6 +501,12 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def __del__(self) -> None:
         self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ZeroOptimError(
+            "a ShardedAdamW cannot be copied or pickled: its parameters have hooks and buckets. Copy its state_dict(), "
+            "or zero_optim.full_state_dict(opt), and load it into a new one"
+        )
 
     def _check_usable(self) -> None:
         if self._closed:

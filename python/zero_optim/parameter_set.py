@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -54,6 +55,9 @@ class ParameterSet:
         """Parameters that require a gradient and are not trained."""
         return [index for index, parameter in self._frozen.items() if parameter.requires_grad]
 
+    def untrained(self) -> Iterable[Tensor]:
+        return self._frozen.values()
+
     def train(self, indices: Iterable[int]) -> None:
         for index in indices:
             self.trained[index] = self._frozen.pop(index)
@@ -104,13 +108,18 @@ class ParameterSet:
 
     def check_free(self, indices: Sequence[int]) -> None:
         """Raise ParameterError for a parameter that another live optimizer has."""
+        if any(self._other_of(index) for index in indices):
+            gc.collect()  # one that was dropped may wait in a cycle
         for index in indices:
-            other = _set_of.get(self.all[index], lambda: None)()
-            if other is not None and other is not self:
+            if self._other_of(index):
                 raise ParameterError(
                     f"{self.labels[index]} is in another ShardedAdamW already: both would reduce its gradient. close() "
                     "that one first, or give each its own parameters"
                 )
+
+    def _other_of(self, index: int) -> ParameterSet | None:
+        other: ParameterSet | None = _set_of.get(self.all[index], lambda: None)()
+        return other if other is not self else None
 
     def claim(self, indices: Iterable[int]) -> None:
         for index in indices:

@@ -22,6 +22,7 @@ from .backward_watch import BackwardWatch
 from .bucket import Bucket, GradState, Sharding
 from .comm_buffers import CommBuffers
 from .errors import CollectiveError, ParameterError
+from .replicas import check_not_replicated
 
 
 class Reducer:
@@ -40,6 +41,8 @@ class Reducer:
         on_layout: are told the new buckets after they were laid out again.
         on_backward: is told when a backward begins.
         late: parameters whose gradient arrived after their bucket had left; it stays on this rank.
+        leftover: parameters with a gradient that ``finish`` found to be assigned after the last round: where all ranks
+            have some, ``reduce_leftover`` lets ``finish`` reduce them.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Reducer:
         self.synchronize = True  # False inside no_sync()
         self.observing = sharding.reduces
         self.late: set[int] = set()
+        self.leftover: list[int] = []
         self.on_layout: Sequence[Callable[[list[Bucket]], None]] = ()
         self.on_backward: Callable[[], None] = lambda: None
         self._counts = dict.fromkeys(parameters, 1)  # how often each gradient becomes ready in a round
@@ -88,7 +92,9 @@ class Reducer:
     def lay_out(self, order: Sequence[int]) -> None:
         """Build all buckets anew for ``order``. No reduced gradient may be in a bucket."""
         for bucket in self.buckets:
+            bucket.wait()
             bucket.wait_for_parameters()
+            bucket.let_go()
         self._use(order, self._make_buckets(order))
         for follow in self.on_layout:
             follow(self.buckets)
@@ -278,6 +284,7 @@ class Reducer:
 
     def _end_observation(self) -> None:
         """Agree with the other ranks on readiness, and lay the buckets out in the order that rank 0 saw."""
+        check_not_replicated(self.parameters, self.labels)
         self._note_counts()
         reports = self.sharding.comm.gather_objects((self._observed_order, self._observed_counts, self._cut_short))
         if not any(order for order, _, _ in reports):
@@ -332,12 +339,20 @@ class Reducer:
                 self._unreduced = True
             if self._rounds == 0 or self._unreduced or self._in_round:
                 self._complete_round()
-            unreduced = [bucket.settle().unreduced for bucket in self.buckets]
-            if any(unreduced) and not self.late:
-                self._complete_round()
+            unreduced = [index for bucket in self.buckets for index in bucket.settle().unreduced]
+            self.leftover = [] if self.late else unreduced
         for bucket in self.buckets:
             bucket.wait()
         return self._used()
+
+    def reduce_leftover(self) -> None:
+        self._unreduced = True
+
+    @property
+    def refused(self) -> dict[int, str]:
+        """By parameter index, why this rank's gradient could not be used."""
+        slots = [(bucket, index) for bucket in self.buckets for index in bucket.refused]
+        return {bucket.layout.slots[index].param: bucket.refused[index] for bucket, index in slots}
 
     def recheck(self) -> tuple[bool, bool]:
         """After ``finish``: whether gradients were assigned since, and whether some were dropped."""
@@ -372,6 +387,7 @@ class Reducer:
         self.complete_open_round()
         self._rounds, self._unreduced = 0, False
         self.late.clear()
+        self.leftover.clear()
         if self.observing:
             self._forget_observation()
         self.nonfinite.zero_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from .errors import StateMismatchError
 from .flat_shard import FlatShard
 from .layout import SlotPiece
 from .state_dict import state_tensor
+
+_version_of = operator.attrgetter("_version")
 
 
 class ShardState:
@@ -78,7 +81,9 @@ class OptimizerState:
         self.parameters, self.sharding = parameters, sharding
         self.shards: list[ShardState] = []
         self.started = False  # whether exp_avg and exp_avg_sq may differ from zero
-        self._versions: list[int] = []
+        self._all: list[Tensor] = []
+        self._mastered: dict[int, Tensor] = {}  # those that have a master beside them
+        self._versions: list[int] = []  # of these
 
     def grow(self, buckets: Sequence[Bucket]) -> None:
         """Make state for new buckets, whose parameters come last in ``parameters``."""
@@ -89,13 +94,15 @@ class OptimizerState:
     # -- edits of parameters -------------------------------------------------------------------------------------
 
     def record_versions(self) -> None:
-        self._versions = [parameter._version for parameter in self.parameters.values()]
+        self._all = list(self.parameters.values())
+        self._mastered = {index: p for index, p in self.parameters.items() if p.dtype != torch.float32}
+        self._versions = list(map(_version_of, self._mastered.values()))
 
     def refresh_edited(self) -> None:
         """Refresh the masters of parameters written in place since the last update, as their version counters tell."""
-        versions = [parameter._version for parameter in self.parameters.values()]
+        versions = list(map(_version_of, self._mastered.values()))
         if versions != self._versions:
-            pairs = zip(self.parameters, versions, self._versions)  # noqa: B905  new parameters come last
+            pairs = zip(self._mastered, versions, self._versions, strict=True)
             self.refresh_masters({index for index, now, before in pairs if now != before})
             self._versions = versions
 
@@ -108,7 +115,7 @@ class OptimizerState:
     def mark_updated(self) -> None:
         """Tell autograd that the parameters were written: a backward through a graph older than this must raise."""
         self.started = True
-        torch.autograd.graph.increment_version(list(self.parameters.values()))
+        torch.autograd.graph.increment_version(self._all)
         self._versions = [version + 1 for version in self._versions]
 
     # -- another layout ------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import zero_kernels
+
 from .comm import Comm
 from .errors import ParameterError, RankMismatchError
 from .parameter_set import ParameterSet
@@ -48,7 +50,7 @@ def warn_of_meaningless(keywords: dict[str, bool | None]) -> None:
     given = [name for name, value in keywords.items() if value]
     if given:
         warnings.warn(
-            f"{', '.join(given)}: has no effect, ShardedAdamW is always fused and capturable", UserWarning, stacklevel=4
+            f"{', '.join(given)}: has no effect, ShardedAdamW is always fused and capturable", UserWarning, stacklevel=3
         )
 
 
@@ -74,7 +76,8 @@ def _check_group(number: int, group: dict[str, Any]) -> None:
 
 
 def check_parameters(parameters: ParameterSet, indices: Sequence[int]) -> None:
-    """Raise ParameterError for the first of ``indices`` that the optimizer cannot hold."""
+    """Raise ParameterError for the first of ``indices`` that the optimizer cannot hold; BackendError where no kernel
+    can run on them."""
     everything, labels = parameters.all, parameters.labels
     if not everything:
         raise ParameterError("no group has a parameter: give the optimizer at least one")
@@ -85,9 +88,14 @@ def check_parameters(parameters: ParameterSet, indices: Sequence[int]) -> None:
     for index in indices:
         _check_parameter(everything[index], labels[index], everything[0], labels[0])
     parameters.check_free(indices)
+    zero_kernels.check_backend(everything[0].device)
 
 
 def _check_parameter(parameter: Tensor, label: str, first: Tensor, label_of_first: str) -> None:
+    if parameter.device.type == "meta":
+        raise ParameterError(f"{label} is on the meta device and has no values: materialise the model first")
+    if hasattr(parameter, "device_mesh"):
+        raise ParameterError(f"{label} is a DTensor, sharded already: give the optimizer plain parameters")
     if parameter.layout is not torch.strided:
         raise ParameterError(f"{label} is {parameter.layout}; only dense parameters can be sharded: .to_dense() it")
     if parameter.dtype not in PARAMETER_DTYPES:
@@ -97,8 +105,6 @@ def _check_parameter(parameter: Tensor, label: str, first: Tensor, label_of_firs
             f"{label} is on {parameter.device}, but {label_of_first} is on {first.device}; "
             "move the whole model to one device before making the optimizer"
         )
-    if parameter.device.type == "meta":
-        raise ParameterError(f"{label} is on the meta device and has no values: materialise the model first")
 
 
 def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, options: dict[str, Any]) -> None:

@@ -1,0 +1,81 @@
+"""A ``torch.compile``d model with a sharded optimizer: schedule, clipping, save and resume.
+
+python examples/compile_model.py [--backend aot_eager] [--checkpoint DIR]
+torchrun --standalone --nproc-per-node 2 examples/compile_model.py
+
+Called again with the same --checkpoint and more --steps, it goes on where it stopped, on as many ranks as you like.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import zero_optim
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
+
+
+def draw(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Inputs [8, 16] and classes [8], other ones for each step and rank."""
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step * 1000 + rank))
+    return x, x[:, :4].argmax(1)
+
+
+def main(argv: list[str] | None = None) -> nn.Module:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="inductor", help="torch.compile's; inductor needs a C++ compiler")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--checkpoint", type=Path, help="a file: resumed from if there is one, written at the end")
+    arguments = parser.parse_args(argv)
+
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+    model = build_model().to(device)
+    compiled = torch.compile(model, backend=arguments.backend)  # before or after the optimizer
+    # The plain model's names: the compiled one's begin with "_orig_mod.".
+    optimizer = zero_optim.ShardedAdamW(model.named_parameters(), lr=1e-2, stage=arguments.stage)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-2, total_steps=1000)
+
+    first = 0
+    if arguments.checkpoint and arguments.checkpoint.exists():
+        saved = torch.load(arguments.checkpoint, map_location=device)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        schedule.load_state_dict(saved["schedule"])
+        first = saved["step"]
+
+    for step in range(first, arguments.steps):
+        x, y = (tensor.to(device) for tensor in draw(step, rank))
+        loss = F.cross_entropy(compiled(x), y)
+        loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if rank == 0 and (step + 1) % 20 == 0:
+            print(f"step {step + 1}  loss {loss.item():.4f}", flush=True)
+
+    if arguments.checkpoint:
+        whole = zero_optim.full_state_dict(optimizer)  # every rank takes part; rank 0 gets all of it
+        if rank == 0:
+            states = {"model": model.state_dict(), "optimizer": whole, "schedule": schedule.state_dict()}
+            torch.save({**states, "step": arguments.steps}, arguments.checkpoint)
+    optimizer.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return model
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Finds a DistributedDataParallel around parameters whose gradients a ShardedAdamW reduces."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from .errors import ParameterError
+
+
+def check_not_replicated(parameters: Mapping[int, Tensor], labels: Sequence[str]) -> None:
+    """Raise ParameterError if a live DDP module holds one of these parameters. One walk over the interpreter's objects.
+
+    DDP reduces the gradients too, and writes its averages over those that are reduced already: at stage 0 in silence
+    (seen: other numbers than AdamW's from the second step on), else into a FlatShard, which refuses.
+    """
+    index_of = {id(parameter): index for index, parameter in parameters.items()}
+    if not _replicated(index_of):
+        return
+    gc.collect()  # a wrapper that was dropped may wait in a cycle
+    shared = _replicated(index_of)
+    if shared:
+        raise ParameterError(
+            f"{labels[min(shared)]} is in a DistributedDataParallel module, which would reduce its gradient a second "
+            "time: train the bare model; ShardedAdamW averages gradients over the ranks itself"
+        )
+
+
+def _replicated(index_of: Mapping[int, int]) -> set[int]:
+    # type(), not isinstance: that asks lazy objects for their __class__, and they come alive.
+    replicas = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    return {index_of[id(p)] for replica in replicas for p in replica.parameters() if id(p) in index_of}

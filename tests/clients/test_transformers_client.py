@@ -1,0 +1,195 @@
+"""Hugging Face models: in a loop of one's own and in ``transformers.Trainer``, on one rank and on two."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import zero_optim
+from client_cases import (
+    EPS,
+    as_torchrun,
+    assert_like_adamw,
+    assert_ranks_alike,
+    close,
+    load_example,
+    needs,
+    replicate,
+    weights,
+)
+from harness import run_ranks
+from torch import nn
+from training_cases import assert_bitwise
+
+pytestmark = [
+    needs("transformers", "accelerate"),
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning"),  # has a new name in its version 5
+]
+
+LR = 1e-3
+
+
+# -- a loop of one's own ------------------------------------------------------------------------------------------
+
+
+def train_in_loop(example: Any, name: str, make_optimizer: Any, steps: int, rank: int) -> nn.Module:
+    """The example's loop with any optimizer: accumulation, clipping, a schedule from transformers."""
+    from transformers import get_scheduler
+
+    model = example.build_model(name).train()
+    optimizer = make_optimizer(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
+    sharded = isinstance(optimizer, zero_optim.ShardedAdamW)
+    module = model if sharded else replicate(model)
+    if sharded:
+        optimizer.attach(model)
+    schedule = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=20)
+    for step in range(steps):
+        for micro in range(example.MICRO_BATCHES):
+            tokens = example.draw(step, micro, rank, torch.device("cpu"))
+            owner = optimizer if sharded else module
+            last = micro == example.MICRO_BATCHES - 1 or not hasattr(owner, "no_sync")
+            with contextlib.nullcontext() if last else owner.no_sync():
+                (module(input_ids=tokens, labels=tokens).loss / example.MICRO_BATCHES).backward()
+        if sharded:
+            optimizer.clip_grad_norm_(0.5)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    close(optimizer)
+    return model
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_model_trains_as_with_adamw(name: str) -> None:
+    example = load_example("transformers_loop")
+    ours = train_in_loop(example, name, zero_optim.ShardedAdamW, 5, rank=0)
+    expected = train_in_loop(example, name, torch.optim.AdamW, 5, rank=0)
+    assert_like_adamw(weights(ours), weights(expected), LR, 5)
+
+
+def test_the_loop_goes_on_where_it_stopped(tmp_path: Any) -> None:
+    main = load_example("transformers_loop").main
+    straight = main(["--steps", "6"])
+    main(["--steps", "3", "--checkpoint", str(tmp_path / "state")])
+    resumed = main(["--steps", "6", "--checkpoint", str(tmp_path / "state")])
+    assert_bitwise(weights(resumed), weights(straight), "dropout, schedule and all")
+
+
+def _loop(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with as_torchrun(rank, world_size):
+        example = load_example("transformers_loop")
+        overlapping = partial(zero_optim.ShardedAdamW, overlap_param_gather=True)
+        found = {
+            "overlapped": weights(train_in_loop(example, "gpt2", overlapping, 4, rank)),
+            "ours": weights(train_in_loop(example, "gpt2", zero_optim.ShardedAdamW, 4, rank)),
+            "expected": weights(train_in_loop(example, "gpt2", torch.optim.AdamW, 4, rank)),
+            "straight": weights(example.main(["--model", "llama", "--steps", "4"])),
+        }
+        example.main(["--model", "llama", "--steps", "2", "--checkpoint", folder])
+        resumed = example.main(["--model", "llama", "--steps", "4", "--checkpoint", folder])
+        return {**found, "resumed": weights(resumed)}
+
+
+def test_the_loop_on_two_ranks(tmp_path: Any) -> None:
+    found = assert_ranks_alike(run_ranks(2, _loop, str(tmp_path)))
+    assert_like_adamw(found["ours"], found["expected"], LR, 4)
+    assert_bitwise(found["overlapped"], found["ours"], "gathered during the forward")
+    assert_bitwise(found["resumed"], found["straight"], "resumed")
+
+
+# -- Trainer ------------------------------------------------------------------------------------------------------
+
+
+def train_with_trainer(
+    kind: Any, optimizer: Any, folder: Any, steps: int, *, ready: bool, resume: Any = None, **options: Any
+) -> nn.Module:
+    """GPT-2 after ``steps`` of a Trainer of class ``kind``, which is given a ``ready`` optimizer or makes it.
+
+    In the second case the model recomputes its activations, by backwards within the backward.
+    """
+    from transformers import TrainingArguments
+
+    settings = {"per_device_train_batch_size": 4, "learning_rate": LR, "warmup_steps": 2, "save_strategy": "no"}
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 100}
+    arguments = TrainingArguments(str(folder), max_steps=steps, **{**settings, **quiet, **options})
+    model = load_example("transformers_loop").build_model("gpt2")
+    if ready:
+        groups = load_example("hf_trainer").decay_groups(model)
+        how = {"optimizers": (optimizer(groups, lr=LR, eps=EPS), None)}
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        how = {"optimizer_cls_and_kwargs": (optimizer, {"lr": LR, "eps": EPS})}
+    tokens = [(torch.arange(32) + start) % 128 for start in range(64)]
+    data = [{"input_ids": counting, "labels": counting} for counting in tokens]
+    trainer = kind(model, arguments, train_dataset=data, **how)
+    trainer.train(resume_from_checkpoint=resume)
+    close(trainer.optimizer.optimizer)
+    return model
+
+
+TRAINER_OPTIONS = {
+    "a_ready_optimizer": {"ready": True, "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"},
+    "made_by_trainer": {"ready": False, "weight_decay": 0.1},
+    "no_clipping": {"ready": True, "max_grad_norm": 0.0},
+}
+
+
+@pytest.mark.parametrize("options", TRAINER_OPTIONS.values(), ids=TRAINER_OPTIONS)
+def test_trainer_trains_as_with_adamw(options: dict[str, Any], tmp_path: Any) -> None:
+    from transformers import Trainer
+
+    ours = train_with_trainer(Trainer, zero_optim.ShardedAdamW, tmp_path, 5, **options)
+    expected = train_with_trainer(Trainer, torch.optim.AdamW, tmp_path, 5, **options)
+    assert_like_adamw(weights(ours), weights(expected), LR, 5)
+
+
+@pytest.mark.parametrize("first", [torch.optim.AdamW, zero_optim.ShardedAdamW], ids=["AdamW", "ShardedAdamW"])
+def test_a_trainer_checkpoint_resumes(first: Any, tmp_path: Any) -> None:
+    """With the Trainer that everyone has. A run that AdamW began goes on too, as AdamW's own would have."""
+    from transformers import Trainer
+
+    options = {"ready": False, "save_strategy": "steps", "save_steps": 3}
+    straight = train_with_trainer(Trainer, first, tmp_path, 6, **options)
+    checkpoint = str(tmp_path / "checkpoint-3")
+    resumed = train_with_trainer(Trainer, zero_optim.ShardedAdamW, tmp_path, 6, resume=checkpoint, **options)
+    if first is zero_optim.ShardedAdamW:
+        assert_bitwise(weights(resumed), weights(straight), "resumed")
+    assert_like_adamw(weights(resumed), weights(straight), LR, 6)
+
+
+def run_trainer_example(folder: Any) -> dict[str, Any]:
+    main = load_example("hf_trainer").main
+    straight = main(["--steps", "12", "--output", os.path.join(folder, "straight")])
+    main(["--steps", "10", "--output", os.path.join(folder, "halves")])
+    resumed = main(["--steps", "12", "--output", os.path.join(folder, "halves"), "--resume"])
+    return {"straight": weights(straight.model), "resumed": weights(resumed.model)}
+
+
+def test_the_trainer_example(tmp_path: Any) -> None:
+    found = run_trainer_example(str(tmp_path))
+    assert_bitwise(found["resumed"], found["straight"], "resumed")
+
+
+def _trainer(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with as_torchrun(rank, world_size):
+        from transformers import Trainer
+
+        kind = load_example("hf_trainer").ShardedTrainer
+        options = {**TRAINER_OPTIONS["a_ready_optimizer"], "ddp_backend": "gloo", "max_grad_norm": 0.5}
+        return {
+            "ours": weights(train_with_trainer(kind, zero_optim.ShardedAdamW, folder, 4, **options)),
+            "expected": weights(train_with_trainer(Trainer, torch.optim.AdamW, folder, 4, **options)),
+            **run_trainer_example(folder),
+        }
+
+
+def test_trainer_on_two_ranks(tmp_path: Any) -> None:
+    found = assert_ranks_alike(run_ranks(2, _trainer, str(tmp_path)))
+    assert_like_adamw(found["ours"], found["expected"], LR, 4)
+    assert_bitwise(found["resumed"], found["straight"], "resumed")

@@ -1,0 +1,255 @@
+"""Whatever each rank uses of the model: averaged with zeros, or skipped as torch skips ``grad is None``; no hang."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from oracle import Hyper, MasterAdamW, accumulate, averages
+from torch import Tensor
+from training_cases import (
+    TINY_CAP_MB,
+    assert_bitwise,
+    copies,
+    linear_backward,
+    linear_loss,
+    make_gradients,
+    make_parameters,
+    maybe_no_sync,
+    named,
+)
+
+SHAPES = ((17, 9), (300,), (1,), (0,), (40, 25), (2, 1))
+EVERYTHING = frozenset(range(len(SHAPES)))
+NOTHING: frozenset[int] = frozenset()
+HYPER = Hyper(lr=1e-2, weight_decay=0.1)
+STEPS = 4
+
+# Which parameters rank ``r`` uses in step ``s``.
+USES = {
+    "ranks share nothing": lambda r, s: frozenset(i for i in EVERYTHING if i % 2 == r % 2),
+    "one rank uses nothing": lambda r, s: EVERYTHING if r else NOTHING,
+    "the last rank alone uses anything": lambda r, s: EVERYTHING if r == 1 else NOTHING,
+    "nobody uses anything, now and then": lambda r, s: NOTHING if s % 2 else EVERYTHING,
+    "nobody ever uses anything": lambda r, s: NOTHING,
+    "each rank another one, each step": lambda r, s: frozenset({(r + s) % len(SHAPES)}),
+    "more and more": lambda r, s: frozenset(range(s + r)),
+    "less and less": lambda r, s: frozenset(range(len(SHAPES) - s - r)),
+}
+
+# Whether each backward of a step is synchronised.
+ACCUMULATIONS = {"one backward": (True,), "no_sync before": (False, True), "no_sync alone": (False, False)}
+
+
+@dataclass(frozen=True)
+class Cell:
+    stage: int
+    use: str
+    accumulation: str
+    cap_mb: float
+    overlap: bool
+
+
+# Each use meets every way to accumulate at every stage, half of them with small buckets and overlap.
+CELLS = [
+    Cell(stage, use, accumulation, *((TINY_CAP_MB, True) if number % 2 else (25.0, False)))
+    for number, (use, stage, accumulation) in enumerate(itertools.product(USES, (0, 1, 2), ACCUMULATIONS))
+]
+
+
+def _local(like: list[Tensor], cell: Cell, rank: int, step: int, micro: int) -> list[Tensor | None]:
+    used = USES[cell.use](rank, step)
+    return [g if i in used else None for i, g in enumerate(make_gradients(like, rank, step, micro, grid=2))]
+
+
+def _train(rank: int, cell: Cell) -> tuple[list[list[Tensor]], list[int]]:
+    """Parameters after each step, and how many updates each parameter has had."""
+    import zero_optim
+
+    params = make_parameters(SHAPES, torch.bfloat16)
+    opt = zero_optim.ShardedAdamW(
+        params,
+        lr=HYPER.lr,
+        weight_decay=HYPER.weight_decay,
+        stage=cell.stage,
+        bucket_cap_mb=cell.cap_mb,
+        overlap_grad_reduce=cell.overlap,
+    )
+    history = []
+    for step in range(STEPS):
+        for micro, synced in enumerate(ACCUMULATIONS[cell.accumulation]):
+            grads = _local(params, cell, rank, step, micro)
+            with maybe_no_sync(opt, not synced):
+                if any(g is not None for g in grads):
+                    linear_backward(params, grads)
+        opt.step()
+        opt.zero_grad()
+        history.append(copies(params))
+    state = opt.state_dict()["state"]
+    opt.close()
+    return history, [int(state[index]["step"]) for index in range(len(SHAPES))]
+
+
+def _train_all(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[list[list[Tensor]], list[int]]]:
+    return [_train(rank, cell) for cell in cells]
+
+
+def _expected(cell: Cell, world_size: int) -> tuple[list[list[Tensor]], list[int]]:
+    oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), HYPER)
+    history = []
+    for step in range(STEPS):
+        local: list[list[Tensor | None] | None] = [None] * world_size
+        for micro in range(len(ACCUMULATIONS[cell.accumulation])):
+            local = [accumulate(own, _local(oracle.params, cell, r, step, micro)) for r, own in enumerate(local)]
+        oracle.step(averages([own or [] for own in local]))
+        history.append(copies(oracle.params))
+    return history, oracle.steps
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_any_use_of_the_model_on_any_rank(world_size):
+    cells = [cell for cell in CELLS if world_size == 2 or cell.stage > 0]  # of three ranks stage 0 sums in any order
+    results = run_ranks(world_size, _train_all, cells, timeout=120)
+    expected: dict[tuple[str, str], Any] = {}
+    for number, cell in enumerate(cells):
+        key = (cell.use, cell.accumulation)
+        if key not in expected:
+            expected[key] = _expected(cell, world_size)
+        history, counts = expected[key]
+        for rank, result in enumerate(results):
+            own, own_counts = result[number]
+            for step in range(STEPS):
+                assert_bitwise(own[step], history[step], f"{cell}, rank {rank}, after step {step}")
+            assert own_counts == counts, f"{cell}, rank {rank}: updates"
+
+
+def _skipped_state(rank: int, world_size: int, stage: int) -> list[str]:
+    """The parts of a parameter's state and value that a step without its gradient has changed."""
+    import zero_optim
+
+    params = make_parameters(SHAPES, torch.bfloat16)
+    opt = zero_optim.ShardedAdamW(named(params), lr=1e-2, weight_decay=0.1, stage=stage, bucket_cap_mb=25.0)
+    linear_backward(params, make_gradients(params, rank, 0))
+    opt.step()
+    opt.zero_grad()
+
+    def parts() -> dict[str, Tensor]:
+        entry = opt.state_dict()["state"]["layer1.weight"]
+        local = {key: getattr(value, "local", value).clone() for key, value in entry.items()}
+        return {**local, "parameter": params[1].detach().clone()}
+
+    before = parts()
+    linear_backward(params, [g if i != 1 else None for i, g in enumerate(make_gradients(params, rank, 1))])
+    opt.step()
+    after = parts()
+    opt.close()
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_skipped_parameter_keeps_state_value_and_step_count(stage):
+    """No decay, no moving average of zeros, though others in its bucket were updated."""
+    assert run_ranks(2, _skipped_state, stage) == [[], []]
+
+
+def _local_after_reduced(rank: int, world_size: int, stage: int) -> list[Tensor]:
+    """A synchronised backward, then one under ``no_sync`` that reaches nothing on rank 1."""
+    import zero_optim
+
+    params = make_parameters(SHAPES)
+    opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+    for step in range(3):
+        linear_backward(params, make_gradients(params, rank, step, 0, grid=2))
+        with opt.no_sync():
+            if rank == 0:
+                linear_backward(params, make_gradients(params, rank, step, 1, grid=2))
+        opt.step()
+        opt.zero_grad()
+    opt.close()
+    return copies(params)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_backward_under_no_sync_that_reaches_nothing_on_one_rank(stage):
+    oracle = MasterAdamW(make_parameters(SHAPES), Hyper(lr=1e-2))
+    for step in range(3):
+        first = averages([make_gradients(oracle.params, rank, step, 0, grid=2) for rank in range(2)])
+        second = averages([make_gradients(oracle.params, 0, step, 1, grid=2), [None] * len(SHAPES)])
+        oracle.step(accumulate(first, second))
+    for params in run_ranks(2, _local_after_reduced, stage, timeout=40):
+        assert_bitwise(params, oracle.params)
+
+
+def _assigned_after_reduced(rank: int, world_size: int, stage: int) -> tuple[str, str, list[Tensor]]:
+    """After a synchronised backward rank 1 alone assigns a gradient. Then all drop theirs and go on."""
+    import zero_optim
+
+    params = make_parameters(SHAPES)
+    opt = zero_optim.ShardedAdamW(named(params), lr=1e-2, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+    kind = text = ""
+    for step in range(3):
+        linear_backward(params, make_gradients(params, rank, step))
+        if step == 1 and rank == 1:
+            params[1].grad = torch.ones_like(params[1])
+        try:
+            opt.step()
+        except zero_optim.GradientError as error:
+            kind, text = type(error).__name__, str(error)
+        opt.zero_grad()
+    opt.close()
+    return kind, text, copies(params)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_gradient_assigned_on_one_rank_after_the_reduction(stage):
+    """That rank cannot reduce it alone: all ranks learn of it and refuse the step, or all take part."""
+    (kind, text, params), *others = run_ranks(2, _assigned_after_reduced, stage, timeout=40)
+    assert kind in ("", "GradientError")
+    assert not kind or "layer1.weight" in text
+    for other_kind, other_text, other_params in others:
+        assert (other_kind, other_text) == (kind, text)
+        assert_bitwise(other_params, params)
+
+
+def _scaled_and_clipped(rank: int, world_size: int, stage: int) -> tuple[list[Tensor], list[float], list[float]]:
+    """fp16 with a scaler and a clip that bites nothing; nobody has a backward in step 0, nor has rank 1 in step 3."""
+    import zero_optim
+
+    params = make_parameters(SHAPES, torch.float16)
+    opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+    scaler = zero_optim.GradScaler(init_scale=64.0)
+    norms, scales = [], []
+    for step in range(4):
+        if 0 < step < 3 or (step == 3 and rank == 0):
+            scaler.scale(linear_loss(params, make_gradients(params, rank, step, grid=2))).backward()
+        elif step == 0:
+            scaler.scale(torch.zeros(()))
+        scaler.unscale_(opt)
+        norms.append(float(opt.clip_grad_norm_(1e6)))
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        scales.append(scaler.get_scale())
+    opt.close()
+    return copies(params), norms, scales
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_scaler_and_a_clip_over_nothing(stage):
+    oracle = MasterAdamW(make_parameters(SHAPES, torch.float16), Hyper(lr=1e-2))
+    norms = [0.0]
+    for step in range(1, 4):
+        local: list[Any] = [make_gradients(oracle.params, rank, step, grid=2) for rank in range(2)]
+        if step == 3:
+            local[1] = [None] * len(SHAPES)
+        average = averages(local)
+        oracle.step(average)
+        norms.append(float(torch.cat([g.flatten().double() for g in average]).norm()))
+    for params, own_norms, scales in run_ranks(2, _scaled_and_clipped, stage):
+        assert_bitwise(params, oracle.params)
+        assert own_norms == pytest.approx(norms, rel=1e-6)
+        assert scales == [64.0] * 4

@@ -1,0 +1,349 @@
+"""Parameters that become ready more than once: shared modules, re-entrant checkpoints, several backwards a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from oracle import Hyper, MasterAdamW, accumulate, averages
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training_cases import TINY_CAP_MB, assert_bitwise, copies, make_parameters, maybe_no_sync, named
+
+LR = 1e-2
+STEPS = 3
+WIDTH = 12
+LAYERS = 4
+
+
+def _model(seed: int = 0) -> list[nn.Parameter]:
+    """A matrix and a vector a layer."""
+    return make_parameters(((WIDTH, WIDTH), (WIDTH,)) * LAYERS, seed=seed)
+
+
+def _input(rank: int, step: int, micro: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
+    return torch.randn(5, WIDTH, generator=generator)
+
+
+def _layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.tanh(x @ weight / WIDTH + bias)
+
+
+def _checkpointed(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The layer as a module's: its parameters are no arguments, so the inner backward makes them ready."""
+    return checkpoint(lambda x: _layer(x, weight, bias), x, use_reentrant=True)
+
+
+Forward = Callable[[list[Tensor], Tensor, int, int], Tensor]
+
+
+def _everything_checkpointed(params: list[Tensor], x: Tensor, rank: int, step: int) -> Tensor:
+    """Every parameter's gradient comes from the inner backward of a re-entrant checkpoint."""
+    x = x.requires_grad_()
+    for i in range(LAYERS):
+        x = _checkpointed(x, params[2 * i], params[2 * i + 1])
+    return x.square().sum()
+
+
+def _layers_used_again(params: list[Tensor], x: Tensor, rank: int, step: int) -> Tensor:
+    """Two passes over the layers, each layer a re-entrant checkpoint: every gradient becomes ready twice."""
+    x = x.requires_grad_()
+    for i in list(range(LAYERS)) * 2:
+        x = _checkpointed(x, params[2 * i], params[2 * i + 1])
+    return x.square().sum()
+
+
+def _half_checkpointed(params: list[Tensor], x: Tensor, rank: int, step: int) -> Tensor:
+    """Every other layer in a checkpoint; some of the inner backwards come after all outer hooks."""
+    x = x.requires_grad_()
+    for i in range(LAYERS):
+        arguments = (x, params[2 * i], params[2 * i + 1])
+        x = _checkpointed(*arguments) if i % 2 else _layer(*arguments)
+    return x.square().sum()
+
+
+def _nested(params: list[Tensor], x: Tensor, rank: int, step: int) -> Tensor:
+    """A checkpoint within a checkpoint."""
+
+    def pair(x: Tensor, i: int) -> Tensor:
+        return _layer(_checkpointed(x, params[i], params[i + 1]), params[i + 2], params[i + 3])
+
+    x = x.requires_grad_()
+    for i in range(0, 2 * LAYERS, 4):
+        x = checkpoint(pair, x, i, use_reentrant=True)
+    return x.square().sum()
+
+
+def _shared_without_checkpoint(params: list[Tensor], x: Tensor, rank: int, step: int) -> Tensor:
+    """A layer used several times, more often on rank 1 and in later steps: autograd adds up, it is ready once."""
+    for i in [0, *[1] * (1 + rank + step), 2, 3]:
+        x = _layer(x, params[2 * i], params[2 * i + 1])
+    return x.square().sum()
+
+
+def _checkpointed_on_one_rank(params: list[Tensor], x: Tensor, rank: int, step: int) -> Tensor:
+    """Ready twice on rank 1, once on the others, from the first backward on."""
+    return (_layers_used_again if rank == 1 else _layers_plain_twice)(params, x, rank, step)
+
+
+def _layers_plain_twice(params: list[Tensor], x: Tensor, rank: int, step: int) -> Tensor:
+    for i in list(range(LAYERS)) * 2:
+        x = _layer(x, params[2 * i], params[2 * i + 1])
+    return x.square().sum()
+
+
+def _less_often_later(params: list[Tensor], x: Tensor, rank: int, step: int) -> Tensor:
+    """Ready twice in the backward that is observed, once in later ones."""
+    return (_layers_used_again if step == 0 else _layers_plain_twice)(params, x, rank, step)
+
+
+FORWARDS: dict[str, Forward] = {
+    "everything checkpointed": _everything_checkpointed,
+    "layers used again": _layers_used_again,
+    "half checkpointed": _half_checkpointed,
+    "nested": _nested,
+    "shared without checkpoint": _shared_without_checkpoint,
+    "checkpointed on one rank": _checkpointed_on_one_rank,
+    "less often later": _less_often_later,
+}
+# Whether each backward of a step is synchronised.
+ACCUMULATIONS = {"one": (True,), "two": (True, True), "no_sync before": (False, True), "no_sync alone": (False, False)}
+
+
+def _train(rank: int, forward: str, accumulation: str, stage: int, overlap: bool) -> list[Tensor]:
+    import zero_optim
+
+    params = _model()
+    opt = zero_optim.ShardedAdamW(
+        named(params), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB, overlap_grad_reduce=overlap
+    )
+    for step in range(STEPS):
+        for micro, synced in enumerate(ACCUMULATIONS[accumulation]):
+            with maybe_no_sync(opt, not synced):
+                FORWARDS[forward](params, _input(rank, step, micro), rank, step).backward()
+        opt.step()
+        opt.zero_grad()
+    opt.close()
+    return copies(params)
+
+
+def _train_all(rank: int, world_size: int, accumulation: str) -> dict[tuple[str, int, bool], list[Tensor]]:
+    return {
+        (forward, stage, overlap): _train(rank, forward, accumulation, stage, overlap)
+        for forward in FORWARDS
+        for stage, overlap in ((0, True), (1, True), (1, False), (2, True), (2, False))
+    }
+
+
+def _local_gradients(params: list[Tensor], loss: Tensor, before: list[Tensor] | None = None) -> list[Tensor]:
+    """What autograd adds up to, from ``before`` on; a gradient that becomes ready twice is added twice."""
+    for p, start in zip(params, before or [None] * len(params), strict=True):
+        p.grad = start
+    loss.backward()
+    return [p.grad for p in params]
+
+
+def _expected(forward: str, accumulation: str, world_size: int) -> dict[bool, list[Tensor]]:
+    """Parameters after all steps, by whether each synchronised backward is reduced by itself.
+
+    Without overlap stage 1 adds up on each rank until ``step``: sums in another order.
+    """
+    results = {}
+    for by_itself in (True, False):
+        params = _model()
+        oracle = MasterAdamW(params, Hyper(lr=LR))
+        for step in range(STEPS):
+            local: list[Any] = [None] * world_size
+            total = None
+            for micro, synced in enumerate(ACCUMULATIONS[accumulation]):
+                for rank in range(world_size):
+                    x = _input(rank, step, micro)
+                    loss = FORWARDS[forward](params, x, rank, step)
+                    local[rank] = _local_gradients(params, loss, local[rank])
+                if (synced and by_itself) or micro == len(ACCUMULATIONS[accumulation]) - 1:
+                    total = accumulate(total, averages(local))
+                    local = [None] * world_size
+            oracle.step(total or [])
+            with torch.no_grad():
+                for p, value in zip(params, oracle.params, strict=True):
+                    p.copy_(value)
+        results[by_itself] = oracle.params
+    return results
+
+
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+def test_backwards_in_which_parameters_become_ready_often(accumulation):
+    results = run_ranks(2, _train_all, accumulation, timeout=90)
+    for forward in FORWARDS:
+        expected = _expected(forward, accumulation, 2)
+        for rank, result in enumerate(results):
+            for stage, overlap in ((0, True), (1, True), (1, False), (2, True), (2, False)):
+                wanted = expected[stage != 1 or overlap]
+                what = f"{forward}, {accumulation}, stage {stage}, overlap {overlap}, rank {rank}"
+                assert_bitwise(result[forward, stage, overlap], wanted, what)
+
+
+# -- a backward that raises ------------------------------------------------------------------------------------------
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("half-way")
+
+
+def _raise_half_way(params: list[nn.Parameter], rank: int, step: int, reentrant: bool) -> None:
+    """A backward that stops after the gradients of the later layers."""
+    x = _input(rank, step, 5).requires_grad_()
+    for i in range(LAYERS):
+        arguments = (x, params[2 * i], params[2 * i + 1])
+        x = _checkpointed(*arguments) if reentrant else _layer(*arguments)
+        x = _Raise.apply(x) if i == LAYERS // 2 else x
+    with pytest.raises(ArithmeticError, match="half-way"):
+        x.square().sum().backward()
+    assert params[-1].grad is not None and params[0].grad is None
+
+
+def _train_past_errors(rank: int, world_size: int, stage: int, when: tuple[int, ...], reentrant: bool) -> list[Tensor]:
+    """Before the backward of some steps another one raises, on all ranks, and the model's gradients are zeroed."""
+    import zero_optim
+
+    params = _model()
+    model = nn.ParameterList(params)
+    opt = zero_optim.ShardedAdamW(model.named_parameters(), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+    forward = _everything_checkpointed if reentrant else _layers_plain_twice
+    for step in range(STEPS):
+        if step in when:
+            _raise_half_way(params, rank, step, reentrant)
+            model.zero_grad()
+        forward(params, _input(rank, step, 0), rank, step).backward()
+        opt.step()
+        model.zero_grad()
+    opt.close()
+    return copies(params)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "re-entrant"])
+@pytest.mark.parametrize("when", [(0,), (2,), (0, 1, 2)], ids=str)
+def test_a_backward_that_raised_half_way_and_was_zeroed_by_the_model(when, reentrant):
+    forward = "everything checkpointed" if reentrant else "plain"
+    expected = _expected_of(_everything_checkpointed if reentrant else _layers_plain_twice)
+    for stage in (0, 1, 2):
+        for params in run_ranks(2, _train_past_errors, stage, when, reentrant, timeout=40):
+            assert_bitwise(params, expected, f"{forward}, stage {stage}")
+
+
+def _expected_of(forward: Forward) -> list[Tensor]:
+    params = _model()
+    oracle = MasterAdamW(params, Hyper(lr=LR))
+    for step in range(STEPS):
+        local = [_local_gradients(params, forward(params, _input(rank, step, 0), rank, step)) for rank in range(2)]
+        oracle.step(averages(local))
+        with torch.no_grad():
+            for p, value in zip(params, oracle.params, strict=True):
+                p.copy_(value)
+    return oracle.params
+
+
+# -- ready more often than observed ------------------------------------------------------------------------------------
+
+
+def _more_often(rank: int, world_size: int, stage: int, culprits: tuple[int, ...]) -> tuple[str, str, list[Tensor]]:
+    """After two plain steps, some ranks use every layer in two checkpoints. Then the count starts anew."""
+    import zero_optim
+
+    params = _model()
+    opt = zero_optim.ShardedAdamW(named(params), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+    for step in range(2):
+        _layers_plain_twice(params, _input(rank, step, 0), rank, step).backward()
+        opt.step()
+        opt.zero_grad()
+    (_layers_used_again if rank in culprits else _layers_plain_twice)(params, _input(rank, 9, 0), rank, 9).backward()
+    kind = text = ""
+    try:
+        opt.step()
+    except RuntimeError as error:
+        kind, text = type(error).__name__, str(error)
+    opt.zero_grad()
+    opt.observe()
+    for step in (2, 3):
+        _layers_used_again(params, _input(rank, step, 0), rank, step).backward()
+        opt.step()
+        opt.zero_grad()
+    opt.close()
+    return kind, text, copies(params)
+
+
+@pytest.mark.parametrize("culprits", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ready_more_often_than_observed_fails_on_every_rank_until_observed_anew(stage, culprits):
+    params = _model()
+    oracle = MasterAdamW(params, Hyper(lr=LR))
+    for step in range(4):
+        forward = _layers_plain_twice if step < 2 else _layers_used_again
+        local = [_local_gradients(params, forward(params, _input(rank, step, 0), rank, step)) for rank in range(2)]
+        oracle.step(averages(local))
+        with torch.no_grad():
+            for p, value in zip(params, oracle.params, strict=True):
+                p.copy_(value)
+    results = run_ranks(2, _more_often, stage, culprits, timeout=40)
+    assert len({(kind, text) for kind, text, _ in results}) == 1, "every rank says the same"
+    for kind, text, own in results:
+        assert kind == "GradientError", f"{kind or 'nothing raised'} {text}"
+        assert "layer" in text and "observe()" in text
+        assert_bitwise(own, oracle.params, "after observe()")
+
+
+# -- several losses ----------------------------------------------------------------------------------------------------
+
+
+def _several_losses(rank: int, world_size: int, stage: int, order: str) -> list[Tensor]:
+    """Two losses, each over a part of the model, backwards one after the other; a graph shared and kept."""
+    import zero_optim
+
+    params = _model()
+    opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+    for step in range(STEPS):
+        first, second = _two_losses(params, rank, step)
+        if order == "swapped" and step % 2:
+            first, second = second, first
+        first.backward(retain_graph=True)
+        second.backward()
+        opt.step()
+        opt.zero_grad()
+    opt.close()
+    return copies(params)
+
+
+def _two_losses(params: list[Tensor], rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Layers 0 and 1 are in both, 2 in the first, 3 in the second."""
+    x = _input(rank, step, 0)
+    for i in (0, 1):
+        x = _layer(x, params[2 * i], params[2 * i + 1])
+    return tuple(_layer(x, params[2 * i], params[2 * i + 1]).square().sum() for i in (2, 3))
+
+
+@pytest.mark.parametrize("order", ["fixed", "swapped"])
+def test_several_losses_over_parts_of_the_model(order):
+    params = _model()
+    oracle = MasterAdamW(params, Hyper(lr=LR))
+    for step in range(STEPS):
+        total = None
+        for place in (1, 0) if order == "swapped" and step % 2 else (0, 1):
+            local = [_local_gradients(params, _two_losses(params, rank, step)[place]) for rank in range(2)]
+            total = accumulate(total, averages(local))
+        oracle.step(total or [])
+        with torch.no_grad():
+            for p, value in zip(params, oracle.params, strict=True):
+                p.copy_(value)
+    for stage in (0, 1, 2):
+        for own in run_ranks(2, _several_losses, stage, order):
+            assert_bitwise(own, oracle.params, f"stage {stage}")
