@@ -133,13 +133,14 @@ class Comm:
         for comm in (self, *others) if others else ():
             comm.shared = True  # what it changes needs no agreement
         wanted = any(other._ranks() == ranks for other in others)
-        spare = [group for group in map(_dereference, _spare.get(tuple(ranks), ())) if group is not None]
-        reports = self.gather_objects((wanted, len(spare), len(dist.distributed_c10d._world.pg_names)))
+        alive = [group for group in map(_dereference, _spare.get(tuple(ranks), ())) if group is not None]
+        spare = {group.group_name: group for group in alive}
+        reports = self.gather_objects((wanted, set(spare), len(dist.distributed_c10d._world.pg_names)))
         if not any(wanted for wanted, _, _ in reports):
             return
-        common = min(spares for _, spares, _ in reports)
-        own = spare.pop(common - 1) if common else self._new_group(ranks, {groups for _, _, groups in reports})
-        _spare[tuple(ranks)] = [weakref.ref(group) for group in spare]
+        common = sorted(set.intersection(*(names for _, names, _ in reports)))
+        own = spare.pop(common[0]) if common else self._new_group(ranks, {groups for _, _, groups in reports})
+        _spare[tuple(ranks)] = [weakref.ref(group) for group in spare.values()]
         self._group, self._owns_group = weakref.ref(own), True
 
     def _new_group(self, ranks: list[int], groups: set[int]) -> dist.ProcessGroup:
