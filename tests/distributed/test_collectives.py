@@ -114,8 +114,9 @@ def _check(seen: Seen, run: Run, world_size: int, bucket_bytes: int, param_bytes
     assert reduced[0] - exchanges == (buckets * reductions if run.stage == 0 else 0)
     if run.stage >= 1:
         assert seen.issued(reduce_op) == expected[reduce_kind], f"{run}: gloo's reduce-scatter"
-        assert seen.issued("_allgather_base_") == expected["all_gather"]
-    assert not {call.name for call in seen.calls} - {"allreduce_", "alltoall_base_", "_allgather_base_"}
+        parts = (buckets * world_size, param_bytes)
+        assert seen.issued("broadcast_") == parts, f"{run}: over gloo a gather is a broadcast a rank"
+    assert not {call.name for call in seen.calls} - {"allreduce_", "alltoall_base_", "broadcast_"}
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -199,7 +200,9 @@ def test_the_order_is_the_same_on_every_rank_whatever_becomes_ready_first(stage)
     for step in first[1:]:
         assert Counter(step) == Counter(first[-1])
         reductions = [size for name, size in step if name == ("alltoall_base_" if stage else "allreduce_")][:5]
-        gathers = [size for name, size in step if name == "_allgather_base_"]
+        parts = [size for name, size in step if name == "broadcast_"]  # three ranks' of one bucket after another
+        gathers = [3 * size for size in parts[::3]]
+        assert parts == [part for part in parts[::3] for _ in range(3)]
         assert len(set(reductions)) == 5
         assert gathers == (reductions[::-1] if stage else [])
 
