@@ -27,6 +27,7 @@ from .nonfinite import NonFinite
 from .reducer import Reducer
 
 _HEADER = 8
+_QUIET = (0, 0, False, False, True, True)  # the alarms of a usual step
 _NAMED = 65536  # marks, in its used count, a parameter that an alarm is about; exact in fp32 for 255 ranks at once
 
 
@@ -51,6 +52,7 @@ class GradNorm:
         self.found_inf = torch.zeros(1, device=device)
         self.clip = torch.ones(1, device=device)
         self.skipped = torch.zeros((), device=device)
+        self._quiet = torch.tensor(_QUIET, dtype=torch.float32, device=device)
         self.inverse_scale: Tensor | None = None
         self.scaled = False
         self.norm_type: float | None = None  # of the norm that was exchanged
@@ -110,8 +112,11 @@ class GradNorm:
         self._vector[:2] = self._local_totals(reducer.buckets, norm_type or 2.0) if wanted else 0.0
         refused, leftover = reducer.refused, reducer.leftover
         alarms = (len(reducer.late), len(refused), bool(thawed), bool(leftover), not thawed, not leftover)
-        for place, alarm in enumerate(alarms, 2):
-            self._vector[place].fill_(alarm)
+        if alarms == _QUIET:
+            self._vector[2:_HEADER].copy_(self._quiet)
+        else:
+            for place, alarm in enumerate(alarms, 2):
+                self._vector[place].fill_(alarm)
         self._used_counts.copy_(self._on_device(used))
         for index in {*reducer.late, *refused, *thawed, *leftover}:
             self._used_counts[index].add_(_NAMED)

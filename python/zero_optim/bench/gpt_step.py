@@ -180,21 +180,13 @@ def _train_step_rows(case: Case, laps: Mapping[str, Mapping[str, Sequence[float]
     """The whole, which has no fewest bytes to be held to."""
     spreads = {name: Spread.of(_sums(of_contender, LAPS)) for name, of_contender in laps.items()}
     return [
-        Row(
+        Row.of_whole(
             op="train_step",
             backend=name,
             dtype=case.setting.dtype,
             numel=case.setting.numel,
-            rounds=spread.rounds,
-            ms=spread.ms,
-            p20=spread.p20,
-            p80=spread.p80,
-            bytes=None,
-            gbps=None,
-            yardstick=None,
-            copy_gbps=None,
-            fraction=None,
-            vs_torch=round(spreads[TORCH].ms / spread.ms, 4),
+            spread=spread,
+            vs_torch=spreads[TORCH].ms / spread.ms,
             phases={lap: Spread.of(laps[name][lap]).ms for lap in LAPS},
         )
         for name, spread in spreads.items()

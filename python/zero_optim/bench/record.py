@@ -19,6 +19,7 @@ import torch
 import zero_kernels
 
 from ..train.config import UsageError
+from .timing import Spread
 
 SCHEMA = 3
 COMPLETED = 2  # the oldest schema that is still read: what its rows lack is null
@@ -54,6 +55,15 @@ class Row:
     tokens_per_s: float | None = None  # of all ranks
     memory: dict[str, int] | None = None  # bytes of a rank
     loss: float | None = None  # of the last step
+
+    @classmethod
+    def of_whole(
+        cls, op: str, backend: str, dtype: str, numel: int, spread: Spread, vs_torch: float, **more: Any
+    ) -> Row:
+        """A row of what has no fewest bytes to be held to, such as a training step."""
+        unmeasured = dict.fromkeys(("bytes", "gbps", "yardstick", "copy_gbps", "fraction"))
+        times = {"rounds": spread.rounds, "ms": spread.ms, "p20": spread.p20, "p80": spread.p80}
+        return cls(op, backend, dtype, numel, **times, **unmeasured, vs_torch=round(vs_torch, 4), **more)  # type: ignore[arg-type]
 
 
 def device_name(device: torch.device) -> str:

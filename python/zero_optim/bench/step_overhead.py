@@ -87,21 +87,13 @@ def _rows(
     }
     for name, spread in spreads.items():
         phases = {lap: Spread.of([of_round[lap] for of_round in laps[name, count]]).ms for lap in OPS[op]}
-        yield Row(
+        yield Row.of_whole(
             op=op,
             backend=name,
             dtype="fp32",
             numel=numel,
-            rounds=spread.rounds,
-            ms=spread.ms,
-            p20=spread.p20,
-            p80=spread.p80,
-            bytes=None,
-            gbps=None,
-            yardstick=None,
-            copy_gbps=None,
-            fraction=None,
-            vs_torch=round(spreads[FUSED].ms / spread.ms, 4),
+            spread=spread,
+            vs_torch=spreads[FUSED].ms / spread.ms,
             vs={FOREACH: round(spreads[FOREACH].ms / spread.ms, 4)},
             phases=phases if len(phases) > 1 else None,
             parameters=count,

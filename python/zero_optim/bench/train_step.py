@@ -199,21 +199,13 @@ def make_rows(
     tokens = RANKS * task.batch * task.config.seq
     dtype = next(name for name, dtype in DTYPES.items() if dtype == task.dtype)
     return [
-        Row(
+        Row.of_whole(
             op="train_step",
             backend=name,
             dtype=dtype,
             numel=numel,
-            rounds=spread.rounds,
-            ms=spread.ms,
-            p20=spread.p20,
-            p80=spread.p80,
-            bytes=None,
-            gbps=None,
-            yardstick=None,
-            copy_gbps=None,
-            fraction=None,
-            vs_torch=round(spreads[DDP].ms / spread.ms, 4),
+            spread=spread,
+            vs_torch=spreads[DDP].ms / spread.ms,
             vs={},
             phases={lap: Spread.of([of_round[lap] for of_round in laps[name]]).ms for lap in laps[name][0]},
             ranks=RANKS,
