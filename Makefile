@@ -22,8 +22,8 @@ train: .venv/built  ## train a GPT on RANKS ranks; RANKS STAGE DTYPE STEPS DATA 
 	@$(BIN)/zero-optim train $(TRAINING)
 
 .PHONY: test
-test: .venv/built  ## run the test suite; ARGS goes to pytest
-	@$(BIN)/python -m pytest $(ARGS)
+test: .venv/built  ## run the test suite, a file at a time on each of two workers; ARGS goes to pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 .PHONY: cuda-check
 cuda-check: .venv/built  ## look into what nvcc and Triton make of the kernels; part of `make test`, needs no GPU
