@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import zero_optim
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.nn import functional as F
 
@@ -55,6 +56,7 @@ def main(argv: list[str] | None = None) -> nn.Module:
 
     if arguments.checkpoint and (arguments.checkpoint / "optimizer.bin").exists():
         accelerator.load_state(arguments.checkpoint)
+        (accelerator.step,) = broadcast_object_list([accelerator.step])  # a rank that did not save has none
 
     for step in range(accelerator.step, arguments.steps * MICRO_BATCHES):
         x, y = (tensor.to(accelerator.device) for tensor in draw(step, accelerator.process_index))

@@ -3,7 +3,8 @@
 python examples/transformers_loop.py [--model llama] [--checkpoint DIR]
 torchrun --standalone --nproc-per-node 2 examples/transformers_loop.py
 
-Called again with the same --checkpoint and more --steps, it goes on where it stopped, to the same bits.
+Called again with the same --checkpoint and more --steps, on as many ranks, it goes on where it stopped, to the same
+bits.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, get_scheduler
 
 MICRO_BATCHES = 2
+PLACE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # what torchrun says, and what it is without
 
 
 def build_model(name: str) -> PreTrainedModel:
@@ -45,7 +47,7 @@ def main(argv: list[str] | None = None) -> PreTrainedModel:
     parser.add_argument("--checkpoint", type=Path, help="a folder: resumed from if there is one, written at the end")
     arguments = parser.parse_args(argv)
 
-    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    rank, ranks, local_rank = (int(os.environ.get(name, default)) for name, default in PLACE.items())
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -56,7 +58,10 @@ def main(argv: list[str] | None = None) -> PreTrainedModel:
 
     # Each rank keeps a file of its own, with its shards; the same ranks read them again.
     first, file = 0, arguments.checkpoint and arguments.checkpoint / f"rank-{rank}.pt"
-    if file and file.exists():
+    saved_by = len(list(arguments.checkpoint.glob("rank-*.pt"))) if file else 0
+    if saved_by not in (0, ranks):
+        raise SystemExit(f"{arguments.checkpoint} was saved by {saved_by} ranks, these are {ranks}: resume on as many")
+    if saved_by:
         saved = torch.load(file)
         model.load_state_dict(saved["model"])  # before the optimizer, whose masters follow the weights
         optimizer.load_state_dict(saved["optimizer"])

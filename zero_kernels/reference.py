@@ -43,8 +43,8 @@ def adam_step(
     """See `zero_kernels.adam_step`."""
     if hyper.shape[0] == 0:
         return
-    scale_of_all = torch.ones((), device=grad.device) if grad_scale is None else grad_scale.reshape(())
-    skipped = torch.zeros((), device=grad.device) if found_inf is None else found_inf.reshape(())
+    scale_of_all = hyper.new_ones(()) if grad_scale is None else grad_scale.reshape(())
+    skipped = hyper.new_zeros(()) if found_inf is None else found_inf.reshape(())
     skipped = skipped != 0
     for elements, rows, shape in _row_chunks(grad.numel()):
         slot = row_slot[rows].to(torch.int64)
@@ -143,7 +143,7 @@ def _stats_of(shard: Tensor, norm_type: float) -> Tensor:
 
 def _ordered_sum(shard: Tensor, norm_type: float) -> Tensor:
     """Sum of x*x (norm 2) or |x| (norm 1) in the one fixed order of fp32 additions."""
-    partials = [torch.zeros(0, device=shard.device)]
+    partials = [torch.zeros(0, dtype=torch.float32, device=shard.device)]
     for chunk in shard.split(_CHUNK_BLOCKS * STATS_BLOCK):
         x = torch.nn.functional.pad(chunk.float(), (0, -chunk.numel() % STATS_BLOCK))
         terms = x * x if norm_type == 2.0 else x.abs()

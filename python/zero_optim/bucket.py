@@ -22,6 +22,7 @@ from .comm import Comm, Pending
 from .comm_buffers import CommBuffers
 from .errors import GradientError
 from .flat_shard import FlatShard
+from .handed_out import HandedOut
 from .layout import BucketLayout
 
 _grad_of = operator.attrgetter("grad")
@@ -131,6 +132,12 @@ class Bucket:
             self._shards = self.shard_views(self.grad_shard, "gradient", self.dtype)
         for shard in self._shards:  # a strong reference back would keep buckets in memory that were laid out anew
             shard.before_write = partial(_call, weakref.WeakMethod(self.wait))
+        self._handed_out = [HandedOut(self.grad_buffer, handles) for handles in (self._views, self._shards)]
+
+    def _leave_what_is_kept(self) -> None:
+        """Before all gradients here are overwritten: where the user keeps one of before, new ones go elsewhere."""
+        if any(handed_out.kept(self.params) for handed_out in self._handed_out):
+            self._allocate_gradients()
 
     def label(self, index: int) -> str:
         return self._labels[self.layout.slots[index].param]
@@ -161,7 +168,8 @@ class Bucket:
 
     def let_go(self) -> None:
         """Hold no parameters and no gradients any more: memory goes as the parameters move to other buckets."""
-        del self.param_flat, self.param_shard, self.grad_buffer, self.grad_shard, self._views, self._shards
+        del self.param_flat, self.param_shard
+        del self.grad_buffer, self.grad_shard, self._views, self._shards, self._handed_out
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -197,6 +205,7 @@ class Bucket:
         if not local and not gone:
             return False
         self._forget(gone)
+        self._leave_what_is_kept()
         sources = self._present()
         self._pack(sources, self.grad_buffer, 1.0)
         self.state = GradState.LOCAL if sources else GradState.EMPTY
@@ -216,6 +225,8 @@ class Bucket:
         accumulate = self.state is GradState.REDUCED and len(self._stale) < len(self.params)
         if accumulate:
             self._drop_stale()
+        else:
+            self._leave_what_is_kept()
         sources = self._present() if self.state is GradState.LOCAL else local
         in_place = self.keeps_full and self.grad_buffer.dtype == self.reduce_dtype and not accumulate
         full = self.grad_buffer if in_place else self._borrow(buffers)

@@ -103,7 +103,7 @@ class Comm:
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self.traffic: dict[str, Traffic] = {}
-        self._sum = torch.empty(0, dtype=torch.float32)  # [shard_numel] scratch of _sum_in_rank_order
+        self._sum = torch.empty(0, dtype=torch.float32, device="cpu")  # [shard_numel] scratch of _sum_in_rank_order
         _live.add(self)
 
     @property
@@ -135,7 +135,8 @@ class Comm:
         wanted = any(other._ranks() == ranks for other in others)
         alive = [group for group in map(_dereference, _spare.get(tuple(ranks), ())) if group is not None]
         spare = {group.group_name: group for group in alive}
-        reports = self.gather_objects((wanted, set(spare), len(dist.distributed_c10d._world.pg_names)))
+        report = (wanted, set(spare), len(dist.distributed_c10d._world.pg_names))
+        reports = self.gather_objects(report, "the constructor")
         if not any(wanted for wanted, _, _ in reports):
             return
         common = sorted(set.intersection(*(names for _, names, _ in reports)))
@@ -218,16 +219,25 @@ class Comm:
             if dense is not tensor:
                 tensor.copy_(dense)
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, in rank order. For construction and loading: it pickles and reads on the host."""
+    def gather_objects(self, value: Any, where: str) -> list[Any]:
+        """Every rank's ``value``, in rank order. For construction and loading: it pickles and reads on the host.
+
+        Raises RankMismatchError, on every rank, unless all say the same of ``where`` they are.
+        """
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        reports: list[Any] = [None] * self.world_size
+        dist.all_gather_object(reports, (where, value), group=self.group)
+        odd = next((rank for rank, (there, _) in enumerate(reports) if there != reports[0][0]), None)
+        if odd is not None:
+            raise RankMismatchError(
+                f"rank 0 is in {reports[0][0]}, rank {odd} in {reports[odd][0]}: each rank has to make the same calls, "
+                "in the same order. Does each find what it loads?"
+            )
+        return [of_rank for _, of_rank in reports]
 
     @contextmanager
-    def raising_together(self) -> Iterator[None]:
+    def raising_together(self, where: str) -> Iterator[None]:
         """Collective. An exception within it, on any rank, is raised on all: its own, or one that names the rank.
 
         A rank that failed alone would leave the others waiting for it.
@@ -237,7 +247,7 @@ class Comm:
             yield
         except Exception as caught:
             error = caught
-        reports = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+        reports = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}", where)
         if error is not None:
             raise error
         failed = [f"rank {rank} failed with {report}" for rank, report in enumerate(reports) if report is not None]

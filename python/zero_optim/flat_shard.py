@@ -71,7 +71,7 @@ class FlatShard(Tensor):
 
     def _refusal(self, what: str) -> ShardAccessError:
         return ShardAccessError(
-            f"{what} on the {self.label}: this rank holds only {self.local.numel()} of its {self.numel()} elements. "
+            f"{what} on the {self.label}: this rank holds {self.local.numel()} of its {self.numel()} elements. "
             "To clip, call opt.clip_grad_norm_(max_norm); for loss scaling use zero_optim.GradScaler; "
             "`.local` is this rank's part"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,13 +31,13 @@ def full_state_dict(opt: ShardedAdamW, rank: int | None = 0) -> dict[str, Any]:
     ValueError for a rank that is not there and ClosedError, on every rank.
     """
     comm = opt._sharding.comm
-    with comm.raising_together():
+    with comm.raising_together("full_state_dict"):
         opt._check_usable()
         if rank is not None and rank not in range(comm.world_size):
             raise ValueError(f"rank must be None or one of {comm.world_size} ranks, got {rank!r}")
     opt.settle()
     wanted = rank is None or rank == comm.rank
-    with comm.raising_together():
+    with comm.raising_together("full_state_dict"):
         state = _gather_state(opt, wanted)
     return {"state": state, "param_groups": _torch_groups(opt)} if wanted else {}
 
@@ -44,7 +45,8 @@ def full_state_dict(opt: ShardedAdamW, rank: int | None = 0) -> dict[str, Any]:
 def _gather_state(opt: ShardedAdamW, wanted: bool) -> dict[int, dict[str, Tensor]]:
     """Every rank goes through all tensors, whatever fails on it."""
     steps = opt._hyper.steps.tolist()
-    state = {index: {"step": torch.tensor(step)} for index, step in enumerate(steps) if step > 0}
+    as_tensor = partial(torch.tensor, dtype=torch.float32, device="cpu")
+    state = {index: {"step": as_tensor(step)} for index, step in enumerate(steps) if step > 0}
     failure: Exception | None = None
     for index, name, whole in opt._states.gathered():
         if wanted and index in state and failure is None:
@@ -74,7 +76,7 @@ class _Plan:
 
     refusal: str | None = None
     names: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    steps: Tensor = field(default_factory=lambda: torch.empty(0))
+    steps: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     groups: Sequence[dict[str, Any]] = ()
 
 
@@ -95,13 +97,13 @@ def load_full_state_dict(opt: ShardedAdamW, state: Mapping[str, Any] | None) -> 
     comm = opt._sharding.comm
     tensors: Mapping[int, Mapping[str, Any]] = {}
     plan = _Plan()
-    with comm.raising_together():
+    with comm.raising_together("load_full_state_dict"):
         opt._check_usable()
     opt.settle()
-    with comm.raising_together():
+    with comm.raising_together("load_full_state_dict"):
         if comm.rank == 0:
             tensors, plan = _read(opt, state)
-    plan = comm.gather_objects(plan)[0]
+    plan = comm.gather_objects(plan, "load_full_state_dict")[0]
     if plan.refusal is not None:
         raise StateMismatchError(plan.refusal)
     opt._states.restart(set(opt._parameters.trained) - set(plan.names))

@@ -49,9 +49,9 @@ class GradNorm:
         self.sharding, self.labels = sharding, labels
         device = sharding.device
         self.nonfinite = NonFinite(sharding.comm.rank, sharding.comm.world_size, device)
-        self.found_inf = torch.zeros(1, device=device)
-        self.clip = torch.ones(1, device=device)
-        self.skipped = torch.zeros((), device=device)
+        self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
+        self.clip = torch.ones(1, dtype=torch.float32, device=device)
+        self.skipped = torch.zeros((), dtype=torch.float32, device=device)
         self._quiet = torch.tensor(_QUIET, dtype=torch.float32, device=device)
         self.inverse_scale: Tensor | None = None
         self.scaled = False
@@ -69,11 +69,11 @@ class GradNorm:
             self.factor = torch.cat([self.factor, self.factor.new_ones(count - len(self.factor))])
         self.used = torch.zeros(count, dtype=torch.bool, device=device)
         self.nonfinite.resize(count)
-        self._vector = torch.zeros(_HEADER + count + self.nonfinite.entries, device=device)
+        self._vector = torch.zeros(_HEADER + count + self.nonfinite.entries, dtype=torch.float32, device=device)
         self._used_counts = self._vector[_HEADER : _HEADER + count]
         self._reports = self._vector[_HEADER + count :]
         self._alarms = _Alarms(self._vector[2:_HEADER], self.sharding.reduces)
-        self._used_here = torch.zeros(count, device=device)  # [parameters] fp32, as last sent to the device
+        self._used_here = torch.zeros(count, dtype=torch.float32, device=device)  # [parameters] as last sent there
         self._used_sent = bytearray(count)
         self._subsets: dict[tuple[int, ...], Tensor] = {}
 
@@ -160,7 +160,7 @@ class GradNorm:
         """[2]: this rank's term of the norm, and its count of non-finite values."""
         shards = [bucket.grad_shard for bucket in buckets if bucket.state is not GradState.EMPTY]
         if not shards:
-            return torch.zeros(2, device=self.sharding.device)
+            return torch.zeros(2, dtype=torch.float32, device=self.sharding.device)
         stats = torch.ops.zero_kernels.grad_stats(shards, norm_type)
         totals = stats.sum(0)
         if norm_type == math.inf:
@@ -215,7 +215,7 @@ class GradNorm:
             for piece in bucket.pieces
             if piece.slot.param in wanted and piece.numel
         ]
-        term = torch.zeros(1, device=self.sharding.device)
+        term = torch.zeros(1, dtype=torch.float32, device=self.sharding.device)
         if pieces:
             terms = torch.ops.zero_kernels.grad_stats([piece for piece, _ in pieces], norm_type)[:, 0]
             if self.factor is not None:
@@ -235,7 +235,7 @@ class GradNorm:
         return self._subsets[key]
 
     def _to_device(self, values: Sequence[int]) -> Tensor:
-        host = torch.tensor(values)
+        host = torch.tensor(values, device="cpu")
         return host.pin_memory().to(self.sharding.device, non_blocking=True) if self.used.is_cuda else host
 
     # -- errors --------------------------------------------------------------------------------------------------
@@ -246,8 +246,8 @@ class GradNorm:
         self.reset()
         if alarm == "thawed":
             raise RankMismatchError(
-                f"{names} requires a gradient now on some ranks and is frozen on others: call requires_grad_() on "
-                "every rank before the same step. Nothing was updated"
+                f"{names} is frozen, with no gradient, on some ranks, and requires or has one on others: call "
+                "requires_grad_() on every rank before the same step. Nothing was updated"
             )
         if alarm == "leftover":
             raise GradientError(

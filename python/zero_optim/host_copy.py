@@ -13,7 +13,9 @@ class HostCopy:
 
     def __init__(self, source: Tensor) -> None:
         self.source = source
-        self._host = torch.zeros(source.numel(), pin_memory=True) if source.is_cuda else source
+        self._host = source
+        if source.is_cuda:
+            self._host = torch.zeros(source.numel(), dtype=torch.float32, device="cpu", pin_memory=True)
         # Read past torch: no operator runs, so nothing that forbids reading device values mistakes it for one.
         self._memory = (ctypes.c_float * source.numel()).from_address(self._host.data_ptr())
         self._event = torch.cuda.Event() if source.is_cuda else None

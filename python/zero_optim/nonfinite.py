@@ -25,9 +25,9 @@ class NonFinite:
         self.entries = 2 * world_size
         self.marks = torch.zeros(0, dtype=torch.int32, device=device)
         self._numbers = torch.zeros(0, dtype=torch.int64, device=device)  # [parameters] index
-        self._steps, self._first_step = torch.zeros(2, device=device)
+        self._steps, self._first_step = torch.zeros(2, dtype=torch.float32, device=device)
         self._was_bad, self._was_first = torch.zeros(2, dtype=torch.bool, device=device)
-        self._record = torch.zeros(self.entries, device=device)
+        self._record = torch.zeros(self.entries, dtype=torch.float32, device=device)
 
     def resize(self, parameters: int) -> None:
         marks = torch.zeros(parameters, dtype=torch.int32, device=self.marks.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -114,7 +115,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         meaningless = {"fused": fused, "foreach": foreach, "capturable": capturable}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"maximize": maximize, "amsgrad": amsgrad, "differentiable": differentiable}
-        with comm.raising_together():
+        with comm.raising_together("the constructor"):
             validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm)
             validate.warn_of_meaningless(meaningless)
             super().__init__(params, defaults)
@@ -141,7 +142,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.watchers: list[Watcher] = []  # told of every update; ``zero_optim.verify`` adds one
         self._closed = False
         try:
-            self._take_in(indices)
+            self._take_in(indices, self._parameters.requiring_grad(indices))
         except BaseException:
             self.close()
             raise
@@ -158,10 +159,16 @@ class ShardedAdamW(torch.optim.Optimizer):
         """
         self._check_usable()
         self._sharding.comm.check_alone()
+        self._parameters.check_groups_unedited()
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        self._update()
+        return result
+
+    @torch.compiler.disable  # a compiled step counts no steps (seen)
+    def _update(self) -> None:
         self._gather.wait()
         self._adopt_torch_scale()
         self._states.refresh_edited()
@@ -185,7 +192,6 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._steps += 1
         self._reducer.end_step()
         self._forget_coefficients()
-        return result
 
     def _exchange(self, norm_type: float | None) -> None:
         stats = self.skip_nonfinite or self._norm.scaled
@@ -194,11 +200,12 @@ class ShardedAdamW(torch.optim.Optimizer):
         if self._norm.exchanged and self._norm.with_stats >= stats:
             return
         thawed = self._parameters.thawed()
+        validate.check_kinds(self._parameters, thawed)
         self._reduce_and_exchange(norm_type, thawed)
         if thawed or self._reducer.leftover:  # on all ranks, as the exchange has shown
             self._reducer.reduce_leftover()
             if thawed:
-                self._take_in(thawed)
+                self._take_in(thawed, thawed)
             self._reduce_and_exchange(norm_type, [])
 
     def _reduce_and_exchange(self, norm_type: float | None, thawed: Sequence[int]) -> None:
@@ -326,6 +333,21 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._norm.reset()
         self._norm.inverse_scale, self._norm.scaled = None, False
 
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """Empty: ``state_dict()`` has what there is. An empty dict assigned to it begins anew, as in torch."""
+        return self._empty_state
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        self._empty_state = value
+        if not hasattr(self, "_states"):  # torch's constructor
+            return
+        if value:
+            raise ZeroOptimError("state cannot be assigned: load_state_dict() takes one over; an empty dict restarts")
+        self._states.restart(set(self._parameters.trained))
+        self._hyper.steps.zero_()
+
     # -- the user's edits and names ------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -373,7 +395,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.settle()
         before, comm = len(self.param_groups), self._sharding.comm
         try:
-            with comm.raising_together():
+            with comm.raising_together("add_param_group"):
                 super().add_param_group(self._parameters.with_names(param_group))
                 indices = self._parameters.read_groups()
                 validate.check_groups(self.param_groups[before:], before)
@@ -383,7 +405,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             del self.param_groups[before:]
             self._parameters.read_groups()
             raise
-        self._take_in(indices)
+        self._take_in(indices, self._parameters.requiring_grad(indices))
 
     def settle(self) -> None:
         """Collective. What a backward or ``step`` has left under way is over afterwards. What communicates outside of
@@ -392,12 +414,11 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._gather.wait()
         self._norm.check_alarms()
 
-    def _take_in(self, indices: Sequence[int]) -> None:
-        """Collective. Give these parameters what they lack: rank 0's values, and, if they are trained, a place."""
+    def _take_in(self, indices: Sequence[int], trained: Sequence[int]) -> None:
+        """Collective. Give these parameters what they lack: rank 0's values, and those that are ``trained`` a place."""
         for index in indices:
             self._sharding.comm.broadcast(self._parameters.all[index].data)
         self._parameters.claim(indices)
-        trained = [index for index in indices if self._parameters.all[index].requires_grad]
         self._parameters.train(trained)
         self._norm.resize()
         self._hyper.grow(self._parameters.group_of, len(self.param_groups))
@@ -437,16 +458,17 @@ class ShardedAdamW(torch.optim.Optimizer):
         comm = self._sharding.comm
         saved: dict[int, Mapping[str, Any]] = {}
         copies: list[tuple[Tensor, Tensor]] = []
-        with comm.raising_together():
+        with comm.raising_together("load_state_dict"):
             state_dict = self._prepare_load(state_dict)
             saved = match_state(state_dict, self._parameters, decoupled=self._hyper.decoupled)
-        self._reducer.restore_order(comm.gather_objects(saved_order(saved))[0])
-        with comm.raising_together():
+        self._reducer.restore_order(comm.gather_objects(saved_order(saved), "load_state_dict")[0])
+        with comm.raising_together("load_state_dict"):
             copies = self._states.plan_load(saved, self._parameters.labels)
         self._states.load(copies)
         self._states.restart(set(self._parameters.trained) - set(saved))
         self._hyper.steps.copy_(step_counts(saved, len(self._hyper.steps)))
         load_groups(self.param_groups, state_dict["param_groups"])
+        self._norm.exchanged = False  # gradients may have been dropped
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 

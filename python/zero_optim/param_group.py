@@ -28,7 +28,7 @@ class HyperTable:
 
     def _allocate(self, group_of: Sequence[int], groups: int, device: torch.device) -> None:
         self.steps = torch.zeros(len(group_of), dtype=torch.float64, device=device)
-        self.table = torch.zeros(len(group_of), len(zero_kernels.HYPER_COLUMNS), device=device)
+        self.table = torch.zeros(len(group_of), len(zero_kernels.HYPER_COLUMNS), dtype=torch.float32, device=device)
         self._group_of = torch.tensor(group_of, dtype=torch.int32, device=device)
         # [coefficients, groups], as last sent to the device
         self._by_group = torch.zeros(len(zero_kernels.HYPER_COEFFICIENTS), groups, dtype=torch.float64, device=device)
@@ -74,7 +74,7 @@ class HyperTable:
                 by_group[column, group].fill_(value or 0.0)
         elif numbers != self._sent:
             columns = [[value or 0.0 for value in column] for column in zip(*numbers, strict=True)]
-            host = torch.tensor(columns, dtype=torch.float64, pin_memory=by_group.is_cuda)
+            host = torch.tensor(columns, dtype=torch.float64, device="cpu", pin_memory=by_group.is_cuda)
             by_group.copy_(host, non_blocking=True)
             self._sent = numbers
         for group, column, value in _entries(rows):

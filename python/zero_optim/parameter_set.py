@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import ParameterError
@@ -21,7 +23,8 @@ class ParameterSet:
 
     Attributes:
         all: every parameter, by index.
-        labels: what messages call each: by name where one was given, else by place and shape.
+        names: of each; None where none was given, or another has the same.
+        labels: what messages call each: by name where it has one, else by place and shape.
         group_of: the number of each one's group.
         trained: those that have a place in a bucket, by index.
     """
@@ -29,31 +32,39 @@ class ParameterSet:
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         self.groups = groups
         self.all: list[Tensor] = []
+        self.names: list[str | None] = []
         self.labels: list[str] = []
         self.group_of: list[int] = []
         self.trained: dict[int, Tensor] = {}
         self._frozen: dict[int, Tensor] = {}
+        self._sizes: list[int] = []  # of the groups
         self._model: weakref.ref[nn.Module] | None = None
 
     def name(self, index: int) -> str:
-        """The bare name, or the label of a parameter without one."""
-        return self.labels[index].strip("'")
+        """The name, or the label of a parameter without one."""
+        return self.names[index] or self.labels[index]
 
     def read_groups(self) -> list[int]:
         """Take in what the groups have gained. Returns the indices; none of them is trained yet."""
         before = len(self.all)
         self.all[:] = [parameter for group in self.groups for parameter in group["params"]]
+        self._sizes = [len(group["params"]) for group in self.groups]
         self.group_of[:] = [number for number, group in enumerate(self.groups) for _ in group["params"]]
         self.relabel()
         self._frozen = {index: p for index, p in enumerate(self.all) if index not in self.trained}
         return list(range(before, len(self.all)))
 
     def relabel(self) -> None:
-        self.labels[:] = [label for number, group in enumerate(self.groups) for label in _labels(number, group)]
+        self.names[:] = own_names(self.groups)
+        places = [place for number, group in enumerate(self.groups) for place in _places(number, group)]
+        self.labels[:] = [place if name is None else repr(name) for name, place in zip(self.names, places, strict=True)]
+
+    def requiring_grad(self, indices: Iterable[int]) -> list[int]:
+        return [index for index in indices if self.all[index].requires_grad]
 
     def thawed(self) -> list[int]:
-        """Parameters that require a gradient and are not trained."""
-        return [index for index, parameter in self._frozen.items() if parameter.requires_grad]
+        """Parameters that are to be trained from now on: they require a gradient, or have one."""
+        return [index for index, p in self._frozen.items() if p.requires_grad or p.grad is not None]
 
     def untrained(self) -> Iterable[Tensor]:
         return self._frozen.values()
@@ -104,6 +115,15 @@ class ParameterSet:
             )
         return {**group, "params": [(names[id(parameter)], parameter) for parameter in params]}
 
+    def check_groups_unedited(self) -> None:
+        """Raise ParameterError where parameters were put into ``groups``, or taken out, by hand."""
+        sizes = [len(group["params"]) for group in self.groups]
+        if sizes != self._sizes:
+            raise ParameterError(
+                f"param_groups were edited: their sizes are {sizes}, and were {self._sizes}. Add parameters with "
+                "add_param_group; to move or remove some, make a new optimizer"
+            )
+
     # -- one live optimizer a parameter --------------------------------------------------------------------------
 
     def check_free(self, indices: Sequence[int]) -> None:
@@ -140,8 +160,16 @@ def _names(model: nn.Module) -> dict[int, str]:
     return {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
 
 
-def _labels(number: int, group: dict[str, Any]) -> list[str]:
-    names = group.get("param_names")
-    if names:
-        return [repr(name) for name in names]
-    return [f"parameter {i} of group {number}, shape {tuple(p.shape)}" for i, p in enumerate(group["params"])]
+def own_names(groups: Sequence[dict[str, Any]]) -> list[str | None]:
+    """The name of each parameter of ``groups``; None where it has none, or where another has the same."""
+    names = [name for group in groups for name in group.get("param_names") or [None] * len(group["params"])]
+    uses = Counter(names)
+    return [name if uses[name] == 1 else None for name in names]
+
+
+def _places(number: int, group: dict[str, Any]) -> list[str]:
+    """A description of each parameter of group ``number`` that tells it from all others."""
+    names = [f" {name!r}" for name in group.get("param_names") or ()] or [""] * len(group["params"])
+    shapes = ["unknown" if is_lazy(parameter) else tuple(parameter.shape) for parameter in group["params"]]
+    named = enumerate(zip(names, shapes, strict=True))
+    return [f"parameter {place}{name} of group {number}, shape {shape}" for place, (name, shape) in named]

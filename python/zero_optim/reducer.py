@@ -71,6 +71,8 @@ class Reducer:
         self._rounds = 0  # complete rounds since the last step
         self._unreduced = False  # gradients may be on this rank that no round has reduced
         self._seen: dict[int, int] = {}
+        self._held_back: set[int] = set()  # buckets with a gradient that a later hook of the user's may change
+        self._post_hooks: dict[int, tuple[dict[int, object], int]] = {}  # of each parameter: all, and the id of ours
         self.order: list[int] = []
         self.buckets: list[Bucket] = []
         self._nodes: list[torch.autograd.graph.Node] = []
@@ -147,12 +149,16 @@ class Reducer:
 
     def _register_hooks(self, index: int) -> list[torch.utils.hooks.RemovableHandle]:
         parameter = self.parameters[index]
+        trains = parameter.requires_grad
+        parameter.requires_grad_(True)  # one that has a gradient, and is frozen by now, would take no hooks
         # A tensor's own hooks run under torch.autograd.grad too, which accumulates nothing.
         accumulate = torch.autograd.graph.get_gradient_edge(parameter).node
         self._nodes.append(accumulate)  # the parameter alone does not keep it
         hooks = [parameter.register_post_accumulate_grad_hook(partial(self._on_ready, index))]
+        self._post_hooks[index] = (parameter._post_accumulate_grad_hooks, hooks[0].id)
         if self.sharding.reduces:
             hooks.append(accumulate.register_prehook(partial(self._before_accumulate, index)))
+        parameter.requires_grad_(trains)
         return hooks
 
     def _before_accumulate(self, index: int, grads: tuple[Tensor, ...]) -> None:
@@ -165,6 +171,8 @@ class Reducer:
         bucket = self.buckets[number]
         self._check_in_place(parameter, bucket, slot)
         self._seen[index] = seen = self._seen.get(index, 0) + 1
+        if self._is_changed_later(index):
+            self._held_back.add(number)
         if self.observing:
             self._observed_order.append(index)
         elif self._again:
@@ -176,18 +184,28 @@ class Reducer:
             if self._missing[number] == 0:
                 self._on_full(number)
 
+    def _is_changed_later(self, index: int) -> bool:
+        """Whether a hook of the user's, which may change the gradient, runs after ours."""
+        hooks, own = self._post_hooks[index]
+        return len(hooks) > 1 and next(reversed(hooks)) != own
+
     def _on_full(self, number: int) -> None:
         if not self.synchronize or not self.sharding.reduces:
             if self.buckets[number].can_collect and not torch.is_grad_enabled():  # else ``.grad`` has a graph to keep
                 self.buckets[number].collect()
         elif self.overlap:
-            while self._next < len(self.buckets) and self._missing[self._next] == 0 and not self._repeats[self._next]:
+            while self._next < len(self.buckets) and self._missing[self._next] == 0 and not self._waits_for_end():
                 if self._must_not_wait and not self.buffers.free:
                     return
                 self._launch_next()
 
+    def _waits_for_end(self) -> bool:
+        """Whether the next bucket's gradients may still change in this backward."""
+        return self._repeats[self._next] or self._next in self._held_back
+
     def _check_in_place(self, parameter: Tensor, bucket: Bucket, slot: int) -> None:
-        if parameter.data_ptr() != bucket.addresses[slot] or parameter.dtype != bucket.dtype:
+        moved = parameter.data_ptr() != bucket.addresses[slot] or parameter.dtype != bucket.dtype
+        if moved or not parameter.is_contiguous():
             raise ParameterError(
                 f"{bucket.label(slot)} was moved, cast or given new data after the optimizer was made "
                 f"(it is {parameter.dtype} on {parameter.device}): call .to() / .half() before, or make a new optimizer"
@@ -246,6 +264,7 @@ class Reducer:
         self._in_round = self._again = False
         self._next = 0
         self._seen = {}
+        self._held_back.clear()
         self._missing = list(self._expected)
 
     @torch.no_grad()
@@ -286,7 +305,8 @@ class Reducer:
         """Agree with the other ranks on readiness, and lay the buckets out in the order that rank 0 saw."""
         check_not_replicated(self.parameters, self.labels)
         self._note_counts()
-        reports = self.sharding.comm.gather_objects((self._observed_order, self._observed_counts, self._cut_short))
+        report = (self._observed_order, self._observed_counts, self._cut_short)
+        reports = self.sharding.comm.gather_objects(report, "the first backward")
         if not any(order for order, _, _ in reports):
             return  # a step before any backward: there is still nothing to learn from
         counts = dict(self._counts)

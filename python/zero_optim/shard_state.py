@@ -247,6 +247,10 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.local if isinstance(tensor, FlatShard) else tensor
 
 
+def _describe(tensor: Tensor) -> str:
+    return repr(tensor) if isinstance(tensor, FlatShard) else f"a whole tensor of shape {tuple(tensor.shape)}"
+
+
 def _source(entry: Mapping[str, Any], name: str, target: Tensor, label: str) -> Tensor:
     """The part of ``entry[name]`` that belongs into ``target``."""
     saved = state_tensor(entry, name, target.shape, label)
@@ -258,6 +262,7 @@ def _source(entry: Mapping[str, Any], name: str, target: Tensor, label: str) -> 
     elif not isinstance(saved, FlatShard):
         return saved
     raise StateMismatchError(
-        f"{name} of {label} was saved as {saved!r}, this rank needs {target!r}: load it with as many ranks, on the "
-        "same rank, at the same stage, bucket_cap_mb and grad_reduce_dtype as it was saved"
+        f"{name} of {label} was saved as {_describe(saved)}, this rank needs {_describe(target)}: load it with as many "
+        "ranks, on the same rank, at the same stage, bucket_cap_mb and grad_reduce_dtype as it was saved; or save "
+        "zero_optim.full_state_dict(opt), which loads anywhere"
     )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .errors import StateMismatchError
 from .flat_shard import FlatShard
-from .parameter_set import ParameterSet
+from .parameter_set import ParameterSet, own_names
 from .validate import check_groups
 
 Groups = Sequence[dict[str, Any]]
@@ -23,11 +23,8 @@ _FIXED_OPTIONS = ("params", "param_names", "decoupled_weight_decay")
 
 
 def state_keys(groups: Groups) -> list[str | int]:
-    """The key of each parameter in a state dict: its name where one is known, else its index over all groups."""
-    keys: list[str | int] = []
-    for group in groups:
-        keys += group.get("param_names") or range(len(keys), len(keys) + len(group["params"]))
-    return keys
+    """The key of each parameter in a state dict: its own name, else its index over all groups."""
+    return [index if name is None else name for index, name in enumerate(own_names(groups))]
 
 
 def pack_groups(groups: Groups) -> list[dict[str, Any]]:
@@ -80,7 +77,7 @@ def saved_order(saved: Mapping[int, Mapping[str, Any]]) -> list[int]:
 
 def step_counts(saved: Mapping[int, Mapping[str, Any]], parameters: int) -> Tensor:
     """[parameters] float64 on the CPU: the updates that each has had, none where ``saved`` does not hold it."""
-    counts = torch.zeros(parameters, dtype=torch.float64)
+    counts = torch.zeros(parameters, dtype=torch.float64, device="cpu")
     for index, entry in saved.items():
         counts[index] = float(entry["step"])
     return counts
@@ -141,16 +138,16 @@ def _check_groups_fit(saved: Groups, groups: Groups, decoupled: bool) -> None:
 def _index_by_key(saved: Groups, groups: Groups) -> dict[Hashable, int]:
     """The index of every key that a state may use: torch's own, by place in the groups, or a parameter's name."""
     ids = [key for group in saved for key in group["params"]]
-    names = [name for group in saved for name in group.get("param_names") or ()]
+    names = own_names([*saved])
     own = state_keys(groups)
-    if names != own and sorted(names) == sorted(map(str, own)):
+    if names != own and None not in names and sorted(map(str, names)) == sorted(map(str, own)):
         first = next(name for name, other in zip(names, own, strict=True) if name != other)
         raise StateMismatchError(
             f"the state holds the same parameters in another order: {first!r} stands elsewhere. Give them in its order"
         )
     index_of: dict[Hashable, int] = {}
     for keys in (own, names, ids):
-        index_of.update({key: index for index, key in enumerate(keys)})
+        index_of.update({key: index for index, key in enumerate(keys) if key is not None})
     return index_of
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 import zero_kernels
 
@@ -85,13 +86,32 @@ def check_parameters(parameters: ParameterSet, indices: Sequence[int]) -> None:
     for parameter, label in zip(everything, labels, strict=True):
         if first.setdefault(id(parameter), label) != label:
             raise ParameterError(f"{label} is {first[id(parameter)]} given again: give each parameter once")
-    for index in indices:
-        _check_parameter(everything[index], labels[index], everything[0], labels[0])
+    check_kinds(parameters, indices)
+    _check_memory(parameters)
     parameters.check_free(indices)
     zero_kernels.check_backend(everything[0].device)
 
 
-def _check_parameter(parameter: Tensor, label: str, first: Tensor, label_of_first: str) -> None:
+def check_kinds(parameters: ParameterSet, indices: Sequence[int]) -> None:
+    """Raise ParameterError for the first of ``indices`` whose kind of tensor the optimizer cannot hold."""
+    for index in indices:
+        _check_kind(parameters.all[index], parameters.labels[index], parameters.all[0], parameters.labels[0])
+
+
+def _check_memory(parameters: ParameterSet) -> None:
+    """Each parameter gets a place of its own: what was tied through its memory would silently come apart."""
+    first: dict[int, str] = {}
+    for parameter, label in zip(parameters.all, parameters.labels, strict=True):
+        if parameter.numel() and first.setdefault(parameter.data_ptr(), label) != label:
+            raise ParameterError(
+                f"{label} shares its memory with {first[parameter.data_ptr()]}, which would end: tie them by "
+                "giving both modules the same Parameter"
+            )
+
+
+def _check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str) -> None:
+    if is_lazy(parameter):
+        raise ParameterError(f"{label} has no shape yet: run a forward of the model before making the optimizer")
     if parameter.device.type == "meta":
         raise ParameterError(f"{label} is on the meta device and has no values: materialise the model first")
     if hasattr(parameter, "device_mesh"):
@@ -121,10 +141,10 @@ def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, opti
         for number, p, label in zip(parameters.group_of, parameters.all, parameters.labels, strict=True)
         if number >= first_group
     ]
-    digests = comm.gather_objects(hashlib.sha256("\n".join(description).encode()).digest())
+    digests = comm.gather_objects(hashlib.sha256("\n".join(description).encode()).digest(), "the constructor")
     if len(set(digests)) == 1:
         return
-    everyone = comm.gather_objects(description)
+    everyone = comm.gather_objects(description, "the constructor")
     odd = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
     pairs = itertools.zip_longest(everyone[0], everyone[odd], fillvalue="nothing more")
     here, there = next(pair for pair in pairs if pair[0] != pair[1])

@@ -118,7 +118,7 @@ class Verifier:
 
     def report(self) -> VerifyReport:
         """Collective: the same on every rank, with the largest difference of all and the counts added up."""
-        found = self._opt._sharding.comm.gather_objects(self._found)
+        found = self._opt._sharding.comm.gather_objects(self._found, "the report of verify")
         worst = max(found, key=lambda report: report.ulps)
         totals = {name: sum(getattr(r, name) for r in found) for name in ("compared", "unrounded", "edited")}
         return replace(worst, **totals)

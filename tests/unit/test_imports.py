@@ -15,7 +15,8 @@ KERNELS = ROOT / "zero_kernels"
 # Within zero_optim a module imports from its own row and from earlier ones.
 ORDER = (
     {"errors", "layout"},
-    {"backward_watch", "host_copy", "comm", "flat_shard", "parameter_set", "comm_buffers", "bucket", "replicas"},
+    {"backward_watch", "handed_out", "host_copy", "comm", "flat_shard", "parameter_set", "comm_buffers"}
+    | {"bucket", "replicas"},
     {"reducer", "param_group", "nonfinite", "grad_norm", "grad_scaler", "param_gather", "shard_state", "state_dict"}
     | {"stats", "validate"},
     {"optimizer"},

@@ -84,7 +84,7 @@ def _save(trainer: Trainer, plan: Plan, world: World, step: int) -> None:
 
 def _finish(trainer: Trainer, plan: Plan, world: World) -> None:
     """Validates on every rank; rank 0 then tells and draws."""
-    reports = world.comm.gather_objects(trainer.report(plan.config.steps - plan.steps_done))
+    reports = world.comm.gather_objects(trainer.report(plan.config.steps - plan.steps_done), "the last report")
     validation_loss = trainer.validation_loss()
     if not world.leads:
         return

@@ -51,7 +51,7 @@ def together(comm: Comm, work: Callable[[], T]) -> T:
         result, problem = work(), None
     except UsageError as error:
         result, problem = None, str(error)
-    problems = [other for other in comm.gather_objects(problem) if other is not None]
+    problems = [other for other in comm.gather_objects(problem, "work done together") if other is not None]
     if problems:
         raise UsageError(problems[0])
     return result  # type: ignore[return-value]
@@ -61,7 +61,7 @@ def make_plan(request: TrainRequest, world: World) -> Plan:
     """Reads checkpoint and data on every rank, makes the run directory on rank 0. Raises UsageError, on all alike."""
     config, corpus, saved = together(world.comm, lambda: _read_inputs(request, world))
     path = together(world.comm, lambda: _open_run_dir(request, config, saved) if world.leads else None)
-    return Plan(config, corpus, RunDir(world.comm.gather_objects(path)[0]), saved)
+    return Plan(config, corpus, RunDir(world.comm.gather_objects(path, "the plan")[0]), saved)
 
 
 def _read_inputs(request: TrainRequest, world: World) -> tuple[TrainConfig, Corpus, Saved | None]:

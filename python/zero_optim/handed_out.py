@@ -1,0 +1,41 @@
+"""Whether somebody keeps a gradient that ``.grad`` has shown: its memory is not to be used again then."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_references_in_cpp = operator.methodcaller("_use_count")
+_ALONE = max(map(sys.getrefcount, [object()]))  # of what one list alone refers to
+
+
+class HandedOut:
+    """The tensors over ``buffer`` that ``.grad`` shows, one a parameter.
+
+    To be made when nobody else has seen one, and all that views ``buffer`` for good is there.
+    """
+
+    def __init__(self, buffer: Tensor, handles: Sequence[Tensor]) -> None:
+        self._buffer, self._handles = buffer, handles
+        self._uses = _storage_uses(buffer)
+
+    def kept(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether anything but each one's own ``parameter.grad`` refers to one of them, or to the memory."""
+        references = [*map(sys.getrefcount, self._handles)]
+        uses = [*map(_references_in_cpp, self._handles)]  # all of them are one of the above
+        if max(references, default=0) > _ALONE or max(uses, default=0) > 1:
+            shown = [p.grad is handle for p, handle in zip(parameters, self._handles, strict=True)]
+            for here, count, of_tensor in zip(shown, references, uses, strict=True):
+                if count > _ALONE + here or of_tensor > 1 + here:
+                    return True
+        return _storage_uses(self._buffer) > self._uses
+
+
+def _storage_uses(tensor: Tensor) -> int:
+    """How many tensors share the storage, its own Python object included."""
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return uses
