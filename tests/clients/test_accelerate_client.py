@@ -127,3 +127,16 @@ def test_two_ranks(tmp_path: Any) -> None:
     assert_bitwise(found["resumed"], found["straight"], "resumed")
     alone = load_example("accelerate_loop").main(["--steps", "4", "--checkpoint", str(tmp_path / "state")])
     assert_bitwise(weights(alone), found["straight"], "two ranks' checkpoint on one")
+
+
+def _resume_on_two_ranks(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with as_torchrun(rank, world_size):
+        return {"resumed": weights(load_example("accelerate_loop").main(["--steps", "4", "--checkpoint", folder]))}
+
+
+def test_one_ranks_checkpoint_goes_on_on_two(tmp_path: Any) -> None:
+    """accelerate keeps the count of steps in a file a rank, which the second rank has not got."""
+    folder = str(tmp_path / "state")
+    alone = weights(load_example("accelerate_loop").main(["--steps", "2", "--checkpoint", folder]))
+    found = assert_ranks_alike(run_ranks(2, _resume_on_two_ranks, folder))["resumed"]
+    assert not any(map(torch.equal, found, alone))
