@@ -340,13 +340,12 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
-        self._empty_state = value
-        if not hasattr(self, "_states"):  # torch's constructor
-            return
         if value:
             raise ZeroOptimError("state cannot be assigned: load_state_dict() takes one over; an empty dict restarts")
-        self._states.restart(set(self._parameters.trained))
-        self._hyper.steps.zero_()
+        self._empty_state = value
+        if hasattr(self, "_states"):  # else torch's constructor assigns it
+            self._states.restart(set(self._parameters.trained))
+            self._hyper.steps.zero_()
 
     # -- the user's edits and names ------------------------------------------------------------------------------
 

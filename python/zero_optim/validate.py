@@ -100,13 +100,19 @@ def check_kinds(parameters: ParameterSet, indices: Sequence[int]) -> None:
 
 def _check_memory(parameters: ParameterSet) -> None:
     """Each parameter gets a place of its own: what was tied through its memory would silently come apart."""
-    first: dict[int, str] = {}
-    for parameter, label in zip(parameters.all, parameters.labels, strict=True):
-        if parameter.numel() and first.setdefault(parameter.data_ptr(), label) != label:
+    spans = sorted(_span(p, label) for p, label in zip(parameters.all, parameters.labels, strict=True) if p.numel())
+    for (_, end, label), (start, _, other) in itertools.pairwise(spans):
+        if start < end:
             raise ParameterError(
-                f"{label} shares its memory with {first[parameter.data_ptr()]}, which would end: tie them by "
-                "giving both modules the same Parameter"
+                f"{label} and {other} share memory, which would end: tie them by giving both modules the same Parameter"
             )
+
+
+def _span(parameter: Tensor, label: str) -> tuple[int, int, str]:
+    """First address and the one after the last; of a tensor with gaps its first element's, others may lie between."""
+    numel = parameter.numel() if parameter.is_contiguous() else 1
+    start = parameter.data_ptr()
+    return start, start + numel * parameter.itemsize, label
 
 
 def _check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str) -> None:
