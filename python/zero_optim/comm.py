@@ -275,7 +275,7 @@ class Comm:
         total = parts[0]
         if received.dtype != torch.float32 and self.world_size > 2:
             if self._sum.numel() < out.numel():
-                self._sum = torch.empty(out.numel(), dtype=torch.float32)
+                self._sum = self._sum.new_empty(out.numel())
             total = self._sum[: out.numel()].copy_(parts[0])
         for part in parts[1:]:
             total.add_(part)  # two 16-bit terms are added in fp32 and rounded once, so they need no fp32 scratch

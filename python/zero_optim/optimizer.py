@@ -167,7 +167,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._update()
         return result
 
-    @torch.compiler.disable  # a compiled step counts no steps (seen)
+    @torch.compiler.disable  # traced together with step, it counted no steps (seen)
     def _update(self) -> None:
         self._gather.wait()
         self._adopt_torch_scale()
