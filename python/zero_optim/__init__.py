@@ -12,8 +12,10 @@ from .errors import (
 )
 from .flat_shard import FlatShard
 from .full_state import full_state_dict, load_full_state_dict
+from .gather_parameters import gather_parameters
 from .grad_scaler import GradScaler
 from .optimizer import ShardedAdamW
+from .shard_module import shard_module
 from .verify import Verifier, VerifyReport, verify
 
 __all__ = [
@@ -31,6 +33,8 @@ __all__ = [
     "VerifyReport",
     "ZeroOptimError",
     "full_state_dict",
+    "gather_parameters",
     "load_full_state_dict",
+    "shard_module",
     "verify",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +21,7 @@ import zero_kernels  # noqa: F401  registers torch.ops.zero_kernels
 from .comm import Comm, Pending
 from .comm_buffers import CommBuffers
 from .errors import GradientError
+from .flat_params import FlatParams
 from .flat_shard import FlatShard
 from .handed_out import HandedOut
 from .layout import BucketLayout
@@ -39,7 +40,8 @@ class GradState(enum.Enum):
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is split over which ranks. A stage is a comparison: 0 nothing, >= 1 optimizer state, >= 2 gradients."""
+    """What is split over which ranks. A stage is a comparison: 0 nothing, >= 1 optimizer state, >= 2 gradients, >= 3
+    parameters."""
 
     comm: Comm
     stage: int
@@ -72,27 +74,25 @@ class Settled:
 
 
 class Bucket:
-    """Parameters of one dtype as views of one flat tensor, and the buffers of their gradients.
+    """The flat parameters of one dtype that are reduced together, and the buffers of their gradients.
 
     Attributes:
-        param_flat: [numel] the parameters' dtype; every parameter's data is a view of it.
-        param_shard: [shard_numel] this rank's part of ``param_flat``, a view.
+        flat: the parameters; at stage 3 those of a unit.
+        param_shard: [shard_numel] this rank's part of them.
         keeps_full: whether gradients rest here in full: at stages 0 and 1, and on one rank.
         grad_buffer: where gradients rest, [numel] where ``keeps_full``, else [shard_numel].
         grad_shard: [shard_numel] what ``step`` applies, a view of ``grad_buffer``.
         offsets: where each slot starts, in elements.
         nonfinite: [slots] int32, 1 where the gradient that this rank last packed was not finite. Given by the reducer.
-        gather: brings in the other ranks' parts of ``param_flat``, while it is under way.
+        gather: brings in the other ranks' parts of the parameters after a step, while it is under way.
         used: one byte a slot, 1 where this rank has put a gradient of it into ``grad_buffer``.
     """
 
-    def __init__(
-        self, layout: BucketLayout, parameters: Mapping[int, Tensor], labels: Sequence[str], sharding: Sharding
-    ) -> None:
-        self.layout, self.sharding = layout, sharding
-        self.params = [parameters[slot.param] for slot in layout.slots]
+    def __init__(self, layout: BucketLayout, flat: FlatParams, labels: Sequence[str], sharding: Sharding) -> None:
+        self.layout, self.flat, self.sharding = layout, flat, sharding
+        self.params = flat.params
         self._labels = labels
-        self.dtype, self.device = self.params[0].dtype, self.params[0].device
+        self.dtype, self.device = flat.dtype, flat.device
         self.reduce_dtype = sharding.reduce_dtype(self.dtype)
         self.pieces = tuple(layout.pieces(sharding.shard))
         self.offsets = [slot.offset for slot in layout.slots]
@@ -106,16 +106,11 @@ class Bucket:
         self._taken: set[int] = set()  # slots whose reduced gradient was taken out of .grad, to be added to
         self.refused: dict[int, str] = {}  # by slot, why its gradient was left out
         self._stale: set[int] = set()  # slots zeroed by the user since their gradients came into the bucket
-        self._flatten_parameters()
         self._allocate_gradients()
 
-    def _flatten_parameters(self) -> None:
-        self.param_flat = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
-        self.param_shard = self._own_part(self.param_flat)
-        for parameter, view in zip(self.params, self._slot_views(self.param_flat), strict=True):
-            view.copy_(parameter.data)
-            parameter.data = _as_own_storage(view)
-        self.addresses = [parameter.data_ptr() for parameter in self.params]
+    @property
+    def param_shard(self) -> Tensor:
+        return self.flat.shard
 
     def _allocate_gradients(self) -> None:
         stage, reduces = self.sharding.stage, self.sharding.reduces
@@ -168,7 +163,7 @@ class Bucket:
 
     def let_go(self) -> None:
         """Hold no parameters and no gradients any more: memory goes as the parameters move to other buckets."""
-        del self.param_flat, self.param_shard
+        del self.flat, self.params
         del self.grad_buffer, self.grad_shard, self._views, self._shards, self._handed_out
 
     # -- gradients -----------------------------------------------------------------------------------------------
@@ -269,9 +264,9 @@ class Bucket:
         self.grad_shard.copy_(kept)
 
     def unshard(self) -> None:
-        """Start to bring every rank's shard of the parameters into ``param_flat``."""
-        if self.sharding.shards > 1:
-            self.gather = self.sharding.comm.all_gather(self.param_flat)
+        """Start to bring in every rank's shard of the parameters. At stage 3 units do, as they are used."""
+        if self.sharding.shards > 1 and self.sharding.stage < 3:
+            self.gather = self.sharding.comm.all_gather(self.flat.full)
 
     def wait_for_parameters(self) -> None:
         """Order what follows after the arrival of the parameters."""
@@ -388,17 +383,6 @@ class Bucket:
                 f"{self.dtype} on {self.device}. For an embedding, build it with sparse=False"
             )
         return grad.detach().contiguous()
-
-
-def _as_own_storage(view: Tensor) -> Tensor:
-    """The same memory, seen as a storage of its own.
-
-    Of tensors that share a storage safetensors keeps one and drops the others, with a warning (seen: a checkpoint
-    without most parameters), and torch.save of a single one writes them all.
-    """
-    start = view.storage_offset() * view.itemsize
-    storage = view.untyped_storage()[start : start + view.numel() * view.itemsize]
-    return view.new_empty(0).set_(storage, 0, view.shape, view.stride())
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

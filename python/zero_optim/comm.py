@@ -133,10 +133,19 @@ class Comm:
         for comm in (self, *others) if others else ():
             comm.shared = True  # what it changes needs no agreement
         wanted = any(other._ranks() == ranks for other in others)
+        self._take_group(ranks, "the constructor", wanted=wanted)
+
+    def take_own_group(self) -> None:
+        """Collective. Take a group of its own, with the same ranks: what this communicates runs beside all else."""
+        _live.discard(self)  # so that no optimizer looks on it as another
+        if self.world_size > 1:
+            self._take_group(dist.get_process_group_ranks(self.group), "shard_module", wanted=True)
+
+    def _take_group(self, ranks: list[int], where: str, *, wanted: bool) -> None:
         alive = [group for group in map(_dereference, _spare.get(tuple(ranks), ())) if group is not None]
         spare = {group.group_name: group for group in alive}
         report = (wanted, set(spare), len(dist.distributed_c10d._world.pg_names))
-        reports = self.gather_objects(report, "the constructor")
+        reports = self.gather_objects(report, where)
         if not any(wanted for wanted, _, _ in reports):
             return
         common = sorted(set.intersection(*(names for _, names, _ in reports)))
@@ -156,6 +165,26 @@ class Comm:
                 "some of them are in more groups than others. Make one on all ranks, dist.new_group(ranks), and give it"
             )
         return dist.new_group(ranks, _timeout(self.group), backend, use_local_synchronization=not everyone)
+
+    def of_consecutive(self, count: int) -> Comm:
+        """Collective. The ``count`` consecutive ranks among which this one is, a divisor of all; traffic is one."""
+        ranks = dist.get_process_group_ranks(self.group)
+        everyone = len(ranks) == dist.get_world_size()
+        backend, timeout = dist.get_backend_config(self.group), _timeout(self.group)
+        for start in range(0, len(ranks), count):
+            of_node = ranks[start : start + count]
+            if everyone or start <= self.rank < start + count:
+                group = dist.new_group(of_node, timeout, backend, use_local_synchronization=not everyone)
+                if start <= self.rank < start + count:
+                    node = Comm(group)
+        _live.discard(node)
+        node.traffic = self.traffic
+        return node
+
+    @property
+    def ranks(self) -> list[int]:
+        """As the whole job numbers them; of one rank without a group, 0."""
+        return self._ranks() or [0]
 
     def _ranks(self) -> list[int]:
         group = self._group() if self._group is not None else None

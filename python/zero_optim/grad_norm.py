@@ -1,11 +1,11 @@
 """Phase 2 of a step: what all ranks must know of the gradients, in one small all-reduce, and the factors from it.
 
 The vector: ``[norm term, non-finite count, alarms ..., used count of each parameter ..., reports of non-finite
-gradients ...]``. It is summed for finite norms and maximised for the infinity norm; every part means the same under
-either.
+gradients ..., at stage 3 one of several codes for what the rank has gathered ...]``. It is summed for finite norms and
+maximised for the infinity norm; every part means the same under either.
 
 Alarms: how many gradients are late, and refused; how many ranks have thawed parameters, and leftover gradients, which
-only all of them can deal with; and how many have not.
+only all of them can deal with; and how many have not. The last is found on arrival: more than one code.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from .errors import GradientError, RankMismatchError
 from .host_copy import HostCopy
 from .nonfinite import NonFinite
 from .reducer import Reducer
+from .unit_schedule import ORDER_CODES, UnitSchedule
 
-_HEADER = 8
-_QUIET = (0, 0, False, False, True, True)  # the alarms of a usual step
+_HEADER = 9
+_QUIET = (0, 0, False, False, True, True, False)  # the alarms of a usual step
 _NAMED = 65536  # marks, in its used count, a parameter that an alarm is about; exact in fp32 for 255 ranks at once
 
 
@@ -45,8 +46,8 @@ class GradNorm:
         scaled: whether a GradScaler takes part in the next step.
     """
 
-    def __init__(self, sharding: Sharding, labels: Sequence[str]) -> None:
-        self.sharding, self.labels = sharding, labels
+    def __init__(self, sharding: Sharding, labels: Sequence[str], schedule: UnitSchedule | None = None) -> None:
+        self.sharding, self.labels, self._schedule = sharding, labels, schedule
         device = sharding.device
         self.nonfinite = NonFinite(sharding.comm.rank, sharding.comm.world_size, device)
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
@@ -69,9 +70,12 @@ class GradNorm:
             self.factor = torch.cat([self.factor, self.factor.new_ones(count - len(self.factor))])
         self.used = torch.zeros(count, dtype=torch.bool, device=device)
         self.nonfinite.resize(count)
-        self._vector = torch.zeros(_HEADER + count + self.nonfinite.entries, dtype=torch.float32, device=device)
+        codes = ORDER_CODES if self._schedule is not None and self.sharding.reduces else 0
+        entries = _HEADER + count + self.nonfinite.entries
+        self._vector = torch.zeros(entries + codes, dtype=torch.float32, device=device)
         self._used_counts = self._vector[_HEADER : _HEADER + count]
-        self._reports = self._vector[_HEADER + count :]
+        self._reports = self._vector[_HEADER + count : entries]
+        self._codes = self._vector[entries:]
         self._alarms = _Alarms(self._vector[2:_HEADER], self.sharding.reduces)
         self._used_here = torch.zeros(count, dtype=torch.float32, device=device)  # [parameters] as last sent there
         self._used_sent = bytearray(count)
@@ -111,7 +115,7 @@ class GradNorm:
         wanted = norm_type is not None or stats
         self._vector[:2] = self._local_totals(reducer.buckets, norm_type or 2.0) if wanted else 0.0
         refused, leftover = reducer.refused, reducer.leftover
-        alarms = (len(reducer.late), len(refused), bool(thawed), bool(leftover), not thawed, not leftover)
+        alarms = (len(reducer.late), len(refused), bool(thawed), bool(leftover), not thawed, not leftover, False)
         if alarms == _QUIET:
             self._vector[2:_HEADER].copy_(self._quiet)
         else:
@@ -121,7 +125,12 @@ class GradNorm:
         for index in {*reducer.late, *refused, *thawed, *leftover}:
             self._used_counts[index].add_(_NAMED)
         self.nonfinite.report(self._reports, reducer.nonfinite, reducer.slot_params)
+        if self._schedule is not None and len(self._codes):
+            self._codes.zero_()
+            self._codes[self._schedule.order_code].fill_(1)
         self.sharding.comm.exchange(self._vector, maximum=maximum)
+        if len(self._codes):
+            self._vector[_HEADER - 1] = (self._codes > 0).sum() > 1
         own = partial(self._raise_alarm, reducer)
         self._alarms.check_this(own, now=bool(reducer.late or refused or thawed or leftover))
         torch.gt(self._used_counts, 0, out=self.used)
@@ -152,8 +161,8 @@ class GradNorm:
     def decide(self, skip_nonfinite: bool) -> None:
         """Fill in found_inf. What an alarm is raised for always skips; a non-finite gradient if asked."""
         nonfinite = self._vector[1:2] if skip_nonfinite else 0.0
-        late, refused, thawed, leftover, unthawed, unleft = self._vector[2:_HEADER].split(1)
-        self.found_inf.copy_(late + refused + thawed * unthawed + leftover * unleft + nonfinite > 0)
+        late, refused, thawed, leftover, unthawed, unleft, parted = self._vector[2:_HEADER].split(1)
+        self.found_inf.copy_(late + refused + thawed * unthawed + leftover * unleft + parted + nonfinite > 0)
         self.nonfinite.note(self._reports, self.found_inf)
 
     def _local_totals(self, buckets: Sequence[Bucket], norm_type: float) -> Tensor:
@@ -260,6 +269,16 @@ class GradNorm:
             kinds = " or ".join(sorted({str(dtype) for dtype in of.values()}))
             other = f"the gradient of {names} on another rank cannot be used; expected a dense {kinds}"
             raise GradientError("; ".join(own or [other]))
+        if alarm == "parted":
+            raise RankMismatchError(
+                "the ranks have gathered units in different orders, and may have computed with wrong values: each must "
+                "run as many forwards and backwards of the sharded model, in the same order. Nothing was updated"
+            )
+        if self._schedule is not None:
+            raise GradientError(
+                f"a gradient of {names} arrived after the backward of its unit. Nothing was updated. Gradients "
+                "must come into a unit through what its forward returns: tensors in lists, tuples, dicts or dataclasses"
+            )
         raise GradientError(
             f"a gradient of {names} arrived after its bucket had been reduced: it became ready more often than in the "
             "backward that was observed. Nothing was updated. Call opt.zero_grad(), and opt.observe() before a "
@@ -293,8 +312,9 @@ class _Alarms:
             self._check(fail)
 
     def _check(self, fail: Callable[[str], object]) -> None:
-        late, refused, thawed, leftover, unthawed, unleft = self._host.read(wait=True) or (0.0,) * 6
-        alarms = {"late": late, "refused": refused, "thawed": thawed * unthawed, "leftover": leftover * unleft}
+        late, refused, thawed, leftover, unthawed, unleft, parted = self._host.read(wait=True) or (0.0,) * 7
+        alarms = {"parted": parted, "late": late, "refused": refused}
+        alarms |= {"thawed": thawed * unthawed, "leftover": leftover * unleft}
         for alarm, count in alarms.items():
             if count > 0:
                 fail(alarm)

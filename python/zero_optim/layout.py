@@ -12,7 +12,7 @@ parameters::
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -58,6 +58,11 @@ class BucketLayout:
     @property
     def shard_numel(self) -> int:
         return self.numel // self.shards
+
+    def renumbered(self, params: Sequence[int]) -> BucketLayout:
+        """The same places for parameters with other indices, slot by slot."""
+        slots = zip(self.slots, params, strict=True)
+        return replace(self, slots=tuple(replace(slot, param=param) for slot, param in slots))
 
     def pieces(self, shard: int) -> Iterator[SlotPiece]:
         """What ``shard`` holds of every slot, empty pieces included."""

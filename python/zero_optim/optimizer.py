@@ -23,13 +23,15 @@ from . import validate
 from .bucket import Bucket, GradState, Sharding
 from .comm import make_comm
 from .errors import ClosedError, GradientError, ZeroOptimError
+from .flat_params import FlatParams
 from .grad_norm import GradNorm
 from .layout import bucket_capacities, build_layout
 from .param_gather import ParamGather
 from .param_group import HyperTable
-from .parameter_set import ParameterSet
+from .parameter_set import ParameterSet, listed
 from .reducer import Reducer
 from .shard_state import OptimizerState
+from .sharded_model import ShardedModel, sharded_model_of, tensors_in
 from .state_dict import load_groups, make_state_dict, match_state, saved_order, step_counts
 from .stats import memory_by_kind
 
@@ -52,12 +54,13 @@ class ShardedAdamW(torch.optim.Optimizer):
         params: parameters, ``model.named_parameters()``, or groups, as ``torch.optim.AdamW`` takes them.
         lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``; a group's own values win; read at
             every step.
-        stage: what the ranks share: 0 nothing, 1 optimizer state, 2 optimizer state and gradients.
-        process_group: the ranks; None: the default group where ``torch.distributed`` is initialised, else one
-            rank.
+        stage: what the ranks share: 0 nothing, 1 optimizer state, 2 optimizer state and gradients; 3, parameters too,
+            where ``zero_optim.shard_module`` was given the model before. None: 2, or 3 then.
+        process_group: the ranks; None: those of the sharded model, else the default group where ``torch.distributed``
+            is initialised, else one rank.
         mesh: a 1-D DeviceMesh, instead of ``process_group``.
         bucket_cap_mb: MiB of gradients that one collective carries, at most; never over 1/4 of the parameters
-            of one dtype.
+            of one dtype. At stage 3 it carries a unit's.
         grad_reduce_dtype: dtype in which gradients are summed over ranks and accumulated in shards; None:
             their own.
         max_grad_norm: clip every step to this 2-norm, unless ``clip_grad_norm_`` was called for it.
@@ -65,7 +68,8 @@ class ShardedAdamW(torch.optim.Optimizer):
             through.
         overlap_grad_reduce: reduce while backward runs, instead of after it.
         overlap_param_gather: gather updated parameters while the next forward runs: after ``opt.attach(model)``, a
-            module waits for its own as it is called. Else read them only after ``opt.wait_for_parameters()``.
+            module waits for its own as it is called. Else read them only after ``opt.wait_for_parameters()``. At
+            stage 3 nothing is gathered by ``step``.
         decoupled_weight_decay: False makes it ``torch.optim.Adam``, with L2 in the gradient.
         fused, foreach, capturable: accepted for torch's sake; it is always all of them.
 
@@ -89,7 +93,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
-        stage: int = 2,
+        stage: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         mesh: dist.DeviceMesh | None = None,
         bucket_cap_mb: float = 25.0,
@@ -101,7 +105,11 @@ class ShardedAdamW(torch.optim.Optimizer):
         decoupled_weight_decay: bool = True,
     ) -> None:
         self._closed = True  # until the constructor is through
-        comm = make_comm(process_group if process_group is not None or mesh is None else mesh.get_group(mesh.ndim - 1))
+        params = listed(params)
+        sharded = sharded_model_of(tensors_in(params))
+        group = process_group if process_group is not None or mesh is None else mesh.get_group(mesh.ndim - 1)
+        comm = make_comm(sharded[0].process_group() if group is None and sharded else group)
+        stage = (3 if sharded else 2) if stage is None else stage
         options = {
             "stage": stage,
             "bucket_cap_mb": bucket_cap_mb,
@@ -122,6 +130,8 @@ class ShardedAdamW(torch.optim.Optimizer):
             self._parameters = ParameterSet(self.param_groups)
             indices = self._parameters.read_groups()
             validate.check_groups(self.param_groups)
+            self._sharded = sharded[0] if sharded else None
+            validate.check_sharded(self._parameters, indices, stage, comm)
             validate.check_parameters(self._parameters, indices)
         validate.check_agreement(comm, self._parameters, 0, options)
         comm.separate()
@@ -131,18 +141,26 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._sharding = Sharding(comm, stage, grad_reduce_dtype, self.device)
         trained = self._parameters.trained
         make_buckets = partial(_make_buckets, trained, self._parameters.labels, self._sharding, bucket_cap_mb)
-        self._reducer = Reducer(trained, self._parameters.labels, self._sharding, make_buckets, overlap_grad_reduce)
+        schedule = None
+        if self._sharded is not None:
+            self._parameters.take_names(self._sharded.model)
+            make_buckets = partial(_buckets_of_units, self._sharded, trained, self._parameters.labels, self._sharding)
+            schedule = self._sharded.schedule
+            comm.traffic = self._sharded.comm.traffic
+        self._reducer = Reducer(
+            trained, self._parameters.labels, self._sharding, make_buckets, overlap_grad_reduce, schedule
+        )
         self._states = OptimizerState(trained, self._sharding)
-        self._norm = GradNorm(self._sharding, self._parameters.labels)
+        self._norm = GradNorm(self._sharding, self._parameters.labels, schedule)
         self._hyper = HyperTable([], 0, self.device, decoupled=decoupled_weight_decay)
-        self._gather = ParamGather(overlap_param_gather)
+        self._gather = ParamGather(overlap_param_gather and stage < 3)
         self._reducer.on_layout = [self._states.lay_out, self._gather.use]
         self._reducer.on_backward = self._norm.discard
         self._steps = 0
         self.watchers: list[Watcher] = []  # told of every update; ``zero_optim.verify`` adds one
         self._closed = False
         try:
-            self._take_in(indices, self._parameters.requiring_grad(indices))
+            self._take_in(indices, self._to_train(indices))
         except BaseException:
             self.close()
             raise
@@ -177,6 +195,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._exchange(2.0 if self.max_grad_norm is not None else None)
         grad_scale, found_inf = self._coefficients()
         self._hyper.advance(self.param_groups, self._norm.used & (found_inf == 0), self._norm.factor)
+        if self._sharded is not None:
+            self._sharded.schedule.settle()
 
         # Phase 3: update every shard and send it out, in the order in which the next forward wants the parameters.
         for watcher in self.watchers:
@@ -398,24 +418,35 @@ class ShardedAdamW(torch.optim.Optimizer):
                 super().add_param_group(self._parameters.with_names(param_group))
                 indices = self._parameters.read_groups()
                 validate.check_groups(self.param_groups[before:], before)
+                validate.check_sharded(self._parameters, indices, self.stage, comm)
                 validate.check_parameters(self._parameters, indices)
             validate.check_agreement(comm, self._parameters, before, {})
         except BaseException:
             del self.param_groups[before:]
             self._parameters.read_groups()
             raise
-        self._take_in(indices, self._parameters.requiring_grad(indices))
+        self._take_in(indices, self._to_train(indices))
 
     def settle(self) -> None:
         """Collective. What a backward or ``step`` has left under way is over afterwards. What communicates outside of
         both begins with it, so that every rank stands at the same place."""
         self._reducer.complete_open_round()
         self._gather.wait()
+        if self._sharded is not None:
+            self._sharded.schedule.settle()
         self._norm.check_alarms()
+
+    def _to_train(self, indices: Sequence[int]) -> list[int]:
+        """Those that require a gradient, and those whose bucket has others that do."""
+        wanted = self._parameters.requiring_grad(indices)
+        if self._sharded is None:
+            return wanted
+        beside = {id(p) for flat in self._sharded.trained_flats() for p in flat.params}
+        return [index for index in indices if index in wanted or id(self._parameters.all[index]) in beside]
 
     def _take_in(self, indices: Sequence[int], trained: Sequence[int]) -> None:
         """Collective. Give these parameters what they lack: rank 0's values, and those that are ``trained`` a place."""
-        for index in indices:
+        for index in indices if self._sharded is None else ():
             self._sharding.comm.broadcast(self._parameters.all[index].data)
         self._parameters.claim(indices)
         self._parameters.train(trained)
@@ -495,7 +526,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             "steps": self._steps,
             "skipped_steps": int(self._norm.skipped),
             "collectives": self._sharding.comm.stats(),
-            "memory": memory_by_kind(self._states.shards, self._reducer.buffers, self._sharding.comm),
+            "memory": memory_by_kind(self._states.shards, self._reducer.buffers, self._sharding.comm, self._sharded),
             "non_finite": self.first_non_finite(),
         }
 
@@ -546,4 +577,18 @@ def _make_buckets(
     itemsizes = {kind: sharding.reduce_dtype(kind).itemsize for kind in kinds.values()}
     capacities = bucket_capacities(numels, kinds, bucket_cap_mb * 2**20, itemsizes)
     layouts = build_layout(numels, kinds, order, capacities, sharding.shards)
-    return [Bucket(layout, parameters, labels, sharding) for layout in layouts]
+    flats = [FlatParams(layout, [parameters[s.param] for s in layout.slots], sharding.shard) for layout in layouts]
+    return [Bucket(layout, flat, labels, sharding) for layout, flat in zip(layouts, flats, strict=True)]
+
+
+def _buckets_of_units(
+    sharded: ShardedModel,
+    parameters: Mapping[int, Tensor],
+    labels: Sequence[str],
+    sharding: Sharding,
+    order: Sequence[int],
+) -> list[Bucket]:
+    index_of = {id(parameters[index]): index for index in order}
+    flats = sharded.flats_to_train([parameters[index] for index in order])
+    layouts = [flat.layout.renumbered([index_of[id(parameter)] for parameter in flat.params]) for flat in flats]
+    return [Bucket(layout, flat, labels, sharding) for layout, flat in zip(layouts, flats, strict=True)]

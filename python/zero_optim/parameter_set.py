@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import ParameterError
+from .param_shard import plain_parameter
 
 # The set that a parameter is in, for every live optimizer of the process.
 _set_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -47,7 +48,7 @@ class ParameterSet:
     def read_groups(self) -> list[int]:
         """Take in what the groups have gained. Returns the indices; none of them is trained yet."""
         before = len(self.all)
-        self.all[:] = [parameter for group in self.groups for parameter in group["params"]]
+        self.all[:] = [plain_parameter(parameter) for group in self.groups for parameter in group["params"]]
         self._sizes = [len(group["params"]) for group in self.groups]
         self.group_of[:] = [number for number, group in enumerate(self.groups) for _ in group["params"]]
         self.relabel()
@@ -77,6 +78,7 @@ class ParameterSet:
         """Raises ParameterError for a parameter that is not in the set."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         index_of = {id(parameter): index for index, parameter in enumerate(self.all)}
+        parameters = [plain_parameter(parameter) for parameter in parameters]
         for parameter in parameters:
             if id(parameter) not in index_of:
                 raise ParameterError(
@@ -88,10 +90,10 @@ class ParameterSet:
         """Call parameters what ``model.named_parameters()`` does. Raises ParameterError where it lacks one."""
         names = _names(model)
         for group in self.groups:
-            missing = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+            missing = [tuple(p.shape) for p in group["params"] if id(plain_parameter(p)) not in names]
             if missing:
                 raise ParameterError(f"the model has no parameters of shapes {missing}, which this optimizer holds")
-            group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
+            group["param_names"] = [names[id(plain_parameter(p))] for p in group["params"]]
         self._model = weakref.ref(model)
         self.relabel()
 
@@ -107,13 +109,13 @@ class ParameterSet:
             return {**group, "params": params}
         model = self._model() if self._model is not None else None
         names = _names(model) if model is not None else {}
-        unknown = [tuple(parameter.shape) for parameter in params if id(parameter) not in names]
+        unknown = [tuple(parameter.shape) for parameter in params if id(plain_parameter(parameter)) not in names]
         if unknown:
             raise ParameterError(
                 f"the other groups have names, these parameters of shapes {unknown} have none: give (name, parameter) "
                 "pairs, or add them to the model before"
             )
-        return {**group, "params": [(names[id(parameter)], parameter) for parameter in params]}
+        return {**group, "params": [(names[id(plain_parameter(p))], p) for p in params]}
 
     def check_groups_unedited(self) -> None:
         """Raise ParameterError where parameters were put into ``groups``, or taken out, by hand."""
@@ -126,21 +128,6 @@ class ParameterSet:
 
     # -- one live optimizer a parameter --------------------------------------------------------------------------
 
-    def check_free(self, indices: Sequence[int]) -> None:
-        """Raise ParameterError for a parameter that another live optimizer has."""
-        if any(self._other_of(index) for index in indices):
-            gc.collect()  # one that was dropped may wait in a cycle
-        for index in indices:
-            if self._other_of(index):
-                raise ParameterError(
-                    f"{self.labels[index]} is in another ShardedAdamW already: both would reduce its gradient. close() "
-                    "that one first, or give each its own parameters"
-                )
-
-    def _other_of(self, index: int) -> ParameterSet | None:
-        other: ParameterSet | None = _set_of.get(self.all[index], lambda: None)()
-        return other if other is not self else None
-
     def claim(self, indices: Iterable[int]) -> None:
         for index in indices:
             _set_of[self.all[index]] = weakref.ref(self)
@@ -151,13 +138,46 @@ class ParameterSet:
                 del _set_of[parameter]
 
 
+def check_free(parameters: Sequence[Tensor], labels: Sequence[str], own: ParameterSet | None = None) -> None:
+    """Raise ParameterError for a parameter that a live optimizer has, other than that of ``own``."""
+    if any(_other_of(parameter, own) for parameter in parameters):
+        gc.collect()  # one that was dropped may wait in a cycle
+    for parameter, label in zip(parameters, labels, strict=True):
+        if _other_of(parameter, own):
+            raise ParameterError(
+                f"{label} is in another ShardedAdamW already: both would reduce its gradient. close() that one first, "
+                "or give each its own parameters"
+                if own
+                else f"{label} is in a ShardedAdamW already: call shard_module before making the optimizer"
+            )
+
+
+def _other_of(parameter: Tensor, own: ParameterSet | None) -> ParameterSet | None:
+    other: ParameterSet | None = _set_of.get(parameter, lambda: None)()
+    return other if other is not own else None
+
+
+def listed(params: Any) -> Any:
+    """``params`` as an optimizer takes them, its iterators as lists: it is read twice."""
+    if isinstance(params, Iterator):
+        params = list(params)
+    if not isinstance(params, list | tuple):
+        return params
+    return [
+        {**group, "params": list(group["params"])}
+        if isinstance(group, dict) and isinstance(group.get("params"), Iterator)
+        else group
+        for group in params
+    ]
+
+
 def plain_name(name: str) -> str:
     """Without what ``torch.compile`` puts in: a state is to load with and without it."""
     return name.replace("_orig_mod.", "")
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    return {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    return {id(plain_parameter(parameter)): plain_name(name) for name, parameter in model.named_parameters()}
 
 
 def own_names(groups: Sequence[dict[str, Any]]) -> list[str | None]:

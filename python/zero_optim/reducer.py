@@ -7,6 +7,8 @@ talking about it.
 The first backward only observes: it launches nothing until it is over. Then the ranks agree on the order in
 which gradients became ready (rank 0's) and on how often each did (the maximum over ranks), and the buckets
 are laid out again in that order. So does the first one after parameters were added.
+
+At stage 3 a bucket is a unit's, and leaves when the unit's backward is over; nothing needs to be observed.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from .bucket import Bucket, GradState, Sharding
 from .comm_buffers import CommBuffers
 from .errors import CollectiveError, ParameterError
 from .replicas import check_not_replicated
+from .unit_schedule import UnitSchedule
 
 
 class Reducer:
@@ -32,8 +35,8 @@ class Reducer:
         parameters: all trained parameters, by index; ``grow`` is told of new ones.
         labels: a name for each, for messages.
         make_buckets: builds the buckets for an order; parameters become views of them.
-        overlap: reduce during backward. Else stage 1 reduces in ``finish``, and stages 0 and 2 at the end of
-            backward.
+        overlap: reduce during backward. Else stage 1 reduces in ``finish``, the others at the end of backward.
+        schedule: at stage 3, who knows which unit's backward is over.
 
     Attributes:
         nonfinite: [slots] int32, in the order of ``slot_params``: whether this rank's last gradient was not finite.
@@ -52,11 +55,12 @@ class Reducer:
         sharding: Sharding,
         make_buckets: Callable[[Sequence[int]], list[Bucket]],
         overlap: bool,
+        schedule: UnitSchedule | None = None,
     ) -> None:
         self.parameters, self.labels, self.sharding, self.overlap = parameters, labels, sharding, overlap
-        self._make_buckets = make_buckets
+        self._make_buckets, self._schedule = make_buckets, schedule
         self.synchronize = True  # False inside no_sync()
-        self.observing = sharding.reduces
+        self.observing = False
         self.late: set[int] = set()
         self.leftover: list[int] = []
         self.on_layout: Sequence[Callable[[list[Bucket]], None]] = ()
@@ -65,6 +69,7 @@ class Reducer:
         self._forget_observation()
         self._ordered = False
         self._watch = BackwardWatch(self._begin_backward, self._end_backward)
+        self._completing = False  # every unit that is over leaves now
         self._in_round = False  # a backward has begun that must end with every bucket reduced
         self._again = False  # so has another, before that round was complete: there must be one more
         self._cut_short = False  # a backward that was to be observed has raised
@@ -78,6 +83,8 @@ class Reducer:
         self._nodes: list[torch.autograd.graph.Node] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.grow(list(parameters))
+        if schedule is not None:
+            schedule.on_over, schedule.on_order = self._launch_over, self._follow_order
 
     def grow(self, indices: Sequence[int]) -> list[Bucket]:
         """Take in parameters, in buckets after all others. The next backward observes. Returns the new buckets."""
@@ -124,6 +131,8 @@ class Reducer:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self._schedule is not None:
+            self._schedule.forget_optimizer()
         self._nodes.clear()
         try:
             for bucket in self.buckets:
@@ -169,16 +178,17 @@ class Reducer:
         self._watch.enter()
         number, slot = self.place[index]
         bucket = self.buckets[number]
-        self._check_in_place(parameter, bucket, slot)
         self._seen[index] = seen = self._seen.get(index, 0) + 1
+        if self.synchronize and number < self._next and not self._again:
+            self.late.add(index)
+            return
+        self._check_in_place(parameter, bucket, slot)
         if self._is_changed_later(index):
             self._held_back.add(number)
         if self.observing:
             self._observed_order.append(index)
-        elif self._again:
-            pass  # to be reduced by ``finish``
-        elif self.synchronize and number < self._next:
-            self.late.add(index)
+        elif self._again or self._by_unit:
+            pass  # to be reduced by ``finish``, or when its unit is over
         elif seen <= self._counts[index]:
             self._missing[number] -= 1
             if self._missing[number] == 0:
@@ -199,12 +209,33 @@ class Reducer:
                     return
                 self._launch_next()
 
+    def _launch_over(self) -> None:
+        """Another unit is over: launch what no gradient can come for any more in this backward."""
+        if self._schedule is None or not (self._completing or (self._in_round and self.synchronize and self.overlap)):
+            return
+        while self._next < len(self.buckets) and self._schedule.is_over(self.buckets[self._next].flat):
+            if self._must_not_wait and not self._completing and not self.buffers.free:
+                return
+            self._launch_next()
+
+    def _follow_order(self) -> None:
+        """Reduce in the order in which backward is through with units, as the ranks have agreed."""
+        assert self._schedule is not None
+        flats = [flat for unit in self._schedule.over_order for flat in unit.flats]
+        buckets = sorted(self.buckets, key=lambda bucket: flats.index(bucket.flat))
+        if buckets != self.buckets:
+            self._use([slot.param for bucket in buckets for slot in bucket.layout.slots], buckets)
+
+    @property
+    def _by_unit(self) -> bool:
+        return self._schedule is not None and self.sharding.reduces
+
     def _waits_for_end(self) -> bool:
         """Whether the next bucket's gradients may still change in this backward."""
         return self._repeats[self._next] or self._next in self._held_back
 
     def _check_in_place(self, parameter: Tensor, bucket: Bucket, slot: int) -> None:
-        moved = parameter.data_ptr() != bucket.addresses[slot] or parameter.dtype != bucket.dtype
+        moved = parameter.data_ptr() != bucket.flat.addresses[slot] or parameter.dtype != bucket.dtype
         if moved or not parameter.is_contiguous():
             raise ParameterError(
                 f"{bucket.label(slot)} was moved, cast or given new data after the optimizer was made "
@@ -275,6 +306,10 @@ class Reducer:
     def _complete_round(self) -> None:
         if self.observing:
             self._end_observation()
+        if self._schedule is not None:
+            self._completing = True
+            self._schedule.complete_backward()
+            self._completing = False
         while self._next < len(self.buckets):
             self._launch_next()
         if self.sharding.stage == 0:  # `.grad` is the averaged gradient, to be read at once
@@ -336,7 +371,9 @@ class Reducer:
         self.late.clear()
         self._forget_observation()
         self._set_counts({})
-        self.observing = self.sharding.reduces
+        self.observing = self.sharding.reduces and not self._by_unit
+        if self._schedule is not None:
+            self._schedule.record()
 
     def _forget_observation(self) -> None:
         self._observed_counts: dict[int, int] = {}
@@ -384,12 +421,14 @@ class Reducer:
     def end_step(self) -> None:
         """The gradients were applied. They stay until they are cleared, and the next step has rounds of its own."""
         self._rounds = 0
+        if self._schedule is not None:
+            self._schedule.end_step()
 
     def restore_order(self, order: Sequence[int]) -> None:
         """Lay the buckets out in a saved order; parameters not in it follow. Gradients are dropped."""
         known = set(order)
         order = [*order, *(index for index in self.order if index not in known)]
-        if self.sharding.shards > 1 and order != self.order:
+        if self.sharding.shards > 1 and not self._by_unit and order != self.order:
             self.clear()
             self.lay_out(order)
 

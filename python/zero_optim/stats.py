@@ -7,10 +7,14 @@ from collections.abc import Sequence
 from .comm import Comm
 from .comm_buffers import CommBuffers
 from .shard_state import ShardState
+from .sharded_model import ShardedModel
 
 
-def memory_by_kind(shards: Sequence[ShardState], buffers: CommBuffers, comm: Comm) -> dict[str, int]:
-    """Bytes on this rank by what they are for. ``padding`` is what rows and equal shards add to all the others.
+def memory_by_kind(
+    shards: Sequence[ShardState], buffers: CommBuffers, comm: Comm, sharded: ShardedModel | None
+) -> dict[str, int]:
+    """Bytes on this rank by what they are for. ``padding`` is what rows and equal shards add to all the others. At
+    stage 3 parameters are the shards, and ``unsharded`` what is there beside them now.
 
     Gradients count the buffers of the buckets, which at stage 2 is the shard; what autograd allocates for a
     gradient until its bucket leaves is not in it.
@@ -21,11 +25,14 @@ def memory_by_kind(shards: Sequence[ShardState], buffers: CommBuffers, comm: Com
         bucket = shard.bucket
         whole = sum(slot.numel for slot in bucket.layout.slots)
         own = sum(piece.numel for piece in bucket.pieces)
-        tensors = {"parameters": bucket.param_flat, "gradients": bucket.grad_buffer, **shard.tensors()}
+        parameters = bucket.param_shard if bucket.flat.sharded else bucket.flat.full
+        tensors = {"parameters": parameters, "gradients": bucket.grad_buffer, **shard.tensors()}
         for kind, tensor in tensors.items():
             used = whole if tensor.numel() == bucket.layout.numel else own
             memory[kind] += used * tensor.element_size()
             padding += (tensor.numel() - used) * tensor.element_size()
     memory["communication"] = sum(storage.nbytes for storage in buffers.storages) + comm.scratch_bytes()
     memory["padding"] = padding
+    if sharded is not None:
+        memory["unsharded"] = sum(flat.nbytes() for unit in sharded.units for flat in unit.flats)
     return memory

@@ -18,7 +18,8 @@ import zero_kernels
 
 from .comm import Comm
 from .errors import ParameterError, RankMismatchError
-from .parameter_set import ParameterSet
+from .parameter_set import ParameterSet, check_free
+from .sharded_model import sharded_model_of
 
 PARAMETER_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -32,18 +33,23 @@ def check_arguments(
     max_grad_norm: float | None,
 ) -> None:
     """Raise ValueError for the first argument out of range."""
-    if mesh is not None and process_group is not None:
-        raise ValueError("give either process_group or mesh, not both")
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(f"mesh must have one dimension, got {mesh.ndim}")
-    if stage not in (0, 1, 2):
-        raise ValueError(f"stage must be 0, 1 or 2, got {stage!r}")
+    check_group(process_group, mesh)
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}")
     if not 0 < bucket_cap_mb < math.inf:
         raise ValueError(f"bucket_cap_mb must be positive (MiB), got {bucket_cap_mb!r}")
     if grad_reduce_dtype not in (None, *PARAMETER_DTYPES):
         raise ValueError(f"grad_reduce_dtype must be None or one of {PARAMETER_DTYPES}, got {grad_reduce_dtype!r}")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be None or positive, got {max_grad_norm!r}")
+
+
+def check_group(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> None:
+    """Raise ValueError where both are given, or the mesh has not one dimension."""
+    if mesh is not None and process_group is not None:
+        raise ValueError("give either process_group or mesh, not both")
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(f"mesh must have one dimension, got {mesh.ndim}")
 
 
 def warn_of_meaningless(keywords: dict[str, bool | None]) -> None:
@@ -87,20 +93,55 @@ def check_parameters(parameters: ParameterSet, indices: Sequence[int]) -> None:
         if first.setdefault(id(parameter), label) != label:
             raise ParameterError(f"{label} is {first[id(parameter)]} given again: give each parameter once")
     check_kinds(parameters, indices)
-    _check_memory(parameters)
-    parameters.check_free(indices)
+    if not sharded_model_of(everything):  # else they have no memory, or each its own
+        check_memory(parameters.all, parameters.labels)
+    check_free([everything[index] for index in indices], [labels[index] for index in indices], parameters)
     zero_kernels.check_backend(everything[0].device)
+
+
+def check_sharded(parameters: ParameterSet, indices: Sequence[int], stage: int, comm: Comm) -> None:
+    """Raise unless, at stage 3, the parameters are those of one sharded model, and before it, of none."""
+    models = sharded_model_of(parameters.all)
+    if not models:
+        if stage >= 3:
+            raise ParameterError(
+                "stage 3 shards parameters unit by unit: call zero_optim.shard_module(model, units=(Block,)) before "
+                "making the optimizer"
+            )
+        return
+    if stage != 3:
+        raise ValueError(f"stage must be 3, or left out, for a model given to shard_module; got {stage}")
+    held = {id(parameter) for unit in models[0].units for parameter in unit.parameters}
+    other = next((i for i in indices if id(parameters.all[i]) not in held), None)
+    if len(models) > 1 or other is not None:
+        odd = "several sharded models" if len(models) > 1 else f"{parameters.labels[other or 0]}, which is in none"
+        raise ParameterError(f"an optimizer's parameters must be those of one sharded model; they are of {odd}")
+    if models[0].offload:
+        raise ParameterError("a model sharded with param_offload cannot be trained: leave it out")
+    if models[0].comm.ranks != comm.ranks:
+        raise ValueError(f"the model was sharded over ranks {models[0].comm.ranks}, the optimizer is of {comm.ranks}")
+    own = {id(parameter) for parameter in parameters.all}
+    for flat in models[0].trained_flats():
+        left_out = [p for p in flat.params if id(p) not in own]
+        if 0 < len(left_out) < len(flat.params):
+            raise ParameterError(
+                f"the optimizer has some parameters of a unit, not one of shape {tuple(left_out[0].shape)}: give it "
+                "all that the model trains, or call requires_grad_(False) on the others before shard_module"
+            )
 
 
 def check_kinds(parameters: ParameterSet, indices: Sequence[int]) -> None:
     """Raise ParameterError for the first of ``indices`` whose kind of tensor the optimizer cannot hold."""
     for index in indices:
-        _check_kind(parameters.all[index], parameters.labels[index], parameters.all[0], parameters.labels[0])
+        check_kind(parameters.all[index], parameters.labels[index], parameters.all[0], parameters.labels[0])
 
 
-def _check_memory(parameters: ParameterSet) -> None:
-    """Each parameter gets a place of its own: what was tied through its memory would silently come apart."""
-    spans = sorted(_span(p, label) for p, label in zip(parameters.all, parameters.labels, strict=True) if p.numel())
+def check_memory(parameters: Sequence[Tensor], labels: Sequence[str]) -> None:
+    """Raise ParameterError for the first of them that shares memory with another.
+
+    Each gets a place of its own: what was tied through its memory would silently come apart.
+    """
+    spans = sorted(_span(p, label) for p, label in zip(parameters, labels, strict=True) if p.numel())
     for (_, end, label), (start, _, other) in itertools.pairwise(spans):
         if start < end:
             raise ParameterError(
@@ -115,10 +156,11 @@ def _span(parameter: Tensor, label: str) -> tuple[int, int, str]:
     return start, start + numel * parameter.itemsize, label
 
 
-def _check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str) -> None:
+def check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str, *, meta: bool = False) -> None:
+    """Raise ParameterError for a kind of tensor that cannot be held. ``meta``: it may be without values."""
     if is_lazy(parameter):
         raise ParameterError(f"{label} has no shape yet: run a forward of the model before making the optimizer")
-    if parameter.device.type == "meta":
+    if parameter.device.type == "meta" and not meta:
         raise ParameterError(f"{label} is on the meta device and has no values: materialise the model first")
     if hasattr(parameter, "device_mesh"):
         raise ParameterError(f"{label} is a DTensor, sharded already: give the optimizer plain parameters")
@@ -126,7 +168,7 @@ def _check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: st
         raise ParameterError(f"{label} is {parameter.layout}; only dense parameters can be sharded: .to_dense() it")
     if parameter.dtype not in PARAMETER_DTYPES:
         raise ParameterError(f"{label} is {parameter.dtype}; parameters must be float16, bfloat16 or float32: cast it")
-    if parameter.device != first.device:
+    if parameter.device != first.device and not meta:
         raise ParameterError(
             f"{label} is on {parameter.device}, but {label_of_first} is on {first.device}; "
             "move the whole model to one device before making the optimizer"
@@ -147,16 +189,21 @@ def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, opti
         for number, p, label in zip(parameters.group_of, parameters.all, parameters.labels, strict=True)
         if number >= first_group
     ]
-    digests = comm.gather_objects(hashlib.sha256("\n".join(description).encode()).digest(), "the constructor")
+    check_same(comm, description, "the constructor", "give the optimizer the same parameters, in the same order, with")
+
+
+def check_same(comm: Comm, description: Sequence[str], where: str, remedy: str) -> None:
+    """Collective. Exchange a hash; raise RankMismatchError, on every rank, unless all have the same description."""
+    digests = comm.gather_objects(hashlib.sha256("\n".join(description).encode()).digest(), where)
     if len(set(digests)) == 1:
         return
-    everyone = comm.gather_objects(description, "the constructor")
+    everyone = comm.gather_objects(list(description), where)
     odd = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
     pairs = itertools.zip_longest(everyone[0], everyone[odd], fillvalue="nothing more")
     here, there = next(pair for pair in pairs if pair[0] != pair[1])
     raise RankMismatchError(
-        f"rank {odd} differs from rank 0: rank 0 has {here}; rank {odd} has {there}. Every rank must give the "
-        "optimizer the same parameters, in the same order, with the same arguments"
+        f"rank {odd} differs from rank 0: rank 0 has {here}; rank {odd} has {there}. Every rank must {remedy} the same "
+        "arguments"
     )
 
 

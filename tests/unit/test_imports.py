@@ -15,11 +15,12 @@ KERNELS = ROOT / "zero_kernels"
 # Within zero_optim a module imports from its own row and from earlier ones.
 ORDER = (
     {"errors", "layout"},
-    {"backward_watch", "handed_out", "host_copy", "comm", "flat_shard", "parameter_set", "comm_buffers"}
-    | {"bucket", "replicas"},
+    {"backward_watch", "handed_out", "host_copy", "comm", "flat_shard", "param_shard", "parameter_set", "comm_buffers"}
+    | {"flat_params", "bucket", "replicas"},
+    {"unit", "unit_schedule", "sharded_model"},
     {"reducer", "param_group", "nonfinite", "grad_norm", "grad_scaler", "param_gather", "shard_state", "state_dict"}
     | {"stats", "validate"},
-    {"optimizer"},
+    {"optimizer", "shard_module", "gather_parameters"},
     {"full_state", "verify"},
     {"cli", "train", "bench", "doctor", "__main__", "__init__"},
 )

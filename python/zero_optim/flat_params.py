@@ -1,0 +1,147 @@
+"""The parameters of one bucket as one flat tensor: whole on every rank, or sharded and whole only while in use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .comm import Comm, Pending
+from .comm_buffers import debug_options
+from .layout import BucketLayout
+from .param_shard import ParamShard
+
+
+class FlatParams:
+    """Parameters of one dtype, each a view of ``full``.
+
+    Attributes:
+        params: the plain parameters. Whatever ``full`` does, they stay the same objects, with the same hooks.
+        full: [numel] all parameters. Where they are sharded its storage is empty but for the time of their use: it is
+            resized, never replaced, since what autograd saves in a forward aliases it.
+        shard: [shard_numel] this rank's part, always there: a view of ``full``, or memory of its own where sharded.
+        shards: where sharded, what modules hold in place of each of ``params`` while ``full`` is empty.
+        trained: whether they get gradients, and an optimizer's state.
+        addresses: of each of ``params`` while ``full`` is there.
+    """
+
+    def __init__(self, layout: BucketLayout, params: Sequence[Tensor], part: int, *, trained: bool = True) -> None:
+        """Move ``params``, whole on this rank, into one flat tensor, of which ``part`` is this rank's shard."""
+        self.layout, self.params, self.trained = layout, list(params), trained
+        self.dtype, self.device = self.params[0].dtype, self.params[0].device
+        self.pieces = tuple(layout.pieces(part))
+        self.sharded = False
+        self.shards: list[ParamShard] = []
+        self.full = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
+        self.shard = self.full.narrow(0, part * layout.shard_numel, layout.shard_numel)
+        self._views = self._slot_views(self.full)
+        for parameter, view in zip(self.params, self._views, strict=True):
+            view.copy_(parameter.data)
+            parameter.data = as_own_storage(view)
+        self._locate()
+
+    def _slot_views(self, full: Tensor) -> list[Tensor]:
+        slots = zip(self.layout.slots, self.params, strict=True)
+        return [full.narrow(0, slot.offset, slot.numel).view(parameter.shape) for slot, parameter in slots]
+
+    def _locate(self) -> None:
+        start = self.full.data_ptr()
+        places = [(slot.numel, start + slot.offset * self.dtype.itemsize) for slot in self.layout.slots]
+        self.addresses = [address if numel else 0 for numel, address in places]
+
+    # -- where they are sharded ----------------------------------------------------------------------------------
+
+    def split(self, comm: Comm, shards: Sequence[ParamShard], *, offload: bool) -> None:
+        """Collective. From rank 0's values keep this rank's shard, and empty ``full``.
+
+        Args:
+            shards: of each parameter, to show the rank's range of it from now on.
+            offload: keep the shard in host memory, pinned where the parameters are on a GPU.
+        """
+        comm.broadcast(self.full)
+        home = torch.device("cpu") if offload else self.device
+        shard = torch.empty(self.shard.numel(), dtype=self.dtype, device=home, pin_memory=home != self.device)
+        self.shard = shard.copy_(self.shard)
+        self.sharded, self.shards = True, list(shards)
+        self._node_part: Tensor | None = None  # [numel / ranks of a node]
+        self._poison = "poison" in debug_options()
+        # Reads as NaN and refuses writes: for who holds a plain parameter while it is sharded.
+        self._nothing = torch.full((1,), torch.nan, dtype=self.dtype, device=self.device)
+        torch._C._set_throw_on_mutable_data_ptr(self._nothing)
+        for param_shard, piece in zip(shards, self.pieces, strict=True):
+            param_shard.local, param_shard.start = shard.narrow(0, piece.in_shard, piece.numel), piece.in_param
+        self.reshard()
+
+    def unshard(self, comm: Comm, node: Comm | None) -> Pending | None:
+        """Start to fill ``full``: from the ranks of this ``node`` where they keep all of it, else from all ranks."""
+        self._fill()
+        if node is not None and self._node_part is not None:
+            node.own_part(self.full).copy_(self._node_part)
+            return node.all_gather(self.full, "node_all_gather")
+        comm.own_part(self.full).copy_(self.shard, non_blocking=True)
+        return comm.all_gather(self.full) if comm.world_size > 1 else None
+
+    def _fill(self) -> None:
+        if self.full.untyped_storage().nbytes() == 0:
+            self.full.untyped_storage().resize_(self.full.numel() * self.dtype.itemsize)
+            self._locate()
+
+    def show(self) -> None:
+        """``full`` is there: let the plain parameters have their values."""
+        for parameter, view in zip(self.params, self._views, strict=True):
+            parameter.data = view
+
+    def reshard(self, node: Comm | None = None) -> None:
+        """Empty ``full``. With ``node``, keep what this rank needs to fill it again from the ranks of its node."""
+        if node is not None and self._node_part is None:
+            self._node_part = node.own_part(self.full).clone()
+        elif node is None:
+            self._node_part = None
+        self.hide()
+        if self._poison:
+            self.full.fill_(torch.nan)
+        else:
+            self.full.untyped_storage().resize_(0)
+
+    @property
+    def kept_on_node(self) -> bool:
+        return self._node_part is not None
+
+    def nbytes(self) -> int:
+        """Of what is there beside the shard."""
+        part = self._node_part.nbytes if self.sharded and self._node_part is not None else 0
+        return part + (self.full.untyped_storage().nbytes() if self.sharded else 0)
+
+    # -- for the user to read and write --------------------------------------------------------------------------
+
+    def copy_out(self, comm: Comm) -> Tensor:
+        """Collective. Give the plain parameters memory of their own: what views it may outlive ``hide``."""
+        whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+        comm.own_part(whole).copy_(self.shard)
+        if comm.world_size > 1:
+            comm.all_gather(whole, "gather_parameters").wait()
+        for parameter, view in zip(self.params, self._slot_views(whole), strict=True):
+            parameter.data = as_own_storage(view)
+        return whole
+
+    def write_back(self, comm: Comm, whole: Tensor) -> None:
+        """Collective. Keep rank 0's values of ``whole``, which ``copy_out`` gave."""
+        comm.broadcast(whole, "gather_parameters")
+        self.shard.copy_(comm.own_part(whole))
+
+    def hide(self) -> None:
+        """Let the plain parameters have no values."""
+        for parameter in self.params:
+            parameter.data = self._nothing.expand(parameter.shape)
+
+
+def as_own_storage(view: Tensor) -> Tensor:
+    """The same memory, seen as a storage of its own.
+
+    Of tensors that share a storage safetensors keeps one and drops the others, with a warning (seen: a checkpoint
+    without most parameters), and torch.save of a single one writes them all.
+    """
+    start = view.storage_offset() * view.itemsize
+    storage = view.untyped_storage()[start : start + view.numel() * view.itemsize]
+    return view.new_empty(0).set_(storage, 0, view.shape, view.stride())

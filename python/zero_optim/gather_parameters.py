@@ -1,0 +1,57 @@
+"""``gather_parameters``: whole parameters of a sharded model, for the user to read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from torch import nn
+
+from .errors import ShardAccessError
+from .param_shard import plain_parameter
+from .sharded_model import sharded_model_of
+from .unit import UnitState
+from .unit_schedule import in_backward
+
+
+@contextmanager
+def gather_parameters(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
+    """Collective. Within it the parameters of ``module`` are whole on every rank: ordinary, in memory of their own.
+
+    To be entered and left on every rank. What is taken out of it, such as ``module.state_dict()``, stays valid. The
+    module's forward may be called in it, and does not communicate then. Gathered are the units that hold parameters
+    of ``module``: those of one unit, of several, or of the whole model. On one rank, and for a module that is not
+    sharded, it does nothing.
+
+    Args:
+        writeback: keep what is written to them: rank 0's values, on every rank. An exception on any rank is raised on
+            all, and nothing is kept.
+
+    Raises ShardAccessError where parameters were written without ``writeback``, or in a forward or backward.
+    """
+    sharded = [model for model in sharded_model_of(module.parameters()) if model.sharded]
+    if not sharded:
+        yield
+        return
+    (model,) = sharded
+    if in_backward() or model.schedule.running:
+        raise ShardAccessError("gather_parameters was entered in a forward or backward: enter it between steps")
+    wanted = {id(plain_parameter(parameter)) for parameter in module.parameters()}
+    units = [unit for unit in model.units if any(id(parameter) in wanted for parameter in unit.parameters)]
+    fresh = [unit for unit in units if unit.state is not UnitState.GATHERED]
+    if writeback and len(fresh) < len(units):
+        raise ShardAccessError("gather_parameters(writeback=True) was entered within another: write in that one")
+    if fresh:
+        model.schedule.settle()
+    for unit in fresh:
+        unit.gather()
+    try:
+        with model.comm.raising_together("gather_parameters") if writeback else nullcontext():
+            yield
+    except BaseException:
+        for unit in fresh:
+            unit.drop()
+        raise
+    for unit in fresh:
+        unit.write_back() if writeback else unit.check_unwritten()
+        unit.drop()

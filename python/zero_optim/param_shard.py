@@ -1,0 +1,122 @@
+"""``ParamShard``: what a module holds in place of a parameter while the parameter is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ParameterError, ShardAccessError
+from .flat_shard import FlatShard
+
+aten = torch.ops.aten
+_REMEDY = "enter zero_optim.gather_parameters(model) on every rank"
+
+
+class ParamShard(FlatShard):
+    """A ``torch.nn.Parameter`` in all but its values, of which this rank holds a flat range.
+
+    Gradient, hooks and ``requires_grad`` are those of ``plain``. A whole tensor, or the same shard, can be copied into
+    it, as ``load_state_dict`` does. All else that would read or change values raises ``ShardAccessError``.
+
+    Attributes:
+        plain: the parameter that stands in its place while its unit is unsharded.
+    """
+
+    plain: Tensor
+
+    @staticmethod
+    def __new__(cls, local: Tensor, start: int, plain: Tensor, name: str) -> ParamShard:
+        shard = Tensor._make_wrapper_subclass(cls, tuple(plain.shape), dtype=plain.dtype, device=plain.device)
+        shard.local, shard.start, shard.label, shard.before_write = local, start, f"parameter {name!r}", None
+        shard.plain = plain
+        shard._is_param = True
+        return shard
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as in FlatShard
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is aten.copy_.default and isinstance(args[0], ParamShard):
+            return args[0]._copy(args[1])
+        if func is aten.zero_.default or func is aten._foreach_zero_.default:
+            raise (args[0] if isinstance(args[0], ParamShard) else args[0][0])._refusal(str(func))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    # Instances, not the class, are asked for these: torch's own code in C++ never is.
+    @property
+    def grad(self) -> Tensor | None:
+        return self.plain.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.plain.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.plain.grad = None
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.plain.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.plain.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> ParamShard:
+        self.plain.requires_grad_(requires_grad)
+        return self
+
+    def register_hook(self, hook: Any) -> Any:
+        return self.plain.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        return self.plain.register_post_accumulate_grad_hook(hook)
+
+    def _refusal(self, what: str) -> ShardAccessError:
+        return ShardAccessError(
+            f"{what} on the {self.label}: it is sharded, this rank holds {self.local.numel()} of its {self.numel()} "
+            f"elements. Calling its module brings in the others; to read or write it, {_REMEDY}"
+        )
+
+    def _moved(self, options: Mapping[str, Any]) -> FlatShard:
+        raise ParameterError(
+            f"{self.label} is sharded: move or cast the model before zero_optim.shard_module(model, ...)"
+        )
+
+    def _copy(self, source: Tensor) -> ParamShard:
+        same = isinstance(source, FlatShard) and (source.start, source.local.shape) == (self.start, self.local.shape)
+        if source.shape != self.shape or (isinstance(source, FlatShard) and not same):
+            raise ShardAccessError(
+                f"the {self.label} cannot take over {_described(source)}: give it a whole tensor of shape "
+                f"{tuple(self.shape)}, or the shard that as many ranks saved with the same units"
+            )
+        whole = source.local if isinstance(source, FlatShard) else source.detach().reshape(-1)
+        start = 0 if same else self.start
+        self.local.copy_(whole[start : start + self.local.numel()])
+        torch.autograd.graph.increment_version(self.plain)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
+        raise self._copy_refusal("copied")
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        raise self._copy_refusal("pickled")
+
+    def _copy_refusal(self, what: str) -> ShardAccessError:
+        return ShardAccessError(
+            f"the {self.label} is sharded and cannot be {what}: to copy or save the whole model, {_REMEDY} around it; "
+            "to save this rank's part, save model.state_dict()"
+        )
+
+
+def plain_parameter(parameter: Tensor) -> Tensor:
+    """The parameter that a module's forward uses, which holds gradient and hooks."""
+    return parameter.plain if isinstance(parameter, ParamShard) else parameter
+
+
+def _described(source: Tensor) -> str:
+    return repr(source) if isinstance(source, FlatShard) else f"a tensor of shape {tuple(source.shape)}"

@@ -1,0 +1,259 @@
+"""``shard_module``: stage 3. Which parameters are gathered together, and how they come to be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import validate
+from .comm import Comm, make_comm
+from .errors import ParameterError
+from .param_shard import ParamShard
+from .parameter_set import check_free, plain_name
+from .sharded_model import ShardedModel, flatten, sharded_model_of
+from .unit import Place, Unit
+from .unit_schedule import UnitSchedule
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def shard_module(
+    model: Model,
+    units: Sequence[type[nn.Module] | str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    mesh: dist.DeviceMesh | None = None,
+    reshard_after_forward: bool | int = True,
+    prefetch: int = 1,
+    device: torch.device | str | None = None,
+    init_fn: Callable[[nn.Module], object] | None = None,
+    param_offload: str | None = None,
+) -> Model:
+    """Collective. Shard the parameters of ``model`` over the ranks, in place: stage 3. Returns the model.
+
+    A unit's parameters are gathered before its forward and freed after, gathered again for its backward, and its
+    gradients reduced when that is through. Give ``model.parameters()`` to ``ShardedAdamW`` afterwards, as ever; to run
+    the model forward alone, no optimizer is needed. Rank 0's values count. On one rank nothing changes.
+
+    Args:
+        units: which modules are units, by class or by its name, as ``(Block,)``. What no unit holds, and what several
+            share, belongs to the root, ``model``: unsharded from the start of its forward to the end of backward.
+        process_group: the ranks; None: the default group where ``torch.distributed`` is initialised, else one rank.
+        mesh: a 1-D DeviceMesh, instead of ``process_group``.
+        reshard_after_forward: True: free a unit after its forward; a step communicates 3 times the parameters. False:
+            keep it until its backward; 2 times. An int k, a divisor of the ranks: keep 1/k of it on each of k
+            consecutive ranks, those of a node, which gather it again among them.
+        prefetch: how many units are gathered ahead of the one that computes.
+        device: where units compute. None: where the parameters are; for those on ``meta``, the current GPU or the CPU.
+        init_fn: called with each module that holds parameters or buffers on ``meta``, after they have been given
+            memory, to give them values; None: its ``reset_parameters()``. One unit after another, so that no rank ever
+            holds the whole model.
+        param_offload: "cpu": shards rest in host memory, pinned for a GPU, and units are copied from there. The model
+            cannot be trained then.
+
+    Raises, on every rank:
+        ParameterError: a parameter that cannot be sharded; no such unit; a model that is sharded already.
+        ValueError: an argument out of range.
+        RankMismatchError: ranks disagree on model or arguments, or one of them failed.
+    """
+    comm = make_comm(process_group if process_group is not None or mesh is None else mesh.get_group(mesh.ndim - 1))
+    plans: list[_UnitPlan] = []
+    with comm.raising_together("shard_module"):
+        validate.check_group(process_group, mesh)
+        _check_arguments(reshard_after_forward, prefetch, param_offload, comm.world_size)
+        plans = _plan(model, units)
+        _check_plans(plans)
+    options = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch, "param_offload": param_offload}
+    validate.check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
+    process_group = comm.group
+    comm.take_own_group()
+    ranks_of_node = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
+    keep = reshard_after_forward is False or (not isinstance(reshard_after_forward, bool) and ranks_of_node == 1)
+    node = comm.of_consecutive(ranks_of_node) if 1 < ranks_of_node < comm.world_size else None
+    target = _device(plans, device)
+    made: list[Unit] = []
+    for number, plan in enumerate(plans):
+        with comm.raising_together("shard_module"):
+            _materialise(plan, target, init_fn)
+        unit = Unit(plan.name, plan.module, comm, node if number else None, keep=keep or number == 0)
+        unit.enclosing = {made[outer] for outer in plan.enclosing}
+        made.append(unit)
+        _fill(unit, plan, comm, offload=param_offload is not None)
+    schedule = UnitSchedule(made, comm, prefetch, keep_evaluating=keep)
+    ShardedModel(model, made, comm, schedule, process_group, offload=param_offload is not None)
+    return model
+
+
+@dataclass
+class _UnitPlan:
+    """A unit to be. ``places``: of each parameter, by its id, where it is registered: module, name there, full name."""
+
+    name: str
+    module: nn.Module
+    enclosing: set[int] = field(default_factory=set)
+    modules: list[nn.Module] = field(default_factory=list)
+    parameters: dict[int, nn.Parameter] = field(default_factory=dict)
+    places: dict[int, list[tuple[nn.Module, str, str]]] = field(default_factory=dict)
+
+
+def _plan(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list[_UnitPlan]:
+    """The units of ``model``, the root first. Raises ParameterError where there are none."""
+    kinds = [kinds] if isinstance(kinds, type | str) else list(kinds)
+    plans = [_UnitPlan("", model)]
+    number_of: dict[nn.Module, int] = {model: 0, _within(model): 0}
+    users: dict[int, set[int]] = {}  # of each parameter, by id, the units that reach it
+    places: dict[int, list[tuple[nn.Module, str, str]]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    seen: set[tuple[int, int]] = set()
+
+    def walk(module: nn.Module, name: str, number: int) -> None:
+        if module not in number_of and _is_unit(module, kinds):
+            number_of[module] = number_of[_within(module)] = len(plans)
+            plans.append(_UnitPlan(plain_name(name), module))
+        inner = number_of.get(module, number)
+        if inner != number:
+            plans[inner].enclosing |= {number, *plans[number].enclosing}
+        if (id(module), inner) in seen:
+            return
+        seen.add((id(module), inner))
+        plans[inner].modules.append(module)
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                parameters[id(parameter)] = parameter
+                users.setdefault(id(parameter), set()).add(inner)
+                place = (module, own, plain_name(f"{name}.{own}" if name else own))
+                known = places.setdefault(id(parameter), [])
+                if all(there[:2] != place[:2] for there in known):
+                    known.append(place)
+        for own, child in module.named_children():
+            walk(child, f"{name}.{own}" if name else own, inner)
+
+    walk(model, "", 0)
+    if len(plans) == 1:
+        names = sorted({type(_within(module)).__name__ for module in model.modules()})
+        raise ParameterError(f"no module of the model is a unit of {kinds}: it has {names}")
+    for key, of in users.items():
+        owner = plans[next(iter(of))] if len(of) == 1 else plans[0]
+        owner.parameters[key], owner.places[key] = parameters[key], places[key]
+    return _without_empty(plans)
+
+
+def _without_empty(plans: Sequence[_UnitPlan]) -> list[_UnitPlan]:
+    """Without units that hold nothing themselves, such as a container of others."""
+    kept = [number for number, plan in enumerate(plans) if plan.parameters or number == 0]
+    new = {number: place for place, number in enumerate(kept)}
+    for number, plan in enumerate(plans):
+        if number not in new:
+            plans[0].modules += plan.modules
+        plan.enclosing = {new[outer] for outer in plan.enclosing if outer in new}
+    return [plans[number] for number in kept]
+
+
+def _within(module: nn.Module) -> nn.Module:
+    """What a compiled module runs."""
+    return module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module
+
+
+def _is_unit(module: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> bool:
+    inner = _within(module)
+    return any(type(inner).__name__ == kind if isinstance(kind, str) else isinstance(inner, kind) for kind in kinds)
+
+
+def _describe(plans: Sequence[_UnitPlan], options: Mapping[str, object]) -> list[str]:
+    description = [f"{name}={value}" for name, value in options.items()]
+    for plan in plans:
+        for key, parameter in plan.parameters.items():
+            kind = f"{tuple(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ', frozen'}"
+            description.append(f"{plan.places[key][0][2]!r}: {kind} in unit {plan.name!r}")
+    return description
+
+
+def _check_arguments(reshard_after_forward: bool | int, prefetch: int, param_offload: str | None, ranks: int) -> None:
+    if type(reshard_after_forward) not in (bool, int) or (
+        type(reshard_after_forward) is int and (reshard_after_forward < 1 or ranks % reshard_after_forward)
+    ):
+        raise ValueError(
+            f"reshard_after_forward must be True, False or a divisor of {ranks} ranks, got {reshard_after_forward!r}"
+        )
+    if type(prefetch) is not int or prefetch < 0:
+        raise ValueError(f"prefetch must be a number of units, 0 or more, got {prefetch!r}")
+    if param_offload not in (None, "cpu"):
+        raise ValueError(f"param_offload must be None or 'cpu', got {param_offload!r}")
+
+
+def _check_plans(plans: Sequence[_UnitPlan]) -> None:
+    parameters = [parameter for plan in plans for parameter in plan.parameters.values()]
+    names = [plan.places[key][0][2] for plan in plans for key in plan.parameters]
+    if not parameters:
+        raise ParameterError("the model has no parameters")
+    if any(isinstance(parameter, ParamShard) for parameter in parameters) or sharded_model_of(parameters):
+        raise ParameterError("the model, or a part of it, was given to shard_module before: shard each model once")
+    for parameter, name in zip(parameters, names, strict=True):
+        validate.check_kind(parameter, repr(name), parameter, repr(name), meta=True)
+    real = [(p, repr(name)) for p, name in zip(parameters, names, strict=True) if not p.is_meta]
+    validate.check_memory([p for p, _ in real], [label for _, label in real])
+    check_free(parameters, [repr(name) for name in names])
+
+
+def _device(plans: Sequence[_UnitPlan], device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        target = torch.device(device)
+        return torch.device("cuda", torch.cuda.current_device()) if str(target) == "cuda" else target
+    places = [parameter.device for plan in plans for parameter in plan.parameters.values() if not parameter.is_meta]
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    return places[0] if places else _device(plans, default)
+
+
+@torch.no_grad()
+def _materialise(plan: _UnitPlan, device: torch.device, init_fn: Callable[[nn.Module], object] | None) -> None:
+    """Bring the unit's parameters, and the buffers of its modules, to ``device``; give those on ``meta`` values."""
+    empty: dict[nn.Module, None] = {}
+    for key, parameter in plan.parameters.items():
+        if parameter.is_meta:
+            empty |= dict.fromkeys(module for module, _, _ in plan.places[key])
+            parameter.data = torch.empty_like(parameter, device=device)
+        else:
+            parameter.data = parameter.data.to(device)
+    for module in plan.modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                empty[module] = None
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+            elif buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    for module in empty:
+        initialise = init_fn or getattr(type(module), "reset_parameters", None)
+        if initialise is None:
+            raise ParameterError(
+                f"{type(module).__name__} in unit {plan.name!r} is on the meta device and has no reset_parameters(): "
+                "give shard_module an init_fn(module) that gives it values"
+            )
+        initialise(module)
+
+
+def _fill(unit: Unit, plan: _UnitPlan, comm: Comm, *, offload: bool) -> None:
+    """Collective. Shard the unit's parameters: one flat tensor for each dtype, and for what is trained and what not."""
+    shards = {key: _shard_of(parameter, plan.places[key][0][2]) for key, parameter in plan.parameters.items()}
+    unit.places = [
+        Place(module, name, plan.parameters[key], shards[key])
+        for key, places in plan.places.items()
+        for module, name, _ in places
+    ]
+    kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
+    for parameter in plan.parameters.values():
+        kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+    for (_, trained), parameters in kinds.items():
+        unit.flats.append(flatten(parameters, comm, trained=trained))
+        if comm.world_size > 1 or offload:
+            unit.flats[-1].split(comm, [shards[id(parameter)] for parameter in parameters], offload=offload)
+    if comm.world_size > 1 or offload:
+        unit.show_shards()
+
+
+def _shard_of(parameter: Tensor, name: str) -> ParamShard:
+    return ParamShard(torch.empty(0, dtype=parameter.dtype, device=parameter.device), 0, parameter, name)

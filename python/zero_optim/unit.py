@@ -1,0 +1,154 @@
+"""A unit: the module whose parameters are gathered together, and what of them is in memory.
+
+SHARDED ── unshard ──> UNSHARDING ── wait ──> UNSHARDED ── reshard ──> SHARDED, or NODE_SHARDED (── unshard ──> ...)
+   └────────────────────────── gather_parameters ──────────────────────────> GATHERED ──> SHARDED
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from .comm import Comm, Pending
+from .errors import ParameterError, ShardAccessError
+from .flat_params import FlatParams
+from .param_shard import ParamShard
+
+
+class UnitState(enum.Enum):
+    """What of a unit's parameters is in memory on a rank, and what its modules hold."""
+
+    SHARDED = enum.auto()  # the rank's 1/N; modules hold ParamShards
+    NODE_SHARDED = enum.auto()  # also 1/k of them, k the ranks of a node; modules hold ParamShards
+    UNSHARDING = enum.auto()  # all of them is allocated, and arriving; modules hold ParamShards
+    UNSHARDED = enum.auto()  # all of them; modules hold plain parameters
+    GATHERED = enum.auto()  # all of them, in memory of their own, for gather_parameters; modules hold plain parameters
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module registers a parameter."""
+
+    module: nn.Module
+    name: str
+    plain: Tensor
+    shard: ParamShard
+
+
+class Unit:
+    """The parameters that a module holds outside the units within it, as one ``FlatParams`` for each dtype, and for
+    what is trained and what is frozen.
+
+    Args:
+        name: of the module in the model; empty for the root.
+        node: the ranks that keep the parameters between forward and backward, 1/k each; None: no rank does.
+
+    Attributes:
+        module: whose forward uses the parameters.
+        keep: leave the parameters unsharded from the end of forward to backward.
+        enclosing: the units that this one is in.
+    """
+
+    def __init__(self, name: str, module: nn.Module, comm: Comm, node: Comm | None, *, keep: bool) -> None:
+        self.name, self.module, self.comm, self.node, self.keep = name, module, comm, node, keep
+        self.state = UnitState.SHARDED
+        self.enclosing: set[Unit] = set()
+        self.flats: list[FlatParams] = []
+        self.places: list[Place] = []
+        self._pending: list[Pending] = []
+        self._wholes: list[Tensor] = []  # of each of ``flats``, while gathered
+        self._versions: list[int] = []
+
+    @property
+    def label(self) -> str:
+        return f"unit {self.name!r}" if self.name else "the root unit"
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [parameter for flat in self.flats for parameter in flat.params]
+
+    def unshard(self) -> None:
+        """Start to bring in all parameters, where they are not here yet."""
+        if self.state in (UnitState.SHARDED, UnitState.NODE_SHARDED):
+            node = self.node if self.state is UnitState.NODE_SHARDED else None
+            pending = [flat.unshard(self.comm, node) for flat in self.flats]
+            self._pending = [gather for gather in pending if gather is not None]
+            self.state = UnitState.UNSHARDING
+
+    def wait(self) -> None:
+        """Order what follows after their arrival, and let the modules have them."""
+        if self.state is UnitState.UNSHARDING:
+            for gather in self._pending:
+                gather.wait()
+            self._pending = []
+            for flat in self.flats:
+                flat.show()
+            self.show_plain()
+            self.state = UnitState.UNSHARDED
+
+    def reshard(self, *, to_node: bool = False) -> None:
+        """Keep this rank's shard alone; ``to_node``: and its part of what its node keeps."""
+        if self.state is UnitState.UNSHARDING:
+            self.wait()
+        if self.state is UnitState.UNSHARDED or (self.state is UnitState.NODE_SHARDED and not to_node):
+            node = self.node if to_node else None
+            self.show_shards()
+            for flat in self.flats:
+                flat.reshard(node)
+            self.state = UnitState.SHARDED if node is None else UnitState.NODE_SHARDED
+
+    # -- what the modules hold -----------------------------------------------------------------------------------
+
+    def show_plain(self) -> None:
+        for place in self.places:
+            self._register(place, place.plain)
+
+    def show_shards(self) -> None:
+        for place in self.places:
+            self._register(place, place.shard)
+
+    def _register(self, place: Place, new: Tensor) -> None:
+        held = place.module._parameters
+        if held.get(place.name) is not place.plain and held.get(place.name) is not place.shard:
+            raise ParameterError(
+                f"{place.shard.label} was replaced after zero_optim.shard_module: write into it instead, within "
+                "zero_optim.gather_parameters(model, writeback=True)"
+            )
+        held[place.name] = new  # type: ignore[assignment]  # setattr would check, and find it is no nn.Parameter
+
+    # -- for the user --------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Collective. Give the modules whole parameters in memory of their own, whatever the unit's forward does."""
+        self._wholes = [flat.copy_out(self.comm) for flat in self.flats]
+        self.show_plain()
+        self.state = UnitState.GATHERED
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def write_back(self) -> None:
+        """Collective. Keep what rank 0 has written."""
+        for flat, whole in zip(self.flats, self._wholes, strict=True):
+            flat.write_back(self.comm, whole)
+
+    def check_unwritten(self) -> None:
+        """Raise ShardAccessError where parameters were written: it would be lost."""
+        versions = zip(self.parameters, self._versions, strict=True)
+        written = {id(parameter) for parameter, before in versions if parameter._version != before}
+        if written:
+            labels = sorted({place.shard.label for place in self.places if id(place.plain) in written})
+            self.drop()
+            raise ShardAccessError(
+                f"{', '.join(labels)} was written within gather_parameters(model), and is again what it was: to keep "
+                "what is written, give it writeback=True on every rank"
+            )
+
+    def drop(self) -> None:
+        """Go back to shards. The whole parameters live for as long as somebody has them."""
+        if self.state is UnitState.GATHERED:
+            self.show_shards()
+            for flat in self.flats:
+                flat.hide()
+            self._wholes = []
+            self.state = UnitState.SHARDED

@@ -1,0 +1,296 @@
+"""Which unit is unsharded when: one fixed order of gathers, the same on every rank, whatever a rank's forward uses.
+
+A *cycle* goes once through all units: a forward cycle in the order in which a forward calls them, a backward cycle in
+the order in which a backward comes back to them. Ranks gather by position in the cycle alone, so they agree without
+talking. To *visit* a unit is to go to its place in the cycle; whatever lies between was skipped on this rank, and is
+gathered with the others and freed. A unit that lies behind begins a new cycle, after the rest of this one. So ranks may
+skip different units, and any order of calls works that is the same on all ranks.
+
+What a visit does, and nothing else does: units before the place are *over*, and resharded; the unit is waited for; and
+the next few are sent for, while it computes.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from .backward_watch import BackwardWatch
+from .comm import Comm
+from .flat_params import FlatParams
+from .unit import Unit, UnitState
+
+ORDER_CODES = 64
+"""How many values the digest of a rank's cycles is told apart by, when ranks compare theirs in ``step``."""
+
+
+class Direction(enum.Enum):
+    FORWARD = 1
+    BACKWARD = 2
+
+
+class UnitSchedule:
+    """The cycles of one model.
+
+    Args:
+        units: the root first, the others in the order of ``model.modules()``.
+        prefetch: how many units are sent for ahead.
+        keep_evaluating: whether units that are kept unsharded after a forward are so where no backward can follow, too.
+
+    Attributes:
+        running: whether a forward of the root is under way.
+        on_over: called when no gradient of one more unit can come in this backward.
+        on_order: called when the order in which backward is through with units is known.
+    """
+
+    def __init__(self, units: Sequence[Unit], comm: Comm, prefetch: int, *, keep_evaluating: bool) -> None:
+        self.units, self._comm, self._prefetch = list(units), comm, prefetch
+        self._keep_evaluating = keep_evaluating
+        self.forget_optimizer()
+        self.watch = BackwardWatch(self._begin_backward, self.end_backward)
+        self._cycles = {
+            Direction.FORWARD: list(units),
+            Direction.BACKWARD: list(reversed(list(_calls_ended(units)))),
+        }
+        self.running = False
+        self._direction: Direction | None = None  # of the cycle that is open
+        self._place = -1  # of the last unit visited in it
+        self._open: dict[Unit, int] = {}  # visited in it and not over, and where
+        self._trains = False  # whether a backward may follow the forward that is open
+        self._hold = False  # whether a backward may follow on the backward that is open: nothing is resharded in it
+        self._over: set[FlatParams] = set()  # of units that the last backward is through with
+        self._owed = 0  # forward cycles that a backward may still come back through
+        self._paid = 0  # backward cycles of the backward that is open
+        self._backwards = 0  # backward cycles since the last step
+        self._digest = 0
+        self._called: list[Unit] = []  # in the forward that is open, but for a unit called twice in a row
+        self._ended: list[tuple[Unit, bool]] = []  # with whether what it gave requires a gradient
+        self.record()
+
+    # -- what modules and autograd call --------------------------------------------------------------------------
+
+    def before_forward(self, unit: Unit) -> None:
+        """``unit`` is called; within a backward, by a checkpoint that computes again what was not kept."""
+        if unit.state is UnitState.GATHERED:
+            return
+        if in_backward():
+            self._visit(unit, Direction.BACKWARD, closing=False)  # others of the checkpoint's wait for their backward
+            return
+        if unit not in self._open:
+            self._called = [unit] if unit is self.units[0] else [*self._called, unit]
+        self._visit(unit, Direction.FORWARD, closing=True)
+
+    def before_backward(self, unit: Unit) -> None:
+        """A gradient has come to what ``unit`` returned: the backward of all that was called after it is through."""
+        if unit.state is not UnitState.GATHERED:
+            self._visit(unit, Direction.BACKWARD, closing=True)
+
+    def _visit(self, unit: Unit, direction: Direction, *, closing: bool) -> None:
+        if direction is Direction.BACKWARD:
+            self.watch.enter()
+            self._hold |= torch.is_grad_enabled()  # create_graph=True
+        if direction is not self._direction:
+            self._end_open()
+            self._begin_cycle(direction)
+        cycle = self._cycles[direction]
+        if unit in self._open:
+            if closing:
+                self._close([other for other, place in self._open.items() if place < self._open[unit]], unit)
+            return
+        if unit not in cycle[self._place + 1 :]:
+            self._end_open()
+            self._begin_cycle(direction)
+        if unit not in cycle:  # it needed no gradient when the order was recorded
+            self._open_unit(unit, self._place)
+            return
+        for place in range(self._place + 1, cycle.index(unit, self._place + 1) + 1):
+            self._go_to(place, closing=closing)
+
+    def after_forward(self, unit: Unit, *, requires_grad: bool) -> None:
+        """A forward of ``unit`` is through; what it returned does or does not require a gradient."""
+        if unit.state is UnitState.GATHERED or in_backward():
+            return
+        checkpointed = self._trains and not torch.is_grad_enabled()  # re-entrant: backward calls it again
+        self._ended.append((unit, requires_grad or checkpointed))
+        if unit is self.units[0]:
+            self._end_cycle()
+            if not self._forward_known or (self._trains and not self._backward_known):
+                self._agree_on_order()
+            self._called, self._ended = [], []
+
+    def end_backward(self) -> None:
+        """Collective, where one is open: join what is left of it."""
+        if self._direction is Direction.BACKWARD:
+            self._end_cycle()
+            self._owed = max(0, self._owed - self._paid)
+            self._paid = 0
+
+    # -- what the optimizer calls --------------------------------------------------------------------------------
+
+    def complete_backward(self) -> None:
+        """Collective. End the backward that is open; or go through that which reached nothing of this rank's."""
+        if self._direction is Direction.BACKWARD:
+            self.end_backward()
+        elif self._backwards == 0:
+            for _ in range(self._owed):
+                self._begin_cycle(Direction.BACKWARD)
+                self.end_backward()
+
+    def settle(self) -> None:
+        """Collective, where a cycle is open. Afterwards every unit is sharded."""
+        self._end_open()
+        self._hold = False
+        for unit in self.units:
+            unit.reshard()
+
+    def forget_optimizer(self) -> None:
+        self.on_over: Callable[[], None] = lambda: None
+        self.on_order: Callable[[], None] = lambda: None
+
+    def is_over(self, flat: FlatParams) -> bool:
+        """Whether the backward that is open, or the last, can bring no more gradients to these parameters."""
+        return flat in self._over
+
+    def end_step(self) -> None:
+        self._owed = self._backwards = 0
+
+    def record(self) -> None:
+        """Learn the order anew, from the next forward of the root, and that of backward from the next that trains."""
+        self._forward_known = self._backward_known = False
+
+    @property
+    def order_code(self) -> int:
+        """The same on all ranks that have gone through the same cycles; else, as a rule, another."""
+        return self._digest % ORDER_CODES
+
+    @property
+    def over_order(self) -> list[Unit]:
+        """Units in the order in which a backward is through with them."""
+        last: dict[Unit, None] = {}
+        for unit in _over(self._cycles[Direction.BACKWARD]):
+            last.pop(unit, None)
+            last[unit] = None
+        return [*last, *(unit for unit in self.units if unit not in last)]
+
+    # -- cycles --------------------------------------------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        """The backward before this has raised if it is open."""
+        self.end_backward()
+
+    def _begin_cycle(self, direction: Direction) -> None:
+        self._direction, self._place = direction, -1
+        self._digest = zlib.crc32(bytes([direction.value]), self._digest)
+        if direction is Direction.FORWARD:
+            self._trains = torch.is_grad_enabled()
+        else:
+            self._backwards += 1
+            self._over.clear()
+
+    def _end_open(self) -> None:
+        if self._direction is Direction.BACKWARD:
+            self.end_backward()
+        elif self._direction is Direction.FORWARD:
+            self._end_cycle()
+
+    def _end_cycle(self) -> None:
+        assert self._direction is not None
+        cycle = self._cycles[self._direction]
+        for place in range(self._place + 1, len(cycle)):
+            self._go_to(place, closing=True)
+        self._close([*self._open])
+        if self._direction is Direction.FORWARD:
+            self._owed += self._trains
+        else:
+            self._paid += 1
+            self._hold = False
+        self._direction = None
+
+    def _go_to(self, place: int, *, closing: bool) -> None:
+        assert self._direction is not None
+        cycle = self._cycles[self._direction]
+        if closing:
+            self._close([*self._open], cycle[place])
+        self._place = place
+        self._open_unit(cycle[place], place)
+        for ahead in cycle[place + 1 : place + 1 + self._prefetch]:
+            ahead.unshard()
+
+    def _open_unit(self, unit: Unit, place: int) -> None:
+        unit.unshard()
+        unit.wait()
+        self._open[unit] = place
+
+    def _close(self, units: Sequence[Unit], but: Unit | None = None) -> None:
+        """These are over, those within others first; not ``but``, and what it is within."""
+        kept = set() if but is None else {but, *but.enclosing}
+        for unit in sorted(set(units) - kept, key=lambda unit: -len(unit.enclosing)):
+            del self._open[unit]
+            if self._direction is Direction.FORWARD:
+                if not (unit.keep and (self._trains or self._keep_evaluating)):
+                    unit.reshard(to_node=unit.node is not None and self._trains)
+                continue
+            again = unit in self._cycles[Direction.BACKWARD][self._place + 1 :]
+            if not self._hold and not (unit.keep and again):
+                unit.reshard()
+            if not again and self._paid + 1 >= self._owed:
+                self._over.update(unit.flats)
+                self.on_over()
+
+    # -- the order -----------------------------------------------------------------------------------------------
+
+    def _agree_on_order(self) -> None:
+        """Collective. Take rank 0's order, and have in it what any rank has used."""
+        number = {unit: index for index, unit in enumerate(self.units)}
+        report = ([number[unit] for unit in self._called], [(number[u], needs) for u, needs in self._ended])
+        reports = self._comm.gather_objects(report, "the first forward")
+        called = [self.units[index] for index in reports[0][0]]
+        self._cycles[Direction.FORWARD] = _complete(called, self.units)
+        self._forward_known = True
+        if self._trains:
+            useless = {index for _, ended in reports for index, needs in ended if not needs}
+            useless -= {index for _, ended in reports for index, needs in ended if needs}
+            ended = [self.units[index] for index, _ in reports[0][1]]
+            order = _complete(ended, list(_calls_ended(self.units)))
+            self._cycles[Direction.BACKWARD] = [u for u in reversed(order) if number[u] not in useless]
+            self._backward_known = True
+            self.on_order()
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _calls_ended(units: Sequence[Unit]) -> list[Unit]:
+    """The order in which calls end that begin in the order of ``units``: of a unit after those within it."""
+    ended: list[Unit] = []
+    running: list[Unit] = []
+    for unit in units:
+        while running and running[-1] not in unit.enclosing:
+            ended.append(running.pop())
+        running.append(unit)
+    return ended + running[::-1]
+
+
+def _complete(order: Sequence[Unit], units: Sequence[Unit]) -> list[Unit]:
+    """``order`` without immediate repeats, and with those of ``units`` that it lacks, each after its predecessor."""
+    complete = [unit for place, unit in enumerate(order) if place == 0 or order[place - 1] is not unit]
+    for place, unit in enumerate(units):
+        if unit not in complete:
+            before = units[place - 1] if place else None
+            at = len(complete) - complete[::-1].index(before) if before in complete else 0
+            complete.insert(at, unit)
+    return complete
+
+
+def _over(cycle: Sequence[Unit]) -> Iterator[Unit]:
+    """Units in the order in which they are over, as ``_close`` has it."""
+    visited: list[Unit] = []
+    for unit in cycle:
+        over = [other for other in visited if other is not unit and other not in unit.enclosing]
+        visited = [other for other in visited if other not in over and other is not unit] + [unit]
+        yield from sorted(over, key=lambda other: -len(other.enclosing))
+    yield from sorted(visited, key=lambda other: -len(other.enclosing))
