@@ -80,8 +80,8 @@ class Pending:
         except RuntimeError as error:
             raise CollectiveError(
                 f"{self._kind} did not complete: {error}. Another rank died, raised, or does not take part: each must "
-                "make the same calls of step, clip_grad_norm_ and synchronised backwards. The first error of "
-                "any rank is the cause"
+                "make the same calls of step, clip_grad_norm_ and synchronised backwards, at stage 3 of the model. The "
+                "first error of any rank is the cause"
             ) from error
         self._work = None  # only now: after a time-out it has not arrived, however often one asks
         self._traffic.wait_seconds += time.perf_counter() - start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,8 @@ from .comm import Comm, Pending
 from .comm_buffers import debug_options
 from .layout import BucketLayout
 from .param_shard import ParamShard
+
+_version_of = operator.attrgetter("_version")
 
 
 class FlatParams:
@@ -23,6 +26,7 @@ class FlatParams:
         shard: [shard_numel] this rank's part, always there: a view of ``full``, or memory of its own where sharded.
         shards: where sharded, what modules hold in place of each of ``params`` while ``full`` is empty.
         trained: whether they get gradients, and an optimizer's state.
+        shown: where sharded, whether the plain parameters have values now.
         addresses: of each of ``params`` while ``full`` is there.
     """
 
@@ -31,10 +35,11 @@ class FlatParams:
         self.layout, self.params, self.trained = layout, list(params), trained
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.pieces = tuple(layout.pieces(part))
-        self.sharded = False
+        self.sharded = self.shown = False
         self.shards: list[ParamShard] = []
         self.full = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
-        self.shard = self.full.narrow(0, part * layout.shard_numel, layout.shard_numel)
+        self._part = part
+        self.shard = self._own_part(self.full)
         self._views = self._slot_views(self.full)
         for parameter, view in zip(self.params, self._views, strict=True):
             view.copy_(parameter.data)
@@ -44,6 +49,9 @@ class FlatParams:
     def _slot_views(self, full: Tensor) -> list[Tensor]:
         slots = zip(self.layout.slots, self.params, strict=True)
         return [full.narrow(0, slot.offset, slot.numel).view(parameter.shape) for slot, parameter in slots]
+
+    def _own_part(self, full: Tensor) -> Tensor:
+        return full.narrow(0, self._part * self.layout.shard_numel, self.layout.shard_numel)
 
     def _locate(self) -> None:
         start = self.full.data_ptr()
@@ -71,6 +79,7 @@ class FlatParams:
         torch._C._set_throw_on_mutable_data_ptr(self._nothing)
         for param_shard, piece in zip(shards, self.pieces, strict=True):
             param_shard.local, param_shard.start = shard.narrow(0, piece.in_shard, piece.numel), piece.in_param
+            param_shard.flat = self
         self.reshard()
 
     def unshard(self, comm: Comm, node: Comm | None) -> Pending | None:
@@ -91,9 +100,20 @@ class FlatParams:
         """``full`` is there: let the plain parameters have their values."""
         for parameter, view in zip(self.params, self._views, strict=True):
             parameter.data = view
+        self.shown = True
+        self._versions = list(map(_version_of, self.params))
+
+    def keep_edits(self) -> None:
+        """Take over what was written in place into the plain parameters since ``show``: every rank its own part."""
+        versions = list(map(_version_of, self.params))
+        if versions != self._versions:
+            self.shard.copy_(self._own_part(self.full))
+            self._versions, self._node_part = versions, None
 
     def reshard(self, node: Comm | None = None) -> None:
         """Empty ``full``. With ``node``, keep what this rank needs to fill it again from the ranks of its node."""
+        if self.shown:
+            self.keep_edits()
         if node is not None and self._node_part is None:
             self._node_part = node.own_part(self.full).clone()
         elif node is None:
@@ -103,10 +123,6 @@ class FlatParams:
             self.full.fill_(torch.nan)
         else:
             self.full.untyped_storage().resize_(0)
-
-    @property
-    def kept_on_node(self) -> bool:
-        return self._node_part is not None
 
     def nbytes(self) -> int:
         """Of what is there beside the shard."""
@@ -123,6 +139,7 @@ class FlatParams:
             comm.all_gather(whole, "gather_parameters").wait()
         for parameter, view in zip(self.params, self._slot_views(whole), strict=True):
             parameter.data = as_own_storage(view)
+        self.shown = True
         return whole
 
     def write_back(self, comm: Comm, whole: Tensor) -> None:
@@ -132,6 +149,7 @@ class FlatParams:
 
     def hide(self) -> None:
         """Let the plain parameters have no values."""
+        self.shown = False
         for parameter in self.params:
             parameter.data = self._nothing.expand(parameter.shape)
 

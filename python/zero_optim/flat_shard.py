@@ -72,8 +72,8 @@ class FlatShard(Tensor):
     def _refusal(self, what: str) -> ShardAccessError:
         return ShardAccessError(
             f"{what} on the {self.label}: this rank holds {self.local.numel()} of its {self.numel()} elements. "
-            "To clip, call opt.clip_grad_norm_(max_norm); for loss scaling use zero_optim.GradScaler; "
-            "`.local` is this rank's part"
+            "To clip, call opt.clip_grad_norm_(max_norm); for loss scaling use zero_optim.GradScaler; parameters are "
+            "whole within zero_optim.gather_parameters(model); `.local` is this rank's part"
         )
 
     def _again(self) -> FlatShard:

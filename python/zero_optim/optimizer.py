@@ -20,18 +20,17 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from . import validate
-from .bucket import Bucket, GradState, Sharding
+from .bucket import GradState, Sharding
+from .bucket_plan import buckets_by_size, buckets_of_units
 from .comm import make_comm
 from .errors import ClosedError, GradientError, ZeroOptimError
-from .flat_params import FlatParams
 from .grad_norm import GradNorm
-from .layout import bucket_capacities, build_layout
 from .param_gather import ParamGather
 from .param_group import HyperTable
 from .parameter_set import ParameterSet, listed
 from .reducer import Reducer
 from .shard_state import OptimizerState
-from .sharded_model import ShardedModel, sharded_model_of, tensors_in
+from .sharded_model import sharded_model_of, tensors_in
 from .state_dict import load_groups, make_state_dict, match_state, saved_order, step_counts
 from .stats import memory_by_kind
 
@@ -140,11 +139,11 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.device = self._parameters.all[0].device
         self._sharding = Sharding(comm, stage, grad_reduce_dtype, self.device)
         trained = self._parameters.trained
-        make_buckets = partial(_make_buckets, trained, self._parameters.labels, self._sharding, bucket_cap_mb)
+        make_buckets = partial(buckets_by_size, trained, self._parameters.labels, self._sharding, bucket_cap_mb)
         schedule = None
         if self._sharded is not None:
             self._parameters.take_names(self._sharded.model)
-            make_buckets = partial(_buckets_of_units, self._sharded, trained, self._parameters.labels, self._sharding)
+            make_buckets = partial(buckets_of_units, self._sharded, trained, self._parameters.labels, self._sharding)
             schedule = self._sharded.schedule
             comm.traffic = self._sharded.comm.traffic
         self._reducer = Reducer(
@@ -563,32 +562,3 @@ class ShardedAdamW(torch.optim.Optimizer):
     def _check_usable(self) -> None:
         if self._closed:
             raise ClosedError("this optimizer was closed: make a new one")
-
-
-def _make_buckets(
-    parameters: Mapping[int, Tensor],
-    labels: Sequence[str],
-    sharding: Sharding,
-    bucket_cap_mb: float,
-    order: Sequence[int],
-) -> list[Bucket]:
-    kinds = {index: parameter.dtype for index, parameter in parameters.items()}
-    numels = {index: parameter.numel() for index, parameter in parameters.items()}
-    itemsizes = {kind: sharding.reduce_dtype(kind).itemsize for kind in kinds.values()}
-    capacities = bucket_capacities(numels, kinds, bucket_cap_mb * 2**20, itemsizes)
-    layouts = build_layout(numels, kinds, order, capacities, sharding.shards)
-    flats = [FlatParams(layout, [parameters[s.param] for s in layout.slots], sharding.shard) for layout in layouts]
-    return [Bucket(layout, flat, labels, sharding) for layout, flat in zip(layouts, flats, strict=True)]
-
-
-def _buckets_of_units(
-    sharded: ShardedModel,
-    parameters: Mapping[int, Tensor],
-    labels: Sequence[str],
-    sharding: Sharding,
-    order: Sequence[int],
-) -> list[Bucket]:
-    index_of = {id(parameters[index]): index for index in order}
-    flats = sharded.flats_to_train([parameters[index] for index in order])
-    layouts = [flat.layout.renumbered([index_of[id(parameter)] for parameter in flat.params]) for flat in flats]
-    return [Bucket(layout, flat, labels, sharding) for layout, flat in zip(layouts, flats, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,12 @@ aten = torch.ops.aten
 _REMEDY = "enter zero_optim.gather_parameters(model) on every rank"
 
 
+class Shown(Protocol):
+    """``FlatParams``, as far as shards ask it."""
+
+    shown: bool
+
+
 class ParamShard(FlatShard):
     """A ``torch.nn.Parameter`` in all but its values, of which this rank holds a flat range.
 
@@ -23,15 +29,17 @@ class ParamShard(FlatShard):
 
     Attributes:
         plain: the parameter that stands in its place while its unit is unsharded.
+        flat: the flat parameters that it is of.
     """
 
     plain: Tensor
+    flat: Shown | None
 
     @staticmethod
     def __new__(cls, local: Tensor, start: int, plain: Tensor, name: str) -> ParamShard:
         shard = Tensor._make_wrapper_subclass(cls, tuple(plain.shape), dtype=plain.dtype, device=plain.device)
         shard.local, shard.start, shard.label, shard.before_write = local, start, f"parameter {name!r}", None
-        shard.plain = plain
+        shard.plain, shard.flat = plain, None
         shard._is_param = True
         return shard
 
@@ -96,7 +104,10 @@ class ParamShard(FlatShard):
             )
         whole = source.local if isinstance(source, FlatShard) else source.detach().reshape(-1)
         start = 0 if same else self.start
-        self.local.copy_(whole[start : start + self.local.numel()])
+        own = self.local
+        if self.flat is not None and self.flat.shown:  # written back from there
+            own = self.plain.detach().view(-1).narrow(0, self.start, self.local.numel())
+        own.copy_(whole[start : start + self.local.numel()])
         torch.autograd.graph.increment_version(self.plain)
         return self
 

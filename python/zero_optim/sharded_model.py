@@ -67,9 +67,10 @@ class ShardedModel:
             module = unit.module
             module.register_forward_pre_hook(_BeforeForward(self, unit), prepend=True)
             module.register_forward_hook(_AfterForward(self, unit), with_kwargs=True)
-            module.register_state_dict_pre_hook(_BeforeStateDict(self, unit))
-            module.register_state_dict_post_hook(_AfterStateDict(self, unit))
-        self.model.register_load_state_dict_pre_hook(_BeforeLoad(self, self.units[0]))
+            for module in {place.module: None for place in unit.places}:
+                module.register_state_dict_pre_hook(_BeforeStateDict(self, unit))
+                module.register_state_dict_post_hook(_AfterStateDict(self, unit))
+                module.register_load_state_dict_pre_hook(_BeforeLoad(self, unit))
         self.model.register_forward_pre_hook(_RunBegins(self, self.units[0]), prepend=True)
         self.model.register_forward_hook(_RunEnds(self, self.units[0]), always_call=True)
 
@@ -177,27 +178,25 @@ class _RunEnds(_Hook):
 class _BeforeStateDict(_Hook):
     """State dicts hold shards whatever is unsharded: its memory is about to be freed."""
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, module: nn.Module, *_: Any) -> None:
         if self.unit.state is UnitState.UNSHARDED:
-            self.unit.show_shards()
+            self.unit.keep_edits()
+            self.unit.show_shards(module)
 
 
 class _AfterStateDict(_Hook):
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, module: nn.Module, *_: Any) -> None:
         if self.unit.state is UnitState.UNSHARDED:
-            self.unit.show_plain()
+            self.unit.show_plain(module)
 
 
 class _BeforeLoad(_Hook):
-    """Values are copied into shards: at once where units are unsharded, they would be of the last gather."""
-
     def __call__(self, module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise ZeroOptimError(
                 "load_state_dict(assign=True) would replace parameters that are sharded: without assign it copies into "
                 "each rank's shard; or load before zero_optim.shard_module"
             )
-        self.sharded.schedule.settle()
 
 
 def _no_hook() -> Any:

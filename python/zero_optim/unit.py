@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from .comm import Comm, Pending
-from .errors import ParameterError, ShardAccessError
+from .errors import CollectiveError, ParameterError, ShardAccessError
 from .flat_params import FlatParams
 from .param_shard import ParamShard
 
@@ -80,13 +80,19 @@ class Unit:
     def wait(self) -> None:
         """Order what follows after their arrival, and let the modules have them."""
         if self.state is UnitState.UNSHARDING:
-            for gather in self._pending:
-                gather.wait()
-            self._pending = []
+            pending, self._pending = self._pending, []
+            for gather in pending:
+                self._await(gather)
             for flat in self.flats:
                 flat.show()
             self.show_plain()
             self.state = UnitState.UNSHARDED
+
+    def _await(self, gather: Pending) -> None:
+        try:
+            gather.wait()
+        except CollectiveError as error:
+            raise CollectiveError(f"gathering {self.label}: {error}") from error
 
     def reshard(self, *, to_node: bool = False) -> None:
         """Keep this rank's shard alone; ``to_node``: and its part of what its node keeps."""
@@ -99,15 +105,25 @@ class Unit:
                 flat.reshard(node)
             self.state = UnitState.SHARDED if node is None else UnitState.NODE_SHARDED
 
+    def keep_edits(self) -> None:
+        """Take what was written into plain parameters over into the shards."""
+        if self.state is UnitState.UNSHARDED:
+            for flat in self.flats:
+                flat.keep_edits()
+
     # -- what the modules hold -----------------------------------------------------------------------------------
 
-    def show_plain(self) -> None:
+    def show_plain(self, module: nn.Module | None = None) -> None:
+        """Let ``module``, or every one, hold plain parameters."""
         for place in self.places:
-            self._register(place, place.plain)
+            if module is None or place.module is module:
+                self._register(place, place.plain)
 
-    def show_shards(self) -> None:
+    def show_shards(self, module: nn.Module | None = None) -> None:
+        """Let ``module``, or every one, hold shards."""
         for place in self.places:
-            self._register(place, place.shard)
+            if module is None or place.module is module:
+                self._register(place, place.shard)
 
     def _register(self, place: Place, new: Tensor) -> None:
         held = place.module._parameters

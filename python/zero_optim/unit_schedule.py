@@ -186,6 +186,9 @@ class UnitSchedule:
         self._digest = zlib.crc32(bytes([direction.value]), self._digest)
         if direction is Direction.FORWARD:
             self._trains = torch.is_grad_enabled()
+            for unit in self.units:
+                if unit.state is UnitState.NODE_SHARDED:  # no backward came, and shards may have been written since
+                    unit.reshard()
         else:
             self._backwards += 1
             self._over.clear()

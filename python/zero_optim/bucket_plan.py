@@ -1,0 +1,41 @@
+"""Which parameters share a bucket: at stages 0 to 2 as many as fit into it, at stage 3 those of a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from .bucket import Bucket, Sharding
+from .flat_params import FlatParams
+from .layout import bucket_capacities, build_layout
+from .sharded_model import ShardedModel
+
+
+def buckets_by_size(
+    parameters: Mapping[int, Tensor],
+    labels: Sequence[str],
+    sharding: Sharding,
+    bucket_cap_mb: float,
+    order: Sequence[int],
+) -> list[Bucket]:
+    kinds = {index: parameter.dtype for index, parameter in parameters.items()}
+    numels = {index: parameter.numel() for index, parameter in parameters.items()}
+    itemsizes = {kind: sharding.reduce_dtype(kind).itemsize for kind in kinds.values()}
+    capacities = bucket_capacities(numels, kinds, bucket_cap_mb * 2**20, itemsizes)
+    layouts = build_layout(numels, kinds, order, capacities, sharding.shards)
+    flats = [FlatParams(layout, [parameters[s.param] for s in layout.slots], sharding.shard) for layout in layouts]
+    return [Bucket(layout, flat, labels, sharding) for layout, flat in zip(layouts, flats, strict=True)]
+
+
+def buckets_of_units(
+    sharded: ShardedModel,
+    parameters: Mapping[int, Tensor],
+    labels: Sequence[str],
+    sharding: Sharding,
+    order: Sequence[int],
+) -> list[Bucket]:
+    index_of = {id(parameters[index]): index for index in order}
+    flats = sharded.flats_to_train([parameters[index] for index in order])
+    layouts = [flat.layout.renumbered([index_of[id(parameter)] for parameter in flat.params]) for flat in flats]
+    return [Bucket(layout, flat, labels, sharding) for layout, flat in zip(layouts, flats, strict=True)]
