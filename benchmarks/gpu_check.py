@@ -79,7 +79,8 @@ def phases(scratch: Path, *, rehearse: bool) -> list[Phase]:
             trainer,
             *(_bench(scratch, op, 60, device, *tiny) for op in REHEARSED),
         ]
-    first = ("test_bit_contract", 170), ("test_no_sync", 60), ("test_capture", 60), ("test_optimizer", 120)
+    first = ("test_bit_contract", 170), ("test_no_sync", 60), ("test_capture", 60)
+    first += ("test_optimizer", 120), ("test_units", 120)
     last = ("test_large", 60), ("test_memcheck", 160)
     return [
         build,

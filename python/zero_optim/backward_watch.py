@@ -38,6 +38,11 @@ class BackwardWatch:
         self._open[task] = weakref.ref(end)
         Variable._execution_engine.queue_callback(end)
 
+    @property
+    def running(self) -> bool:
+        """Whether a backward that was entered goes on."""
+        return self._outer_runs or any(end() is not None for end in self._open.values())
+
     def forget(self) -> None:
         """The next hook belongs to another backward."""
         self._open.clear()

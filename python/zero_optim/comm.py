@@ -155,22 +155,19 @@ class Comm:
 
     def _new_group(self, ranks: list[int], groups: set[int]) -> dist.ProcessGroup:
         """``groups``: how many each rank has."""
-        backend: str = dist.get_backend(self.group)
-        if backend not in dist.Backend.backend_list or backend == dist.Backend.UNDEFINED:
-            backend = dist.get_backend_config(self.group)  # one for each type of device
         everyone = len(ranks) == dist.get_world_size()
         if len(groups) > 1 and not everyone:
             raise RankMismatchError(
                 "a second optimizer between these ranks needs a process group of its own, which cannot be made here: "
                 "some of them are in more groups than others. Make one on all ranks, dist.new_group(ranks), and give it"
             )
-        return dist.new_group(ranks, _timeout(self.group), backend, use_local_synchronization=not everyone)
+        return dist.new_group(ranks, _timeout(self.group), _backend(self.group), use_local_synchronization=not everyone)
 
     def of_consecutive(self, count: int) -> Comm:
         """Collective. The ``count`` consecutive ranks among which this one is, a divisor of all; traffic is one."""
         ranks = dist.get_process_group_ranks(self.group)
         everyone = len(ranks) == dist.get_world_size()
-        backend, timeout = dist.get_backend_config(self.group), _timeout(self.group)
+        backend, timeout = _backend(self.group), _timeout(self.group)
         for start in range(0, len(ranks), count):
             of_node = ranks[start : start + count]
             if everyone or start <= self.rank < start + count:
@@ -322,6 +319,13 @@ def _dereference(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup | N
     """None for a group that was destroyed."""
     alive = group()
     return alive if alive is not None and alive in dist.distributed_c10d._world.pg_names else None
+
+
+def _backend(group: Any) -> str:
+    backend: str = dist.get_backend(group)
+    if backend in dist.Backend.backend_list and backend != dist.Backend.UNDEFINED:
+        return backend
+    return dist.get_backend_config(group)  # one for each type of device
 
 
 def _timeout(group: Any) -> timedelta | None:

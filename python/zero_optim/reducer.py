@@ -84,7 +84,8 @@ class Reducer:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.grow(list(parameters))
         if schedule is not None:
-            schedule.on_over, schedule.on_order = self._launch_over, self._follow_order
+            schedule.on_begin, schedule.on_over = self._unit_backward_begins, self._launch_over
+            schedule.on_order = self._follow_order
 
     def grow(self, indices: Sequence[int]) -> list[Bucket]:
         """Take in parameters, in buckets after all others. The next backward observes. Returns the new buckets."""
@@ -208,6 +209,11 @@ class Reducer:
                 if self._must_not_wait and not self.buffers.free:
                     return
                 self._launch_next()
+
+    def _unit_backward_begins(self) -> None:
+        """A backward that raised has left its round open: it ends before another goes through the units."""
+        if not self._watch.running and not (self._in_round and self._must_not_wait):
+            self.complete_open_round()
 
     def _launch_over(self) -> None:
         """Another unit is over: launch what no gradient can come for any more in this backward."""

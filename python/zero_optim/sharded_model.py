@@ -71,8 +71,7 @@ class ShardedModel:
                 module.register_state_dict_pre_hook(_BeforeStateDict(self, unit))
                 module.register_state_dict_post_hook(_AfterStateDict(self, unit))
                 module.register_load_state_dict_pre_hook(_BeforeLoad(self, unit))
-        self.model.register_forward_pre_hook(_RunBegins(self, self.units[0]), prepend=True)
-        self.model.register_forward_hook(_RunEnds(self, self.units[0]), always_call=True)
+        self.model.register_forward_hook(_ForwardEnded(self, self.units[0]), always_call=True)
 
     # -- what the optimizer asks for -----------------------------------------------------------------------------
 
@@ -161,18 +160,11 @@ class _AfterForward(_Hook):
         self.sharded.schedule.before_backward(self.unit)
 
 
-class _RunBegins(_Hook):
+class _ForwardEnded(_Hook):
     @torch.compiler.disable
     def __call__(self, *_: Any) -> None:
-        self.sharded.schedule.running = not in_backward()
-
-
-class _RunEnds(_Hook):
-    """Also of a forward that raises."""
-
-    @torch.compiler.disable
-    def __call__(self, *_: Any) -> None:
-        self.sharded.schedule.running = False
+        if not in_backward():
+            self.sharded.schedule.forward_ended()
 
 
 class _BeforeStateDict(_Hook):

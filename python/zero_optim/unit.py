@@ -80,9 +80,9 @@ class Unit:
     def wait(self) -> None:
         """Order what follows after their arrival, and let the modules have them."""
         if self.state is UnitState.UNSHARDING:
-            pending, self._pending = self._pending, []
-            for gather in pending:
+            for gather in self._pending:
                 self._await(gather)
+            self._pending = []  # only now: what failed to arrive must not be shown
             for flat in self.flats:
                 flat.show()
             self.show_plain()

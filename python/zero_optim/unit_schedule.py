@@ -41,7 +41,7 @@ class UnitSchedule:
         keep_evaluating: whether units that are kept unsharded after a forward are so where no backward can follow, too.
 
     Attributes:
-        running: whether a forward of the root is under way.
+        on_begin: called when a backward begins.
         on_over: called when no gradient of one more unit can come in this backward.
         on_order: called when the order in which backward is through with units is known.
     """
@@ -55,7 +55,7 @@ class UnitSchedule:
             Direction.FORWARD: list(units),
             Direction.BACKWARD: list(reversed(list(_calls_ended(units)))),
         }
-        self.running = False
+        self._forwards = 0  # of the root that are under way
         self._direction: Direction | None = None  # of the cycle that is open
         self._place = -1  # of the last unit visited in it
         self._open: dict[Unit, int] = {}  # visited in it and not over, and where
@@ -79,8 +79,13 @@ class UnitSchedule:
         if in_backward():
             self._visit(unit, Direction.BACKWARD, closing=False)  # others of the checkpoint's wait for their backward
             return
+        if unit is self.units[0]:
+            self._forwards += 1
+            if self._forwards == 1:
+                self._end_open()  # a forward that raised
+                self._called, self._ended = [], []
         if unit not in self._open:
-            self._called = [unit] if unit is self.units[0] else [*self._called, unit]
+            self._called.append(unit)
         self._visit(unit, Direction.FORWARD, closing=True)
 
     def before_backward(self, unit: Unit) -> None:
@@ -115,11 +120,19 @@ class UnitSchedule:
             return
         checkpointed = self._trains and not torch.is_grad_enabled()  # re-entrant: backward calls it again
         self._ended.append((unit, requires_grad or checkpointed))
-        if unit is self.units[0]:
+        if unit is self.units[0] and self._forwards == 1:
             self._end_cycle()
             if not self._forward_known or (self._trains and not self._backward_known):
                 self._agree_on_order()
-            self._called, self._ended = [], []
+
+    def forward_ended(self) -> None:
+        """A forward of the root is through, or has raised."""
+        self._forwards = max(0, self._forwards - 1)
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward of the root is under way."""
+        return self._forwards > 0
 
     def end_backward(self) -> None:
         """Collective, where one is open: join what is left of it."""
@@ -147,6 +160,7 @@ class UnitSchedule:
             unit.reshard()
 
     def forget_optimizer(self) -> None:
+        self.on_begin: Callable[[], None] = lambda: None
         self.on_over: Callable[[], None] = lambda: None
         self.on_order: Callable[[], None] = lambda: None
 
@@ -178,8 +192,8 @@ class UnitSchedule:
     # -- cycles --------------------------------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
-        """The backward before this has raised if it is open."""
-        self.end_backward()
+        self.end_backward()  # one that is open has raised
+        self.on_begin()
 
     def _begin_cycle(self, direction: Direction) -> None:
         self._direction, self._place = direction, -1
