@@ -1,0 +1,216 @@
+"""Whatever a rank's forward and backward use of a model, every rank gathers the same units in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zero_optim import unit_schedule
+from zero_optim.unit import UnitState
+from zero_optim.unit_schedule import UnitSchedule
+
+RANKS = 3
+
+
+@dataclass
+class Log:
+    """What a rank has gathered, and how many units were whole at once, at most."""
+
+    gathers: list[int] = field(default_factory=list)
+    whole: int = 0
+    most: int = 0
+
+
+@dataclass(eq=False)
+class FakeUnit:
+    """A unit as far as the schedule knows one."""
+
+    number: int
+    keep: bool
+    enclosing: set[FakeUnit]
+    log: Log
+    node: None = None
+    flats: list[object] = field(default_factory=list)
+    state: UnitState = UnitState.SHARDED
+
+    def unshard(self) -> None:
+        if self.state is UnitState.SHARDED:
+            self.log.gathers.append(self.number)
+            self.log.whole += 1
+            self.log.most = max(self.log.most, self.log.whole)
+            self.state = UnitState.UNSHARDING
+
+    def wait(self) -> None:
+        self.state = UnitState.UNSHARDED
+
+    def reshard(self, *, to_node: bool = False) -> None:
+        self.log.whole -= self.state is not UnitState.SHARDED
+        self.state = UnitState.SHARDED
+
+
+class FakeComm:
+    """Rank 0's report for all; the others' are not looked at by these programs."""
+
+    def __init__(self, reports: list[object]) -> None:
+        self.reports = reports
+
+    def gather_objects(self, report: object, where: str) -> list[object]:
+        if not self.reports:
+            self.reports.append(report)
+        return [self.reports[0], report]
+
+
+class FakeWatch:
+    def enter(self) -> None:
+        pass
+
+
+class Rank:
+    """One rank's schedule, driven by hand as modules and autograd would."""
+
+    def __init__(self, outer_of: list[int | None], keep: bool, prefetch: int, reports: list[object]) -> None:
+        self.log = Log()
+        self.units = [FakeUnit(0, True, set(), self.log)]
+        for number, outer in enumerate(outer_of, 1):
+            around = self.units[0 if outer is None else outer]
+            self.units.append(FakeUnit(number, keep, {around, *around.enclosing}, self.log))
+        self.schedule = UnitSchedule(self.units, FakeComm(reports), prefetch, keep_evaluating=keep)  # type: ignore[arg-type]
+        self.schedule.watch = FakeWatch()  # type: ignore[assignment]
+        self.used: set[int] = set()
+
+    def children(self, unit: FakeUnit) -> Iterator[FakeUnit]:
+        """Units called within ``unit``'s forward, directly."""
+        for other in self.units[1:]:
+            if unit in other.enclosing and len(other.enclosing) == len(unit.enclosing) + 1:
+                yield other
+
+    def forward(self, unit: FakeUnit, used: set[int]) -> None:
+        self.schedule.before_forward(unit)  # type: ignore[arg-type]
+        assert unit.state is UnitState.UNSHARDED
+        for child in self.children(unit):
+            if child.number in used:
+                self.forward(child, used)
+                assert unit.state is UnitState.UNSHARDED, "an outer unit is there as long as its forward"
+        self.schedule.after_forward(unit, requires_grad=torch.is_grad_enabled())  # type: ignore[arg-type]
+        if unit.number == 0:
+            self.schedule.forward_ended()
+
+    def backward(self, unit: FakeUnit, used: set[int], checkpointed: int) -> None:
+        """Back through what the forward used; ``checkpointed`` units in a row are computed again together."""
+        self.schedule.before_backward(unit)  # type: ignore[arg-type]
+        assert unit.state is UnitState.UNSHARDED
+        children = [child for child in self.children(unit) if child.number in used]
+        while children:
+            segment, children = children[-checkpointed:], children[:-checkpointed]
+            if checkpointed > 1:
+                for child in segment:
+                    self.again(child, used)
+            for child in reversed(segment):
+                self.backward(child, used, checkpointed)
+                assert unit.state is UnitState.UNSHARDED, "an outer unit is there as long as its backward"
+
+    def again(self, unit: FakeUnit, used: set[int]) -> None:
+        self.schedule.before_forward(unit)  # type: ignore[arg-type]
+        assert unit.state is UnitState.UNSHARDED
+        for child in self.children(unit):
+            if child.number in used:
+                self.again(child, used)
+
+
+@dataclass(frozen=True)
+class Step:
+    """``uses``: for each rank, the units that its forward calls; ``reaches``: those of them that backward comes to."""
+
+    uses: tuple[frozenset[int], ...]
+    trains: bool
+    backward: bool
+    checkpointed: int
+
+
+UNITS = 6
+subsets = st.frozensets(st.integers(1, UNITS))
+steps = st.builds(
+    Step,
+    uses=st.tuples(*[st.one_of(st.just(frozenset(range(1, UNITS + 1))), subsets)] * RANKS),
+    trains=st.booleans(),
+    backward=st.booleans(),
+    checkpointed=st.integers(1, 4),
+)
+
+
+def _tree(depths: tuple[int, ...]) -> list[int | None]:
+    """The unit that each is within, None where it is the root alone, as ``model.modules()`` may have them."""
+    around: list[int] = []
+    outer_of: list[int | None] = []
+    for number, depth in enumerate(depths, 1):
+        del around[depth:]
+        outer_of.append(around[-1] if around else None)
+        around.append(number)
+    return outer_of
+
+
+trees = st.one_of(st.just(_tree((0,) * UNITS)), st.tuples(*[st.integers(0, 2)] * UNITS).map(_tree))
+
+
+def play(rank: Rank, number: int, step: Step, flag: list[bool]) -> None:
+    flag[0] = False
+    used = set(step.uses[number])
+    with torch.set_grad_enabled(step.trains):
+        rank.forward(rank.units[0], used)
+    if step.trains and step.backward:
+        flag[0] = True
+        with torch.no_grad():
+            rank.backward(rank.units[0], used, step.checkpointed)
+            rank.schedule.end_backward()
+        assert all(unit.state is UnitState.SHARDED for unit in rank.units), "after backward all are sharded"
+        flag[0] = False
+    if step.trains:
+        rank.schedule.settle()
+        rank.schedule.end_step()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    outer_of=trees,
+    keep=st.booleans(),
+    prefetch=st.integers(0, 3),
+    program=st.lists(steps, min_size=1, max_size=4),
+)
+def test_all_ranks_gather_alike(outer_of: list[int | None], keep: bool, prefetch: int, program: list[Step]) -> None:
+    flag = [False]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit_schedule, "in_backward", lambda: flag[0])
+        reports: list[list[object]] = [[] for _ in program]
+        ranks = [Rank(outer_of, keep, prefetch, []) for _ in range(RANKS)]
+        for number, step in enumerate(program):
+            for place, rank in enumerate(ranks):
+                rank.schedule._comm = FakeComm(reports[number])  # type: ignore[assignment]
+                play(rank, place, step, flag)
+            first, *others = (rank.log.gathers for rank in ranks)
+            assert all(other == first for other in others), f"step {number}"
+            codes = {rank.schedule.order_code for rank in ranks}
+            assert len(codes) == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(outer_of=trees, prefetch=st.integers(0, 3), checkpointed=st.integers(1, 4))
+def test_a_usual_step_gathers_each_unit_twice_and_few_at_once(
+    outer_of: list[int | None], prefetch: int, checkpointed: int
+) -> None:
+    everything = frozenset(range(1, UNITS + 1))
+    flag = [False]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit_schedule, "in_backward", lambda: flag[0])
+        rank = Rank(outer_of, False, prefetch, [])
+        for _ in range(2):
+            rank.log.gathers.clear()
+            play(rank, 0, Step((everything,), True, True, checkpointed), flag)
+        assert sorted(rank.log.gathers) == sorted([0, *range(1, UNITS + 1), *range(1, UNITS + 1)])
+        deepest = max(len(unit.enclosing) for unit in rank.units)
+        in_use = 1 if checkpointed == 1 else checkpointed + 1  # and that before them, until backward is there
+        if set(outer_of) == {None} or checkpointed == 1:
+            assert rank.log.most <= deepest + in_use + prefetch, "those in use, those around them, and those ahead"
