@@ -27,7 +27,7 @@ class FlatParams:
         shards: where sharded, what modules hold in place of each of ``params`` while ``full`` is empty.
         trained: whether they get gradients, and an optimizer's state.
         shown: where sharded, whether the plain parameters have values now.
-        addresses: of each of ``params`` while ``full`` is there.
+        addresses: of each of ``params`` while it has values.
     """
 
     def __init__(self, layout: BucketLayout, params: Sequence[Tensor], part: int, *, trained: bool = True) -> None:
@@ -44,7 +44,7 @@ class FlatParams:
         for parameter, view in zip(self.params, self._views, strict=True):
             view.copy_(parameter.data)
             parameter.data = as_own_storage(view)
-        self._locate()
+        self._locate(self.full)
 
     def _slot_views(self, full: Tensor) -> list[Tensor]:
         slots = zip(self.layout.slots, self.params, strict=True)
@@ -53,8 +53,8 @@ class FlatParams:
     def _own_part(self, full: Tensor) -> Tensor:
         return full.narrow(0, self._part * self.layout.shard_numel, self.layout.shard_numel)
 
-    def _locate(self) -> None:
-        start = self.full.data_ptr()
+    def _locate(self, full: Tensor) -> None:
+        start = full.data_ptr()
         places = [(slot.numel, start + slot.offset * self.dtype.itemsize) for slot in self.layout.slots]
         self.addresses = [address if numel else 0 for numel, address in places]
 
@@ -94,12 +94,12 @@ class FlatParams:
     def _fill(self) -> None:
         if self.full.untyped_storage().nbytes() == 0:
             self.full.untyped_storage().resize_(self.full.numel() * self.dtype.itemsize)
-            self._locate()
 
     def show(self) -> None:
         """``full`` is there: let the plain parameters have their values."""
         for parameter, view in zip(self.params, self._views, strict=True):
             parameter.data = view
+        self._locate(self.full)
         self.shown = True
         self._versions = list(map(_version_of, self.params))
 
@@ -139,6 +139,7 @@ class FlatParams:
             comm.all_gather(whole, "gather_parameters").wait()
         for parameter, view in zip(self.params, self._slot_views(whole), strict=True):
             parameter.data = as_own_storage(view)
+        self._locate(whole)
         self.shown = True
         return whole
 

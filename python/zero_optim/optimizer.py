@@ -177,6 +177,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._check_usable()
         self._sharding.comm.check_alone()
         self._parameters.check_groups_unedited()
+        if self._sharded is not None:
+            self._sharded.schedule.check_not_gathered()
         result = None
         if closure is not None:
             with torch.enable_grad():

@@ -74,6 +74,15 @@ class ParamShard(FlatShard):
     def requires_grad(self, value: bool) -> None:
         self.plain.requires_grad = value
 
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value is not self:  # as when a model is moved to where it is
+            raise self._refusal("assigning .data")
+
     def requires_grad_(self, requires_grad: bool = True) -> ParamShard:
         self.plain.requires_grad_(requires_grad)
         return self

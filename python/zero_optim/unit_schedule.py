@@ -20,6 +20,7 @@ import torch
 
 from .backward_watch import BackwardWatch
 from .comm import Comm
+from .errors import ShardAccessError
 from .flat_params import FlatParams
 from .unit import Unit, UnitState
 
@@ -158,6 +159,11 @@ class UnitSchedule:
         self._hold = False
         for unit in self.units:
             unit.reshard()
+
+    def check_not_gathered(self) -> None:
+        """Raise ShardAccessError within ``gather_parameters``: what it shows would not be what is updated."""
+        if any(unit.state is UnitState.GATHERED for unit in self.units):
+            raise ShardAccessError("step was called within gather_parameters: leave that before, on every rank")
 
     def forget_optimizer(self) -> None:
         self.on_begin: Callable[[], None] = lambda: None
