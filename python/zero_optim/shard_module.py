@@ -216,7 +216,10 @@ def _materialise(plan: _UnitPlan, device: torch.device, init_fn: Callable[[nn.Mo
     for key, parameter in plan.parameters.items():
         if parameter.is_meta:
             empty |= dict.fromkeys(module for module, _, _ in plan.places[key])
-            parameter.data = torch.empty_like(parameter, device=device)
+            made = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            plan.parameters[key] = made
+            for module, name, _ in plan.places[key]:
+                module._parameters[name] = made
         else:
             parameter.data = parameter.data.to(device)
     for module in plan.modules:
@@ -239,6 +242,7 @@ def _materialise(plan: _UnitPlan, device: torch.device, init_fn: Callable[[nn.Mo
 def _fill(unit: Unit, plan: _UnitPlan, comm: Comm, *, offload: bool) -> None:
     """Collective. Shard the unit's parameters: one flat tensor for each dtype, and for what is trained and what not."""
     shards = {key: _shard_of(parameter, plan.places[key][0][2]) for key, parameter in plan.parameters.items()}
+    shard_of = {id(plan.parameters[key]): shard for key, shard in shards.items()}
     unit.places = [
         Place(module, name, plan.parameters[key], shards[key])
         for key, places in plan.places.items()
@@ -250,7 +254,7 @@ def _fill(unit: Unit, plan: _UnitPlan, comm: Comm, *, offload: bool) -> None:
     for (_, trained), parameters in kinds.items():
         unit.flats.append(flatten(parameters, comm, trained=trained))
         if comm.world_size > 1 or offload:
-            unit.flats[-1].split(comm, [shards[id(parameter)] for parameter in parameters], offload=offload)
+            unit.flats[-1].split(comm, [shard_of[id(parameter)] for parameter in parameters], offload=offload)
     if comm.world_size > 1 or offload:
         unit.show_shards()
 

@@ -97,7 +97,7 @@ class UnitSchedule:
     def _visit(self, unit: Unit, direction: Direction, *, closing: bool) -> None:
         if direction is Direction.BACKWARD:
             self.watch.enter()
-            self._hold |= torch.is_grad_enabled()  # create_graph=True
+            self._hold |= closing and torch.is_grad_enabled()  # create_graph=True; a checkpoint computes with it, too
         if direction is not self._direction:
             self._end_open()
             self._begin_cycle(direction)

@@ -1,4 +1,4 @@
-"""The loop that a user copies works as it stands."""
+"""The loops that a user copies work as they stand."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+import torch
 from training import ROOT, Command
 
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
+SHARDED = ROOT / "examples" / "train_sharded.py"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def final_loss(output: str) -> float:
-    return float(re.search(r"step 2  loss ([\d.]+)", output)[1])
+def final_loss(output: str, step: int = 2) -> float:
+    return float(re.search(rf"step {step}  loss ([\d.]+)", output)[1])
 
 
 def test_alone(tmp_path: Path) -> None:
@@ -22,15 +26,33 @@ def test_alone(tmp_path: Path) -> None:
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = Command([*launcher, str(EXAMPLE), "--steps", "2"], tmp_path)
+    command = Command([*TORCHRUN, str(EXAMPLE), "--steps", "2"], tmp_path)
     assert command.finish() == 0, command.output
     assert command.output.count("step 2") == 1
     assert 4 < final_loss(command.output) < 7
 
 
-def test_it_imports_torch_and_zero_optim_alone() -> None:
-    tree = ast.parse(EXAMPLE.read_text())
+def test_sharded_on_two_ranks_and_resumed_on_one(tmp_path: Path) -> None:
+    command = Command([*TORCHRUN, str(SHARDED), "--steps", "2", "--save", "two.pt"], tmp_path)
+    assert command.finish() == 0, command.output
+    assert 4 < final_loss(command.output) < 7
+    saved = torch.load(tmp_path / "two.pt", weights_only=True)
+    whole = sum(weight.numel() for weight in saved["model"].values())
+    held = dict(re.findall(r"(\w+) ([\d,]+)(?:, |$)", command.output.splitlines()[-1]))
+    held = {kind: int(size.replace(",", "")) for kind, size in held.items()}
+    state = sum(held[kind] for kind in ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq"))
+    assert state == pytest.approx(8 * whole, rel=1e-3)  # 16 / N bytes; a rank's share is whole rows
+    assert held["unsharded"] == 0
+
+    command = Command([str(SHARDED), "--steps", "3", "--resume", "two.pt", "--save", "one.pt"], tmp_path)
+    assert command.finish() == 0, command.output
+    assert 4 < final_loss(command.output, 3) < 7
+    assert torch.load(tmp_path / "one.pt", weights_only=True)["optimizer"]["state"][0]["step"] == 3
+
+
+@pytest.mark.parametrize("script", [EXAMPLE, SHARDED], ids=lambda path: path.stem)
+def test_it_imports_torch_and_zero_optim_alone(script: Path) -> None:
+    tree = ast.parse(script.read_text())
     names = {
         alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
     }

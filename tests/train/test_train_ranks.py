@@ -9,16 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import ENDLESS, TINY, Command, read_log, run_ranks, train_ranks, without_speed
+from training import ENDLESS, TINY, Command, read_log, run_ranks, table_row, train_ranks, without_speed
 from zero_optim.train.model import GPT, ModelConfig
 
 PARAMETERS = sum(p.numel() for p in GPT(ModelConfig(1, 32, 2, 16), torch.float32).parameters())
-
-
-def table_row(output: str, name: str) -> list[float]:
-    row = re.search(rf"^  {name} +(.*)$", output, re.MULTILINE)
-    assert row, output
-    return [float(figure.replace(",", "")) for figure in row[1].split()]
 
 
 def newest_checkpoint(run: Path) -> dict[str, object]:

@@ -23,7 +23,7 @@ def expect_usage_error(outcome: object, *parts: str) -> None:
         ([], ["command"]),
         (["tarin"], ["tarin", "train"]),
         (["train", "--bogus", "1"], ["--bogus"]),
-        (["train", "--stage", "3"], ["--stage", "0, 1, 2"]),
+        (["train", "--stage", "4"], ["--stage", "0, 1, 2, 3"]),
         (["train", "--steps", "many"], ["--steps", "many"]),
         (["train", "--steps", "0"], ["--steps 0", "at least 1"]),
         (["train", "--lr", "nan"], ["--lr", "positive"]),

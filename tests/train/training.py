@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -81,6 +82,13 @@ def run_ranks(ranks: int, arguments: Sequence[str], folder: Path) -> str:
 
 def read_log(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def table_row(output: str, name: str) -> list[float]:
+    """The figures of a line of the final table."""
+    row = re.search(rf"^  {name} +([\d., ]+)$", output, re.MULTILINE)
+    assert row, output
+    return [float(figure.replace(",", "")) for figure in row[1].split()]
 
 
 def without_speed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The plots of ``step_overhead`` and of ``train_step`` on ranks: bars, the figures beside them. Needs matplotlib."""
+"""The plots of ``step_overhead``, of training on ranks and of memory: bars and figures. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from .figure import FAINT, FOOTER_INCHES, HEADER_INCHES, INK, ROOF, figures, header_and_footer, plain
-from .table import elements, mebibytes, milliseconds
+from .table import baseline_of, elements, mebibytes, milliseconds
 
 JsonRow = Mapping[str, Any]
 
-OURS_COLOR, OTHERS_COLOR = "#0072B2", "#B9B9B9"
-COLORS = {"fused": "#D55E00", "foreach": "#E69F00", "ddp": "#D55E00"}
-OURS = ("ours", "stage0", "stage1", "stage2")
+OURS_COLOR, OTHERS_COLOR, BASELINE_COLOR = "#0072B2", "#B9B9B9", "#D55E00"
+COLORS = {"fused": BASELINE_COLOR, "foreach": "#E69F00", "ddp": BASELINE_COLOR}
+OURS = ("ours", "stage0", "stage1", "stage2", "stage3", "stage3_keep")
 BAR_INCHES, PANEL_WIDTH = 0.27, 6.3
 GAP = 0.6  # of a bar, between groups
 
@@ -56,21 +56,30 @@ def draw_overhead(record: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_ranks(record: Mapping[str, Any], path: Path) -> None:
-    """Speed, and peak memory where it was measured."""
-    rows = _of(record, "train_step")
-    measured = [row for row in rows if row["memory"]]
-    about = f"{elements(rows[0]['numel'])} parameters, {rows[0]['dtype']}, {rows[0]['ranks']} gloo ranks"
-    tokens = rows[0]["tokens_per_s"] * rows[0]["ms"]
+    """Speed, and what was measured of memory and of communication."""
+    rows = record["rows"]
+    measured, counted = ([row for row in rows if row[name]] for name in ("memory", "communicated"))
+    counts = list(dict.fromkeys(row["ranks"] for row in rows))
+    about = f"{elements(rows[0]['numel'])} parameters, {rows[0]['dtype']}, {' and '.join(map(str, counts))} ranks"
+
+    def ranks(row: JsonRow) -> str:
+        return f"{row['ranks']} ranks" if len(counts) > 1 else ""
+
+    def at(row: JsonRow, ms: float) -> float:
+        """Tokens a second."""
+        return float(row["tokens_per_s"] * row["ms"] / ms)
+
     speed = Panel(
         title=f"Training step: {about}",
         unit="tokens/s",
         rows=rows,
         value=lambda row: row["tokens_per_s"],
-        whiskers=lambda row: (tokens / row["p80"], tokens / row["p20"]),
+        whiskers=lambda row: (at(row, row["p80"]), at(row, row["p20"])),
+        group=ranks,
         columns={
             "tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}",
             "ms": lambda row: milliseconds(row["ms"]),
-            "vs ddp": lambda row: f"{row['vs_torch']:.2f}×",
+            f"vs {baseline_of(rows)}": lambda row: f"{row['vs_torch']:.2f}×",
         },
     )
     memory = Panel(
@@ -82,13 +91,48 @@ def draw_ranks(record: Mapping[str, Any], path: Path) -> None:
         columns={
             "MiB": lambda row: mebibytes(row["memory"]["steady"]),
             "at start": lambda row: mebibytes(row["memory"]["start"]),
+            **(
+                {"at rest": lambda row: mebibytes(row["memory"]["rest"])} if "rest" in (rows[0]["memory"] or ()) else {}
+            ),
         },
+        group=ranks,
+    )
+    communication = Panel(
+        title="Communicated by a rank in a step",
+        unit="MiB, of whole tensors",
+        rows=counted,
+        value=lambda row: row["communicated"] / 2**20,
+        whiskers=lambda row: (row["communicated"] / 2**20,) * 2,
+        columns={"MiB": lambda row: mebibytes(row["communicated"])},
+        group=ranks,
     )
     note = (
         "Medians of interleaved rounds, of the slower rank; whiskers: p20 to p80, and the peak while training starts.\n"
         "All train the same model with fp32 masters on the same windows, clipped to the same norm."
     )
-    _draw([speed, memory] if measured else [speed], record, path, note)
+    _draw([panel for panel in (speed, memory, communication) if panel.rows], record, path, note)
+
+
+def draw_walkthrough(record: Mapping[str, Any], path: Path) -> None:
+    """What a rank has allocated, phase by phase: the first step, and one like all that follow."""
+    rows = record["rows"]
+    about = f"{elements(rows[0]['numel'])} parameters, {rows[0]['dtype']}, {rows[0]['ranks']} ranks"
+    phases = list(dict.fromkeys(row["phase"] for row in rows))
+    later = [phase for phase in phases if phase.endswith(" 3")]
+    first = [phase for phase in phases if phase not in later]
+    panels = [
+        Panel(
+            title=title,
+            unit="MiB",
+            rows=[row for phase in of_panel for row in rows if row["phase"] == phase],
+            value=lambda row: row["after"] / 2**20,
+            whiskers=lambda row: (row["after"] / 2**20, row["peak"] / 2**20),
+            columns={"after": lambda row: mebibytes(row["after"]), "peak": lambda row: mebibytes(row["peak"])},
+            group=lambda row: row["phase"],
+        )
+        for title, of_panel in ((f"Memory of a rank: {about}", first), ("Two steps later", later))
+    ]
+    _draw(panels, record, path, "Bytes of live tensors after each phase; whiskers: the most within it.")
 
 
 def _of(record: Mapping[str, Any], op: str) -> list[JsonRow]:
@@ -121,7 +165,8 @@ def draw_panel(panel: Panel, axes: Axes) -> None:
             y += 0.1
         name = row["backend"]
         value, (low, high) = panel.value(row), panel.whiskers(row)
-        color = OURS_COLOR if name in OURS else COLORS.get(name, OTHERS_COLOR)
+        others = BASELINE_COLOR if name == row.get("baseline") else OTHERS_COLOR
+        color = OURS_COLOR if name in OURS else COLORS.get(name, others)
         axes.barh(y, value, height=0.62, color=color, zorder=2)
         axes.errorbar(value, y, xerr=[[max(0.0, value - low)], [max(0.0, high - value)]], color=ROOF, lw=1, capsize=2.5,
                       capthick=1, zorder=3)  # fmt: skip

@@ -19,15 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..optimizer import ShardedAdamW
-from ..train.model import GPT, VOCAB, ModelConfig, next_byte_loss
+from ..shard_module import shard_module
+from ..train.model import GPT, VOCAB, Block, ModelConfig, next_byte_loss
 from .fused_adams import HYPER
 from .masters import Masters
 from .timing import Job
 
 MAX_NORM = 1.0
 TRAINING = {**HYPER, "lr": 1e-4}
-OURS = ("stage0", "stage1", "stage2")
+STAGE3, STAGE3_KEEP = "stage3", "stage3_keep"
+OURS = ("stage0", "stage1", "stage2", STAGE3, STAGE3_KEEP)
 DDP, DDP_AUTOCAST = "ddp", "ddp_autocast"
+FSDP2, FSDP2_ZERO2 = "fsdp2", "fsdp2_zero2"
 
 Laps = dict[str, Callable[[], object]]
 
@@ -39,15 +42,17 @@ class Task:
     config: ModelConfig
     dtype: torch.dtype
     batch: int
+    device: torch.device = torch.device("cpu")
 
     def model(self) -> GPT:
         torch.manual_seed(0)
-        return GPT(self.config, self.dtype)
+        with self.device:
+            return GPT(self.config, self.dtype)
 
     def windows(self) -> Tensor:
         """[batch, seq + 1] int64, of this rank."""
         generator = torch.Generator().manual_seed(1 + dist.get_rank())
-        return torch.randint(VOCAB, (self.batch, self.config.seq + 1), generator=generator)
+        return torch.randint(VOCAB, (self.batch, self.config.seq + 1), generator=generator).to(self.device)
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,11 @@ class Passes:
         return Contender({"forward": self.forward, "backward": self.backward, **laps}, self.last_loss)
 
 
-def ours(task: Task, stage: int) -> Contender:
+def ours(task: Task, stage: int, *, reshard: bool = True) -> Contender:
+    """``reshard``: at stage 3, where a block is a unit, its parameters are freed after forward and gathered again."""
     model = task.model()
+    if stage == 3:
+        shard_module(model, (Block,), reshard_after_forward=reshard)
     opt = ShardedAdamW(model.named_parameters(), stage=stage, **TRAINING)
     clip = functools.partial(opt.clip_grad_norm_, MAX_NORM)
     return Passes(model, task).then(clip=clip, update=opt.step, zero_grad=opt.zero_grad)
@@ -153,21 +161,24 @@ def ddp_autocast(task: Task) -> Contender:
     if task.dtype != torch.float32:
         # Under its own name torch refuses the hook on gloo, where it works.
         replica.register_comm_hook(dist.group.WORLD, lambda group, bucket: bf16_compress_hook(group, bucket))
-        autocast = functools.partial(torch.autocast, "cpu", task.dtype)
+        autocast = functools.partial(torch.autocast, task.device.type, task.dtype)
     opt = torch.optim.AdamW(model.parameters(), fused=True, **TRAINING)
     return _plain_end(Passes(replica, task, autocast), model, opt)
 
 
 def fsdp2(task: Task, *, reshard: bool) -> Contender:
-    """fp32 shards, a unit a block. ``reshard``: parameters are freed after forward and gathered again in backward."""
+    """fp32 shards, a unit a block. ``reshard``: parameters are freed after forward and gathered again in backward.
+
+    Those of the root never are, as fully_shard has it where nothing else is asked for.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = _widened(task.model())
     policy = MixedPrecisionPolicy(task.dtype, task.dtype, cast_forward_inputs=False)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(task.device.type, (dist.get_world_size(),))
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard and module is not model)
     opt = torch.optim.AdamW(model.parameters(), fused=True, **TRAINING)
     return _plain_end(Passes(model, task), model, opt)
 
@@ -208,14 +219,28 @@ def deepspeed(task: Task, stage: int) -> Contender:
 
 
 MAKERS: Mapping[str, Callable[[Task], Contender]] = {
-    **{name: functools.partial(ours, stage=stage) for stage, name in enumerate(OURS)},
+    **{name: functools.partial(ours, stage=stage) for stage, name in enumerate(OURS[:4])},
+    STAGE3_KEEP: functools.partial(ours, stage=3, reshard=False),
     DDP: ddp,
     DDP_AUTOCAST: ddp_autocast,
     "zero_redundancy": zero_redundancy,
-    "fsdp2": functools.partial(fsdp2, reshard=True),
-    "fsdp2_zero2": functools.partial(fsdp2, reshard=False),
+    FSDP2: functools.partial(fsdp2, reshard=True),
+    FSDP2_ZERO2: functools.partial(fsdp2, reshard=False),
     "deepspeed1": functools.partial(deepspeed, stage=1),
     "deepspeed2": functools.partial(deepspeed, stage=2),
 }
 
 PACKAGES = {"deepspeed1": "deepspeed", "deepspeed2": "deepspeed"}  # what some need besides torch
+
+
+def keeps(name: str, dtype: torch.dtype) -> str | None:
+    """Bytes a parameter of what a rank of N keeps for training in ``dtype``; None where it is not told."""
+    size = dtype.itemsize
+    state = 8 if dtype == torch.float32 else 12  # with fp32 masters
+    if name in OURS:
+        shown = {"parameters": size, "gradients": size, "state": state}
+        sharded = ("state", "gradients", "parameters")[: OURS.index(name)]
+        return ", ".join(f"{what} {count}{'/N' if what in sharded else ''}" for what, count in shown.items())
+    if name in (FSDP2, FSDP2_ZERO2):
+        return "parameters 4/N, gradients 4/N until zero_grad, state 8/N"
+    return None

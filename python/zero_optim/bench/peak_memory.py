@@ -1,4 +1,4 @@
-"""The most memory that a piece of work needs in this process, as Linux counts it: resident pages."""
+"""The most memory that a piece of work needs in this process: resident pages, as Linux counts them, or a GPU's."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 STATUS = Path("/proc/self/status")
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of mallopt
 _RESET_PEAK = "5"
 MAPPED_APART = 64 * 1024
+CPU = torch.device("cpu")
 
 
-def can_measure() -> bool:
-    """Whether this is Linux with glibc."""
-    return Path("/proc/self/clear_refs").exists() and hasattr(_libc(), "malloc_trim")
+def can_measure(device: torch.device = CPU) -> bool:
+    """Whether this is Linux with glibc, or ``device`` a GPU: there it is what torch has allocated for tensors."""
+    return device.type == "cuda" or Path("/proc/self/clear_refs").exists() and hasattr(_libc(), "malloc_trim")
 
 
 def return_what_is_freed() -> None:
@@ -27,16 +30,24 @@ def return_what_is_freed() -> None:
     _libc().mallopt(_MMAP_THRESHOLD, MAPPED_APART)
 
 
-def resident() -> int:
+def resident(device: torch.device = CPU) -> int:
     """Bytes resident now, after giving back what can be."""
     gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
     _libc().malloc_trim(0)
     return _read("VmRSS")
 
 
-def peak_of(work: Callable[[], object]) -> int:
+def peak_of(work: Callable[[], object], device: torch.device = CPU) -> int:
     """The most bytes that were resident while ``work`` ran, those before it included."""
-    resident()
+    resident(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device)
     Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
     work()
     return _read("VmHWM")

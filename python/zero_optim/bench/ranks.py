@@ -1,10 +1,11 @@
-"""Runs a function on fresh processes that make a gloo group, and hears when one of them fails.
+"""Runs a function on fresh processes that make a group, gloo or NCCL, and hears when one of them fails.
 
 What they print, packages included, goes to files that are thrown away; a failure comes back as an exception.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ..errors import ZeroOptimError
 
 LIMIT_SECONDS = 600.0
 COLLECTIVE_SECONDS = 60.0
+IMPORTED = ("zero_optim.bench.run", "torch.distributed.fsdp", "torch._dynamo")
 GRACE_SECONDS = 5.0  # for the others to say why they failed, once one has
 
 
@@ -42,23 +44,26 @@ class _Place:
     folder: Path
     port: int
     threads: int
+    device: str = "cpu"
 
     @property
     def log(self) -> Path:
         return self.folder / f"rank-{self.rank}.log"
 
 
-def on_ranks(count: int, work: Callable[..., Any], *args: Any, limit: float = LIMIT_SECONDS) -> list[Any]:
+def on_ranks(
+    count: int, work: Callable[..., Any], *args: Any, limit: float = LIMIT_SECONDS, device: str = "cpu"
+) -> list[Any]:
     """Results of ``work(*args)`` on ``count`` ranks, in rank order; ``work`` is a function of a module.
 
-    The ranks share the threads that torch has here. Raises RanksError.
+    The ranks share the threads that torch has here. On ``cuda`` each has a GPU, its current device. Raises RanksError.
     """
-    context = multiprocessing.get_context("spawn")
+    context = _context()
     port, threads = _free_port(), max(1, torch.get_num_threads() // count)
     with tempfile.TemporaryDirectory(prefix="bench-ranks-") as folder:
-        places = [_Place(rank, count, Path(folder), port, threads) for rank in range(count)]
+        places = [_Place(rank, count, Path(folder), port, threads, device) for rank in range(count)]
         connections: list[Connection] = []
-        processes: list[SpawnProcess] = []
+        processes: list[BaseProcess] = []
         for place in places:
             here, there = context.Pipe(duplex=False)
             process = context.Process(target=_rank_main, args=(there, place, work, args), daemon=True)
@@ -72,6 +77,16 @@ def on_ranks(count: int, work: Callable[..., Any], *args: Any, limit: float = LI
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def _context() -> Any:
+    """Makes processes that have imported what trainings need, from one that has done nothing else: torch alone takes
+    three seconds of a core, in every rank of every training. Each counts its memory from there."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*IMPORTED])
+    return context
 
 
 def _collect(places: Sequence[_Place], connections: Sequence[Connection], limit: float) -> list[Any]:
@@ -107,11 +122,14 @@ def _rank_main(connection: Connection, place: _Place, work: Callable[..., Any], 
     with place.log.open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    gc.freeze()  # what is imported is no garbage: to look through it takes half a second
     torch.set_num_threads(place.threads)
     _tell_environment(place)
     try:
+        if place.device == "cuda":
+            torch.cuda.set_device(place.rank)
         dist.init_process_group(
-            "gloo",
+            "nccl" if place.device == "cuda" else "gloo",
             init_method=f"file://{place.folder / 'store'}",
             rank=place.rank,
             world_size=place.count,

@@ -21,7 +21,7 @@ import zero_kernels
 from ..train.config import UsageError
 from .timing import Spread
 
-SCHEMA = 3
+SCHEMA = 4
 COMPLETED = 2  # the oldest schema that is still read: what its rows lack is null
 COMMIT_ENVIRONMENT = "ZERO_KERNELS_COMMIT"  # for sources that were copied without their .git
 
@@ -55,6 +55,9 @@ class Row:
     tokens_per_s: float | None = None  # of all ranks
     memory: dict[str, int] | None = None  # bytes of a rank
     loss: float | None = None  # of the last step
+    baseline: str | None = None  # the backend whose time vs_torch is over this one's
+    communicated: int | None = None  # bytes a step, of whole tensors
+    keeps: str | None = None  # bytes a parameter of a rank of N
 
     @classmethod
     def of_whole(
@@ -64,6 +67,20 @@ class Row:
         unmeasured = dict.fromkeys(("bytes", "gbps", "yardstick", "copy_gbps", "fraction"))
         times = {"rounds": spread.rounds, "ms": spread.ms, "p20": spread.p20, "p80": spread.p80}
         return cls(op, backend, dtype, numel, **times, **unmeasured, vs_torch=round(vs_torch, 4), **more)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class PhaseRow:
+    """What a rank has allocated, after a phase of a training and at most within it."""
+
+    op: str
+    backend: str
+    dtype: str
+    numel: int
+    ranks: int
+    phase: str
+    after: int
+    peak: int
 
 
 def device_name(device: torch.device) -> str:
@@ -120,7 +137,9 @@ def results_folder(device: torch.device, out: Path | None) -> Path:
     return parent / slug(device_name(device))
 
 
-def make_record(rows: Sequence[Row], device: torch.device, baselines: Mapping[str, str]) -> dict[str, Any]:
+def make_record(
+    rows: Sequence[Row] | Sequence[PhaseRow], device: torch.device, baselines: Mapping[str, str]
+) -> dict[str, Any]:
     """``baselines``: their versions, or why they are not in the rows."""
     on_cpu = device.type == "cpu"
     return {
@@ -159,7 +178,7 @@ def read(path: Path) -> dict[str, Any]:
         raise UsageError(f"--redraw {path}: is no record of a benchmark") from error
     if not isinstance(schema, int) or not COMPLETED <= schema <= SCHEMA:
         raise UsageError(f"--redraw {path}: has schema {schema}; this version reads {COMPLETED} to {SCHEMA}")
-    nothing = {key.name: None for key in fields(Row)}
+    nothing = {key.name: None for kind in (Row, PhaseRow) for key in fields(kind)}
     return {**record, "rows": [{**nothing, **row} for row in rows]}
 
 

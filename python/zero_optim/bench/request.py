@@ -11,9 +11,11 @@ from ..train.config import UsageError
 
 OPS = ("adam_step", "pack", "grad_stats", "step")
 DEFAULT_OPS = OPS[:3]
-ALONE = ("step_overhead", "train_step")  # each a run, a file and a plot of its own
+ALONE = ("step_overhead", "train_step", "stages", "memory_walkthrough")  # each a run, a file and a plot of its own
+ON_ANY_DEVICE = ("stages", "memory_walkthrough")  # of these; the others are measured on the CPU
+WITH_CONTENDERS = ("train_step", "stages")
 DTYPES = ("fp16", "bf16")
-DTYPES_OF = {"step_overhead": ("fp32",), "train_step": ("bf16", "fp32")}  # the first is the default
+DTYPES_OF = {"step_overhead": ("fp32",), **dict.fromkeys(ALONE[1:], ("bf16", "fp32"))}  # the first is the default
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
@@ -27,6 +29,7 @@ class Request:
     numels: tuple[int, ...] | None = None
     backends: tuple[str, ...] | None = None
     contenders: tuple[str, ...] | None = None
+    ranks: tuple[int, ...] | None = None
     rounds: int | None = None
     threads: int | None = None
     out: Path | None = None
@@ -47,7 +50,12 @@ def parse_numel(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``zero-optim bench``."""
     flag = parser.add_argument
-    flag("ops", nargs="*", metavar="OP", help=f"of {', '.join(OPS)} (the first three); or alone {' or '.join(ALONE)}")
+    flag(
+        "ops",
+        nargs="*",
+        metavar="OP",
+        help=f"of {', '.join(OPS)} (the first three); or alone one of {', '.join(ALONE)}",
+    )
     flag("--device", choices=("cpu", "cuda"), help="where to measure (cuda where torch sees a GPU)")
     flag(
         "--numel",
@@ -55,16 +63,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_numel,
         metavar="N",
         help="elements, as 1000000, 2^20 or 64Mi (cuda: 2^20 to 2^30; cpu: 64Mi); of step and train_step: parameters "
-        "(1e9; 16Mi); of step_overhead: 10 million",
+        "(1e9; 16Mi); of stages (256Mi; 16Mi); of step_overhead: 10 million",
     )
     flag(
         "--dtypes",
         nargs="+",
         choices=(*DTYPES, "fp32"),
-        help="of gradients and parameters (fp16 bf16); of train_step bf16 or fp32 (bf16)",
+        help="of gradients and parameters (fp16 bf16); of what trains on ranks bf16 or fp32 (bf16)",
     )
     flag("--backends", nargs="+", metavar="NAME", help="kernel backends to measure (all but reference)")
-    flag("--contenders", nargs="+", metavar="NAME", help="of train_step: who trains beside ddp (all)")
+    flag("--contenders", nargs="+", metavar="NAME", help="of train_step, stages: who trains beside the baseline (all)")
+    flag("--ranks", nargs="+", type=int, metavar="N", help="of stages (2 4; GPUs: all) and memory_walkthrough (2)")
     flag("--rounds", type=int, metavar="N", help="timed rounds of each case (10 to 51, as 5 seconds allow)")
     flag("--threads", type=int, metavar="N", help="torch's threads on the CPU (torch's own choice)")
     flag("--out", type=Path, metavar="DIR", help="where JSON and plot go (below benchmarks/results in a checkout)")
@@ -78,19 +87,21 @@ def read_request(parsed: argparse.Namespace) -> Request:
         if op not in OPS + ALONE:
             raise UsageError(f"there is no op {op!r} to measure; choose from {', '.join(OPS + ALONE)}")
     dtypes = _check_alone(parsed) if set(parsed.ops) & set(ALONE) else _check_ops(parsed)
-    for name in ("rounds", "threads"):
-        value = getattr(parsed, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name} {value}: at least 1")
+    for name in ("rounds", "threads", "ranks"):
+        values = getattr(parsed, name)
+        for value in values if isinstance(values, list) else [values]:
+            if value is not None and value < 1:
+                raise UsageError(f"--{name} {value}: at least 1")
     if parsed.redraw is not None and not parsed.redraw.is_file():
         raise UsageError(f"--redraw {parsed.redraw}: no such file")
     return Request(
         ops=tuple(dict.fromkeys(parsed.ops)) or DEFAULT_OPS,
-        device="cpu" if set(parsed.ops) & set(ALONE) else parsed.device,
+        device="cpu" if set(parsed.ops) & set(ALONE) - set(ON_ANY_DEVICE) else parsed.device,
         dtypes=dtypes,
         numels=tuple(sorted(set(parsed.numel))) if parsed.numel else None,
         backends=tuple(dict.fromkeys(parsed.backends)) if parsed.backends else None,
         contenders=tuple(dict.fromkeys(parsed.contenders)) if parsed.contenders else None,
+        ranks=tuple(sorted(set(parsed.ranks))) if parsed.ranks else None,
         rounds=parsed.rounds,
         threads=parsed.threads,
         out=parsed.out,
@@ -102,9 +113,11 @@ def read_request(parsed: argparse.Namespace) -> Request:
 def _check_ops(parsed: argparse.Namespace) -> tuple[str, ...]:
     """The dtypes of ordinary ops. Raises UsageError for what only a run alone can have."""
     if parsed.contenders:
-        raise UsageError("--contenders: only train_step has them")
+        raise UsageError("--contenders: only train_step and stages have them")
+    if parsed.ranks:
+        raise UsageError("--ranks: only stages and memory_walkthrough have a choice of them")
     if "fp32" in (parsed.dtypes or ()):
-        raise UsageError("--dtypes fp32: only train_step and step_overhead are measured in it")
+        raise UsageError(f"--dtypes fp32: only {', '.join(ALONE)} are measured in it")
     return tuple(dict.fromkeys(parsed.dtypes or DTYPES))
 
 
@@ -118,9 +131,13 @@ def _check_alone(parsed: argparse.Namespace) -> tuple[str, ...]:
         raise UsageError(f"--dtypes {' '.join(parsed.dtypes)}: {op} is measured in {' or '.join(allowed)}")
     for name, values, why in (
         ("backends", parsed.backends, "measures optimizers, with the backend that they use"),
-        ("device cuda", parsed.device == "cuda", "is measured on the CPU"),
-        ("contenders", parsed.contenders and op != "train_step", "has no choice of them; train_step has"),
+        ("device cuda", parsed.device == "cuda" and op not in ON_ANY_DEVICE, "is measured on the CPU"),
+        ("contenders", parsed.contenders and op not in WITH_CONTENDERS, "has no choice of them; train_step has"),
+        ("numel", parsed.numel and op == "memory_walkthrough", "is of one model"),
         ("numel", parsed.numel and len(set(parsed.numel)) > 1, "is measured at one size a run"),
+        ("rounds", parsed.rounds and op == "memory_walkthrough", "is not timed"),
+        ("ranks", parsed.ranks and op not in ON_ANY_DEVICE, "has no choice of them; stages has"),
+        ("ranks", len(set(parsed.ranks or ())) > 1 and op != "stages", "is measured on one number of them a run"),
     ):
         if values:
             raise UsageError(f"--{name}: {op} {why}")

@@ -12,9 +12,20 @@ import torch
 
 from ..errors import ZeroOptimError
 from ..train.config import UsageError
-from . import adam_step, contenders, fused_adams, gpt_step, grad_stats, pack, step_overhead, train_step
+from . import (
+    adam_step,
+    contenders,
+    fused_adams,
+    gpt_step,
+    grad_stats,
+    memory_walkthrough,
+    pack,
+    stages,
+    step_overhead,
+    train_step,
+)
 from .case import Case, Setting, choose_backends
-from .record import Row, make_record, read, results_folder, write
+from .record import PhaseRow, Row, make_record, read, results_folder, write
 from .request import ALONE, Request
 from .table import table
 from .timing import Clock, Rounds, interleaved, make_clock
@@ -28,7 +39,8 @@ NUMELS = {"cpu": (2**26,), "cuda": tuple(2**k for k in range(20, 31, 2))}
 STEP_NUMELS = {"cpu": (2**24,), "cuda": (10**9,)}
 
 Say = Callable[[str], object]
-Measured = tuple[list[Row], Mapping[str, str]]  # and the versions of baselines, or why they are not in the rows
+# The rows, and the versions of baselines, or why they are not in the rows.
+Measured = tuple[list[Row] | list[PhaseRow], Mapping[str, str]]
 
 
 def main(request: Request) -> int:
@@ -39,6 +51,7 @@ def main(request: Request) -> int:
     # What can't be had is said before a folder is made.
     choose_backends(device, request.backends)
     _check_contenders(request.contenders or ())
+    _check_ranks(request, device)
     threads = torch.get_num_threads()
     torch.set_num_threads(request.threads or threads)
     try:
@@ -80,6 +93,26 @@ def run_train_step(request: Request, device: torch.device, say: Say) -> Measured
     return train_step.measure(numel, dtype, names, request.rounds or train_step.ROUNDS, say)
 
 
+def run_stages(request: Request, device: torch.device, say: Say) -> Measured:
+    (dtype,) = request.dtypes
+    numel = request.numels[0] if request.numels else stages.NUMELS[device.type]
+    names = request.contenders or stages.NAMES
+    ranks = request.ranks or (stages.RANKS if device.type == "cpu" else (torch.cuda.device_count(),))
+    return stages.measure(numel, dtype, names, ranks, request.rounds or stages.ROUNDS, device, say)
+
+
+def run_memory_walkthrough(request: Request, device: torch.device, say: Say) -> Measured:
+    (dtype,) = request.dtypes
+    (ranks,) = request.ranks or ((memory_walkthrough.RANKS if device.type == "cpu" else torch.cuda.device_count()),)
+    return memory_walkthrough.measure(memory_walkthrough.MODEL, dtype, ranks, device, say), {}
+
+
+def _check_ranks(request: Request, device: torch.device) -> None:
+    gpus = torch.cuda.device_count() if device.type == "cuda" else None
+    if gpus is not None and any(count > gpus for count in request.ranks or ()):
+        raise UsageError(f"--ranks {max(request.ranks or ())}: a rank needs a GPU of its own, and there are {gpus}")
+
+
 def _check_contenders(names: Sequence[str]) -> None:
     for name in names:
         if name not in contenders.MAKERS:
@@ -89,6 +122,8 @@ def _check_contenders(names: Sequence[str]) -> None:
 ALONE_RUNS: dict[str, Callable[[Request, torch.device, Say], Measured]] = {
     "step_overhead": run_step_overhead,
     "train_step": run_train_step,
+    "stages": run_stages,
+    "memory_walkthrough": run_memory_walkthrough,
 }
 
 
@@ -174,8 +209,10 @@ def _draw(record: dict[str, Any], path: Path) -> str:
 
 def _drawing(record: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
     """What draws this record. Importing it needs matplotlib."""
-    from .bars import draw_overhead, draw_ranks
+    from .bars import draw_overhead, draw_ranks, draw_walkthrough
     from .roofline import draw
 
-    first = record["rows"][0] if record["rows"] else {"ranks": None, "parameters": None}
+    first = record["rows"][0] if record["rows"] else {"phase": None, "ranks": None, "parameters": None}
+    if first.get("phase"):
+        return draw_walkthrough
     return draw_ranks if first["ranks"] else draw_overhead if first["parameters"] else draw

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from os.path import commonprefix
 from typing import Any
 
 WIDTH = 100
@@ -14,10 +15,11 @@ Column = tuple[str, Callable[[JsonRow], str]]
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """A block of lines an op; the device and the versions above."""
+    """A block of lines an op and a number of ranks; the device and the versions above."""
     lines = [f"{record['device']}; torch {record['torch']}; commit {record['commit']}"]
-    for op in dict.fromkeys(row["op"] for row in record["rows"]):
-        lines += ["", *_block([row for row in record["rows"] if row["op"] == op])]
+    for op, ranks in dict.fromkeys((row["op"], row.get("ranks")) for row in record["rows"]):
+        rows = [row for row in record["rows"] if (row["op"], row.get("ranks")) == (op, ranks)]
+        lines += ["", *(_walkthrough(rows) if rows[0].get("phase") else _block(rows))]
     for name, state in record["baselines"].items():
         lines += [""] * (name == next(iter(record["baselines"]))) + [f"{name}: {state}"]
     return "\n".join(lines)
@@ -57,8 +59,9 @@ def _block(rows: Sequence[JsonRow]) -> list[str]:
 def _title(rows: Sequence[JsonRow]) -> str:
     counts = sorted({row["rounds"] for row in rows})
     rounds = f"medians of {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "") + " rounds"
+    ranks = f", {rows[0]['ranks']} ranks" if rows[0]["ranks"] else ""
     least = "" if rows[0]["bytes"] is None else f"{rows[0]['bytes']} bytes an element at the least; "
-    return f"{rows[0]['op']}: {least}{rounds}"
+    return f"{rows[0]['op']}{ranks}: {least}{rounds}"
 
 
 def _columns(rows: Sequence[JsonRow]) -> list[Column]:
@@ -74,11 +77,14 @@ def _columns(rows: Sequence[JsonRow]) -> list[Column]:
         columns.append(("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}"))
     if any(row["memory"] for row in rows):
         columns += [("MiB", _in_mebibytes("steady")), ("at start", _in_mebibytes("start"))]
+    if any("rest" in (row["memory"] or ()) for row in rows):
+        columns.append(("at rest", _in_mebibytes("rest")))
+    if any(row.get("communicated") for row in rows):
+        columns.append(("comm. MiB", lambda row: mebibytes(row["communicated"])))
     if rows[0]["bytes"] is not None:
         columns.append(("GB/s", lambda row: f"{row['gbps']:,.1f}"))
         columns.append((f"of {rows[0]['yardstick']}", lambda row: f"{row['fraction']:.3f}"))
-    baseline = "ddp" if rows[0]["ranks"] else "fused" if rows[0]["parameters"] else "torch"
-    columns.append((f"vs {baseline}", lambda row: f"{row['vs_torch']:.2f}"))
+    columns.append((f"vs {baseline_of(rows)}", lambda row: f"{row['vs_torch']:.2f}"))
     baselines = dict.fromkeys(name for row in rows for name in row["vs"])
     columns += [(f"vs {name}", _against(name)) for name in baselines]
     if any(row["launches"] for row in rows):
@@ -86,12 +92,18 @@ def _columns(rows: Sequence[JsonRow]) -> list[Column]:
     return columns
 
 
+def baseline_of(rows: Sequence[JsonRow]) -> str:
+    """Where rows have several, what their names have in common."""
+    named = [row["baseline"] for row in rows if row.get("baseline")]
+    return commonprefix(named) or ("ddp" if rows[0]["ranks"] else "fused" if rows[0]["parameters"] else "torch")
+
+
 def _in_ms(name: str) -> Callable[[JsonRow], str]:
     return lambda row: milliseconds(row[name])
 
 
 def _in_mebibytes(name: str) -> Callable[[JsonRow], str]:
-    return lambda row: mebibytes(row["memory"][name]) if row["memory"] else "-"
+    return lambda row: mebibytes(row["memory"][name]) if name in (row["memory"] or ()) else "-"
 
 
 def _against(baseline: str) -> Callable[[JsonRow], str]:
@@ -116,6 +128,23 @@ def _line(columns: Sequence[Column], row: JsonRow, *, heading: bool, repeats: bo
         cells.append(f"{text:<{width}}" if name in ("dtype", "backend") else f"{text:>{width}}")
         cells.append("  " if name in ("elements", "parameters") else "")
     return "".join(cells).rstrip()
+
+
+def _walkthrough(rows: Sequence[JsonRow]) -> list[str]:
+    """Stages beside each other, a phase a line."""
+    first = rows[0]
+    about = f"{elements(first['numel'])} {first['dtype']} parameters, {first['ranks']} ranks"
+    names = list(dict.fromkeys(row["backend"] for row in rows))
+    cells = {(row["phase"], row["backend"]): row for row in rows}
+    phases = list(dict.fromkeys(row["phase"] for row in rows))
+    lines = [f"{first['op']}: {about}; MiB of a rank after each phase, and the most in it"]
+    lines.append(f"{'phase':<18}" + "".join(f"{name:>10}{'peak':>10}" for name in names))
+    for phase in phases:
+        of_phase = [cells[phase, name] for name in names]
+        texts = [f"{mebibytes(row['after']):>10}{mebibytes(row['peak']):>10}" for row in of_phase]
+        lines.append(f"{phase:<18}" + "".join(texts))
+    last = [f"{row['after'] / row['numel']:>10.2f}{row['peak'] / row['numel']:>10.2f}" for row in of_phase]
+    return [*lines, f"{'bytes a parameter':<18}" + "".join(last)]
 
 
 def _phase_lines(rows: Sequence[JsonRow]) -> list[str]:

@@ -10,20 +10,21 @@ import importlib.util
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 
 import torch
 
 from ..comm import Comm, make_comm
 from ..errors import ZeroOptimError
-from ..train.model import ModelConfig
+from ..train.model import GPT, ModelConfig
 from . import peak_memory
-from .contenders import DDP, DDP_AUTOCAST, MAKERS, OURS, PACKAGES, Contender, Task
+from .contenders import DDP, DDP_AUTOCAST, MAKERS, OURS, PACKAGES, Contender, Task, keeps
 from .gpt_step import model_config
 from .ranks import RanksError, on_ranks
 from .record import Row
-from .timing import Clock, HostClock, Job, Rounds, Spread, interleaved
+from .timing import Clock, Job, Rounds, Spread, interleaved, make_clock
+from .traffic import Traffic
 
 RANKS = 2
 BATCH, SEQ = 4, 64
@@ -45,41 +46,74 @@ class Alone:
             model; None where memory cannot be measured.
         start: the same from the model's construction on.
         losses: mean over the ranks, of each step.
+        rest: bytes between two steps, gradients zeroed.
+        communicated: bytes a step, as ``Traffic`` counts them.
     """
 
     steady: int | None
     start: int | None
     losses: tuple[float, ...]
+    rest: int | None = None
+    communicated: int | None = None
 
     @property
     def memory(self) -> dict[str, int] | None:
-        return None if self.steady is None or self.start is None else {"steady": self.steady, "start": self.start}
+        shown = {"steady": self.steady, "start": self.start, "rest": self.rest}
+        return {name: nbytes for name, nbytes in shown.items() if nbytes is not None} or None
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Who trains ``task`` side by side, on how many ranks.
+
+    Attributes:
+        reference: whose losses all must have.
+        baselines: of some, whose time theirs is held against; of the others it is the reference's.
+    """
+
+    op: str
+    task: Task
+    names: Sequence[str]
+    ranks: int
+    reference: str
+    baselines: Mapping[str, str] = field(default_factory=dict)
+
+    def baseline(self, name: str) -> str:
+        return self.baselines.get(name, self.reference)
 
 
 def measure(numel: int, dtype: str, names: Sequence[str], rounds: int, say: Say) -> tuple[list[Row], dict[str, str]]:
     """Rows of the contenders ``names`` and of ``ddp``; and of other packages the version, or why one is left out."""
     task = Task(replace(model_config(numel, torch.device("cpu")), seq=SEQ), DTYPES[dtype], BATCH)
-    alone, left_out = train_alone(task, in_order(names), say)
-    check_losses(alone, TOLERANCE[task.dtype])
-    say(f"train_step: {', '.join(alone)} in turn")
-    laps = on_ranks(RANKS, time_on_rank, task, list(alone), rounds)
-    numel = sum(parameter.numel() for parameter in task.model().parameters())
-    return make_rows(task, numel, alone, slower(laps)), {**versions(alone), **left_out}
+    return hold(Contest("train_step", task, in_order(names, DDP), RANKS, DDP), rounds, say)
+
+
+def hold(contest: Contest, rounds: int, say: Say) -> tuple[list[Row], dict[str, str]]:
+    """Rows of the contest; and of other packages the version, or why one is left out."""
+    task = contest.task
+    alone, left_out = train_alone(contest, say)
+    check_losses(contest, alone)
+    say(f"{contest.op}: {', '.join(alone)} in turn")
+    laps = on_ranks(contest.ranks, time_on_rank, task, list(alone), rounds, device=task.device.type)
+    with torch.device("meta"):
+        numel = sum(parameter.numel() for parameter in GPT(task.config, task.dtype).parameters())
+    return make_rows(contest, numel, alone, slower(laps)), {**versions(alone), **left_out}
 
 
 # -- alone: memory and losses ----------------------------------------------------------------------------------------
 
 
-def train_alone(task: Task, names: Sequence[str], say: Say) -> tuple[dict[str, Alone], dict[str, str]]:
+def train_alone(contest: Contest, say: Say) -> tuple[dict[str, Alone], dict[str, str]]:
     """Each contender in processes of its own; and who failed, with the first line of why."""
     alone, left_out = {}, {}
-    for name in names:
+    task, device = contest.task, contest.task.device.type
+    for name in contest.names:
         try:
             _check_makes_sense(task, name)
-            say(f"train_step: {name} alone")
-            alone[name] = most(on_ranks(RANKS, alone_on_rank, task, name))
+            say(f"{contest.op}: {name} alone")
+            alone[name] = most(on_ranks(contest.ranks, alone_on_rank, task, name, device=device))
         except RanksError as error:
-            if name in (DDP, *OURS):
+            if name in (contest.reference, *contest.baselines.values(), *OURS):
                 raise
             left_out[name] = str(error)
             say(f"left out: {name}: {error}")
@@ -94,9 +128,9 @@ def _check_makes_sense(task: Task, name: str) -> None:
         raise RanksError(f"in fp32 it is {DDP}")
 
 
-def in_order(names: Sequence[str]) -> list[str]:
-    """In that of MAKERS; ``ddp`` is always there."""
-    return [name for name in MAKERS if name in names or name == DDP]
+def in_order(names: Iterable[str], *always: str) -> list[str]:
+    """In that of MAKERS."""
+    return [name for name in MAKERS if name in {*names, *always}]
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
@@ -106,11 +140,12 @@ def versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def alone_on_rank(task: Task, name: str) -> Alone:
-    measurable = peak_memory.can_measure()
-    if measurable:
+    device = task.device
+    measurable = peak_memory.can_measure(device)
+    if measurable and device.type == "cpu":
         peak_memory.return_what_is_freed()
     train(MAKERS[name](replace(task, config=TINY)), 2)  # what the code itself needs is there from then on
-    before = peak_memory.resident() if measurable else 0
+    before = peak_memory.resident(device) if measurable else 0
     losses: list[float] = []
     made: list[Contender] = []
 
@@ -124,9 +159,17 @@ def alone_on_rank(task: Task, name: str) -> Alone:
     if not measurable:
         start()
         go_on()
-        return Alone(None, None, tuple(losses))
-    start_peak, steady_peak = peak_memory.peak_of(start) - before, peak_memory.peak_of(go_on) - before
-    return Alone(steady_peak, max(start_peak, steady_peak), tuple(losses))
+        return Alone(None, None, tuple(losses), None, _communicated(made[0]))
+    start_peak, steady_peak = (peak_memory.peak_of(work, device) - before for work in (start, go_on))
+    rest = peak_memory.resident(device) - before
+    return Alone(steady_peak, max(start_peak, steady_peak), tuple(losses), rest, _communicated(made[0]))
+
+
+def _communicated(contender: Contender) -> int:
+    """Bytes in one more step."""
+    with Traffic() as traffic:
+        train(contender, 1)
+    return traffic.bytes
 
 
 def train(contender: Contender, steps: int) -> list[float]:
@@ -142,33 +185,39 @@ def train(contender: Contender, steps: int) -> list[float]:
 def most(reports: Sequence[Alone]) -> Alone:
     """The rank that needs most, and the mean losses."""
     losses = tuple(statistics.fmean(of_step) for of_step in zip(*(report.losses for report in reports), strict=True))
-    steady = [report.steady for report in reports if report.steady is not None]
-    start = [report.start for report in reports if report.start is not None]
-    return Alone(max(steady, default=None), max(start, default=None), losses)
+
+    def largest(name: str) -> int | None:
+        return max((figure for report in reports if (figure := getattr(report, name)) is not None), default=None)
+
+    return Alone(largest("steady"), largest("start"), losses, largest("rest"), largest("communicated"))
 
 
-def check_losses(alone: Mapping[str, Alone], tolerance: float) -> None:
+def check_losses(contest: Contest, alone: Mapping[str, Alone]) -> None:
     """Figures of trainings that differ compare nothing. Raises ZeroOptimError."""
-    expected = alone[DDP].losses
+    reference, tolerance = contest.reference, TOLERANCE[contest.task.dtype]
     for name, report in alone.items():
-        for step, (loss, other) in enumerate(zip(report.losses, expected, strict=True), start=1):
+        for step, (loss, other) in enumerate(zip(report.losses, alone[reference].losses, strict=True), start=1):
             if not math.isclose(loss, other, rel_tol=tolerance):
-                raise ZeroOptimError(f"train_step: {name} has loss {loss:.5f} in step {step}, {DDP} {other:.5f}")
+                raise ZeroOptimError(
+                    f"{contest.op}: {name} has loss {loss:.5f} in step {step}, {reference} {other:.5f}"
+                )
 
 
 # -- together: time --------------------------------------------------------------------------------------------------
 
 
 class TogetherClock:
-    """The host's clock, started when every rank is there."""
+    """The device's clock, started when every rank is there."""
 
-    warm_up_seconds = 0.0
+    warm_up_seconds = 0.0  # ranks must agree on how many rounds there are
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm, self._clock = comm, HostClock()
-        self._token = torch.zeros(1)
+    def __init__(self, comm: Comm, device: torch.device) -> None:
+        self._comm, self._clock, self._device = comm, make_clock(device), device
+        self._token = torch.zeros(1, device=device)
 
     def time(self, job: Job) -> Callable[[], list[float]]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the job before is over, on every stream
         self._comm.exchange(self._token)
         return self._clock.time(job)
 
@@ -176,7 +225,7 @@ class TogetherClock:
 def time_on_rank(task: Task, names: Sequence[str], rounds: int) -> dict[str, list[dict[str, float]]]:
     """Milliseconds of every lap of every contender in every round, on this rank."""
     contenders = {name: MAKERS[name](task) for name in names}
-    clock: Clock = TogetherClock(make_comm())
+    clock: Clock = TogetherClock(make_comm(), task.device)
     times = interleaved({name: contender.job for name, contender in contenders.items()}, clock, Rounds.exactly(rounds))
     return {
         name: [dict(zip(contenders[name].laps, of_round, strict=True)) for of_round in of_name]
@@ -193,25 +242,29 @@ def slower(laps: Sequence[Mapping[str, Sequence[Mapping[str, float]]]]) -> dict[
 
 
 def make_rows(
-    task: Task, numel: int, alone: Mapping[str, Alone], laps: Mapping[str, Sequence[Mapping[str, float]]]
+    contest: Contest, numel: int, alone: Mapping[str, Alone], laps: Mapping[str, Sequence[Mapping[str, float]]]
 ) -> list[Row]:
+    task = contest.task
     spreads = {name: Spread.of([sum(of_round.values()) for of_round in laps[name]]) for name in laps}
-    tokens = RANKS * task.batch * task.config.seq
+    tokens = contest.ranks * task.batch * task.config.seq
     dtype = next(name for name, dtype in DTYPES.items() if dtype == task.dtype)
     return [
         Row.of_whole(
-            op="train_step",
+            op=contest.op,
             backend=name,
             dtype=dtype,
             numel=numel,
             spread=spread,
-            vs_torch=spreads[DDP].ms / spread.ms,
+            vs_torch=spreads[contest.baseline(name)].ms / spread.ms,
             vs={},
             phases={lap: Spread.of([of_round[lap] for of_round in laps[name]]).ms for lap in laps[name][0]},
-            ranks=RANKS,
+            ranks=contest.ranks,
             tokens_per_s=round(tokens / spread.ms * 1e3, 1),
             memory=alone[name].memory,
             loss=round(alone[name].losses[-1], 5),
+            baseline=contest.baseline(name),
+            communicated=alone[name].communicated,
+            keeps=keeps(name, task.dtype),
         )
         for name, spread in spreads.items()
     ]

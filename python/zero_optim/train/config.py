@@ -82,7 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def flag(name: str, kind: Any, text: str, **more: Any) -> None:
         parser.add_argument(name, type=kind, help=text, **more)
 
-    flag("--stage", int, "what the ranks share: 0 nothing, 1 optimizer state, 2 gradients too (2)", choices=(0, 1, 2))
+    stages = "what the ranks share: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (2)"
+    flag("--stage", int, stages, choices=(0, 1, 2, 3))
     flag("--dtype", str, "parameters and gradients; fp16 brings the loss scaler (bf16)", choices=tuple(DTYPES))
     flag("--layers", int, "transformer blocks (4)")
     flag("--hidden", int, "width of the residual stream (384)")

@@ -77,7 +77,8 @@ def _save(trainer: Trainer, plan: Plan, world: World, step: int) -> None:
         except (OSError, RuntimeError) as error:
             raise UsageError(f"--out {plan.run_dir.path}: the checkpoint can't be written ({error})") from error
 
-    together(world.comm, write)
+    with trainer.whole_model():
+        together(world.comm, write)
     if world.leads:
         plan.run_dir.complete(step)
 
@@ -86,6 +87,9 @@ def _finish(trainer: Trainer, plan: Plan, world: World) -> None:
     """Validates on every rank; rank 0 then tells and draws."""
     reports = world.comm.gather_objects(trainer.report(plan.config.steps - plan.steps_done), "the last report")
     validation_loss = trainer.validation_loss()
+    with trainer.whole_model():
+        if world.leads:
+            _write_sample(trainer, plan)
     if not world.leads:
         return
     entropy = unigram_entropy(plan.corpus.validation)
@@ -93,6 +97,7 @@ def _finish(trainer: Trainer, plan: Plan, world: World) -> None:
         reports,
         stage=plan.config.stage,
         parameters=trainer.parameters(),
+        unsharded=trainer.unsharded_parameters(),
         itemsize=plan.config.torch_dtype.itemsize,
         on_gpu=world.device.type == "cuda",
     )
@@ -100,7 +105,6 @@ def _finish(trainer: Trainer, plan: Plan, world: World) -> None:
     problem = plot_losses(plan.run_dir.path / "loss.png", plan.run_dir.read_log(), validation_loss, entropy)
     if problem:
         print(problem)
-    _write_sample(trainer, plan)
     print(f"validation loss {validation_loss:.4f}")
     print(f"unigram entropy {entropy:.4f}")
     print("  nats per byte of held-out text; the entropy is of that text's own byte counts")
@@ -130,8 +134,8 @@ def _print_header(trainer: Trainer, plan: Plan, world: World) -> None:
     print(f"model  {trainer.parameters():,} parameters in {config.dtype}: {shape}")
     print(f"data   {text.name}: {text.train.numel():,} bytes to train on, {text.validation.numel():,} held out")
     each = f"{torch.get_num_threads()} threads" if config.device == "cpu" else torch.cuda.get_device_name(world.device)
-    print(
-        f"ranks  {world.size} on {config.device} ({world.backend or 'no process group'}, {each}), stage {config.stage}"
-    )
+    units = f": {config.layers} blocks, each gathered when it is used" if config.stage >= 3 and world.size > 1 else ""
+    ranks = f"{world.size} on {config.device} ({world.backend or 'no process group'}, {each})"
+    print(f"ranks  {ranks}, stage {config.stage}{units}")
     resumed = f", after step {plan.steps_done}" if plan.saved else ""
     print(f"run    {plan.run_dir.path}, process {os.getpid()}{resumed}", flush=True)

@@ -16,6 +16,8 @@ from .run_dir import StepRecord
 
 _STATE_KINDS = ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq")
 _SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "master": 1, "exp_avg": 1, "exp_avg_sq": 1}
+# Collectives outside of steps, and when they are made.
+_NOT_OF_STEPS = {"construction": "once", "gather_parameters": "at saves"}
 _MOST_COLUMNS = 4
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -93,7 +95,8 @@ class PhaseClock:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank has to say at the end. ``memory`` has gradients still held; ``steps`` counts this session's."""
+    """What one rank has to say at the end. ``memory`` has gradients still held, and the most that was ``unsharded``;
+    ``steps`` counts this session's."""
 
     memory: dict[str, float]
     collectives: dict[str, dict[str, float]]
@@ -113,13 +116,22 @@ def state_formula(stage: int, world_size: int, itemsize: int) -> dict[str, float
     return {kind: size / (world_size if stage >= _SHARDED_FROM_STAGE[kind] else 1) for kind, size in whole.items()}
 
 
-def final_table(reports: Sequence[RankReport], *, stage: int, parameters: int, itemsize: int, on_gpu: bool) -> str:
-    """Model state by kind beside the formula, traffic by collective, and the time of a step."""
-    lines = [*_memory_lines(reports, stage, parameters, itemsize), "", *_traffic_lines(reports[0]), ""]
-    return "\n".join(lines + _time_lines(reports, on_gpu))
+def final_table(
+    reports: Sequence[RankReport], *, stage: int, parameters: int, unsharded: int, itemsize: int, on_gpu: bool
+) -> str:
+    """Model state by kind beside the formula, traffic by collective, and the time of a step.
+
+    Args:
+        unsharded: how many of the ``parameters`` are whole on a rank at once, at most, beside its shards.
+    """
+    lines = _memory_lines(reports, stage, parameters, unsharded, itemsize)
+    lines += ["", *_traffic_lines(reports[0]), ""]
+    return "\n".join(lines + _time_lines(reports, stage, on_gpu))
 
 
-def _memory_lines(reports: Sequence[RankReport], stage: int, parameters: int, itemsize: int) -> list[str]:
+def _memory_lines(
+    reports: Sequence[RankReport], stage: int, parameters: int, unsharded: int, itemsize: int
+) -> list[str]:
     formula = state_formula(stage, len(reports), itemsize)
     names, columns = _columns([report.memory for report in reports])
     lines = [
@@ -133,7 +145,10 @@ def _memory_lines(reports: Sequence[RankReport], stage: int, parameters: int, it
     total = sum(formula.values())
     lines.append(_row("model state", [*map(_mb, sums), _mb(total * parameters / 1e6), f"{total:g}"]))
     for kind in (kind for kind in reports[0].memory if kind not in _STATE_KINDS):
-        lines.append(_row(kind, [_mb(column.get(kind, 0) / 1e6) for column in columns]))
+        size = unsharded * itemsize
+        theory = [_mb(size / 1e6), f"{size / parameters:.3g}"] if kind == "unsharded" else []
+        name = "unsharded, at most" if kind == "unsharded" else kind
+        lines.append(_row(name, [*(_mb(column.get(kind, 0) / 1e6) for column in columns), *theory]))
     return lines
 
 
@@ -150,25 +165,26 @@ def _traffic_lines(report: RankReport) -> list[str]:
     lines = ["communication, rank 0", _row("", ["calls", "MB", "MB/step", "blocked, s"])]
     for kind, traffic in sorted(report.collectives.items()):
         size = traffic["bytes"] / 1e6
-        a_step = "once" if kind == "construction" else _mb(size / report.steps)
+        a_step = _NOT_OF_STEPS.get(kind) or _mb(size / report.steps)
         lines.append(_row(kind, [f"{traffic['calls']:,.0f}", _mb(size), a_step, f"{traffic['wait_seconds']:.2f}"]))
     return lines if report.collectives else [*lines[:1], "  none: one rank"]
 
 
-def _time_lines(reports: Sequence[RankReport], on_gpu: bool) -> list[str]:
+def _time_lines(reports: Sequence[RankReport], stage: int, on_gpu: bool) -> list[str]:
     names, columns = _columns([_milliseconds(report, on_gpu) for report in reports])
     lines = ["time a step, ms", _row("", names)]
     for phase in columns[0]:
         lines.append(_row(phase, [f"{column[phase]:.1f}" for column in columns]))
+    phases = "forward, backward and step" if stage >= 3 else "backward and step"
     if on_gpu:
-        return [*lines, "  between events of the compute stream; waits for communication are inside backward and step"]
-    return [*lines, "  exposed communication: host time blocked on collectives, inside backward and step"]
+        return [*lines, f"  between events of the compute stream; waits for communication are inside {phases}"]
+    return [*lines, f"  exposed communication: host time blocked on collectives, inside {phases}"]
 
 
 def _milliseconds(report: RankReport, on_gpu: bool) -> dict[str, float]:
     times = {phase: 1000 * seconds / report.steps for phase, seconds in report.seconds.items()}
     if not on_gpu:
-        blocked = sum(t["wait_seconds"] for kind, t in report.collectives.items() if kind != "construction")
+        blocked = sum(t["wait_seconds"] for kind, t in report.collectives.items() if kind not in _NOT_OF_STEPS)
         times["exposed communication"] = 1000 * blocked / report.steps
     return times
 

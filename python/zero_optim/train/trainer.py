@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import GradScaler, ShardedAdamW
+from .. import GradScaler, ShardedAdamW, gather_parameters, shard_module
+from ..sharded_model import sharded_model_of
 from .data import draw_windows, fixed_windows
-from .model import GPT, next_byte_loss
+from .model import GPT, Block, next_byte_loss
 from .plan import Plan, read_random_states, set_random_states
 from .report import PhaseClock, RankReport
 from .run_dir import StepRecord
@@ -21,6 +24,7 @@ from .world import World
 
 _VALIDATION_WINDOWS = 128
 _LEAST_LR = 0.1  # of the peak, at the end of the cosine
+_PREFETCH = 1  # blocks gathered ahead, at stage 3
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,9 @@ class Trainer:
         self.model = GPT(self.config.model, self.config.torch_dtype).to(world.device)
         if plan.saved:
             self.model.load_state_dict(plan.saved.weights)
+        if self.config.stage >= 3:
+            shard_module(self.model, units=(Block,), prefetch=_PREFETCH)
+            self._watch_unsharded()
         self.optimizer = ShardedAdamW(
             _parameter_groups(self.model, self.config.weight_decay),
             lr=self.config.lr,
@@ -84,19 +91,31 @@ class Trainer:
         windows = fixed_windows(self.corpus.validation, self.config.seq, _VALIDATION_WINDOWS)
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         with torch.no_grad():
-            for part in windows[self.world.rank :: self.world.size].split(self.config.batch):
-                total += next_byte_loss(self.model, part.to(self.world.device)).double() * len(part)
+            for part, counted in _parts_of_rank(windows, self.world.rank, self.world.size, self.config.batch):
+                total += next_byte_loss(self.model, part.to(self.world.device)).double() * counted
         self.world.comm.exchange(total)
         return total.item() / len(windows)
+
+    def whole_model(self) -> AbstractContextManager[None]:
+        """Collective. Within it every rank can read all parameters, whatever the stage."""
+        return gather_parameters(self.model)
 
     def parameters(self) -> int:
         """Elements of all parameters, tied ones once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    def unsharded_parameters(self) -> int:
+        """By formula, of those that are whole for a time only: the root's, a block's, and those gathered ahead."""
+        if self.config.stage < 3 or self.world.size == 1:
+            return 0
+        block = sum(parameter.numel() for parameter in self.model.blocks[0].parameters())
+        return self.parameters() - (self.config.layers - min(1 + _PREFETCH, self.config.layers)) * block
+
     def report(self, steps: int) -> RankReport:
         """This rank's figures after ``steps`` steps of this session, the last one's gradients still held."""
         stats = self.optimizer.stats()
-        return RankReport(stats["memory"], stats["collectives"], dict(self.clock.seconds), steps)
+        memory = stats["memory"] | ({"unsharded": self._most_unsharded} if self.config.stage >= 3 else {})
+        return RankReport(memory, stats["collectives"], dict(self.clock.seconds), steps)
 
     def state(self, step: int) -> dict[str, Any]:
         """This rank's part of a checkpoint: tensors and plain values, readable with ``weights_only=True``."""
@@ -116,6 +135,18 @@ class Trainer:
             self.scaler.load_state_dict(part["scaler"])
         self.schedule.load_state_dict(part["schedule"])
         set_random_states(part["random"], self.world.device)
+
+    def _watch_unsharded(self) -> None:
+        """Note how many bytes are unsharded as each block begins: by then it and the next are."""
+        self._most_unsharded = 0
+        (sharded,) = sharded_model_of(self.model.parameters())
+
+        def note(*_: Any) -> None:
+            now = sum(flat.nbytes() for unit in sharded.units for flat in unit.flats)
+            self._most_unsharded = max(self._most_unsharded, now)
+
+        for block in self.model.blocks:
+            block.register_forward_pre_hook(note)
 
     def _micro_batch(self, step: int, micro: int) -> Tensor:
         """Adds the gradients of one micro-batch; returns its part of the step's loss, on the device."""
@@ -160,6 +191,18 @@ def _parameter_groups(model: GPT, weight_decay: float) -> list[dict[str, Any]]:
         {"params": [(name, p) for name, p in named if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [(name, p) for name, p in named if p.ndim < 2], "weight_decay": 0.0},
     ]
+
+
+def _parts_of_rank(windows: Tensor, rank: int, ranks: int, batch: int) -> Iterator[tuple[Tensor, int]]:
+    """A rank's batches, and how many windows of each count.
+
+    They are as many on every rank, since at stage 3 each forward gathers parameters from all. A rank that has no window
+    left goes over the first again, which counts nothing.
+    """
+    own = windows[rank::ranks]
+    for start in range(0, len(windows[::ranks]), batch):
+        part = own[start : start + batch]
+        yield (part, len(part)) if len(part) else (windows[:1], 0)
 
 
 def _finite(value: float) -> float | None:

@@ -1,0 +1,106 @@
+"""Bytes that tensors occupy on one device, now and at most."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveMemory(Protocol):
+    """What one device holds for the tensors of this process."""
+
+    def after(self, work: Callable[[], object]) -> tuple[int, int]:
+        """Run ``work``; bytes after it, and the most there were in it."""
+        ...
+
+
+@contextmanager
+def watch(device: torch.device) -> Iterator[LiveMemory]:
+    """On a GPU the caching allocator's own account; on a CPU that of storages of tensors made within."""
+    gc.freeze()  # garbage is collected after each phase: not to look through all that is imported, half a second
+    try:
+        if device.type == "cuda":
+            yield GpuMemory(device)
+        else:
+            with CpuMemory() as memory:
+                yield memory
+    finally:
+        gc.unfreeze()
+
+
+class GpuMemory:
+    """As ``torch.cuda.memory_allocated`` has it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def after(self, work: Callable[[], object]) -> tuple[int, int]:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        work()
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
+
+
+class CpuMemory(TorchDispatchMode):
+    """Every storage that an op inside has returned, until nothing refers to it, whether Python or autograd.
+
+    Looked at after each op: what an op needs within itself alone is not seen. Storages may overlap, such as one made of
+    a part of another, so what counts is the memory that they cover.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._peak = 0
+
+    def after(self, work: Callable[[], object]) -> tuple[int, int]:
+        self._peak = self.covered()
+        work()
+        gc.collect()
+        return self.covered(), self._peak
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._note(result)
+        self._peak = max(self._peak, self.covered())
+        return result
+
+    def _note(self, value: Any) -> None:
+        if isinstance(value, list | tuple):
+            for item in value:
+                self._note(item)
+        elif isinstance(value, Tensor) and value.device.type == "cpu":
+            reference = StorageWeakRef(value.untyped_storage())
+            self._storages[reference.cdata] = reference
+
+    def covered(self) -> int:
+        """Bytes now."""
+        ends: list[tuple[int, int]] = []
+        for key, reference in list(self._storages.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._storages[key]
+            elif nbytes := storage.nbytes():
+                ends.append(_ends(storage, nbytes))
+        covered = reached = 0
+        for begin, end in sorted(ends):
+            covered += max(0, end - max(begin, reached))
+            reached = max(reached, end)
+        return covered
+
+
+def _ends(storage: torch.UntypedStorage, nbytes: int) -> tuple[int, int]:
+    try:
+        begin = storage.data_ptr()
+    except RuntimeError:  # one that refuses to be written
+        return 0, 0
+    return (begin, begin + nbytes) if begin else (0, 0)  # a subclass's own has no memory

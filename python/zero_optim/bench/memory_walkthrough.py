@@ -1,0 +1,114 @@
+"""What a rank has allocated along a training of the model of the ZeRO tutorials, by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..optimizer import ShardedAdamW
+from ..shard_module import shard_module
+from .fused_adams import HYPER
+from .live_memory import LiveMemory, watch
+from .ranks import on_ranks
+from .record import PhaseRow
+from .train_step import DTYPES, Say
+
+RANKS = 2
+STAGES = (0, 1, 2, 3)
+BATCH = 20
+BEFORE = ("model", "optimizer", "data")
+STEP = ("forward", "backward", "step")
+SHOWN_STEPS = (1, 3)  # in the first, gradients wait until it is known when they come; from the third on all are alike
+PHASES = (*BEFORE, *(f"{phase} {number}" for number in SHOWN_STEPS for phase in STEP))
+
+Readings = dict[str, tuple[int, int]]
+"""Of each of PHASES, bytes after it, and the most there were in it."""
+
+
+@dataclass(frozen=True)
+class Linears:
+    """``layers`` of nn.Linear(width, width), each a unit at stage 3."""
+
+    layers: int
+    width: int
+
+    @property
+    def numel(self) -> int:
+        return self.layers * self.width * (self.width + 1)
+
+
+MODEL = Linears(8, 2048)
+
+
+class Walk:
+    """The phases of a training at one stage, one method each.
+
+    At stage 3 the model is built on the meta device and given values a unit at a time, as one is that no rank can hold.
+    """
+
+    def __init__(self, linears: Linears, stage: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._linears, self._stage, self._dtype, self._device = linears, stage, dtype, device
+        self._model: nn.Module = nn.Identity()
+        self._inputs = self._targets = self._loss = torch.empty(0)
+
+    def model(self) -> None:
+        width = self._linears.width
+        with torch.device("meta" if self._stage == 3 else self._device):
+            layers = [nn.Linear(width, width, dtype=self._dtype) for _ in range(self._linears.layers)]
+        self._model = nn.Sequential(*layers)
+        if self._stage == 3:
+            shard_module(self._model, (nn.Linear,), device=self._device)
+
+    def optimizer(self) -> None:
+        self._opt = ShardedAdamW(self._model.named_parameters(), stage=self._stage, **HYPER)
+
+    def data(self) -> None:
+        shape = (BATCH, self._linears.width)
+        self._inputs, self._targets = (torch.randn(shape, dtype=self._dtype, device=self._device) for _ in range(2))
+
+    def forward(self) -> None:
+        self._opt.zero_grad()
+        self._loss = nn.functional.mse_loss(self._model(self._inputs), self._targets)
+
+    def backward(self) -> None:
+        self._loss.backward()
+        self._loss = self._loss.detach()
+
+    def step(self) -> None:
+        self._opt.step()
+
+    def readings(self, memory: LiveMemory) -> Readings:
+        found = {phase: memory.after(getattr(self, phase)) for phase in BEFORE}
+        for number in range(1, SHOWN_STEPS[-1] + 1):
+            found |= {f"{phase} {number}": memory.after(getattr(self, phase)) for phase in STEP}
+        return {phase: found[phase] for phase in PHASES}
+
+
+def measure(linears: Linears, dtype: str, ranks: int, device: torch.device, say: Say) -> list[PhaseRow]:
+    """Rows of every stage, each in processes of its own, and phase: of the rank that has most then."""
+    rows: list[PhaseRow] = []
+    for stage in STAGES:
+        say(f"memory_walkthrough: stage {stage}")
+        arguments = (linears, stage, DTYPES[dtype], device.type)
+        of_ranks = on_ranks(ranks, walk_on_rank, *arguments, device=device.type)
+        for phase, (after, peak) in most(of_ranks).items():
+            rows.append(
+                PhaseRow("memory_walkthrough", f"stage{stage}", dtype, linears.numel, ranks, phase, after, peak)
+            )
+    return rows
+
+
+def walk_on_rank(linears: Linears, stage: int, dtype: torch.dtype, device: str) -> Readings:
+    place = torch.device(device)
+    with watch(place) as memory:
+        return Walk(linears, stage, dtype, place).readings(memory)
+
+
+def most(of_ranks: Sequence[Readings]) -> Readings:
+    return {
+        phase: (max(readings[phase][0] for readings in of_ranks), max(readings[phase][1] for readings in of_ranks))
+        for phase in of_ranks[0]
+    }

@@ -1,0 +1,41 @@
+"""Bytes that a piece of work communicates, whoever wrote it: counted from the collectives as torch dispatches them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces: of torch.distributed's functions, and of DTensor's
+NO_COLLECTIVE = ("wait_tensor", "_wrap_tensor_autograd")
+TWICE = ("allreduce_", "allreduce_coalesced_", "all_reduce", "all_reduce_", "all_reduce_coalesced")
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the collectives issued inside.
+
+    Attributes:
+        bytes: of the whole tensor of each, that which is N times a rank's part. On the wire a rank sends and receives
+            (N-1)/N of it. An all-reduce counts twice: it is a reduce-scatter and an all-gather.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # its own dispatch comes first, and calls the collectives
+        result = func(*args, **(kwargs or {}))
+        namespace, name = func._schema.name.split("::")
+        if namespace in COLLECTIVES and name not in NO_COLLECTIVE:
+            self.bytes += max(map(_bytes_in, (*args, result))) * (2 if name in TWICE else 1)
+        return result
+
+
+def _bytes_in(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    return sum(map(_bytes_in, value)) if isinstance(value, list | tuple) else 0

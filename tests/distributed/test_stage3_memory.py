@@ -1,0 +1,324 @@
+"""What stage 3 holds: 16/N bytes a parameter between steps; in a step a few units more, never the model."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from sharded_cases import Allocated, Block, Net, Run, allocated, gathered, loss_of, make, tokens
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from training_cases import bytes_of
+
+DEPTH = 6
+KINDS = {"parameters": 2, "gradients": 2, "master": 4, "exp_avg": 4, "exp_avg_sq": 4}  # bytes a parameter
+
+
+class WideNet(Net):
+    """Units of half a megabyte: beside them the activations of a few tokens, and the root, are small.
+
+    ``segment``: how many blocks a checkpoint holds; 0: there is none. ``reentrant``: which kind it is.
+    """
+
+    def __init__(self, segment: int = 0, reentrant: bool = False) -> None:
+        super().__init__(width=200, depth=DEPTH)
+        self.segment, self.reentrant = segment, reentrant
+
+    def forward(self, batch: Tensor) -> Tensor:
+        if not self.segment:
+            return super().forward(batch)
+        x = self.embedding(batch)
+        for start in range(0, DEPTH, self.segment):
+            run = nn.Sequential(*self.blocks[start : start + self.segment])
+            x = checkpoint(run, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+def units_of(model: nn.Module) -> list[Any]:
+    return model._zero_optim_sharded.units
+
+
+def full_bytes(unit: Any) -> int:
+    """Of all parameters of a unit, padding included."""
+    return sum(flat.full.numel() * flat.full.element_size() for flat in unit.flats)
+
+
+def few(rank: int, step: int) -> Tensor:
+    return tokens(rank, step, batch=1, length=3)
+
+
+def short_step(rank: int, model: nn.Module, opt: Any, step: int) -> None:
+    loss_of(model, few(rank, step)).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def live_storages() -> dict[int, int]:
+    """Address to bytes of the storage of every tensor that Python knows of."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor):
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # a shard has no storage of its own
+                storage = thing.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def live_bytes() -> int:
+    return sum(live_storages().values())
+
+
+# -- between steps -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Steady:
+    """``live``: bytes after construction and after each step; ``stats``: ``memory`` at the same times."""
+
+    live: list[int]
+    stats: list[dict[str, int]]
+    parameters: int
+    largest: int  # bytes of the largest unit's parameters
+
+
+def _steady(rank: int, world_size: int, reshard: bool | int, steps: int) -> Steady:
+    before = live_bytes()
+    run = Run(dtype=torch.bfloat16, shard={"reshard_after_forward": reshard})
+    model, opt = make(run, WideNet())
+    live, stats = [live_bytes() - before], [opt.stats()["memory"]]
+    for step in range(steps):
+        short_step(rank, model, opt, step)
+        live.append(live_bytes() - before)
+        stats.append(opt.stats()["memory"])
+    largest = max(map(full_bytes, units_of(model)))
+    opt.close()
+    return Steady(live, stats, sum(p.numel() for p in model.parameters()), largest)
+
+
+@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (3, True), (4, 2)])
+def test_between_steps_a_rank_holds_16_bytes_a_parameter_over_n(world_size, reshard):
+    """Beside two communication buffers of the largest unit, and a sum in fp32 of its shard, on more than two ranks.
+
+    Seen live, and as ``stats`` counts: there all ranks together hold each parameter once.
+    """
+    ranks = run_ranks(world_size, _steady, reshard, 3)
+    count = ranks[0].parameters
+    for time in range(4):
+        for of_rank in ranks:
+            memory = of_rank.stats[time]
+            summed = 4 * (of_rank.largest // 2) // world_size if world_size > 2 and time else 0
+            assert memory["communication"] == 2 * of_rank.largest + summed
+            assert memory["unsharded"] == 0
+            held = of_rank.live[time] - memory["communication"] - memory["padding"]
+            # Padding counts: equal shards give the last ranks less of the parameters and more of it.
+            assert held + memory["padding"] == pytest.approx(16 * count / world_size, rel=0.01)
+            assert sum(memory[kind] for kind in KINDS) + memory["padding"] == pytest.approx(
+                16 * count / world_size, rel=0.01
+            )
+        for kind, size in KINDS.items():
+            assert sum(of_rank.stats[time][kind] for of_rank in ranks) == size * count, kind
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_nothing_grows_from_step_3_to_step_10(reshard):
+    for of_rank in run_ranks(2, _steady, reshard, 10):
+        assert of_rank.live[3:] == [of_rank.live[3]] * 8
+
+
+def _kept(rank: int, world_size: int, reshards: Sequence[bool | int]) -> list[Any]:
+    """Bytes of units and of the root, and ``unsharded`` after a forward, its backward, an evaluation, and a step."""
+    results = []
+    for reshard in reshards:
+        run = Run(dtype=torch.bfloat16, shard={"reshard_after_forward": reshard, "prefetch": 2})
+        model, opt = make(run, WideNet())
+        seen = []
+        for step in range(2):
+            loss = loss_of(model, few(rank, step))
+            seen.append(opt.stats()["memory"]["unsharded"])
+            loss.backward()
+            seen.append(opt.stats()["memory"]["unsharded"])
+            with torch.no_grad():
+                loss_of(model, few(rank, step))
+            seen.append(opt.stats()["memory"]["unsharded"])
+            opt.step()
+            seen.append(opt.stats()["memory"]["unsharded"])
+            opt.zero_grad()
+        root, *units = map(full_bytes, units_of(model))
+        results.append((root, sum(units), seen))
+        opt.close()
+    return results
+
+
+def test_what_is_kept_between_forward_and_backward():
+    """The root; all units; or a share of them: of two ranks the half. Evaluation keeps what may be kept for ever."""
+    reshards = (True, False, 2)
+    for results in run_ranks(4, _kept, reshards):
+        for reshard, (root, units, seen) in zip(reshards, results, strict=True):
+            every = reshard is False
+            forward = root + (units if every else 0 if reshard is True else units // 2)
+            assert seen == [forward, 0, root + units if every else 0, 0] * 2, reshard
+
+
+# -- in a step ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """Of a step, in bytes. ``unit`` and ``root``: of their parameters."""
+
+    unit: int
+    root: int
+    forward: Allocated
+    backward: Allocated
+    update: Allocated
+    units_forward: int  # of units beside the root, the most that were unsharded, or about to be, at once
+    units_backward: int
+    gradients: int  # the most that were in full beside the root's
+
+
+class _Watch(TorchDispatchMode):
+    """Looks, at each op, at what of units beside the root is in memory in full: parameters and local gradients."""
+
+    def __init__(self, units: Sequence[Any]) -> None:
+        super().__init__()
+        self.flats = [flat for unit in units[1:] for flat in unit.flats]
+        self.parameters = self.gradients = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        there = sum(flat.full.untyped_storage().nbytes() for flat in self.flats)
+        whole = [p.grad for flat in self.flats for p in flat.params if type(p.grad) is Tensor]
+        self.parameters, self.gradients = max(self.parameters, there), max(self.gradients, bytes_of(whole))
+        return result
+
+
+def _step(rank: int, world_size: int, shard: dict[str, Any], segment: int, reentrant: bool) -> Step:
+    model, opt = make(Run(dtype=torch.bfloat16, shard=shard), WideNet(segment, reentrant))
+    for step in range(2):
+        short_step(rank, model, opt, step)
+    losses: list[Tensor] = []
+    forward = allocated(lambda: losses.append(loss_of(model, few(rank, 2))))
+    backward = allocated(lambda: losses.pop().backward())
+    update = allocated(lambda: (opt.step(), opt.zero_grad()))
+    units = units_of(model)
+    with _Watch(units) as forwards:
+        loss = loss_of(model, few(rank, 3))
+    with _Watch(units) as backwards:
+        loss.backward()
+    opt.step()
+    opt.close()
+    root, unit = map(full_bytes, units[:2])
+    counts = forwards.parameters // unit, backwards.parameters // unit
+    return Step(unit, root, forward, backward, update, *counts, max(forwards.gradients, backwards.gradients))
+
+
+def _steps(rank: int, world_size: int, cases: Sequence[tuple[dict[str, Any], int, bool]]) -> list[Step]:
+    return [_step(rank, world_size, *case) for case in cases]
+
+
+SLACK = 0.2  # of a unit, for the activations of two tokens and their gradients
+
+
+@pytest.mark.parametrize(
+    ("segment", "reentrant"),
+    [(0, False), (1, False), (1, True), (2, False), (2, True)],
+    ids=["plain", "checkpoints", "re-entrant", "checkpoints of two", "re-entrant of two"],
+)
+def test_the_peak_of_a_step_is_a_few_units_whatever_the_depth(segment, reentrant):
+    """The one that computes, those sent for, and the gradients of one. A checkpoint of several units needs them all at
+    once; a re-entrant one calls its units while those after it still wait for the last of their gradients."""
+    prefetches = (0, 2) if segment else (0, 1, 2)
+    cases = [({"prefetch": prefetch}, segment, reentrant) for prefetch in prefetches]
+    for steps in run_ranks(2, _steps, cases):
+        for prefetch, step in zip(prefetches, steps, strict=True):
+            forward, backward = prefetch + 1, prefetch + max(segment, 1) + reentrant
+            assert (step.units_forward, step.units_backward) == (forward, backward)
+            assert step.gradients == pytest.approx(step.unit, rel=0.01)
+            slack = SLACK * step.unit
+            assert forward * step.unit < step.forward.peak <= step.root + forward * step.unit + slack
+            assert step.root <= step.forward.left <= step.root + slack
+            whole = (backward + 1) * step.unit
+            assert whole - slack < step.backward.peak <= whole + step.root + slack
+            assert step.forward.left + step.backward.left == 0  # nothing is kept until step
+            assert step.update.left == 0 and step.update.peak <= slack
+
+
+def test_what_is_kept_is_not_allocated_twice():
+    """Without resharding, backward allocates the gradients of one unit; with a share kept by node, all else again."""
+    cases = [({"reshard_after_forward": keep, "prefetch": 1}, 0, False) for keep in (False, 2)]
+    for kept, by_node in run_ranks(4, _steps, cases):
+        slack = SLACK * kept.unit
+        assert kept.forward.peak <= kept.root + DEPTH * kept.unit + slack
+        assert kept.backward.peak <= kept.unit + slack
+        assert by_node.units_forward == by_node.units_backward == 2
+        assert by_node.forward.left <= by_node.root + DEPTH * by_node.unit // 2 + slack
+        assert by_node.backward.peak <= 3 * by_node.unit + slack
+        assert kept.forward.left + kept.backward.left == by_node.forward.left + by_node.backward.left == 0
+
+
+# -- the beginning and the end -----------------------------------------------------------------------------------
+
+
+def _from_meta(rank: int, world_size: int) -> tuple[list[int], Allocated, int, int, int]:
+    """Bytes that are whole at each call of init_fn, what sharding allocates, and bytes of all, the largest, a shard."""
+    import zero_optim
+
+    with torch.device("meta"):
+        model = WideNet().to(torch.bfloat16)
+    whole: list[int] = []
+
+    def init(module: nn.Module) -> None:
+        here = [p for p in model.parameters() if type(p) is nn.Parameter and not p.is_meta]
+        whole.append(bytes_of(here))
+        module.reset_parameters()
+
+    sharding = allocated(lambda: zero_optim.shard_module(model, (Block,), init_fn=init))
+    every = list(map(full_bytes, units_of(model)))
+    return whole, sharding, sum(every), max(every), sum(every) // world_size
+
+
+def test_a_model_on_meta_is_never_whole_on_a_rank():
+    """One unit is, while it is given values; twice, as it moves into its flat tensor."""
+    for whole, sharding, total, largest, shards in run_ranks(3, _from_meta):
+        assert 0 < max(whole) <= largest < total / 4
+        assert len(whole) == 3 + 3 * DEPTH  # embedding, norm and head of the root; of each block, norm and two linears
+        assert sharding.left == pytest.approx(shards, abs=4096)
+        assert sharding.peak <= shards + 2 * largest + 4096
+
+
+def _dropped(rank: int, world_size: int, close: bool, reshard: bool | int) -> tuple[list[str], int]:
+    """What of model and optimizer is alive once both were deleted, after steps; bytes that are, beyond before."""
+    before = live_bytes()
+    run = Run(dtype=torch.bfloat16, shard={"reshard_after_forward": reshard})
+    model, opt = make(run, WideNet())
+    for step in range(2):
+        short_step(rank, model, opt, step)
+    gathered(model)
+    loss_of(model, few(rank, 9))  # a forward without a backward leaves units unsharded
+    things = {"model": model, "optimizer": opt, "block": model.blocks[1], "sharded": model._zero_optim_sharded}
+    things |= dict(model.named_parameters())
+    things |= {f"plain {name}": p.plain for name, p in model.named_parameters() if hasattr(p, "plain")}
+    things |= {f"flat of {unit.label}": flat for unit in units_of(model) for flat in unit.flats}
+    references = {name: weakref.ref(thing) for name, thing in things.items()}
+    if close:
+        opt.close()
+    del things, model, opt
+    after = live_bytes()
+    return [name for name, reference in references.items() if reference() is not None], after - before
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_deleting_model_and_optimizer_frees_all(close):
+    for reshard in (True, False):
+        for alive, left in run_ranks(2, _dropped, close, reshard):
+            assert not alive
+            assert left == 0

@@ -1,0 +1,208 @@
+"""What stage 3 communicates, exactly: calls and bytes of each kind, by formula from shapes, padding included.
+
+A step gathers the root once and each unit twice (once where it is kept until backward), and reduces each once: with W
+the padded bytes of all units and R those of the root, 3W + 2R, or 2W + 2R.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from guards import CollectiveLog
+from harness import run_ranks
+from sharded_cases import Net, Run, full_state, gathered, loss_of, make, tokens, train_step
+from torch import nn
+from training_cases import ROW
+
+Account = dict[str, tuple[int, int]]  # of each kind, calls and bytes
+DEPTH = 3
+ORDER_CODES = 64  # fp32 values of the exchange that tell ranks apart which gathered in different orders
+
+
+def padded(parameters: Sequence[nn.Parameter], world_size: int) -> int:
+    """Elements of the flat tensor of these: each on rows of its own, and equal shards of whole rows."""
+    rows = sum(-(-p.numel() // ROW) for p in parameters)
+    return -(-rows // world_size) * world_size * ROW
+
+
+def sizes(world_size: int) -> tuple[int, int]:
+    """Padded elements of the root of ``Net``, and of all its units."""
+    model = Net(depth=DEPTH)
+    of_units = [list(block.parameters()) for block in model.blocks]
+    held = {id(p) for unit in of_units for p in unit}
+    root = [p for p in model.parameters() if id(p) not in held]
+    return padded(root, world_size), sum(padded(unit, world_size) for unit in of_units)
+
+
+def account(opt) -> Account:
+    return {kind: (of["calls"], of["bytes"]) for kind, of in opt.stats()["collectives"].items()}
+
+
+def since(now: Account, before: Account) -> Account:
+    """What was communicated in between; kinds with nothing are left out."""
+    moved = {kind: tuple(n - b for n, b in zip(now[kind], before.get(kind, (0, 0)), strict=True)) for kind in now}
+    return {kind: of for kind, of in moved.items() if any(of)}
+
+
+def _steps(rank: int, world_size: int, runs: Sequence[Run]) -> list[list[Account]]:
+    """Of each run: construction, then each step."""
+    accounts = []
+    for run in runs:
+        model, opt = make(run, Net(depth=DEPTH))
+        seen: list[Account] = [{}, account(opt)]
+        for step in range(run.steps):
+            train_step(run, rank, model, opt, step)
+            seen.append(account(opt))
+        accounts.append([since(now, before) for before, now in itertools.pairwise(seen)])
+        opt.close()
+    return accounts
+
+
+def expected_step(run: Run, world_size: int) -> Account:
+    """Without the exchange."""
+    root, units = sizes(world_size)
+    reshard = run.shard.get("reshard_after_forward", True)
+    wide = run.options.get("grad_reduce_dtype", run.dtype).itemsize
+    reductions = 1 if run.no_sync else run.micro
+    twice = reshard is True
+    moved = {
+        "all_gather": (run.micro * (1 + DEPTH * (1 + twice)), run.micro * (root + units * (1 + twice))),
+        "node_all_gather": (run.micro * DEPTH, run.micro * units) if type(reshard) is int and reshard > 1 else (0, 0),
+        "reduce_scatter": (reductions * (1 + DEPTH), reductions * (root + units)),
+    }
+    itemsize = {"reduce_scatter": wide}
+    return {kind: (calls, n * itemsize.get(kind, run.dtype.itemsize)) for kind, (calls, n) in moved.items() if calls}
+
+
+def _cases(world_size: int) -> list[Run]:
+    """Every way to reshard that the other numbers of ranks leave, with every prefetch; each accumulates in two ways."""
+    reshards = {2: (True, False), 3: (True,), 4: (1, 2)}[world_size]
+    shards = [{"reshard_after_forward": r, "prefetch": p} for r, p in itertools.product(reshards, (0, 1, 3))]
+    runs = [Run(dtype=torch.bfloat16, steps=2, shard=shard) for shard in shards]
+    for shard in shards[1::3]:  # of each way to reshard, one
+        runs.append(Run(steps=1, micro=3, no_sync=True, shard=shard))
+        runs.append(Run(steps=1, micro=2, shard=shard, options={"overlap_grad_reduce": False}))
+    wide = {"grad_reduce_dtype": torch.float32}
+    return [*runs, Run(dtype=torch.bfloat16, steps=3, options=wide), Run(stage=2, steps=2)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_step_communicates_what_the_formula_says(world_size):
+    """Every step alike, the first one too: nothing is gathered twice to learn the order."""
+    runs = _cases(world_size)
+    root, units = sizes(world_size)
+    for rank, accounts in enumerate(run_ranks(world_size, _steps, runs, timeout=120)):
+        (exchange_calls, exchange_bytes) = accounts[-1][1]["exchange"]  # of stage 2
+        for run, (construction, *steps) in zip(runs[:-1], accounts, strict=False):
+            assert construction == {"construction": (1 + DEPTH, (root + units) * run.dtype.itemsize)}
+            exchange = {"exchange": (exchange_calls, exchange_bytes + 4 * ORDER_CODES)}
+            assert steps == [expected_step(run, world_size) | exchange] * run.steps, f"{run}, rank {rank}"
+
+
+@pytest.mark.parametrize(("reshard", "times"), [(True, 3), (False, 2)])
+def test_a_step_moves_three_times_the_parameters_or_two(reshard, times):
+    """As the table of the stages has it, with a root that is counted twice. Padding is a row a parameter at most."""
+    run = Run(dtype=torch.bfloat16, steps=2, shard={"reshard_after_forward": reshard})
+    root, units = sizes(2)
+    for (accounts,) in run_ranks(2, _steps, [run]):
+        step = accounts[2]
+        moved = sum(step[kind][1] for kind in ("all_gather", "reduce_scatter"))
+        assert moved == (times * units + 2 * root) * run.dtype.itemsize
+        model = Net(depth=DEPTH)
+        parameters, count = sum(p.numel() for p in model.parameters()), len(list(model.parameters()))
+        assert moved <= times * run.dtype.itemsize * (parameters + ROW * (count + 2 * (1 + DEPTH)))
+
+
+def _logged(rank: int, world_size: int, run: Run) -> tuple[Account, list[tuple[str, int]]]:
+    """The second step as ``stats`` has it, and as the process groups have seen it."""
+    model, opt = make(run, Net(depth=DEPTH))
+    train_step(run, rank, model, opt, 0)
+    before = account(opt)
+    with CollectiveLog() as log:
+        train_step(run, rank, model, opt, 1)
+    moved = since(account(opt), before)
+    opt.close()
+    return moved, [(call.name, call.bytes) for call in log.calls]
+
+
+@pytest.mark.parametrize("reshard", [True, 2])
+def test_stats_hide_no_collective(reshard):
+    """Gloo's gathers are a broadcast a rank; its reduce-scatters all-to-alls; the exchange is the all-reduce."""
+    run = Run(shard={"reshard_after_forward": reshard})
+    for moved, calls in run_ranks(4, _logged, run):
+        seen = {name: (len(of), sum(of)) for name in {name for name, _ in calls} if (of := _bytes(calls, name))}
+        whole, of_node = moved["all_gather"], moved.get("node_all_gather", (0, 0))
+        assert seen == {
+            "broadcast_": (4 * whole[0] + 2 * of_node[0], whole[1] + of_node[1]),
+            "alltoall_base_": moved["reduce_scatter"],
+            "allreduce_": moved["exchange"],
+        }
+
+
+def _bytes(calls: Sequence[tuple[str, int]], name: str) -> list[int]:
+    return [size for of, size in calls if of == name]
+
+
+def _evaluated(
+    rank: int, world_size: int, runs: Sequence[Run], mode: Callable[[], AbstractContextManager[None]]
+) -> list[list[Account]]:
+    """Of each run: an evaluation before any training, one after a step, one more, and a step after it."""
+    results = []
+    for run in runs:
+        model, opt = make(run, Net(depth=DEPTH))
+        seen = [account(opt)]
+        for what in ("evaluate", "train", "evaluate", "evaluate", "train"):
+            if what == "train":
+                train_step(run, rank, model, opt, 0)
+            else:
+                with mode():
+                    loss_of(model, tokens(rank, 0))
+            seen.append(account(opt))
+        results.append([since(now, before) for before, now in itertools.pairwise(seen)])
+        opt.close()
+    return results
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_gathers_once_and_reduces_nothing(mode):
+    """A unit that is kept until backward is kept after an evaluation too, and used by what follows."""
+    world_size = 4
+    shards = [{"reshard_after_forward": r, "prefetch": p} for r, p in ((True, 1), (False, 0), (2, 3))]
+    runs = [Run(shard=shard) for shard in shards]
+    root, units = sizes(world_size)
+    once = (1 + DEPTH, 4 * (root + units))
+    for results in run_ranks(world_size, _evaluated, runs, mode):
+        for run, (first, step, second, third, last) in zip(runs, results, strict=True):
+            kept = run.shard["reshard_after_forward"] is False
+            assert first == second == {"all_gather": once}, run
+            assert third == ({} if kept else {"all_gather": once}), run
+            whole = expected_step(run, world_size)
+            without = {kind: of for kind, of in whole.items() if kind != "all_gather"}
+            for account_of, expected in ((step, without if kept else whole), (last, without if kept else whole)):
+                del account_of["exchange"]
+                assert account_of == expected, run
+
+
+def _asked_for(rank: int, world_size: int) -> list[Account]:
+    model, opt = make(Run(), Net(depth=DEPTH))
+    train_step(Run(), rank, model, opt, 0)
+    seen = [account(opt)]
+    for ask in (lambda: gathered(model), lambda: gathered(model.blocks[1]), model.state_dict, lambda: full_state(opt)):
+        ask()
+        seen.append(account(opt))
+    opt.close()
+    return [since(now, before) for before, now in itertools.pairwise(seen)]
+
+
+def test_what_users_ask_for_is_counted_apart():
+    """Whole parameters, once; of one unit alone; state dicts of shards nothing; the full state two moments."""
+    root, units = sizes(3)
+    for whole, unit, shards, state in run_ranks(3, _asked_for):
+        assert whole == {"gather_parameters": (1 + DEPTH, 4 * (root + units))}
+        assert unit == {"gather_parameters": (1, 4 * units // DEPTH)}
+        assert shards == {}
+        assert state == {"state": (2 * (1 + DEPTH), 2 * 4 * (root + units))}

@@ -1,0 +1,66 @@
+"""docs/zero3.md: its snippets run as they stand, in their order, on two ranks; its links, counts and messages hold."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import torch
+import torch._dynamo  # before ``torch.compile`` is patched
+import torch.distributed as dist
+from training import ROOT
+
+PAGE = (ROOT / "docs" / "zero3.md").read_text()
+SNIPPETS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def run_snippets(rank: int, world_size: int, folder: str) -> tuple[str, dict[str, float], list[int]]:
+    """Returns what they print, the optimizer's collectives, and the model's parameters: all, the root's, a block's."""
+    page: dict[str, Any] = {"__name__": "page"}
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.chdir(folder)
+        patch.setattr(dist, "init_process_group", lambda backend: None)  # the harness has one
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # in seconds less
+        torch.manual_seed(rank)
+        for number, snippet in enumerate(SNIPPETS):
+            exec(compile(snippet, f"docs/zero3.md, snippet {number}", "exec"), page)
+    calls = {kind: traffic["calls"] for kind, traffic in page["optimizer"].stats()["collectives"].items()}
+    parts = [page["model"], page["model"].blocks]
+    whole, blocks = (sum(parameter.numel() for parameter in part.parameters()) for part in parts)
+    page["optimizer"].close()
+    return said.getvalue(), calls, [whole, whole - blocks, blocks // 4]
+
+
+def test_its_snippets_run(tmp_path: Path) -> None:
+    (said, calls, _), (other, *_) = harness.run_ranks(2, run_snippets, str(tmp_path), timeout=180)
+    assert re.search(r"^norm of the head \d+\.\d{3}$", said, re.MULTILINE)
+    assert said == other  # rank 0's values, whole on both
+    assert calls["all_gather"] == 3 * (1 + 2 * 4) and calls["reduce_scatter"] == 3 * (1 + 4)
+    assert (tmp_path / "checkpoint.pt").exists()
+
+
+def test_what_it_links_to_is_there() -> None:
+    for link in re.findall(r"\]\(([^)#]+)\)", PAGE):
+        assert (ROOT / "docs" / link).exists(), link
+    headings = {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+                for line in PAGE.splitlines() if line.startswith("#")}  # fmt: skip
+    assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= headings
+
+
+def test_its_messages_are_those_of_the_code() -> None:
+    """Of each message in its table of errors, three words or more in a row stand in the sources."""
+    sources = "".join(file.read_text() for file in (ROOT / "python" / "zero_optim").glob("*.py"))
+    sources = re.sub(r'"\n\s+f?"', "", sources)  # strings over several lines
+    rows = re.findall(r"^\| `(\w+)`: (.*?) \|", PAGE, re.MULTILINE)
+    assert len(rows) > 10
+    for error, message in rows:
+        assert error in sources
+        parts = [part.strip(" :,") for part in re.split(r"\.\.\.|'x'|;|\bcopied\b|rank 1", message)]
+        assert any(len(part.split()) > 2 and part in sources for part in parts), message
