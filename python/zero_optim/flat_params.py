@@ -75,7 +75,7 @@ class FlatParams:
         self._node_part: Tensor | None = None  # [numel / ranks of a node]
         self._poison = "poison" in debug_options()
         # Reads as NaN and refuses writes: for who holds a plain parameter while it is sharded.
-        self._nothing = torch.full((1,), torch.nan, dtype=self.dtype, device=self.device)
+        self._nothing = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
         torch._C._set_throw_on_mutable_data_ptr(self._nothing)
         for param_shard, piece in zip(shards, self.pieces, strict=True):
             param_shard.local, param_shard.start = shard.narrow(0, piece.in_shard, piece.numel), piece.in_param

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 from torch import nn
 
 from .errors import ShardAccessError
 from .param_shard import plain_parameter
-from .sharded_model import sharded_model_of
+from .sharded_model import ShardedModel, sharded_model_of
 from .unit import UnitState
 from .unit_schedule import in_backward
 
@@ -29,11 +29,15 @@ def gather_parameters(module: nn.Module, *, writeback: bool = False) -> Iterator
 
     Raises ShardAccessError where parameters were written without ``writeback``, or in a forward or backward.
     """
-    sharded = [model for model in sharded_model_of(module.parameters()) if model.sharded]
-    if not sharded:
+    with ExitStack() as stack:
+        for model in sharded_model_of(module.parameters()):
+            if model.sharded:
+                stack.enter_context(_gather(model, module, writeback))
         yield
-        return
-    (model,) = sharded
+
+
+@contextmanager
+def _gather(model: ShardedModel, module: nn.Module, writeback: bool) -> Iterator[None]:
     if in_backward() or model.schedule.running:
         raise ShardAccessError("gather_parameters was entered in a forward or backward: enter it between steps")
     wanted = {id(plain_parameter(parameter)) for parameter in module.parameters()}

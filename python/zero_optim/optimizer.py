@@ -542,7 +542,16 @@ class ShardedAdamW(torch.optim.Optimizer):
     # -- the end -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove the hooks and drop the gradients. Parameters keep their values."""
+        """Remove the hooks and drop the gradients. Parameters keep their values.
+
+        Collective where several optimizers share ranks and the last backward was not followed by ``step`` or
+        ``zero_grad``: what ranks have begun to reduce, they complete.
+        """
+        if not self._closed:
+            self._reducer.complete_orderly_round()
+            self._close()
+
+    def _close(self) -> None:
         # Its own, not getattr: a wrapper that passes reads on, as Lightning's, dies before the optimizer (seen: its
         # __del__ removed the hooks, and gradients stayed whole until step).
         if not self.__dict__.get("_closed", True):
@@ -553,7 +562,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             self._sharding.comm.close()
 
     def __del__(self) -> None:
-        self.close()
+        self._close()
 
     def __getstate__(self) -> dict[str, Any]:
         raise ZeroOptimError(

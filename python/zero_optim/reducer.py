@@ -14,7 +14,7 @@ At stage 3 a bucket is a unit's, and leaves when the unit's backward is over; no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from .backward_watch import BackwardWatch
 from .bucket import Bucket, GradState, Sharding
 from .comm_buffers import CommBuffers
-from .errors import CollectiveError, ParameterError
+from .errors import CollectiveError, ParameterError, ZeroOptimError
 from .replicas import check_not_replicated
 from .unit_schedule import UnitSchedule
 
@@ -241,6 +241,12 @@ class Reducer:
         return self._repeats[self._next] or self._next in self._held_back
 
     def _check_in_place(self, parameter: Tensor, bucket: Bucket, slot: int) -> None:
+        if bucket.flat.sharded and not bucket.flat.shown:
+            raise ZeroOptimError(
+                f"the gradient of {bucket.label(slot)} was computed while its unit was sharded, and is worthless: a "
+                "gradient came into the unit by another way than what its forward returned or left in attributes. "
+                "Return that tensor from the unit's forward"
+            )
         moved = parameter.data_ptr() != bucket.flat.addresses[slot] or parameter.dtype != bucket.dtype
         if moved or not parameter.is_contiguous():
             raise ParameterError(
@@ -264,6 +270,12 @@ class Reducer:
             self._complete_round()
         elif self._seen:
             self._start_round()
+
+    def complete_orderly_round(self) -> None:
+        """Complete a round whose backward has ended: how far each rank has got with it is a matter of time."""
+        if self._in_round and not self._seen and not self._watch.running:
+            with suppress(CollectiveError):  # whoever closes after an error has seen it
+                self._complete_round()
 
     def _end_backward(self) -> None:
         self._note_counts()

@@ -80,10 +80,11 @@ def shard_module(
     for number, plan in enumerate(plans):
         with comm.raising_together("shard_module"):
             _materialise(plan, target, init_fn)
-        unit = Unit(plan.name, plan.module, comm, node if number else None, keep=keep or number == 0)
+        own_node = node if number else None
+        made.append(Unit(plan.name, plan.module, plan.modules, comm, own_node, keep=keep or number == 0))
+        _fill(made[-1], plan, comm, offload=param_offload is not None)
+    for unit, plan in zip(made, plans, strict=True):
         unit.enclosing = {made[outer] for outer in plan.enclosing}
-        made.append(unit)
-        _fill(unit, plan, comm, offload=param_offload is not None)
     schedule = UnitSchedule(made, comm, prefetch, keep_evaluating=keep)
     ShardedModel(model, made, comm, schedule, process_group, offload=param_offload is not None)
     return model

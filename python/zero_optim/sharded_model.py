@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd import _get_sequence_nr
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .comm import Comm
@@ -21,6 +21,8 @@ from .param_shard import plain_parameter
 from .unit import Unit, UnitState
 from .unit_schedule import UnitSchedule, in_backward
 
+_MODULES_OWN = frozenset(vars(nn.Module()))
+_FEW = 64
 # Of every plain parameter of a sharded model. The model holds its ShardedModel.
 _model_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -65,7 +67,7 @@ class ShardedModel:
     def _hook(self) -> None:
         for unit in self.units:
             module = unit.module
-            module.register_forward_pre_hook(_BeforeForward(self, unit), prepend=True)
+            module.register_forward_pre_hook(_BeforeForward(self, unit), prepend=True, with_kwargs=True)
             module.register_forward_hook(_AfterForward(self, unit), with_kwargs=True)
             for module in {place.module: None for place in unit.places}:
                 module.register_state_dict_pre_hook(_BeforeStateDict(self, unit))
@@ -143,21 +145,49 @@ class _Hook:
 
 class _BeforeForward(_Hook):
     @torch.compiler.disable
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.unit.given, self.unit.began = _nodes_of(tensors_in((args, kwargs))), _get_sequence_nr()
         self.sharded.schedule.before_forward(self.unit)
 
 
 class _AfterForward(_Hook):
+    """Hooks the nodes of autograd by which a gradient can come into the unit: of what its forward returned, of those
+    of its arguments that it changed in place, and of what it left in attributes of its modules."""
+
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given = {id(tensor) for tensor in tensors_in((args, kwargs))}
-        made = [tensor for tensor in tensors_in(output) if tensor.requires_grad and id(tensor) not in given]
-        for node in {get_gradient_edge(tensor).node for tensor in made}:
+        root = self.unit is self.sharded.units[0]
+        if self.unit.state is UnitState.UNSHARDED and not (root and torch.is_grad_enabled()):
+            self._check_returned(output)
+        given, self.unit.given = self.unit.given, set()
+        reached = _nodes_of(tensors_in((output, args, kwargs, self._left_in_attributes())))
+        made = [node for node in reached - given if node._sequence_nr() >= self.unit.began]
+        for node in made:
             node.register_prehook(self._before_backward)
         self.sharded.schedule.after_forward(self.unit, requires_grad=bool(made))
 
     def _before_backward(self, grads: Any) -> None:
         self.sharded.schedule.before_backward(self.unit)
+
+    def _left_in_attributes(self) -> list[object]:
+        """Such as the balance loss of a mixture of experts. Large collections are something else."""
+        return [
+            value
+            for module in self.unit.modules
+            for values in (vars(module), module._buffers)
+            for name, value in values.items()
+            if name not in _MODULES_OWN
+            and (isinstance(value, Tensor) or (isinstance(value, list | tuple | dict) and len(value) <= _FEW))
+        ]
+
+    def _check_returned(self, output: Any) -> None:
+        own = {id(parameter) for parameter in self.unit.parameters}
+        for tensor in tensors_in(output):
+            if id(tensor) in own or id(tensor._base) in own:
+                raise ZeroOptimError(
+                    f"the forward of {self.unit.label} returned a parameter, or a view of one, of shape "
+                    f"{tuple(tensor.shape)}: its memory is about to be freed. Return a .clone(), or make no unit of it"
+                )
 
 
 class _ForwardEnded(_Hook):
@@ -199,16 +229,35 @@ def _ignore(*_: Any) -> None:
     pass
 
 
-def tensors_in(thing: Any) -> Iterator[Tensor]:
-    """Every tensor in nested lists, tuples, dicts and dataclasses."""
+def tensors_in(thing: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Every tensor in nested lists, tuples, dicts and other objects, such as dataclasses and distributions."""
     if isinstance(thing, Tensor):
         yield thing
-    elif isinstance(thing, dict):
-        for value in thing.values():
-            yield from tensors_in(value)
+        return
+    seen = set() if seen is None else seen
+    if isinstance(thing, dict):
+        values: Iterable[object] = thing.values()
     elif isinstance(thing, list | tuple):
-        for value in thing:
-            yield from tensors_in(value)
+        values = thing
     elif is_dataclass(thing) and not isinstance(thing, type):
-        for field in fields(thing):
-            yield from tensors_in(getattr(thing, field.name))
+        values = [getattr(thing, field.name) for field in fields(thing)]
+    elif hasattr(thing, "__dict__") and not isinstance(thing, type | nn.Module) and not callable(thing):
+        values = vars(thing).values()
+    else:
+        return
+    if id(thing) not in seen:
+        seen.add(id(thing))
+        for value in values:
+            yield from tensors_in(value, seen)
+
+
+def _nodes_of(tensors: Iterable[Tensor]) -> set[torch.autograd.graph.Node]:
+    """The nodes of autograd that made these; of a view also that of its base, which stays when the view is changed in
+    place and gets another."""
+    nodes = set()
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            nodes.add(tensor.grad_fn)
+            if tensor._base is not None and tensor._base.grad_fn is not None:
+                nodes.add(tensor._base.grad_fn)
+    return nodes

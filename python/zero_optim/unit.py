@@ -7,8 +7,10 @@ SHARDED ── unshard ──> UNSHARDING ── wait ──> UNSHARDED ── r
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from .comm import Comm, Pending
@@ -48,11 +50,26 @@ class Unit:
     Attributes:
         module: whose forward uses the parameters.
         keep: leave the parameters unsharded from the end of forward to backward.
+        modules: ``module`` and those within it that are in no other unit.
         enclosing: the units that this one is in.
+        given, began: of the forward under way: the nodes of autograd that made its arguments, and the first sequence
+            number of those that it makes itself.
     """
 
-    def __init__(self, name: str, module: nn.Module, comm: Comm, node: Comm | None, *, keep: bool) -> None:
-        self.name, self.module, self.comm, self.node, self.keep = name, module, comm, node, keep
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        modules: Sequence[nn.Module],
+        comm: Comm,
+        node: Comm | None,
+        *,
+        keep: bool,
+    ) -> None:
+        self.name, self.module, self.modules = name, module, list(modules)
+        self.comm, self.node, self.keep = comm, node, keep
+        self.given: set[torch.autograd.graph.Node] = set()
+        self.began = 0
         self.state = UnitState.SHARDED
         self.enclosing: set[Unit] = set()
         self.flats: list[FlatParams] = []

@@ -57,6 +57,7 @@ class UnitSchedule:
             Direction.BACKWARD: list(reversed(list(_calls_ended(units)))),
         }
         self._forwards = 0  # of the root that are under way
+        self._root_trains = False  # whether the outermost of them began with gradients enabled
         self._direction: Direction | None = None  # of the cycle that is open
         self._place = -1  # of the last unit visited in it
         self._open: dict[Unit, int] = {}  # visited in it and not over, and where
@@ -83,6 +84,7 @@ class UnitSchedule:
         if unit is self.units[0]:
             self._forwards += 1
             if self._forwards == 1:
+                self._root_trains = torch.is_grad_enabled()
                 self._end_open()  # a forward that raised
                 self._called, self._ended = [], []
         if unit not in self._open:
@@ -205,7 +207,8 @@ class UnitSchedule:
         self._direction, self._place = direction, -1
         self._digest = zlib.crc32(bytes([direction.value]), self._digest)
         if direction is Direction.FORWARD:
-            self._trains = torch.is_grad_enabled()
+            # A re-entrant checkpoint within the root's forward disables gradients, and still is trained.
+            self._trains = torch.is_grad_enabled() or (self.running and self._root_trains)
             for unit in self.units:
                 if unit.state is UnitState.NODE_SHARDED:  # no backward came, and shards may have been written since
                     unit.reshard()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW, accumulate, averages
 from torch import Tensor, nn
@@ -37,7 +39,9 @@ def _parameters() -> list[nn.Parameter]:
     ]
 
 
-def _optimizers(params: list[nn.Parameter], stages: tuple[int, ...]) -> list[Any]:
+def _optimizers(
+    params: list[nn.Parameter], stages: tuple[int, ...], group: dist.ProcessGroup | None = None
+) -> list[Any]:
     import zero_optim
 
     return [
@@ -45,6 +49,7 @@ def _optimizers(params: list[nn.Parameter], stages: tuple[int, ...]) -> list[Any
             [p for p, of in zip(named(params), OWNERS, strict=True) if of == number],
             lr=RATES[number],
             stage=stage,
+            process_group=group,
             bucket_cap_mb=TINY_CAP_MB,
             overlap_grad_reduce=number != 1 or stage != 1,
         )
@@ -276,3 +281,34 @@ def _released_by_a_failed_constructor(rank: int, world_size: int) -> bool:
 
 def test_a_constructor_that_failed_owns_nothing():
     assert run_ranks(2, _released_by_a_failed_constructor) == [True, True]
+
+
+def _closed_in_mid_round(rank: int, world_size: int) -> list[Tensor]:
+    """Rank 1 finds its buffers taken when the last backward ends, rank 0 free ones; then both go on on the same ranks."""
+    import zero_optim
+    from zero_optim.comm_buffers import CommBuffers
+
+    group, free = dist.new_group(timeout=timedelta(seconds=5)), CommBuffers.free
+    params = _parameters()
+    stages = (2, 2, 2)
+    opts = _optimizers(params, stages, group)
+    for step in range(2):
+        if step == 1 and rank == 1:
+            CommBuffers.free = property(lambda buffers: False)  # type: ignore[assignment]
+        linear_backward(params, make_gradients(params, rank, step))
+        for opt in opts if step == 0 else ():
+            opt.step()
+            opt.zero_grad()
+    CommBuffers.free = free  # type: ignore[assignment]
+    for opt in opts:
+        opt.close()
+    again = zero_optim.ShardedAdamW(params[:1], process_group=group)
+    linear_backward(params[:1], make_gradients(params[:1], rank, 2))
+    again.step()
+    again.close()
+    return copies(params)
+
+
+def test_closing_completes_what_ranks_have_begun_to_reduce():
+    zero, one = run_ranks(2, _closed_in_mid_round)
+    assert_bitwise(zero, one)
