@@ -103,6 +103,14 @@ class FlatParams:
         self.shown = True
         self._versions = list(map(_version_of, self.params))
 
+    def moved(self) -> list[Tensor]:
+        """Those of ``params`` that were cast or given other memory while they were shown. They are shown anew."""
+        pairs = zip(self.params, self.addresses, strict=True)
+        moved = [p for p, place in pairs if p.dtype != self.dtype or p.data_ptr() != place]
+        if moved:
+            self.show()
+        return moved
+
     def keep_edits(self) -> None:
         """Take over what was written in place into the plain parameters since ``show``: every rank its own part."""
         versions = list(map(_version_of, self.params))
@@ -146,7 +154,12 @@ class FlatParams:
     def write_back(self, comm: Comm, whole: Tensor) -> None:
         """Collective. Keep rank 0's values of ``whole``, which ``copy_out`` gave."""
         comm.broadcast(whole, "gather_parameters")
-        self.shard.copy_(comm.own_part(whole))
+        new = comm.own_part(whole)
+        for parameter, piece in zip(self.params, self.pieces, strict=True):
+            own = slice(piece.in_shard, piece.in_shard + piece.numel)
+            if not torch.equal(new[own], self.shard[own]):  # whoever has made a master of it has to know, on every rank
+                torch.autograd.graph.increment_version(parameter)
+        self.shard.copy_(new)
 
     def hide(self) -> None:
         """Let the plain parameters have no values."""

@@ -69,6 +69,12 @@ class FlatShard(Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         raise self._refusal("numpy()")
 
+    def share_memory_(self) -> Any:
+        raise self._refusal("share_memory_()")
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise self._refusal("__dlpack__()")
+
     def _refusal(self, what: str) -> ShardAccessError:
         return ShardAccessError(
             f"{what} on the {self.label}: this rank holds {self.local.numel()} of its {self.numel()} elements. "
@@ -77,7 +83,8 @@ class FlatShard(Tensor):
         )
 
     def _again(self) -> FlatShard:
-        again = FlatShard(self.local, self.start, self.shape, self.label, self.dtype)
+        with torch.inference_mode(False):  # torch gives it the version counter of this one, which one of those has not
+            again = FlatShard(self.local, self.start, self.shape, self.label, self.dtype)
         again.before_write = self.before_write
         return again
 

@@ -52,10 +52,14 @@ def _gather(model: ShardedModel, module: nn.Module, writeback: bool) -> Iterator
     try:
         with model.comm.raising_together("gather_parameters") if writeback else nullcontext():
             yield
-    except BaseException:
+        written = [label for unit in fresh for label in unit.written()]
+        if written and not writeback:
+            raise ShardAccessError(
+                f"{', '.join(written)} was written within gather_parameters(model), and is again what it was: to keep "
+                "what is written, give it writeback=True on every rank"
+            )
+        for unit in fresh if writeback else ():
+            unit.write_back()
+    finally:
         for unit in fresh:
             unit.drop()
-        raise
-    for unit in fresh:
-        unit.write_back() if writeback else unit.check_unwritten()
-        unit.drop()

@@ -462,6 +462,8 @@ class Reducer:
     def clear(self, set_to_none: bool = True) -> None:
         """Drop every gradient, or make it zero. A round that an exception cut short is completed for the others."""
         self.complete_open_round()
+        if self._schedule is not None:
+            self._schedule.begin_step()
         self._rounds, self._unreduced = 0, False
         self.late.clear()
         self.leftover.clear()

@@ -146,7 +146,8 @@ class _Hook:
 class _BeforeForward(_Hook):
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.unit.given, self.unit.began = _nodes_of(tensors_in((args, kwargs))), _get_sequence_nr()
+        self.unit.given = {id(tensor): tensor._version for tensor in _made_by_autograd((args, kwargs))}
+        self.unit.began = _get_sequence_nr()
         self.sharded.schedule.before_forward(self.unit)
 
 
@@ -159,12 +160,16 @@ class _AfterForward(_Hook):
         root = self.unit is self.sharded.units[0]
         if self.unit.state is UnitState.UNSHARDED and not (root and torch.is_grad_enabled()):
             self._check_returned(output)
-        given, self.unit.given = self.unit.given, set()
-        reached = _nodes_of(tensors_in((output, args, kwargs, self._left_in_attributes())))
-        made = [node for node in reached - given if node._sequence_nr() >= self.unit.began]
-        for node in made:
+        nodes = {
+            node
+            for tensor in _made_by_autograd((output, args, kwargs, self._left_in_attributes()))
+            if self.unit.given.get(id(tensor)) != tensor._version
+            and (node := tensor.grad_fn) is not None
+            and node._sequence_nr() >= self.unit.began
+        }
+        for node in nodes:
             node.register_prehook(self._before_backward)
-        self.sharded.schedule.after_forward(self.unit, requires_grad=bool(made))
+        self.sharded.schedule.after_forward(self.unit, requires_grad=bool(nodes))
 
     def _before_backward(self, grads: Any) -> None:
         self.sharded.schedule.before_backward(self.unit)
@@ -251,13 +256,10 @@ def tensors_in(thing: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
             yield from tensors_in(value, seen)
 
 
-def _nodes_of(tensors: Iterable[Tensor]) -> set[torch.autograd.graph.Node]:
-    """The nodes of autograd that made these; of a view also that of its base, which stays when the view is changed in
-    place and gets another."""
-    nodes = set()
-    for tensor in tensors:
-        if tensor.grad_fn is not None:
-            nodes.add(tensor.grad_fn)
-            if tensor._base is not None and tensor._base.grad_fn is not None:
-                nodes.add(tensor._base.grad_fn)
-    return nodes
+def _made_by_autograd(thing: Any) -> Iterator[Tensor]:
+    """The tensors in ``thing`` that have a graph, and the bases of views among them: when a view is changed in place
+    it gets another node, and that of its base stays."""
+    for tensor in tensors_in(thing):
+        for made in (tensor, tensor._base):
+            if made is not None and made.grad_fn is not None:
+                yield made

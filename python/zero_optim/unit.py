@@ -7,14 +7,13 @@ SHARDED ── unshard ──> UNSHARDING ── wait ──> UNSHARDED ── r
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from .comm import Comm, Pending
-from .errors import CollectiveError, ParameterError, ShardAccessError
+from .errors import CollectiveError, ParameterError
 from .flat_params import FlatParams
 from .param_shard import ParamShard
 
@@ -52,8 +51,8 @@ class Unit:
         keep: leave the parameters unsharded from the end of forward to backward.
         modules: ``module`` and those within it that are in no other unit.
         enclosing: the units that this one is in.
-        given, began: of the forward under way: the nodes of autograd that made its arguments, and the first sequence
-            number of those that it makes itself.
+        given, began: of the forward under way: the versions of the tensors in its arguments, by id, and the sequence
+            number of the first node of autograd that it makes.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Unit:
     ) -> None:
         self.name, self.module, self.modules = name, module, list(modules)
         self.comm, self.node, self.keep = comm, node, keep
-        self.given: set[torch.autograd.graph.Node] = set()
+        self.given: dict[int, int] = {}
         self.began = 0
         self.state = UnitState.SHARDED
         self.enclosing: set[Unit] = set()
@@ -104,6 +103,14 @@ class Unit:
                 flat.show()
             self.show_plain()
             self.state = UnitState.UNSHARDED
+
+    def moved(self) -> list[str]:
+        """The labels of parameters that were moved or cast since they arrived. They are again what they were."""
+        return self._labels(flat.moved() for flat in self.flats) if self.state is UnitState.UNSHARDED else []
+
+    def _labels(self, parameters: Iterable[Iterable[Tensor]]) -> list[str]:
+        chosen = {id(parameter) for some in parameters for parameter in some}
+        return list(dict.fromkeys(place.shard.label for place in self.places if id(place.plain) in chosen))
 
     def _await(self, gather: Pending) -> None:
         try:
@@ -165,17 +172,10 @@ class Unit:
         for flat, whole in zip(self.flats, self._wholes, strict=True):
             flat.write_back(self.comm, whole)
 
-    def check_unwritten(self) -> None:
-        """Raise ShardAccessError where parameters were written: it would be lost."""
+    def written(self) -> list[str]:
+        """The labels of parameters that were written since ``gather``."""
         versions = zip(self.parameters, self._versions, strict=True)
-        written = {id(parameter) for parameter, before in versions if parameter._version != before}
-        if written:
-            labels = sorted({place.shard.label for place in self.places if id(place.plain) in written})
-            self.drop()
-            raise ShardAccessError(
-                f"{', '.join(labels)} was written within gather_parameters(model), and is again what it was: to keep "
-                "what is written, give it writeback=True on every rank"
-            )
+        return self._labels([[parameter for parameter, before in versions if parameter._version != before]])
 
     def drop(self) -> None:
         """Go back to shards. The whole parameters live for as long as somebody has them."""

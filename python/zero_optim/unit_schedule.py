@@ -20,7 +20,7 @@ import torch
 
 from .backward_watch import BackwardWatch
 from .comm import Comm
-from .errors import ShardAccessError
+from .errors import ParameterError, ShardAccessError
 from .flat_params import FlatParams
 from .unit import Unit, UnitState
 
@@ -66,7 +66,7 @@ class UnitSchedule:
         self._over: set[FlatParams] = set()  # of units that the last backward is through with
         self._owed = 0  # forward cycles that a backward may still come back through
         self._paid = 0  # backward cycles of the backward that is open
-        self._backwards = 0  # backward cycles since the last step
+        self._backwards = 0  # backward cycles since gradients were applied or dropped
         self._digest = 0
         self._called: list[Unit] = []  # in the forward that is open, but for a unit called twice in a row
         self._ended: list[tuple[Unit, bool]] = []  # with whether what it gave requires a gradient
@@ -86,10 +86,21 @@ class UnitSchedule:
             if self._forwards == 1:
                 self._root_trains = torch.is_grad_enabled()
                 self._end_open()  # a forward that raised
+                self._check_in_place()
                 self._called, self._ended = [], []
         if unit not in self._open:
             self._called.append(unit)
         self._visit(unit, Direction.FORWARD, closing=True)
+
+    def _check_in_place(self) -> None:
+        """Raise ParameterError where the model was moved or cast while an evaluation had left units unsharded."""
+        moved = [label for unit in self.units for label in unit.moved()]
+        if moved:
+            others = f" and {len(moved) - 1} others" if len(moved) > 1 else ""
+            raise ParameterError(
+                f"{moved[0]}{others} were moved, cast or given new data after zero_optim.shard_module, and are again "
+                "what they were: move or cast the model before"
+            )
 
     def before_backward(self, unit: Unit) -> None:
         """A gradient has come to what ``unit`` returned: the backward of all that was called after it is through."""
@@ -175,6 +186,10 @@ class UnitSchedule:
     def is_over(self, flat: FlatParams) -> bool:
         """Whether the backward that is open, or the last, can bring no more gradients to these parameters."""
         return flat in self._over
+
+    def begin_step(self) -> None:
+        """The gradients were dropped, whether or not they were applied."""
+        self._backwards = 0
 
     def end_step(self) -> None:
         self._owed = self._backwards = 0

@@ -284,7 +284,7 @@ def test_a_constructor_that_failed_owns_nothing():
 
 
 def _closed_in_mid_round(rank: int, world_size: int) -> list[Tensor]:
-    """Rank 1 finds its buffers taken when the last backward ends, rank 0 free ones; then both go on on the same ranks."""
+    """Rank 1 finds its buffers taken when the last backward ends, rank 0 free ones. Both go on on the same ranks."""
     import zero_optim
     from zero_optim.comm_buffers import CommBuffers
 

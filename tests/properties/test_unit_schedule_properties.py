@@ -47,6 +47,9 @@ class FakeUnit:
     def wait(self) -> None:
         self.state = UnitState.UNSHARDED
 
+    def moved(self) -> list[str]:
+        return []
+
     def reshard(self, *, to_node: bool = False) -> None:
         self.log.whole -= self.state is not UnitState.SHARDED
         self.state = UnitState.SHARDED
