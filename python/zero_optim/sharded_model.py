@@ -146,7 +146,8 @@ class _Hook:
 class _BeforeForward(_Hook):
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.unit.given = {id(tensor): tensor._version for tensor in _made_by_autograd((args, kwargs))}
+        given = (args, kwargs, _in_attributes(self.unit.modules))
+        self.unit.given = {id(tensor): tensor._version for tensor in _made_by_autograd(given)}
         self.unit.began = _get_sequence_nr()
         self.sharded.schedule.before_forward(self.unit)
 
@@ -162,7 +163,7 @@ class _AfterForward(_Hook):
             self._check_returned(output)
         nodes = {
             node
-            for tensor in _made_by_autograd((output, args, kwargs, self._left_in_attributes()))
+            for tensor in _made_by_autograd((output, args, kwargs, _in_attributes(self.unit.modules)))
             if self.unit.given.get(id(tensor)) != tensor._version
             and (node := tensor.grad_fn) is not None
             and node._sequence_nr() >= self.unit.began
@@ -173,17 +174,6 @@ class _AfterForward(_Hook):
 
     def _before_backward(self, grads: Any) -> None:
         self.sharded.schedule.before_backward(self.unit)
-
-    def _left_in_attributes(self) -> list[object]:
-        """Such as the balance loss of a mixture of experts. Large collections are something else."""
-        return [
-            value
-            for module in self.unit.modules
-            for values in (vars(module), module._buffers)
-            for name, value in values.items()
-            if name not in _MODULES_OWN
-            and (isinstance(value, Tensor) or (isinstance(value, list | tuple | dict) and len(value) <= _FEW))
-        ]
 
     def _check_returned(self, output: Any) -> None:
         own = {id(parameter) for parameter in self.unit.parameters}
@@ -254,6 +244,18 @@ def tensors_in(thing: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
         seen.add(id(thing))
         for value in values:
             yield from tensors_in(value, seen)
+
+
+def _in_attributes(modules: Iterable[nn.Module]) -> list[object]:
+    """What may hold tensors, such as the balance loss of a mixture of experts. Large collections are something else."""
+    return [
+        value
+        for module in modules
+        for values in (vars(module), module._buffers)
+        for name, value in values.items()
+        if name not in _MODULES_OWN
+        and (isinstance(value, Tensor) or (isinstance(value, list | tuple | dict) and len(value) <= _FEW))
+    ]
 
 
 def _made_by_autograd(thing: Any) -> Iterator[Tensor]:

@@ -51,8 +51,8 @@ class Unit:
         keep: leave the parameters unsharded from the end of forward to backward.
         modules: ``module`` and those within it that are in no other unit.
         enclosing: the units that this one is in.
-        given, began: of the forward under way: the versions of the tensors in its arguments, by id, and the sequence
-            number of the first node of autograd that it makes.
+        given, began: of the forward under way: the versions of the tensors that it finds in arguments and attributes,
+            by id, and the sequence number of the first node of autograd that it makes.
     """
 
     def __init__(

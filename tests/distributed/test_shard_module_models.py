@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,7 +23,7 @@ import zero_optim
 from harness import run_ranks
 from sharded_cases import Block, gathered
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from training_cases import difference
 
 WIDTH, VOCABULARY = 12, 17
@@ -830,6 +831,50 @@ def _returning_parameters(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_a_unit_that_returns_a_parameter_is_refused(name: str):
     run_ranks(2, _returning_parameters, name)
+
+
+class Passing(Block):
+    """Also returns an argument, and what the root has given it as an attribute and by way of the class."""
+
+    def forward(self, x: Tensor, first: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return (
+            super().forward(x) + self.memory,
+            first,
+            type(self).common if torch._C._current_graph_task_id() < 0 else x,
+        )
+
+
+class Remembering(Chain):
+    checkpoints = False
+
+    def run(self, x: Tensor, rank: int, step: int) -> Tensor:
+        first, memory, Passing.common = x, x * 0.5, x * 0.25
+        for block in self.blocks:
+            block.memory = memory
+            x, first, common = checkpoint(block, x, first, use_reentrant=False) if self.checkpoints else block(x, first)
+        return x + first + common
+
+
+def _gathers(rank: int, world_size: int, checkpoints: bool) -> float:
+    """Of a step whose backward runs in a thread of its own, which numbers its nodes anew."""
+    model = type("N", (Remembering,), {"checkpoints": checkpoints})(partial(Passing, WIDTH))
+    zero_optim.shard_module(model, (Block,))
+    opt = zero_optim.ShardedAdamW(model.parameters())
+    with set_checkpoint_early_stop(False):
+        loss = chain_loss(model, rank, 0)
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    opt.step()
+    calls = opt.stats()["collectives"]["all_gather"]["calls"]
+    opt.close()
+    return calls
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_what_others_made_is_no_way_into_a_unit(checkpoints: bool):
+    """A unit that its own backward is through with is not gathered again."""
+    assert run_ranks(2, _gathers, checkpoints) == [1 + 2 * 4] * 2
 
 
 # -- several models, some of the ranks, compiled, forward alone -------------------------------------------------------
