@@ -25,6 +25,7 @@ from .flat_params import FlatParams
 from .flat_shard import FlatShard
 from .handed_out import HandedOut
 from .layout import BucketLayout
+from .storage import allocate, deallocate
 
 _grad_of = operator.attrgetter("grad")
 _kind_of = operator.attrgetter("dtype", "layout", "device", "requires_grad")
@@ -128,9 +129,11 @@ class Bucket:
         for shard in self._shards:  # a strong reference back would keep buckets in memory that were laid out anew
             shard.before_write = partial(_call, weakref.WeakMethod(self.wait))
         self._handed_out = [HandedOut(self.grad_buffer, handles) for handles in (self._views, self._shards)]
+        if self.flat.sharded:
+            deallocate(self.grad_buffer)
 
     def _leave_what_is_kept(self) -> None:
-        """Before all gradients here are overwritten: where the user keeps one of before, new ones go elsewhere."""
+        """Before all gradients here are lost: where the user keeps one of before, new ones go elsewhere."""
         if any(handed_out.kept(self.params) for handed_out in self._handed_out):
             self._allocate_gradients()
 
@@ -222,18 +225,20 @@ class Bucket:
             self._drop_stale()
         else:
             self._leave_what_is_kept()
+            allocate(self.grad_buffer)
         sources = self._present() if self.state is GradState.LOCAL else local
         in_place = self.keeps_full and self.grad_buffer.dtype == self.reduce_dtype and not accumulate
         full = self.grad_buffer if in_place else self._borrow(buffers)
         self._pack(sources, full, 1 / self.sharding.comm.world_size, accumulate)
-        self.pending = self._reduce(full, buffers, accumulate)
-        self._buffers = buffers
         self.state = GradState.REDUCED
         self._taken.clear()
         for index, _ in sources:
             self.used[index] = 1
         for parameter, handle in zip(self.params, self._handles(), strict=True):
             parameter.grad = handle
+        del sources, local  # what was packed goes before memory is taken to receive into
+        self.pending = self._reduce(full, buffers, accumulate)
+        self._buffers = buffers
 
     def _reduce(self, full: Tensor, buffers: CommBuffers, accumulate: bool) -> Pending:
         comm = self.sharding.comm
@@ -289,7 +294,7 @@ class Bucket:
         self.pending = self._buffers = self.gather = None
 
     def clear(self) -> None:
-        """Forget every gradient. The buffers stay."""
+        """Forget every gradient. At stage 3 their memory goes, else it stays."""
         self.wait()
         for parameter in self.params:
             parameter.grad = None
@@ -298,6 +303,9 @@ class Bucket:
         self._stale.clear()
         self.refused.clear()
         self.state = GradState.EMPTY
+        if self.flat.sharded:
+            self._leave_what_is_kept()
+            deallocate(self.grad_buffer)
 
     def zero(self) -> None:
         """Make every gradient that is there zero, as ``zero_grad(set_to_none=False)`` means."""

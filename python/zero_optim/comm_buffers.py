@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .comm import Pending
+from .storage import allocate, deallocate
 
 
 class Borrower(Protocol):
@@ -35,10 +36,23 @@ class CommBuffers:
         """A buffer [numel], its contents undefined."""
         self.storages.reverse()
         self._users.reverse()
+        allocate(self.storages[0])
         if self._users[0] is not None:
             self._users[0].wait()
         self._users[0] = bucket
         return self.storages[0][: numel * dtype.itemsize].view(dtype)
+
+    def nbytes(self) -> int:
+        return sum(storage.untyped_storage().nbytes() for storage in self.storages)
+
+    def deallocate(self) -> None:
+        """Leave the memory to others until a buffer is taken again. What was lent has to have arrived."""
+        for user in self._users:
+            if user is not None:
+                user.wait()
+        self._users = [None, None]
+        for storage in self.storages:
+            deallocate(storage)
 
     @property
     def free(self) -> bool:

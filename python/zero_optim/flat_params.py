@@ -12,6 +12,7 @@ from .comm import Comm, Pending
 from .comm_buffers import debug_options
 from .layout import BucketLayout
 from .param_shard import ParamShard
+from .storage import allocate, as_own_storage, deallocate
 
 _version_of = operator.attrgetter("_version")
 
@@ -84,16 +85,12 @@ class FlatParams:
 
     def unshard(self, comm: Comm, node: Comm | None) -> Pending | None:
         """Start to fill ``full``: from the ranks of this ``node`` where they keep all of it, else from all ranks."""
-        self._fill()
+        allocate(self.full)
         if node is not None and self._node_part is not None:
             node.own_part(self.full).copy_(self._node_part)
             return node.all_gather(self.full, "node_all_gather")
         comm.own_part(self.full).copy_(self.shard, non_blocking=True)
         return comm.all_gather(self.full) if comm.world_size > 1 else None
-
-    def _fill(self) -> None:
-        if self.full.untyped_storage().nbytes() == 0:
-            self.full.untyped_storage().resize_(self.full.numel() * self.dtype.itemsize)
 
     def show(self) -> None:
         """``full`` is there: let the plain parameters have their values."""
@@ -130,7 +127,7 @@ class FlatParams:
         if self._poison:
             self.full.fill_(torch.nan)
         else:
-            self.full.untyped_storage().resize_(0)
+            deallocate(self.full)
 
     def nbytes(self) -> int:
         """Of what is there beside the shard."""
@@ -166,14 +163,3 @@ class FlatParams:
         self.shown = False
         for parameter in self.params:
             parameter.data = self._nothing.expand(parameter.shape)
-
-
-def as_own_storage(view: Tensor) -> Tensor:
-    """The same memory, seen as a storage of its own.
-
-    Of tensors that share a storage safetensors keeps one and drops the others, with a warning (seen: a checkpoint
-    without most parameters), and torch.save of a single one writes them all.
-    """
-    start = view.storage_offset() * view.itemsize
-    storage = view.untyped_storage()[start : start + view.numel() * view.itemsize]
-    return view.new_empty(0).set_(storage, 0, view.shape, view.stride())

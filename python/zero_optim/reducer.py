@@ -116,6 +116,7 @@ class Reducer:
         device = self.sharding.device
         largest = max((bucket.layout.numel * bucket.reduce_dtype.itemsize for bucket in buckets), default=0)
         self.buffers = CommBuffers(largest if self.sharding.reduces else 0, device)
+        self._free_buffers()
         slots = [slot for bucket in buckets for slot in bucket.layout.slots]
         self.slot_params = torch.tensor([slot.param for slot in slots], dtype=torch.int64, device=device)
         self.nonfinite = torch.zeros(len(slots), dtype=torch.int32, device=device)
@@ -188,8 +189,10 @@ class Reducer:
             self._held_back.add(number)
         if self.observing:
             self._observed_order.append(index)
-        elif self._again or self._by_unit:
-            pass  # to be reduced by ``finish``, or when its unit is over
+        elif self._by_unit:  # it leaves when its unit is over
+            self._free_buffers()
+        elif self._again:
+            pass  # to be reduced by ``finish``
         elif seen <= self._counts[index]:
             self._missing[number] -= 1
             if self._missing[number] == 0:
@@ -223,6 +226,11 @@ class Reducer:
             if self._must_not_wait and not self._completing and not self.buffers.free:
                 return
             self._launch_next()
+
+    def _free_buffers(self) -> None:
+        """At stage 3, do without buffers for as long as no reduction is under way."""
+        if self._by_unit and self.buffers.free:
+            self.buffers.deallocate()
 
     def _follow_order(self) -> None:
         """Reduce in the order in which backward is through with units, as the ranks have agreed."""
@@ -418,6 +426,7 @@ class Reducer:
             self.leftover = [] if self.late else unreduced
         for bucket in self.buckets:
             bucket.wait()
+        self._free_buffers()
         return self._used()
 
     def reduce_leftover(self) -> None:

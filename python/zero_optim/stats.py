@@ -28,10 +28,12 @@ def memory_by_kind(
         parameters = bucket.param_shard if bucket.flat.sharded else bucket.flat.full
         tensors = {"parameters": parameters, "gradients": bucket.grad_buffer, **shard.tensors()}
         for kind, tensor in tensors.items():
+            if tensor.untyped_storage().nbytes() == 0:
+                continue
             used = whole if tensor.numel() == bucket.layout.numel else own
             memory[kind] += used * tensor.element_size()
             padding += (tensor.numel() - used) * tensor.element_size()
-    memory["communication"] = sum(storage.nbytes for storage in buffers.storages) + comm.scratch_bytes()
+    memory["communication"] = buffers.nbytes() + comm.scratch_bytes()
     memory["padding"] = padding
     if sharded is not None:
         memory["unsharded"] = sum(flat.nbytes() for unit in sharded.units for flat in unit.flats)

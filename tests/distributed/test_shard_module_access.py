@@ -306,6 +306,31 @@ def test_grad_is_that_of_the_plain_parameter():
     run_ranks(2, _gradients)
 
 
+def _kept_gradients(rank: int, world_size: int) -> None:
+    """A gradient that the user keeps over zero_grad stays what it was, though its memory is freed as a rule."""
+    model, opt = sharded_and_optimizer()
+    loss_of(model, tokens(rank, 0)).backward()
+    opt.step()
+    kept = [model.get_parameter(NAME).grad, model.head.weight.grad]
+    values = [grad.local.clone() for grad in kept]
+    for number in (1, 2):
+        opt.zero_grad()
+        loss_of(model, tokens(rank, number)).backward()
+        opt.step()
+        new = [model.get_parameter(NAME).grad, model.head.weight.grad]
+        assert all(torch.equal(grad.local, value) for grad, value in zip(kept, values, strict=True))
+        assert all(g.local.numel() == 0 or not torch.equal(g.local, v) for g, v in zip(new, values, strict=True))
+    opt.zero_grad()
+    del kept, new
+    step(model, opt, rank, 3)
+    assert opt.stats()["memory"]["gradients"] == 0
+    opt.close()
+
+
+def test_gradients_that_are_kept_stay():
+    run_ranks(2, _kept_gradients)
+
+
 def _other_optimizer(rank: int, world_size: int) -> None:
     model = sharded()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -14,7 +14,7 @@ KERNELS = ROOT / "zero_kernels"
 
 # Within zero_optim a module imports from its own row and from earlier ones.
 ORDER = (
-    {"errors", "layout"},
+    {"errors", "layout", "storage"},
     {"backward_watch", "handed_out", "host_copy", "comm", "flat_shard", "param_shard", "parameter_set", "comm_buffers"}
     | {"flat_params", "bucket", "replicas"},
     {"unit", "unit_schedule", "sharded_model", "bucket_plan"},

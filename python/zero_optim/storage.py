@@ -1,0 +1,28 @@
+"""The memory behind tensors: given, taken away, and seen as a storage of its own. Whatever views it stays."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def allocate(tensor: Tensor) -> None:
+    """Give memory to a tensor that ``deallocate`` has taken it from, and to whatever views it. Contents: undefined."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        storage.resize_(tensor.nbytes)
+
+
+def deallocate(tensor: Tensor) -> None:
+    """Take the memory of a tensor that has a storage of its own. It keeps its views."""
+    tensor.untyped_storage().resize_(0)
+
+
+def as_own_storage(view: Tensor) -> Tensor:
+    """The same memory, seen as a storage of its own.
+
+    Of tensors that share a storage safetensors keeps one and drops the others, with a warning (seen: a checkpoint
+    without most parameters), and torch.save of a single one writes them all.
+    """
+    start = view.storage_offset() * view.itemsize
+    storage = view.untyped_storage()[start : start + view.numel() * view.itemsize]
+    return view.new_empty(0).set_(storage, 0, view.shape, view.stride())
