@@ -84,8 +84,7 @@ class Reducer:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.grow(list(parameters))
         if schedule is not None:
-            schedule.on_begin, schedule.on_over = self._unit_backward_begins, self._launch_over
-            schedule.on_order = self._follow_order
+            schedule.followers.append(self)
 
     def grow(self, indices: Sequence[int]) -> list[Bucket]:
         """Take in parameters, in buckets after all others. The next backward observes. Returns the new buckets."""
@@ -134,7 +133,7 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         if self._schedule is not None:
-            self._schedule.forget_optimizer()
+            self._schedule.followers.remove(self)
         self._nodes.clear()
         try:
             for bucket in self.buckets:
@@ -213,12 +212,12 @@ class Reducer:
                     return
                 self._launch_next()
 
-    def _unit_backward_begins(self) -> None:
+    def backward_begins(self) -> None:
         """A backward that raised has left its round open: it ends before another goes through the units."""
         if not self._watch.running and not (self._in_round and self._must_not_wait):
             self.complete_open_round()
 
-    def _launch_over(self) -> None:
+    def launch_over(self) -> None:
         """Another unit is over: launch what no gradient can come for any more in this backward."""
         if self._schedule is None or not (self._completing or (self._in_round and self.synchronize and self.overlap)):
             return
@@ -232,7 +231,7 @@ class Reducer:
         if self._by_unit and self.buffers.free:
             self.buffers.deallocate()
 
-    def _follow_order(self) -> None:
+    def follow_order(self) -> None:
         """Reduce in the order in which backward is through with units, as the ranks have agreed."""
         assert self._schedule is not None
         flats = [flat for unit in self._schedule.over_order for flat in unit.flats]

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -33,6 +34,18 @@ class Direction(enum.Enum):
     BACKWARD = 2
 
 
+class Follower(Protocol):
+    """A reducer, as far as the schedule calls it."""
+
+    def backward_begins(self) -> None: ...
+
+    def launch_over(self) -> None:
+        """One more unit is over."""
+
+    def follow_order(self) -> None:
+        """The order in which backward is through with units is known."""
+
+
 class UnitSchedule:
     """The cycles of one model.
 
@@ -42,15 +55,13 @@ class UnitSchedule:
         keep_evaluating: whether units that are kept unsharded after a forward are so where no backward can follow, too.
 
     Attributes:
-        on_begin: called when a backward begins.
-        on_over: called when no gradient of one more unit can come in this backward.
-        on_order: called when the order in which backward is through with units is known.
+        followers: the reducers of the optimizers that train the model.
     """
 
     def __init__(self, units: Sequence[Unit], comm: Comm, prefetch: int, *, keep_evaluating: bool) -> None:
         self.units, self._comm, self._prefetch = list(units), comm, prefetch
         self._keep_evaluating = keep_evaluating
-        self.forget_optimizer()
+        self.followers: list[Follower] = []
         self.watch = BackwardWatch(self._begin_backward, self.end_backward)
         self._cycles = {
             Direction.FORWARD: list(units),
@@ -178,11 +189,6 @@ class UnitSchedule:
         if any(unit.state is UnitState.GATHERED for unit in self.units):
             raise ShardAccessError("step was called within gather_parameters: leave that before, on every rank")
 
-    def forget_optimizer(self) -> None:
-        self.on_begin: Callable[[], None] = lambda: None
-        self.on_over: Callable[[], None] = lambda: None
-        self.on_order: Callable[[], None] = lambda: None
-
     def is_over(self, flat: FlatParams) -> bool:
         """Whether the backward that is open, or the last, can bring no more gradients to these parameters."""
         return flat in self._over
@@ -216,7 +222,8 @@ class UnitSchedule:
 
     def _begin_backward(self) -> None:
         self.end_backward()  # one that is open has raised
-        self.on_begin()
+        for follower in self.followers:
+            follower.backward_begins()
 
     def _begin_cycle(self, direction: Direction) -> None:
         self._direction, self._place = direction, -1
@@ -279,7 +286,8 @@ class UnitSchedule:
                 unit.reshard()
             if not again and self._paid + 1 >= self._owed:
                 self._over.update(unit.flats)
-                self.on_over()
+                for follower in self.followers:
+                    follower.launch_over()
 
     # -- the order -----------------------------------------------------------------------------------------------
 
@@ -298,7 +306,8 @@ class UnitSchedule:
             order = _complete(ended, list(_calls_ended(self.units)))
             self._cycles[Direction.BACKWARD] = [u for u in reversed(order) if number[u] not in useless]
             self._backward_known = True
-            self.on_order()
+            for follower in self.followers:
+                follower.follow_order()
 
 
 def in_backward() -> bool:

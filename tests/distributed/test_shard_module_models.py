@@ -915,6 +915,42 @@ def test_two_models_with_an_optimizer_each():
     assert run_ranks(2, _games_parity) == [""] * 2
 
 
+def _two_owners(rank: int, stage: int) -> list[Tensor]:
+    """One model, an optimizer for every other block and one for the rest."""
+    torch.manual_seed(0)
+    model, first = Chain(), ("blocks.0.", "blocks.2.")
+    if stage == 3:
+        zero_optim.shard_module(model, (Block,))
+    parts = [[(n, p) for n, p in model.named_parameters() if n.startswith(first) is mine] for mine in (True, False)]
+    opts = [zero_optim.ShardedAdamW(part, lr=1e-2, stage=None if stage == 3 else stage) for part in parts]
+    for step in range(3):
+        chain_loss(model, rank, step).backward()
+        if stage == 3:
+            reductions = sum(opt.stats()["collectives"]["reduce_scatter"]["calls"] for opt in opts[:1])
+            assert reductions == (1 + 4) * (1 + step), "all units leave in backward"
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    states = list(gathered(model).values())
+    for opt in opts:
+        opt.close()
+    return states
+
+
+def _two_owners_parity(rank: int, world_size: int) -> str:
+    from zero_optim.comm_buffers import CommBuffers
+
+    free, CommBuffers.free = CommBuffers.free, property(lambda buffers: True)  # type: ignore[assignment]  # ranks agree
+    try:
+        return difference(_two_owners(rank, 3), _two_owners(rank, 2))
+    finally:
+        CommBuffers.free = free  # type: ignore[assignment]
+
+
+def test_two_optimizers_of_one_model():
+    assert run_ranks(2, _two_owners_parity) == [""] * 2
+
+
 def _group_parity(rank: int, world_size: int, by_mesh: bool) -> str:
     """Two ranks of three, or a mesh of two."""
     group = None if by_mesh else dist.new_group([0, 2])
