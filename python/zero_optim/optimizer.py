@@ -547,7 +547,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         Collective where several optimizers share ranks and the last backward was not followed by ``step`` or
         ``zero_grad``: what ranks have begun to reduce, they complete.
         """
-        if not self._closed:
+        if not self.__dict__.get("_closed", True):
             self._reducer.complete_orderly_round()
             self._close()
 

@@ -40,9 +40,9 @@ def test_sharded_on_two_ranks_and_resumed_on_one(tmp_path: Path) -> None:
     whole = sum(weight.numel() for weight in saved["model"].values())
     held = dict(re.findall(r"(\w+) ([\d,]+)(?:, |$)", command.output.splitlines()[-1]))
     held = {kind: int(size.replace(",", "")) for kind, size in held.items()}
-    state = sum(held[kind] for kind in ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq"))
-    assert state == pytest.approx(8 * whole, rel=1e-3)  # 16 / N bytes; a rank's share is whole rows
-    assert held["unsharded"] == 0
+    state = sum(held[kind] for kind in ("parameters", "master", "exp_avg", "exp_avg_sq"))
+    assert state == pytest.approx(7 * whole, rel=1e-3)  # 14 / N bytes; a rank's share is whole rows
+    assert held["unsharded"] == held["gradients"] == 0
 
     command = Command([str(SHARDED), "--steps", "3", "--resume", "two.pt", "--save", "one.pt"], tmp_path)
     assert command.finish() == 0, command.output
