@@ -108,10 +108,10 @@ class FlatParams:
             self.show()
         return moved
 
-    def keep_edits(self) -> None:
+    def keep_edits(self, *, unseen: bool = False) -> None:
         """Take over what was written in place into the plain parameters since ``show``: every rank its own part."""
         versions = list(map(_version_of, self.params))
-        if versions != self._versions:
+        if unseen or versions != self._versions:
             self.shard.copy_(self._own_part(self.full))
             self._versions, self._node_part = versions, None
 

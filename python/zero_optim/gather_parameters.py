@@ -47,9 +47,9 @@ def _gather(model: ShardedModel, module: nn.Module, writeback: bool) -> Iterator
         raise ShardAccessError("gather_parameters(writeback=True) was entered within another: write in that one")
     if fresh:
         model.schedule.settle()
-    for unit in fresh:
-        unit.gather()
     try:
+        for unit in fresh:
+            unit.gather()
         with model.comm.raising_together("gather_parameters") if writeback else nullcontext():
             yield
         written = [label for unit in fresh for label in unit.written()]

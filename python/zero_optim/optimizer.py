@@ -190,6 +190,7 @@ class ShardedAdamW(torch.optim.Optimizer):
     def _update(self) -> None:
         self._gather.wait()
         self._adopt_torch_scale()
+        self._keep_edits()
         self._states.refresh_edited()
 
         # Phase 1 and 2: complete the reductions; agree on norm, overflow and used parameters.
@@ -375,7 +376,13 @@ class ShardedAdamW(torch.optim.Optimizer):
         """Take over parameters edited in a way that version counters cannot show, such as through ``p.data``."""
         self._check_usable()
         self._gather.wait()
+        self._keep_edits(unseen=True)
         self._states.refresh_masters(set(self._parameters.trained))
+
+    def _keep_edits(self, *, unseen: bool = False) -> None:
+        """At stage 3, before masters are made from shards: what was written into parameters that are whole now."""
+        for unit in self._sharded.units if self._sharded is not None else ():
+            unit.keep_edits(unseen=unseen)
 
     def wait_for_parameters(self) -> None:
         """Order what follows after the updates of the last ``step``. Needed with ``overlap_param_gather=True`` alone,
@@ -469,6 +476,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._check_usable()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        self._keep_edits()
         state = make_state_dict(self.param_groups, self._states.export(), self._hyper.steps.float())
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state)

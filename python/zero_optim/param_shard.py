@@ -111,13 +111,20 @@ class ParamShard(FlatShard):
                 f"the {self.label} cannot take over {_described(source)}: give it a whole tensor of shape "
                 f"{tuple(self.shape)}, or the shard that as many ranks saved with the same units"
             )
-        whole = source.local if isinstance(source, FlatShard) else source.detach().reshape(-1)
-        start = 0 if same else self.start
-        own = self.local
-        if self.flat is not None and self.flat.shown:  # written back from there
-            own = self.plain.detach().view(-1).narrow(0, self.start, self.local.numel())
-        own.copy_(whole[start : start + self.local.numel()])
-        torch.autograd.graph.increment_version(self.plain)
+        if self.flat is not None and self.flat.shown:
+            if isinstance(source, FlatShard):
+                raise ShardAccessError(
+                    f"the {self.label} is whole now, and takes a whole tensor: load shards outside of "
+                    "gather_parameters, with model.load_state_dict"
+                )
+            self.plain.detach().copy_(source)
+        else:
+            if self.local.device != self.plain.device:  # the host would overwrite what is still being copied from there
+                torch.cuda.current_stream(self.plain.device).synchronize()
+            whole = source.local if isinstance(source, FlatShard) else source.detach().reshape(-1)
+            start = 0 if same else self.start
+            self.local.copy_(whole[start : start + self.local.numel()])
+        torch.autograd.graph.increment_version(self.plain)  # here, below autograd, nothing else does
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:

@@ -56,7 +56,7 @@ def shard_module(
         param_offload: "cpu": shards rest in host memory, pinned for a GPU, and units are copied from there. The model
             cannot be trained then.
 
-    Raises, on every rank:
+    Raises, on every rank, and what fails later than these, such as ``init_fn``, leaves a model to be made anew:
         ParameterError: a parameter that cannot be sharded; no such unit; a model that is sharded already.
         ValueError: an argument out of range.
         RankMismatchError: ranks disagree on model or arguments, or one of them failed.

@@ -147,7 +147,8 @@ class _BeforeForward(_Hook):
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         given = (args, kwargs, _in_attributes(self.unit.modules))
-        self.unit.given = {id(tensor): tensor._version for tensor in _made_by_autograd(given)}
+        made = _made_by_autograd(given)
+        self.unit.given = {id(tensor): (weakref.ref(tensor), tensor._version) for tensor in made}
         self.unit.began = _get_sequence_nr()
         self.sharded.schedule.before_forward(self.unit)
 
@@ -164,13 +165,17 @@ class _AfterForward(_Hook):
         nodes = {
             node
             for tensor in _made_by_autograd((output, args, kwargs, _in_attributes(self.unit.modules)))
-            if self.unit.given.get(id(tensor)) != tensor._version
+            if not self._is_as_given(tensor)
             and (node := tensor.grad_fn) is not None
             and node._sequence_nr() >= self.unit.began
         }
         for node in nodes:
             node.register_prehook(self._before_backward)
         self.sharded.schedule.after_forward(self.unit, requires_grad=bool(nodes))
+
+    def _is_as_given(self, tensor: Tensor) -> bool:
+        given, version = self.unit.given.get(id(tensor), (None, 0))  # one that is gone may have left its id to another
+        return given is not None and given() is tensor and version == tensor._version
 
     def _before_backward(self, grads: Any) -> None:
         self.sharded.schedule.before_backward(self.unit)
@@ -214,6 +219,7 @@ class _BeforeLoad(_Hook):
                 "load_state_dict(assign=True) would replace parameters that are sharded: without assign it copies into "
                 "each rank's shard; or load before zero_optim.shard_module"
             )
+        self.unit.reshard()  # what is unsharded now would be used again as it is
 
 
 def _no_hook() -> Any:

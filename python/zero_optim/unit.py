@@ -7,6 +7,7 @@ SHARDED ── unshard ──> UNSHARDING ── wait ──> UNSHARDED ── r
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -51,8 +52,8 @@ class Unit:
         keep: leave the parameters unsharded from the end of forward to backward.
         modules: ``module`` and those within it that are in no other unit.
         enclosing: the units that this one is in.
-        given, began: of the forward under way: the versions of the tensors that it finds in arguments and attributes,
-            by id, and the sequence number of the first node of autograd that it makes.
+        given, began: of the forward under way: the tensors that it finds in arguments and attributes and their
+            versions, by id, and the sequence number of the first node of autograd that it makes.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Unit:
     ) -> None:
         self.name, self.module, self.modules = name, module, list(modules)
         self.comm, self.node, self.keep = comm, node, keep
-        self.given: dict[int, int] = {}
+        self.given: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.began = 0
         self.state = UnitState.SHARDED
         self.enclosing: set[Unit] = set()
@@ -129,11 +130,11 @@ class Unit:
                 flat.reshard(node)
             self.state = UnitState.SHARDED if node is None else UnitState.NODE_SHARDED
 
-    def keep_edits(self) -> None:
-        """Take what was written into plain parameters over into the shards."""
+    def keep_edits(self, *, unseen: bool = False) -> None:
+        """Take what was written into plain parameters over into the shards. ``unseen``: also what no version shows."""
         if self.state is UnitState.UNSHARDED:
             for flat in self.flats:
-                flat.keep_edits()
+                flat.keep_edits(unseen=unseen)
 
     # -- what the modules hold -----------------------------------------------------------------------------------
 
@@ -162,9 +163,9 @@ class Unit:
 
     def gather(self) -> None:
         """Collective. Give the modules whole parameters in memory of their own, whatever the unit's forward does."""
+        self.state = UnitState.GATHERED
         self._wholes = [flat.copy_out(self.comm) for flat in self.flats]
         self.show_plain()
-        self.state = UnitState.GATHERED
         self._versions = [parameter._version for parameter in self.parameters]
 
     def write_back(self) -> None:

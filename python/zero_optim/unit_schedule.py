@@ -68,15 +68,15 @@ class UnitSchedule:
             Direction.BACKWARD: list(reversed(list(_calls_ended(units)))),
         }
         self._forwards = 0  # of the root that are under way
+        self._running: list[Unit] = []  # units whose forward is under way
         self._root_trains = False  # whether the outermost of them began with gradients enabled
         self._direction: Direction | None = None  # of the cycle that is open
         self._place = -1  # of the last unit visited in it
         self._open: dict[Unit, int] = {}  # visited in it and not over, and where
         self._trains = False  # whether a backward may follow the forward that is open
-        self._hold = False  # whether a backward may follow on the backward that is open: nothing is resharded in it
+        self._hold = False  # whether a backward may go through a backward: nothing is resharded until the next step
         self._over: set[FlatParams] = set()  # of units that the last backward is through with
         self._owed = 0  # forward cycles that a backward may still come back through
-        self._paid = 0  # backward cycles of the backward that is open
         self._backwards = 0  # backward cycles since gradients were applied or dropped
         self._digest = 0
         self._called: list[Unit] = []  # in the forward that is open, but for a unit called twice in a row
@@ -98,9 +98,10 @@ class UnitSchedule:
                 self._root_trains = torch.is_grad_enabled()
                 self._end_open()  # a forward that raised
                 self._check_in_place()
-                self._called, self._ended = [], []
+                self._called, self._ended, self._running = [], [], []
         if unit not in self._open:
             self._called.append(unit)
+        self._running.append(unit)
         self._visit(unit, Direction.FORWARD, closing=True)
 
     def _check_in_place(self) -> None:
@@ -130,12 +131,14 @@ class UnitSchedule:
             if closing:
                 self._close([other for other, place in self._open.items() if place < self._open[unit]], unit)
             return
+        if unit not in cycle:  # it needed no gradient when the order was recorded
+            if closing:
+                self._close([*self._open], unit)
+            self._open_unit(unit, self._place)
+            return
         if unit not in cycle[self._place + 1 :]:
             self._end_open()
             self._begin_cycle(direction)
-        if unit not in cycle:  # it needed no gradient when the order was recorded
-            self._open_unit(unit, self._place)
-            return
         for place in range(self._place + 1, cycle.index(unit, self._place + 1) + 1):
             self._go_to(place, closing=closing)
 
@@ -145,8 +148,12 @@ class UnitSchedule:
             return
         checkpointed = self._trains and not torch.is_grad_enabled()  # re-entrant: backward calls it again
         self._ended.append((unit, requires_grad or checkpointed))
+        while self._running and self._running.pop() is not unit:
+            pass  # one whose forward raised, and was caught
+        if unit not in self._open and not self._stays(unit):
+            unit.reshard()  # a backward within its forward has gone through it
         if unit is self.units[0] and self._forwards == 1:
-            self._end_cycle()
+            self._end_open()
             if not self._forward_known or (self._trains and not self._backward_known):
                 self._agree_on_order()
 
@@ -163,8 +170,7 @@ class UnitSchedule:
         """Collective, where one is open: join what is left of it."""
         if self._direction is Direction.BACKWARD:
             self._end_cycle()
-            self._owed = max(0, self._owed - self._paid)
-            self._paid = 0
+            self._owed = max(0, self._owed - 1)
 
     # -- what the optimizer calls --------------------------------------------------------------------------------
 
@@ -252,9 +258,6 @@ class UnitSchedule:
         self._close([*self._open])
         if self._direction is Direction.FORWARD:
             self._owed += self._trains
-        else:
-            self._paid += 1
-            self._hold = False
         self._direction = None
 
     def _go_to(self, place: int, *, closing: bool) -> None:
@@ -277,33 +280,38 @@ class UnitSchedule:
         kept = set() if but is None else {but, *but.enclosing}
         for unit in sorted(set(units) - kept, key=lambda unit: -len(unit.enclosing)):
             del self._open[unit]
+            held = self._hold or unit in self._running
             if self._direction is Direction.FORWARD:
-                if not (unit.keep and (self._trains or self._keep_evaluating)):
+                if not held and not self._stays(unit):
                     unit.reshard(to_node=unit.node is not None and self._trains)
                 continue
             again = unit in self._cycles[Direction.BACKWARD][self._place + 1 :]
-            if not self._hold and not (unit.keep and again):
+            if not held and not (unit.keep and again):
                 unit.reshard()
-            if not again and self._paid + 1 >= self._owed:
+            if not again and not self._hold and self._owed <= 1:
                 self._over.update(unit.flats)
                 for follower in self.followers:
                     follower.launch_over()
 
+    def _stays(self, unit: Unit) -> bool:
+        """Whether it is left unsharded after its forward."""
+        return unit.keep and (self._trains or self._keep_evaluating)
+
     # -- the order -----------------------------------------------------------------------------------------------
 
     def _agree_on_order(self) -> None:
-        """Collective. Take rank 0's order, and have in it what any rank has used."""
+        """Collective. Take rank 0's order, and have in it what other ranks, or none, have used."""
         number = {unit: index for index, unit in enumerate(self.units)}
         report = ([number[unit] for unit in self._called], [(number[u], needs) for u, needs in self._ended])
         reports = self._comm.gather_objects(report, "the first forward")
-        called = [self.units[index] for index in reports[0][0]]
-        self._cycles[Direction.FORWARD] = _complete(called, self.units)
+        orders = [[self.units[index] for index in called] for called, _ in reports]
+        self._cycles[Direction.FORWARD] = _merged([*orders, self.units])
         self._forward_known = True
         if self._trains:
             useless = {index for _, ended in reports for index, needs in ended if not needs}
             useless -= {index for _, ended in reports for index, needs in ended if needs}
-            ended = [self.units[index] for index, _ in reports[0][1]]
-            order = _complete(ended, list(_calls_ended(self.units)))
+            orders = [[self.units[index] for index, _ in ended] for _, ended in reports]
+            order = _merged([*orders, _calls_ended(self.units)])
             self._cycles[Direction.BACKWARD] = [u for u in reversed(order) if number[u] not in useless]
             self._backward_known = True
             for follower in self.followers:
@@ -325,15 +333,18 @@ def _calls_ended(units: Sequence[Unit]) -> list[Unit]:
     return ended + running[::-1]
 
 
-def _complete(order: Sequence[Unit], units: Sequence[Unit]) -> list[Unit]:
-    """``order`` without immediate repeats, and with those of ``units`` that it lacks, each after its predecessor."""
-    complete = [unit for place, unit in enumerate(order) if place == 0 or order[place - 1] is not unit]
-    for place, unit in enumerate(units):
-        if unit not in complete:
-            before = units[place - 1] if place else None
-            at = len(complete) - complete[::-1].index(before) if before in complete else 0
-            complete.insert(at, unit)
-    return complete
+def _merged(orders: Sequence[Sequence[Unit]]) -> list[Unit]:
+    """The first order, without immediate repeats, and in it what only others have: before what follows it there."""
+    merged = [unit for place, unit in enumerate(orders[0]) if place == 0 or orders[0][place - 1] is not unit]
+    for order in orders[1:]:
+        reached = 0
+        for place, unit in enumerate(order):
+            if unit not in merged:
+                following = next((other for other in order[place + 1 :] if other in merged[reached:]), None)
+                merged.insert(len(merged) if following is None else merged.index(following, reached), unit)
+            if unit in merged[reached:]:
+                reached = merged.index(unit, reached) + 1
+    return merged
 
 
 def _over(cycle: Sequence[Unit]) -> Iterator[Unit]:

@@ -412,6 +412,106 @@ def test_state_dicts_hold_shards_and_load_both_kinds(options: dict[str, Any]):
     run_ranks(2, _state_dicts, options)
 
 
+def _loaded_while_whole(rank: int, world_size: int) -> None:
+    """Where an evaluation has left units unsharded, shards and whole tensors are loaded, and used at once."""
+    model, batch = sharded(**KEEP), tokens(rank, 0)
+    whole = gathered(model)
+    halved = {name: value * 0.5 for name, value in whole.items()}
+    shards = model.state_dict()
+    saved = {name: copy.deepcopy(value) for name, value in shards.items()}
+    with torch.no_grad():
+        first = loss_of(model, batch)
+        model.load_state_dict(halved)
+        second = loss_of(model, batch)
+        model.load_state_dict(saved)
+        assert torch.equal(loss_of(model, batch), first) and not torch.equal(first, second)
+        for name, parameter in model.named_parameters():  # unsharded: ordinary
+            parameter.copy_(halved[name])
+        assert torch.equal(loss_of(model, batch), second)
+    assert not difference(list(gathered(model).values()), list(halved.values()))
+
+
+def test_what_is_loaded_after_an_evaluation_is_used():
+    run_ranks(2, _loaded_while_whole)
+
+
+def _copied_into_kept_shards(rank: int, world_size: int) -> None:
+    """Shards that were taken before: a whole tensor goes into all of the parameter, wherever that is now."""
+    for options in ({}, KEEP):
+        model = sharded(**options)
+        kept, whole = dict(model.named_parameters()), gathered(model)
+        with zero_optim.gather_parameters(model, writeback=True), torch.no_grad():
+            for name, shard in kept.items():
+                shard.copy_(whole[name] * 2)
+                with pytest.raises(ShardAccessError, match="whole now"):
+                    shard.copy_(shard)
+        doubled = [value * 2 for value in whole.values()]
+        assert not difference(list(gathered(model).values()), doubled)
+        with torch.no_grad():
+            loss_of(model, tokens(rank, 0))
+            for name, shard in kept.items():
+                shard.copy_(whole[name])
+            loss = loss_of(model, tokens(rank, 0))
+        assert torch.equal(loss, loss_of(sharded(), tokens(rank, 0)).detach())
+        assert not difference(list(gathered(model).values()), list(whole.values()))
+
+
+def test_whole_tensors_are_copied_into_shards_taken_before():
+    run_ranks(2, _copied_into_kept_shards)
+
+
+def _refreshed(rank: int, stage: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Net().bfloat16()
+    if stage == 3:
+        zero_optim.shard_module(model, (Block,), **KEEP)
+    opt = zero_optim.ShardedAdamW(model.parameters(), lr=1e-3, stage=None if stage == 3 else stage)
+    for number in range(2):
+        step(model, opt, rank, number)
+        with torch.no_grad():
+            loss_of(model, tokens(rank, 9))  # leaves all whole
+            for parameter in model.parameters():
+                parameter.data.mul_(0.5)
+        opt.refresh_master()
+    return list(gathered(model).values())
+
+
+def _refresh_parity(rank: int, world_size: int) -> str:
+    return difference(*(_refreshed(rank, stage) for stage in (3, 2)))
+
+
+def test_refresh_master_takes_over_what_is_whole():
+    assert run_ranks(2, _refresh_parity) == [""] * 2
+
+
+def _failed_gather(rank: int, world_size: int) -> None:
+    from zero_optim.flat_params import FlatParams
+
+    model, opt = sharded_and_optimizer()
+    before, copy_out, calls = gathered(model), FlatParams.copy_out, []
+
+    def failing(flat: FlatParams, comm: Any) -> Tensor:
+        calls.append(flat)
+        if len(calls) == 3:
+            raise MemoryError
+        return copy_out(flat, comm)
+
+    FlatParams.copy_out = failing  # type: ignore[method-assign]
+    try:
+        with pytest.raises(MemoryError), zero_optim.gather_parameters(model):
+            pass
+    finally:
+        FlatParams.copy_out = copy_out  # type: ignore[method-assign]
+    assert all(isinstance(parameter, FlatShard) for parameter in model.parameters())
+    assert not difference(list(gathered(model).values()), list(before.values()))
+    step(model, opt, rank, 0)
+    opt.close()
+
+
+def test_gathering_that_fails_half_way_leaves_shards():
+    run_ranks(2, _failed_gather)
+
+
 def _trained_after_load(rank: int, world_size: int, stage: int) -> list[Tensor]:
     """In bf16, half a step after loading: masters must follow."""
     torch.manual_seed(0)

@@ -218,6 +218,7 @@ CHOICES: dict[str, Callable[[int, int], Sequence[int]]] = {
     "first step different": lambda rank, step: range(4) if step else (0, 2),
     "first step different on rank 1": lambda rank, step: (3,) if rank and not step else range(4),
     "early exit": lambda rank, step: range(1 + (rank + step) % 4),
+    "one never used on rank 0, not as registered": lambda rank, step: (0, 2, 1, 3) if rank else (0, 2, 1),
     "none on every other step": lambda rank, step: range(4) if step % 2 else (),
 }
 
@@ -754,6 +755,67 @@ class Balanced(Block):
         return y
 
 
+class BalancedEarly(Balanced):
+    """Sets the loss before it has a result: that may take the place in memory of the loss of the last forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.balance = self.gate(x[:, 0]).sin().sum()
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Forces(Chain):
+    """Goes backward within its forward, as models of energies do, and forward again with what comes of it."""
+
+    def forward(self, tokens: Tensor, rank: int = 0, step: int = 0) -> Tensor:
+        with torch.enable_grad():
+            x = self.embedding(tokens) * 1.0
+            logits = self.head(self.run(x, rank, step))
+            (force,) = torch.autograd.grad(logits.square().sum(), x, retain_graph=True, create_graph=step % 2 == 0)
+            return logits + self.head(self.blocks[1](x + force)) * self.head.bias.sum()
+
+
+class Relaxing(Outer):
+    """Goes backward through a unit within it, and needs parameters of its own afterwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.detach().requires_grad_()
+        with torch.enable_grad():
+            (force,) = torch.autograd.grad(self.one(self.norm(y)).sum(), y)
+        return self.out(x + self.two(self.norm(x + force)))
+
+
+class Towers(Chain):
+    """The second of two towers is thawed after the first step: its blocks lie between others that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=6)
+        self.other = nn.Embedding(VOCABULARY, WIDTH)
+        for module in (self.other, *self.blocks[2:4]):
+            module.requires_grad_(False)
+
+    def forward(self, tokens: Tensor, rank: int = 0, step: int = 0) -> Tensor:
+        one, two = self.embedding(tokens), self.other(tokens)
+        for number in (0, 1):
+            one, two = self.blocks[number](one), self.blocks[2 + number](two)
+        return self.head(self.blocks[5](self.blocks[4](one + two)))
+
+
+def thaw_other(model: nn.Module, opt: Any, rank: int, step: int) -> None:
+    model.requires_grad_(True)
+
+
+def penalty_first(model: nn.Module, rank: int, step: int) -> Tensor:
+    """Another forward lies between the two backwards of the penalty."""
+    x = torch.randn(3, 6, WIDTH, generator=torch.Generator().manual_seed(7 + rank)).requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return model(x.detach() + 1).square().mean() + (grad.norm() - 1) ** 2
+
+
+def edit_and_save(model: nn.Module, opt: Any, rank: int, step: int) -> None:
+    edit(model, opt, rank, step)
+    opt.state_dict()
+
+
 def balanced_loss(model: nn.Module, rank: int, step: int) -> Tensor:
     loss = chain_loss(model, rank, step)
     return loss + 0.1 * sum(block.balance for block in model.blocks)
@@ -808,6 +870,15 @@ PROGRAMS |= {
         partial(Chain, partial(type("Balanced", (Balanced,), {"frozen": True}), WIDTH)), balanced_loss
     ),
     "a loss kept on the unit, checkpointed": Program(partial(OneByOne, partial(Balanced, WIDTH)), balanced_loss),
+    "a loss set before the result": Program(partial(Chain, partial(BalancedEarly, WIDTH)), balanced_loss, steps=5),
+    "a loss set before the result, frozen": Program(
+        partial(Chain, partial(type("B", (BalancedEarly,), {"frozen": True}), WIDTH)), balanced_loss, steps=5
+    ),
+    "a backward within a forward": Program(Forces, steps=4),
+    "a backward within a unit's forward": Program(partial(Chain, Relaxing), units=(Relaxing, Inner)),
+    "a tower thawed": Program(Towers, between=thaw_other, steps=4),
+    "gradient penalty before another forward": Program(Continuous, penalty_first),
+    "edits before a state dict": Program(between=edit_and_save, dtype=torch.bfloat16),
     "an unknown object returned": Program(partial(Unwrapping, partial(Wrapping, WIDTH))),
 }
 REFUSED = {

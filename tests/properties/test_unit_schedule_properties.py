@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
@@ -55,16 +57,25 @@ class FakeUnit:
         self.state = UnitState.SHARDED
 
 
+@dataclass
 class FakeComm:
-    """Rank 0's report for all; the others' are not looked at by these programs."""
+    """Ranks are threads: each gives its report and waits for the others'."""
 
-    def __init__(self, reports: list[object]) -> None:
-        self.reports = reports
+    rank: int
+    reports: list[object]  # shared
+    meeting: threading.Barrier
 
     def gather_objects(self, report: object, where: str) -> list[object]:
-        if not self.reports:
-            self.reports.append(report)
-        return [self.reports[0], report]
+        self.meeting.wait(timeout=20)
+        self.reports[self.rank] = report
+        self.meeting.wait(timeout=20)
+        return list(self.reports)
+
+
+def comms(ranks: int) -> list[FakeComm]:
+    reports: list[object] = [None] * ranks
+    meeting = threading.Barrier(ranks)
+    return [FakeComm(rank, reports, meeting) for rank in range(ranks)]
 
 
 class FakeWatch:
@@ -75,13 +86,13 @@ class FakeWatch:
 class Rank:
     """One rank's schedule, driven by hand as modules and autograd would."""
 
-    def __init__(self, outer_of: list[int | None], keep: bool, prefetch: int, reports: list[object]) -> None:
+    def __init__(self, outer_of: list[int | None], keep: bool, prefetch: int, comm: FakeComm) -> None:
         self.log = Log()
         self.units = [FakeUnit(0, True, set(), self.log)]
         for number, outer in enumerate(outer_of, 1):
             around = self.units[0 if outer is None else outer]
             self.units.append(FakeUnit(number, keep, {around, *around.enclosing}, self.log))
-        self.schedule = UnitSchedule(self.units, FakeComm(reports), prefetch, keep_evaluating=keep)  # type: ignore[arg-type]
+        self.schedule = UnitSchedule(self.units, comm, prefetch, keep_evaluating=keep)  # type: ignore[arg-type]
         self.schedule.watch = FakeWatch()  # type: ignore[assignment]
         self.used: set[int] = set()
 
@@ -159,18 +170,18 @@ def _tree(depths: tuple[int, ...]) -> list[int | None]:
 trees = st.one_of(st.just(_tree((0,) * UNITS)), st.tuples(*[st.integers(0, 2)] * UNITS).map(_tree))
 
 
-def play(rank: Rank, number: int, step: Step, flag: list[bool]) -> None:
-    flag[0] = False
+def play(rank: Rank, number: int, step: Step, flag: threading.local) -> None:
+    flag.backward = False
     used = set(step.uses[number])
     with torch.set_grad_enabled(step.trains):
         rank.forward(rank.units[0], used)
     if step.trains and step.backward:
-        flag[0] = True
+        flag.backward = True
         with torch.no_grad():
             rank.backward(rank.units[0], used, step.checkpointed)
             rank.schedule.end_backward()
         assert all(unit.state is UnitState.SHARDED for unit in rank.units), "after backward all are sharded"
-        flag[0] = False
+        flag.backward = False
     if step.trains:
         rank.schedule.settle()
         rank.schedule.end_step()
@@ -184,15 +195,13 @@ def play(rank: Rank, number: int, step: Step, flag: list[bool]) -> None:
     program=st.lists(steps, min_size=1, max_size=4),
 )
 def test_all_ranks_gather_alike(outer_of: list[int | None], keep: bool, prefetch: int, program: list[Step]) -> None:
-    flag = [False]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit_schedule, "in_backward", lambda: flag[0])
-        reports: list[list[object]] = [[] for _ in program]
-        ranks = [Rank(outer_of, keep, prefetch, []) for _ in range(RANKS)]
+    flag = threading.local()
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(RANKS) as threads:
+        patch.setattr(unit_schedule, "in_backward", lambda: flag.backward)
+        ranks = [Rank(outer_of, keep, prefetch, comm) for comm in comms(RANKS)]
         for number, step in enumerate(program):
-            for place, rank in enumerate(ranks):
-                rank.schedule._comm = FakeComm(reports[number])  # type: ignore[assignment]
-                play(rank, place, step, flag)
+            for played in [threads.submit(play, rank, place, step, flag) for place, rank in enumerate(ranks)]:
+                played.result()
             first, *others = (rank.log.gathers for rank in ranks)
             assert all(other == first for other in others), f"step {number}"
             codes = {rank.schedule.order_code for rank in ranks}
@@ -205,10 +214,10 @@ def test_a_usual_step_gathers_each_unit_twice_and_few_at_once(
     outer_of: list[int | None], prefetch: int, checkpointed: int
 ) -> None:
     everything = frozenset(range(1, UNITS + 1))
-    flag = [False]
+    flag = threading.local()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit_schedule, "in_backward", lambda: flag[0])
-        rank = Rank(outer_of, False, prefetch, [])
+        patch.setattr(unit_schedule, "in_backward", lambda: flag.backward)
+        rank = Rank(outer_of, False, prefetch, *comms(1))
         for _ in range(2):
             rank.log.gathers.clear()
             play(rank, 0, Step((everything,), True, True, checkpointed), flag)
