@@ -218,7 +218,7 @@ CHOICES: dict[str, Callable[[int, int], Sequence[int]]] = {
     "first step different": lambda rank, step: range(4) if step else (0, 2),
     "first step different on rank 1": lambda rank, step: (3,) if rank and not step else range(4),
     "early exit": lambda rank, step: range(1 + (rank + step) % 4),
-    "one never used on rank 0, not as registered": lambda rank, step: (0, 2, 1, 3) if rank else (0, 2, 1),
+    "one never used on rank 0, not as registered": lambda rank, step: (0, 2, 3, 1) if rank else (0, 2, 1),
     "none on every other step": lambda rank, step: range(4) if step % 2 else (),
 }
 
@@ -811,6 +811,13 @@ def penalty_first(model: nn.Module, rank: int, step: int) -> Tensor:
     return model(x.detach() + 1).square().mean() + (grad.norm() - 1) ** 2
 
 
+def edit_before_step(model: nn.Module, rank: int, step: int) -> Tensor:
+    loss = chain_loss(model, rank, step)
+    loss.backward()
+    edit(model, None, rank, step)
+    return loss.detach()
+
+
 def edit_and_save(model: nn.Module, opt: Any, rank: int, step: int) -> None:
     edit(model, opt, rank, step)
     opt.state_dict()
@@ -878,6 +885,7 @@ PROGRAMS |= {
     "a backward within a unit's forward": Program(partial(Chain, Relaxing), units=(Relaxing, Inner)),
     "a tower thawed": Program(Towers, between=thaw_other, steps=4),
     "gradient penalty before another forward": Program(Continuous, penalty_first),
+    "edits between backward and step": Program(loss=edit_before_step, dtype=torch.bfloat16),
     "edits before a state dict": Program(between=edit_and_save, dtype=torch.bfloat16),
     "an unknown object returned": Program(partial(Unwrapping, partial(Wrapping, WIDTH))),
 }
