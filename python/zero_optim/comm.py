@@ -103,7 +103,6 @@ class Comm:
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self.traffic: dict[str, Traffic] = {}
-        self._sum = torch.empty(0, dtype=torch.float32, device="cpu")  # [shard_numel] scratch of _sum_in_rank_order
         _live.add(self)
 
     @property
@@ -285,9 +284,6 @@ class Comm:
         shard_numel = full.numel() // self.world_size
         return full.narrow(0, self.rank * shard_numel, shard_numel)
 
-    def scratch_bytes(self) -> int:
-        return self._sum.nbytes
-
     def stats(self) -> dict[str, dict[str, float]]:
         counted = ("calls", "bytes", "wait_seconds")
         return {kind: {name: getattr(of, name) for name in counted} for kind, of in self.traffic.items()}
@@ -298,11 +294,7 @@ class Comm:
         if self.world_size == 2 and not accumulate and out.dtype == received.dtype:
             torch.add(parts[0], parts[1], out=out)
             return
-        total = parts[0]
-        if received.dtype != torch.float32 and self.world_size > 2:
-            if self._sum.numel() < out.numel():
-                self._sum = self._sum.new_empty(out.numel())
-            total = self._sum[: out.numel()].copy_(parts[0])
+        total = parts[0].float() if self.world_size > 2 else parts[0]
         for part in parts[1:]:
             total.add_(part)  # two 16-bit terms are added in fp32 and rounded once, so they need no fp32 scratch
         total = parts[0].copy_(total) if total.dtype != received.dtype else total

@@ -535,7 +535,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             "steps": self._steps,
             "skipped_steps": int(self._norm.skipped),
             "collectives": self._sharding.comm.stats(),
-            "memory": memory_by_kind(self._states.shards, self._reducer.buffers, self._sharding.comm, self._sharded),
+            "memory": memory_by_kind(self._states.shards, self._reducer.buffers, self._sharded),
             "non_finite": self.first_non_finite(),
         }
 

@@ -77,12 +77,16 @@ def shard_module(
     node = comm.of_consecutive(ranks_of_node) if 1 < ranks_of_node < comm.world_size else None
     target = _device(plans, device)
     made: list[Unit] = []
-    for number, plan in enumerate(plans):
-        with comm.raising_together("shard_module"):
-            _materialise(plan, target, init_fn)
-        own_node = node if number else None
-        made.append(Unit(plan.name, plan.module, plan.modules, comm, own_node, keep=keep or number == 0))
-        _fill(made[-1], plan, comm, offload=param_offload is not None)
+    try:
+        for number, plan in enumerate(plans):
+            with comm.raising_together("shard_module"):
+                _materialise(plan, target, init_fn)
+            own_node = node if number else None
+            made.append(Unit(plan.name, plan.module, plan.modules, comm, own_node, keep=keep or number == 0))
+            _fill(made[-1], plan, comm, offload=param_offload is not None)
+    except BaseException:
+        comm.close()
+        raise
     for unit, plan in zip(made, plans, strict=True):
         unit.enclosing = {made[outer] for outer in plan.enclosing}
     schedule = UnitSchedule(made, comm, prefetch, keep_evaluating=keep)
@@ -193,7 +197,10 @@ def _check_plans(plans: Sequence[_UnitPlan]) -> None:
     if not parameters:
         raise ParameterError("the model has no parameters")
     if any(isinstance(parameter, ParamShard) for parameter in parameters) or sharded_model_of(parameters):
-        raise ParameterError("the model, or a part of it, was given to shard_module before: shard each model once")
+        raise ParameterError(
+            "the model, or a part of it, was given to shard_module before: shard each model once. One that it failed on "
+            "is to be made anew"
+        )
     for parameter, name in zip(parameters, names, strict=True):
         validate.check_kind(parameter, repr(name), parameter, repr(name), meta=True)
     real = [(p, repr(name)) for p, name in zip(parameters, names, strict=True) if not p.is_meta]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .comm import Comm
 from .comm_buffers import CommBuffers
 from .shard_state import ShardState
 from .sharded_model import ShardedModel
 
 
-def memory_by_kind(
-    shards: Sequence[ShardState], buffers: CommBuffers, comm: Comm, sharded: ShardedModel | None
-) -> dict[str, int]:
+def memory_by_kind(shards: Sequence[ShardState], buffers: CommBuffers, sharded: ShardedModel | None) -> dict[str, int]:
     """Bytes on this rank by what they are for. ``padding`` is what rows and equal shards add to all the others. At
     stage 3 parameters are the shards, and ``unsharded`` what is there beside them now.
 
@@ -33,7 +30,7 @@ def memory_by_kind(
             used = whole if tensor.numel() == bucket.layout.numel else own
             memory[kind] += used * tensor.element_size()
             padding += (tensor.numel() - used) * tensor.element_size()
-    memory["communication"] = buffers.nbytes() + comm.scratch_bytes()
+    memory["communication"] = buffers.nbytes()
     memory["padding"] = padding
     if sharded is not None:
         memory["unsharded"] = sum(flat.nbytes() for unit in sharded.units for flat in unit.flats)
