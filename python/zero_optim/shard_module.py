@@ -198,8 +198,8 @@ def _check_plans(plans: Sequence[_UnitPlan]) -> None:
         raise ParameterError("the model has no parameters")
     if any(isinstance(parameter, ParamShard) for parameter in parameters) or sharded_model_of(parameters):
         raise ParameterError(
-            "the model, or a part of it, was given to shard_module before: shard each model once, and where that has failed "
-            "make it anew"
+            "the model, or a part of it, was given to shard_module before: shard each model once. "
+            "Where that has failed, make the model anew"
         )
     for parameter, name in zip(parameters, names, strict=True):
         validate.check_kind(parameter, repr(name), parameter, repr(name), meta=True)
