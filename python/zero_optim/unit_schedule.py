@@ -13,6 +13,7 @@ the next few are sent for, while it computes.
 from __future__ import annotations
 
 import enum
+import itertools
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -305,13 +306,13 @@ class UnitSchedule:
         report = ([number[unit] for unit in self._called], [(number[u], needs) for u, needs in self._ended])
         reports = self._comm.gather_objects(report, "the first forward")
         orders = [[self.units[index] for index in called] for called, _ in reports]
-        self._cycles[Direction.FORWARD] = _merged([*orders, self.units])
+        self._cycles[Direction.FORWARD] = _merged(orders, self.units)
         self._forward_known = True
         if self._trains:
             useless = {index for _, ended in reports for index, needs in ended if not needs}
             useless -= {index for _, ended in reports for index, needs in ended if needs}
             orders = [[self.units[index] for index, _ in ended] for _, ended in reports]
-            order = _merged([*orders, _calls_ended(self.units)])
+            order = _merged(orders, _calls_ended(self.units))
             self._cycles[Direction.BACKWARD] = [u for u in reversed(order) if number[u] not in useless]
             self._backward_known = True
             for follower in self.followers:
@@ -333,18 +334,36 @@ def _calls_ended(units: Sequence[Unit]) -> list[Unit]:
     return ended + running[::-1]
 
 
-def _merged(orders: Sequence[Sequence[Unit]]) -> list[Unit]:
-    """The first order, without immediate repeats, and in it what only others have: before what follows it there."""
-    merged = [unit for place, unit in enumerate(orders[0]) if place == 0 or orders[0][place - 1] is not unit]
-    for order in orders[1:]:
-        reached = 0
-        for place, unit in enumerate(order):
-            if unit not in merged:
-                following = next((other for other in order[place + 1 :] if other in merged[reached:]), None)
-                merged.insert(len(merged) if following is None else merged.index(following, reached), unit)
-            if unit in merged[reached:]:
-                reached = merged.index(unit, reached) + 1
-    return merged
+def _merged(orders: Sequence[Sequence[Unit]], known: Sequence[Unit]) -> list[Unit]:
+    """One order of all ``known`` units from those of the ranks: rank 0's, where it has all that any rank has."""
+    used = {unit for order in orders for unit in order}
+    return _complete(orders[0] if used <= set(orders[0]) else _agreeing(orders, known), known)
+
+
+def _agreeing(orders: Sequence[Sequence[Unit]], known: Sequence[Unit]) -> list[Unit]:
+    """Every unit that any rank has, once: after what it first follows on any rank, else as ``known`` has it."""
+    before: dict[Unit, set[Unit]] = {unit: set() for order in orders for unit in order}
+    for order in orders:
+        for earlier, later in itertools.pairwise(dict.fromkeys(order)):
+            before[later].add(earlier)
+    agreed: list[Unit] = []
+    left = [unit for unit in known if unit in before]
+    while left:
+        ready = [unit for unit in left if before[unit].issubset(agreed)]
+        agreed.append((ready or left)[0])  # none is ready where ranks contradict each other
+        left.remove(agreed[-1])
+    return agreed
+
+
+def _complete(order: Sequence[Unit], known: Sequence[Unit]) -> list[Unit]:
+    """``order`` without immediate repeats, and with those ``known`` that it lacks, each after its predecessor there."""
+    complete = [unit for place, unit in enumerate(order) if place == 0 or order[place - 1] is not unit]
+    for place, unit in enumerate(known):
+        if unit not in complete:
+            before = known[place - 1] if place else None
+            at = len(complete) - complete[::-1].index(before) if before in complete else 0
+            complete.insert(at, unit)
+    return complete
 
 
 def _over(cycle: Sequence[Unit]) -> Iterator[Unit]:

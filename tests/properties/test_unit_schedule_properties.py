@@ -187,7 +187,7 @@ def play(rank: Rank, number: int, step: Step, flag: threading.local) -> None:
         rank.schedule.end_step()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     outer_of=trees,
     keep=st.booleans(),
