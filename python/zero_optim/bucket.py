@@ -128,7 +128,9 @@ class Bucket:
             self._shards = self.shard_views(self.grad_shard, "gradient", self.dtype)
         for shard in self._shards:  # a strong reference back would keep buckets in memory that were laid out anew
             shard.before_write = partial(_call, weakref.WeakMethod(self.wait))
-        self._handed_out = [HandedOut(self.grad_buffer, handles) for handles in (self._views, self._shards)]
+        held = [shard.local for shard in self._shards] if self.flat.sharded else []
+        handed_out = ((self._views, ()), (self._shards, held))
+        self._handed_out = [HandedOut(self.grad_buffer, handles, of_them) for handles, of_them in handed_out]
         if self.flat.sharded:
             deallocate(self.grad_buffer)
 

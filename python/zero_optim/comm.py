@@ -99,6 +99,7 @@ class Comm:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = weakref.ref(group) if group is not None else None
         self._owns_group = False
+        self.out_of_step = False  # whether a collective has failed: the group is of no use any more
         self.shared = False  # whether another optimizer communicates between some of the same ranks
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -189,7 +190,7 @@ class Comm:
     def close(self) -> None:
         """Leave a group of its own to the next that needs one."""
         _live.discard(self)
-        if self._owns_group and self._group is not None:
+        if self._owns_group and self._group is not None and not self.out_of_step:
             _spare.setdefault(tuple(self._ranks()), []).append(self._group)
         self._owns_group = False
 

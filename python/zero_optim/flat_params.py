@@ -151,7 +151,7 @@ class FlatParams:
     def write_back(self, comm: Comm, whole: Tensor) -> None:
         """Collective. Keep rank 0's values of ``whole``, which ``copy_out`` gave."""
         comm.broadcast(whole, "gather_parameters")
-        new = comm.own_part(whole)
+        new = comm.own_part(whole).to(self.shard.device)
         for parameter, piece in zip(self.params, self.pieces, strict=True):
             own = slice(piece.in_shard, piece.in_shard + piece.numel)
             if not torch.equal(new[own], self.shard[own]):  # whoever has made a master of it has to know, on every rank

@@ -19,8 +19,9 @@ class HandedOut:
     To be made when nobody else has seen one, and all that views ``buffer`` for good is there.
     """
 
-    def __init__(self, buffer: Tensor, handles: Sequence[Tensor]) -> None:
-        self._buffer, self._handles = buffer, handles
+    def __init__(self, buffer: Tensor, handles: Sequence[Tensor], held: Sequence[Tensor] = ()) -> None:
+        """``held``: tensors that the handles hold, one each, and that the user may take from there."""
+        self._buffer, self._handles, self._held = buffer, handles, held
         self._uses = _storage_uses(buffer)
 
     def kept(self, parameters: Sequence[Tensor]) -> bool:
@@ -32,7 +33,8 @@ class HandedOut:
             for here, count, of_tensor in zip(shown, references, uses, strict=True):
                 if count > _ALONE + here or of_tensor > 1 + here:
                     return True
-        return _storage_uses(self._buffer) > self._uses
+        taken = max(map(sys.getrefcount, self._held), default=0) > _ALONE + 1
+        return taken or _storage_uses(self._buffer) > self._uses
 
 
 def _storage_uses(tensor: Tensor) -> int:

@@ -553,7 +553,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         """Remove the hooks and drop the gradients. Parameters keep their values.
 
         Collective where several optimizers share ranks and the last backward was not followed by ``step`` or
-        ``zero_grad``: what ranks have begun to reduce, they complete.
+        ``zero_grad``: what ranks have begun to reduce, they complete. Every rank must have used it in that backward.
         """
         if not self.__dict__.get("_closed", True):
             self._reducer.complete_orderly_round()

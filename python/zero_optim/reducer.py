@@ -140,6 +140,7 @@ class Reducer:
                 bucket.wait_for_parameters()
                 bucket.wait()
         except CollectiveError:  # whoever closes after an error has seen it
+            self.sharding.comm.out_of_step = True
             for bucket in self.buckets:
                 bucket.abandon()
         for bucket in self.buckets:
@@ -251,8 +252,8 @@ class Reducer:
         if bucket.flat.sharded and not bucket.flat.shown:
             raise ZeroOptimError(
                 f"the gradient of {bucket.label(slot)} was computed while its unit was sharded, and is worthless: a "
-                "gradient came into the unit by another way than what its forward returned or left in attributes. "
-                "Return that tensor from the unit's forward"
+                "gradient came into the unit by another way than what its forward returned, changed or left in "
+                "attributes. Return that tensor from the unit's forward"
             )
         moved = parameter.data_ptr() != bucket.flat.addresses[slot] or parameter.dtype != bucket.dtype
         if moved or not parameter.is_contiguous():
@@ -480,3 +481,4 @@ class Reducer:
         self.nonfinite.zero_()
         for bucket in self.buckets:
             bucket.clear() if set_to_none else bucket.zero()
+        self._free_buffers()

@@ -68,12 +68,12 @@ class ShardedModel:
         for unit in self.units:
             module = unit.module
             module.register_forward_pre_hook(_BeforeForward(self, unit), prepend=True, with_kwargs=True)
+            module.register_forward_hook(_ForwardEnded(self, unit), always_call=True)
             module.register_forward_hook(_AfterForward(self, unit), with_kwargs=True)
             for module in {place.module: None for place in unit.places}:
                 module.register_state_dict_pre_hook(_BeforeStateDict(self, unit))
                 module.register_state_dict_post_hook(_AfterStateDict(self, unit))
                 module.register_load_state_dict_pre_hook(_BeforeLoad(self, unit))
-        self.model.register_forward_hook(_ForwardEnded(self, self.units[0]), always_call=True)
 
     # -- what the optimizer asks for -----------------------------------------------------------------------------
 
@@ -181,9 +181,12 @@ class _AfterForward(_Hook):
         self.sharded.schedule.before_backward(self.unit)
 
     def _check_returned(self, output: Any) -> None:
-        own = {id(parameter) for parameter in self.unit.parameters}
+        own = {flat.full.untyped_storage()._cdata for flat in self.unit.flats}
         for tensor in tensors_in(output):
-            if id(tensor) in own or id(tensor._base) in own:
+            plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+            if not plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                continue
+            if tensor.untyped_storage()._cdata in own:
                 raise ZeroOptimError(
                     f"the forward of {self.unit.label} returned a parameter, or a view of one, of shape "
                     f"{tuple(tensor.shape)}: its memory is about to be freed. Return a .clone(), or make no unit of it"
@@ -194,7 +197,7 @@ class _ForwardEnded(_Hook):
     @torch.compiler.disable
     def __call__(self, *_: Any) -> None:
         if not in_backward():
-            self.sharded.schedule.forward_ended()
+            self.sharded.schedule.forward_ended(self.unit)
 
 
 class _BeforeStateDict(_Hook):

@@ -149,18 +149,19 @@ class UnitSchedule:
             return
         checkpointed = self._trains and not torch.is_grad_enabled()  # re-entrant: backward calls it again
         self._ended.append((unit, requires_grad or checkpointed))
-        while self._running and self._running.pop() is not unit:
-            pass  # one whose forward raised, and was caught
-        if unit not in self._open and not self._stays(unit):
-            unit.reshard()  # a backward within its forward has gone through it
-        if unit is self.units[0] and self._forwards == 1:
+        if unit is self.units[0] and not self.running:
             self._end_open()
             if not self._forward_known or (self._trains and not self._backward_known):
                 self._agree_on_order()
 
-    def forward_ended(self) -> None:
-        """A forward of the root is through, or has raised."""
-        self._forwards = max(0, self._forwards - 1)
+    def forward_ended(self, unit: Unit) -> None:
+        """A forward of ``unit`` is through, or has raised. To be called before ``after_forward``."""
+        if unit in self._running:
+            self._running.pop()
+        if unit is self.units[0]:
+            self._forwards = max(0, self._forwards - 1)
+        elif unit not in self._open and unit.state is not UnitState.GATHERED and not self._stays(unit):
+            self._leave(unit)  # a backward within its forward has gone through it
 
     @property
     def running(self) -> bool:
@@ -284,7 +285,7 @@ class UnitSchedule:
             held = self._hold or unit in self._running
             if self._direction is Direction.FORWARD:
                 if not held and not self._stays(unit):
-                    unit.reshard(to_node=unit.node is not None and self._trains)
+                    self._leave(unit)
                 continue
             again = unit in self._cycles[Direction.BACKWARD][self._place + 1 :]
             if not held and not (unit.keep and again):
@@ -297,6 +298,9 @@ class UnitSchedule:
     def _stays(self, unit: Unit) -> bool:
         """Whether it is left unsharded after its forward."""
         return unit.keep and (self._trains or self._keep_evaluating)
+
+    def _leave(self, unit: Unit) -> None:
+        unit.reshard(to_node=unit.node is not None and self._trains and self._direction is Direction.FORWARD)
 
     # -- the order -----------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -306,12 +307,17 @@ def test_grad_is_that_of_the_plain_parameter():
     run_ranks(2, _gradients)
 
 
-def _kept_gradients(rank: int, world_size: int) -> None:
+def _kept_gradients(rank: int, world_size: int, how: str) -> None:
     """A gradient that the user keeps over zero_grad stays what it was, though its memory is freed as a rule."""
     model, opt = sharded_and_optimizer()
     loss_of(model, tokens(rank, 0)).backward()
     opt.step()
-    kept = [model.get_parameter(NAME).grad, model.head.weight.grad]
+    if how == "itself":
+        kept = [model.get_parameter(NAME).grad, model.head.weight.grad]
+    elif how == "detached":
+        kept = [model.get_parameter(NAME).grad.detach(), model.head.weight.grad.data]
+    else:
+        kept = [SimpleNamespace(local=p.grad.local) for p in (model.get_parameter(NAME), model.head.weight)]
     values = [grad.local.clone() for grad in kept]
     for number in (1, 2):
         opt.zero_grad()
@@ -322,13 +328,16 @@ def _kept_gradients(rank: int, world_size: int) -> None:
         assert all(g.local.numel() == 0 or not torch.equal(g.local, v) for g, v in zip(new, values, strict=True))
     opt.zero_grad()
     del kept, new
-    step(model, opt, rank, 3)
-    assert opt.stats()["memory"]["gradients"] == 0
+    loss_of(model, tokens(rank, 3)).backward()
+    opt.zero_grad()
+    memory = opt.stats()["memory"]
+    assert memory["gradients"] == memory["communication"] == 0
     opt.close()
 
 
-def test_gradients_that_are_kept_stay():
-    run_ranks(2, _kept_gradients)
+@pytest.mark.parametrize("how", ["itself", "detached", "local"])
+def test_gradients_that_are_kept_stay(how: str):
+    run_ranks(2, _kept_gradients, how)
 
 
 def _other_optimizer(rank: int, world_size: int) -> None:

@@ -660,6 +660,36 @@ def until_it_works(model: nn.Module, rank: int, step: int) -> Tensor:
     return chain_loss(model, rank, step)
 
 
+class Catching(Chain):
+    """A block that raises is left out, on that rank alone."""
+
+    def run(self, x: Tensor, rank: int, step: int) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            try:
+                x = block(x) if (number, rank) != (1, step % 2) else block(x[..., :2])
+            except RuntimeError:
+                x = x * 0.5
+        return x
+
+
+class Leaving(Chain):
+    """Each rank leaves a first forward after another block, by an exception."""
+
+    def run(self, x: Tensor, rank: int, step: int) -> Tensor:
+        self.attempt = not getattr(self, "attempt", False)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if self.attempt and number == (rank + step) % 3:
+                self.blocks[number + 1](x[..., :2])
+        return x
+
+
+def again_if_it_raises(model: nn.Module, rank: int, step: int) -> Tensor:
+    with contextlib.suppress(RuntimeError):
+        return chain_loss(model, rank, step)
+    return chain_loss(model, rank, step)
+
+
 def backward_raises(model: nn.Module, rank: int, step: int) -> Tensor:
     """Of the second step, in the middle of the model."""
     if step == 1:
@@ -692,6 +722,8 @@ PROGRAMS |= {
     "a unit alone without a graph, and the model": Program(loss=after_unit_without_grad),
     "the first forward raises": Program(partial(raising_chain, 1), until_it_works),
     "a later forward raises": Program(partial(raising_chain, 3), until_it_works),
+    "a unit raises on one rank and is caught": Program(Catching, steps=4),
+    "ranks leave a forward at different units": Program(Leaving, again_if_it_raises, steps=4),
     "a backward raises": Program(loss=backward_raises),
     "parameters taken before, as names": Program(params=lambda model: list(model.named_parameters())),
     "parameters taken before, in groups": Program(
@@ -846,7 +878,7 @@ class Positions(nn.Module):
         self.weight = nn.Parameter(torch.randn(6, WIDTH))
 
     def forward(self, count: int) -> Tensor:
-        return self.weight[:count] if count < 6 else self.weight
+        return self.weight[:count] if count < 6 else self.weight if count == 6 else self.weight.detach()
 
 
 class Positioned(Chain):
@@ -892,6 +924,7 @@ PROGRAMS |= {
 REFUSED = {
     "a view of its parameter": Program(Positioned, units=(Block, Positions)),
     "its parameter": Program(type("N", (Positioned,), {"count": 6}), units=(Block, Positions)),
+    "its parameter, detached": Program(type("N", (Positioned,), {"count": 7}), units=(Block, Positions)),
 }
 
 

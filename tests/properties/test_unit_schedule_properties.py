@@ -109,9 +109,8 @@ class Rank:
             if child.number in used:
                 self.forward(child, used)
                 assert unit.state is UnitState.UNSHARDED, "an outer unit is there as long as its forward"
+        self.schedule.forward_ended(unit)  # type: ignore[arg-type]
         self.schedule.after_forward(unit, requires_grad=torch.is_grad_enabled())  # type: ignore[arg-type]
-        if unit.number == 0:
-            self.schedule.forward_ended()
 
     def backward(self, unit: FakeUnit, used: set[int], checkpointed: int) -> None:
         """Back through what the forward used; ``checkpointed`` units in a row are computed again together."""
