@@ -30,9 +30,10 @@ from .param_group import HyperTable
 from .parameter_set import ParameterSet, listed
 from .reducer import Reducer
 from .shard_state import OptimizerState
-from .sharded_model import sharded_model_of, tensors_in
+from .sharded_model import sharded_model_of
 from .state_dict import load_groups, make_state_dict, match_state, saved_order, step_counts
 from .stats import memory_by_kind
+from .unit_hooks import tensors_in
 
 
 class Watcher(Protocol):

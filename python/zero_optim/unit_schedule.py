@@ -13,9 +13,8 @@ the next few are sent for, while it computes.
 from __future__ import annotations
 
 import enum
-import itertools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -25,6 +24,7 @@ from .comm import Comm
 from .errors import ParameterError, ShardAccessError
 from .flat_params import FlatParams
 from .unit import Unit, UnitState
+from .unit_order import calls_ended, merged, over
 
 ORDER_CODES = 64
 """How many values the digest of a rank's cycles is told apart by, when ranks compare theirs in ``step``."""
@@ -66,7 +66,7 @@ class UnitSchedule:
         self.watch = BackwardWatch(self._begin_backward, self.end_backward)
         self._cycles = {
             Direction.FORWARD: list(units),
-            Direction.BACKWARD: list(reversed(list(_calls_ended(units)))),
+            Direction.BACKWARD: list(reversed(list(calls_ended(units)))),
         }
         self._forwards = 0  # of the root that are under way
         self._running: list[Unit] = []  # units whose forward is under way
@@ -221,7 +221,7 @@ class UnitSchedule:
     def over_order(self) -> list[Unit]:
         """Units in the order in which a backward is through with them."""
         last: dict[Unit, None] = {}
-        for unit in _over(self._cycles[Direction.BACKWARD]):
+        for unit in over(self._cycles[Direction.BACKWARD]):
             last.pop(unit, None)
             last[unit] = None
         return [*last, *(unit for unit in self.units if unit not in last)]
@@ -310,13 +310,13 @@ class UnitSchedule:
         report = ([number[unit] for unit in self._called], [(number[u], needs) for u, needs in self._ended])
         reports = self._comm.gather_objects(report, "the first forward")
         orders = [[self.units[index] for index in called] for called, _ in reports]
-        self._cycles[Direction.FORWARD] = _merged(orders, self.units)
+        self._cycles[Direction.FORWARD] = merged(orders, self.units)
         self._forward_known = True
         if self._trains:
             useless = {index for _, ended in reports for index, needs in ended if not needs}
             useless -= {index for _, ended in reports for index, needs in ended if needs}
             orders = [[self.units[index] for index, _ in ended] for _, ended in reports]
-            order = _merged(orders, _calls_ended(self.units))
+            order = merged(orders, calls_ended(self.units))
             self._cycles[Direction.BACKWARD] = [u for u in reversed(order) if number[u] not in useless]
             self._backward_known = True
             for follower in self.followers:
@@ -325,56 +325,3 @@ class UnitSchedule:
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _calls_ended(units: Sequence[Unit]) -> list[Unit]:
-    """The order in which calls end that begin in the order of ``units``: of a unit after those within it."""
-    ended: list[Unit] = []
-    running: list[Unit] = []
-    for unit in units:
-        while running and running[-1] not in unit.enclosing:
-            ended.append(running.pop())
-        running.append(unit)
-    return ended + running[::-1]
-
-
-def _merged(orders: Sequence[Sequence[Unit]], known: Sequence[Unit]) -> list[Unit]:
-    """One order of all ``known`` units from those of the ranks: rank 0's, where it has all that any rank has."""
-    used = {unit for order in orders for unit in order}
-    return _complete(orders[0] if used <= set(orders[0]) else _agreeing(orders, known), known)
-
-
-def _agreeing(orders: Sequence[Sequence[Unit]], known: Sequence[Unit]) -> list[Unit]:
-    """Every unit that any rank has, once: after what it first follows on any rank, else as ``known`` has it."""
-    before: dict[Unit, set[Unit]] = {unit: set() for order in orders for unit in order}
-    for order in orders:
-        for earlier, later in itertools.pairwise(dict.fromkeys(order)):
-            before[later].add(earlier)
-    agreed: list[Unit] = []
-    left = [unit for unit in known if unit in before]
-    while left:
-        ready = [unit for unit in left if before[unit].issubset(agreed)]
-        agreed.append((ready or left)[0])  # none is ready where ranks contradict each other
-        left.remove(agreed[-1])
-    return agreed
-
-
-def _complete(order: Sequence[Unit], known: Sequence[Unit]) -> list[Unit]:
-    """``order`` without immediate repeats, and with those ``known`` that it lacks, each after its predecessor there."""
-    complete = [unit for place, unit in enumerate(order) if place == 0 or order[place - 1] is not unit]
-    for place, unit in enumerate(known):
-        if unit not in complete:
-            before = known[place - 1] if place else None
-            at = len(complete) - complete[::-1].index(before) if before in complete else 0
-            complete.insert(at, unit)
-    return complete
-
-
-def _over(cycle: Sequence[Unit]) -> Iterator[Unit]:
-    """Units in the order in which they are over, as ``_close`` has it."""
-    visited: list[Unit] = []
-    for unit in cycle:
-        over = [other for other in visited if other is not unit and other not in unit.enclosing]
-        visited = [other for other in visited if other not in over and other is not unit] + [unit]
-        yield from sorted(over, key=lambda other: -len(other.enclosing))
-    yield from sorted(visited, key=lambda other: -len(other.enclosing))

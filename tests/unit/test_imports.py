@@ -17,7 +17,7 @@ ORDER = (
     {"errors", "layout", "storage"},
     {"backward_watch", "handed_out", "host_copy", "comm", "flat_shard", "param_shard", "parameter_set", "comm_buffers"}
     | {"flat_params", "bucket", "replicas"},
-    {"unit", "unit_schedule", "sharded_model", "bucket_plan"},
+    {"unit", "unit_order", "unit_schedule", "unit_hooks", "sharded_model", "bucket_plan"},
     {"reducer", "param_group", "nonfinite", "grad_norm", "grad_scaler", "param_gather", "shard_state", "state_dict"}
     | {"stats", "validate"},
     {"optimizer", "shard_module", "gather_parameters"},
