@@ -52,10 +52,10 @@ def _complete(order: Sequence[Unit], known: Sequence[Unit]) -> list[Unit]:
 
 
 def over(cycle: Sequence[Unit]) -> Iterator[Unit]:
-    """Units in the order in which they are over, as ``_close`` has it."""
+    """Units in the order in which they are over, as ``UnitSchedule`` closes them when it visits those of ``cycle``."""
     visited: list[Unit] = []
     for unit in cycle:
-        over = [other for other in visited if other is not unit and other not in unit.enclosing]
-        visited = [other for other in visited if other not in over and other is not unit] + [unit]
-        yield from sorted(over, key=lambda other: -len(other.enclosing))
+        left = [other for other in visited if other is not unit and other not in unit.enclosing]
+        visited = [other for other in visited if other not in left and other is not unit] + [unit]
+        yield from sorted(left, key=lambda other: -len(other.enclosing))
     yield from sorted(visited, key=lambda other: -len(other.enclosing))

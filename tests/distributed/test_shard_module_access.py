@@ -9,6 +9,7 @@ import contextlib
 import copy
 import io
 import math
+import os
 import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -267,6 +268,25 @@ def _kept(rank: int, world_size: int) -> None:
 
 def test_plain_parameters_read_nan_and_take_no_writes():
     run_ranks(2, _kept)
+
+
+def _poisoned(rank: int, world_size: int) -> None:
+    """With poison, what views a freed unit reads NaN."""
+    os.environ["ZERO_OPTIM_DEBUG"] = "poison"
+    try:
+        model = sharded()
+        taken: list[Tensor] = []
+        model.blocks[1].up.register_forward_pre_hook(lambda module, args: taken.append(module.weight.view(-1)))
+        with torch.no_grad():
+            loss_of(model, tokens(rank, 0))
+        assert taken[0].isnan().all()
+        assert not any(value.isnan().any() for value in gathered(model).values())
+    finally:
+        del os.environ["ZERO_OPTIM_DEBUG"]
+
+
+def test_poison_shows_who_reads_what_was_freed():
+    run_ranks(2, _poisoned)
 
 
 # -- gradients and hooks ----------------------------------------------------------------------------------------------
