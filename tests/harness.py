@@ -65,6 +65,8 @@ def _process_group(task: _Task):
         world_size=task.world_size,
         timeout=timedelta(seconds=GLOO_TIMEOUT_SECONDS),
     )
+    # Else a rank that has connected, and does nothing with it, leaves while others are connecting: they fail (seen).
+    dist.barrier()
     try:
         yield
     finally:
