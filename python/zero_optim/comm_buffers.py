@@ -30,6 +30,7 @@ class CommBuffers:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.storages = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._users: list[Borrower | None] = [None, None]
+        self.allocated = True
         self.poison = "poison" in debug_options()
 
     def take(self, bucket: Borrower, numel: int, dtype: torch.dtype) -> Tensor:
@@ -37,6 +38,7 @@ class CommBuffers:
         self.storages.reverse()
         self._users.reverse()
         allocate(self.storages[0])
+        self.allocated = True
         if self._users[0] is not None:
             self._users[0].wait()
         self._users[0] = bucket
@@ -51,6 +53,7 @@ class CommBuffers:
             if user is not None:
                 user.wait()
         self._users = [None, None]
+        self.allocated = False
         for storage in self.storages:
             deallocate(storage)
 

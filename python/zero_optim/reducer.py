@@ -229,7 +229,7 @@ class Reducer:
 
     def _free_buffers(self) -> None:
         """At stage 3, do without buffers for as long as no reduction is under way."""
-        if self._by_unit and self.buffers.free:
+        if self.buffers.allocated and self._by_unit and self.buffers.free:
             self.buffers.deallocate()
 
     def follow_order(self) -> None:
