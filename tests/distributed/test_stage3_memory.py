@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,17 @@ class WideNet(Net):
 
 def units_of(model: nn.Module) -> list[Any]:
     return model._zero_optim_sharded.units
+
+
+def bytes_left(before: int, timeout: float = 20) -> int:
+    """Live bytes beyond ``before``, once there are none or after ``timeout`` seconds.
+
+    A thread of gloo lets go of a collective's tensors a moment after ``wait`` has returned.
+    """
+    deadline = time.monotonic() + timeout
+    while (left := live_bytes() - before) > 0 and time.monotonic() < deadline:
+        pass
+    return left
 
 
 def full_bytes(unit: Any) -> int:
@@ -116,20 +128,20 @@ def test_a_rank_holds_16_bytes_a_parameter_over_n_and_14_without_gradients(world
     """Seen live, and as ``stats`` counts: there all ranks together hold each parameter once."""
     ranks = run_ranks(world_size, _steady, reshard, 3)
     count = ranks[0].parameters
-    for time in range(7):
-        there = {kind: size for kind, size in KINDS.items() if kind != "gradients" or time % 2 == 1}
+    for moment in range(7):
+        there = {kind: size for kind, size in KINDS.items() if kind != "gradients" or moment % 2 == 1}
         held_by_all = sum(there.values()) * count
         for of_rank in ranks:
-            memory = of_rank.stats[time]
+            memory = of_rank.stats[moment]
             assert memory["communication"] == 0
             assert memory["unsharded"] == 0
-            held = of_rank.live[time] - memory["communication"] - memory["padding"]
+            held = of_rank.live[moment] - memory["communication"] - memory["padding"]
             # Padding counts: equal shards give the last ranks less of the parameters and more of it.
             counted = sum(memory[kind] for kind in KINDS)
             for seen in (held, counted):
                 assert seen + memory["padding"] == pytest.approx(held_by_all / world_size, rel=0.01)
         for kind in KINDS:
-            assert sum(of_rank.stats[time][kind] for of_rank in ranks) == there.get(kind, 0) * count, kind
+            assert sum(of_rank.stats[moment][kind] for of_rank in ranks) == there.get(kind, 0) * count, kind
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -330,8 +342,8 @@ def _dropped(rank: int, world_size: int, close: bool, reshard: bool | int) -> tu
     if close:
         opt.close()
     del things, model, opt
-    after = live_bytes()
-    return [name for name, reference in references.items() if reference() is not None], after - before
+    left = bytes_left(before)
+    return [name for name, reference in references.items() if reference() is not None], left
 
 
 @pytest.mark.parametrize("close", [True, False])
@@ -339,4 +351,4 @@ def test_deleting_model_and_optimizer_frees_all(close):
     for reshard in (True, False):
         for alive, left in run_ranks(2, _dropped, close, reshard):
             assert not alive
-            assert left == 0
+            assert left <= 0
