@@ -20,8 +20,8 @@ _FULL_SIZE_ARGUMENT = {
     "allreduce_": 0,
     "_reduce_scatter_base_": 1,
     "_allgather_base_": 0,
-    "alltoall_base_": 1,
     "broadcast_": 0,
+    "scatter_": 0,  # of a part
 }
 
 
@@ -80,7 +80,7 @@ class Collective:
 
 
 class CollectiveLog(TorchDispatchMode):
-    """Every collective issued inside, in order."""
+    """Every collective issued inside, in order. The scatters of a gloo reduce-scatter, one from each rank, are one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,6 +93,10 @@ class CollectiveLog(TorchDispatchMode):
             while isinstance(tensor, (list, tuple)):
                 tensor = tensor[0]
             self.calls.append(Collective(name, tensor.dtype, tensor.numel() * tensor.element_size()))
+            if name == "scatter_" and args[3] > 0:  # the rank that it is from
+                *self.calls, one, another = self.calls
+                assert one.name == name, "they come one after another"
+                self.calls.append(dataclasses.replace(one, bytes=one.bytes + another.bytes))
         return func(*args, **(kwargs or {}))
 
 

@@ -227,10 +227,9 @@ class Bucket:
             self._drop_stale()
         else:
             self._leave_what_is_kept()
-            allocate(self.grad_buffer)
         sources = self._present() if self.state is GradState.LOCAL else local
         in_place = self.keeps_full and self.grad_buffer.dtype == self.reduce_dtype and not accumulate
-        full = self.grad_buffer if in_place else self._borrow(buffers)
+        full = self.grad_buffer if in_place else self._borrow(buffers, self.layout.numel)
         self._pack(sources, full, 1 / self.sharding.comm.world_size, accumulate)
         self.state = GradState.REDUCED
         self._taken.clear()
@@ -239,14 +238,14 @@ class Bucket:
         for parameter, handle in zip(self.params, self._handles(), strict=True):
             parameter.grad = handle
         del sources, local  # what was packed goes before memory is taken to receive into
+        allocate(self.grad_buffer)
         self.pending = self._reduce(full, buffers, accumulate)
         self._buffers = buffers
 
     def _reduce(self, full: Tensor, buffers: CommBuffers, accumulate: bool) -> Pending:
         comm = self.sharding.comm
         if self.sharding.stage >= 1:
-            scratch = self._borrow(buffers) if comm.is_gloo(full) else None
-            return comm.reduce_scatter(full, self.grad_shard, scratch, accumulate=accumulate)
+            return comm.reduce_scatter(full, self.grad_shard, partial(self._borrow, buffers), accumulate=accumulate)
         if full is self.grad_buffer:
             return comm.all_reduce(full)
         store = self.grad_shard.add_ if accumulate else self.grad_shard.copy_
@@ -261,8 +260,8 @@ class Bucket:
                 self._poison_others()
             self.pending = self._buffers = None
 
-    def _borrow(self, buffers: CommBuffers) -> Tensor:
-        return buffers.take(self, self.layout.numel, self.reduce_dtype)
+    def _borrow(self, buffers: CommBuffers, numel: int) -> Tensor:
+        return buffers.take(self, numel, self.reduce_dtype)
 
     def _poison_others(self) -> None:
         """Reduced in place: what ``grad_buffer`` holds beside this rank's shard has been communicated, too."""

@@ -25,6 +25,9 @@ from .errors import ClosedError, CollectiveError, RankMismatchError
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+SUMMED_AT_ONCE = 2**16
+"""Elements of a reduce-scatter under gloo."""
+
 
 @dataclass
 class Traffic:
@@ -194,26 +197,44 @@ class Comm:
             _spare.setdefault(tuple(self._ranks()), []).append(self._group)
         self._owns_group = False
 
-    def is_gloo(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` goes over gloo. Gloo's reduce-scatter is a clone and an all-reduce; ours is an all-to-all
-        into a scratch buffer and a local sum."""
-        return self.group is not None and not tensor.is_cuda and "gloo" in dist.get_backend_config(self.group)
+    def is_gloo(self, device: torch.device) -> bool:
+        """Whether what is on ``device`` goes over gloo."""
+        on_host = self.group is not None and device.type != "cuda"
+        return on_host and "gloo" in dist.get_backend_config(self.group)
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, scratch: Tensor | None, *, accumulate: bool) -> Pending:
+    def reduce_scatter(self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool) -> Pending:
         """Sum ``full`` [N * shard] over the ranks; this rank's shard of it goes to ``out`` [shard].
 
         Args:
             full: contribution of this rank; its contents are lost. ``out`` may be this rank's own part of it.
-            scratch: as large as ``full``; needed under gloo.
+            lend: gives memory of ``full``'s dtype, that many elements, until the sum is there; called under gloo.
             accumulate: add to ``out`` instead of overwriting it; ``out`` is then no part of ``full``.
         """
         traffic = self._record("reduce_scatter", full)
-        if scratch is not None:
-            work = dist.all_to_all_single(scratch, full, group=self.group, async_op=True)
-            return Pending(work, traffic, lambda: self._sum_in_rank_order(scratch, out, accumulate))
+        if self.is_gloo(full.device):
+            return self._scatter_and_sum(full, out, lend, accumulate, traffic)
         into = self.own_part(full) if accumulate else out
         work = _reduce_scatter(into, full, group=self.group, async_op=True)
         return Pending(work, traffic, (lambda: out.add_(into)) if accumulate else None)
+
+    def _scatter_and_sum(
+        self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], accumulate: bool, traffic: Traffic
+    ) -> Pending:
+        """Gloo's reduce-scatter is a clone and an all-reduce; this is a scatter a rank and a local sum.
+
+        One contribution is received where the sum will be, if nothing is there yet; the own one stays where it is.
+        """
+        own = self.own_part(full)
+        free = [] if accumulate or out.dtype != full.dtype or out.data_ptr() == own.data_ptr() else [out]
+        lent = self.world_size - 1 - len(free)
+        parts = [*free, *(lend(lent * own.numel()).chunk(lent) if lent else ())]
+        parts.insert(self.rank, own)
+        send = list(full.chunk(self.world_size))
+        works = [
+            dist.scatter(part, send if rank == self.rank else None, group_src=rank, group=self.group, async_op=True)
+            for rank, part in enumerate(parts)
+        ]
+        return Pending(_Works(works), traffic, lambda: _sum_in_rank_order(parts, out, accumulate))
 
     def all_reduce(self, full: Tensor, on_arrival: Callable[[], object] | None = None) -> Pending:
         """Sum ``full`` over the ranks, in place."""
@@ -222,7 +243,7 @@ class Comm:
 
     def all_gather(self, full: Tensor, kind: str = "all_gather") -> Pending:
         """Fill ``full`` [N * shard] with every rank's own part of it, in place."""
-        if self.is_gloo(full):  # gloo again: a broadcast a rank takes half the time of its all-gather
+        if self.is_gloo(full.device):  # gloo again: a broadcast a rank takes half the time of its all-gather
             parts = enumerate(full.chunk(self.world_size))
             send = [dist.broadcast(part, group_src=rank, group=self.group, async_op=True) for rank, part in parts]
             return Pending(_Works(send), self._record(kind, full))
@@ -289,23 +310,27 @@ class Comm:
         counted = ("calls", "bytes", "wait_seconds")
         return {kind: {name: getattr(of, name) for name in counted} for kind, of in self.traffic.items()}
 
-    def _sum_in_rank_order(self, received: Tensor, out: Tensor, accumulate: bool) -> None:
-        """Add the ranks' contributions in fp32, in rank order, round once to ``out``'s dtype, then store or add."""
-        parts = received.view(self.world_size, -1)
-        if self.world_size == 2 and not accumulate and out.dtype == received.dtype:
-            torch.add(parts[0], parts[1], out=out)
-            return
-        total = parts[0].float() if self.world_size > 2 else parts[0]
-        for part in parts[1:]:
-            total.add_(part)  # two 16-bit terms are added in fp32 and rounded once, so they need no fp32 scratch
-        total = parts[0].copy_(total) if total.dtype != received.dtype else total
-        out.add_(total) if accumulate else out.copy_(total)
-
     def _record(self, kind: str, tensor: Tensor) -> Traffic:
         traffic = self.traffic.setdefault(kind, Traffic(kind))
         traffic.calls += 1
         traffic.bytes += tensor.nbytes
         return traffic
+
+
+def _sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
+    """Add the ranks' contributions in fp32, in rank order, round once to their dtype, then store or add.
+
+    ``out`` may be one of ``parts``. Piece by piece: the fp32 sums of one stay in a cache.
+    """
+    if len(parts) == 2 and not accumulate and out.dtype == parts[0].dtype:
+        torch.add(parts[0], parts[1], out=out)  # two 16-bit terms are added in fp32, and rounded once
+        return
+    for of_out, first, *others in zip(*(whole.split(SUMMED_AT_ONCE) for whole in (out, *parts)), strict=True):
+        total = first.float()
+        for other in others:
+            total.add_(other)
+        total = total.to(first.dtype)
+        of_out.add_(total) if accumulate else of_out.copy_(total)
 
 
 def _dereference(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup | None:

@@ -37,12 +37,13 @@ class CommBuffers:
         """A buffer [numel], its contents undefined."""
         self.storages.reverse()
         self._users.reverse()
-        allocate(self.storages[0])
-        self.allocated = True
         if self._users[0] is not None:
             self._users[0].wait()
         self._users[0] = bucket
-        return self.storages[0][: numel * dtype.itemsize].view(dtype)
+        nbytes = numel * dtype.itemsize
+        allocate(self.storages[0], nbytes)
+        self.allocated = True
+        return self.storages[0][:nbytes].view(dtype)
 
     def nbytes(self) -> int:
         return sum(storage.untyped_storage().nbytes() for storage in self.storages)

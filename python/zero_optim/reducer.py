@@ -189,8 +189,9 @@ class Reducer:
             self._held_back.add(number)
         if self.observing:
             self._observed_order.append(index)
-        elif self._by_unit:  # it leaves when its unit is over
-            self._free_buffers()
+        elif self._schedule is not None and self.sharding.reduces:  # it leaves when its unit is over
+            if self._free_buffers():
+                self._schedule.send_ahead()
         elif self._again:
             pass  # to be reduced by ``finish``
         elif seen <= self._counts[index]:
@@ -227,10 +228,19 @@ class Reducer:
                 return
             self._launch_next()
 
-    def _free_buffers(self) -> None:
-        """At stage 3, do without buffers for as long as no reduction is under way."""
-        if self.buffers.allocated and self._by_unit and self.buffers.free:
+    def _free_buffers(self) -> bool:
+        """At stage 3, do without buffers for as long as no reduction is under way. Returns whether some were freed."""
+        freed = self.buffers.allocated and self._by_unit and self.buffers.free
+        if freed:
             self.buffers.deallocate()
+        return freed
+
+    @property
+    def busy(self) -> bool:
+        """Whether the host can see a reduction end, and does not yet: under gloo. What else is communicated would be a
+        burden on the same threads, and need memory beside the buffers. On CUDA the host is ahead of both."""
+        self._free_buffers()
+        return self.buffers.allocated and self._by_unit and self.sharding.comm.is_gloo(self.sharding.device)
 
     def follow_order(self) -> None:
         """Reduce in the order in which backward is through with units, as the ranks have agreed."""
@@ -326,6 +336,8 @@ class Reducer:
 
     @torch.no_grad()
     def _launch_next(self) -> None:
+        if self.busy:
+            self.buffers.deallocate()  # one at a time: then they need memory for one
         self.buckets[self._next].launch(self.buffers)
         self._next += 1
 

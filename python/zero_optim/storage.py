@@ -5,11 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def allocate(tensor: Tensor) -> None:
-    """Give memory to a tensor that ``deallocate`` has taken it from, and to whatever views it. Contents: undefined."""
+def allocate(tensor: Tensor, nbytes: int | None = None) -> None:
+    """Give memory to a tensor that ``deallocate`` has taken it from, and to whatever views it. Contents: undefined.
+
+    ``nbytes``: what its beginning needs, where that is all that will be used.
+    """
     storage = tensor.untyped_storage()
-    if storage.nbytes() == 0:
-        storage.resize_(tensor.nbytes)
+    needed = tensor.nbytes if nbytes is None else nbytes
+    if storage.nbytes() < needed:
+        storage.resize_(0)  # else what is there would be copied
+        storage.resize_(needed)
 
 
 def deallocate(tensor: Tensor) -> None:

@@ -6,8 +6,8 @@ talking. To *visit* a unit is to go to its place in the cycle; whatever lies bet
 gathered with the others and freed. A unit that lies behind begins a new cycle, after the rest of this one. So ranks may
 skip different units, and any order of calls works that is the same on all ranks.
 
-What a visit does, and nothing else does: units before the place are *over*, and resharded; the unit is waited for; and
-the next few are sent for, while it computes.
+What a visit does, and nothing else does: units before the place are *over*, and resharded; and the unit is waited for.
+The next few are sent for while it computes: at once, or as soon as a reduction that was under way has arrived.
 """
 
 from __future__ import annotations
@@ -36,7 +36,14 @@ class Direction(enum.Enum):
 
 
 class Follower(Protocol):
-    """A reducer, as far as the schedule calls it."""
+    """A reducer, as far as the schedule calls it.
+
+    Attributes:
+        busy: whether what comes next had better wait for a reduction, and have its memory.
+    """
+
+    @property
+    def busy(self) -> bool: ...
 
     def backward_begins(self) -> None: ...
 
@@ -197,6 +204,12 @@ class UnitSchedule:
         if any(unit.state is UnitState.GATHERED for unit in self.units):
             raise ShardAccessError("step was called within gather_parameters: leave that before, on every rank")
 
+    def send_ahead(self) -> None:
+        """Start to gather the next units of the cycle that is open. Ranks need not do so at the same time."""
+        if self._direction is not None:
+            for ahead in self._cycles[self._direction][self._place + 1 :][: self._prefetch]:
+                ahead.unshard()
+
     def is_over(self, flat: FlatParams) -> bool:
         """Whether the backward that is open, or the last, can bring no more gradients to these parameters."""
         return flat in self._over
@@ -269,8 +282,8 @@ class UnitSchedule:
             self._close([*self._open], cycle[place])
         self._place = place
         self._open_unit(cycle[place], place)
-        for ahead in cycle[place + 1 : place + 1 + self._prefetch]:
-            ahead.unshard()
+        if not any(follower.busy for follower in self.followers):
+            self.send_ahead()
 
     def _open_unit(self, unit: Unit, place: int) -> None:
         unit.unshard()

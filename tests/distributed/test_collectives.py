@@ -98,7 +98,7 @@ def _padded_bytes(run: Run, world_size: int) -> int:
 
 def _check(seen: Seen, run: Run, world_size: int, bucket_bytes: int, param_bytes: int, reductions: int = 1) -> None:
     buckets = seen.after["buckets"]
-    reduce_kind, reduce_op = ("all_reduce", "allreduce_") if run.stage == 0 else ("reduce_scatter", "alltoall_base_")
+    reduce_kind, reduce_op = ("all_reduce", "allreduce_") if run.stage == 0 else ("reduce_scatter", "scatter_")
     expected = {reduce_kind: (buckets * reductions, bucket_bytes * reductions)}
     if run.stage >= 1:
         expected["all_gather"] = (buckets, param_bytes)
@@ -116,7 +116,7 @@ def _check(seen: Seen, run: Run, world_size: int, bucket_bytes: int, param_bytes
         assert seen.issued(reduce_op) == expected[reduce_kind], f"{run}: gloo's reduce-scatter"
         parts = (buckets * world_size, param_bytes)
         assert seen.issued("broadcast_") == parts, f"{run}: over gloo a gather is a broadcast a rank"
-    assert not {call.name for call in seen.calls} - {"allreduce_", "alltoall_base_", "broadcast_"}
+    assert not {call.name for call in seen.calls} - {"allreduce_", "scatter_", "broadcast_"}
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -199,7 +199,7 @@ def test_the_order_is_the_same_on_every_rank_whatever_becomes_ready_first(stage)
     assert all(other == first for other in others)
     for step in first[1:]:
         assert Counter(step) == Counter(first[-1])
-        reductions = [size for name, size in step if name == ("alltoall_base_" if stage else "allreduce_")][:5]
+        reductions = [size for name, size in step if name == ("scatter_" if stage else "allreduce_")][:5]
         parts = [size for name, size in step if name == "broadcast_"]  # three ranks' of one bucket after another
         gathers = [3 * size for size in parts[::3]]
         assert parts == [part for part in parts[::3] for _ in range(3)]
@@ -220,7 +220,7 @@ def _overlapped(rank: int, world_size: int, stage: int) -> tuple[int, int]:
             opt.step()
         opt.zero_grad()
     opt.close()
-    return in_backward, len([c for c in log.calls if c.name in ("alltoall_base_", "allreduce_")]) - 1
+    return in_backward, len([c for c in log.calls if c.name in ("scatter_", "allreduce_")]) - 1
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

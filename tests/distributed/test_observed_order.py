@@ -226,7 +226,7 @@ def _nested(rank: int, world_size: int, stage: int, segments: tuple[int, int]) -
             loss.backward()
             opt.step()
         opt.zero_grad()
-        counts.append(sum(call.name in ("allreduce_", "alltoall_base_") for call in log.calls) - 1)
+        counts.append(sum(call.name in ("allreduce_", "scatter_") for call in log.calls) - 1)
     opt.close()
     return counts, copies(params)
 

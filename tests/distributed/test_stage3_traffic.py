@@ -7,16 +7,20 @@ the padded bytes of all units and R those of the root, 3W + 2R, or 2W + 2R.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from guards import CollectiveLog
 from harness import run_ranks
 from sharded_cases import Net, Run, full_state, gathered, loss_of, make, tokens, train_step
-from torch import nn
+from torch import Tensor, nn
 from training_cases import ROW
+from zero_optim.unit import UnitState
 
 Account = dict[str, tuple[int, int]]  # of each kind, calls and bytes
 DEPTH = 3
@@ -131,16 +135,57 @@ def _logged(rank: int, world_size: int, run: Run) -> tuple[Account, list[tuple[s
 
 @pytest.mark.parametrize("reshard", [True, 2])
 def test_stats_hide_no_collective(reshard):
-    """Gloo's gathers are a broadcast a rank; its reduce-scatters all-to-alls; the exchange is the all-reduce."""
+    """Gloo's gathers are a broadcast a rank, its reduce-scatters a scatter a rank, which the log has as one."""
     run = Run(shard={"reshard_after_forward": reshard})
     for moved, calls in run_ranks(4, _logged, run):
         seen = {name: (len(of), sum(of)) for name in {name for name, _ in calls} if (of := _bytes(calls, name))}
         whole, of_node = moved["all_gather"], moved.get("node_all_gather", (0, 0))
         assert seen == {
             "broadcast_": (4 * whole[0] + 2 * of_node[0], whole[1] + of_node[1]),
-            "alltoall_base_": moved["reduce_scatter"],
+            "scatter_": moved["reduce_scatter"],
             "allreduce_": moved["exchange"],
         }
+
+
+def _sent_ahead(rank: int, world_size: int) -> list[list[UnitState]]:
+    """On rank 0, the states of the blocks in block 1's backward: while rank 1 waits in block 2's, and after that."""
+    run = Run()
+    model, opt = make(run, Net(depth=DEPTH))
+    train_step(run, rank, model, opt, 0)
+    store = dist.distributed_c10d._get_default_store()
+    states = []
+
+    def look(grad: Tensor) -> None:
+        states.append([unit.state for unit in model._zero_optim_sharded.units[1:]])
+
+    def let_the_other_go_on(grad: Tensor) -> None:
+        store.set("looked", "")
+        deadline = time.monotonic() + 30
+        while not opt._reducer.buffers.free and time.monotonic() < deadline:
+            pass
+
+    def wait(grad: Tensor) -> None:
+        store.wait(["looked"], timedelta(seconds=30))
+
+    hooks = ((model.blocks[2].down, wait),)
+    if rank == 0:
+        block = model.blocks[1]
+        hooks = ((block.down, look), (block.up, let_the_other_go_on), (block.norm, look))
+    handles = [module.weight.register_hook(hook) for module, hook in hooks]
+    loss_of(model, tokens(rank, 1)).backward()
+    for handle in handles:
+        handle.remove()
+    opt.step()
+    store.delete_key("looked")
+    opt.close()
+    return states
+
+
+def test_a_gather_is_not_sent_ahead_beside_a_reduction_under_gloo():
+    """It would need memory beside the buffers. As gradients become ready it is found that the reduction has arrived."""
+    of_rank_0, _ = run_ranks(2, _sent_ahead)
+    sharded, unsharding, unsharded = UnitState.SHARDED, UnitState.UNSHARDING, UnitState.UNSHARDED
+    assert of_rank_0 == [[sharded, unsharded, sharded], [unsharding, unsharded, sharded]]
 
 
 def _bytes(calls: Sequence[tuple[str, int]], name: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -83,10 +84,37 @@ class FakeWatch:
         pass
 
 
-class Rank:
-    """One rank's schedule, driven by hand as modules and autograd would."""
+class FakeReducer:
+    """Its reductions are under way for as long as chance has it."""
 
-    def __init__(self, outer_of: list[int | None], keep: bool, prefetch: int, comm: FakeComm) -> None:
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+
+    @property
+    def busy(self) -> bool:
+        return self.chance.random() < 0.5
+
+    def backward_begins(self) -> None:
+        pass
+
+    def launch_over(self) -> None:
+        pass
+
+    def follow_order(self) -> None:
+        pass
+
+
+class Rank:
+    """One rank's schedule, driven by hand as modules and autograd would. ``chance``: of its reductions; None: none."""
+
+    def __init__(
+        self,
+        outer_of: list[int | None],
+        keep: bool,
+        prefetch: int,
+        comm: FakeComm,
+        chance: random.Random | None = None,
+    ) -> None:
         self.log = Log()
         self.units = [FakeUnit(0, True, set(), self.log)]
         for number, outer in enumerate(outer_of, 1):
@@ -94,6 +122,8 @@ class Rank:
             self.units.append(FakeUnit(number, keep, {around, *around.enclosing}, self.log))
         self.schedule = UnitSchedule(self.units, comm, prefetch, keep_evaluating=keep)  # type: ignore[arg-type]
         self.schedule.watch = FakeWatch()  # type: ignore[assignment]
+        self.reducers = [] if chance is None else [FakeReducer(chance)]
+        self.schedule.followers += self.reducers
         self.used: set[int] = set()
 
     def children(self, unit: FakeUnit) -> Iterator[FakeUnit]:
@@ -116,6 +146,8 @@ class Rank:
         """Back through what the forward used; ``checkpointed`` units in a row are computed again together."""
         self.schedule.before_backward(unit)  # type: ignore[arg-type]
         assert unit.state is UnitState.UNSHARDED
+        if any(not reducer.busy for reducer in self.reducers):  # found as a gradient becomes ready
+            self.schedule.send_ahead()
         children = [child for child in self.children(unit) if child.number in used]
         while children:
             segment, children = children[-checkpointed:], children[:-checkpointed]
@@ -192,12 +224,17 @@ def play(rank: Rank, number: int, step: Step, flag: threading.local) -> None:
     keep=st.booleans(),
     prefetch=st.integers(0, 3),
     program=st.lists(steps, min_size=1, max_size=4),
+    seed=st.integers(0, 99),
 )
-def test_all_ranks_gather_alike(outer_of: list[int | None], keep: bool, prefetch: int, program: list[Step]) -> None:
+def test_all_ranks_gather_alike(
+    outer_of: list[int | None], keep: bool, prefetch: int, program: list[Step], seed: int
+) -> None:
+    """Whenever their reductions arrive."""
     flag = threading.local()
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(RANKS) as threads:
         patch.setattr(unit_schedule, "in_backward", lambda: flag.backward)
-        ranks = [Rank(outer_of, keep, prefetch, comm) for comm in comms(RANKS)]
+        chances = [random.Random(f"{seed} {number}") for number in range(RANKS)]
+        ranks = [Rank(outer_of, keep, prefetch, *of) for of in zip(comms(RANKS), chances, strict=True)]
         for number, step in enumerate(program):
             for played in [threads.submit(play, rank, place, step, flag) for place, rank in enumerate(ranks)]:
                 played.result()
@@ -225,3 +262,17 @@ def test_a_usual_step_gathers_each_unit_twice_and_few_at_once(
         in_use = 1 if checkpointed == 1 else checkpointed + 1  # and that before them, until backward is there
         if set(outer_of) == {None} or checkpointed == 1:
             assert rank.log.most <= deepest + in_use + prefetch, "those in use, those around them, and those ahead"
+
+
+@pytest.mark.parametrize(("busy", "most"), [(True, 2), (False, 4)])
+def test_units_are_sent_for_when_no_reduction_is_under_way(busy: bool, most: int) -> None:
+    flag = threading.local()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit_schedule, "in_backward", lambda: flag.backward)
+        patch.setattr(FakeReducer, "busy", busy)
+        rank = Rank([None] * UNITS, False, 2, *comms(1), random.Random(0))
+        for _ in range(2):
+            rank.log.gathers.clear()
+            play(rank, 0, Step((frozenset(range(1, UNITS + 1)),), True, True, 1), flag)
+        assert rank.log.gathers == [0, *range(1, UNITS + 1), *range(UNITS, 0, -1)]
+        assert rank.log.most == most, "the root, one, and those ahead"

@@ -18,8 +18,7 @@ from training_cases import TINY_CAP_MB, linear_loss, make_gradients, make_parame
 SHAPES = ((17, 9), (300,), (1,), (40, 25))
 KERNELS = {f"zero_kernels::{name}" for name in ("adam_step", "pack", "unpack", "grad_stats", "hyper_table")}
 COLLECTIVES = {
-    f"c10d::{name}"
-    for name in ("allreduce_", "alltoall_base_", "broadcast_", "_allgather_base_", "_reduce_scatter_base_")
+    f"c10d::{name}" for name in ("allreduce_", "scatter_", "broadcast_", "_allgather_base_", "_reduce_scatter_base_")
 }
 VIEWS = {
     f"aten::{name}"
