@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces: of torch.distributed's functions, and of DTensor's
 NO_COLLECTIVE = ("wait_tensor", "_wrap_tensor_autograd")
+OF_A_PART = ("scatter_",)  # gloo's reduce-scatter is one from each rank
 TWICE = ("allreduce_", "allreduce_coalesced_", "all_reduce", "all_reduce_", "all_reduce_coalesced")
 
 
@@ -31,7 +32,8 @@ class Traffic(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         namespace, name = func._schema.name.split("::")
         if namespace in COLLECTIVES and name not in NO_COLLECTIVE:
-            self.bytes += max(map(_bytes_in, (*args, result))) * (2 if name in TWICE else 1)
+            whole = _bytes_in(args[0]) if name in OF_A_PART else max(map(_bytes_in, (*args, result)))
+            self.bytes += whole * (2 if name in TWICE else 1)
         return result
 
 
