@@ -67,7 +67,7 @@ class CommBuffers:
         """The bucket's reduction has arrived: nothing in the buffers lent to it is needed any more."""
         for storage, user in zip(self.storages, self._users, strict=True):
             if self.poison and user is bucket:
-                storage.fill_(0xFF)  # NaN in every float dtype
+                storage[: storage.untyped_storage().nbytes()].fill_(0xFF)  # NaN in every float dtype
 
 
 def debug_options() -> set[str]:
