@@ -26,7 +26,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 SUMMED_AT_ONCE = 2**16
-"""Elements of a reduce-scatter under gloo."""
+"""Elements: their fp32 sums, of a reduce-scatter under gloo, fit into a core's cache."""
 
 
 @dataclass
@@ -320,7 +320,7 @@ class Comm:
 def _sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
     """Add the ranks' contributions in fp32, in rank order, round once to their dtype, then store or add.
 
-    ``out`` may be one of ``parts``. Piece by piece: the fp32 sums of one stay in a cache.
+    ``out`` may be one of ``parts``; the first of them may be overwritten.
     """
     if len(parts) == 2 and not accumulate and out.dtype == parts[0].dtype:
         torch.add(parts[0], parts[1], out=out)  # two 16-bit terms are added in fp32, and rounded once

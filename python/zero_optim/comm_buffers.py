@@ -21,7 +21,7 @@ class Borrower(Protocol):
 
 
 class CommBuffers:
-    """Two buffers as large as the largest bucket, lent in turn. Taking one waits for the bucket that used it last.
+    """Two buffers, at most as large as the largest bucket, lent in turn. Taking one waits for who had it last.
 
     With ``ZERO_OPTIM_DEBUG=poison`` what was communicated is overwritten with NaN once it has been used: whoever reads
     it later is found out.

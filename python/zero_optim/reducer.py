@@ -190,7 +190,7 @@ class Reducer:
         if self.observing:
             self._observed_order.append(index)
         elif self._schedule is not None and self.sharding.reduces:  # it leaves when its unit is over
-            if self._free_buffers():
+            if self._free_buffers() and self._on_gloo:
                 self._schedule.send_ahead()
         elif self._again:
             pass  # to be reduced by ``finish``
@@ -237,10 +237,15 @@ class Reducer:
 
     @property
     def busy(self) -> bool:
-        """Whether the host can see a reduction end, and does not yet: under gloo. What else is communicated would be a
-        burden on the same threads, and need memory beside the buffers. On CUDA the host is ahead of both."""
+        """Whether a reduction is under way that the host is going to wait for: under gloo. What else is communicated
+        meanwhile would be a burden on the same threads, and need memory beside the buffers, which are freed if it is
+        found to have arrived. On CUDA the host is ahead of both, and never sees one end."""
         self._free_buffers()
-        return self.buffers.allocated and self._by_unit and self.sharding.comm.is_gloo(self.sharding.device)
+        return self.buffers.allocated and self._by_unit and self._on_gloo
+
+    @property
+    def _on_gloo(self) -> bool:
+        return self.sharding.comm.is_gloo(self.sharding.device)
 
     def follow_order(self) -> None:
         """Reduce in the order in which backward is through with units, as the ranks have agreed."""

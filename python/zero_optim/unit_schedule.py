@@ -142,6 +142,7 @@ class UnitSchedule:
         if unit not in cycle:  # it needed no gradient when the order was recorded
             if closing:
                 self._close([*self._open], unit)
+            self.send_ahead()  # on every rank before this one, whether or not some have
             self._open_unit(unit, self._place)
             return
         if unit not in cycle[self._place + 1 :]:
@@ -167,7 +168,7 @@ class UnitSchedule:
             self._running.pop()
         if unit is self.units[0]:
             self._forwards = max(0, self._forwards - 1)
-        elif unit not in self._open and unit.state is not UnitState.GATHERED and not self._stays(unit):
+        elif unit not in self._open and unit.state is UnitState.UNSHARDED and not self._stays(unit):
             self._leave(unit)  # a backward within its forward has gone through it
 
     @property
@@ -205,9 +206,15 @@ class UnitSchedule:
             raise ShardAccessError("step was called within gather_parameters: leave that before, on every rank")
 
     def send_ahead(self) -> None:
-        """Start to gather the next units of the cycle that is open. Ranks need not do so at the same time."""
+        """Start to gather the next units of the cycle that is open, as far as their turn has come.
+
+        Ranks need not do so at the same time: whenever it is, each unit is gathered in its turn. One that is unsharded
+        now may be resharded before its turn, and gathered again: those behind it wait.
+        """
         if self._direction is not None:
             for ahead in self._cycles[self._direction][self._place + 1 :][: self._prefetch]:
+                if ahead.state is UnitState.UNSHARDED:
+                    break
                 ahead.unshard()
 
     def is_over(self, flat: FlatParams) -> bool:

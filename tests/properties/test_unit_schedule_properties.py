@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -105,7 +105,13 @@ class FakeReducer:
 
 
 class Rank:
-    """One rank's schedule, driven by hand as modules and autograd would. ``chance``: of its reductions; None: none."""
+    """One rank's schedule, driven by hand as modules and autograd would.
+
+    Args:
+        chance: of its reductions; None: there are none.
+        twice: what the root calls a second time after all others.
+        frozen: what gives nothing that requires a gradient; a checkpoint calls it again all the same.
+    """
 
     def __init__(
         self,
@@ -114,7 +120,10 @@ class Rank:
         prefetch: int,
         comm: FakeComm,
         chance: random.Random | None = None,
+        twice: frozenset[int] = frozenset(),
+        frozen: frozenset[int] = frozenset(),
     ) -> None:
+        self.twice, self.frozen = twice, frozen
         self.log = Log()
         self.units = [FakeUnit(0, True, set(), self.log)]
         for number, outer in enumerate(outer_of, 1):
@@ -128,9 +137,11 @@ class Rank:
 
     def children(self, unit: FakeUnit) -> Iterator[FakeUnit]:
         """Units called within ``unit``'s forward, directly."""
-        for other in self.units[1:]:
-            if unit in other.enclosing and len(other.enclosing) == len(unit.enclosing) + 1:
-                yield other
+        within = [other for other in self.units[1:] if unit in other.enclosing]
+        direct = [other for other in within if len(other.enclosing) == len(unit.enclosing) + 1]
+        yield from direct
+        if unit is self.units[0]:
+            yield from (other for other in direct if other.number in self.twice)
 
     def forward(self, unit: FakeUnit, used: set[int]) -> None:
         self.schedule.before_forward(unit)  # type: ignore[arg-type]
@@ -140,12 +151,14 @@ class Rank:
                 self.forward(child, used)
                 assert unit.state is UnitState.UNSHARDED, "an outer unit is there as long as its forward"
         self.schedule.forward_ended(unit)  # type: ignore[arg-type]
-        self.schedule.after_forward(unit, requires_grad=torch.is_grad_enabled())  # type: ignore[arg-type]
+        needs = torch.is_grad_enabled() and unit.number not in self.frozen
+        self.schedule.after_forward(unit, requires_grad=needs)  # type: ignore[arg-type]
 
     def backward(self, unit: FakeUnit, used: set[int], checkpointed: int) -> None:
         """Back through what the forward used; ``checkpointed`` units in a row are computed again together."""
-        self.schedule.before_backward(unit)  # type: ignore[arg-type]
-        assert unit.state is UnitState.UNSHARDED
+        if unit.number not in self.frozen:
+            self.schedule.before_backward(unit)  # type: ignore[arg-type]
+            assert unit.state is UnitState.UNSHARDED
         if any(not reducer.busy for reducer in self.reducers):  # found as a gradient becomes ready
             self.schedule.send_ahead()
         children = [child for child in self.children(unit) if child.number in used]
@@ -156,7 +169,8 @@ class Rank:
                     self.again(child, used)
             for child in reversed(segment):
                 self.backward(child, used, checkpointed)
-                assert unit.state is UnitState.UNSHARDED, "an outer unit is there as long as its backward"
+                if unit.number not in self.frozen:
+                    assert unit.state is UnitState.UNSHARDED, "an outer unit is there as long as its backward"
 
     def again(self, unit: FakeUnit, used: set[int]) -> None:
         self.schedule.before_forward(unit)  # type: ignore[arg-type]
@@ -211,30 +225,42 @@ def play(rank: Rank, number: int, step: Step, flag: threading.local) -> None:
         with torch.no_grad():
             rank.backward(rank.units[0], used, step.checkpointed)
             rank.schedule.end_backward()
-        assert all(unit.state is UnitState.SHARDED for unit in rank.units), "after backward all are sharded"
+        through = [unit for unit in rank.units if unit.number not in rank.frozen]  # the others may be kept until step
+        assert all(unit.state is UnitState.SHARDED for unit in through), "after backward all are sharded"
         flag.backward = False
     if step.trains:
         rank.schedule.settle()
         rank.schedule.end_step()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     outer_of=trees,
     keep=st.booleans(),
     prefetch=st.integers(0, 3),
     program=st.lists(steps, min_size=1, max_size=4),
     seed=st.integers(0, 99),
+    twice=subsets,
+    frozen=subsets,
 )
 def test_all_ranks_gather_alike(
-    outer_of: list[int | None], keep: bool, prefetch: int, program: list[Step], seed: int
+    outer_of: list[int | None],
+    keep: bool,
+    prefetch: int,
+    program: list[Step],
+    seed: int,
+    twice: frozenset[int],
+    frozen: frozenset[int],
 ) -> None:
-    """Whenever their reductions arrive."""
+    """Whenever their reductions arrive. Where units are called twice, or come into a backward and are not in its order
+    (frozen, in a checkpoint), every rank has to use the same."""
+    if twice or frozen:
+        program = [replace(step, uses=step.uses[:1] * RANKS) for step in program]
     flag = threading.local()
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(RANKS) as threads:
         patch.setattr(unit_schedule, "in_backward", lambda: flag.backward)
         chances = [random.Random(f"{seed} {number}") for number in range(RANKS)]
-        ranks = [Rank(outer_of, keep, prefetch, *of) for of in zip(comms(RANKS), chances, strict=True)]
+        ranks = [Rank(outer_of, keep, prefetch, *of, twice, frozen) for of in zip(comms(RANKS), chances, strict=True)]
         for number, step in enumerate(program):
             for played in [threads.submit(play, rank, place, step, flag) for place, rank in enumerate(ranks)]:
                 played.result()
