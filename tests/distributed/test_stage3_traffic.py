@@ -188,6 +188,49 @@ def test_a_gather_is_not_sent_ahead_beside_a_reduction_under_gloo():
     assert of_rank_0 == [[sharded, unsharded, sharded], [unsharding, unsharded, sharded]]
 
 
+def _loaded_in_between(rank: int, world_size: int) -> tuple[UnitState, dict[str, Tensor], dict[str, Tensor]]:
+    """Whether a unit is sent for as a backward raises: rank 1's alone. Parameters after loading and a step, and without
+    all that."""
+    from zero_optim.reducer import Reducer
+
+    run = Run()
+    results = []
+    for raises in (True, False):
+        torch.manual_seed(0)
+        model, opt = make(run, Net(depth=DEPTH))
+        train_step(run, rank, model, opt, 0)
+        if raises:
+            saved = gathered(model)
+            handles = [parameter.register_hook(_raise) for parameter in model.blocks[1].parameters()]
+            busy, Reducer.busy = Reducer.busy, property(lambda reducer: rank == 0)  # type: ignore[assignment]
+            try:
+                loss_of(model, tokens(rank, 1)).backward()
+            except ArithmeticError:
+                of_block_0 = model._zero_optim_sharded.units[1].state
+            finally:
+                Reducer.busy = busy  # type: ignore[assignment]
+                for handle in handles:
+                    handle.remove()
+            model.load_state_dict(saved)
+            opt.zero_grad()
+        train_step(run, rank, model, opt, 2)
+        results.append(gathered(model))
+        opt.close()
+    return of_block_0, *results
+
+
+def _raise(grad: Tensor) -> None:
+    raise ArithmeticError
+
+
+def test_loading_after_a_backward_that_raised_waits_for_no_rank():
+    """One rank had sent for a unit that the other had not; both end the cycle before they load."""
+    of_ranks = run_ranks(2, _loaded_in_between)
+    assert [state for state, *_ in of_ranks] == [UnitState.SHARDED, UnitState.UNSHARDING]
+    for _, after, expected in of_ranks:
+        assert all(torch.equal(after[name], expected[name]) for name in expected)
+
+
 def _bytes(calls: Sequence[tuple[str, int]], name: str) -> list[int]:
     return [size for of, size in calls if of == name]
 
