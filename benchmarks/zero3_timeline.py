@@ -24,10 +24,10 @@ import zero_optim
 from torch import Tensor, nn
 from torch.nn import functional as F
 from zero_optim.backward_watch import BackwardWatch
-from zero_optim.bucket import Bucket
-from zero_optim.sharded_model import ShardedModel, sharded_model_of
-from zero_optim.unit import Unit
-from zero_optim.unit_schedule import UnitSchedule
+from zero_optim.grads.bucket import Bucket
+from zero_optim.units.sharded_model import ShardedModel, sharded_model_of
+from zero_optim.units.unit import Unit
+from zero_optim.units.schedule import UnitSchedule
 
 BLOCKS, HIDDEN, TOKENS, VOCAB = 5, 512, 768, 1024
 WARM_UP, STEPS = 5, 15

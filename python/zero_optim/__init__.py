@@ -1,5 +1,6 @@
 """ZeRO for PyTorch: a drop-in ``torch.optim.AdamW`` that shards its state and gradients over data-parallel ranks."""
 
+from .checkpoint.full_state import full_state_dict, load_full_state_dict
 from .errors import (
     ClosedError,
     CollectiveError,
@@ -10,11 +11,10 @@ from .errors import (
     StateMismatchError,
     ZeroOptimError,
 )
-from .flat_shard import FlatShard
-from .full_state import full_state_dict, load_full_state_dict
 from .gather_parameters import gather_parameters
 from .grad_scaler import GradScaler
 from .optimizer import ShardedAdamW
+from .params.flat_shard import FlatShard
 from .shard_module import shard_module
 from .verify import Verifier, VerifyReport, verify
 

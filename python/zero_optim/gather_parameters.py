@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from torch import nn
 
 from .errors import ShardAccessError
-from .param_shard import plain_parameter
-from .sharded_model import ShardedModel, sharded_model_of
-from .unit import UnitState
-from .unit_schedule import in_backward
+from .params.param_shard import plain_parameter
+from .units.schedule import in_backward
+from .units.sharded_model import ShardedModel, sharded_model_of
+from .units.unit import UnitState
 
 
 @contextmanager

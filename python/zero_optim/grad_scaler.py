@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 
 from zero_kernels import is_capturing
 
-from .host_copy import HostCopy
+from .comm.host_copy import HostCopy
 
 
 class _Sharded(Protocol):

@@ -20,20 +20,23 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from . import validate
-from .bucket import GradState, Sharding
-from .bucket_plan import buckets_by_size, buckets_of_units
-from .comm import make_comm
+from .checkpoint.state_dict import load_groups, make_state_dict, match_state, saved_order, step_counts
+from .comm.collectives import make_comm
+from .comm.sharding import Sharding
 from .errors import ClosedError, GradientError, ZeroOptimError
-from .grad_norm import GradNorm
-from .param_gather import ParamGather
-from .param_group import HyperTable
-from .parameter_set import ParameterSet, listed
-from .reducer import Reducer
-from .shard_state import OptimizerState
-from .sharded_model import sharded_model_of
-from .state_dict import load_groups, make_state_dict, match_state, saved_order, step_counts
+from .grads.bucket_plan import buckets_by_size, buckets_of_units
+from .grads.reducer import Reducer
+from .grads.slots import GradState
+from .params.parameter_set import ParameterSet, listed
 from .stats import memory_by_kind
-from .unit_hooks import tensors_in
+from .step.alarms import About
+from .step.clip import Clip
+from .step.exchange import Exchange
+from .step.hyper_table import HyperTable
+from .step.param_gather import ParamGather
+from .step.shard_state import OptimizerState
+from .units.hooks import tensors_in
+from .units.sharded_model import sharded_model_of
 
 
 class Watcher(Protocol):
@@ -151,18 +154,19 @@ class ShardedAdamW(torch.optim.Optimizer):
             trained, self._parameters.labels, self._sharding, make_buckets, overlap_grad_reduce, schedule
         )
         self._states = OptimizerState(trained, self._sharding)
-        self._norm = GradNorm(self._sharding, self._parameters.labels, schedule)
+        self._exchange = Exchange(self._sharding, self._parameters.labels, by_units=schedule is not None)
+        self._clip = Clip(self._sharding, self._parameters.labels)
         self._hyper = HyperTable([], 0, self.device, decoupled=decoupled_weight_decay)
         self._gather = ParamGather(overlap_param_gather and stage < 3)
         self._reducer.on_layout = [self._states.lay_out, self._gather.use]
-        self._reducer.on_backward = self._norm.discard
+        self._reducer.on_change = self._gradients_change
         self._steps = 0
         self.watchers: list[Watcher] = []  # told of every update; ``zero_optim.verify`` adds one
         self._closed = False
         try:
             self._take_in(indices, self._to_train(indices))
         except BaseException:
-            self.close()
+            self._close(collective=False)
             raise
 
     # -- a step --------------------------------------------------------------------------------------------------
@@ -193,48 +197,57 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._adopt_torch_scale()
         self._keep_edits()
         self._states.refresh_edited()
-
-        # Phase 1 and 2: complete the reductions; agree on norm, overflow and used parameters.
-        self._exchange(2.0 if self.max_grad_norm is not None else None)
+        self._finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
         grad_scale, found_inf = self._coefficients()
-        self._hyper.advance(self.param_groups, self._norm.used & (found_inf == 0), self._norm.factor)
-        if self._sharded is not None:
-            self._sharded.schedule.settle()
+        self._apply(grad_scale, found_inf)
 
-        # Phase 3: update every shard and send it out, in the order in which the next forward wants the parameters.
-        for watcher in self.watchers:
-            watcher.before_update(grad_scale, found_inf)
-        for shard in reversed(self._states.shards):
-            shard.update(self._hyper.table, grad_scale, found_inf, self._norm.nonfinite.marks)
-            shard.bucket.unshard()
-        self._gather.after_step()
-        for watcher in self.watchers:
-            watcher.after_update(found_inf)
-        self._states.mark_updated()
-        self._norm.skipped += found_inf.reshape(())
-        self._steps += 1
-        self._reducer.end_step()
-        self._forget_coefficients()
+    # Phases 1 and 2: complete the reductions; agree on norm, overflow and used parameters.
 
-    def _exchange(self, norm_type: float | None) -> None:
-        stats = self.skip_nonfinite or self._norm.scaled
-        if self._norm.exchanged:
+    def _finish_and_exchange(self, norm_type: float | None) -> None:
+        if self._exchange.current:
             self._follow_edits()
-        if self._norm.exchanged and self._norm.with_stats >= stats:
+        if self._exchange.current and self._exchange.with_stats >= self._wants_stats:
             return
-        thawed = self._parameters.thawed()
-        validate.check_kinds(self._parameters, thawed)
-        self._reduce_and_exchange(norm_type, thawed)
-        if thawed or self._reducer.leftover:  # on all ranks, as the exchange has shown
+        while True:
+            thawed = self._parameters.thawed()
+            validate.check_kinds(self._parameters, thawed)
+            used = self._reducer.finish()
+            self._run_exchange(used, norm_type, thawed)
+            if not thawed and not self._reducer.leftover:
+                return
+            # On all ranks, as the exchange has shown. These gradients come in a round of their own; then once more.
             self._reducer.reduce_leftover()
             if thawed:
                 self._take_in(thawed, thawed)
-            self._reduce_and_exchange(norm_type, [])
 
-    def _reduce_and_exchange(self, norm_type: float | None, thawed: Sequence[int]) -> None:
-        used = self._reducer.finish()
-        stats = self.skip_nonfinite or self._norm.scaled
-        self._norm.exchange(self._reducer, used, norm_type, stats=stats, thawed=thawed)
+    @property
+    def _wants_stats(self) -> bool:
+        return self.skip_nonfinite or self._clip.scaled
+
+    def _run_exchange(self, used: bytearray, norm_type: float | None, thawed: Sequence[int]) -> None:
+        reducer = self._reducer
+        refused = reducer.refused
+        dtypes = " or ".join(sorted({str(reducer.parameters[index].dtype) for index in refused}))
+        about = {"late": reducer.late, "refused": {*refused}, "thawed": {*thawed}, "leftover": {*reducer.leftover}}
+        try:
+            self._exchange.run(
+                reducer.buckets,
+                used,
+                norm_type,
+                stats=self._wants_stats,
+                about=about,
+                order_code=0 if self._sharded is None else self._sharded.schedule.order_code,
+                own=About("", [*refused.values()], dtypes),
+                flags=(reducer.nonfinite, reducer.slot_params),
+            )
+        except ZeroOptimError:
+            self._clip.unclip()
+            raise
+
+    def _gradients_change(self) -> None:
+        """On all ranks alike: what was exchanged is no longer what the gradients are."""
+        self._clip.discard()
+        self._exchange.current = False
 
     def _follow_edits(self) -> None:
         """Gradients dropped or assigned since the exchange count as they are; what was clipped stays so."""
@@ -243,22 +256,44 @@ class ShardedAdamW(torch.optim.Optimizer):
             raise GradientError(
                 "a gradient was assigned after clip_grad_norm_ had reduced them: assign it before, on every rank"
             )
-        self._norm.exchanged = not (assigned or dropped)
+        self._exchange.current = not (assigned or dropped)
+
+    # Phase 3: one device scalar that unscales and clips, and one that says whether to skip.
 
     def _coefficients(self) -> tuple[Tensor | None, Tensor]:
-        """One device scalar that unscales and clips, and one that says whether to skip."""
-        if self.max_grad_norm is not None and not self._norm.clipped:
-            self._norm.clip_to(self.max_grad_norm, 2.0, self._reducer.buckets, None, self._norm.inverse_scale)
-        self._norm.decide(self.skip_nonfinite or self._norm.scaled)
-        grad_scale = self._norm.clip if self._norm.clipped else self._norm.inverse_scale
-        if self._norm.clipped and self._norm.inverse_scale is not None:
-            grad_scale = self._norm.clip * self._norm.inverse_scale
-        return grad_scale, self._norm.found_inf
+        if self.max_grad_norm is not None and not self._clip.clipped:
+            self._clip.clip_to(self.max_grad_norm, 2.0, self._exchange, self._reducer.buckets)
+        self._exchange.decide(self._wants_stats)
+        return self._clip.grad_scale(), self._exchange.found_inf
+
+    # Phase 4: update every shard and send it out, in the order in which the next forward wants the parameters.
+
+    def _apply(self, grad_scale: Tensor | None, found_inf: Tensor) -> None:
+        self._hyper.advance(self.param_groups, self._exchange.used & (found_inf == 0), self._clip.factor)
+        if self._sharded is not None:
+            self._sharded.schedule.settle()
+        for watcher in self.watchers:
+            watcher.before_update(grad_scale, found_inf)
+        for shard in reversed(self._states.shards):
+            shard.update(self._hyper.table, grad_scale, found_inf, self._exchange.nonfinite.marks)
+            shard.bucket.unshard()
+        self._gather.after_step()
+        for watcher in self.watchers:
+            watcher.after_update(found_inf)
+        self._states.mark_updated()
+        self._exchange.skipped += found_inf.reshape(())
+        self._steps += 1
+        self._reducer.end_step()
+        if self._sharded is not None:
+            self._sharded.schedule.end_step()
+        self._forget_coefficients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient; ``set_to_none=False`` makes it zero instead, which counts as a gradient in ``step``."""
         self._check_usable()
         self._reducer.clear(set_to_none)
+        if self._sharded is not None:
+            self._sharded.schedule.begin_step()
         for parameter in self._parameters.untrained():
             if parameter.grad is not None:
                 parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
@@ -292,8 +327,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
         subset = None if parameters is None else self._parameters.indices_of(parameters)
-        self._exchange(float(norm_type) if subset is None else None)
-        return self._norm.clip_to(max_norm, float(norm_type), self._reducer.buckets, subset, self._norm.inverse_scale)
+        self._finish_and_exchange(float(norm_type) if subset is None else None)
+        return self._clip.clip_to(max_norm, float(norm_type), self._exchange, self._reducer.buckets, subset)
 
     # -- loss scaling --------------------------------------------------------------------------------------------
 
@@ -301,35 +336,35 @@ class ShardedAdamW(torch.optim.Optimizer):
     def unscale_gradients(self, inverse_scale: Tensor) -> None:
         """For ``GradScaler.unscale_``: divide gradients where ``.grad`` shows them, a dtype at a time; else note it."""
         self._check_usable()
-        self._norm.scaled = True
+        self._clip.scaled = True
         if self._parameters.thawed():
-            self._exchange(None)  # takes them in
+            self._finish_and_exchange(None)  # takes them in
         if not self._reducer.make_readable():
-            self._norm.inverse_scale = inverse_scale
+            self._clip.inverse_scale = inverse_scale
             return
-        self._norm.exchanged = False
+        self._exchange.current = False
         present = [bucket.grad_buffer for bucket in self._reducer.buckets if bucket.state is not GradState.EMPTY]
         for dtype in {buffer.dtype for buffer in present}:
             torch._amp_foreach_non_finite_check_and_unscale_(
-                [buffer for buffer in present if buffer.dtype == dtype], self._norm.found_inf, inverse_scale
+                [buffer for buffer in present if buffer.dtype == dtype], self._exchange.found_inf, inverse_scale
             )
 
     def step_scaled(self, inverse_scale: Tensor | None) -> Any:
         """For ``GradScaler.step``: step on gradients times ``inverse_scale`` [1]; None: they were unscaled before."""
-        self._norm.scaled = True
+        self._clip.scaled = True
         if inverse_scale is not None:
-            self._norm.inverse_scale = inverse_scale
+            self._clip.inverse_scale = inverse_scale
         return self.step()
 
     @torch.no_grad()
     def found_inf_without_step(self) -> Tensor:
         """For ``GradScaler.update`` after ``unscale_`` alone: [1] fp32, not 0 where a gradient is not finite."""
-        self._exchange(None)
-        return self._norm.overflowed()
+        self._finish_and_exchange(None)
+        return self._exchange.overflowed()
 
     def found_inf_of_step(self) -> Tensor:
         """For ``GradScaler.update``: [1] fp32, not 0 where the last step was skipped."""
-        return self._norm.found_inf.clone()
+        return self._exchange.found_inf.clone()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -347,14 +382,14 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def _adopt_torch_scale(self) -> None:
         if getattr(self, "found_inf", None) is not None:
-            self._norm.scaled = True
+            self._clip.scaled = True
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
-            self._norm.inverse_scale = scale.double().reciprocal().float().reshape(1)
+            self._clip.inverse_scale = scale.double().reciprocal().float().reshape(1)
 
     def _forget_coefficients(self) -> None:
-        self._norm.reset()
-        self._norm.inverse_scale, self._norm.scaled = None, False
+        self._clip.reset()
+        self._exchange.current = False
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -408,6 +443,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         """Count anew, in the next backward, how often each gradient becomes ready; call it on every rank."""
         self._check_usable()
         self._reducer.observe()
+        if self._sharded is not None:
+            self._sharded.schedule.record()
 
     # -- the parameters ------------------------------------------------------------------------------------------
 
@@ -443,7 +480,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._gather.wait()
         if self._sharded is not None:
             self._sharded.schedule.settle()
-        self._norm.check_alarms()
+        self._exchange.check_alarms()
 
     def _to_train(self, indices: Sequence[int]) -> list[int]:
         """Those that require a gradient, and those whose bucket has others that do."""
@@ -459,7 +496,8 @@ class ShardedAdamW(torch.optim.Optimizer):
             self._sharding.comm.broadcast(self._parameters.all[index].data)
         self._parameters.claim(indices)
         self._parameters.train(trained)
-        self._norm.resize()
+        self._exchange.resize()
+        self._clip.resize()
         self._hyper.grow(self._parameters.group_of, len(self.param_groups))
         if trained:
             self._states.grow(self._reducer.grow(trained))
@@ -508,7 +546,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._states.restart(set(self._parameters.trained) - set(saved))
         self._hyper.steps.copy_(step_counts(saved, len(self._hyper.steps)))
         load_groups(self.param_groups, state_dict["param_groups"])
-        self._norm.exchanged = False  # gradients may have been dropped
+        self._exchange.current = False  # gradients may have been dropped
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -534,7 +572,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             "world_size": self._sharding.comm.world_size,
             "buckets": len(self._reducer.buckets),
             "steps": self._steps,
-            "skipped_steps": int(self._norm.skipped),
+            "skipped_steps": int(self._exchange.skipped),
             "collectives": self._sharding.comm.stats(),
             "memory": memory_by_kind(self._states.shards, self._reducer.buffers, self._sharded),
             "non_finite": self.first_non_finite(),
@@ -542,7 +580,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def first_non_finite(self) -> dict[str, Any] | None:
         """``stats()["non_finite"]``, by itself."""
-        first = self._norm.nonfinite.first()
+        first = self._exchange.nonfinite.first()
         if first is None:
             return None
         index, rank, step = first
@@ -553,25 +591,23 @@ class ShardedAdamW(torch.optim.Optimizer):
     def close(self) -> None:
         """Remove the hooks and drop the gradients. Parameters keep their values.
 
-        Collective where several optimizers share ranks and the last backward was not followed by ``step`` or
-        ``zero_grad``: what ranks have begun to reduce, they complete. Every rank must have used it in that backward.
+        What a backward that raised has begun to reduce is completed, for the ranks on which it did not.
         """
-        if not self.__dict__.get("_closed", True):
-            self._reducer.complete_orderly_round()
-            self._close()
+        self._close(collective=True)
 
-    def _close(self) -> None:
+    def _close(self, *, collective: bool) -> None:
         # Its own, not getattr: a wrapper that passes reads on, as Lightning's, dies before the optimizer (seen: its
         # __del__ removed the hooks, and gradients stayed whole until step).
         if not self.__dict__.get("_closed", True):
             self._closed = True
             self._gather.close()
-            self._reducer.close()
+            self._reducer.close(collective=collective)
             self._parameters.release()
             self._sharding.comm.close()
 
     def __del__(self) -> None:
-        self._close()
+        if not sys.is_finalizing():  # half of what it would use is gone; the process takes the rest along
+            self._close(collective=False)
 
     def __getstate__(self) -> dict[str, Any]:
         raise ZeroOptimError(

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import validate
-from .comm import Comm, make_comm
+from .comm.collectives import Comm, make_comm
 from .errors import ParameterError
-from .param_shard import ParamShard
-from .parameter_set import check_free, plain_name
-from .sharded_model import ShardedModel, flatten, sharded_model_of
-from .unit import Place, Unit
-from .unit_schedule import UnitSchedule
+from .params.param_shard import ParamShard
+from .params.parameter_set import check_free, plain_name
+from .units.schedule import UnitSchedule
+from .units.sharded_model import ShardedModel, flatten, sharded_model_of
+from .units.unit import Place, Unit
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .comm_buffers import CommBuffers
-from .shard_state import ShardState
-from .sharded_model import ShardedModel
+from .comm.buffers import CommBuffers
+from .step.shard_state import ShardState
+from .units.sharded_model import ShardedModel
 
 
 def memory_by_kind(shards: Sequence[ShardState], buffers: CommBuffers, sharded: ShardedModel | None) -> dict[str, int]:

@@ -16,10 +16,10 @@ from torch.nn.parameter import is_lazy
 
 import zero_kernels
 
-from .comm import Comm
+from .comm.collectives import Comm
 from .errors import ParameterError, RankMismatchError
-from .parameter_set import ParameterSet, check_free
-from .sharded_model import sharded_model_of
+from .params.parameter_set import ParameterSet, check_free
+from .units.sharded_model import sharded_model_of
 
 PARAMETER_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from zero_kernels import HYPER_COLUMNS, is_capturing
 
 from .errors import ParameterError, ZeroOptimError
-from .layout import SlotPiece
 from .optimizer import ShardedAdamW
-from .shard_state import ShardState
+from .params.layout import SlotPiece
+from .step.shard_state import ShardState
 
 POSITIONS = 1024
 """Elements of one parameter that are shadowed at most, spread evenly over it."""
@@ -130,7 +130,7 @@ class Verifier:
         """Take over edits, then update the shadow by what the shards are about to be updated by."""
         if is_capturing(self._opt.device):
             raise ZeroOptimError("verify reads device values: close() it before capturing a step")
-        used = self._opt._norm.used.cpu()
+        used = self._opt._exchange.used.cpu()
         self._steps = torch.cat((self._steps, self._steps.new_zeros(len(used) - len(self._steps))))
         self._tracked = self._track()
         if bool(found_inf):

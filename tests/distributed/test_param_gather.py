@@ -18,7 +18,7 @@ from harness import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_cases import assert_bitwise
-from zero_optim.comm import Comm, Pending
+from zero_optim.comm.collectives import Comm, Pending
 
 CAP_MB = 0.002  # several buckets, some with parameters of more than one module
 STEPS = 5

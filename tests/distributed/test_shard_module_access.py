@@ -514,7 +514,7 @@ def test_refresh_master_takes_over_what_is_whole():
 
 
 def _failed_gather(rank: int, world_size: int) -> None:
-    from zero_optim.flat_params import FlatParams
+    from zero_optim.params.flat_params import FlatParams
 
     model = Net()
     model.blocks[1].up.requires_grad_(False)  # so that the unit has a second flat tensor

@@ -1052,7 +1052,7 @@ def _two_owners(rank: int, stage: int) -> list[Tensor]:
 
 
 def _two_owners_parity(rank: int, world_size: int) -> str:
-    from zero_optim.comm_buffers import CommBuffers
+    from zero_optim.comm.buffers import CommBuffers
 
     free, CommBuffers.free = CommBuffers.free, property(lambda buffers: True)  # type: ignore[assignment]  # ranks agree
     try:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from training_cases import bytes_of
-from zero_optim.reducer import Reducer
+from zero_optim.grads.reducer import Reducer
 
 DEPTH = 6
 KINDS = {"parameters": 2, "gradients": 2, "master": 4, "exp_avg": 4, "exp_avg_sq": 4}  # bytes a parameter

@@ -20,7 +20,7 @@ from harness import run_ranks
 from sharded_cases import Net, Run, full_state, gathered, loss_of, make, tokens, train_step
 from torch import Tensor, nn
 from training_cases import ROW
-from zero_optim.unit import UnitState
+from zero_optim.units.unit import UnitState
 
 Account = dict[str, tuple[int, int]]  # of each kind, calls and bytes
 DEPTH = 3
@@ -191,7 +191,7 @@ def test_a_gather_is_not_sent_ahead_beside_a_reduction_under_gloo():
 def _loaded_in_between(rank: int, world_size: int) -> tuple[UnitState, dict[str, Tensor], dict[str, Tensor]]:
     """Whether a unit is sent for as a backward raises: rank 1's alone. Parameters after loading and a step, and without
     all that."""
-    from zero_optim.reducer import Reducer
+    from zero_optim.grads.reducer import Reducer
 
     run = Run()
     results = []

@@ -398,7 +398,7 @@ def test_a_constructor_that_fails_in_the_middle_lets_go_of_everything(after, mon
     half_made = zero_optim.ShardedAdamW.__new__(zero_optim.ShardedAdamW)
     half_made.close()  # before it was ever constructed
     with monkeypatch.context() as patch:
-        patch.setattr("zero_optim.comm.Comm.broadcast", _Refusing(after))
+        patch.setattr("zero_optim.comm.collectives.Comm.broadcast", _Refusing(after))
         with pytest.raises(ArithmeticError, match="broadcast failed"):
             half_made.__init__(params)
     half_made.close()

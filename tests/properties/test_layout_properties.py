@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zero_optim.layout import ROW, BucketLayout, bucket_capacities, build_layout
+from zero_optim.params.layout import ROW, BucketLayout, bucket_capacities, build_layout
 
 BOUNDED = settings(derandomize=True, deadline=None, max_examples=150, database=None)
 ITEMSIZES = {"half": 2, "wide": 4, "third": 4}

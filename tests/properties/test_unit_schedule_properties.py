@@ -12,9 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zero_optim import unit_schedule
-from zero_optim.unit import UnitState
-from zero_optim.unit_schedule import UnitSchedule
+from zero_optim.units.schedule import UnitSchedule
+from zero_optim.units.unit import UnitState
 
 RANKS = 3
 
@@ -258,7 +257,7 @@ def test_all_ranks_gather_alike(
         program = [replace(step, uses=step.uses[:1] * RANKS) for step in program]
     flag = threading.local()
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(RANKS) as threads:
-        patch.setattr(unit_schedule, "in_backward", lambda: flag.backward)
+        patch.setattr(schedule, "in_backward", lambda: flag.backward)
         chances = [random.Random(f"{seed} {number}") for number in range(RANKS)]
         ranks = [Rank(outer_of, keep, prefetch, *of, twice, frozen) for of in zip(comms(RANKS), chances, strict=True)]
         for number, step in enumerate(program):
@@ -278,7 +277,7 @@ def test_a_usual_step_gathers_each_unit_twice_and_few_at_once(
     everything = frozenset(range(1, UNITS + 1))
     flag = threading.local()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit_schedule, "in_backward", lambda: flag.backward)
+        patch.setattr(schedule, "in_backward", lambda: flag.backward)
         rank = Rank(outer_of, False, prefetch, *comms(1))
         for _ in range(2):
             rank.log.gathers.clear()
@@ -294,7 +293,7 @@ def test_a_usual_step_gathers_each_unit_twice_and_few_at_once(
 def test_units_are_sent_for_when_no_reduction_is_under_way(busy: bool, most: int) -> None:
     flag = threading.local()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit_schedule, "in_backward", lambda: flag.backward)
+        patch.setattr(schedule, "in_backward", lambda: flag.backward)
         patch.setattr(FakeReducer, "busy", busy)
         rank = Rank([None] * UNITS, False, 2, *comms(1), random.Random(0))
         for _ in range(2):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from training import TINY, Command, read_log, table_row, without_speed
 from zero_optim.cli import main
-from zero_optim.comm import make_comm
+from zero_optim.comm.collectives import make_comm
 from zero_optim.train import loop, run_dir
 from zero_optim.train.model import GPT, ModelConfig
 from zero_optim.train.trainer import _parts_of_rank

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from zero_optim.comm_buffers import CommBuffers
+from zero_optim.comm.buffers import CommBuffers
 
 LARGEST = 4096  # bytes
 

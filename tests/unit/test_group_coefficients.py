@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from zero_optim.param_group import HyperTable
+from zero_optim.step.hyper_table import HyperTable
 
 import zero_kernels
 from zero_kernels import HYPER_COLUMNS

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from zero_optim.layout import ROW, BucketLayout, Slot, bucket_capacities, build_layout
+from zero_optim.params.layout import ROW, BucketLayout, Slot, bucket_capacities, build_layout
 
 
 def _random_layout(seed, shards):

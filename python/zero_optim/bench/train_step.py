@@ -15,7 +15,7 @@ from importlib.metadata import version
 
 import torch
 
-from ..comm import Comm, make_comm
+from ..comm.collectives import Comm, make_comm
 from ..errors import ZeroOptimError
 from ..train.model import GPT, ModelConfig
 from . import peak_memory

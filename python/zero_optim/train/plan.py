@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..comm import Comm
+from ..comm.collectives import Comm
 from .config import TrainConfig, TrainRequest, UsageError, fresh_config, resumed_config
 from .data import Corpus, load_corpus
 from .run_dir import Checkpoint, RunDir, find_checkpoint

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import GradScaler, ShardedAdamW, gather_parameters, shard_module
-from ..sharded_model import sharded_model_of
+from ..units.sharded_model import sharded_model_of
 from .data import draw_windows, fixed_windows
 from .model import GPT, Block, next_byte_loss
 from .plan import Plan, read_random_states, set_random_states

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ..comm import Comm, make_comm
+from ..comm.collectives import Comm, make_comm
 from .config import UsageError
 
 if TYPE_CHECKING:

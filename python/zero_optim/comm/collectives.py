@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import ClosedError, CollectiveError, RankMismatchError
+from ..errors import ClosedError, CollectiveError, RankMismatchError
 
 # torch 2.13 renames these two and warns on the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -56,16 +56,21 @@ class _Works:
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
-    def wait(self) -> None:
+    def wait(self, *timeout: timedelta) -> None:
         for work in self._works:
-            work.wait()
+            work.wait(*timeout)
 
 
 class Pending:
-    """A collective under way. ``wait`` may be called any number of times; ``on_arrival`` runs in the first."""
+    """A collective under way. ``wait`` may be called any number of times; ``on_arrival`` runs in the first.
 
-    def __init__(self, work: Any, traffic: Traffic, on_arrival: Callable[[], object] | None = None) -> None:
-        self._work = work
+    ``holds_host``: whether the host waits in ``wait``, as under gloo; else the current stream does.
+    """
+
+    def __init__(
+        self, work: Any, traffic: Traffic, on_arrival: Callable[[], object] | None = None, *, holds_host: bool = True
+    ) -> None:
+        self._work, self._holds_host = work, holds_host
         self._kind, self._traffic = traffic.kind, traffic
         self._on_arrival = on_arrival
 
@@ -73,6 +78,17 @@ class Pending:
     def arrived(self) -> bool:
         """Whether ``wait`` would return at once."""
         return self._work is None or self._work.is_completed()
+
+    def arrives_within(self, seconds: float) -> bool:
+        """Whether ``wait`` would not hold the host, at the latest after so long."""
+        if self.arrived or not self._holds_host:
+            return True
+        if seconds > 0:
+            try:
+                self._work.wait(timedelta(seconds=seconds))
+            except RuntimeError:  # in time or not, ``wait`` says what there is to say
+                return self.arrived
+        return self.arrived
 
     def wait(self) -> None:
         if self._work is None:
@@ -95,13 +111,17 @@ class Pending:
 class Comm:
     """The ranks that share one optimizer's state. ``group=None`` is one rank, and then nothing is communicated.
 
-    The group is held weakly: gloo's threads end only when ``destroy_process_group`` drops the last reference to it, and
+    It has two groups of the same ranks. What every rank calls at the same place in its program, such as loading, goes
+    over the *given* one. What the optimizer sends of its own accord, reductions above all, goes over its *own*: a
+    collective of the user's, or of another optimizer, between two calls of ours cannot meet it there.
+
+    The groups are held weakly: gloo's threads end only when ``destroy_process_group`` drops the last reference, and
     one that still runs while the interpreter shuts down aborts the process.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = weakref.ref(group) if group is not None else None
-        self._owns_group = False
+        self._own = self._group
         self.out_of_step = False  # whether a collective has failed: the group is of no use any more
         self.shared = False  # whether another optimizer communicates between some of the same ranks
         self.world_size = dist.get_world_size(group) if group is not None else 1
@@ -111,7 +131,16 @@ class Comm:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        group = self._group() if self._group is not None else None
+        """The given one. Raises ClosedError where it was destroyed."""
+        return self._alive(self._group)
+
+    @property
+    def own_group(self) -> dist.ProcessGroup | None:
+        """Raises ClosedError where it was destroyed."""
+        return self._alive(self._own)
+
+    def _alive(self, reference: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup | None:
+        group = reference() if reference is not None else None
         if group is None and self.world_size > 1:
             raise ClosedError("the process group was destroyed: close the optimizer before, or make a new one")
         return group
@@ -125,9 +154,9 @@ class Comm:
             )
 
     def separate(self) -> None:
-        """Collective. Take a group of its own, with the same ranks, where another optimizer communicates over this one.
+        """Collective. Take a group of its own, and learn whether another optimizer communicates between the same ranks.
 
-        Both reduce while backward runs. Ranks that use different parameters of theirs would send in different orders.
+        Such two reduce in one backward, of which ranks may use different parts. So neither may wait in it.
         """
         if self.world_size == 1:
             return
@@ -135,35 +164,36 @@ class Comm:
         others = [other for other in _live if other is not self and len({*ranks} & {*other._ranks()}) > 1]
         for comm in (self, *others) if others else ():
             comm.shared = True  # what it changes needs no agreement
-        wanted = any(other._ranks() == ranks for other in others)
-        self._take_group(ranks, "the constructor", wanted=wanted)
+        self._take_group(ranks, "the constructor", needed=any(other._ranks() == ranks for other in others))
 
     def take_own_group(self) -> None:
-        """Collective. Take a group of its own, with the same ranks: what this communicates runs beside all else."""
+        """Collective. Take a group of its own for a sharded model: its gathers run beside all else."""
         _live.discard(self)  # so that no optimizer looks on it as another
         if self.world_size > 1:
-            self._take_group(dist.get_process_group_ranks(self.group), "shard_module", wanted=True)
+            self._take_group(dist.get_process_group_ranks(self.group), "shard_module", needed=True)
 
-    def _take_group(self, ranks: list[int], where: str, *, wanted: bool) -> None:
+    def _take_group(self, ranks: list[int], where: str, *, needed: bool) -> None:
+        """``needed``: raise where none can be made; else go on over the given group, which another may use, too."""
         alive = [group for group in map(_dereference, _spare.get(tuple(ranks), ())) if group is not None]
         spare = {group.group_name: group for group in alive}
-        report = (wanted, set(spare), len(dist.distributed_c10d._world.pg_names))
-        reports = self.gather_objects(report, where)
-        if not any(wanted for wanted, _, _ in reports):
-            return
+        reports = self.gather_objects((needed, set(spare), len(dist.distributed_c10d._world.pg_names)), where)
         common = sorted(set.intersection(*(names for _, names, _ in reports)))
-        own = spare.pop(common[0]) if common else self._new_group(ranks, {groups for _, _, groups in reports})
+        # torch names a group of some of the ranks after how many groups there are: ranks that count differently would
+        # wait for each other under different names.
+        if not common and len({groups for _, _, groups in reports}) > 1 and len(ranks) < dist.get_world_size():
+            if any(of_rank for of_rank, _, _ in reports):
+                raise RankMismatchError(
+                    "another optimizer, or a sharded model, communicates between these ranks, and a process group of "
+                    "its own cannot be made here: some of them are in more groups than others. Make one on all ranks, "
+                    "dist.new_group(ranks), and give it"
+                )
+            return
+        own = spare.pop(common[0]) if common else self._new_group(ranks)
         _spare[tuple(ranks)] = [weakref.ref(group) for group in spare.values()]
-        self._group, self._owns_group = weakref.ref(own), True
+        self._own = weakref.ref(own)
 
-    def _new_group(self, ranks: list[int], groups: set[int]) -> dist.ProcessGroup:
-        """``groups``: how many each rank has."""
+    def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
         everyone = len(ranks) == dist.get_world_size()
-        if len(groups) > 1 and not everyone:
-            raise RankMismatchError(
-                "a second optimizer between these ranks needs a process group of its own, which cannot be made here: "
-                "some of them are in more groups than others. Make one on all ranks, dist.new_group(ranks), and give it"
-            )
         return dist.new_group(ranks, _timeout(self.group), _backend(self.group), use_local_synchronization=not everyone)
 
     def of_consecutive(self, count: int) -> Comm:
@@ -191,15 +221,15 @@ class Comm:
         return dist.get_process_group_ranks(group) if group is not None and dist.is_initialized() else []
 
     def close(self) -> None:
-        """Leave a group of its own to the next that needs one."""
+        """Leave the group of its own to the next that needs one, unless what was sent over it may not be over."""
         _live.discard(self)
-        if self._owns_group and self._group is not None and not self.out_of_step:
-            _spare.setdefault(tuple(self._ranks()), []).append(self._group)
-        self._owns_group = False
+        if self._own is not None and self._own is not self._group and not self.out_of_step:
+            _spare.setdefault(tuple(self._ranks()), []).append(self._own)
+        self._own = self._group
 
     def is_gloo(self, device: torch.device) -> bool:
         """Whether what is on ``device`` goes over gloo."""
-        on_host = self.group is not None and device.type != "cuda"
+        on_host = self._group is not None and device.type != "cuda"
         return on_host and "gloo" in dist.get_backend_config(self.group)
 
     def reduce_scatter(self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool) -> Pending:
@@ -214,8 +244,8 @@ class Comm:
         if self.is_gloo(full.device):
             return self._scatter_and_sum(full, out, lend, accumulate, traffic)
         into = self.own_part(full) if accumulate else out
-        work = _reduce_scatter(into, full, group=self.group, async_op=True)
-        return Pending(work, traffic, (lambda: out.add_(into)) if accumulate else None)
+        work = _reduce_scatter(into, full, group=self.own_group, async_op=True)
+        return self._pending(work, traffic, full, (lambda: out.add_(into)) if accumulate else None)
 
     def _scatter_and_sum(
         self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], accumulate: bool, traffic: Traffic
@@ -231,31 +261,36 @@ class Comm:
         parts.insert(self.rank, own)
         send = list(full.chunk(self.world_size))
         works = [
-            dist.scatter(part, send if rank == self.rank else None, group_src=rank, group=self.group, async_op=True)
+            dist.scatter(part, send if rank == self.rank else None, group_src=rank, group=self.own_group, async_op=True)
             for rank, part in enumerate(parts)
         ]
         return Pending(_Works(works), traffic, lambda: _sum_in_rank_order(parts, out, accumulate))
 
     def all_reduce(self, full: Tensor, on_arrival: Callable[[], object] | None = None) -> Pending:
         """Sum ``full`` over the ranks, in place."""
-        work = dist.all_reduce(full, group=self.group, async_op=True)
-        return Pending(work, self._record("all_reduce", full), on_arrival)
+        work = dist.all_reduce(full, group=self.own_group, async_op=True)
+        return self._pending(work, self._record("all_reduce", full), full, on_arrival)
 
     def all_gather(self, full: Tensor, kind: str = "all_gather") -> Pending:
         """Fill ``full`` [N * shard] with every rank's own part of it, in place."""
         if self.is_gloo(full.device):  # gloo again: a broadcast a rank takes half the time of its all-gather
             parts = enumerate(full.chunk(self.world_size))
-            send = [dist.broadcast(part, group_src=rank, group=self.group, async_op=True) for rank, part in parts]
+            send = [dist.broadcast(part, group_src=rank, group=self.own_group, async_op=True) for rank, part in parts]
             return Pending(_Works(send), self._record(kind, full))
-        work = _all_gather(full, self.own_part(full), group=self.group, async_op=True)
-        return Pending(work, self._record(kind, full))
+        work = _all_gather(full, self.own_part(full), group=self.own_group, async_op=True)
+        return self._pending(work, self._record(kind, full), full)
 
     def exchange(self, vector: Tensor, *, maximum: bool = False) -> None:
         """Sum (or maximise) a small vector over the ranks, in place, ordered before what follows."""
         if self.world_size > 1:
             op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-            work = dist.all_reduce(vector, op=op, group=self.group, async_op=True)
-            Pending(work, self._record("exchange", vector)).wait()
+            work = dist.all_reduce(vector, op=op, group=self.own_group, async_op=True)
+            self._pending(work, self._record("exchange", vector), vector).wait()
+
+    def _pending(
+        self, work: Any, traffic: Traffic, tensor: Tensor, on_arrival: Callable[[], object] | None = None
+    ) -> Pending:
+        return Pending(work, traffic, on_arrival, holds_host=self.is_gloo(tensor.device))
 
     def broadcast(self, tensor: Tensor, kind: str = "construction") -> None:
         """Copy rank 0's ``tensor`` to every rank, in place."""

@@ -19,12 +19,12 @@ from typing import Protocol
 
 import torch
 
-from .backward_watch import BackwardWatch
-from .comm import Comm
-from .errors import ParameterError, ShardAccessError
-from .flat_params import FlatParams
+from ..backward_watch import BackwardWatch
+from ..comm.collectives import Comm
+from ..errors import ParameterError, ShardAccessError
+from ..params.flat_params import FlatParams
+from .order import calls_ended, merged, over
 from .unit import Unit, UnitState
-from .unit_order import calls_ended, merged, over
 
 ORDER_CODES = 64
 """How many values the digest of a rank's cycles is told apart by, when ranks compare theirs in ``step``."""
@@ -35,23 +35,17 @@ class Direction(enum.Enum):
     BACKWARD = 2
 
 
-class Follower(Protocol):
-    """A reducer, as far as the schedule calls it.
+class Listener(Protocol):
+    """Whoever wants to know how far backward is: a reducer. It is told, and never asked."""
 
-    Attributes:
-        busy: whether what comes next had better wait for a reduction, and have its memory.
-    """
+    def backward_comes_to(self, flats: Sequence[FlatParams]) -> None:
+        """Backward goes on to the unit of these; what it has passed is not over yet."""
 
-    @property
-    def busy(self) -> bool: ...
+    def units_over(self) -> None:
+        """More units are over: ``is_over`` says which."""
 
-    def backward_begins(self) -> None: ...
-
-    def launch_over(self) -> None:
-        """One more unit is over."""
-
-    def follow_order(self) -> None:
-        """The order in which backward is through with units is known."""
+    def order_known(self) -> None:
+        """The order in which backward is through with units is known, ``over_order``."""
 
 
 class UnitSchedule:
@@ -63,13 +57,14 @@ class UnitSchedule:
         keep_evaluating: whether units that are kept unsharded after a forward are so where no backward can follow, too.
 
     Attributes:
-        followers: the reducers of the optimizers that train the model.
+        listeners: the reducers of the optimizers that train the model.
     """
 
     def __init__(self, units: Sequence[Unit], comm: Comm, prefetch: int, *, keep_evaluating: bool) -> None:
         self.units, self._comm, self._prefetch = list(units), comm, prefetch
         self._keep_evaluating = keep_evaluating
-        self.followers: list[Follower] = []
+        self.listeners: list[Listener] = []
+        self._reducing: set[Listener] = set()  # whose reduction is under way, and had better not be disturbed
         self.watch = BackwardWatch(self._begin_backward, self.end_backward)
         self._cycles = {
             Direction.FORWARD: list(units),
@@ -130,6 +125,8 @@ class UnitSchedule:
     def _visit(self, unit: Unit, direction: Direction, *, closing: bool) -> None:
         if direction is Direction.BACKWARD:
             self.watch.enter()
+            for listener in self.listeners if closing else ():
+                listener.backward_comes_to(unit.flats)
             self._hold |= closing and torch.is_grad_enabled()  # create_graph=True; a checkpoint computes with it, too
         if direction is not self._direction:
             self._end_open()
@@ -217,6 +214,19 @@ class UnitSchedule:
                     break
                 ahead.unshard()
 
+    def reduction_left(self, of: Listener) -> None:
+        """A reduction is under way that the host is going to wait for, as under gloo. Gathers beside it would be a
+        burden on the same threads, and need memory: units are sent for when it has arrived, or are there as late as
+        they are visited."""
+        self._reducing.add(of)
+
+    def reductions_arrived(self, of: Listener) -> None:
+        """No reduction of this reducer is under way any more."""
+        if of in self._reducing:
+            self._reducing.remove(of)
+            if not self._reducing and self._direction is Direction.BACKWARD:
+                self.send_ahead()
+
     def is_over(self, flat: FlatParams) -> bool:
         """Whether the backward that is open, or the last, can bring no more gradients to these parameters."""
         return flat in self._over
@@ -250,8 +260,6 @@ class UnitSchedule:
 
     def _begin_backward(self) -> None:
         self.end_backward()  # one that is open has raised
-        for follower in self.followers:
-            follower.backward_begins()
 
     def _begin_cycle(self, direction: Direction) -> None:
         self._direction, self._place = direction, -1
@@ -289,7 +297,7 @@ class UnitSchedule:
             self._close([*self._open], cycle[place])
         self._place = place
         self._open_unit(cycle[place], place)
-        if not any(follower.busy for follower in self.followers):
+        if not self._reducing:
             self.send_ahead()
 
     def _open_unit(self, unit: Unit, place: int) -> None:
@@ -312,8 +320,8 @@ class UnitSchedule:
                 unit.reshard()
             if not again and not self._hold and self._owed <= 1:
                 self._over.update(unit.flats)
-                for follower in self.followers:
-                    follower.launch_over()
+                for listener in self.listeners:
+                    listener.units_over()
 
     def _stays(self, unit: Unit) -> bool:
         """Whether it is left unsharded after its forward."""
@@ -339,8 +347,8 @@ class UnitSchedule:
             order = merged(orders, calls_ended(self.units))
             self._cycles[Direction.BACKWARD] = [u for u in reversed(order) if number[u] not in useless]
             self._backward_known = True
-            for follower in self.followers:
-                follower.follow_order()
+            for listener in self.listeners:
+                listener.order_known()
 
 
 def in_backward() -> bool:

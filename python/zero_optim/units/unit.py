@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from .comm import Comm, Pending
-from .errors import CollectiveError, ParameterError
-from .flat_params import FlatParams
-from .param_shard import ParamShard
+from ..comm.collectives import Comm, Pending
+from ..errors import CollectiveError, ParameterError
+from ..params.flat_params import FlatParams
+from ..params.param_shard import ParamShard
 
 
 class UnitState(enum.Enum):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .bucket import Bucket
+from ..grads.bucket import Bucket
 
 
 class _Owner:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bucket import Bucket, Sharding
-from .errors import StateMismatchError
-from .flat_shard import FlatShard
-from .layout import SlotPiece
-from .state_dict import state_tensor
+from ..checkpoint.state_dict import state_tensor
+from ..comm.sharding import Sharding
+from ..errors import StateMismatchError
+from ..grads.bucket import Bucket
+from ..params.flat_shard import FlatShard
+from ..params.layout import SlotPiece
 
 _version_of = operator.attrgetter("_version")
 

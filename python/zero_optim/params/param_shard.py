@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .errors import ParameterError, ShardAccessError
+from ..errors import ParameterError, ShardAccessError
 from .flat_shard import FlatShard
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ class ParamShard(FlatShard):
     @staticmethod
     def __new__(cls, local: Tensor, start: int, plain: Tensor, name: str) -> ParamShard:
         shard = Tensor._make_wrapper_subclass(cls, tuple(plain.shape), dtype=plain.dtype, device=plain.device)
-        shard.local, shard.start, shard.label, shard.before_write = local, start, f"parameter {name!r}", None
+        shard._local, shard.start, shard.label, shard.arrivals = local, start, f"parameter {name!r}", None
         shard.plain, shard.flat = plain, None
         shard._is_param = True
         return shard

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .comm import Comm
-from .flat_params import FlatParams
-from .layout import build_layout
-from .param_shard import plain_parameter
+from ..comm.collectives import Comm
+from ..params.flat_params import FlatParams
+from ..params.layout import build_layout
+from ..params.param_shard import plain_parameter
+from .hooks import register_hooks
+from .schedule import UnitSchedule
 from .unit import Unit
-from .unit_hooks import register_hooks
-from .unit_schedule import UnitSchedule
 
 # Of every plain parameter of a sharded model. The model holds its ShardedModel.
 _model_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .errors import ShardAccessError
+from ..comm.arrivals import Arrivals
+from ..errors import ShardAccessError
 
 aten = torch.ops.aten
 _SAME_SHARD = {aten.detach.default, aten.alias.default}
@@ -19,20 +20,20 @@ class FlatShard(Tensor):
 
     Attributes:
         local: 1-D tensor, this rank's elements; empty where the rank owns none. Its dtype may be wider than that
-            of the whole: gradients can be reduced in fp32.
+            of the whole: gradients can be reduced in fp32. Reading it waits for what is on its way to it.
         start: flat index in the whole tensor of the first element of ``local``.
         label: what it is, for messages ("gradient of 'fc.weight'").
-        before_write: called before ``zero_`` writes, where something asynchronous may still be writing to ``local``.
+        arrivals: what is on its way to ``local``; None: nothing ever is.
 
     Metadata, ``detach``, ``zero_`` and ``to`` work. Everything that would read or change values raises
     ``ShardAccessError``: no rank has the whole tensor, and an answer from a shard alone would be silently
     wrong.
     """
 
-    local: Tensor
     start: int
     label: str
-    before_write: Callable[[], object] | None
+    arrivals: Arrivals | None
+    _local: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -40,8 +41,18 @@ class FlatShard(Tensor):
         cls, local: Tensor, start: int, shape: Sequence[int], label: str, dtype: torch.dtype | None = None
     ) -> FlatShard:
         shard = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype or local.dtype, device=local.device)
-        shard.local, shard.start, shard.label, shard.before_write = local, start, label, None
+        shard._local, shard.start, shard.label, shard.arrivals = local, start, label, None
         return shard
+
+    @property
+    def local(self) -> Tensor:
+        if self.arrivals is not None:
+            self.arrivals.wait()
+        return self._local
+
+    @local.setter
+    def local(self, local: Tensor) -> None:
+        self._local = local
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled one, without a class
@@ -77,32 +88,31 @@ class FlatShard(Tensor):
 
     def _refusal(self, what: str) -> ShardAccessError:
         return ShardAccessError(
-            f"{what} on the {self.label}: this rank holds {self.local.numel()} of its {self.numel()} elements. "
+            f"{what} on the {self.label}: this rank holds {self._local.numel()} of its {self.numel()} elements. "
             "To clip, call opt.clip_grad_norm_(max_norm); for loss scaling use zero_optim.GradScaler; parameters are "
             "whole within zero_optim.gather_parameters(model); `.local` is this rank's part"
         )
 
     def _again(self) -> FlatShard:
         with torch.inference_mode(False):  # torch gives it the version counter of this one, which one of those has not
-            again = FlatShard(self.local, self.start, self.shape, self.label, self.dtype)
-        again.before_write = self.before_write
+            again = FlatShard(self._local, self.start, self.shape, self.label, self.dtype)
+        again.arrivals = self.arrivals
         return again
 
     def _moved(self, options: Mapping[str, Any]) -> FlatShard:
         """A copy elsewhere or in another dtype, as clients move an optimizer's state about."""
-        if self.before_write is not None:
-            self.before_write()
         local = self.local.to(options.get("device"), options.get("dtype"), copy=True)
         return FlatShard(local, self.start, self.shape, self.label, options.get("dtype") or self.dtype)
 
     def _zero(self) -> FlatShard:
-        if self.before_write is not None:
-            self.before_write()
-        self.local.zero_()
+        if self.arrivals is not None:
+            self.arrivals.zero(self._local)
+        else:
+            self._local.zero_()
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        held = f"[{self.start}:{self.start + self.local.numel()}]"
+        held = f"[{self.start}:{self.start + self._local.numel()}]"
         return f"FlatShard({self.label}, shape={tuple(self.shape)}, dtype={self.dtype}, local={held} of {self.numel()})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:

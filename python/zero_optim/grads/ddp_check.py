@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .errors import ParameterError
+from ..errors import ParameterError
 
 
 def check_not_replicated(parameters: Mapping[int, Tensor], labels: Sequence[str]) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .comm import Comm, Pending
-from .comm_buffers import debug_options
+from ..comm.buffers import debug_options
+from ..comm.collectives import Comm, Pending
+from ..comm.storage import allocate, as_own_storage, deallocate
 from .layout import BucketLayout
 from .param_shard import ParamShard
-from .storage import allocate, as_own_storage, deallocate
 
 _version_of = operator.attrgetter("_version")
 
@@ -41,13 +41,14 @@ class FlatParams:
         self.full = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self._part = part
         self.shard = self._own_part(self.full)
-        self._views = self._slot_views(self.full)
+        self._views = self.slot_views(self.full)
         for parameter, view in zip(self.params, self._views, strict=True):
             view.copy_(parameter.data)
             parameter.data = as_own_storage(view)
         self._locate(self.full)
 
-    def _slot_views(self, full: Tensor) -> list[Tensor]:
+    def slot_views(self, full: Tensor) -> list[Tensor]:
+        """A view of ``full`` [numel] for each parameter, in its shape."""
         slots = zip(self.layout.slots, self.params, strict=True)
         return [full.narrow(0, slot.offset, slot.numel).view(parameter.shape) for slot, parameter in slots]
 
@@ -142,7 +143,7 @@ class FlatParams:
         comm.own_part(whole).copy_(self.shard)
         if comm.world_size > 1:
             comm.all_gather(whole, "gather_parameters").wait()
-        for parameter, view in zip(self.params, self._slot_views(whole), strict=True):
+        for parameter, view in zip(self.params, self.slot_views(whole), strict=True):
             parameter.data = as_own_storage(view)
         self._locate(whole)
         self.shown = True

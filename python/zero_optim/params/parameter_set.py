@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .errors import ParameterError
+from ..errors import ParameterError
 from .param_shard import plain_parameter
 
 # The set that a parameter is in, for every live optimizer of the process.

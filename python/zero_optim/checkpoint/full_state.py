@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .errors import StateMismatchError
-from .flat_shard import FlatShard
-from .optimizer import ShardedAdamW
+from ..errors import StateMismatchError
+from ..optimizer import ShardedAdamW
+from ..params.flat_shard import FlatShard
 from .state_dict import load_groups, match_state, pack_groups, state_tensor, step_counts
 
 

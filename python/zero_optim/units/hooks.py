@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import _get_sequence_nr
 
-from .errors import ZeroOptimError
+from ..errors import ZeroOptimError
+from .schedule import UnitSchedule, in_backward
 from .unit import Unit, UnitState
-from .unit_schedule import UnitSchedule, in_backward
 
 _MODULES_OWN = frozenset(vars(nn.Module()))
 _FEW = 64

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from .bucket import Bucket, Sharding
-from .flat_params import FlatParams
-from .layout import bucket_capacities, build_layout
-from .sharded_model import ShardedModel
+from ..comm.sharding import Sharding
+from ..params.flat_params import FlatParams
+from ..params.layout import bucket_capacities, build_layout
+from ..units.sharded_model import ShardedModel
+from .bucket import Bucket
 
 
 def buckets_by_size(

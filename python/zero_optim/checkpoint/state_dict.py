@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import StateMismatchError
-from .flat_shard import FlatShard
-from .parameter_set import ParameterSet, own_names
-from .validate import check_groups
+from ..errors import StateMismatchError
+from ..params.flat_shard import FlatShard
+from ..params.parameter_set import ParameterSet, own_names
+from ..validate import check_groups
 
 Groups = Sequence[dict[str, Any]]
 

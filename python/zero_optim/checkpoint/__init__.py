@@ -1,0 +1,1 @@
+"""State dicts: of one rank's shards, and of the whole in torch.optim.AdamW's format."""

@@ -1,0 +1,106 @@
+"""The memory that gradients are packed into and received in, lent to one reduction after another."""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .storage import allocate, deallocate
+
+PATIENCE_SECONDS = 2.0
+"""How long a rank waits for a buffer before it makes itself another. Far longer than ranks differ in a healthy job."""
+
+
+class Borrower(Protocol):
+    """A bucket, as far as it borrows."""
+
+    def arrives_within(self, seconds: float) -> bool:
+        """Whether all that is on its way to it is there, at the latest after so long."""
+
+    def wait(self) -> None: ...
+
+
+class CommBuffers:
+    """Two buffers, at most as large as the largest bucket, lent in turn. Taking one waits for who had it last.
+
+    Two cases in which a rank must not wait get memory of their own, which goes when the reduction has arrived:
+
+    - *Several optimizers share ranks.* In one backward, rank 0 may use the parameters of the first alone and rank 1
+      those of the second. Rank 0 would wait for rank 1 in the first, and rank 1 for rank 0 in the second, for ever.
+      What may be in flight there is all gradients: their memory, in the dtype of the reduction, is the price.
+    - *Under gloo, a rank has waited for* ``PATIENCE_SECONDS``. Another one has raised, perhaps, and takes part again
+      only at the next call of ``zero_grad``, which this rank has to reach, too.
+
+    With ``ZERO_OPTIM_DEBUG=poison`` what was communicated is overwritten with NaN once it has been used: whoever reads
+    it later is found out.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.storages = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._users: list[Borrower | None] = [None, None]
+        self._given_up: Borrower | None = None  # who was waited for in vain
+        self._extra = 0  # bytes lent beside the two
+        self.allocated = True
+        self.poison = "poison" in debug_options()
+
+    def take(self, bucket: Borrower, numel: int, dtype: torch.dtype, *, may_wait: bool = True) -> Tensor:
+        """A buffer [numel], its contents undefined. To be given back with ``release``."""
+        nbytes = numel * dtype.itemsize
+        if not may_wait or not self._next_arrives():
+            self._extra += nbytes
+            return torch.empty(numel, dtype=dtype, device=self.storages[0].device)
+        self.storages.reverse()
+        self._users.reverse()
+        if self._users[0] is not None:
+            self._users[0].wait()
+        self._users[0] = bucket
+        allocate(self.storages[0], nbytes)
+        self.allocated = True
+        return self.storages[0][:nbytes].view(dtype)
+
+    def _next_arrives(self) -> bool:
+        """Whether the buffer that is to be lent next is there within our patience, which ends once for each user."""
+        user = self._users[1]
+        if user is None or user.arrives_within(0):
+            return True
+        if user is self._given_up:
+            return False
+        arrives = user.arrives_within(PATIENCE_SECONDS)
+        self._given_up = None if arrives else user
+        return arrives
+
+    def release(self, buffer: Tensor) -> None:
+        """The reduction that this was lent to has arrived: nothing in it is needed any more."""
+        if self.poison:
+            buffer.view(torch.uint8).fill_(0xFF)  # NaN in every float dtype
+        if all(buffer.data_ptr() != storage.data_ptr() for storage in self.storages):
+            self._extra -= buffer.nbytes
+
+    def nbytes(self) -> int:
+        return self._extra + sum(storage.untyped_storage().nbytes() for storage in self.storages)
+
+    def deallocate(self) -> None:
+        """Leave the memory to others until a buffer is taken again. What was lent has to have arrived."""
+        for user in self._users:
+            if user is not None:
+                user.wait()
+        self._users = [None, None]
+        self.allocated = False
+        for storage in self.storages:
+            deallocate(storage)
+
+    @property
+    def free(self) -> bool:
+        """Whether taking one would not wait."""
+        return all(user is None or user.arrives_within(0) for user in self._users)
+
+
+def debug_options() -> set[str]:
+    """What ``ZERO_OPTIM_DEBUG`` asks for: a comma-separated list. Raises ValueError for an unknown word."""
+    options = {word.strip() for word in os.environ.get("ZERO_OPTIM_DEBUG", "").split(",")} - {""}
+    if options - {"poison"}:
+        raise ValueError(f"ZERO_OPTIM_DEBUG holds {sorted(options - {'poison'})}, but knows 'poison' alone")
+    return options

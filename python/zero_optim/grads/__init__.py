@@ -1,0 +1,1 @@
+"""The life of a gradient: hooks, readiness, rounds, buckets, slots."""

@@ -1,0 +1,426 @@
+"""A bucket: the flat storages behind a run of parameters, and where their gradients are.
+
+EMPTY ── collect ──> LOCAL ── launch ──┐
+  └────────────── launch ──────────────┴──> REDUCED ── launch (adds) ──> REDUCED
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import zero_kernels  # noqa: F401  registers torch.ops.zero_kernels
+
+from ..comm.arrivals import Arrivals
+from ..comm.buffers import CommBuffers
+from ..comm.collectives import Pending
+from ..comm.sharding import Sharding
+from ..comm.storage import allocate, deallocate
+from ..errors import GradientError
+from ..params.flat_params import FlatParams
+from ..params.flat_shard import FlatShard
+from ..params.layout import BucketLayout
+from .handed_out import HandedOut
+from .slots import GradState, Slots
+
+_kind_of = operator.attrgetter("dtype", "layout", "device", "requires_grad")
+
+
+class Flight:
+    """A reduction under way, and the buffers that it was lent."""
+
+    def __init__(
+        self, pending: Pending, buffers: CommBuffers, lent: Sequence[Tensor], then: Callable[[], None]
+    ) -> None:
+        self.pending, self._buffers, self._lent, self._then = pending, buffers, lent, then
+
+    def wait(self) -> None:
+        self.pending.wait()
+        for buffer in self._lent:
+            self._buffers.release(buffer)
+        self._lent = ()
+        self._then()
+
+    def arrives_within(self, seconds: float) -> bool:
+        return self.pending.arrives_within(seconds)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A reduced gradient on its way to another bucket: [numel] the whole; whether ``.grad`` shows it, and not what the
+    user has put there since; whether this rank had a part in it."""
+
+    whole: Tensor
+    shown: bool
+    used: bool
+
+
+class Bucket:
+    """The flat parameters of one dtype that are reduced together, and the buffers of their gradients.
+
+    Attributes:
+        flat: the parameters; at stage 3 those of a unit.
+        param_shard: [shard_numel] this rank's part of them.
+        keeps_full: whether gradients rest here in full: at stages 0 and 1, and on one rank.
+        grad_buffer: where gradients rest, [numel] where ``keeps_full``, else [shard_numel].
+        grad_shard: [shard_numel] what ``step`` applies, a view of ``grad_buffer``.
+        arrivals: the reductions on their way into ``grad_shard``. Whoever reads or writes it waits, or queues, there.
+        slots: what is known of each parameter's gradient.
+        offsets: where each slot starts, in elements.
+        nonfinite: [slots] int32, 1 where the gradient that this rank last packed was not finite. Given by the reducer.
+        gather: brings in the other ranks' parts of the parameters after a step, while it is under way.
+    """
+
+    def __init__(self, layout: BucketLayout, flat: FlatParams, labels: Sequence[str], sharding: Sharding) -> None:
+        self.layout, self.flat, self.sharding = layout, flat, sharding
+        self.params = flat.params
+        self._labels = labels
+        self.dtype, self.device = flat.dtype, flat.device
+        self.reduce_dtype = sharding.reduce_dtype(self.dtype)
+        self.pieces = tuple(layout.pieces(sharding.shard))
+        self.offsets = [slot.offset for slot in layout.slots]
+        self.nonfinite = torch.zeros(len(self.params), dtype=torch.int32, device=self.device)
+        self._absent = torch.empty(0, dtype=self.dtype, device=self.device)  # what pack is given for no gradient
+        self.arrivals = Arrivals()
+        self._zeroings = 0  # by the user, as the last reduction left
+        self.gather: Pending | None = None
+        self.slots = Slots(self.params)
+        self._allocate_gradients()
+
+    @property
+    def param_shard(self) -> Tensor:
+        return self.flat.shard
+
+    @property
+    def state(self) -> GradState:
+        return self.slots.bucket_state
+
+    def _allocate_gradients(self) -> None:
+        stage, reduces = self.sharding.stage, self.sharding.reduces
+        self.keeps_full = stage <= 1 or not reduces
+        numel = self.layout.numel if self.keeps_full else self.layout.shard_numel
+        dtype = self.dtype if stage == 0 else self.reduce_dtype  # at stage 0 `.grad` shows what is applied
+        self.grad_buffer = torch.zeros(numel, dtype=dtype, device=self.device)
+        self.grad_shard = self._own_part(self.grad_buffer) if self.keeps_full else self.grad_buffer
+        self._views: Sequence[Tensor] = ()
+        if self.keeps_full and dtype == self.dtype:
+            self._views = self.flat.slot_views(self.grad_buffer)
+        self._shards: Sequence[FlatShard] = ()
+        if stage >= 1 and reduces:
+            self._shards = self.shard_views(self.grad_shard, "gradient", self.dtype)
+        held = [shard.local for shard in self._shards] if self.flat.sharded else []
+        for shard in self._shards:
+            shard.arrivals = self.arrivals
+        handed_out = ((self._views, ()), (self._shards, held))
+        self._handed_out = [HandedOut(self.grad_buffer, handles, of_them) for handles, of_them in handed_out]
+        if self.flat.sharded:
+            deallocate(self.grad_buffer)
+
+    def _leave_what_is_kept(self) -> None:
+        """Before all gradients here are lost: where the user keeps one of before, new ones go elsewhere."""
+        if any(handed_out.kept(self.params) for handed_out in self._handed_out):
+            self.arrivals.wait()
+            self._allocate_gradients()
+
+    def label(self, index: int) -> str:
+        return self._labels[self.layout.slots[index].param]
+
+    def relabel(self) -> None:
+        for index, shard in enumerate(self._shards):
+            shard.label = f"gradient of {self.label(index)}"
+
+    def _own_part(self, full: Tensor) -> Tensor:
+        return full.narrow(0, self.sharding.shard * self.layout.shard_numel, self.layout.shard_numel)
+
+    def shard_views(self, shard: Tensor, what: str, dtype: torch.dtype | None = None) -> list[FlatShard]:
+        """A shard a slot over ``shard`` [shard_numel], in the parameters' shapes. ``dtype``: None is the shard's."""
+        return [
+            FlatShard(
+                shard.narrow(0, piece.in_shard, piece.numel),
+                piece.in_param,
+                parameter.shape,
+                f"{what} of {self.label(index)}",
+                dtype,
+            )
+            for index, (piece, parameter) in enumerate(zip(self.pieces, self.params, strict=True))
+        ]
+
+    # -- another layout --------------------------------------------------------------------------------------------
+
+    def reduced_gradients(self) -> list[Reduced]:
+        """Collective. The reduced gradient of every slot, whole."""
+        full = self.grad_buffer
+        if self.sharding.shards > 1:
+            comm = self.sharding.comm
+            full = self.grad_shard.new_empty(self.layout.numel)
+            comm.own_part(full).copy_(self.grad_shard)
+            comm.all_gather(full, "construction").wait()
+        shown = [p.grad is handle for p, handle in zip(self.params, self._reduced_handles(), strict=True)]
+        slots = zip(self.layout.slots, shown, self.slots.used, strict=True)
+        return [Reduced(full.narrow(0, slot.offset, slot.numel), here, bool(used)) for slot, here, used in slots]
+
+    def take_over(self, gradients: Sequence[Reduced]) -> None:
+        """Hold these, which other buckets have held, one a slot."""
+        allocate(self.grad_buffer)
+        self.grad_buffer.zero_()
+        for index, (piece, gradient) in enumerate(zip(self.pieces, gradients, strict=True)):
+            part = self._part_of(index).view(-1)
+            part.copy_(gradient.whole if self.sharding.shards == 1 else gradient.whole[piece.in_param :][: len(part)])
+        used, shown = bytearray(g.used for g in gradients), [g.shown for g in gradients]
+        self.slots.take_over(used, shown, self._reduced_handles())
+
+    def let_go(self) -> None:
+        """Hold no parameters and no gradients any more: memory goes as the parameters move to other buckets."""
+        del self.flat, self.params, self.slots
+        del self.grad_buffer, self.grad_shard, self._views, self._shards, self._handed_out
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    @property
+    def can_collect(self) -> bool:
+        """Whether this rank's own gradients can wait in ``grad_buffer``, readable through ``.grad``."""
+        return bool(self._views) and self.state is not GradState.REDUCED and not self.arrivals.under_way
+
+    def before_accumulate(self, index: int) -> None:
+        """Autograd is about to add to slot ``index``'s gradient: a reduced one is taken out of ``.grad`` before."""
+        self.slots.accumulate(index, self._handles()[index] if self.state is GradState.REDUCED else None)
+
+    def collect(self) -> bool:
+        """Move this rank's gradients into ``grad_buffer``, unscaled; every ``.grad`` becomes a view of it.
+
+        Returns whether anything had changed since the last time.
+        """
+        found = self.slots.scan(self._handles())
+        if not found.local and not found.gone:
+            return False
+        self._leave_what_is_kept()
+        sources = self._present()
+        self._pack(sources, self.grad_buffer, 1.0)
+        self.slots.collect(sources, self._views)
+        return True
+
+    def launch(self, buffers: CommBuffers, *, may_wait: bool) -> None:
+        """Pack this rank's gradients, scaled by 1/N, and start their reduction; it adds to one that is there.
+
+        Args:
+            buffers: lend the memory to pack into and to receive in.
+            may_wait: whether the host may wait for what is on its way: for the last reduction into this bucket, and
+                for memory that another has. Else this one has memory of its own, and is added on arrival.
+        """
+        if may_wait:
+            self.arrivals.wait()
+        found = self.slots.scan(self._handles())
+        self._drop_zeroed(found.zeroed)
+        accumulate = self.state is GradState.REDUCED and len(self.slots.stale) < len(self.params)
+        if accumulate:
+            self._drop_stale()
+        elif self.arrivals.under_way:  # nothing of it is wanted, but it will still be written
+            self.arrivals.then(partial(_zero, self.grad_shard))
+            accumulate = True
+        else:
+            self._leave_what_is_kept()
+        sources = self._present() if self.state is GradState.LOCAL else found.local
+        lent: list[Tensor] = []
+
+        def lend(numel: int) -> Tensor:
+            lent.append(buffers.take(self, numel, self.reduce_dtype, may_wait=may_wait))
+            return lent[-1]
+
+        in_place = self.keeps_full and self.grad_buffer.dtype == self.reduce_dtype and not accumulate
+        full = self.grad_buffer if in_place else lend(self.layout.numel)
+        self._pack(sources, full, self.sharding.grad_scale, accumulate)
+        self.slots.launch(sources, self._reduced_handles())
+        del sources, found  # what was packed goes before memory is taken to receive into
+        allocate(self.grad_buffer)
+        pending = self._reduce(full, lend, accumulate)
+        self._zeroings = self._zeroings_now()
+        self.arrivals.expect(
+            Flight(pending, buffers, lent, self._poison_others if in_place and buffers.poison else _nothing)
+        )
+
+    def zeroed_since_launch(self) -> str | None:
+        """How the user has zeroed every gradient of this bucket since it left: "none", "zero", or not at all."""
+        if all(parameter.grad is None for parameter in self.params):
+            return "none"
+        return "zero" if self._zeroings_now() - self._zeroings >= len(self.params) else None
+
+    def _zeroings_now(self) -> int:
+        return self.arrivals.zeroed if self._shards else self.grad_buffer._version
+
+    def drop_all(self, how: str) -> None:
+        """Let all gradients be zeroed, as "none" or as "zero", though no ``.grad`` shows it."""
+        if how == "none":
+            self.slots.drop(range(len(self.params)))
+        else:
+            self.arrivals.then(partial(_zero, self.grad_shard))
+
+    def launch_nothing(self) -> None:
+        """Take part in a reduction whose result nobody on this rank wants: the others', of a backward that raised here
+        before its first gradient, and that was zeroed by all since."""
+        full = torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
+        comm = self.sharding.comm
+        if self.sharding.stage == 0:
+            comm.all_reduce(full).wait()
+        else:
+            out = full.new_empty(self.layout.shard_numel)
+            comm.reduce_scatter(full, out, full.new_empty, accumulate=False).wait()
+
+    def _reduce(self, full: Tensor, lend: Callable[[int], Tensor], accumulate: bool) -> Pending:
+        comm = self.sharding.comm
+        if self.sharding.stage >= 1:
+            return comm.reduce_scatter(full, self.grad_shard, lend, accumulate=accumulate)
+        if full is self.grad_buffer:
+            return comm.all_reduce(full)
+        store = self.grad_shard.add_ if accumulate else self.grad_shard.copy_
+        return comm.all_reduce(full, on_arrival=lambda: store(full))
+
+    def wait(self) -> None:
+        """Order what follows after the arrival of every reduction."""
+        self.arrivals.wait()
+
+    def arrives_within(self, seconds: float) -> bool:
+        """Whether every reduction is there, at the latest after so long. On CUDA the host need not know."""
+        return self.arrivals.arrive_within(seconds)
+
+    def _poison_others(self) -> None:
+        """Reduced in place: what ``grad_buffer`` holds beside this rank's shard has been communicated, too."""
+        if self.sharding.stage >= 1:
+            kept = self.grad_shard.clone()
+            self.grad_buffer.fill_(torch.nan)
+            self.grad_shard.copy_(kept)
+
+    # -- parameters ------------------------------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Start to bring in every rank's shard of the parameters. At stage 3 units do, as they are used."""
+        if self.sharding.shards > 1 and self.sharding.stage < 3:
+            self.gather = self.sharding.comm.all_gather(self.flat.full)
+
+    def wait_for_parameters(self) -> None:
+        """Order what follows after the arrival of the parameters."""
+        if self.gather is not None:
+            self.gather.wait()
+            self.gather = None
+
+    def settle(self) -> tuple[list[int], bool]:
+        """After the last reduction: drop what was zeroed since.
+
+        Returns the parameters whose gradients came after it, and whether the user has zeroed some.
+        """
+        found = self.slots.scan(self._handles())
+        if self.state is GradState.REDUCED:
+            self.arrivals.wait()
+            self._drop_zeroed(found.zeroed)
+            self._drop_stale()
+        late = self._present() if self.state is GradState.LOCAL else found.local
+        return [self.layout.slots[index].param for index, _ in late], bool(found.gone)
+
+    def abandon(self) -> None:
+        """Wait for nothing any more: the ranks have parted."""
+        self.arrivals.abandon()
+        self.gather = None
+
+    def clear(self) -> None:
+        """Forget every gradient. At stage 3 their memory goes, else it stays."""
+        self.slots.clear()
+        if self.flat.sharded:
+            self.arrivals.wait()
+            self._leave_what_is_kept()
+            deallocate(self.grad_buffer)
+
+    def zero(self) -> None:
+        """Make every gradient that is there zero, as ``zero_grad(set_to_none=False)`` means."""
+        if self.state is not GradState.EMPTY:
+            buffer = self.grad_shard if self.state is GradState.REDUCED else self.grad_buffer
+            self.arrivals.then(partial(_zero, buffer))
+        for _, grad in self.slots.scan(self._handles()).local:
+            grad.detach_().zero_()
+        self.slots.backward_ended()  # what was zeroed here is no news
+
+    def _handles(self) -> Sequence[Tensor | None]:
+        """What each ``.grad`` is while the bucket holds the slot's gradient."""
+        if self.state is GradState.EMPTY:
+            return [None] * len(self.params)
+        return self._views if self.state is GradState.LOCAL else self._reduced_handles()
+
+    def _reduced_handles(self) -> Sequence[Tensor]:
+        return self._shards or self._views
+
+    def _present(self) -> list[tuple[int, Tensor]]:
+        return [(index, p.grad) for index, p in enumerate(self.params) if p.grad is not None]
+
+    def _drop_stale(self) -> None:
+        """Take stale slots out of ``grad_shard``: all of them in one go, else one by one."""
+        stale = [*self.slots.stale]
+        if not stale:
+            return
+        if len(stale) == len(self.params):
+            self.arrivals.then(partial(_zero, self.grad_shard))
+        else:
+            self.arrivals.then(partial(_zero, *(self._part_of(index) for index in stale)))
+
+    def _drop_zeroed(self, zeroed: Sequence[tuple[int, Tensor]]) -> None:
+        """Where a local gradient was zeroed in place, its average, which ``.grad`` did not show, is to be zero, too.
+
+        Whether it is zero is asked on the device: no host sync.
+        """
+        for index, grad in zeroed:
+            self.arrivals.then(partial(_keep_where, self._part_of(index), grad.detach().ne(0).any()))
+
+    def _part_of(self, index: int) -> Tensor:
+        """This rank's part of a slot's reduced gradient, flat."""
+        if not self._shards:
+            return self._views[index]
+        piece = self.pieces[index]
+        return self.grad_shard.narrow(0, piece.in_shard, piece.numel)
+
+    def _pack(
+        self, sources: Sequence[tuple[int, Tensor]], full: Tensor, scale: float, accumulate: bool = False
+    ) -> None:
+        grads = [self._absent] * len(self.params)
+        usual = {(self.dtype, torch.strided, self.device, False)}
+        if {_kind_of(grad) for _, grad in sources} <= usual and all(grad.is_contiguous() for _, grad in sources):
+            for index, grad in sources:
+                grads[index] = grad
+        else:
+            for index, grad in sources:
+                grads[index] = self._checked_or_refused(index, grad)
+        flags = torch.empty_like(self.nonfinite) if accumulate else self.nonfinite
+        torch.ops.zero_kernels.pack(grads, self.offsets, full, scale, flags)  # zeroes the gaps
+        if accumulate:
+            torch.maximum(self.nonfinite, flags, out=self.nonfinite)
+
+    def _checked_or_refused(self, index: int, grad: Tensor) -> Tensor:
+        try:
+            return self._checked(index, grad)
+        except GradientError as error:
+            if not self.sharding.reduces:
+                raise
+            self.slots.refused[index] = str(error)  # the others count on this rank: the exchange tells them all
+            return self._absent
+
+    def _checked(self, index: int, grad: Tensor) -> Tensor:
+        if grad.layout is not torch.strided or grad.dtype != self.dtype or grad.device != self.device:
+            raise GradientError(
+                f"the gradient of {self.label(index)} is {grad.dtype} {grad.layout} on {grad.device}; expected a dense "
+                f"{self.dtype} on {self.device}. For an embedding, build it with sparse=False"
+            )
+        return grad.detach().contiguous()
+
+
+def _zero(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        tensor.zero_()
+
+
+def _keep_where(tensor: Tensor, keep: Tensor) -> None:
+    tensor.copy_(torch.where(keep, tensor, torch.zeros_like(tensor)))
+
+
+def _nothing() -> None:
+    pass

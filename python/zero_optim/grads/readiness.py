@@ -1,0 +1,203 @@
+"""When a bucket may leave: by counts of its gradients, or because its unit is over.
+
+The reducer asks one question, in ascending order of buckets: ``may_leave(number)``. It tells what happens: a backward
+begins, a gradient is ready, the backward has ended.
+
+==================  ===========================================  ========================================
+event               by counts (stages 0 to 2)                    by units (stage 3)
+==================  ===========================================  ========================================
+begin               nothing has come                             --
+gradient ready      one less is missing                          --
+unit over           --                                           its buckets may leave
+may_leave, while    never while observing; else if nothing is    if the backward, or the one before, is
+a backward runs     missing and nothing may still change         through with the unit
+==================  ===========================================  ========================================
+
+When a backward is over, every bucket may leave: nobody needs to be asked.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..params.flat_params import FlatParams
+from .bucket import Bucket
+
+
+class Readiness(Protocol):
+    """What the reducer asks, and tells."""
+
+    def use(self, buckets: Sequence[Bucket]) -> None:
+        """These are the buckets from now on. No backward is under way."""
+
+    def begin(self) -> None:
+        """A backward begins, or what the last one has told is of no use any more."""
+
+    def gradient_ready(self, index: int, number: int, *, changes_later: bool) -> bool:
+        """The gradient of parameter ``index``, of bucket ``number``, is there. ``changes_later``: a hook of the user's
+        runs after ours, and may change it. Returns whether its bucket is full by that."""
+
+    def may_leave(self, number: int) -> bool: ...
+
+    def backward_ended(self) -> None: ...
+
+
+class Learned(enum.Enum):
+    """What the ranks have agreed on from backwards that were observed."""
+
+    NOTHING = enum.auto()  # buckets leave when backward ends
+    ORDER = enum.auto()  # the layout is final; counts are to be taken anew, and buckets leave when backward ends
+    ALL = enum.auto()  # buckets leave when their counts are met
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one rank has seen in its backwards.
+
+    Attributes:
+        order: parameters as their gradients became ready.
+        counts: how often each became ready in one backward, at most.
+        cut_short: whether a backward raised: it may not have shown all.
+    """
+
+    order: tuple[int, ...]
+    counts: Mapping[int, int]
+    cut_short: bool
+
+
+class ByCounts:
+    """A bucket may leave when each of its gradients has come as often as in the backward that was observed.
+
+    Most come once. A gradient comes twice where a parameter is used in two segments of a re-entrant checkpoint: each
+    segment runs a backward of its own, and hooks cannot tell which is the last. Such a bucket leaves as backward ends.
+
+    Attributes:
+        learned: what the ranks know; ``agree`` and ``forget`` change it.
+    """
+
+    def __init__(self, *, observes: bool) -> None:
+        """``observes``: whether there is anything to be learned; one rank, and stage 3, have no use for it."""
+        self._observes = observes
+        self.learned = Learned.NOTHING if observes else Learned.ALL
+        self._counts: dict[int, int] = {}  # of parameters that come more than once
+        self._seen: dict[int, int] = {}  # how often each has come in this backward
+        self._expected: list[int] = []  # of each bucket
+        self._repeats: list[bool] = []  # of each bucket, whether one of its parameters comes more than once
+        self._missing: list[int] = []
+        self._changing: set[int] = set()  # buckets with a gradient that a later hook of the user's may change
+        self._forget_observation()
+
+    # -- as the reducer calls it -----------------------------------------------------------------------------------
+
+    def use(self, buckets: Sequence[Bucket]) -> None:
+        of_buckets = [[self._counts.get(slot.param, 1) for slot in bucket.layout.slots] for bucket in buckets]
+        self._expected = [sum(of_bucket) for of_bucket in of_buckets]
+        self._repeats = [any(count > 1 for count in of_bucket) for of_bucket in of_buckets]
+        self.begin()
+
+    def begin(self) -> None:
+        self._cut_short |= bool(self._seen)  # a backward that ended would have told
+        self._seen = {}
+        self._changing.clear()
+        self._missing = list(self._expected)
+
+    def gradient_ready(self, index: int, number: int, *, changes_later: bool) -> bool:
+        self._seen[index] = seen = self._seen.get(index, 0) + 1
+        if changes_later:
+            self._changing.add(number)
+        if self.learned is not Learned.ALL:
+            self._order.append(index)
+        if seen > self._counts.get(index, 1):
+            return False
+        self._missing[number] -= 1
+        return self._missing[number] == 0
+
+    def may_leave(self, number: int) -> bool:
+        known = self.learned is Learned.ALL and not self._repeats[number]
+        return known and self._missing[number] == 0 and number not in self._changing
+
+    def backward_ended(self) -> None:
+        if self.learned is not Learned.ALL:
+            for index, count in self._seen.items():
+                self._observed[index] = max(count, self._observed.get(index, 0))
+        self._seen = {}
+
+    # -- learning --------------------------------------------------------------------------------------------------
+
+    def observation(self) -> Observation:
+        return Observation(tuple(self._order), dict(self._observed), self._cut_short)
+
+    def agree(self, reports: Sequence[Observation], order: Sequence[int]) -> list[int] | None:
+        """Take over what the ranks have seen: the largest counts, and rank 0's order in place of ``order``.
+
+        Returns the new order, where buckets are to be laid out anew.
+        """
+        if not any(report.order for report in reports):
+            return None  # a step before any backward: there is still nothing to learn from
+        for report in reports:
+            for index, count in report.counts.items():
+                self._counts[index] = max(count, self._counts.get(index, 1))
+        whole = not any(report.cut_short for report in reports)
+        new = None
+        if whole and self.learned is Learned.NOTHING:
+            last_first = dict.fromkeys(reversed(reports[0].order))  # a gradient is ready when it has last become so
+            new = list(reversed(last_first)) + [index for index in order if index not in last_first]
+        if whole:
+            self.learned = Learned.ALL
+        self._forget_observation()
+        return new if new != list(order) else None
+
+    def forget(self, *, order: bool) -> None:
+        """The next backwards are observed. ``order``: the layout is to follow them, too."""
+        if not self._observes:
+            return
+        self.learned = Learned.NOTHING if order or self.learned is Learned.NOTHING else Learned.ORDER
+        self._counts = {}
+        self._forget_observation()
+
+    def drop_observation(self) -> None:
+        """What was observed since the ranks last agreed was no usual backward: its gradients were dropped."""
+        self._forget_observation()
+
+    def _forget_observation(self) -> None:
+        self._order: list[int] = []
+        self._observed: dict[int, int] = {}
+        self._cut_short = False
+
+
+class UnitsOver(Protocol):
+    """The schedule of units, as far as it is asked."""
+
+    def is_over(self, flat: FlatParams) -> bool: ...
+
+
+class ByUnits:
+    """A bucket holds a unit's parameters, and may leave when backward is through with the unit: used here or not.
+
+    Nothing is counted, so nothing needs to be observed: a unit that this rank has skipped sends its reductions all the
+    same, in its turn.
+    """
+
+    learned = Learned.ALL
+
+    def __init__(self, schedule: UnitsOver) -> None:
+        self._schedule = schedule
+        self._buckets: Sequence[Bucket] = ()
+
+    def use(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+
+    def begin(self) -> None:
+        pass
+
+    def gradient_ready(self, index: int, number: int, *, changes_later: bool) -> bool:
+        return False
+
+    def may_leave(self, number: int) -> bool:
+        return self._schedule.is_over(self._buckets[number].flat)
+
+    def backward_ended(self) -> None:
+        pass

@@ -1,0 +1,505 @@
+"""Reduces gradients while backward runs, in one fixed order of collectives.
+
+What happens to a gradient, from the hook that autograd calls to ``finish`` in ``step``::
+
+    hook: a gradient is ready ──> readiness: may its bucket leave? ──> launch, by ascending index
+    backward has ended        ──> the buckets that are left leave: the round is complete
+    step                      ──> the rounds that are owed; then everything is waited for
+
+Each part has a file: ``readiness`` says when a bucket may leave, ``rounds`` what is owed to the other ranks, ``slots``
+what a bucket holds of one gradient, ``bucket`` packs and launches. This one joins them.
+
+The law: what a rank has launched follows from its program and from what all ranks know, never from how fast the others
+are. So a backward's reductions have left when it ends, whichever optimizers share it. Where a rank must not wait within
+a backward (``may_wait``), memory is taken for what is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..backward_watch import BackwardWatch
+from ..comm.buffers import PATIENCE_SECONDS, CommBuffers
+from ..comm.sharding import Sharding
+from ..errors import CollectiveError, ParameterError, ZeroOptimError
+from ..params.flat_params import FlatParams
+from ..units.schedule import UnitSchedule
+from .bucket import Bucket, Reduced
+from .ddp_check import check_not_replicated
+from .readiness import ByCounts, ByUnits, Learned, Readiness
+from .rounds import Rounds
+from .slots import GradState
+
+
+class Reducer:
+    """Owns the buckets and their gradients, from the first hook of backward to ``finish`` in ``step``.
+
+    Args:
+        parameters: all trained parameters, by index; ``grow`` is told of new ones.
+        labels: a name for each, for messages.
+        make_buckets: builds the buckets for an order; parameters become views of them.
+        overlap: reduce during backward. Else stage 1 reduces in ``finish``, the others at the end of backward.
+        schedule: at stage 3, who knows which unit's backward is over.
+
+    Attributes:
+        rounds: which reductions are owed.
+        nonfinite: [slots] int32, in the order of ``slot_params``: whether this rank's last gradient was not finite.
+        slot_params: [slots] int64, the index of the parameter of each slot, bucket by bucket.
+        place: of each parameter, the number of its bucket and of its slot there.
+        on_layout: are told the new buckets after they were laid out again.
+        on_change: is told when gradients change that an exchange may have been about; on all ranks alike.
+        late: parameters whose gradient arrived after their bucket had left; it stays on this rank.
+        leftover: parameters with a gradient that ``finish`` found to be assigned after the last round: where all ranks
+            have some, ``reduce_leftover`` lets ``finish`` reduce them.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[int, Tensor],
+        labels: Sequence[str],
+        sharding: Sharding,
+        make_buckets: Callable[[Sequence[int]], list[Bucket]],
+        overlap: bool,
+        schedule: UnitSchedule | None = None,
+    ) -> None:
+        self.parameters, self.labels, self.sharding, self.overlap = parameters, labels, sharding, overlap
+        self._make_buckets = make_buckets
+        self._schedule = schedule if sharding.reduces else None
+        self._counts = ByCounts(observes=sharding.reduces and self._schedule is None)
+        self._readiness: Readiness = self._counts if self._schedule is None else ByUnits(self._schedule)
+        self._watch = BackwardWatch(self._backward_begins, self._backward_ended)
+        self.rounds = Rounds()
+        self.synchronize = True  # False inside no_sync()
+        self._next = 0  # the bucket that leaves next, while a round is open
+        self._came: list[int] = []  # parameters whose gradients have come in this backward
+        self.late: set[int] = set()
+        self.leftover: list[int] = []
+        self.on_layout: Sequence[Callable[[list[Bucket]], None]] = ()
+        self.on_change: Callable[[], None] = lambda: None
+        self._post_hooks: dict[int, tuple[dict[int, object], int]] = {}  # of each parameter: all, and the id of ours
+        self.order: list[int] = []
+        self.buckets: list[Bucket] = []
+        self._nodes: dict[int, torch.autograd.graph.Node] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.grow(list(parameters))
+        if self._schedule is not None:
+            self._schedule.listeners.append(self)
+
+    # -- the layout ------------------------------------------------------------------------------------------------
+
+    def grow(self, indices: Sequence[int]) -> list[Bucket]:
+        """Take in parameters, in buckets after all others. The next backward observes. Returns the new buckets."""
+        self.complete_open_round()
+        order = list(reversed(indices))
+        new = self._make_buckets(order)
+        self._use([*self.order, *order], [*self.buckets, *new])
+        self._hooks += [hook for index in indices for hook in self._register_hooks(index)]
+        self._counts.forget(order=True)
+        self._use_readiness()
+        self.rounds.local()
+        return new
+
+    def lay_out(self, order: Sequence[int]) -> None:
+        """Build all buckets anew for ``order``. Collective where they hold reduced gradients, which move along."""
+        old = self.buckets
+        for bucket in old:
+            bucket.wait()
+            bucket.wait_for_parameters()
+        moved: dict[int, Reduced] = {}
+        for bucket in old if any(bucket.state is GradState.REDUCED for bucket in old) else ():
+            of_slots = zip(bucket.layout.slots, bucket.reduced_gradients(), strict=True)
+            moved |= {slot.param: gradient for slot, gradient in of_slots}
+        marks = torch.zeros(len(self.labels), dtype=torch.int32, device=self.sharding.device)
+        marks[self.slot_params] = self.nonfinite
+        for bucket in old:
+            bucket.let_go()
+        self._use(order, self._make_buckets(order))
+        self.nonfinite.copy_(marks[self.slot_params])
+        for bucket in self.buckets if moved else ():
+            bucket.take_over([moved[slot.param] for slot in bucket.layout.slots])
+        for follow in self.on_layout:
+            follow(self.buckets)
+
+    def _use(self, order: Sequence[int], buckets: Sequence[Bucket]) -> None:
+        for bucket in self.buckets:
+            bucket.wait()
+        self.order, self.buckets = list(order), list(buckets)
+        device = self.sharding.device
+        largest = max((bucket.layout.numel * bucket.reduce_dtype.itemsize for bucket in buckets), default=0)
+        self.buffers = CommBuffers(largest if self.sharding.reduces else 0, device)
+        self._leave_buffers()
+        slots = [slot for bucket in buckets for slot in bucket.layout.slots]
+        self.slot_params = torch.tensor([slot.param for slot in slots], dtype=torch.int64, device=device)
+        self.nonfinite = torch.zeros(len(slots), dtype=torch.int32, device=device)
+        for bucket, flags in zip(buckets, self.nonfinite.split([len(b.params) for b in buckets]), strict=True):
+            bucket.nonfinite = flags
+        self.place = {
+            slot.param: (number, index)
+            for number, bucket in enumerate(self.buckets)
+            for index, slot in enumerate(bucket.layout.slots)
+        }
+        self._used_of, self._used_now = (0, b""), bytearray()
+        self._use_readiness()
+
+    def _use_readiness(self) -> None:
+        self._readiness.use(self.buckets)
+
+    def restore_order(self, order: Sequence[int]) -> None:
+        """Lay the buckets out in a saved order; parameters not in it follow. Gradients are dropped."""
+        known = set(order)
+        order = [*order, *(index for index in self.order if index not in known)]
+        if self.sharding.shards > 1 and self._schedule is None and order != self.order:
+            self.clear()
+            self.lay_out(order)
+
+    # -- hooks -----------------------------------------------------------------------------------------------------
+
+    def _register_hooks(self, index: int) -> list[torch.utils.hooks.RemovableHandle]:
+        parameter = self.parameters[index]
+        trains = parameter.requires_grad
+        parameter.requires_grad_(True)  # one that has a gradient, and is frozen by now, would take no hooks
+        # A tensor's own hooks run under torch.autograd.grad too, which accumulates nothing.
+        accumulate = torch.autograd.graph.get_gradient_edge(parameter).node
+        self._nodes[index] = accumulate  # the parameter alone does not keep it
+        hooks = [parameter.register_post_accumulate_grad_hook(partial(self._on_ready, index))]
+        self._post_hooks[index] = (parameter._post_accumulate_grad_hooks, hooks[0].id)
+        if self.sharding.reduces:
+            hooks.append(accumulate.register_prehook(partial(self._before_accumulate, index)))
+        parameter.requires_grad_(trains)
+        return hooks
+
+    def _before_accumulate(self, index: int, grads: tuple[Tensor, ...]) -> None:
+        self._watch.enter()  # before this gradient hides what the user has done to the last one
+        number, slot = self.place[index]
+        self.buckets[number].before_accumulate(slot)
+
+    def _on_ready(self, index: int, parameter: Tensor) -> None:
+        self._watch.enter()
+        number, slot = self.place[index]
+        bucket = self.buckets[number]
+        if self.rounds.open and number < self._next:
+            self.late.add(index)
+            return
+        self._check_in_place(parameter, bucket, slot)
+        self._came.append(index)
+        full = self._readiness.gradient_ready(index, number, changes_later=self._is_changed_later(index))
+        if self.rounds.open:
+            self._leave_buffers()
+            self._launch_ready()
+        elif full and bucket.can_collect and self._stays_local and not torch.is_grad_enabled():
+            bucket.collect()  # with gradients enabled ``.grad`` has a graph to keep
+
+    def _is_changed_later(self, index: int) -> bool:
+        """Whether a hook of the user's, which may change the gradient, runs after ours."""
+        hooks, own = self._post_hooks[index]
+        return len(hooks) > 1 and next(reversed(hooks)) != own
+
+    def _check_in_place(self, parameter: Tensor, bucket: Bucket, slot: int) -> None:
+        if bucket.flat.sharded and not bucket.flat.shown:
+            raise ZeroOptimError(
+                f"the gradient of {bucket.label(slot)} was computed while its unit was sharded, and is worthless: a "
+                "gradient came into the unit by another way than what its forward returned, changed or left in "
+                "attributes. Return that tensor from the unit's forward"
+            )
+        moved = parameter.data_ptr() != bucket.flat.addresses[slot] or parameter.dtype != bucket.dtype
+        if moved or not parameter.is_contiguous():
+            raise ParameterError(
+                f"{bucket.label(slot)} was moved, cast or given new data after the optimizer was made "
+                f"(it is {parameter.dtype} on {parameter.device}): call .to() / .half() before, or make a new optimizer"
+            )
+
+    # -- a backward ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it gradients add up on each rank and nothing is communicated."""
+        self.complete_open_round()  # every rank enters here: a round that an exception cut short goes no further
+        before, self.synchronize = self.synchronize, False
+        try:
+            yield
+        finally:
+            self.synchronize = before
+            self.rounds.local()
+            self.on_change()
+
+    @property
+    def _stays_local(self) -> bool:
+        """Whether gradients of a backward that begins now stay on this rank, and nobody is to reduce them soon."""
+        return not self.sharding.reduces or not self.synchronize
+
+    @property
+    def _may_wait(self) -> bool:
+        """Whether the host may wait in a backward for other ranks. Not where another optimizer reduces in the same one:
+        a rank that uses the parameters of that one alone would wait for us there, and we for it here. At stage 0
+        ``.grad`` is averaged when backward ends, so there every rank has to meet the optimizers in the same order."""
+        return self.sharding.stage == 0 or not self.sharding.comm.shared
+
+    def _backward_begins(self) -> None:
+        # Units of the next backward may be unsharded by now. Those of the one that raised are over: the schedule ended
+        # that as it met this one.
+        self.complete_open_round(join_units=self._schedule is None or not self._schedule.watch.running)
+        self._came.clear()
+        if self.synchronize:
+            self.on_change()
+            if self.sharding.reduces and (self.overlap or self.sharding.stage != 1):
+                self._open_round()
+
+    def _backward_ended(self) -> None:
+        self._readiness.backward_ended()
+        if self.rounds.open:
+            if self._counts.learned is not Learned.ALL and self.rounds.launched == 0:
+                check_not_replicated(self.parameters, self.labels)
+            self._complete_round()
+        else:
+            self.rounds.local()
+            self._readiness.begin()
+        for bucket in self.buckets:
+            bucket.slots.backward_ended()
+
+    # -- what the schedule of units tells, at stage 3 --------------------------------------------------------------
+
+    def backward_comes_to(self, flats: Sequence[FlatParams]) -> None:
+        """Backward is about to go on to the unit of these.
+
+        It may have passed units that this rank has skipped, whose reductions the others send now. So this is where a
+        round begins, if it is a backward that accumulates: under ``torch.autograd.grad`` it is not::
+
+            rank 0   unit 3: gradients      unit 2: reduction of 3 leaves
+            rank 1   (has not called 3)     unit 2: reduction of 3 leaves, before any gradient
+        """
+        if self._watch.running or not self.synchronize:
+            return
+        of_unit = [slot.param for bucket in self.buckets if bucket.flat in flats for slot in bucket.layout.slots]
+        if any(torch._C._will_engine_execute_node(self._nodes[index]) for index in of_unit):
+            self._watch.enter()
+
+    def units_over(self) -> None:
+        """Backward is through with another unit, or with the units of one that raised."""
+        if self.rounds.open:
+            self._launch_ready()
+
+    def order_known(self) -> None:
+        """Reduce in the order in which backward is through with units, as the ranks have agreed."""
+        assert self._schedule is not None
+        flats = [flat for unit in self._schedule.over_order for flat in unit.flats]
+        buckets = sorted(self.buckets, key=lambda bucket: flats.index(bucket.flat))
+        if buckets != self.buckets:
+            self.complete_open_round()
+            self._use([slot.param for bucket in buckets for slot in bucket.layout.slots], buckets)
+
+    # -- rounds ----------------------------------------------------------------------------------------------------
+
+    def _open_round(self) -> None:
+        self.rounds.begin()
+        self._next = 0
+
+    def _launch_ready(self) -> None:
+        """Launch what may leave, while backward runs."""
+        while self.overlap and self._next < len(self.buckets) and self._readiness.may_leave(self._next):
+            self._launch_next()
+
+    @torch.no_grad()
+    def _launch_next(self) -> None:
+        if self._schedule is not None and self._one_at_a_time:
+            if self.buffers.allocated:
+                self.buffers.deallocate()  # it waits for the reduction before this one
+            self._schedule.reduction_left(self)
+        self.buckets[self._next].launch(self.buffers, may_wait=self._may_wait)
+        self._next += 1
+
+    def _complete_round(self, *, join_units: bool = True) -> None:
+        """Launch what is left of the round that is open; or a whole one, where none is.
+
+        ``join_units``: at stage 3, take part in the gathers of the backward that it belongs to, as far as they are left.
+        """
+        if not self.rounds.open:
+            self._open_round()
+        if self._schedule is not None and join_units:
+            self._schedule.complete_backward()  # units that are over by that leave at once
+        while self._next < len(self.buckets):
+            self._launch_next()
+        if self.sharding.stage == 0:  # `.grad` is the averaged gradient, to be read at once
+            for bucket in self.buckets:
+                bucket.wait()
+        self.rounds.complete()
+        self._readiness.begin()
+
+    def complete_open_round(self, *, join_units: bool = True) -> None:
+        """A backward that raised has left its round open: complete it, as other ranks have theirs.
+
+        What the user has done since belongs after the round. Where every gradient of it that this rank knows of was
+        zeroed by now, all were, such as by ``module.zero_grad()``: also those that arrive only now, from other ranks::
+
+            rank 0   backward raises after bucket 0 has left   model.zero_grad()   bucket 1 leaves; dropped
+            rank 1   backward                                  model.zero_grad()   dropped
+        """
+        self._watch.forget()
+        self._readiness.begin()
+        if not self.rounds.open:
+            return
+        how = self._zeroed_since()
+        left = self.buckets[self._next :]
+        self._complete_round(join_units=join_units)
+        if how is not None:
+            for bucket in left:
+                bucket.drop_all(how)
+
+    def _zeroed_since(self) -> str | None:
+        """How the user has zeroed what this rank knows of the round that is open, if all of it."""
+        gone = [bucket.zeroed_since_launch() for bucket in self.buckets[: self._next]]
+        if not gone:
+            gone = [None if self.parameters[index].grad is not None else "none" for index in self._came]
+        return gone[0] if len(set(gone)) == 1 else None
+
+    # -- step ------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> bytearray:
+        """Complete what is owed; afterwards every bucket's ``grad_shard`` holds what is to be applied.
+
+        Returns one byte a parameter index: 1 where this rank has a gradient for it.
+        """
+        self._watch.forget()
+        if not self.sharding.reduces:
+            self._collect()
+        else:
+            self.complete_open_round()
+            for _ in range(self.rounds.state.owed):
+                self._complete_round()
+            unreduced = [index for bucket in self.buckets for index in bucket.settle()[0]]
+            self.leftover = [] if self.late else unreduced
+            if self._counts.learned is not Learned.ALL:
+                self._learn()
+        for bucket in self.buckets:
+            bucket.wait()
+        self._leave_buffers()
+        return self._used()
+
+    def _learn(self) -> None:
+        """Collective. Agree on readiness, and lay the buckets out in the order that rank 0 has seen."""
+        reports = self.sharding.comm.gather_objects(self._counts.observation(), "the first step")
+        order = self._counts.agree(reports, self.order)
+        if order is not None:
+            self.lay_out(order)
+        self._use_readiness()
+
+    def reduce_leftover(self) -> None:
+        """Let the next ``finish`` reduce gradients that were assigned after the last round, on every rank."""
+        self.rounds.local()
+
+    def make_readable(self) -> bool:
+        """Bring all gradients into ``grad_buffer``, if this is where ``.grad`` shows them. Returns whether it is."""
+        if self.sharding.stage == 0 and self.sharding.reduces:
+            self.finish()
+            return True
+        alone = not self.sharding.reduces
+        waiting = self.sharding.stage == 1 and not self.overlap and all(bucket.can_collect for bucket in self.buckets)
+        if alone or waiting:
+            self._collect()
+        return alone or waiting
+
+    @torch.no_grad()
+    def _collect(self) -> bool:
+        return any([bucket.collect() for bucket in self.buckets])  # noqa: C419  every bucket, whatever the first says
+
+    @property
+    def refused(self) -> dict[int, str]:
+        """By parameter index, why this rank's gradient could not be used."""
+        slots = [(bucket, index) for bucket in self.buckets for index in bucket.slots.refused]
+        return {bucket.layout.slots[index].param: bucket.slots.refused[index] for bucket, index in slots}
+
+    def recheck(self) -> tuple[bool, bool]:
+        """After ``finish``: whether gradients were assigned since, and whether some were dropped."""
+        if not self.sharding.reduces:
+            return self._collect(), False
+        settled = [bucket.settle() for bucket in self.buckets]
+        return any(unreduced for unreduced, _ in settled), any(dropped for _, dropped in settled)
+
+    def _used(self) -> bytearray:
+        slots = b"".join(bucket.slots.used for bucket in self.buckets)
+        if (len(self.labels), slots) != self._used_of:  # as a rule the same set, step after step
+            self._used_of = len(self.labels), slots
+            self._used_now = bytearray(len(self.labels))
+            for index, flag in zip(self.place, slots, strict=True):
+                self._used_now[index] = flag
+        return self._used_now
+
+    def end_step(self) -> None:
+        """The gradients were applied. They stay until they are cleared, and the next step has rounds of its own."""
+        self.rounds.step()
+
+    def clear(self, set_to_none: bool = True) -> None:
+        """Drop every gradient, or make it zero. A round that an exception cut short is completed for the others."""
+        self.complete_open_round()
+        if self.sharding.reduces and self.rounds.zeroed:
+            self._join_rounds_of_others()
+        self.rounds.clear()
+        self.late.clear()
+        self.leftover.clear()
+        self._counts.drop_observation()
+        self.nonfinite.zero_()
+        for bucket in self.buckets:
+            bucket.clear() if set_to_none else bucket.zero()
+        self._leave_buffers()
+
+    def _join_rounds_of_others(self) -> None:
+        """Collective. Launch as many rounds as any rank has since the last ``zero_grad``; the results are dropped.
+
+        A backward that raised before its first gradient has left no trace here, and the others wait for its round. It
+        is looked for where gradients are zeroed a second time, with no ``step`` between: every rank knows of that.
+        """
+        if self._schedule is not None:
+            self._schedule.complete_backward()
+        launched = self.sharding.comm.gather_objects(self.rounds.launched, "zero_grad")
+        for _ in range(max(launched) - self.rounds.launched):
+            for bucket in self.buckets:
+                bucket.launch_nothing()
+
+    def observe(self) -> None:
+        """Let the next synchronised backward count anew how often each gradient becomes ready. The layout stays."""
+        self.complete_open_round()
+        self.late.clear()
+        self._counts.forget(order=False)
+        self._use_readiness()
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def close(self, *, collective: bool) -> None:
+        """Remove the hooks and drop the gradients. ``collective``: complete an open round, as other ranks may have."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._schedule is not None:
+            self._schedule.listeners.remove(self)
+        self._nodes.clear()
+        comm = self.sharding.comm
+        try:
+            if collective:
+                self.complete_open_round()
+            for bucket in self.buckets if collective else ():
+                bucket.wait_for_parameters()
+                if bucket.arrives_within(PATIENCE_SECONDS):
+                    bucket.wait()
+        except CollectiveError:  # whoever closes after an error has seen it
+            comm.out_of_step = True
+        for bucket in self.buckets:
+            comm.out_of_step |= bucket.arrivals.under_way or bucket.gather is not None
+            bucket.abandon()
+            bucket.clear()
+
+    # -- the buffers, at stage 3 -----------------------------------------------------------------------------------
+
+    @property
+    def _one_at_a_time(self) -> bool:
+        """Whether one reduction waits for the one before: under gloo, where the host waits, and memory is what counts.
+        On CUDA the host is ahead of both."""
+        return self._schedule is not None and self.sharding.on_gloo and self._may_wait
+
+    def _leave_buffers(self) -> None:
+        """At stage 3, do without buffers for as long as no reduction is under way."""
+        if self._schedule is not None and self.buffers.allocated and self.buffers.free:
+            self.buffers.deallocate()
+            self._schedule.reductions_arrived(self)

@@ -1,0 +1,107 @@
+"""Rounds: which reductions this rank owes the others.
+
+A *round* is one synchronised backward's reductions: every bucket once, by ascending index. All ranks must launch as
+many rounds between two calls that all of them make. None may ask another how many: a step would cost one more message.
+So the count follows from what all ranks know, and a state is all that is to be kept of it.
+
+============  ====  ==============================================================================
+state         owed  meaning
+============  ====  ==============================================================================
+UNREDUCED     1     no round since the last ``step`` or ``zero_grad``
+REDUCED       0     every gradient was in a round
+DIRTY         1     a round, and after it gradients that stayed on their rank
+OPEN          1     a backward has begun a round that it has not completed
+OPEN_DIRTY    2     the same, and gradients that stay on their rank belong to none of its reductions
+============  ====  ==============================================================================
+
+*Owed* is what ``step`` has to launch. A rank that had no backward owes one in UNREDUCED, as the others do that had one
+under ``no_sync``; so a rank without data takes part by calling ``step``.
+
+============  ============  ============  ============  ============  ===========
+event         UNREDUCED     REDUCED       DIRTY         OPEN          OPEN_DIRTY
+============  ============  ============  ============  ============  ===========
+begin         OPEN          OPEN          OPEN          error         error
+complete      REDUCED       REDUCED       REDUCED       REDUCED       DIRTY
+local         UNREDUCED     DIRTY         DIRTY         OPEN_DIRTY    OPEN_DIRTY
+step          UNREDUCED     UNREDUCED     UNREDUCED     error         error
+clear         UNREDUCED     UNREDUCED     UNREDUCED     error         error
+============  ============  ============  ============  ============  ===========
+
+- *begin*: a synchronised backward begins. What is open was cut short by an exception, and is completed before.
+- *complete*: its last bucket has left; or a whole round has, outside of any backward.
+- *local*: a ``no_sync`` block has ended, or a backward that reduces nothing. Whether this rank had a gradient in it
+  does not matter: the others count the block, too.
+- *step*: the gradients were applied. *clear*: ``zero_grad`` has dropped them.
+
+A backward that raises is no event. It leaves its round OPEN, and whatever comes next completes it first::
+
+    rank 0   backward raises half-way   OPEN       zero_grad: launch what is left, then clear
+    rank 1   backward                   REDUCED    zero_grad: clear
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class RoundState(enum.Enum):
+    """What is owed. The value is the number of rounds."""
+
+    UNREDUCED = "unreduced", 1
+    REDUCED = "reduced", 0
+    DIRTY = "dirty", 1
+    OPEN = "open", 1
+    OPEN_DIRTY = "open and dirty", 2
+
+    @property
+    def owed(self) -> int:
+        return self.value[1]
+
+
+_OPEN = (RoundState.OPEN, RoundState.OPEN_DIRTY)
+
+
+class Rounds:
+    """The state, and how often it was completed.
+
+    Attributes:
+        state: what is owed.
+        launched: rounds since the last ``step`` or ``zero_grad``.
+        zeroed: whether ``zero_grad`` was called since the last ``step``.
+    """
+
+    def __init__(self) -> None:
+        self.state = RoundState.UNREDUCED
+        self.launched = 0
+        self.zeroed = False
+
+    @property
+    def open(self) -> bool:
+        return self.state in _OPEN
+
+    def begin(self) -> None:
+        self._refuse_open("begin")
+        self.state = RoundState.OPEN
+
+    def complete(self) -> None:
+        self.launched += 1
+        self.state = RoundState.DIRTY if self.state is RoundState.OPEN_DIRTY else RoundState.REDUCED
+
+    def local(self) -> None:
+        if self.open:
+            self.state = RoundState.OPEN_DIRTY
+        elif self.state is not RoundState.UNREDUCED:
+            self.state = RoundState.DIRTY
+
+    def step(self) -> None:
+        self.clear()
+        self.zeroed = False
+
+    def clear(self) -> None:
+        self._refuse_open("clear")
+        self.state = RoundState.UNREDUCED
+        self.launched, self.zeroed = 0, True
+
+    def _refuse_open(self, event: str) -> None:
+        if self.open:
+            raise RuntimeError(f"a round is {self.state.value[0]}: complete it before {event}")

@@ -1,0 +1,221 @@
+"""A slot's gradient: what ``.grad`` shows of it, and what of that the bucket holds.
+
+====================  ==================  =====================  =======================  ===================
+state                 the bucket holds    ``.grad`` found None   ``.grad`` is the handle  ``.grad`` is other
+====================  ==================  =====================  =======================  ===================
+ABSENT                nothing             ABSENT                 --                       ABSENT, local
+COLLECTED             this rank's sum     ABSENT                 COLLECTED                ABSENT, local
+REDUCED               the average         STALE                  REDUCED                  STALE, local
+TAKEN                 the average         STALE                  REDUCED                  TAKEN, local
+STALE                 what to drop        STALE                  REDUCED                  STALE, local
+====================  ==================  =====================  =======================  ===================
+
+The *handle* is the tensor that the bucket has put into ``.grad``. *local*: ``.grad`` is a gradient of this rank's that
+the bucket does not hold yet. The columns are what ``scan`` does with each ``.grad`` that it finds; four more events
+change all slots of a bucket, or one:
+
+====================  ==================  =====================  =======================  ===================
+state                 accumulate          collect                launch                   clear
+====================  ==================  =====================  =======================  ===================
+ABSENT                ABSENT              COLLECTED if local     REDUCED                  ABSENT
+COLLECTED             COLLECTED           COLLECTED              REDUCED                  ABSENT
+REDUCED               TAKEN               --                     REDUCED                  ABSENT
+TAKEN                 TAKEN               --                     REDUCED                  ABSENT
+STALE                 STALE               --                     REDUCED                  ABSENT
+====================  ==================  =====================  =======================  ===================
+
+- *accumulate*: autograd is about to add to ``.grad``, after ``scan`` has looked at it. A reduced gradient is an average
+  over ranks; to add this rank's own to it would be wrong. So it is taken out of ``.grad``, the new one arrives alone,
+  and is reduced and added later.
+- *collect*: local gradients move into ``grad_buffer``. *launch*: a reduction leaves with them; what is STALE is
+  dropped before the sum is added. *clear*: ``zero_grad``.
+
+As an example, two backwards and a user in between::
+
+    backward            REDUCED   .grad is a FlatShard
+    p.grad = None       REDUCED   nobody has looked yet
+    backward begins     STALE     accumulate looks: the user zeroed it
+    its bucket leaves   REDUCED   the average of the second backward alone
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+_grad_of = operator.attrgetter("grad")
+
+
+class SlotState(enum.Enum):
+    """What the bucket holds of one gradient."""
+
+    ABSENT = enum.auto()
+    COLLECTED = enum.auto()
+    REDUCED = enum.auto()
+    TAKEN = enum.auto()
+    STALE = enum.auto()
+
+
+class GradState(enum.Enum):
+    """Where a bucket's gradients are in memory. It says which states its slots can have."""
+
+    EMPTY = enum.auto()  # nowhere, or in each ``.grad`` that autograd allocated: ABSENT
+    LOCAL = enum.auto()  # grad_buffer holds this rank's sums in full: ABSENT, COLLECTED
+    REDUCED = enum.auto()  # grad_shard holds the average, or will when it arrives: REDUCED, TAKEN, STALE
+
+
+@dataclass
+class Found:
+    """What a scan of every ``.grad`` has found, by slot.
+
+    Attributes:
+        local: gradients of this rank that the bucket does not hold.
+        gone: slots whose gradient the bucket held, and the user has zeroed or replaced since.
+        zeroed: TAKEN slots whose local gradient the user has written in place since its backward. Where it is all zero
+            by now, as after ``module.zero_grad(set_to_none=False)``, the average that was taken out is meant, too.
+    """
+
+    local: list[tuple[int, Tensor]] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
+    zeroed: list[tuple[int, Tensor]] = field(default_factory=list)
+
+
+class Slots:
+    """The states of a bucket's slots.
+
+    Kept as one state of the bucket and what differs from it, so that a usual step has nothing to do for each parameter
+    but to compare its ``.grad`` with its handle.
+
+    Attributes:
+        bucket_state: where the gradients are.
+        used: one byte a slot, 1 where this rank has put a gradient of it into the bucket.
+        refused: by slot, why this rank's gradient was left out. The others' count, and the exchange tells all ranks.
+        stale: the slots in that state.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+        self.bucket_state = GradState.EMPTY
+        self.used = bytearray(len(params))
+        self.refused: dict[int, str] = {}
+        self.stale: set[int] = set()
+        self._taken: dict[int, int | None] = {}  # and the version of the local gradient as its backward left it
+
+    def __getitem__(self, index: int) -> SlotState:
+        if self.bucket_state is GradState.EMPTY:
+            return SlotState.ABSENT
+        if self.bucket_state is GradState.LOCAL:
+            return SlotState.COLLECTED if self.used[index] else SlotState.ABSENT
+        if index in self.stale:
+            return SlotState.STALE
+        return SlotState.TAKEN if index in self._taken else SlotState.REDUCED
+
+    # -- events ----------------------------------------------------------------------------------------------------
+
+    def accumulate(self, index: int, handle: Tensor | None) -> None:
+        """Autograd is about to add to this slot's ``.grad``."""
+        if self.bucket_state is not GradState.REDUCED:
+            return
+        grad = self._params[index].grad
+        self._look(index, grad, handle)
+        if self[index] is SlotState.REDUCED:
+            self._params[index].grad = None
+            self._taken[index] = None
+
+    def backward_ended(self) -> None:
+        """Note the gradients that were added beside an average: who writes into them from here on is the user."""
+        for index in self._taken:
+            grad = self._params[index].grad
+            self._taken[index] = None if grad is None else grad._version
+
+    def scan(self, handles: Sequence[Tensor | None]) -> Found:
+        """Read each ``.grad`` once."""
+        found = Found()
+        if all(map(operator.is_, map(_grad_of, self._params), handles)):
+            if self._taken or self.stale:  # the user has put a handle back
+                self._taken.clear()
+                self.stale.clear()
+            return found
+        for index, (parameter, handle) in enumerate(zip(self._params, handles, strict=True)):
+            grad = parameter.grad
+            before = self[index]
+            if self._look(index, grad, handle):
+                found.gone.append(index)
+            if grad is not None and grad is not handle:
+                found.local.append((index, grad))
+                if before is SlotState.TAKEN and self._taken.get(index) not in (None, grad._version):
+                    found.zeroed.append((index, grad))
+        return found
+
+    def collect(self, sources: Sequence[tuple[int, Tensor]], views: Sequence[Tensor]) -> None:
+        """These local gradients are in ``grad_buffer`` now; each ``.grad`` becomes its view of that."""
+        self.bucket_state = GradState.LOCAL if sources else GradState.EMPTY
+        for index, _ in sources:
+            self._params[index].grad, self.used[index] = views[index], 1
+
+    def launch(self, sources: Sequence[tuple[int, Tensor]], handles: Sequence[Tensor]) -> None:
+        """A reduction has left with these gradients. Every ``.grad`` becomes a handle of the result.
+
+        Also where only other ranks used the parameter: so a ``.grad`` found None later was zeroed by the user.
+        """
+        self.bucket_state = GradState.REDUCED
+        self._taken.clear()
+        self.stale.clear()
+        for index, _ in sources:
+            self.used[index] = 1
+        for parameter, handle in zip(self._params, handles, strict=True):
+            parameter.grad = handle
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """The user is known to have zeroed these, though no ``.grad`` shows it."""
+        for index in indices:
+            self._make_stale(index)
+            self._params[index].grad = None
+
+    def take_over(self, used: bytearray, shown: Sequence[bool], handles: Sequence[Tensor]) -> None:
+        """The bucket has taken over reduced gradients. Those that ``.grad`` has ``shown`` get the new handles; the
+        others were dropped by the user."""
+        self.bucket_state = GradState.REDUCED
+        for index, (parameter, handle, here) in enumerate(zip(self._params, handles, shown, strict=True)):
+            if here:
+                parameter.grad = handle
+            else:
+                self.stale.add(index)
+        self.used = used
+
+    def clear(self) -> None:
+        """Forget every gradient."""
+        for parameter in self._params:
+            parameter.grad = None
+        self.bucket_state = GradState.EMPTY
+        self.used = bytearray(len(self._params))
+        self.refused.clear()
+        self.stale.clear()
+        self._taken.clear()
+
+    # -- the table's columns ---------------------------------------------------------------------------------------
+
+    def _look(self, index: int, grad: Tensor | None, handle: Tensor | None) -> bool:
+        """What ``.grad`` tells of one slot. Returns whether the bucket held a gradient that the user has dropped."""
+        state = self[index]
+        if grad is handle and handle is not None:
+            if self.bucket_state is GradState.REDUCED:
+                self._taken.pop(index, None)
+                self.stale.discard(index)
+            return False
+        if state is SlotState.COLLECTED:
+            self.used[index] = 0
+            return True
+        if state is SlotState.REDUCED or (state is SlotState.TAKEN and grad is None):
+            self._make_stale(index)
+            return True
+        return False
+
+    def _make_stale(self, index: int) -> None:
+        self._taken.pop(index, None)
+        self.stale.add(index)
+        self.used[index] = 0

@@ -1,0 +1,1 @@
+"""Where every parameter lives: layout, flat parameters, shards."""

@@ -1,0 +1,1 @@
+"""What step() does: exchange, clip, hyper table, update, the shards' state."""

@@ -1,0 +1,178 @@
+"""What all ranks must hear of before they update: a list of alarms, and how the exchange carries them.
+
+An alarm is data. From the list below follow the width of the exchange's vector, what a usual step puts there, when a
+step is skipped, and what is raised. A new alarm is one entry, and the set of parameters that the optimizer gives it.
+
+==========  =================  ===================================================================
+combine     columns            raised where
+==========  =================  ===================================================================
+ANY         1: how many        any rank has one
+DIVIDED     2: has, has not    some ranks have one, and others do not
+DIFFERENT   one for each code  the ranks have given different codes
+==========  =================  ===================================================================
+
+Columns are summed over the ranks, or maximised with the infinity norm; each rule means the same under both.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import GradientError, RankMismatchError, ZeroOptimError
+from ..units.schedule import ORDER_CODES
+
+
+class Combine(enum.Enum):
+    """How what the ranks say becomes an alarm."""
+
+    ANY = enum.auto()
+    DIVIDED = enum.auto()
+    DIFFERENT = enum.auto()
+
+
+@dataclass(frozen=True)
+class About:
+    """What a message can say: the parameters' names, joined; this rank's own reasons; the parameters' dtypes."""
+
+    names: str
+    own: Sequence[str] = ()
+    dtypes: str = ""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """``codes``: how many a DIFFERENT one has. ``error``: makes what is raised, on every rank."""
+
+    name: str
+    combine: Combine
+    error: Callable[[About], ZeroOptimError]
+    codes: int = 0
+
+    @property
+    def columns(self) -> int:
+        return {Combine.ANY: 1, Combine.DIVIDED: 2, Combine.DIFFERENT: self.codes}[self.combine]
+
+    def entry(self, count: int) -> list[float]:
+        """What a rank writes that has ``count`` of it; of a DIFFERENT one, whose code is ``count``."""
+        if self.combine is Combine.ANY:
+            return [float(count)]
+        if self.combine is Combine.DIVIDED:
+            return [float(count > 0), float(count == 0)]
+        return [float(code == count) for code in range(self.codes)]
+
+    def raised(self, columns: Sequence[float]) -> bool:
+        """On the host, of what came back."""
+        if self.combine is Combine.DIVIDED:
+            return columns[0] > 0 and columns[1] > 0
+        return sum(column > 0 for column in columns) > (self.combine is Combine.DIFFERENT)
+
+    def raised_on_device(self, columns: Tensor) -> Tensor:
+        """[1] fp32: more than 0 where it is raised."""
+        if self.combine is Combine.ANY:
+            return columns
+        if self.combine is Combine.DIVIDED:
+            return columns[:1] * columns[1:]
+        return ((columns > 0).sum() > 1).float().reshape(1)
+
+
+def _late(about: About) -> ZeroOptimError:
+    return GradientError(
+        f"a gradient of {about.names} arrived after its bucket had been reduced: it became ready more often than in "
+        "the backward that was observed. Nothing was updated. Call opt.zero_grad(), and opt.observe() before a "
+        "backward that uses parameters another number of times"
+    )
+
+
+def _late_for_its_unit(about: About) -> ZeroOptimError:
+    return GradientError(
+        f"a gradient of {about.names} arrived after the backward of its unit. Nothing was updated. Gradients "
+        "must come into a unit through what its forward returns: tensors in lists, tuples, dicts or dataclasses"
+    )
+
+
+def _refused(about: About) -> ZeroOptimError:
+    other = f"the gradient of {about.names} on another rank cannot be used; expected a dense {about.dtypes}"
+    return GradientError("; ".join(about.own or [other]))
+
+
+def _thawed(about: About) -> ZeroOptimError:
+    return RankMismatchError(
+        f"{about.names} is frozen, with no gradient, on some ranks, and requires or has one on others: call "
+        "requires_grad_() on every rank before the same step. Nothing was updated"
+    )
+
+
+def _leftover(about: About) -> ZeroOptimError:
+    return GradientError(
+        f"a gradient of {about.names} was assigned on some ranks, and not on others, after backward had reduced it: "
+        "assign it on every rank, or before. Nothing was updated"
+    )
+
+
+def _parted(about: About) -> ZeroOptimError:
+    return RankMismatchError(
+        "the ranks have gathered units in different orders, and may have computed with wrong values: each must "
+        "run as many forwards and backwards of the sharded model, in the same order. Nothing was updated"
+    )
+
+
+def alarms(*, by_units: bool) -> tuple[Alarm, ...]:
+    """Those of a step, the one that is raised first in front. ``by_units``: at stage 3."""
+    parted = (Alarm("parted", Combine.DIFFERENT, _parted, ORDER_CODES),) if by_units else ()
+    return (
+        *parted,
+        Alarm("late", Combine.ANY, _late_for_its_unit if by_units else _late),
+        Alarm("refused", Combine.ANY, _refused),
+        Alarm("thawed", Combine.DIVIDED, _thawed),
+        Alarm("leftover", Combine.DIVIDED, _leftover),
+    )
+
+
+class AlarmColumns:
+    """The alarms' part of the exchange's vector.
+
+    Args:
+        columns: [width] fp32, a view of the vector.
+    """
+
+    def __init__(self, of: Sequence[Alarm], columns: Tensor) -> None:
+        self._alarms = of
+        self._views = columns.split([alarm.columns for alarm in of]) if of else ()
+        quiet = [value for alarm in of for value in alarm.entry(0)]
+        self._quiet = torch.tensor(quiet, dtype=torch.float32, device=columns.device)
+        self._all = columns
+
+    def fill(self, counts: Mapping[str, int]) -> None:
+        """Write this rank's. As a rule there are none, and one copy does it."""
+        self._all.copy_(self._quiet)
+        for alarm, view in zip(self._alarms, self._views, strict=True):
+            count = counts.get(alarm.name, 0)
+            if count:
+                entry, quiet = alarm.entry(count), alarm.entry(0)
+                for place in (place for place in range(alarm.columns) if entry[place] != quiet[place]):
+                    view[place].fill_(entry[place])
+
+    def raised_on_device(self) -> Tensor:
+        """[1] fp32: more than 0 where one is raised."""
+        total = self._all.new_zeros(1)
+        for alarm, view in zip(self._alarms, self._views, strict=True):
+            total = total + alarm.raised_on_device(view)
+        return total
+
+    def first_raised(self, values: Sequence[float]) -> Alarm | None:
+        """Of the columns as the host has read them."""
+        start = 0
+        for alarm in self._alarms:
+            if alarm.raised(values[start : start + alarm.columns]):
+                return alarm
+            start += alarm.columns
+        return None
+
+
+def width(of: Sequence[Alarm]) -> int:
+    return sum(alarm.columns for alarm in of)

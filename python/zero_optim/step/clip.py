@@ -1,0 +1,143 @@
+"""What multiplies the gradients of the next step: clipping, of all or of some, and the loss scale.
+
+No gradient is touched: ``adam_step`` multiplies as it loads. All factors are device tensors, never read by the host.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm.sharding import Sharding
+from ..grads.bucket import Bucket
+from ..grads.slots import GradState
+from .exchange import Exchange, once
+
+
+class Clip:
+    """The factors of one step.
+
+    Attributes:
+        clipped: whether ``clip_grad_norm_`` was called for this step.
+        coefficient: [1] fp32, multiplies all gradients where ``clipped``.
+        factor: [parameters] fp32, multiplies the gradients of each; None: no subset was clipped.
+        inverse_scale: [1] fp32, multiplies the gradients of the next step; None: they are unscaled.
+        scaled: whether a GradScaler takes part in the next step.
+    """
+
+    def __init__(self, sharding: Sharding, labels: Sequence[str]) -> None:
+        self.sharding, self.labels = sharding, labels
+        self.coefficient = torch.ones(1, dtype=torch.float32, device=sharding.device)
+        self.clipped = False
+        self.factor: Tensor | None = None
+        self.inverse_scale: Tensor | None = None
+        self.scaled = False
+        self._subsets: dict[tuple[int, ...], Tensor] = {}
+
+    def resize(self) -> None:
+        """Make room for as many parameters as there are labels. What was clipped stays so."""
+        if self.factor is not None:
+            self.factor = torch.cat([self.factor, self.factor.new_ones(len(self.labels) - len(self.factor))])
+        self._subsets = {}
+
+    def reset(self) -> None:
+        """The step is over, or its gradients were dropped."""
+        self.unclip()
+        self.inverse_scale, self.scaled = None, False
+
+    def unclip(self) -> None:
+        self.clipped, self.factor = False, None
+
+    def discard(self) -> None:
+        """Gradients come, or may have come on some rank, after they were clipped."""
+        if self.clipped:
+            warnings.warn(
+                "a backward after clip_grad_norm_ discards its coefficient: call it after the last backward of a step",
+                stacklevel=2,
+            )
+        self.unclip()
+
+    def grad_scale(self) -> Tensor | None:
+        """[1] fp32, what multiplies every gradient; None: nothing does."""
+        if not self.clipped:
+            return self.inverse_scale
+        return self.coefficient if self.inverse_scale is None else self.coefficient * self.inverse_scale
+
+    def clip_to(
+        self,
+        max_norm: float,
+        norm_type: float,
+        exchange: Exchange,
+        buckets: Sequence[Bucket],
+        subset: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Clip all gradients, or those of ``subset``, as torch's ``clip_grad_norm_`` does. They were exchanged.
+
+        Returns their norm before it, with what was clipped before, unscaled if that was asked for. [] fp32.
+        """
+        if not self.clipped:
+            self.coefficient.fill_(1.0)
+        if subset is None and self.factor is None and norm_type == exchange.norm_type:
+            norm = _root(exchange.total, norm_type)
+        else:
+            norm = self._norm_of(buckets, norm_type, range(len(self.labels)) if subset is None else subset)
+        norm = norm * self.coefficient.reshape(())
+        if self.inverse_scale is not None:
+            norm = norm * self.inverse_scale.reshape(())
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if subset is None:
+            self.coefficient.mul_(coefficient)
+        else:
+            self.factor = self._factors() * torch.where(self._mask(subset), coefficient, 1.0)
+        self.clipped = True
+        return norm
+
+    def _factors(self) -> Tensor:
+        if self.factor is None:
+            return torch.ones(len(self.labels), dtype=torch.float32, device=self.sharding.device)
+        return self.factor
+
+    def _norm_of(self, buckets: Sequence[Bucket], norm_type: float, indices: Sequence[int]) -> Tensor:
+        """The norm of some parameters' gradients, each times its factor; [] fp32. An exchange of its own."""
+        wanted = set(indices)
+        pieces = [
+            (bucket.grad_shard.narrow(0, piece.in_shard, piece.numel), piece.slot.param)
+            for bucket in buckets
+            if bucket.state is not GradState.EMPTY
+            for piece in bucket.pieces
+            if piece.slot.param in wanted and piece.numel
+        ]
+        term = torch.zeros(1, dtype=torch.float32, device=self.sharding.device)
+        if pieces:
+            terms = torch.ops.zero_kernels.grad_stats([piece for piece, _ in pieces], norm_type)[:, 0]
+            if self.factor is not None:
+                factors = self.factor.index_select(0, self._to_device([index for _, index in pieces]))
+                terms = terms * (factors if norm_type == math.inf else factors**norm_type)
+            term = once(self.sharding, (terms.amax() if norm_type == math.inf else terms.sum()).reshape(1))
+        self.sharding.comm.exchange(term, maximum=norm_type == math.inf)
+        return _root(term[0], norm_type)
+
+    def _mask(self, subset: Sequence[int]) -> Tensor:
+        """[parameters] bool, True in ``subset``."""
+        key = tuple(subset)
+        if key not in self._subsets:
+            members = set(subset)
+            mask = self._to_device([index in members for index in range(len(self.labels))])
+            self._subsets = {**self._subsets, key: mask} if len(self._subsets) < 64 else {key: mask}
+        return self._subsets[key]
+
+    def _to_device(self, values: Sequence[int]) -> Tensor:
+        host = torch.tensor(values, device="cpu")
+        return (
+            host.pin_memory().to(self.sharding.device, non_blocking=True)
+            if self.sharding.device.type == "cuda"
+            else host
+        )
+
+
+def _root(total: Tensor, norm_type: float) -> Tensor:
+    return total.clone() if norm_type == math.inf else total.pow(1.0 / norm_type)

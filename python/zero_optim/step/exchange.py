@@ -1,0 +1,166 @@
+"""Phase 2 of a step: what all ranks must know of the gradients, in one small all-reduce.
+
+The vector: ``[norm term, non-finite count, alarms ..., used count of each parameter ..., reports of non-finite
+gradients ...]``. It is summed for finite norms and maximised for the infinity norm; every part means the same under
+either. ``alarms`` has what a step fails for, ``clip`` what the norm is used for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+
+import torch
+from torch import Tensor
+
+from zero_kernels import is_capturing
+
+from ..comm.host_copy import HostCopy
+from ..comm.sharding import Sharding
+from ..grads.bucket import Bucket
+from ..grads.slots import GradState
+from .alarms import About, AlarmColumns, alarms, width
+from .nonfinite import NonFinite
+
+_TOTALS = 2  # the norm term and the non-finite count
+_NAMED = 65536  # marks, in its used count, a parameter that an alarm is about; exact in fp32 for 255 ranks at once
+
+
+class Exchange:
+    """Norm, overflow and use of the gradients of one step, as device tensors.
+
+    Attributes:
+        current: whether the values below are those of the gradients as they are.
+        norm_type: of the norm that was exchanged; None: no norm was.
+        with_stats: whether the non-finite count was.
+        used: [parameters] bool, whether any rank has a gradient for it.
+        found_inf: [1] fp32, not 0 where the step must be skipped on every rank.
+        skipped: [] fp32, steps skipped so far.
+    """
+
+    def __init__(self, sharding: Sharding, labels: Sequence[str], *, by_units: bool) -> None:
+        self.sharding, self.labels = sharding, labels
+        device = sharding.device
+        self.nonfinite = NonFinite(sharding.comm.rank, sharding.comm.world_size, device)
+        self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
+        self.skipped = torch.zeros((), dtype=torch.float32, device=device)
+        self.current = False
+        self.norm_type: float | None = None
+        self.with_stats = False
+        self._alarms = alarms(by_units=by_units) if sharding.reduces else ()  # alone, a rank has none
+        self.resize()
+
+    def resize(self) -> None:
+        """Make room for as many parameters as there are labels."""
+        device, count = self.sharding.device, len(self.labels)
+        self.current = False
+        self.used = torch.zeros(count, dtype=torch.bool, device=device)
+        self.nonfinite.resize(count)
+        sizes = [_TOTALS, width(self._alarms), count, self.nonfinite.entries]
+        self._vector = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        self._totals, columns, self._used_counts, self._reports = self._vector.split(sizes)
+        self._columns = AlarmColumns(self._alarms, columns)
+        self._on_host = HostCopy(columns) if self._alarms else None
+        self._used_here = torch.zeros(count, dtype=torch.float32, device=device)  # [parameters] as last sent there
+        self._used_sent = bytearray(count)
+
+    @property
+    def total(self) -> Tensor:
+        """[] fp32: the sum of |g|^p of all gradients, or their largest; of the ``norm_type`` exchanged."""
+        return self._totals[0]
+
+    def run(
+        self,
+        buckets: Sequence[Bucket],
+        used: bytearray,
+        norm_type: float | None,
+        *,
+        stats: bool,
+        about: Mapping[str, Set[int]],
+        order_code: int,
+        own: About,
+        flags: tuple[Tensor, Tensor],
+    ) -> None:
+        """Collective. Fill in the norm and what is used.
+
+        Args:
+            used: a byte a parameter, 1 where this rank has a gradient for it.
+            norm_type: None: no norm is wanted.
+            stats: False: nor is the non-finite count, so that no gradient is read.
+            about: by alarm, the parameters that this rank raises it for.
+            order_code: what this rank says for the alarm "parted".
+            own: what this rank knows for messages.
+            flags: which slots were not finite as they were packed, and the parameters of the slots.
+
+        Raises what the alarms raise, on every rank, before anything is updated. On CUDA a rank without a part in it
+        raises one step later, and the step in between is skipped: the host reads nothing from the device.
+        """
+        self.check_alarms()
+        wanted = norm_type is not None or stats
+        self._totals.copy_(self._local_totals(buckets, norm_type or 2.0)) if wanted else self._totals.zero_()
+        self._columns.fill({name: len(of) for name, of in about.items()} | {"parted": order_code})
+        self._used_counts.copy_(self._on_device(used))
+        for index in set().union(*about.values()):
+            self._used_counts[index].add_(_NAMED)
+        self.nonfinite.report(self._reports, *flags)
+        self.sharding.comm.exchange(self._vector, maximum=norm_type == math.inf)
+        if self._on_host is not None and not is_capturing(self.sharding.device):
+            self._on_host.send()
+            if self._on_host.immediate or any(about.values()):
+                self._raise_alarm(own)
+        torch.gt(self._used_counts, 0, out=self.used)
+        self.current, self.norm_type, self.with_stats = True, norm_type, stats
+
+    def check_alarms(self) -> None:
+        """Raise what a GPU has reported of the last step. It has arrived, or the host is a step ahead and waits."""
+        if self._on_host is not None and not is_capturing(self.sharding.device):
+            self._raise_alarm(About(""))
+
+    def _raise_alarm(self, own: About) -> None:
+        values = self._on_host.read(wait=True) if self._on_host is not None else None
+        alarm = self._columns.first_raised(values) if values is not None else None
+        if alarm is not None:
+            named = [index for index, count in enumerate(self._used_counts.tolist()) if count >= _NAMED]
+            names = ", ".join(self.labels[index] for index in named) or "a parameter"
+            self.current = False
+            raise alarm.error(About(names, own.own, own.dtypes or "tensor of its parameter's dtype"))
+
+    def _on_device(self, used: bytearray) -> Tensor:
+        """``used`` as fp32 on the device, [parameters]. As a rule it is that of the step before, and is there."""
+        if is_capturing(self._used_here.device):
+            # A copy from the host would read, at every replay, memory that is long gone: the values go into kernels.
+            flags = torch.ones_like(self._used_here)
+            for index in (index for index, flag in enumerate(used) if not flag):
+                flags[index].zero_()
+            return flags
+        if used != self._used_sent:
+            host = torch.frombuffer(used, dtype=torch.uint8).float()
+            self._used_here.copy_(host.pin_memory() if self._used_here.is_cuda else host, non_blocking=True)
+            self._used_sent = bytearray(used)
+        return self._used_here
+
+    def overflowed(self) -> Tensor:
+        """[1] fp32: not 0 where a gradient of any rank is not finite."""
+        return (self._totals[1:] > 0).float()
+
+    def decide(self, skip_nonfinite: bool) -> None:
+        """Fill in found_inf. What an alarm is raised for always skips; a non-finite gradient if asked."""
+        nonfinite = self._totals[1:] if skip_nonfinite else 0.0
+        self.found_inf.copy_(self._columns.raised_on_device() + nonfinite > 0)
+        self.nonfinite.note(self._reports, self.found_inf)
+
+    def _local_totals(self, buckets: Sequence[Bucket], norm_type: float) -> Tensor:
+        """[2]: this rank's term of the norm, and its count of non-finite values."""
+        shards = [bucket.grad_shard for bucket in buckets if bucket.state is not GradState.EMPTY]
+        if not shards:
+            return torch.zeros(2, dtype=torch.float32, device=self.sharding.device)
+        stats = torch.ops.zero_kernels.grad_stats(shards, norm_type)
+        totals = stats.sum(0)
+        if norm_type == math.inf:
+            totals[0] = stats[:, 0].max()
+        return once(self.sharding, totals)
+
+
+def once(sharding: Sharding, totals: Tensor) -> Tensor:
+    """Where every rank holds the same gradients, rank 0 speaks for all."""
+    return totals.zero_() if sharding.shards == 1 and sharding.comm.rank > 0 else totals

@@ -1,0 +1,1 @@
+"""Stage 3: which module's parameters are gathered when."""
