@@ -13,6 +13,10 @@ HERE = Path(__file__).resolve().parent
 if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
+# One thread, in this process and in all that it starts: several may share out the sums of a matmul, which gives other
+# bits, and an oracle here must have those of the ranks. OpenMP reads this when torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # The loopback interface is always there; a host name that does not resolve would stop gloo.
 if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -194,8 +195,12 @@ class Allocated:
 
 
 def allocated(call: Callable[[], object]) -> Allocated:
-    """What ``call`` allocates through torch's allocator on this thread and autograd's, to the byte."""
-    with torch.autograd.profiler.profile(profile_memory=True) as profiler:
+    """What ``call`` allocates through torch's allocator on this thread and autograd's, to the byte.
+
+    Without oneDNN: its matmuls take scratch memory there, and how much depends on the CPU. Torch's own take none.
+    """
+    with pytest.MonkeyPatch.context() as patch, torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        patch.setattr(torch.backends.mkldnn, "enabled", False)
         call()
     events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     left = peak = 0

@@ -29,7 +29,6 @@ from .grads.reducer import Reducer
 from .grads.slots import GradState
 from .params.parameter_set import ParameterSet, listed
 from .stats import memory_by_kind
-from .step.alarms import About
 from .step.clip import Clip
 from .step.exchange import Exchange
 from .step.hyper_table import HyperTable
@@ -154,12 +153,13 @@ class ShardedAdamW(torch.optim.Optimizer):
             trained, self._parameters.labels, self._sharding, make_buckets, overlap_grad_reduce, schedule
         )
         self._states = OptimizerState(trained, self._sharding)
-        self._exchange = Exchange(self._sharding, self._parameters.labels, by_units=schedule is not None)
+        self._exchange = Exchange(self._sharding, self._parameters.labels, trained, by_units=schedule is not None)
         self._clip = Clip(self._sharding, self._parameters.labels)
         self._hyper = HyperTable([], 0, self.device, decoupled=decoupled_weight_decay)
         self._gather = ParamGather(overlap_param_gather and stage < 3)
         self._reducer.on_layout = [self._states.lay_out, self._gather.use]
-        self._reducer.on_change = self._gradients_change
+        # Not a method of ours: parameters hold the reducer by its hooks, and would keep the optimizer alive.
+        self._reducer.on_change = [self._clip.discard, self._exchange.outdate]
         self._steps = 0
         self.watchers: list[Watcher] = []  # told of every update; ``zero_optim.verify`` adds one
         self._closed = False
@@ -182,6 +182,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._check_usable()
         self._sharding.comm.check_alone()
         self._parameters.check_groups_unedited()
+        self._hyper.check(self.param_groups)
         if self._sharded is not None:
             self._sharded.schedule.check_not_gathered()
         result = None
@@ -227,7 +228,6 @@ class ShardedAdamW(torch.optim.Optimizer):
     def _run_exchange(self, used: bytearray, norm_type: float | None, thawed: Sequence[int]) -> None:
         reducer = self._reducer
         refused = reducer.refused
-        dtypes = " or ".join(sorted({str(reducer.parameters[index].dtype) for index in refused}))
         about = {"late": reducer.late, "refused": {*refused}, "thawed": {*thawed}, "leftover": {*reducer.leftover}}
         try:
             self._exchange.run(
@@ -237,17 +237,12 @@ class ShardedAdamW(torch.optim.Optimizer):
                 stats=self._wants_stats,
                 about=about,
                 order_code=0 if self._sharded is None else self._sharded.schedule.order_code,
-                own=About("", [*refused.values()], dtypes),
+                own=[*refused.values()],
                 flags=(reducer.nonfinite, reducer.slot_params),
             )
         except ZeroOptimError:
             self._clip.unclip()
             raise
-
-    def _gradients_change(self) -> None:
-        """On all ranks alike: what was exchanged is no longer what the gradients are."""
-        self._clip.discard()
-        self._exchange.current = False
 
     def _follow_edits(self) -> None:
         """Gradients dropped or assigned since the exchange count as they are; what was clipped stays so."""
@@ -474,9 +469,11 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._take_in(indices, self._to_train(indices))
 
     def settle(self) -> None:
-        """Collective. What a backward or ``step`` has left under way is over afterwards. What communicates outside of
-        both begins with it, so that every rank stands at the same place."""
-        self._reducer.complete_open_round()
+        """What a backward or ``step`` has left under way is over afterwards. What communicates outside of both begins
+        with it: another rank may wait for what a backward that raised here owes it. Nothing where this was closed."""
+        if self._closed:
+            return
+        self._reducer.settle_rounds()
         self._gather.wait()
         if self._sharded is not None:
             self._sharded.schedule.settle()

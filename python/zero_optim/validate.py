@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from .errors import ParameterError, RankMismatchError
 from .params.parameter_set import ParameterSet, check_free
 from .units.sharded_model import sharded_model_of
 
+_SMALLEST = 2.0**-150
+"""Positive numbers below it, and it itself, are 0 in fp32."""
+
 PARAMETER_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -34,7 +37,7 @@ def check_arguments(
 ) -> None:
     """Raise ValueError for the first argument out of range."""
     check_group(process_group, mesh)
-    if stage not in (0, 1, 2, 3):
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}")
     if not 0 < bucket_cap_mb < math.inf:
         raise ValueError(f"bucket_cap_mb must be positive (MiB), got {bucket_cap_mb!r}")
@@ -61,14 +64,20 @@ def warn_of_meaningless(keywords: dict[str, bool | None]) -> None:
         )
 
 
-def check_groups(groups: Sequence[dict[str, Any]], first: int = 0) -> None:
+def check_groups(groups: Sequence[Mapping[str, Any]], first: int = 0) -> None:
     """Raise ValueError for a hyper-parameter out of range; tensors are not read. ``first``: the number of the first."""
     for number, group in enumerate(groups, first):
         _check_group(number, group)
 
 
-def _check_group(number: int, group: dict[str, Any]) -> None:
+def _check_group(number: int, group: Mapping[str, Any]) -> None:
     lr, betas = group["lr"], group["betas"]
+    for name, value in (("lr", lr), *(("betas", beta) for beta in betas)):
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"{name} of parameter group {number} must be a number, or a tensor of one element; its shape is "
+                f"{tuple(value.shape)}: give each rate a group of its own"
+            )
     if not isinstance(lr, Tensor) and not 0 <= lr < math.inf:
         raise ValueError(f"lr of parameter group {number} must be 0 or more, got {lr!r}")
     if len(betas) != 2 or any(not isinstance(beta, Tensor) and not 0 <= beta < 1 for beta in betas):
@@ -76,6 +85,10 @@ def _check_group(number: int, group: dict[str, Any]) -> None:
     for name in ("eps", "weight_decay"):
         if not 0 <= group[name] < math.inf:
             raise ValueError(f"{name} of parameter group {number} must be 0 or more, got {group[name]!r}")
+        if 0 < group[name] <= _SMALLEST:
+            raise ValueError(
+                f"{name} of parameter group {number} is {group[name]!r}, which is 0 in fp32: give 0, or 1e-45 or more"
+            )
     if group.get("amsgrad"):
         raise ValueError(f"amsgrad of parameter group {number}: not supported; leave it out, or use torch.optim.AdamW")
     if group.get("differentiable"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from zero_optim.units import schedule
 from zero_optim.units.schedule import UnitSchedule
 from zero_optim.units.unit import UnitState
 
@@ -84,22 +85,26 @@ class FakeWatch:
 
 
 class FakeReducer:
-    """Its reductions are under way for as long as chance has it."""
+    """Its reductions leave as units are over, and are under way for as long as chance has it."""
 
-    def __init__(self, chance: random.Random) -> None:
-        self.chance = chance
+    def __init__(self, chance: random.Random, of: UnitSchedule) -> None:
+        self.chance, self.of = chance, of
 
-    @property
-    def busy(self) -> bool:
+    def arrives(self) -> bool:
         return self.chance.random() < 0.5
 
-    def backward_begins(self) -> None:
+    def gradient_ready(self) -> None:
+        if self.arrives():
+            self.of.reductions_arrived(self)
+
+    def backward_comes_to(self, flats: object) -> None:
         pass
 
-    def launch_over(self) -> None:
-        pass
+    def units_over(self) -> None:
+        self.of.reduction_left(self)
+        self.gradient_ready()
 
-    def follow_order(self) -> None:
+    def order_known(self) -> None:
         pass
 
 
@@ -130,8 +135,8 @@ class Rank:
             self.units.append(FakeUnit(number, keep, {around, *around.enclosing}, self.log))
         self.schedule = UnitSchedule(self.units, comm, prefetch, keep_evaluating=keep)  # type: ignore[arg-type]
         self.schedule.watch = FakeWatch()  # type: ignore[assignment]
-        self.reducers = [] if chance is None else [FakeReducer(chance)]
-        self.schedule.followers += self.reducers
+        self.reducers = [] if chance is None else [FakeReducer(chance, self.schedule)]
+        self.schedule.listeners += self.reducers
         self.used: set[int] = set()
 
     def children(self, unit: FakeUnit) -> Iterator[FakeUnit]:
@@ -158,8 +163,8 @@ class Rank:
         if unit.number not in self.frozen:
             self.schedule.before_backward(unit)  # type: ignore[arg-type]
             assert unit.state is UnitState.UNSHARDED
-        if any(not reducer.busy for reducer in self.reducers):  # found as a gradient becomes ready
-            self.schedule.send_ahead()
+        for reducer in self.reducers:  # found as a gradient becomes ready
+            reducer.gradient_ready()
         children = [child for child in self.children(unit) if child.number in used]
         while children:
             segment, children = children[-checkpointed:], children[:-checkpointed]
@@ -294,8 +299,9 @@ def test_units_are_sent_for_when_no_reduction_is_under_way(busy: bool, most: int
     flag = threading.local()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "in_backward", lambda: flag.backward)
-        patch.setattr(FakeReducer, "busy", busy)
+        patch.setattr(FakeReducer, "arrives", lambda reducer: not busy)
         rank = Rank([None] * UNITS, False, 2, *comms(1), random.Random(0))
+        rank.reducers[0].units_over()
         for _ in range(2):
             rank.log.gathers.clear()
             play(rank, 0, Step((frozenset(range(1, UNITS + 1)),), True, True, 1), flag)

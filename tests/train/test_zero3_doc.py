@@ -56,7 +56,7 @@ def test_what_it_links_to_is_there() -> None:
 
 def test_its_messages_are_those_of_the_code() -> None:
     """Of each message in its table of errors, three words or more in a row stand in the sources."""
-    sources = "".join(file.read_text() for file in (ROOT / "python" / "zero_optim").glob("*.py"))
+    sources = "".join(file.read_text() for file in (ROOT / "python" / "zero_optim").rglob("*.py"))
     sources = re.sub(r'"\n\s+f?"', "", sources)  # strings over several lines
     rows = re.findall(r"^\| `(\w+)`: (.*?) \|", PAGE, re.MULTILINE)
     assert len(rows) > 10

@@ -8,19 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from zero_optim.comm.buffers import CommBuffers
+from zero_optim.comm.buffers import PATIENCE_SECONDS, CommBuffers
 
 LARGEST = 4096  # bytes
 
 
 class FakeBucket:
-    pending = None
+    """``arrives``: when its reductions are there, in seconds; ``asked``: how long it was waited for at most."""
 
-    def __init__(self) -> None:
-        self.waited = 0
+    def __init__(self, arrives: float = 0) -> None:
+        self.waited, self.arrives, self.asked = 0, arrives, 0.0
 
     def wait(self) -> None:
         self.waited += 1
+
+    def arrives_within(self, seconds: float) -> bool:
+        self.asked += seconds
+        return seconds >= self.arrives
 
 
 class WithinStorage(TorchDispatchMode):
@@ -58,6 +62,31 @@ def test_poison_fills_what_was_lent_and_nothing_beyond(monkeypatch):
     buffers.deallocate()
     lent, others = _lent(buffers, bucket, 16), _lent(buffers, other, 16)
     with WithinStorage():
-        buffers.release(bucket)
+        buffers.release(lent)
     assert lent.isnan().all()
     assert not others.isnan().any()
+
+
+def test_who_must_not_wait_gets_memory_of_its_own_until_it_is_released():
+    buffers, bucket = CommBuffers(LARGEST, torch.device("cpu")), FakeBucket(arrives=1e9)
+    lent = [buffers.take(bucket, 16, torch.bfloat16, may_wait=False) for _ in range(3)]
+    assert bucket.waited == bucket.asked == 0
+    assert len({buffer.untyped_storage().data_ptr() for buffer in lent}) == 3
+    assert buffers.nbytes() == 2 * LARGEST + 3 * 32
+    for buffer in lent:
+        buffers.release(buffer)
+    assert buffers.nbytes() == 2 * LARGEST
+
+
+def test_patience_ends_once_for_each_who_is_waited_for():
+    buffers, late = CommBuffers(LARGEST, torch.device("cpu")), FakeBucket(arrives=1e9)
+    for _ in range(2):
+        _lent(buffers, late, 16)
+    assert late.asked == 0
+    extra = [_lent(buffers, FakeBucket(), 16) for _ in range(3)]
+    assert late.asked == PATIENCE_SECONDS and late.waited == 0
+    assert buffers.nbytes() == 2 * LARGEST + 3 * 32
+    late.arrives = 0
+    third = _lent(buffers, FakeBucket(), 16)
+    assert late.waited == 1
+    assert all(third.untyped_storage().data_ptr() != one.untyped_storage().data_ptr() for one in extra)

@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from zero_optim import FlatShard, ShardAccessError
+from zero_optim.comm.arrivals import Arrivals
 
 
 def _shard():
@@ -39,14 +40,26 @@ def test_reads_and_edits_raise_and_name_it(read):
 
 
 def test_zero_waits_for_whoever_still_writes():
+    """The one who zeroes does not wait: it may be in a backward. Whoever reads does."""
     shard, order = _shard(), []
-    shard.before_write = lambda: order.append(shard.local.tolist())
+    memory, shard.arrivals = shard.local, Arrivals()
+
+    class Reduction:
+        def wait(self) -> None:
+            order.append(memory.tolist())
+            memory.fill_(7)
+
+        def arrives_within(self, seconds: float) -> bool:
+            return True
+
+    shard.arrivals.expect(Reduction())
     shard.detach().zero_()
-    assert order == [[0, 1, 2]]
+    assert order == [] and memory.tolist() == [0, 1, 2]
     assert shard.local.tolist() == [0, 0, 0]
+    assert order == [[0, 1, 2]]
     shard.local.fill_(1)
     torch._foreach_zero_([shard])
-    assert shard.local.tolist() == [0, 0, 0]
+    assert memory.tolist() == [0, 0, 0]
 
 
 def test_file_and_deepcopy_bring_it_back():

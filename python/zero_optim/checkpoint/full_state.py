@@ -31,11 +31,11 @@ def full_state_dict(opt: ShardedAdamW, rank: int | None = 0) -> dict[str, Any]:
     ValueError for a rank that is not there and ClosedError, on every rank.
     """
     comm = opt._sharding.comm
+    opt.settle()
     with comm.raising_together("full_state_dict"):
         opt._check_usable()
         if rank is not None and rank not in range(comm.world_size):
             raise ValueError(f"rank must be None or one of {comm.world_size} ranks, got {rank!r}")
-    opt.settle()
     wanted = rank is None or rank == comm.rank
     with comm.raising_together("full_state_dict"):
         state = _gather_state(opt, wanted)
@@ -97,10 +97,9 @@ def load_full_state_dict(opt: ShardedAdamW, state: Mapping[str, Any] | None) -> 
     comm = opt._sharding.comm
     tensors: Mapping[int, Mapping[str, Any]] = {}
     plan = _Plan()
-    with comm.raising_together("load_full_state_dict"):
-        opt._check_usable()
     opt.settle()
     with comm.raising_together("load_full_state_dict"):
+        opt._check_usable()
         if comm.rank == 0:
             tensors, plan = _read(opt, state)
     plan = comm.gather_objects(plan, "load_full_state_dict")[0]

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ClosedError, CollectiveError, RankMismatchError
+from . import standstill
+from .standstill import Standstill
 
 # torch 2.13 renames these two and warns on the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -64,13 +66,13 @@ class _Works:
 class Pending:
     """A collective under way. ``wait`` may be called any number of times; ``on_arrival`` runs in the first.
 
-    ``holds_host``: whether the host waits in ``wait``, as under gloo; else the current stream does.
+    ``comm``: whose it is, where the host waits in ``wait``, as under gloo; None: the current stream does.
     """
 
     def __init__(
-        self, work: Any, traffic: Traffic, on_arrival: Callable[[], object] | None = None, *, holds_host: bool = True
+        self, work: Any, traffic: Traffic, on_arrival: Callable[[], object] | None = None, comm: Comm | None = None
     ) -> None:
-        self._work, self._holds_host = work, holds_host
+        self._work, self._comm = work, comm
         self._kind, self._traffic = traffic.kind, traffic
         self._on_arrival = on_arrival
 
@@ -81,7 +83,7 @@ class Pending:
 
     def arrives_within(self, seconds: float) -> bool:
         """Whether ``wait`` would not hold the host, at the latest after so long."""
-        if self.arrived or not self._holds_host:
+        if self.arrived or self._comm is None:
             return True
         if seconds > 0:
             try:
@@ -95,8 +97,12 @@ class Pending:
             return
         start = time.perf_counter()
         try:
-            self._work.wait()
+            self._hold()
+        except RankMismatchError:
+            raise
         except RuntimeError as error:
+            if self._comm is not None and (verdict := self._comm.given_up()) is not None:
+                raise RankMismatchError(verdict) from error
             raise CollectiveError(
                 f"{self._kind} did not complete: {error}. Another rank died, raised, or does not take part: each must "
                 "make the same calls of step, clip_grad_norm_ and synchronised backwards, at stage 3 of the model. The "
@@ -106,6 +112,16 @@ class Pending:
         self._traffic.wait_seconds += time.perf_counter() - start
         if self._on_arrival is not None:
             self._on_arrival()
+
+    def _hold(self) -> None:
+        group = self._comm.own_group if self._comm is not None else None
+        if self._comm is None or group is None:
+            self._work.wait()
+            return
+        while not self.arrives_within(standstill.SECONDS):
+            self._comm.standstill.look(group)
+        self._comm.standstill.ended(group)
+        self._work.wait()
 
 
 class Comm:
@@ -123,11 +139,17 @@ class Comm:
         self._group = weakref.ref(group) if group is not None else None
         self._own = self._group
         self.out_of_step = False  # whether a collective has failed: the group is of no use any more
-        self.shared = False  # whether another optimizer communicates between some of the same ranks
+        self._beside: list[weakref.ref[Comm]] = []  # of optimizers between some of the same ranks
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
+        self.standstill = Standstill(self.rank, self.world_size)
         self.traffic: dict[str, Traffic] = {}
         _live.add(self)
+
+    @property
+    def shared(self) -> bool:
+        """Whether another optimizer communicates between some of the same ranks. What it changes needs no agreement."""
+        return any((other := beside()) is not None and other in _live for beside in self._beside)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -144,6 +166,11 @@ class Comm:
         if group is None and self.world_size > 1:
             raise ClosedError("the process group was destroyed: close the optimizer before, or make a new one")
         return group
+
+    def given_up(self) -> str | None:
+        """Why another rank does not wait any more, where it has found that ranks wait for each other in vain."""
+        own = self._own() if self._own is not None else None
+        return None if own is None else self.standstill.verdict(own)
 
     def check_alone(self) -> None:
         """Raise where one rank was all there was when this was made, and now there are more: each would train alone."""
@@ -162,8 +189,9 @@ class Comm:
             return
         ranks = dist.get_process_group_ranks(self.group)
         others = [other for other in _live if other is not self and len({*ranks} & {*other._ranks()}) > 1]
-        for comm in (self, *others) if others else ():
-            comm.shared = True  # what it changes needs no agreement
+        for other in others:
+            self._beside.append(weakref.ref(other))
+            other._beside.append(weakref.ref(self))
         self._take_group(ranks, "the constructor", needed=any(other._ranks() == ranks for other in others))
 
     def take_own_group(self) -> None:
@@ -217,8 +245,8 @@ class Comm:
         return self._ranks() or [0]
 
     def _ranks(self) -> list[int]:
-        group = self._group() if self._group is not None else None
-        return dist.get_process_group_ranks(group) if group is not None and dist.is_initialized() else []
+        group = _dereference(self._group) if self._group is not None and dist.is_initialized() else None
+        return dist.get_process_group_ranks(group) if group is not None else []
 
     def close(self) -> None:
         """Leave the group of its own to the next that needs one, unless what was sent over it may not be over."""
@@ -264,7 +292,7 @@ class Comm:
             dist.scatter(part, send if rank == self.rank else None, group_src=rank, group=self.own_group, async_op=True)
             for rank, part in enumerate(parts)
         ]
-        return Pending(_Works(works), traffic, lambda: _sum_in_rank_order(parts, out, accumulate))
+        return self._pending(_Works(works), traffic, full, lambda: _sum_in_rank_order(parts, out, accumulate))
 
     def all_reduce(self, full: Tensor, on_arrival: Callable[[], object] | None = None) -> Pending:
         """Sum ``full`` over the ranks, in place."""
@@ -276,7 +304,7 @@ class Comm:
         if self.is_gloo(full.device):  # gloo again: a broadcast a rank takes half the time of its all-gather
             parts = enumerate(full.chunk(self.world_size))
             send = [dist.broadcast(part, group_src=rank, group=self.own_group, async_op=True) for rank, part in parts]
-            return Pending(_Works(send), self._record(kind, full))
+            return self._pending(_Works(send), self._record(kind, full), full)
         work = _all_gather(full, self.own_part(full), group=self.own_group, async_op=True)
         return self._pending(work, self._record(kind, full), full)
 
@@ -290,7 +318,7 @@ class Comm:
     def _pending(
         self, work: Any, traffic: Traffic, tensor: Tensor, on_arrival: Callable[[], object] | None = None
     ) -> Pending:
-        return Pending(work, traffic, on_arrival, holds_host=self.is_gloo(tensor.device))
+        return Pending(work, traffic, on_arrival, self if self.is_gloo(tensor.device) else None)
 
     def broadcast(self, tensor: Tensor, kind: str = "construction") -> None:
         """Copy rank 0's ``tensor`` to every rank, in place."""
@@ -308,6 +336,9 @@ class Comm:
         """
         if self.world_size == 1:
             return [value]
+        if self.is_gloo(torch.device("cpu")):  # what follows cannot be looked after while the host waits for it
+            meeting = dist.barrier(group=self.group, async_op=True)
+            Pending(meeting, Traffic(f"waiting for the other ranks in {where}"), comm=self).wait()
         reports: list[Any] = [None] * self.world_size
         dist.all_gather_object(reports, (where, value), group=self.group)
         odd = next((rank for rank, (there, _) in enumerate(reports) if there != reports[0][0]), None)

@@ -16,6 +16,7 @@ a backward (``may_wait``), memory is taken for what is in flight.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +27,7 @@ from torch import Tensor
 from ..backward_watch import BackwardWatch
 from ..comm.buffers import PATIENCE_SECONDS, CommBuffers
 from ..comm.sharding import Sharding
-from ..errors import CollectiveError, ParameterError, ZeroOptimError
+from ..errors import ParameterError, ZeroOptimError
 from ..params.flat_params import FlatParams
 from ..units.schedule import UnitSchedule
 from .bucket import Bucket, Reduced
@@ -34,6 +35,8 @@ from .ddp_check import check_not_replicated
 from .readiness import ByCounts, ByUnits, Learned, Readiness
 from .rounds import Rounds
 from .slots import GradState
+
+_reducers: list[weakref.ref[Reducer]] = []  # of this process, in the order in which they were made
 
 
 class Reducer:
@@ -52,7 +55,7 @@ class Reducer:
         slot_params: [slots] int64, the index of the parameter of each slot, bucket by bucket.
         place: of each parameter, the number of its bucket and of its slot there.
         on_layout: are told the new buckets after they were laid out again.
-        on_change: is told when gradients change that an exchange may have been about; on all ranks alike.
+        on_change: are told when gradients change that an exchange may have been about; on all ranks alike.
         late: parameters whose gradient arrived after their bucket had left; it stays on this rank.
         leftover: parameters with a gradient that ``finish`` found to be assigned after the last round: where all ranks
             have some, ``reduce_leftover`` lets ``finish`` reduce them.
@@ -80,7 +83,7 @@ class Reducer:
         self.late: set[int] = set()
         self.leftover: list[int] = []
         self.on_layout: Sequence[Callable[[list[Bucket]], None]] = ()
-        self.on_change: Callable[[], None] = lambda: None
+        self.on_change: Sequence[Callable[[], None]] = ()
         self._post_hooks: dict[int, tuple[dict[int, object], int]] = {}  # of each parameter: all, and the id of ours
         self.order: list[int] = []
         self.buckets: list[Bucket] = []
@@ -89,6 +92,7 @@ class Reducer:
         self.grow(list(parameters))
         if self._schedule is not None:
             self._schedule.listeners.append(self)
+        _reducers[:] = [*(of for of in _reducers if of() is not None), weakref.ref(self)]
 
     # -- the layout ------------------------------------------------------------------------------------------------
 
@@ -218,14 +222,18 @@ class Reducer:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within it gradients add up on each rank and nothing is communicated."""
-        self.complete_open_round()  # every rank enters here: a round that an exception cut short goes no further
+        self.settle_rounds()  # every rank enters here: a round that an exception cut short goes no further
         before, self.synchronize = self.synchronize, False
         try:
             yield
         finally:
             self.synchronize = before
             self.rounds.local()
-            self.on_change()
+            self._tell_change()
+
+    def _tell_change(self) -> None:
+        for tell in self.on_change:
+            tell()
 
     @property
     def _stays_local(self) -> bool:
@@ -245,7 +253,7 @@ class Reducer:
         self.complete_open_round(join_units=self._schedule is None or not self._schedule.watch.running)
         self._came.clear()
         if self.synchronize:
-            self.on_change()
+            self._tell_change()
             if self.sharding.reduces and (self.overlap or self.sharding.stage != 1):
                 self._open_round()
 
@@ -296,6 +304,7 @@ class Reducer:
 
     def _open_round(self) -> None:
         self.rounds.begin()
+        self.sharding.comm.standstill.rounds += 1
         self._next = 0
 
     def _launch_ready(self) -> None:
@@ -315,7 +324,7 @@ class Reducer:
     def _complete_round(self, *, join_units: bool = True) -> None:
         """Launch what is left of the round that is open; or a whole one, where none is.
 
-        ``join_units``: at stage 3, take part in the gathers of the backward that it belongs to, as far as they are left.
+        ``join_units``: at stage 3, take part in what is left of the gathers of the backward that it belongs to.
         """
         if not self.rounds.open:
             self._open_round()
@@ -345,9 +354,20 @@ class Reducer:
         how = self._zeroed_since()
         left = self.buckets[self._next :]
         self._complete_round(join_units=join_units)
-        if how is not None:
-            for bucket in left:
+        if how is not None:  # at stage 0 averages have arrived over what the user has zeroed, too
+            for bucket in self.buckets if self.sharding.stage == 0 else left:
                 bucket.drop_all(how)
+
+    def settle_rounds(self) -> None:
+        """Complete what a backward that raised has left open, here and in every other optimizer that it went through.
+
+        Every rank makes this call. One that waits in that backward for the second optimizer's averages, at stage 0,
+        would never come to the call of the first.
+        """
+        for reference in _reducers:
+            reducer = reference()
+            if reducer is self or (reducer is not None and not reducer._watch.running):
+                reducer.complete_open_round()
 
     def _zeroed_since(self) -> str | None:
         """How the user has zeroed what this rank knows of the round that is open, if all of it."""
@@ -367,7 +387,7 @@ class Reducer:
         if not self.sharding.reduces:
             self._collect()
         else:
-            self.complete_open_round()
+            self.settle_rounds()
             for _ in range(self.rounds.state.owed):
                 self._complete_round()
             unreduced = [index for bucket in self.buckets for index in bucket.settle()[0]]
@@ -434,7 +454,7 @@ class Reducer:
 
     def clear(self, set_to_none: bool = True) -> None:
         """Drop every gradient, or make it zero. A round that an exception cut short is completed for the others."""
-        self.complete_open_round()
+        self.settle_rounds()
         if self.sharding.reduces and self.rounds.zeroed:
             self._join_rounds_of_others()
         self.rounds.clear()
@@ -456,12 +476,13 @@ class Reducer:
             self._schedule.complete_backward()
         launched = self.sharding.comm.gather_objects(self.rounds.launched, "zero_grad")
         for _ in range(max(launched) - self.rounds.launched):
+            self.sharding.comm.standstill.rounds += 1
             for bucket in self.buckets:
                 bucket.launch_nothing()
 
     def observe(self) -> None:
         """Let the next synchronised backward count anew how often each gradient becomes ready. The layout stays."""
-        self.complete_open_round()
+        self.settle_rounds()
         self.late.clear()
         self._counts.forget(order=False)
         self._use_readiness()
@@ -474,17 +495,18 @@ class Reducer:
             hook.remove()
         if self._schedule is not None:
             self._schedule.listeners.remove(self)
-        self._nodes.clear()
         comm = self.sharding.comm
         try:
             if collective:
-                self.complete_open_round()
+                self.settle_rounds()
             for bucket in self.buckets if collective else ():
                 bucket.wait_for_parameters()
                 if bucket.arrives_within(PATIENCE_SECONDS):
                     bucket.wait()
-        except CollectiveError:  # whoever closes after an error has seen it
+        except RuntimeError:  # whoever closes after an error has seen it
             comm.out_of_step = True
+        self._nodes.clear()
+        _reducers[:] = [of for of in _reducers if of() is not self]
         for bucket in self.buckets:
             comm.out_of_step |= bucket.arrivals.under_way or bucket.gather is not None
             bucket.abandon()

@@ -38,8 +38,10 @@ class Exchange:
         skipped: [] fp32, steps skipped so far.
     """
 
-    def __init__(self, sharding: Sharding, labels: Sequence[str], *, by_units: bool) -> None:
-        self.sharding, self.labels = sharding, labels
+    def __init__(
+        self, sharding: Sharding, labels: Sequence[str], parameters: Mapping[int, Tensor], *, by_units: bool
+    ) -> None:
+        self.sharding, self.labels, self._parameters = sharding, labels, parameters
         device = sharding.device
         self.nonfinite = NonFinite(sharding.comm.rank, sharding.comm.world_size, device)
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
@@ -49,6 +51,10 @@ class Exchange:
         self.with_stats = False
         self._alarms = alarms(by_units=by_units) if sharding.reduces else ()  # alone, a rank has none
         self.resize()
+
+    def outdate(self) -> None:
+        """The gradients change: what was exchanged is no longer what they are. On all ranks alike."""
+        self.current = False
 
     def resize(self) -> None:
         """Make room for as many parameters as there are labels."""
@@ -78,7 +84,7 @@ class Exchange:
         stats: bool,
         about: Mapping[str, Set[int]],
         order_code: int,
-        own: About,
+        own: Sequence[str],
         flags: tuple[Tensor, Tensor],
     ) -> None:
         """Collective. Fill in the norm and what is used.
@@ -89,7 +95,7 @@ class Exchange:
             stats: False: nor is the non-finite count, so that no gradient is read.
             about: by alarm, the parameters that this rank raises it for.
             order_code: what this rank says for the alarm "parted".
-            own: what this rank knows for messages.
+            own: this rank's reasons for the alarm "refused".
             flags: which slots were not finite as they were packed, and the parameters of the slots.
 
         Raises what the alarms raise, on every rank, before anything is updated. On CUDA a rank without a part in it
@@ -114,16 +120,17 @@ class Exchange:
     def check_alarms(self) -> None:
         """Raise what a GPU has reported of the last step. It has arrived, or the host is a step ahead and waits."""
         if self._on_host is not None and not is_capturing(self.sharding.device):
-            self._raise_alarm(About(""))
+            self._raise_alarm(())
 
-    def _raise_alarm(self, own: About) -> None:
+    def _raise_alarm(self, own: Sequence[str]) -> None:
         values = self._on_host.read(wait=True) if self._on_host is not None else None
         alarm = self._columns.first_raised(values) if values is not None else None
         if alarm is not None:
             named = [index for index, count in enumerate(self._used_counts.tolist()) if count >= _NAMED]
             names = ", ".join(self.labels[index] for index in named) or "a parameter"
+            dtypes = {str(self._parameters[index].dtype) for index in named if index in self._parameters}
             self.current = False
-            raise alarm.error(About(names, own.own, own.dtypes or "tensor of its parameter's dtype"))
+            raise alarm.error(About(names, own, " or ".join(sorted(dtypes))))
 
     def _on_device(self, used: bytearray) -> Tensor:
         """``used`` as fp32 on the device, [parameters]. As a rule it is that of the step before, and is there."""

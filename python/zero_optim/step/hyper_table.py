@@ -11,6 +11,8 @@ from torch import Tensor
 import zero_kernels
 from zero_kernels import is_capturing
 
+from ..validate import check_groups
+
 _GRAD_FACTOR = zero_kernels.HYPER_COLUMNS.index("grad_factor")
 
 
@@ -33,6 +35,7 @@ class HyperTable:
         # [coefficients, groups], as last sent to the device
         self._by_group = torch.zeros(len(zero_kernels.HYPER_COEFFICIENTS), groups, dtype=torch.float64, device=device)
         self._sent: list[tuple[float | None, ...]] = []
+        self._checked: list[tuple[float | None, ...]] = []
 
     def grow(self, group_of: Sequence[int], groups: int) -> None:
         """Make room for parameters and groups appended at the end; those that were there keep their steps.
@@ -44,6 +47,16 @@ class HyperTable:
         steps = self.steps
         self._allocate(group_of, groups, steps.device)
         self.steps[: len(steps)] = steps
+
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError for a number that was set out of range since the last step, where it would make weights NaN.
+
+        Tensors are not read: that would be a host sync.
+        """
+        numbers = _numbers([self._coefficients(group) for group in groups])
+        if numbers != self._checked:
+            check_groups(groups)
+            self._checked = numbers
 
     def advance(self, groups: Sequence[Mapping[str, Any]], active: Tensor, factor: Tensor | None = None) -> None:
         """Count a step for every ``active`` parameter ([parameters] bool) and make the table for it.
@@ -68,7 +81,7 @@ class HyperTable:
         # A captured step has coefficients of its own, its numbers fixed in kernels: a copy from the host would read, at
         # every replay, memory that is long gone.
         by_group = torch.empty_like(self._by_group) if capturing else self._by_group
-        numbers = [tuple(None if isinstance(value, Tensor) else float(value) for value in row) for row in rows]
+        numbers = _numbers(rows)
         if capturing:
             for group, column, value in _entries(numbers):
                 by_group[column, group].fill_(value or 0.0)
@@ -87,6 +100,11 @@ class HyperTable:
                     )
                 by_group[column, group].copy_(value.reshape(()), non_blocking=True)
         return by_group
+
+
+def _numbers(rows: Sequence[tuple[Any, ...]]) -> list[tuple[float | None, ...]]:
+    """The coefficients that are Python numbers; None for tensors."""
+    return [tuple(None if isinstance(value, Tensor) else float(value) for value in row) for row in rows]
 
 
 def _entries(rows: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, int, Any]]:
