@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from ..params.flat_params import FlatParams
 from ..units.schedule import UnitSchedule
 from .bucket import Bucket, Reduced
 from .ddp_check import check_not_replicated
+from .hooks import GradHooks
 from .readiness import ByCounts, ByUnits, Learned, Readiness
 from .rounds import Rounds
 from .slots import GradState
@@ -84,11 +85,9 @@ class Reducer:
         self.leftover: list[int] = []
         self.on_layout: Sequence[Callable[[list[Bucket]], None]] = ()
         self.on_change: Sequence[Callable[[], None]] = ()
-        self._post_hooks: dict[int, tuple[dict[int, object], int]] = {}  # of each parameter: all, and the id of ours
         self.order: list[int] = []
         self.buckets: list[Bucket] = []
-        self._nodes: dict[int, torch.autograd.graph.Node] = {}
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks = GradHooks(self._before_accumulate if sharding.reduces else None, self._on_ready)
         self.grow(list(parameters))
         if self._schedule is not None:
             self._schedule.listeners.append(self)
@@ -102,7 +101,8 @@ class Reducer:
         order = list(reversed(indices))
         new = self._make_buckets(order)
         self._use([*self.order, *order], [*self.buckets, *new])
-        self._hooks += [hook for index in indices for hook in self._register_hooks(index)]
+        for index in indices:
+            self._hooks.register(index, self.parameters[index])
         self._counts.forget(order=True)
         self._use_readiness()
         self.rounds.local()
@@ -161,23 +161,9 @@ class Reducer:
             self.clear()
             self.lay_out(order)
 
-    # -- hooks -----------------------------------------------------------------------------------------------------
+    # -- a gradient ------------------------------------------------------------------------------------------------
 
-    def _register_hooks(self, index: int) -> list[torch.utils.hooks.RemovableHandle]:
-        parameter = self.parameters[index]
-        trains = parameter.requires_grad
-        parameter.requires_grad_(True)  # one that has a gradient, and is frozen by now, would take no hooks
-        # A tensor's own hooks run under torch.autograd.grad too, which accumulates nothing.
-        accumulate = torch.autograd.graph.get_gradient_edge(parameter).node
-        self._nodes[index] = accumulate  # the parameter alone does not keep it
-        hooks = [parameter.register_post_accumulate_grad_hook(partial(self._on_ready, index))]
-        self._post_hooks[index] = (parameter._post_accumulate_grad_hooks, hooks[0].id)
-        if self.sharding.reduces:
-            hooks.append(accumulate.register_prehook(partial(self._before_accumulate, index)))
-        parameter.requires_grad_(trains)
-        return hooks
-
-    def _before_accumulate(self, index: int, grads: tuple[Tensor, ...]) -> None:
+    def _before_accumulate(self, index: int, grads: Any) -> None:
         self._watch.enter()  # before this gradient hides what the user has done to the last one
         number, slot = self.place[index]
         self.buckets[number].before_accumulate(slot)
@@ -191,17 +177,12 @@ class Reducer:
             return
         self._check_in_place(parameter, bucket, slot)
         self._came.append(index)
-        full = self._readiness.gradient_ready(index, number, changes_later=self._is_changed_later(index))
+        full = self._readiness.gradient_ready(index, number, changes_later=self._hooks.followed_by_users(index))
         if self.rounds.open:
             self._leave_buffers()
             self._launch_ready()
         elif full and bucket.can_collect and self._stays_local and not torch.is_grad_enabled():
             bucket.collect()  # with gradients enabled ``.grad`` has a graph to keep
-
-    def _is_changed_later(self, index: int) -> bool:
-        """Whether a hook of the user's, which may change the gradient, runs after ours."""
-        hooks, own = self._post_hooks[index]
-        return len(hooks) > 1 and next(reversed(hooks)) != own
 
     def _check_in_place(self, parameter: Tensor, bucket: Bucket, slot: int) -> None:
         if bucket.flat.sharded and not bucket.flat.shown:
@@ -283,7 +264,7 @@ class Reducer:
         if self._watch.running or not self.synchronize:
             return
         of_unit = [slot.param for bucket in self.buckets if bucket.flat in flats for slot in bucket.layout.slots]
-        if any(torch._C._will_engine_execute_node(self._nodes[index]) for index in of_unit):
+        if any(map(self._hooks.accumulates, of_unit)):
             self._watch.enter()
 
     def units_over(self) -> None:
@@ -491,8 +472,6 @@ class Reducer:
 
     def close(self, *, collective: bool) -> None:
         """Remove the hooks and drop the gradients. ``collective``: complete an open round, as other ranks may have."""
-        for hook in self._hooks:
-            hook.remove()
         if self._schedule is not None:
             self._schedule.listeners.remove(self)
         comm = self.sharding.comm
@@ -505,7 +484,7 @@ class Reducer:
                     bucket.wait()
         except RuntimeError:  # whoever closes after an error has seen it
             comm.out_of_step = True
-        self._nodes.clear()
+        self._hooks.remove()
         _reducers[:] = [of for of in _reducers if of() is not self]
         for bucket in self.buckets:
             comm.out_of_step |= bucket.arrivals.under_way or bucket.gather is not None

@@ -1,0 +1,62 @@
+"""The hooks that autograd calls for each parameter: before it adds to a gradient, and after.
+
+::
+
+    accumulate ──> prehook: about to add      ──> .grad += ... ──> post-accumulate hook: ready
+                   (several ranks alone)
+
+They go on the node that accumulates, not on the tensor: a tensor's own hooks run under ``torch.autograd.grad`` too,
+which accumulates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class GradHooks:
+    """The hooks of one optimizer's parameters, by index.
+
+    Args:
+        before: called with the index, and what is to be added, before autograd adds to a gradient; None: nobody wants
+            to know.
+        ready: called with the index and the parameter when a gradient is there.
+    """
+
+    def __init__(self, before: Callable[[int, Any], None] | None, ready: Callable[[int, Tensor], None]) -> None:
+        self._before, self._ready = before, ready
+        self._nodes: dict[int, torch.autograd.graph.Node] = {}  # the parameters alone do not keep them
+        self._post: dict[int, tuple[dict[int, object], int]] = {}  # of each parameter: all hooks, and the id of ours
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def register(self, index: int, parameter: Tensor) -> None:
+        trains = parameter.requires_grad
+        parameter.requires_grad_(True)  # one that has a gradient, and is frozen by now, would take no hooks
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        self._nodes[index] = node
+        handle = parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
+        self._post[index] = (parameter._post_accumulate_grad_hooks, handle.id)
+        self._handles.append(handle)
+        if self._before is not None:
+            self._handles.append(node.register_prehook(partial(self._before, index)))
+        parameter.requires_grad_(trains)
+
+    def followed_by_users(self, index: int) -> bool:
+        """Whether a hook of the user's, which may change the gradient, runs after ours."""
+        hooks, own = self._post[index]
+        return len(hooks) > 1 and next(reversed(hooks)) != own
+
+    def accumulates(self, index: int) -> bool:
+        """Within a backward: whether it is going to add to this parameter's gradient, or has done so."""
+        return torch._C._will_engine_execute_node(self._nodes[index])
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._nodes.clear()
