@@ -287,8 +287,6 @@ class ShardedAdamW(torch.optim.Optimizer):
         """Drop every gradient; ``set_to_none=False`` makes it zero instead, which counts as a gradient in ``step``."""
         self._check_usable()
         self._reducer.clear(set_to_none)
-        if self._sharded is not None:
-            self._sharded.schedule.begin_step()
         for parameter in self._parameters.untrained():
             if parameter.grad is not None:
                 parameter.grad = None if set_to_none else parameter.grad.detach().zero_()

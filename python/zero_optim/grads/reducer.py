@@ -231,7 +231,8 @@ class Reducer:
     def _backward_begins(self) -> None:
         # Units of the next backward may be unsharded by now. Those of the one that raised are over: the schedule ended
         # that as it met this one.
-        self.complete_open_round(join_units=self._schedule is None or not self._schedule.watch.running)
+        next_is_under_way = self._schedule is not None and self._schedule.watch.running
+        self.complete_open_round(_nothing if next_is_under_way else self._end_backward_of_units)
         self._came.clear()
         if self.synchronize:
             self._tell_change()
@@ -243,7 +244,7 @@ class Reducer:
         if self.rounds.open:
             if self._counts.learned is not Learned.ALL and self.rounds.launched == 0:
                 check_not_replicated(self.parameters, self.labels)
-            self._complete_round()
+            self._complete_round(self._end_backward_of_units)
         else:
             self.rounds.local()
             self._readiness.begin()
@@ -302,15 +303,15 @@ class Reducer:
         self.buckets[self._next].launch(self.buffers, may_wait=self._may_wait)
         self._next += 1
 
-    def _complete_round(self, *, join_units: bool = True) -> None:
+    def _complete_round(self, join: Callable[[], None]) -> None:
         """Launch what is left of the round that is open; or a whole one, where none is.
 
-        ``join_units``: at stage 3, take part in what is left of the gathers of the backward that it belongs to.
+        ``join``: takes part in what is left of the gathers of the backward that it belongs to, at stage 3. Units that
+        are over by that leave at once, as they do on the ranks that wait for this one.
         """
         if not self.rounds.open:
             self._open_round()
-        if self._schedule is not None and join_units:
-            self._schedule.complete_backward()  # units that are over by that leave at once
+        join()
         while self._next < len(self.buckets):
             self._launch_next()
         if self.sharding.stage == 0:  # `.grad` is the averaged gradient, to be read at once
@@ -319,7 +320,15 @@ class Reducer:
         self.rounds.complete()
         self._readiness.begin()
 
-    def complete_open_round(self, *, join_units: bool = True) -> None:
+    def _end_backward_of_units(self) -> None:
+        if self._schedule is not None:
+            self._schedule.end_backward()
+
+    def _complete_backward_of_units(self) -> None:
+        if self._schedule is not None:
+            self._schedule.complete_backward()
+
+    def complete_open_round(self, join: Callable[[], None] | None = None) -> None:
         """A backward that raised has left its round open: complete it, as other ranks have theirs.
 
         What the user has done since belongs after the round. Where every gradient of it that this rank knows of was
@@ -334,7 +343,7 @@ class Reducer:
             return
         how = self._zeroed_since()
         left = self.buckets[self._next :]
-        self._complete_round(join_units=join_units)
+        self._complete_round(join or self._end_backward_of_units)
         if how is not None:  # at stage 0 averages have arrived over what the user has zeroed, too
             for bucket in self.buckets if self.sharding.stage == 0 else left:
                 bucket.drop_all(how)
@@ -370,7 +379,8 @@ class Reducer:
         else:
             self.settle_rounds()
             for _ in range(self.rounds.state.owed):
-                self._complete_round()
+                self._complete_round(self._complete_backward_of_units)
+            self._complete_backward_of_units()  # nothing is left, but of one under no_sync that has raised here
             unreduced = [index for bucket in self.buckets for index in bucket.settle()[0]]
             self.leftover = [] if self.late else unreduced
             if self._counts.learned is not Learned.ALL:
@@ -453,8 +463,7 @@ class Reducer:
         A backward that raised before its first gradient has left no trace here, and the others wait for its round. It
         is looked for where gradients are zeroed a second time, with no ``step`` between: every rank knows of that.
         """
-        if self._schedule is not None:
-            self._schedule.complete_backward()
+        self._complete_backward_of_units()
         launched = self.sharding.comm.gather_objects(self.rounds.launched, "zero_grad")
         for _ in range(max(launched) - self.rounds.launched):
             self.sharding.comm.standstill.rounds += 1
@@ -504,3 +513,7 @@ class Reducer:
         if self._schedule is not None and self.buffers.allocated and self.buffers.free:
             self.buffers.deallocate()
             self._schedule.reductions_arrived(self)
+
+
+def _nothing() -> None:
+    pass

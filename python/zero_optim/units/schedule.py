@@ -80,7 +80,6 @@ class UnitSchedule:
         self._hold = False  # whether a backward may go through a backward: nothing is resharded until the next step
         self._over: set[FlatParams] = set()  # of units that the last backward is through with
         self._owed = 0  # forward cycles that a backward may still come back through
-        self._backwards = 0  # backward cycles since gradients were applied or dropped
         self._digest = 0
         self._called: list[Unit] = []  # in the forward that is open, but for a unit called twice in a row
         self._ended: list[tuple[Unit, bool]] = []  # with whether what it gave requires a gradient
@@ -182,13 +181,12 @@ class UnitSchedule:
     # -- what the optimizer calls --------------------------------------------------------------------------------
 
     def complete_backward(self) -> None:
-        """Collective. End the backward that is open; or go through that which reached nothing of this rank's."""
-        if self._direction is Direction.BACKWARD:
+        """Collective, from ``step``. End the backward that is open; go through those of forwards that announced one,
+        and of which this rank has seen nothing. Other ranks may have: then they wait for this one's gathers."""
+        self.end_backward()
+        while self._owed:
+            self._begin_cycle(Direction.BACKWARD)
             self.end_backward()
-        elif self._backwards == 0:
-            for _ in range(self._owed):
-                self._begin_cycle(Direction.BACKWARD)
-                self.end_backward()
 
     def settle(self) -> None:
         """Collective, where a cycle is open. Afterwards every unit is sharded."""
@@ -231,12 +229,8 @@ class UnitSchedule:
         """Whether the backward that is open, or the last, can bring no more gradients to these parameters."""
         return flat in self._over
 
-    def begin_step(self) -> None:
-        """The gradients were dropped, whether or not they were applied."""
-        self._backwards = 0
-
     def end_step(self) -> None:
-        self._owed = self._backwards = 0
+        self._owed = 0
 
     def record(self) -> None:
         """Learn the order anew, from the next forward of the root, and that of backward from the next that trains."""
@@ -271,7 +265,6 @@ class UnitSchedule:
                 if unit.state is UnitState.NODE_SHARDED:  # no backward came, and shards may have been written since
                     unit.reshard()
         else:
-            self._backwards += 1
             self._over.clear()
 
     def _end_open(self) -> None:
