@@ -91,6 +91,15 @@ def test_what_an_event_makes_of_a_slot(before: str, event: str, after: str):
     assert bench.slots[0] is SlotState[after.split()[0]]
 
 
+def test_a_local_gradient_that_the_user_has_replaced_stands_for_the_average_too():
+    bench = Bench(SlotState.TAKEN)
+    bench.slots.backward_ended()
+    bench.params[0].grad = torch.full((2,), 7.0)
+    found = bench.slots.scan(bench.handles)
+    assert found.gone == [0] and [index for index, _ in found.local] == [0]
+    assert bench.slots[0] is SlotState.STALE
+
+
 def test_a_local_gradient_zeroed_in_place_is_told_once_its_backward_has_ended():
     bench = Bench(SlotState.TAKEN)
     bench.local.mul_(2)  # within the backward: by a hook
@@ -99,3 +108,6 @@ def test_a_local_gradient_zeroed_in_place_is_told_once_its_backward_has_ended():
     assert not bench.slots.scan(bench.handles).zeroed
     bench.local.zero_()
     assert [index for index, _ in bench.slots.scan(bench.handles).zeroed] == [0]
+    assert bench.slots.accumulate(0, bench.handles[0]), "before it is hidden by what autograd adds"
+    bench.local.add_(3)
+    assert not bench.slots.scan(bench.handles).zeroed and not bench.slots.accumulate(0, bench.handles[0])

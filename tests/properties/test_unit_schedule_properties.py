@@ -97,7 +97,7 @@ class FakeReducer:
         if self.arrives():
             self.of.reductions_arrived(self)
 
-    def backward_comes_to(self, flats: object) -> None:
+    def backward_moves(self) -> None:
         pass
 
     def units_over(self) -> None:

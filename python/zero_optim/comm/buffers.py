@@ -49,7 +49,7 @@ class CommBuffers:
     def take(self, bucket: Borrower, numel: int, dtype: torch.dtype, *, may_wait: bool = True) -> Tensor:
         """A buffer [numel], its contents undefined. To be given back with ``release``."""
         nbytes = numel * dtype.itemsize
-        if not may_wait or not self._next_arrives():
+        if not may_wait or not self._arrives(self._users[1]):
             self._extra += nbytes
             return torch.empty(numel, dtype=dtype, device=self.storages[0].device)
         self.storages.reverse()
@@ -61,9 +61,13 @@ class CommBuffers:
         self.allocated = True
         return self.storages[0][:nbytes].view(dtype)
 
-    def _next_arrives(self) -> bool:
-        """Whether the buffer that is to be lent next is there within our patience, which ends once for each user."""
-        user = self._users[1]
+    def deallocate_in_time(self) -> None:
+        """``deallocate``, if what was lent arrives within our patience."""
+        if self.allocated and all(map(self._arrives, self._users)):
+            self.deallocate()
+
+    def _arrives(self, user: Borrower | None) -> bool:
+        """Whether what was lent to this one is there within our patience, which ends once for each user."""
         if user is None or user.arrives_within(0):
             return True
         if user is self._given_up:

@@ -188,7 +188,10 @@ class Bucket:
 
     def before_accumulate(self, index: int) -> None:
         """Autograd is about to add to slot ``index``'s gradient: a reduced one is taken out of ``.grad`` before."""
-        self.slots.accumulate(index, self._handles()[index] if self.state is GradState.REDUCED else None)
+        handle = self._reduced_handles()[index] if self.state is GradState.REDUCED else None
+        written = self.slots.accumulate(index, handle)
+        if written and (grad := self.params[index].grad) is not None:
+            self._drop_zeroed([(index, grad)])
 
     def collect(self) -> bool:
         """Move this rank's gradients into ``grad_buffer``, unscaled; every ``.grad`` becomes a view of it.

@@ -28,7 +28,6 @@ from ..backward_watch import BackwardWatch
 from ..comm.buffers import PATIENCE_SECONDS, CommBuffers
 from ..comm.sharding import Sharding
 from ..errors import ParameterError, ZeroOptimError
-from ..params.flat_params import FlatParams
 from ..units.schedule import UnitSchedule
 from .bucket import Bucket, Reduced
 from .ddp_check import check_not_replicated
@@ -253,8 +252,8 @@ class Reducer:
 
     # -- what the schedule of units tells, at stage 3 --------------------------------------------------------------
 
-    def backward_comes_to(self, flats: Sequence[FlatParams]) -> None:
-        """Backward is about to go on to the unit of these.
+    def backward_moves(self) -> None:
+        """Backward is about to go on to another unit.
 
         It may have passed units that this rank has skipped, whose reductions the others send now. So this is where a
         round begins, if it is a backward that accumulates: under ``torch.autograd.grad`` it is not::
@@ -264,8 +263,7 @@ class Reducer:
         """
         if self._watch.running or not self.synchronize:
             return
-        of_unit = [slot.param for bucket in self.buckets if bucket.flat in flats for slot in bucket.layout.slots]
-        if any(map(self._hooks.accumulates, of_unit)):
+        if any(map(self._hooks.accumulates, self.parameters)):  # as a rule the first does
             self._watch.enter()
 
     def units_over(self) -> None:
@@ -297,8 +295,7 @@ class Reducer:
     @torch.no_grad()
     def _launch_next(self) -> None:
         if self._schedule is not None and self._one_at_a_time:
-            if self.buffers.allocated:
-                self.buffers.deallocate()  # it waits for the reduction before this one
+            self.buffers.deallocate_in_time()  # it waits for the reduction before this one
             self._schedule.reduction_left(self)
         self.buckets[self._next].launch(self.buffers, may_wait=self._may_wait)
         self._next += 1

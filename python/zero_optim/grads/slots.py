@@ -11,8 +11,9 @@ STALE                 what to drop        STALE                  REDUCED        
 ====================  ==================  =====================  =======================  ===================
 
 The *handle* is the tensor that the bucket has put into ``.grad``. *local*: ``.grad`` is a gradient of this rank's that
-the bucket does not hold yet. The columns are what ``scan`` does with each ``.grad`` that it finds; four more events
-change all slots of a bucket, or one:
+the bucket does not hold yet. Where the user has replaced what autograd left in ``.grad``, a TAKEN slot becomes STALE: what is
+there stands for the whole gradient. The columns are what ``scan`` does with each ``.grad`` that it finds; four more
+events change all slots of a bucket, or one:
 
 ====================  ==================  =====================  =======================  ===================
 state                 accumulate          collect                launch                   clear
@@ -84,6 +85,14 @@ class Found:
     zeroed: list[tuple[int, Tensor]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Left:
+    """A local gradient beside an average, and its version, as its backward left them: a change since is the user's."""
+
+    grad: Tensor
+    version: int
+
+
 class Slots:
     """The states of a bucket's slots.
 
@@ -103,7 +112,7 @@ class Slots:
         self.used = bytearray(len(params))
         self.refused: dict[int, str] = {}
         self.stale: set[int] = set()
-        self._taken: dict[int, int | None] = {}  # and the version of the local gradient as its backward left it
+        self._taken: dict[int, _Left | None] = {}
 
     def __getitem__(self, index: int) -> SlotState:
         if self.bucket_state is GradState.EMPTY:
@@ -116,21 +125,29 @@ class Slots:
 
     # -- events ----------------------------------------------------------------------------------------------------
 
-    def accumulate(self, index: int, handle: Tensor | None) -> None:
-        """Autograd is about to add to this slot's ``.grad``."""
+    def accumulate(self, index: int, handle: Tensor | None) -> bool:
+        """Autograd is about to add to this slot's ``.grad``. Returns whether the user has written into a local one."""
         if self.bucket_state is not GradState.REDUCED:
-            return
+            return False
         grad = self._params[index].grad
         self._look(index, grad, handle)
+        written = self._is_written(index, grad)
         if self[index] is SlotState.REDUCED:
             self._params[index].grad = None
-            self._taken[index] = None
+        if self[index] is not SlotState.STALE:
+            self._taken[index] = None  # what this backward writes is no news
+        return written
+
+    def _is_written(self, index: int, grad: Tensor | None) -> bool:
+        """Whether the user has written into a local gradient beside an average since its backward ended."""
+        left = self._taken.get(index)
+        return left is not None and left.grad is grad and left.version != grad._version
 
     def backward_ended(self) -> None:
         """Note the gradients that were added beside an average: who writes into them from here on is the user."""
         for index in self._taken:
             grad = self._params[index].grad
-            self._taken[index] = None if grad is None else grad._version
+            self._taken[index] = None if grad is None else _Left(grad, grad._version)
 
     def scan(self, handles: Sequence[Tensor | None]) -> Found:
         """Read each ``.grad`` once."""
@@ -142,12 +159,12 @@ class Slots:
             return found
         for index, (parameter, handle) in enumerate(zip(self._params, handles, strict=True)):
             grad = parameter.grad
-            before = self[index]
+            written = self._is_written(index, grad)
             if self._look(index, grad, handle):
                 found.gone.append(index)
             if grad is not None and grad is not handle:
                 found.local.append((index, grad))
-                if before is SlotState.TAKEN and self._taken.get(index) not in (None, grad._version):
+                if written:
                     found.zeroed.append((index, grad))
         return found
 
@@ -210,7 +227,9 @@ class Slots:
         if state is SlotState.COLLECTED:
             self.used[index] = 0
             return True
-        if state is SlotState.REDUCED or (state is SlotState.TAKEN and grad is None):
+        left = self._taken.get(index)
+        replaced = grad is None or (left is not None and left.grad is not grad)
+        if state is SlotState.REDUCED or (state is SlotState.TAKEN and replaced):
             self._make_stale(index)
             return True
         return False

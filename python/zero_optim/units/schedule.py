@@ -38,8 +38,8 @@ class Direction(enum.Enum):
 class Listener(Protocol):
     """Whoever wants to know how far backward is: a reducer. It is told, and never asked."""
 
-    def backward_comes_to(self, flats: Sequence[FlatParams]) -> None:
-        """Backward goes on to the unit of these; what it has passed is not over yet."""
+    def backward_moves(self) -> None:
+        """Backward goes on to another unit; what it has passed is not over yet."""
 
     def units_over(self) -> None:
         """More units are over: ``is_over`` says which."""
@@ -125,7 +125,7 @@ class UnitSchedule:
         if direction is Direction.BACKWARD:
             self.watch.enter()
             for listener in self.listeners if closing else ():
-                listener.backward_comes_to(unit.flats)
+                listener.backward_moves()
             self._hold |= closing and torch.is_grad_enabled()  # create_graph=True; a checkpoint computes with it, too
         if direction is not self._direction:
             self._end_open()
