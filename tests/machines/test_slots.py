@@ -10,7 +10,7 @@ from zero_optim.grads import slots
 from zero_optim.grads.slots import GradState, Slots, SlotState
 
 FOUND = table(slots.__doc__, "state")  # of the two tables, the one that comes first
-EVENTS = table(slots.__doc__[slots.__doc__.index("all slots of a bucket, or one") :], "state")
+EVENTS = table(slots.__doc__[slots.__doc__.index("more events change all slots") :], "state")
 OTHERS = {state.name for state in SlotState}
 
 

@@ -11,9 +11,9 @@ STALE                 what to drop        STALE                  REDUCED        
 ====================  ==================  =====================  =======================  ===================
 
 The *handle* is the tensor that the bucket has put into ``.grad``. *local*: ``.grad`` is a gradient of this rank's that
-the bucket does not hold yet. Where the user has replaced what autograd left in ``.grad``, a TAKEN slot becomes STALE: what is
-there stands for the whole gradient. The columns are what ``scan`` does with each ``.grad`` that it finds; four more
-events change all slots of a bucket, or one:
+the bucket does not hold yet. Where the user has replaced what autograd left in ``.grad``, a TAKEN slot becomes STALE:
+what is there stands for the whole gradient. The columns are what ``scan`` does with each ``.grad`` that it finds; four
+more events change all slots of a bucket, or one:
 
 ====================  ==================  =====================  =======================  ===================
 state                 accumulate          collect                launch                   clear
