@@ -67,10 +67,11 @@ class CommBuffers:
             self.deallocate()
 
     def _arrives(self, user: Borrower | None) -> bool:
-        """Whether what was lent to this one is there within our patience, which ends once for each user."""
+        """Whether what was lent to this one is there within our patience. It ends once: nobody is waited for as long as
+        the one is not there that was waited for in vain."""
         if user is None or user.arrives_within(0):
             return True
-        if user is self._given_up:
+        if self._given_up is not None and not self._given_up.arrives_within(0):
             return False
         arrives = user.arrives_within(PATIENCE_SECONDS)
         self._given_up = None if arrives else user
