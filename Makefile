@@ -8,6 +8,7 @@ STEPS  ?=
 DATA   ?=
 OUT    ?=
 ARGS   ?=
+SECONDS ?= 600
 
 BIN      := .venv/bin
 SOURCES  := setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
@@ -24,6 +25,10 @@ train: .venv/built  ## train a GPT on RANKS ranks; RANKS STAGE DTYPE STEPS DATA 
 .PHONY: test
 test: .venv/built  ## run the test suite, a file at a time on each of two workers; ARGS goes to pytest
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+.PHONY: fuzz
+fuzz: .venv/built  ## random programs on 2 and 3 ranks against torch's AdamW, for SECONDS; a failure prints as a script
+	@cd tests && ../$(BIN)/python -m fuzz --seconds $(SECONDS) $(ARGS)
 
 .PHONY: cuda-check
 cuda-check: .venv/built  ## look into what nvcc and Triton make of the kernels; part of `make test`, needs no GPU

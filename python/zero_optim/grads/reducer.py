@@ -351,9 +351,11 @@ class Reducer:
         Every rank makes this call. One that waits in that backward for the second optimizer's averages, at stage 0,
         would never come to the call of the first.
         """
-        for reference in _reducers:
-            reducer = reference()
-            if reducer is self or (reducer is not None and not reducer._watch.running):
+        alive = [reducer for reference in _reducers if (reducer := reference()) is not None]
+        for reducer in sorted(
+            alive, key=lambda reducer: reducer._schedule is None
+        ):  # others wait in gathers
+            if reducer is self or not reducer._watch.running:
                 reducer.complete_open_round()
 
     def _zeroed_since(self) -> str | None:
