@@ -352,9 +352,8 @@ class Reducer:
         would never come to the call of the first.
         """
         alive = [reducer for reference in _reducers if (reducer := reference()) is not None]
-        for reducer in sorted(
-            alive, key=lambda reducer: reducer._schedule is None
-        ):  # others wait in gathers
+        alive.sort(key=lambda reducer: reducer._schedule is None)  # others may wait in the gathers of units
+        for reducer in alive:
             if reducer is self or not reducer._watch.running:
                 reducer.complete_open_round()
 
