@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from zero_optim.backward_watch import BackwardWatch
 from zero_optim.grads.bucket import Bucket
+from zero_optim.units.schedule import UnitSchedule
 from zero_optim.units.sharded_model import ShardedModel, sharded_model_of
 from zero_optim.units.unit import Unit
-from zero_optim.units.schedule import UnitSchedule
 
 BLOCKS, HIDDEN, TOKENS, VOCAB = 5, 512, 768, 1024
 WARM_UP, STEPS = 5, 15

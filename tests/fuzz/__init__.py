@@ -1,0 +1,13 @@
+"""Random programs over the whole public face, against a model that was written from the documentation alone.
+
+``program`` is what a program is, ``law`` which ones are legal, ``oracle`` what they should do, ``script`` their text,
+``execute`` runs them on ranks, ``generate`` makes them, ``shrink`` makes a failing one short, ``known`` has some that
+once went wrong. ``prelude`` is what a
+program's text needs beside torch and zero_optim.
+
+    cd tests && ../.venv/bin/python -m fuzz --seconds 600 --seed 0 --out failures.txt
+
+prints ``fuzz: P programs, F failures``, and writes each failure as an expression to give to ``fuzz.execute.check`` and
+as a script that stands alone. Nothing in here has seen the optimizer's code: keep it so. When model and optimizer
+differ, read docs/ and decide which is wrong.
+"""

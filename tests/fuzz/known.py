@@ -1,0 +1,139 @@
+"""Programs that once went wrong, at commit 3cffa92, by what happened then."""
+
+from __future__ import annotations
+
+from fuzz.program import (
+    AllReduce,
+    Backward,
+    Boom,
+    Chain,
+    Clip,
+    Group,
+    ModuleZero,
+    Net,
+    Op,
+    Optim,
+    Program,
+    Renew,
+    SaveFull,
+    Step,
+    Unit,
+    Use,
+    Zero,
+)
+
+
+def _optim(count: int, stage: int = 2, size: int = 600, **options: object) -> Optim:
+    units = {"units": tuple(range(count))} if stage == 3 else {}
+    return Optim(shapes=((size,),) * count, stage=stage, groups=(Group(tuple(range(count))),), **units, **options)
+
+
+def _all(o: int, count: int, c: float = 1.0) -> tuple[Use, ...]:
+    return tuple(Use(o, p, c) for p in range(count))
+
+
+def _both(*ranks: Chain, no_sync: tuple[int, ...] = ()) -> Backward:
+    return Backward(ranks if len(ranks) == 2 else (ranks[0], ranks[0]), no_sync)
+
+
+def _loop(chain: Chain, *optims: int) -> tuple[Op, ...]:
+    return (_both(chain), *(Step(o) for o in optims), *(Zero(o) for o in optims))
+
+
+D, G = _all(0, 6), _all(1, 6)
+D_AND_G = _both((*G, *D), (*_all(1, 6, 2.0), *_all(0, 6, -0.5)))
+D_ALONE = _both(D, _all(0, 6, 2.0))
+
+
+def _gan(zero: type, *more: Op) -> tuple[Op, ...]:
+    """An iteration of a GAN: the second backward goes through both, and steps one."""
+    return (zero(0), D_ALONE, D_ALONE, Step(0), zero(1), D_AND_G, Step(1), *more)
+
+
+def _net(*units: int, after: int | None = None) -> tuple[Net]:
+    """Calls of units that each use the parameter of their number; what raises comes after one of them."""
+    links: list[Unit | Boom] = []
+    for k in units:
+        links.append(Unit(k, ((k, 1.0),)))
+        if k == after:
+            links.append(Boom())
+    return (Net(0, tuple(links)),)
+
+
+ONE = (_optim(8),)
+PAIR = (_optim(6), _optim(6, bucket_cap_mb=25.0))
+SHARDED = (_optim(6, stage=3),)
+EIGHT, HALF = _all(0, 8), (*_all(0, 4), Boom(), *_all(0, 8)[4:])
+EVERY = _net(0, 1, 2, 3, 4, 5)
+RAISED = (*_loop(EIGHT, 0), *_loop(EIGHT, 0), _both(HALF, EIGHT))
+
+KNOWN: dict[str, Program] = {
+    "two optimizers, one left out under no_sync": Program(
+        2,
+        (_optim(1), _optim(1)),
+        (
+            *_loop((Use(0, 0), Use(1, 0)), 0, 1),
+            _both((Use(0, 0), Use(1, 0))),
+            _both((Use(0, 0), Use(1, 0)), (Use(1, 0),), no_sync=(0, 1)),
+            Step(0),
+            Step(1),
+        ),
+    ),
+    "the loop of DCGAN": Program(2, PAIR, _gan(ModuleZero) * 4),
+    "two optimizers, module.zero_grad": Program(
+        2,
+        (_optim(6), _optim(2)),
+        (
+            _both((*_all(0, 6), *_all(1, 2))),
+            ModuleZero(0),
+            ModuleZero(1),
+            _both((*_all(0, 6, -1.0), *_all(1, 2))),
+            Step(0),
+        )
+        * 4,
+    ),
+    "a raise on one rank, module.zero_grad": Program(
+        2, ONE, (*RAISED, ModuleZero(0), _both(_all(0, 8, -1.0), _all(0, 8, -2.0)), Step(0))
+    ),
+    "gradients to zero after no_sync": Program(
+        2, (_optim(2, stage=0),), (_both(EIGHT[:2]), _both(EIGHT[:2], no_sync=(0,)), ModuleZero(0, False), Step(0))
+    ),
+    "two optimizers, a plain gradient": Program(
+        2,
+        (_optim(1), _optim(1)),
+        (
+            _both(
+                (
+                    Use(0, 0),
+                    Use(1, 0),
+                )
+            ),
+        ),
+    ),
+    "a GAN and the user's all_reduce": Program(2, PAIR, _gan(Zero, AllReduce(1.0)) * 6),
+    "a GAN's checkpoint": Program(2, PAIR, _gan(Zero, SaveFull(0), SaveFull(1)) * 3),
+    "a raise on one rank, full_state_dict": Program(2, ONE, (*RAISED, SaveFull(0), Step(0))),
+    "a raise on one rank, close": Program(2, ONE, (*RAISED, Renew(0, 2), _both(EIGHT), Step(0))),
+    "stage 3, the last units skipped": Program(
+        2, SHARDED, (*_loop(EVERY, 0), _both(EVERY, _net(0, 1)), Step(0), Zero(0), _both(EVERY, _net(0, 3)), Step(0))
+    ),
+    "stage 3, a raise on one rank, no_sync": Program(
+        2,
+        SHARDED,
+        (
+            *_loop(EVERY, 0),
+            _both(EVERY, _net(0, 1, 2, 3, 4, 5, after=3)),
+            _both(EVERY, no_sync=(0,)),
+            _both(EVERY),
+            Step(0),
+        ),
+    ),
+    "a raise before the first gradient, zero_grad": Program(
+        2, ONE, (*_loop(EIGHT, 0), *_loop(EIGHT, 0), _both((*EIGHT, Boom()), EIGHT), Zero(0), *_loop(EIGHT, 0))
+    ),
+    "a clip, then no_sync on one rank": Program(
+        2,
+        (_optim(2),),
+        (*_loop(EIGHT[:2], 0), _both(EIGHT[:2]), Clip(0, 1.0), _both(EIGHT[:2], None, no_sync=(0,)), Step(0)),
+    ),
+}

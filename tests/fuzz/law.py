@@ -1,0 +1,557 @@
+"""Which programs are legal. The generator and the shrinker make no others.
+
+- ``step``, ``zero_grad``, ``clip_grad_norm_``, ``no_sync``, state dicts, ``observe``, ``close``, constructors,
+  ``add_param_group`` and the scaler's calls are made by every rank in the same order (which a program's form sees to).
+- A backward *reaches* an optimizer on a rank if it makes a gradient there for one of its trained parameters before it
+  raises. One under ``no_sync`` may reach any ranks. One that is synchronised reaches all ranks or none, or else it is
+  the only one since the last step or zeroing, and the optimizer's ``step`` has to follow (clipping and unscaling may
+  come between, ``no_sync`` may not). Where every rank that it does not reach has raised, and the optimizer was zeroed
+  after its last step by its own ``zero_grad``, that may follow as well, but at stage 0.
+- At stage 0 the end of a synchronised backward waits for the other ranks. So every rank reaches the optimizers of stage
+  0 in the same order; where one is reached by some ranks only, it is the only one of stage 0. While a rank may be
+  waiting so (one raised, or was not reached), what follows is a call of these optimizers that completes the average, in
+  that order, or a synchronised backward, and nothing else that communicates.
+- At stage 3 each rank makes as many forwards and backwards as the others. The first forward (also after ``observe``)
+  calls every unit once, in the same order on all ranks. Later ones call in any order, several times, but all ranks the
+  same; or each rank some of the units, in the first forward's order. A forward raises on all ranks or on none. No
+  parameter is used on both sides of what raises in backward. Where a backward raises on some ranks before it has come
+  to a unit there, ``step`` has to follow, or ``zero_grad`` if it is not the first since the last. A parameter that
+  was thawed is used by every rank in the first step. ``gather_parameters`` only where no raise is open.
+- Thawing, freezing, dropping, assigning and scaling gradients happen on all ranks, where no raise is open and no rank
+  was left out. What was thawed does not count as trained until ``step`` has met it. Frozen later: without a gradient.
+- After a clip: no assigning. With ``max_grad_norm`` no further backward either. After a step that clipped or unscaled:
+  zero first, as gradients are then other than torch's.
+- With a scaler: unscale, step and update as torch has them; what is stepped has a gradient; no backward in between.
+- The user's own collective: where no rank may be waiting at stage 0, and at stage 3 where nothing is open.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from fuzz.program import (
+    AddGroup,
+    AllReduce,
+    Arrivals,
+    Assign,
+    Backward,
+    Boom,
+    Clip,
+    Drop,
+    Edit,
+    Evaluate,
+    Freeze,
+    Load,
+    LoadFull,
+    ModuleZero,
+    Net,
+    Observe,
+    Op,
+    Optim,
+    Program,
+    Read,
+    Renew,
+    Save,
+    SaveFull,
+    ScaleGrad,
+    SetLr,
+    Step,
+    Thaw,
+    Unit,
+    Unscale,
+    Update,
+    Use,
+    Zero,
+    arrivals,
+)
+
+# Where the documents can be read in two ways: what may programs do? ``--narrow NAME`` says that they may not.
+OWN_COLLECTIVE_WHILE_LEFT_OUT = True  # at stages 1 and 2
+CLIP_WHILE_LEFT_OUT = True
+STAGE3_LEFT_OUT = True  # may a rank call the module and use no parameter, where others do?
+MODULE_ZERO_BEGINS_ANEW = False  # the count of synchronised backwards: the others do not hear of it
+
+
+class Illegal(Exception):
+    """Why a program is none."""
+
+
+def need(condition: object, reason: str) -> None:
+    if not condition:
+        raise Illegal(reason)
+
+
+@dataclass
+class _State:
+    """What the law knows of an optimizer."""
+
+    optim: Optim
+    stage: int
+    ranks: int
+    given: set[int] = field(default_factory=set)
+    groups: int = 0
+    trained: set[int] = field(default_factory=set)
+    requires_grad: set[int] = field(default_factory=set)
+    thawed: set[int] = field(default_factory=set)  # not met by a step yet
+    added: int = 0
+    grads: list[set[int]] = field(default_factory=list)
+    synced: int = 0
+    left_out: str = ""  # "", "raise" or "skip": a synchronised backward reached some ranks only
+    raised: bool = False
+    zeroed: bool = False
+    clipped: bool = False
+    unscaled: bool = False
+    stepped: bool = False  # since the scaler's update
+    dirty: bool = False
+    infinite: bool = False  # some gradient
+    averaged: bool = False  # stage 0: .grad is the averaged one
+    saved: bool = False
+    saved_full: bool = False
+    order: tuple[int, ...] | None = None  # of units
+
+    def __post_init__(self) -> None:
+        self.given = self.optim.given
+        self.groups = len(self.optim.groups)
+        self.requires_grad = set(range(len(self.optim.shapes))) - set(self.optim.frozen)
+        self.trained = self.given & self.requires_grad
+        self.grads = [set() for _ in range(self.ranks)]
+
+    @property
+    def settled(self) -> bool:
+        return not self.left_out and not self.raised
+
+    def any_grads(self) -> set[int]:
+        return set().union(*self.grads)
+
+    def forget(self) -> None:
+        """After a step or a zeroing."""
+        self.synced, self.left_out, self.raised = 0, "", False
+        self.averaged = False
+
+    def cleared(self, to_none: bool) -> None:
+        self.clipped = self.unscaled = self.dirty = False
+        self.infinite = False
+        if to_none:
+            self.grads = [set() for _ in range(self.ranks)]
+
+
+class Law:
+    """Follows a program; ``apply`` raises Illegal, and is then of no further use (copy it before)."""
+
+    def __init__(self, program: Program) -> None:
+        need(program.world in (2, 3), "two or three ranks")
+        need(1 <= len(program.optims) <= 3, "one to three optimizers")
+        self.world = program.world
+        self.scaler = program.scale is not None
+        self.waiting: list[int] = []  # optimizers of stage 0 for which a rank may be waiting at the end of its backward
+        self.scaled_steps = 0
+        for optim in program.optims:
+            _well_formed(optim)
+        self.states = [_State(optim, optim.stage, program.world) for optim in program.optims]
+
+    def trainable(self, o: int, p: int) -> bool:
+        return p in self.states[o].requires_grad
+
+    def apply(self, op: Op) -> None:
+        o = getattr(op, "o", None)
+        if o is not None:
+            need(0 <= o < len(self.states), "no such optimizer")
+        p = getattr(op, "p", None)
+        if p is not None:
+            need(0 <= p < len(self.states[o].optim.shapes), "no such parameter")
+        getattr(self, f"_{type(op).__name__.lower()}")(op)
+
+    def end(self) -> None:
+        """Everything is closed; at stage 3 it is read before."""
+        need(not self.waiting, "a rank may be waiting")
+        for state in self.states:
+            need(not state.left_out, "step has to follow")
+            need(state.stage != 3 or not state.raised, "a raise is open, and stage 3 is read")
+
+    # Backward
+
+    def _backward(self, op: Backward) -> None:
+        need(len(op.ranks) == self.world, "a chain for each rank")
+        need(len(set(op.no_sync)) == len(op.no_sync), "twice in no_sync")
+        need(all(0 <= o < len(self.states) for o in op.no_sync), "no such optimizer")
+        self._chains(op)
+        came = [arrivals(chain, self.trainable) for chain in op.ranks]
+        raised = [bool(a.raised) for a in came]
+        if any(raised):
+            need(not any(s.thawed for s in self.states), "no raise while something is thawed")
+        for o, state in enumerate(self.states):
+            if any(a.of(o) for a in came):
+                need(not state.unscaled, "a backward after unscale_")
+                need(not state.dirty, "a backward onto clipped gradients that were stepped with")
+                need(not (state.clipped and state.optim.max_grad_norm is not None), "max_grad_norm after a lost clip")
+        need(not any(self.states[o].left_out for o in op.no_sync), "no no_sync after some ranks were left out")
+        if set(op.no_sync) & set(self.waiting):
+            need(self.waiting == [op.no_sync[0]], "a rank may be waiting, at stage 0")
+            self.waiting = []
+        left_before = [bool(state.left_out) for state in self.states]
+        synchronised = [o for o in range(len(self.states)) if o not in op.no_sync]
+        for o in synchronised:
+            self._synchronised(self.states[o], o, came, raised)
+        called = {link.o for chain in op.ranks for link in chain or () if isinstance(link, Net)}
+        for o in called:  # a raise leaves units to be gathered, under no_sync and before the first gradient too
+            need(not left_before[o], "at stage 3 step has to follow before another forward")
+            self.states[o].raised = any(raised)
+            early = [_raises_before_units(chain, o) for chain in op.ranks]
+            if any(early) and not all(early) and not self.states[o].left_out:
+                self.states[o].left_out = "raise"
+        self._stage_zero(synchronised, came, raised)
+        for o, state in enumerate(self.states):
+            if any(a.of(o) for a in came):
+                state.clipped = False
+                state.infinite |= any(abs(c) == math.inf for a in came for q, _, c in a.grads if q == o)
+                if o in op.no_sync:
+                    state.averaged = False
+            for rank, a in enumerate(came):
+                state.grads[rank].update(a.of(o))
+
+    def _synchronised(self, state: _State, o: int, came: list[Arrivals], raised: list[bool]) -> None:
+        reached = [bool(set(a.of(o)) & state.trained) for a in came]
+        if not any(reached):
+            need(not any(a.of(o) for a in came), "only what was thawed is reached")
+            return
+        need(not state.left_out, "step has to follow")
+        if all(reached):
+            state.synced += 1
+            state.raised = any(raised)
+            state.averaged = not state.raised
+            return
+        need(state.stage != 3 or STAGE3_LEFT_OUT, "a rank is left out at stage 3")
+        need(not state.synced, "one of several synchronised backwards reaches some ranks only")
+        need(not state.thawed, "some ranks only, while something is thawed")
+        state.synced, state.averaged = 1, False
+        state.left_out = "raise" if all(r for r, to in zip(raised, reached, strict=True) if not to) else "skip"
+
+    def _stage_zero(self, synchronised: list[int], came: list[Arrivals], raised: list[bool]) -> None:
+        zero = [o for o in synchronised if self.states[o].stage == 0]
+        orders = []
+        for a in came:
+            orders.append(list(dict.fromkeys(o for o, p, _ in a.grads if o in zero and p in self.states[o].trained)))
+        met = set().union(*map(set, orders))
+        if not met:
+            return
+        same = all(order == orders[0] for order in orders)
+        need(same or len(met) == 1, "the optimizers of stage 0 in different orders")
+        order = orders[0] if same else list(met)
+        if self.waiting:
+            need(same and order == self.waiting, "not those of stage 0 that are waited for")
+        self.waiting = order if not same or (any(raised) and not all(raised)) else []
+        if self.waiting and not same:
+            need(sum(bool(s.left_out) for s in self.states) == 1, "several left out, and one of stage 0")
+
+    def _chains(self, op: Backward) -> None:
+        nets: list[list[Net]] = []
+        for chain in op.ranks:
+            for link in chain or ():
+                if isinstance(link, Use):
+                    self._usable(link.o, link.p)
+                    need(self.states[link.o].stage != 3, "stage 3 is used through its module")
+            nets.append([link for link in chain or () if isinstance(link, Net)])
+        orders = [[net.o for net in rank] for rank in nets]
+        need(all(order == orders[0] for order in orders), "another number of forwards, or another order")
+        need(len(set(orders[0])) == len(orders[0]), "a module twice")
+        forward = [_before_raise(chain) for chain in op.ranks]
+        if orders[0]:
+            need(not self.waiting, "a rank may be waiting, and units are gathered")
+            need(all(f == forward[0] for f in forward), "a forward raises on some ranks only, or elsewhere")
+        for i in range(len(orders[0]) if forward[0] is None else forward[0]):
+            self._forward([rank[i] for rank in nets])
+        for i in range(len(orders[0])):
+            for rank in nets:
+                self._parts(rank[i])
+        for chain in op.ranks:
+            self._one_side(chain)
+
+    def _usable(self, o: int, p: int) -> None:
+        need(0 <= o < len(self.states), "no such optimizer")
+        need(0 <= p < len(self.states[o].optim.shapes), "no such parameter")
+        need(p in self.states[o].given, "used before it is given")
+
+    def _parts(self, net: Net) -> None:
+        state = self.states[net.o]
+        need(state.stage == 3, "not a module")
+        for link in net.links:
+            if isinstance(link, Use):
+                need(link.o == net.o, "another's parameter")
+                self._usable(link.o, link.p)
+                need(state.optim.units[link.p] == -1, "not the root's")
+            elif isinstance(link, Unit):
+                need(0 <= link.k < state.optim.unit_count, "no such unit")
+                for p, _ in link.uses:
+                    self._usable(net.o, p)
+                    need(state.optim.units[p] == link.k, "not the unit's")
+            else:
+                need(not link.forward, "a forward raises outside of the module")
+
+    def _forward(self, nets: list[Net]) -> None:
+        state = self.states[nets[0].o]
+        calls = [tuple(link.k for link in net.links if isinstance(link, Unit)) for net in nets]
+        same = all(c == calls[0] for c in calls)
+        if state.order is None:
+            every = set(range(state.optim.unit_count))
+            need(same and len(calls[0]) == len(every) and set(calls[0]) == every, "the first forward calls all")
+            state.order = calls[0]
+        elif not same:
+            for call in calls:
+                places = [state.order.index(k) for k in call]
+                need(all(a < b for a, b in zip(places, places[1:], strict=False)), "another order on a rank")
+
+    def _one_side(self, chain: tuple[object, ...] | None) -> None:
+        """At stage 3 a unit called twice might have given one of its two gradients before a raise."""
+        sides: list[set[tuple[int, int]]] = [set()]
+        for link in chain or ():
+            for inner in link.links if isinstance(link, Net) else (link,):
+                if isinstance(inner, Boom):
+                    sides.append(set())
+                elif isinstance(link, Net):
+                    used = [inner.p] if isinstance(inner, Use) else [p for p, _ in inner.uses]
+                    sides[-1].update((link.o, p) for p in used)
+        need(sum(map(len, sides)) == len(set().union(*sides)), "a parameter on both sides of a raise")
+
+    def _evaluate(self, op: Evaluate) -> None:
+        need(len(op.ranks) == self.world and len({net.o for net in op.ranks}) == 1, "a forward for each rank")
+        need(not self.waiting, "a rank may be waiting")
+        for net in op.ranks:
+            need(0 <= net.o < len(self.states), "no such optimizer")
+            self._parts(net)
+            need(not any(isinstance(link, Boom) for link in net.links), "no raise in an evaluation")
+        need(self.states[op.ranks[0].o].settled, "something is open")
+        self._forward(list(op.ranks))
+
+    # The optimizer's calls
+
+    def _collective(self, o: int) -> None:
+        """A call that settles what is open for an optimizer."""
+        if self.waiting:
+            need(self.waiting[0] == o, "a rank may be waiting for another optimizer")
+            self.waiting.pop(0)
+
+    def _step(self, op: Step) -> None:
+        state = self.states[op.o]
+        self._collective(op.o)
+        need(not state.dirty, "stepped, clipped and not zeroed")
+        if self.scaler:
+            need(state.any_grads() & state.requires_grad, "the scaler steps what has a gradient")
+            need(not state.stepped, "stepped before the scaler's update")
+            state.stepped = True
+            self.scaled_steps += 1
+        if state.stage == 3:
+            need(all(p in g for p in state.thawed for g in state.grads), "every rank uses what was thawed")
+        state.trained |= state.thawed
+        state.thawed = set()
+        altered = state.clipped or self.scaler or state.optim.max_grad_norm is not None
+        state.dirty = bool(altered and state.any_grads())
+        state.clipped = state.unscaled = False
+        averaged = state.averaged
+        state.forget()
+        state.averaged = averaged and state.stage == 0
+        state.zeroed = False
+
+    def _zero(self, op: Zero) -> None:
+        state = self.states[op.o]
+        self._collective(op.o)
+        need(state.left_out != "skip", "step has to follow")
+        need(not state.left_out or state.stage != 0, "at stage 0 the others wait for the average")
+        need(state.left_out != "raise" or state.zeroed, "step has to follow: it was not zeroed since the last")
+        state.cleared(op.to_none)
+        state.forget()
+        state.zeroed = True
+
+    def _modulezero(self, op: ModuleZero) -> None:
+        state = self.states[op.o]
+        need(not state.left_out, "step has to follow")
+        state.cleared(op.to_none)
+        raised, synced = state.raised, state.synced
+        state.forget()
+        state.raised = raised  # its round is still to be completed
+        if not MODULE_ZERO_BEGINS_ANEW:
+            state.synced = synced
+
+    def _clip(self, op: Clip) -> None:
+        state = self.states[op.o]
+        self._collective(op.o)
+        need(not state.dirty, "stepped, clipped and not zeroed")
+        need(not state.left_out or CLIP_WHILE_LEFT_OUT, "step has to follow")
+        need(not state.thawed, "clipping what step has not met")
+        if op.params is not None:
+            need(op.params and set(op.params) <= state.given, "parameters of this optimizer")
+            need(len(set(op.params)) == len(op.params), "twice")
+        state.clipped = True
+        state.synced += 1  # it has completed a round: a synchronised backward that follows is one of several
+
+    def _unscale(self, op: Unscale) -> None:
+        state = self.states[op.o]
+        self._collective(op.o)
+        need(self.scaler, "no scaler")
+        need(not state.unscaled and not state.stepped, "unscaled or stepped since the update")
+        need(not state.clipped and not state.dirty, "clipped before")
+        need(not state.left_out or CLIP_WHILE_LEFT_OUT, "step has to follow")
+        need(not state.thawed, "unscaling what step has not met")
+        need(state.any_grads() & state.requires_grad, "the scaler needs a gradient")
+        state.unscaled = True
+        state.synced += 1  # at stage 0 it has completed a round
+
+    def _update(self, op: Update) -> None:
+        need(self.scaler and self.scaled_steps, "no step since the last update")
+        need(not self.waiting, "a rank may be waiting")
+        for state in self.states:
+            need(not state.unscaled, "unscaled and not stepped")
+            state.stepped = False
+        self.scaled_steps = 0
+
+    def _still(self, o: int) -> _State:
+        """For what completes a backward that raised, but does not stand in for a step."""
+        self._collective(o)
+        need(not self.states[o].left_out, "step has to follow")
+        return self.states[o]
+
+    def _save(self, op: Save) -> None:
+        self._still(op.o).saved = True
+
+    def _savefull(self, op: SaveFull) -> None:
+        self._still(op.o).saved_full = True
+
+    def _load(self, op: Load) -> None:
+        need(self._still(op.o).saved, "nothing saved")
+
+    def _loadfull(self, op: LoadFull) -> None:
+        need(self._still(op.o).saved_full, "nothing saved")
+
+    def _observe(self, op: Observe) -> None:
+        self._still(op.o).order = None
+
+    def _setlr(self, op: SetLr) -> None:
+        need(0 <= op.group < self.states[op.o].groups, "no such group")
+
+    def _renew(self, op: Renew) -> None:
+        state = self._still(op.o)
+        need((op.stage == 3) == (state.stage == 3) and op.stage in range(4), "another kind of stage")
+        need(not state.unscaled and not state.stepped, "the scaler knows the old one")
+        state.cleared(True)
+        state.forget()
+        state.zeroed = state.saved = state.saved_full = False
+        state.trained, state.thawed = state.given & state.requires_grad, set()
+        need(state.trained, "nothing to train")
+        state.stage = op.stage
+
+    def _addgroup(self, op: AddGroup) -> None:
+        state = self._still(op.o)
+        need(state.added < len(state.optim.late), "no group left")
+        need(not state.unscaled, "a group after unscale_")
+        state.given |= set(state.optim.late[state.added].params)
+        state.trained |= set(state.optim.late[state.added].params) & state.requires_grad
+        state.added += 1
+        state.groups += 1
+        state.saved = state.saved_full = False
+
+    # What is done to parameters and gradients
+
+    def _quiet(self, o: int) -> _State:
+        need(self.states[o].settled, "something is open")
+        return self.states[o]
+
+    def _thaw(self, op: Thaw) -> None:
+        state = self._quiet(op.o)
+        need(op.p in state.given and op.p not in state.requires_grad, "not frozen")
+        need(not state.unscaled and not state.clipped, "thawed after a clip")
+        state.requires_grad.add(op.p)
+        if op.p not in state.trained:
+            state.thawed.add(op.p)
+        state.saved = state.saved_full = False
+
+    def _freeze(self, op: Freeze) -> None:
+        state = self._quiet(op.o)
+        need(state.stage != 3, "freezing a shard")
+        need(op.p in state.trained & state.requires_grad, "not trained")
+        need(op.p not in state.any_grads() and not state.synced, "frozen with a gradient")
+        need(len(state.trained & state.requires_grad) > 1, "the last one that is trained")
+        state.requires_grad.discard(op.p)
+        state.saved = state.saved_full = False
+
+    def _edit(self, op: Edit) -> None:
+        state = self._quiet(op.o)
+        need(op.p in state.given, "not given yet")
+        need(state.stage != 3 or not self.waiting, "a rank may be waiting")
+        need(state.stage != 3 or (op.p in state.requires_grad and not state.synced), "between steps")
+
+    def _drop(self, op: Drop) -> None:
+        state = self._quiet(op.o)
+        need(op.p in state.trained & state.requires_grad, "not trained")
+        need(not state.dirty, "stepped, clipped and not zeroed")
+        need(not (state.clipped and state.infinite), "the coefficient is not finite")
+        for grads in state.grads:
+            grads.discard(op.p)
+
+    def _assign(self, op: Assign) -> None:
+        state = self._quiet(op.o)
+        need(op.p in state.trained & state.requires_grad, "not trained")
+        need(not state.clipped and not state.unscaled and not state.dirty, "assigned after a clip")
+        need(state.stage != 3, "assigning to a shard")
+        need(len(op.ranks) == self.world, "a gradient for each rank")
+        for grads in state.grads:
+            grads.add(op.p)
+        state.averaged = False
+
+    def _scalegrad(self, op: ScaleGrad) -> None:
+        state = self._quiet(op.o)
+        need(state.stage == 0 and state.averaged, "the averaged gradient is not there")
+        need(op.p in state.any_grads() & state.trained & state.requires_grad, "no gradient")
+        need(not state.clipped and not state.dirty and not state.unscaled, "edited after a clip")
+
+    def _allreduce(self, op: AllReduce) -> None:
+        need(not self.waiting, "a rank may be waiting")
+        for state in self.states:
+            need(state.stage != 3 or state.settled, "something is open at stage 3")
+            need(not state.left_out or OWN_COLLECTIVE_WHILE_LEFT_OUT, "step has to follow")
+
+    def _read(self, op: Read) -> None:
+        need(self._quiet(op.o).stage == 3, "not sharded")
+        need(not self.waiting, "a rank may be waiting")
+
+
+def _well_formed(optim: Optim) -> None:
+    every = [p for group in (*optim.groups, *optim.late) for p in group.params]
+    need(optim.shapes and optim.groups and all(group.params for group in (*optim.groups, *optim.late)), "empty")
+    need(sorted(every) == list(range(len(optim.shapes))), "each parameter in one group")
+    need(set(optim.frozen) <= set(range(len(optim.shapes))), "no such parameter")
+    need(optim.given - set(optim.frozen), "nothing to train")
+    if optim.stage == 3:
+        need(not optim.late, "stage 3 is given everything")
+        need(len(optim.units) == len(optim.shapes), "a unit for each parameter")
+        need(set(optim.units) - {-1} == set(range(optim.unit_count)) and optim.unit_count, "units in a row")
+
+
+def _raises_before_units(chain: tuple[object, ...] | None, o: int) -> bool:
+    """Whether backward raises before it comes to a unit, the root included: behind the net in the chain."""
+    net = next((place for place, link in enumerate(chain or ()) if isinstance(link, Net) and link.o == o), None)
+    if chain is None or net is None:
+        return False
+    return any(isinstance(link, Boom) and not link.forward for link in chain[net + 1 :])
+
+
+def _before_raise(chain: tuple[object, ...] | None) -> int | None:
+    """How many modules are called before a forward raises; None: it does not."""
+    nets = 0
+    for link in chain or ():
+        if isinstance(link, Boom) and link.forward:
+            return nets
+        nets += isinstance(link, Net)
+    return None
+
+
+def why_not(program: Program, ends: bool = True) -> str | None:
+    """Why a program is not legal; None: it is. ``ends``: it is to be whole."""
+    try:
+        law = Law(program)
+        for op in program.ops:
+            law.apply(op)
+        if ends:
+            law.end()
+    except Illegal as reason:
+        return str(reason)
+    return None

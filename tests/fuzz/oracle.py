@@ -1,0 +1,406 @@
+"""What a program should do: all ranks in one process, plain ``torch.optim.AdamW`` on gradients averaged by hand.
+
+A gradient is the mean over the ranks of what each has accumulated since the last zeroing, and absent where no rank has
+any. 16-bit parameters are roundings of fp32 masters, which is what AdamW updates. ``ANY`` stands where the documents
+promise nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from fuzz.prelude import pattern, start
+from fuzz.program import (
+    AddGroup,
+    AllReduce,
+    Arrivals,
+    Assign,
+    Backward,
+    Clip,
+    Drop,
+    Edit,
+    Evaluate,
+    Freeze,
+    Group,
+    Load,
+    LoadFull,
+    ModuleZero,
+    Op,
+    Optim,
+    Program,
+    Read,
+    Renew,
+    Save,
+    SaveFull,
+    ScaleGrad,
+    SetLr,
+    Step,
+    Thaw,
+    Unscale,
+    Update,
+    Zero,
+    arrivals,
+    flat,
+)
+
+ANY = "anything"
+KINDS = True  # whether to check what .grad is; --no-kinds looks for the rest alone
+
+Seen = list[list[Any]]  # for each rank, what it sees of one operation
+
+
+class _Optimizer:
+    def __init__(self, optim: Optim, world: int) -> None:
+        self.optim, self.world, self.stage = optim, world, optim.stage
+        self.dtype = getattr(torch, optim.dtype)
+        self.masters = [torch.nn.Parameter(start(shape, p)) for p, shape in enumerate(optim.shapes)]
+        self.patterns = [pattern(shape, p) for p, shape in enumerate(optim.shapes)]
+        self.requires_grad = set(range(len(optim.shapes))) - set(optim.frozen)
+        self.groups = list(optim.groups)
+        self.added = 0
+        self.saved: dict[str, Any] = {}
+        self.saved_full: dict[str, Any] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """A new optimizer on the same parameters."""
+        with torch.no_grad():
+            for master in self.masters:
+                master.copy_(self.rounded(master))
+        self.adamw = torch.optim.AdamW([self._group(g) for g in self.groups], eps=0.25, foreach=False)
+        self.own: list[dict[int, torch.Tensor]] = [{} for _ in range(self.world)]
+        self.clips: dict[int, torch.Tensor] = {}
+        self.clip_called = False
+        self.unscaled = False
+        self.met = {p for g in self.groups for p in g.params} & self.requires_grad  # trained, and known to be
+        self.settled = False  # since the last zeroing
+        self.kinds = ["zero"] * self.world  # of .grad: "zero", "own", "reduced" or "unknown"
+
+    def _group(self, group: Group) -> dict[str, Any]:
+        params = [self.masters[p] for p in group.params]
+        return {"params": params, "lr": group.lr, "weight_decay": group.weight_decay}
+
+    def rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self.dtype).float()
+
+    def values(self) -> list[np.ndarray]:
+        return [self.rounded(m).numpy().copy().reshape(-1) for m in self.masters]
+
+    # Gradients
+
+    def accumulate(self, rank: int, p: int, gradient: torch.Tensor) -> None:
+        before = self.own[rank].get(p)
+        self.own[rank][p] = gradient if before is None else before + gradient
+
+    def mean(self, p: int) -> torch.Tensor | None:
+        present = [own[p] for own in self.own if p in own]
+        return sum(present[1:], present[0]) / self.world if present else None
+
+    def with_gradient(self) -> list[int]:
+        return [p for p in sorted(self.requires_grad) if self.mean(p) is not None]
+
+    def clipped(self, p: int, scale: float = 1.0) -> torch.Tensor:
+        mean = self.mean(p)
+        assert mean is not None
+        return mean * self.clips.get(p, torch.ones(())) / scale
+
+    def norm(self, params: list[int], norm_type: float, scale: float) -> torch.Tensor:
+        norms = [torch.linalg.vector_norm(self.clipped(p, scale), norm_type) for p in params]
+        return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+
+    def clip(self, max_norm: float, norm_type: float, params: tuple[int, ...] | None, scale: float) -> float:
+        chosen = [p for p in self.with_gradient() if params is None or p in params]
+        norm = self.norm(chosen, norm_type, scale)
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for p in chosen:
+            self.clips[p] = self.clips.get(p, torch.ones(())) * coefficient
+        return float(norm)
+
+    def zero(self, to_none: bool) -> None:
+        for rank in range(self.world):
+            own = self.own[rank]
+            self.own[rank] = {} if to_none else {p: torch.zeros_like(g) for p, g in own.items()}
+            if to_none:
+                self.kinds[rank] = "zero"
+            elif self.kinds[rank] != "zero":
+                self.kinds[rank] = "unknown"
+        self.clips, self.clip_called, self.unscaled = {}, False, False
+        self.settled = not to_none
+
+    def settle(self) -> None:
+        """After a step or a clip what was this rank's own is reduced, and zeros may be where no rank had a gradient."""
+        self.settled = True
+        for rank in range(self.world):
+            if self.kinds[rank] != "reduced" or (self.stage == 1 and not self.optim.overlap_grad_reduce):
+                self.kinds[rank] = "unknown"
+
+    def finite(self) -> bool:
+        return all(bool(self.clipped(p).isfinite().all()) for p in self.with_gradient())
+
+    def step(self, scale: float) -> bool:
+        """Whether it was skipped, for a gradient that is not finite."""
+        if self.optim.max_grad_norm is not None and not self.clip_called:
+            self.clip(self.optim.max_grad_norm, 2.0, None, scale)
+        skip = not self.finite()
+        if not skip:
+            for p, master in enumerate(self.masters):
+                has = p in self.requires_grad and self.mean(p) is not None
+                master.grad = self.clipped(p, scale) if has else None
+            self.adamw.step()
+        self.clips, self.clip_called, self.unscaled = {}, False, False
+        self.met |= self.requires_grad & {p for g in self.groups for p in g.params}
+        self.settle()
+        return skip
+
+    def grads(self, rank: int) -> list[Any]:
+        """What ``.grad`` of each parameter should be."""
+        return [self._kind(rank, p) for p in range(len(self.masters))]
+
+    def _kind(self, rank: int, p: int) -> Any:
+        kind, own = self.kinds[rank], self.own[rank].get(p)
+        if kind == "unknown" or not KINDS:
+            return ANY
+        if p not in self.requires_grad:
+            return ANY if p in self.met else "none"
+        if kind == "zero":
+            return "none"
+        if kind == "own":
+            return "none" if own is None else own.numpy().reshape(-1)
+        mean = self.mean(p)
+        if mean is None or p not in self.met:
+            return ANY
+        if self.stage == 0:
+            return self.rounded(mean).numpy().reshape(-1)
+        if self.stage == 1 and not self.optim.overlap_grad_reduce:
+            return ANY if own is None or self.settled else own.numpy().reshape(-1)
+        return "shard"
+
+    # State
+
+    def full(self) -> dict[int, list[Any]]:
+        return {
+            index: [float(s["step"]), *(s[k].numpy().copy().reshape(-1) for k in ("exp_avg", "exp_avg_sq"))]
+            for index, s in self.adamw.state_dict()["state"].items()
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"adamw": copy.deepcopy(self.adamw.state_dict()), "masters": [m.detach().clone() for m in self.masters]}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        self.adamw.load_state_dict(copy.deepcopy(saved["adamw"]))
+        with torch.no_grad():
+            for master, old in zip(self.masters, saved["masters"], strict=True):
+                now = self.rounded(master)
+                master.copy_(torch.where(self.rounded(old) == now, old, now))
+
+
+class Oracle:
+    def __init__(self, program: Program) -> None:
+        self.program, self.world = program, program.world
+        self.optims = [_Optimizer(optim, program.world) for optim in program.optims]
+        self.scale = program.scale or 1.0
+        self.good = 0  # updates without overflow
+        self.overflow = False
+
+    def trainable(self, o: int, p: int) -> bool:
+        return p in self.optims[o].requires_grad
+
+    def everywhere(self, *seen: Any) -> Seen:
+        return [list(seen) for _ in range(self.world)]
+
+    def forward(self, chain: Any) -> Any:
+        if any(optim.dtype != torch.float32 for optim in self.optims):
+            return ANY  # roundings add up
+        total = 1.0
+        for _, o, p, c in (use for use in flat(chain) if use[0] == "use"):
+            optim = self.optims[o]
+            total += float((optim.rounded(optim.masters[p]) * (optim.patterns[p] * c)).sum())
+        return total
+
+    def backward(self, op: Backward) -> Seen:
+        came = [arrivals(chain, self.trainable) for chain in op.ranks]
+        seen: Seen = []
+        for chain, a in zip(op.ranks, came, strict=True):
+            seen.append([None if chain is None else f"in {a.raised}" if a.raised else self.forward(chain)])
+        for o, optim in enumerate(self.optims):
+            self._accumulate(optim, o, came, o not in op.no_sync)
+            for rank in range(self.world):
+                seen[rank].append(optim.grads(rank))
+        return seen
+
+    def _accumulate(self, optim: _Optimizer, o: int, came: list[Arrivals], synchronised: bool) -> None:
+        if not any(a.of(o) for a in came):
+            return
+        optim.clips, optim.clip_called = {}, False  # discarded
+        if not synchronised:  # a rank that was not reached has the averaged gradient without these
+            optim.kinds = ["unknown" if kind == "reduced" else kind for kind in optim.kinds]
+        raised = any(a.raised for a in came)
+        for rank, a in enumerate(came):
+            for optimizer, p, c in a.grads:
+                if optimizer == o:
+                    optim.accumulate(rank, p, optim.patterns[p] * (c * self.scale))
+            known = any(p in optim.met for p in a.of(o))
+            if synchronised:
+                optim.kinds[rank] = "reduced" if known and not raised else "unknown"
+            elif a.of(o):
+                optim.kinds[rank] = "own" if optim.kinds[rank] in ("zero", "own") else "unknown"
+
+    def operation(self, op: Op) -> Seen:
+        if isinstance(op, Backward):
+            return self.backward(op)
+        if isinstance(op, Evaluate):
+            return [[self.forward((net,))] for net in op.ranks]
+        if isinstance(op, AllReduce):
+            return self.everywhere(op.value * sum(range(1, self.world + 1)))
+        if isinstance(op, Update):
+            return self.update()
+        optim = self.optims[op.o]
+        match op:
+            case Step():
+                skipped = optim.step(self.scale)
+                self.overflow |= skipped
+                return self.everywhere(None if optim.stage == 3 else optim.values())
+            case Zero() | ModuleZero():
+                optim.zero(op.to_none)
+                return [[optim.grads(rank)] for rank in range(self.world)]
+            case Clip():
+                optim.clip_called = True
+                optim.settle()
+                divisor = self.scale if optim.unscaled else 1.0
+                return self.everywhere(optim.clip(op.max_norm, op.norm_type, op.params, divisor))
+            case Unscale():
+                optim.unscaled = True
+                optim.settle()
+            case SetLr():
+                optim.adamw.param_groups[op.group]["lr"] = op.lr
+            case Save():
+                optim.saved = optim.snapshot()
+            case Load():
+                optim.restore(optim.saved)
+            case SaveFull():
+                optim.saved_full = optim.snapshot()
+                return [[optim.full() if rank == 0 else None] for rank in range(self.world)]
+            case LoadFull():
+                optim.restore(optim.saved_full)
+            case Renew():
+                optim.stage = op.stage
+                optim.begin()
+            case AddGroup():
+                group = optim.optim.late[optim.added]
+                optim.added += 1
+                optim.groups.append(group)
+                optim.adamw.add_param_group(optim._group(group))
+                optim.met |= set(group.params) & optim.requires_grad
+            case Thaw():
+                optim.requires_grad.add(op.p)
+            case Freeze():
+                optim.requires_grad.discard(op.p)
+            case Edit():
+                with torch.no_grad():
+                    optim.masters[op.p].copy_(optim.rounded(optim.rounded(optim.masters[op.p]) * op.factor))
+            case Drop():
+                for own in optim.own:
+                    own.pop(op.p, None)
+                return [[optim.grads(rank)] for rank in range(self.world)]
+            case Assign():
+                for rank, c in enumerate(op.ranks):
+                    optim.own[rank][op.p] = optim.patterns[op.p] * c
+                    optim.kinds[rank] = "unknown"
+            case ScaleGrad():
+                for own in optim.own:
+                    if op.p in own:
+                        own[op.p] = own[op.p] * op.factor
+            case Read():
+                return self.everywhere(optim.values())
+        return self.everywhere()
+
+    def update(self) -> Seen:
+        if self.overflow:
+            self.scale, self.good = self.scale * 0.5, 0
+        else:
+            self.good += 1
+            if self.good == 2:
+                self.scale, self.good = self.scale * 2.0, 0
+        self.overflow = False
+        return self.everywhere(self.scale)
+
+    def run(self) -> list[Seen]:
+        """For each operation and the end, for each rank, what it sees."""
+        seen = [self.operation(op) for op in self.program.ops]
+        seen.append(self.everywhere(*(optim.values() for optim in self.optims)))
+        return seen
+
+
+def expected(program: Program) -> list[Seen]:
+    return Oracle(program).run()
+
+
+# Comparing
+
+
+def difference(want: Any, have: Any, tight: bool) -> str | None:
+    """In words; None: as it should be. ``tight``: fp32 throughout."""
+    if isinstance(want, str) and want == ANY:
+        return None
+    if isinstance(want, dict):
+        if not isinstance(have, dict) or sorted(want) != sorted(have):
+            return f"{_short(have)} where {_short(want)} is right"
+        return next((f"[{k}] {d}" for k in want if (d := difference(want[k], have[k], tight))), None)
+    if isinstance(want, list):
+        if not isinstance(have, list) or len(want) != len(have):
+            return f"{_short(have)} where {_short(want)} is right"
+        return next(
+            (f"[{i}] {d}" for i, (w, h) in enumerate(zip(want, have, strict=True)) if (d := difference(w, h, tight))),
+            None,
+        )
+    if isinstance(want, np.ndarray):
+        if not isinstance(have, np.ndarray) or want.shape != have.shape:
+            return f"{_short(have)} where {_short(want)} is right"
+        return _arrays(want, have, tight)
+    if isinstance(want, float) and isinstance(have, float):
+        if not math.isfinite(want):
+            return None if not math.isfinite(have) else f"{have} where {want} is right"
+        far = abs(want - have) > (1e-3 if tight else 0.05) * max(1.0, abs(want))
+        return f"{have!r} where {want!r} is right" if far else None
+    return None if type(want) is type(have) and want == have else f"{_short(have)} where {_short(want)} is right"
+
+
+def _arrays(want: np.ndarray, have: np.ndarray, tight: bool) -> str | None:
+    absolute, relative = (2e-5, 2e-5) if tight else (2e-2, 2e-2)
+    both = np.isfinite(want) & np.isfinite(have)
+    odd = np.isfinite(want) != np.isfinite(have)
+    with np.errstate(invalid="ignore"):
+        off = odd | (both & (np.abs(want - have) > absolute + relative * np.abs(want)))
+    if not off.any():
+        return None
+    first, last = np.flatnonzero(off)[[0, -1]]
+    where = f"{int(off.sum())} of {off.size} elements, from {first} to {last}"
+    return f"{where}: {have[first]} where {want[first]} is right"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"plain values ({value.size})"
+    if isinstance(value, dict):
+        return f"indices {sorted(value)}"
+    text = repr(value)
+    return text if len(text) < 100 else text[:100] + " ..."
+
+
+def compare(program: Program, want: list[Seen], have: list[list[Any]]) -> str | None:
+    """The first difference, by operation; ``have`` is by rank what each saw."""
+    tight = all(optim.dtype == "float32" for optim in program.optims)
+    for index, by_rank in enumerate(want):
+        for rank, should in enumerate(by_rank):
+            saw = next((entry[1:] for entry in have[rank] if entry[0] == index), None)
+            if saw is None:
+                return f"rank {rank} saw nothing of operation {index}"
+            if found := difference(should, list(saw), tight):
+                op = program.ops[index] if index < len(program.ops) else "the end"
+                return f"operation {index} ({op}), rank {rank}: {found}"
+    return None

@@ -1,0 +1,229 @@
+"""What a program's text needs beside torch and zero_optim. A script that stands alone begins with this file's text."""
+
+import contextlib
+import copy  # noqa: F401  programs use it
+import datetime
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import zero_optim
+from torch import nn
+
+
+class Planned(Exception):
+    """What a program raises itself, and catches."""
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise Planned("in backward")
+
+
+def boom(x):
+    return _Raise.apply(x)
+
+
+def forward_boom(x):
+    raise Planned("in forward")
+
+
+def pattern(shape, p):
+    """Odd multiples of 1/16: never zero, and sums of a few are exact in every dtype."""
+    n = torch.Size(shape).numel()
+    return ((2 * ((torch.arange(n) * 5 + p) % 9) - 9) / 16).reshape(shape)
+
+
+def start(shape, p):
+    n = torch.Size(shape).numel()
+    return (((torch.arange(n) * 3 + 5 * p) % 17 - 8) / 8).reshape(shape)
+
+
+def make(shapes, dtype=torch.float32, frozen=()):
+    made = [nn.Parameter(start(shape, p).to(dtype)) for p, shape in enumerate(shapes)]
+    for p in frozen:
+        made[p].requires_grad_(False)
+    return made
+
+
+def term(parameter, p, c):
+    return (parameter * (c * pattern(parameter.shape, p)).to(parameter.dtype)).float().sum()
+
+
+def use(parameters, p, c):
+    return lambda x: x + term(parameters[p], p, c)
+
+
+class Block(nn.Module):
+    def __init__(self, own):
+        super().__init__()
+        for p, parameter in own.items():
+            setattr(self, f"p{p}", parameter)
+
+    def forward(self, x, uses):
+        for p, c in uses:
+            x = x + term(getattr(self, f"p{p}"), p, c)
+        return x * 1.0
+
+
+class Net(nn.Module):
+    """``units`` has the unit of each parameter, or -1: the root."""
+
+    def __init__(self, parameters, units):
+        super().__init__()
+        by_unit = [{p: parameters[p] for p, u in enumerate(units) if u == k} for k in range(-1, max(units) + 1)]
+        for p, parameter in by_unit[0].items():
+            setattr(self, f"p{p}", parameter)
+        self.blocks = nn.ModuleList(Block(own) for own in by_unit[1:])
+
+    def forward(self, x, links):
+        for link in links:
+            if link == "boom":
+                x = boom(x)
+            elif link[0] == "unit":
+                x = self.blocks[link[1]](x, link[2])
+            else:
+                x = x + term(getattr(self, f"p{link[1]}"), *link[1:])
+        return x * 1.0
+
+    def ordered(self):
+        named = {int(name.rpartition("p")[2]): parameter for name, parameter in self.named_parameters()}
+        return [named[p] for p in sorted(named)]
+
+
+def call(net, *links):
+    return lambda x: net(x, links)
+
+
+def backward(links, no_sync=(), scaler=None):
+    """The value of a chain, after its backward; or where it raised."""
+    with contextlib.ExitStack() as stack:
+        for opt in no_sync:
+            stack.enter_context(opt.no_sync())
+        if links is None:
+            return None
+        try:
+            x = torch.ones((), requires_grad=True)
+            for link in links:
+                x = link(x)
+            (scaler.scale(x) if scaler else x * 1.0).backward()
+            return float(x.detach())
+        except Planned as error:
+            return str(error)
+
+
+def evaluate(link):
+    with torch.no_grad():
+        return float(link(torch.ones(())))
+
+
+def values(parameters):
+    return [p.detach().float().numpy().copy().reshape(-1) for p in parameters]
+
+
+def whole(net):
+    with zero_optim.gather_parameters(net):
+        return values(net.ordered())
+
+
+def grads(parameters):
+    """For each parameter "none", "shard", or the values of a plain gradient."""
+    return [kind(p) for p in (parameters.ordered() if isinstance(parameters, Net) else parameters)]
+
+
+def kind(p):
+    if p.grad is None:
+        return "none"
+    if isinstance(p.grad, zero_optim.FlatShard):
+        return "shard" if p.grad.shape == p.shape and p.grad.dtype == p.dtype else "shard of another kind"
+    return p.grad.detach().float().numpy().copy().reshape(-1)
+
+
+def module_of(parameters):
+    return nn.ParameterList(parameters)
+
+
+def full(state):
+    """A full state: step and moments by index; None on the ranks that were not given it."""
+    if not state:
+        return None
+    return {
+        index: [float(entry["step"]), *(entry[k].float().numpy().copy().reshape(-1) for k in ("exp_avg", "exp_avg_sq"))]
+        for index, entry in state["state"].items()
+    }
+
+
+def own_sum(value, rank):
+    tensor = torch.tensor(value * (rank + 1))
+    dist.all_reduce(tensor)
+    return float(tensor)
+
+
+def child(rank, world, directory, program, see, timeout, done):
+    """A forked rank; ``done`` is told what came of it."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    store = f"file://{directory}/store"
+    limit = datetime.timedelta(seconds=timeout)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
+    dist.barrier()
+    try:
+        program(rank, world, see)
+        dist.barrier()  # a rank that leaves early takes the others' connections with it
+        done(rank, None)
+    except BaseException:
+        done(rank, brief())
+    os._exit(0)
+
+
+def brief():
+    """The exception under way: its text, and where in the program it was."""
+    kind, error, trace = sys.exc_info()
+    lines = [f"line {frame.lineno}: {frame.line}" for frame in traceback.extract_tb(trace) if frame.name == "program"]
+    return f"{kind.__name__}: {str(error)[:600]} ({'; '.join(lines)})"
+
+
+def short(value):
+    """Of arrays the first elements."""
+    if isinstance(value, dict):
+        return {key: short(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [short(entry) for entry in value]
+    return [*(round(float(x), 6) for x in value[:3]), "..."] if hasattr(value, "shape") else value
+
+
+def spawn(program, world, timeout=15.0, limit=40.0):
+    """Runs a program on forked ranks, and prints what it sees."""
+
+    def say(rank, error):
+        print(f"rank {rank}: {error or 'finished'}", flush=True)
+
+    def run(rank):
+        def see(op, *seen):
+            print(f"rank {rank}: {op}: {short(list(seen))}", flush=True)
+
+        child(rank, world, directory, program, see, timeout, say)
+
+    with tempfile.TemporaryDirectory() as directory:
+        ranks = [mp.get_context("fork").Process(target=run, args=(rank,)) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        end = time.monotonic() + limit
+        for rank, process in enumerate(ranks):
+            process.join(max(0.1, end - time.monotonic()))
+            if process.is_alive():
+                print(f"rank {rank}: HANGS", flush=True)
+                process.kill()
+            elif process.exitcode:
+                print(f"rank {rank}: exit code {process.exitcode}", flush=True)

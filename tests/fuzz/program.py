@@ -1,0 +1,314 @@
+"""What a random program is: data. ``repr`` of one, evaluated with this module's names, is the program again.
+
+A program makes optimizers over parameters of their own and then runs operations, on all ranks, one after another. All
+that differs between ranks is written out, rank by rank, in the operation (a backward's chains, an assigned gradient).
+A backward is one chain of links, ``x = link(x)``: backward goes through it from its last link to its first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf  # noqa: F401  repr writes it
+from typing import Any
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    params: tuple[int, ...]
+    lr: float = 0.125
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Optim:
+    """An optimizer and its parameters: at stage 3 a module's, in the ``units`` of that number; -1: the root's."""
+
+    shapes: tuple[Shape, ...]
+    stage: int = 2
+    groups: tuple[Group, ...] = ()
+    late: tuple[Group, ...] = ()  # for AddGroup, one after another
+    frozen: tuple[int, ...] = ()  # at the start
+    units: tuple[int, ...] = ()
+    dtype: str = "float32"
+    bucket_cap_mb: float = 0.002
+    overlap_grad_reduce: bool = True
+    grad_reduce_dtype: str | None = None
+    max_grad_norm: float | None = None
+    prefetch: int = 1
+    reshard_after_forward: bool = True
+
+    @property
+    def given(self) -> set[int]:
+        return {p for group in self.groups for p in group.params}
+
+    @property
+    def unit_count(self) -> int:
+        return max(self.units, default=-1) + 1
+
+
+# Links of a chain.
+
+
+@dataclass(frozen=True)
+class Use:
+    """``x + (parameter * c * pattern).sum()``: its gradient is ``c * pattern``, on a coarse binary grid."""
+
+    o: int
+    p: int
+    c: float = 1.0
+
+
+@dataclass(frozen=True)
+class Boom:
+    """Raises: in backward, when the gradient comes by; or in the forward."""
+
+    forward: bool = False
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A call of one unit of a stage 3 model. ``uses`` are parameter and coefficient."""
+
+    k: int
+    uses: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Net:
+    """The one forward of a stage 3 model: ``Use`` of the root's parameters, ``Unit``, ``Boom``."""
+
+    o: int
+    links: tuple[Use | Unit | Boom, ...]
+
+
+Link = Use | Boom | Net
+Chain = tuple[Link, ...] | None  # None: this rank does no backward
+
+
+# Operations. Every rank makes them, in this order.
+
+
+@dataclass(frozen=True)
+class Backward:
+    ranks: tuple[Chain, ...]
+    no_sync: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """A forward without gradients of a stage 3 model."""
+
+    ranks: tuple[Net, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    o: int
+
+
+@dataclass(frozen=True)
+class Zero:
+    o: int
+    to_none: bool = True
+
+
+@dataclass(frozen=True)
+class ModuleZero:
+    """``zero_grad`` of a module that holds all of an optimizer's parameters."""
+
+    o: int
+    to_none: bool = True
+
+
+@dataclass(frozen=True)
+class Clip:
+    o: int
+    max_norm: float
+    norm_type: float = 2.0
+    params: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class SetLr:
+    o: int
+    group: int
+    lr: float
+
+
+@dataclass(frozen=True)
+class Save:
+    """``state_dict``, kept until ``Load``. At once after another they change nothing."""
+
+    o: int
+
+
+@dataclass(frozen=True)
+class Load:
+    o: int
+
+
+@dataclass(frozen=True)
+class SaveFull:
+    o: int
+
+
+@dataclass(frozen=True)
+class LoadFull:
+    o: int
+
+
+@dataclass(frozen=True)
+class Observe:
+    o: int
+
+
+@dataclass(frozen=True)
+class Renew:
+    """``close``, no gradients, and a new optimizer on the same parameters."""
+
+    o: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class AddGroup:
+    o: int
+
+
+@dataclass(frozen=True)
+class Thaw:
+    o: int
+    p: int
+
+
+@dataclass(frozen=True)
+class Freeze:
+    o: int
+    p: int
+
+
+@dataclass(frozen=True)
+class Edit:
+    """The parameter times a number, in place."""
+
+    o: int
+    p: int
+    factor: float
+
+
+@dataclass(frozen=True)
+class Drop:
+    o: int
+    p: int
+
+
+@dataclass(frozen=True)
+class Assign:
+    o: int
+    p: int
+    ranks: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class ScaleGrad:
+    """The averaged gradient, which stage 0 lets one edit, times a number."""
+
+    o: int
+    p: int
+    factor: float
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """The user's own, on the default group: ``value * (rank + 1)``."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Read:
+    """All parameters of a stage 3 model, by ``gather_parameters``."""
+
+    o: int
+
+
+@dataclass(frozen=True)
+class Unscale:
+    o: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """``scaler.update()``."""
+
+
+Op = Any  # one of the above
+
+
+@dataclass(frozen=True)
+class Program:
+    world: int
+    optims: tuple[Optim, ...]
+    ops: tuple[Op, ...] = field(default=())
+    scale: float | None = None  # that of a GradScaler; then every step is the scaler's
+
+
+# What a chain does.
+
+
+def flat(chain: Chain) -> Iterator[tuple[str, int, int, float]]:
+    """``("use", o, p, c)``, ``("boom", ...)`` and ``("boom forward", ...)``, in the order of the forward."""
+    for link in chain or ():
+        if isinstance(link, Use):
+            yield "use", link.o, link.p, link.c
+        elif isinstance(link, Boom):
+            yield "boom forward" if link.forward else "boom", -1, -1, 0.0
+        else:
+            for inner in link.links:
+                if isinstance(inner, Unit):
+                    for p, c in inner.uses:
+                        yield "use", link.o, p, c
+                else:
+                    yield from flat((inner,))
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Gradients in the order in which a rank's backward makes them, and whether something raised."""
+
+    grads: tuple[tuple[int, int, float], ...]  # optimizer, parameter, coefficient
+    raised: str = ""  # "", "forward" or "backward"
+
+    def of(self, o: int) -> list[int]:
+        return [p for optimizer, p, _ in self.grads if optimizer == o]
+
+
+def arrivals(chain: Chain, trainable: Any) -> Arrivals:
+    """What autograd does with a chain. ``trainable(o, p)``: does it require a gradient?
+
+    A parameter that is used several times gets one gradient, once backward is through with its first use.
+    """
+    steps = list(flat(chain))
+    if any(kind == "boom forward" for kind, *_ in steps):
+        return Arrivals((), "forward")
+    first: dict[tuple[int, int], int] = {}
+    total: dict[tuple[int, int], float] = {}
+    for position, (kind, o, p, c) in enumerate(steps):
+        if kind == "use" and trainable(o, p):
+            first.setdefault((o, p), position)
+            total[o, p] = total.get((o, p), 0.0) + c
+    came = []
+    for position, (kind, o, p, _) in reversed(list(enumerate(steps))):
+        if kind == "boom":
+            return Arrivals(tuple(came), "backward")
+        if first.get((o, p)) == position:
+            came.append((o, p, total[o, p]))
+    return Arrivals(tuple(came))
+
+
+def elements(shape: Shape) -> int:
+    return math.prod(shape)

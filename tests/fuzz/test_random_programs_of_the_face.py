@@ -1,0 +1,132 @@
+"""Fifty random programs of the whole public face with fixed seeds, and what the model itself has to know.
+
+``python -m fuzz`` runs as many as there is time for; see this package's docstring.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from harness import close_pool
+
+from fuzz.__main__ import report
+from fuzz.execute import Failure, run_alone, run_batch
+from fuzz.generate import PLAIN, SEVERAL, STAGE3, Flavour, program
+from fuzz.known import KNOWN
+from fuzz.law import why_not
+from fuzz.oracle import compare, expected
+from fuzz.program import AllReduce, Backward, Boom, Group, ModuleZero, Optim, Program, Step, Use, Zero, arrivals
+from fuzz.script import text
+from fuzz.shrink import candidates, shrink
+
+
+def _of_world(flavour: Flavour, first_seed: int, count: int, world: int) -> list[Program]:
+    made = (program(seed, flavour) for seed in range(first_seed, first_seed + 20 * count))
+    return [p for p in made if p.world == world][:count]
+
+
+def _fail_with(failures: list[Failure], name: str) -> None:
+    if failures:
+        close_pool()
+        pytest.fail("\n\n".join(report(shrink(failure, seconds=60), name) for failure in failures[:2]))
+
+
+@pytest.mark.parametrize(
+    ("name", "flavour", "count", "world"),
+    [
+        ("plain", PLAIN, 13, 2),
+        ("plain again", PLAIN, 13, 2),
+        ("plain, three ranks", PLAIN, 4, 3),
+        ("stage 3", STAGE3, 8, 2),
+        ("stage 3, three ranks", STAGE3, 2, 3),
+        ("several optimizers", SEVERAL, 8, 2),
+        ("several optimizers, three ranks", SEVERAL, 2, 3),
+    ],
+)
+def test_programs_do_what_the_model_says(name, flavour, count, world):
+    programs = _of_world(flavour, 1000 if "again" in name else 0, count, world)
+    _fail_with(run_batch(programs), name)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_once_went_wrong(name):
+    assert why_not(KNOWN[name]) is None
+    failure = run_alone(KNOWN[name])
+    assert failure is None, report(failure, name)
+
+
+OPTIM = Optim(shapes=((300,), (5,)), groups=(Group((0, 1)),))
+BOTH = (Use(0, 0, 1.0), Use(0, 1, 0.5))
+
+
+def _program(*ops: object) -> Program:
+    return Program(2, (OPTIM,), ops)
+
+
+def test_a_program_is_its_repr():
+    import fuzz.program
+
+    for seed in range(20):
+        made = program(seed, SEVERAL)
+        assert eval(repr(made), vars(fuzz.program)) == made
+
+
+def test_gradients_arrive_from_the_last_link_to_the_first_use():
+    chain = (Use(0, 0, 1.0), Use(0, 1, 1.0), Boom(), Use(0, 0, 0.5), Use(0, 2, 2.0))
+    assert arrivals(chain, lambda o, p: True).grads == ((0, 2, 2.0),)
+    assert arrivals(chain[:2] + chain[3:], lambda o, p: p != 1).grads == ((0, 2, 2.0), (0, 0, 1.5))
+    assert arrivals((*chain, Boom(forward=True)), lambda o, p: True).raised == "forward"
+
+
+@pytest.mark.parametrize(
+    ("ops", "reason"),
+    [
+        ((Backward((BOTH, None)),), "step has to follow"),
+        ((Backward((BOTH, None)), Zero(0), Step(0)), "step has to follow"),
+        ((Backward((BOTH, BOTH)), Backward((BOTH, None)), Step(0)), "some ranks only"),
+        ((Backward((BOTH, (Boom(),))), ModuleZero(0), Step(0)), "step has to follow"),
+        ((Backward((BOTH, None)), Backward((BOTH, BOTH), no_sync=(0,)), Step(0)), "no no_sync"),
+    ],
+)
+def test_the_law_forbids(ops, reason):
+    assert reason in why_not(_program(*ops))
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        (Backward((BOTH, None)), AllReduce(1.0), Step(0)),
+        (Backward((BOTH, BOTH)), Backward((BOTH, None), no_sync=(0,)), Step(0)),
+        (Zero(0), Backward((BOTH, (Boom(),))), Zero(0), Backward((BOTH, BOTH))),
+        (Backward((BOTH, (Boom(), *BOTH))), ModuleZero(0), Backward((BOTH, BOTH)), Step(0)),
+    ],
+)
+def test_the_law_allows(ops):
+    assert why_not(_program(*ops)) is None
+
+
+def test_a_wrong_number_is_seen():
+    made = _program(Backward((BOTH, BOTH)), Step(0))
+    seen = [[(i, *values) for i, values in enumerate(rank)] for rank in zip(*expected(made), strict=True)]
+    seen = [copy.deepcopy(rank) for rank in seen]  # the ranks' arrays are the same ones
+    assert compare(made, expected(made), seen) is None
+    seen[1][1][1][0][7] += 1e-3
+    assert "operation 1 (Step(o=0)), rank 1" in compare(made, expected(made), seen)
+
+
+def test_what_raises_is_told_with_its_line():
+    assert run_alone(_program(Backward((BOTH, BOTH)), Step(0))) is None
+    failure = run_alone(Program(2, (Optim(shapes=((3,),), groups=(Group((0,), lr=-1.0),)),), ()))
+    assert failure is not None and failure.kind == "raises" and "lr" in failure.message
+
+
+def test_a_failure_is_made_short():
+    wrong = Optim(shapes=((300,), (5,), (7,)), groups=(Group((0, 2)), Group((1,), lr=-1.0)))
+    made = Program(2, (wrong,), (Backward((BOTH, BOTH)), Step(0), Zero(0), Backward((BOTH, None)), Step(0)))
+    failure = run_alone(made)
+    assert failure is not None
+    short = shrink(failure, seconds=60)
+    assert short.program.ops == () and len(short.program.optims[0].shapes) == 1
+    assert why_not(short.program) is None and "def program" in text(short.program)
+    assert all(candidate != made for candidate in candidates(made))
