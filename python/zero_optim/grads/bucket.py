@@ -7,7 +7,7 @@ EMPTY ── collect ──> LOCAL ── launch ──┐
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +24,7 @@ from ..comm.storage import allocate, deallocate
 from ..errors import GradientError
 from ..params.flat_params import FlatParams
 from ..params.flat_shard import FlatShard
-from ..params.layout import BucketLayout
+from ..params.layout import BucketLayout, Slot
 from .handed_out import HandedOut
 from .slots import GradState, Slots
 
@@ -51,13 +51,30 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class Reduced:
-    """A reduced gradient on its way to another bucket: [numel] the whole; whether ``.grad`` shows it, and not what the
-    user has put there since; whether this rank had a part in it."""
+class Moving:
+    """A bucket's reduced gradients on their way to other buckets.
 
-    whole: Tensor
-    shown: bool
-    used: bool
+    Attributes:
+        held: [shard_numel] this rank's part, or [numel] all where it has that.
+        shown: of each slot, whether ``.grad`` shows it, and not what the user has put there since.
+        used: of each slot, whether this rank had a part in it.
+    """
+
+    layout: BucketLayout
+    sharding: Sharding
+    held: Tensor
+    shown: Sequence[bool]
+    used: bytes
+
+    def whole(self) -> Iterator[tuple[Slot, Tensor, bool, bool]]:
+        """Collective. Every slot, its whole gradient, flat; whether it is shown, and used."""
+        full, comm = self.held, self.sharding.comm
+        if self.sharding.shards > 1:
+            full = self.held.new_empty(self.layout.numel)
+            comm.own_part(full).copy_(self.held)
+            comm.all_gather(full, "construction").wait()
+        for slot, shown, used in zip(self.layout.slots, self.shown, self.used, strict=True):
+            yield slot, full.narrow(0, slot.offset, slot.numel), shown, bool(used)
 
 
 class Bucket:
@@ -152,27 +169,22 @@ class Bucket:
 
     # -- another layout --------------------------------------------------------------------------------------------
 
-    def reduced_gradients(self) -> list[Reduced]:
-        """Collective. The reduced gradient of every slot, whole."""
-        full = self.grad_buffer
-        if self.sharding.shards > 1:
-            comm = self.sharding.comm
-            full = self.grad_shard.new_empty(self.layout.numel)
-            comm.own_part(full).copy_(self.grad_shard)
-            comm.all_gather(full, "construction").wait()
+    def moving(self) -> Moving:
         shown = [p.grad is handle for p, handle in zip(self.params, self._reduced_handles(), strict=True)]
-        slots = zip(self.layout.slots, shown, self.slots.used, strict=True)
-        return [Reduced(full.narrow(0, slot.offset, slot.numel), here, bool(used)) for slot, here, used in slots]
+        held = self.grad_shard if self.sharding.shards > 1 else self.grad_buffer
+        return Moving(self.layout, self.sharding, held, shown, bytes(self.slots.used))
 
-    def take_over(self, gradients: Sequence[Reduced]) -> None:
-        """Hold these, which other buckets have held, one a slot."""
+    def make_room(self) -> None:
+        """For reduced gradients that other buckets have held: zeros until ``take_over``."""
         allocate(self.grad_buffer)
         self.grad_buffer.zero_()
-        for index, (piece, gradient) in enumerate(zip(self.pieces, gradients, strict=True)):
-            part = self._part_of(index).view(-1)
-            part.copy_(gradient.whole if self.sharding.shards == 1 else gradient.whole[piece.in_param :][: len(part)])
-        used, shown = bytearray(g.used for g in gradients), [g.shown for g in gradients]
-        self.slots.take_over(used, shown, self._reduced_handles())
+        self.slots.make_room()
+
+    def take_over(self, index: int, whole: Tensor, *, shown: bool, used: bool) -> None:
+        """Hold this gradient of slot ``index``."""
+        piece, part = self.pieces[index], self._part_of(index).view(-1)
+        part.copy_(whole if self.sharding.shards == 1 else whole[piece.in_param :][: len(part)])
+        self.slots.take_over(index, self._reduced_handles()[index] if shown else None, used=used)
 
     def let_go(self) -> None:
         """Hold no parameters and no gradients any more: memory goes as the parameters move to other buckets."""

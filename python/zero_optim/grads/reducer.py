@@ -29,7 +29,7 @@ from ..comm.buffers import PATIENCE_SECONDS, CommBuffers
 from ..comm.sharding import Sharding
 from ..errors import ParameterError, ZeroOptimError
 from ..units.schedule import UnitSchedule
-from .bucket import Bucket, Reduced
+from .bucket import Bucket
 from .ddp_check import check_not_replicated
 from .hooks import GradHooks
 from .readiness import ByCounts, ByUnits, Learned, Readiness
@@ -113,18 +113,19 @@ class Reducer:
         for bucket in old:
             bucket.wait()
             bucket.wait_for_parameters()
-        moved: dict[int, Reduced] = {}
-        for bucket in old if any(bucket.state is GradState.REDUCED for bucket in old) else ():
-            of_slots = zip(bucket.layout.slots, bucket.reduced_gradients(), strict=True)
-            moved |= {slot.param: gradient for slot, gradient in of_slots}
+        moving = [bucket.moving() for bucket in old if bucket.state is GradState.REDUCED]
         marks = torch.zeros(len(self.labels), dtype=torch.int32, device=self.sharding.device)
         marks[self.slot_params] = self.nonfinite
         for bucket in old:
             bucket.let_go()
         self._use(order, self._make_buckets(order))
         self.nonfinite.copy_(marks[self.slot_params])
-        for bucket in self.buckets if moved else ():
-            bucket.take_over([moved[slot.param] for slot in bucket.layout.slots])
+        for bucket in self.buckets if moving else ():
+            bucket.make_room()
+        while moving:  # one bucket at a time: whole gradients take memory
+            for slot, whole, shown, used in moving.pop(0).whole():
+                number, index = self.place[slot.param]
+                self.buckets[number].take_over(index, whole, shown=shown, used=used)
         for follow in self.on_layout:
             follow(self.buckets)
 

@@ -193,16 +193,17 @@ class Slots:
             self._make_stale(index)
             self._params[index].grad = None
 
-    def take_over(self, used: bytearray, shown: Sequence[bool], handles: Sequence[Tensor]) -> None:
-        """The bucket has taken over reduced gradients. Those that ``.grad`` has ``shown`` get the new handles; the
-        others were dropped by the user."""
+    def make_room(self) -> None:
+        """The bucket is to take over reduced gradients; until then all slots are as if the user had dropped them."""
         self.bucket_state = GradState.REDUCED
-        for index, (parameter, handle, here) in enumerate(zip(self._params, handles, shown, strict=True)):
-            if here:
-                parameter.grad = handle
-            else:
-                self.stale.add(index)
-        self.used = used
+        self.stale.update(range(len(self._params)))
+
+    def take_over(self, index: int, handle: Tensor | None, *, used: bool) -> None:
+        """The bucket holds this slot's average now. ``handle``: for ``.grad``; None: the user has dropped it."""
+        if handle is not None:
+            self._params[index].grad = handle
+            self.stale.discard(index)
+            self.used[index] = used
 
     def clear(self) -> None:
         """Forget every gradient."""
