@@ -307,7 +307,8 @@ class ShardedAdamW(torch.optim.Optimizer):
 
         Returns the norm of the averaged gradients before clipping, a device tensor [] fp32, the same on every rank;
         still times the loss scale unless ``scaler.unscale_(opt)`` was called, as in torch. What was clipped before, by
-        another call for this step, counts as clipped. A backward after it discards it, with a warning.
+        another call for this step, counts as clipped. A backward after it, or a
+        ``no_sync`` block, discards it, with a warning.
 
         Args:
             norm_type: any p > 0, or inf.

@@ -108,6 +108,7 @@ def test_a_local_gradient_zeroed_in_place_is_told_once_its_backward_has_ended():
     assert not bench.slots.scan(bench.handles).zeroed
     bench.local.zero_()
     assert [index for index, _ in bench.slots.scan(bench.handles).zeroed] == [0]
+    bench.slots.backward_ended()  # of one that has not added to it
     assert bench.slots.accumulate(0, bench.handles[0]), "before it is hidden by what autograd adds"
     bench.local.add_(3)
     assert not bench.slots.scan(bench.handles).zeroed and not bench.slots.accumulate(0, bench.handles[0])

@@ -355,7 +355,6 @@ class Bucket:
             self.arrivals.then(partial(_zero, buffer))
         for _, grad in self.slots.scan(self._handles()).local:
             grad.detach_().zero_()
-        self.slots.backward_ended()  # what was zeroed here is no news
 
     def _handles(self) -> Sequence[Tensor | None]:
         """What each ``.grad`` is while the bucket holds the slot's gradient."""

@@ -145,7 +145,7 @@ class Slots:
 
     def backward_ended(self) -> None:
         """Note the gradients that were added beside an average: who writes into them from here on is the user."""
-        for index in self._taken:
+        for index in [index for index, left in self._taken.items() if left is None]:  # that it has added to
             grad = self._params[index].grad
             self._taken[index] = None if grad is None else _Left(grad, grad._version)
 
