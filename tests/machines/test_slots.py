@@ -65,10 +65,11 @@ def test_what_a_scan_makes_of_a_slot(before: str, column: str, after: str):
     assert bench.slots.used[0] == (before not in ("ABSENT", "STALE") and not found.gone)
 
 
-def test_a_scan_reads_the_held_column():
-    for state in SlotState:
-        holds = FOUND[state.name, "the bucket holds"]
-        assert (holds == "nothing") is (state is SlotState.ABSENT)
+@pytest.mark.parametrize("state", SlotState)
+def test_what_the_bucket_holds(state: SlotState):
+    held = {GradState.EMPTY: ("nothing",), GradState.LOCAL: ("this rank's sum",)}
+    in_shard = ("the average", "what to drop")
+    assert FOUND[state.name, "the bucket holds"] in held.get(Bench(state).slots.bucket_state, in_shard)
 
 
 @pytest.mark.parametrize(("before", "event", "after"), [(*cell, after) for cell, after in EVENTS.items()])

@@ -26,7 +26,7 @@ from ..params.flat_params import FlatParams
 from ..params.flat_shard import FlatShard
 from ..params.layout import BucketLayout, Slot
 from .handed_out import HandedOut
-from .slots import GradState, Slots
+from .slots import GradState, Slots, Zeroed
 
 _kind_of = operator.attrgetter("dtype", "layout", "device", "requires_grad")
 
@@ -258,18 +258,18 @@ class Bucket:
             Flight(pending, buffers, lent, self._poison_others if in_place and buffers.poison else _nothing)
         )
 
-    def zeroed_since_launch(self) -> str | None:
-        """How the user has zeroed every gradient of this bucket since it left: "none", "zero", or not at all."""
+    def zeroed_since_launch(self) -> Zeroed | None:
+        """How the user has zeroed every gradient of this bucket since it left; None: not all of them."""
         if all(parameter.grad is None for parameter in self.params):
-            return "none"
-        return "zero" if self._zeroings_now() - self._zeroings >= len(self.params) else None
+            return Zeroed.TO_NONE
+        return Zeroed.IN_PLACE if self._zeroings_now() - self._zeroings >= len(self.params) else None
 
     def _zeroings_now(self) -> int:
         return self.arrivals.zeroed if self._shards else self.grad_buffer._version
 
-    def drop_all(self, how: str) -> None:
-        """Let all gradients be zeroed, as "none" or as "zero", though no ``.grad`` shows it."""
-        if how == "none":
+    def drop_all(self, how: Zeroed) -> None:
+        """Let all gradients be zeroed, though no ``.grad`` shows it."""
+        if how is Zeroed.TO_NONE:
             self.slots.drop(range(len(self.params)))
         else:
             self.arrivals.then(partial(_zero, self.grad_shard))

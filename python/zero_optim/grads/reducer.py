@@ -34,7 +34,7 @@ from .ddp_check import check_not_replicated
 from .hooks import GradHooks
 from .readiness import ByCounts, ByUnits, Learned, Readiness
 from .rounds import Rounds
-from .slots import GradState
+from .slots import GradState, Zeroed
 
 _reducers: list[weakref.ref[Reducer]] = []  # of this process, in the order in which they were made
 
@@ -358,11 +358,12 @@ class Reducer:
             if reducer is self or not reducer._watch.running:
                 reducer.complete_open_round()
 
-    def _zeroed_since(self) -> str | None:
+    def _zeroed_since(self) -> Zeroed | None:
         """How the user has zeroed what this rank knows of the round that is open, if all of it."""
         gone = [bucket.zeroed_since_launch() for bucket in self.buckets[: self._next]]
         if not gone:
-            gone = [None if self.parameters[index].grad is not None else "none" for index in self._came]
+            grads = [self.parameters[index].grad for index in self._came]
+            gone = [Zeroed.TO_NONE if grad is None else None for grad in grads]
         return gone[0] if len(set(gone)) == 1 else None
 
     # -- step ------------------------------------------------------------------------------------------------------

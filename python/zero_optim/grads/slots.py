@@ -69,6 +69,13 @@ class GradState(enum.Enum):
     REDUCED = enum.auto()  # grad_shard holds the average, or will when it arrives: REDUCED, TAKEN, STALE
 
 
+class Zeroed(enum.Enum):
+    """How the user has zeroed gradients: by ``zero_grad(set_to_none=...)`` of a module, or by hand."""
+
+    TO_NONE = enum.auto()  # ``.grad`` is None: they are absent
+    IN_PLACE = enum.auto()  # they are zero, and count as gradients
+
+
 @dataclass
 class Found:
     """What a scan of every ``.grad`` has found, by slot.
