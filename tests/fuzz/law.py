@@ -19,7 +19,7 @@
   was thawed is used by every rank in the first step. ``gather_parameters`` only where no raise is open.
 - Thawing, freezing, dropping, assigning and scaling gradients happen on all ranks, where no raise is open and no rank
   was left out. What was thawed does not count as trained until ``step`` has met it. Frozen later: without a gradient.
-- After a clip: no assigning. With ``max_grad_norm`` no further backward either. After a step that clipped or unscaled:
+- After a clip: no assigning. With ``max_grad_norm`` no further backward, nor ``no_sync`` block, either. After a step that clipped or unscaled:
   zero first, as gradients are then other than torch's.
 - With a scaler: unscale, step and update as torch has them; what is stepped has a gradient; no backward in between.
 - The user's own collective: where no rank may be waiting at stage 0, and at stage 3 where nothing is open.
@@ -103,6 +103,7 @@ class _State:
     clipped: bool = False
     unscaled: bool = False
     stepped: bool = False  # since the scaler's update
+    spent: bool = False  # unscaled and then zeroed, since the scaler's update
     dirty: bool = False
     infinite: bool = False  # some gradient
     averaged: bool = False  # stage 0: .grad is the averaged one
@@ -130,6 +131,7 @@ class _State:
         self.averaged = False
 
     def cleared(self, to_none: bool) -> None:
+        self.spent |= self.unscaled
         self.clipped = self.unscaled = self.dirty = False
         self.infinite = False
         if to_none:
@@ -184,6 +186,7 @@ class Law:
             if any(a.of(o) for a in came):
                 need(not state.unscaled, "a backward after unscale_")
                 need(not state.dirty, "a backward onto clipped gradients that were stepped with")
+            if any(a.of(o) for a in came) or o in op.no_sync:
                 need(not (state.clipped and state.optim.max_grad_norm is not None), "max_grad_norm after a lost clip")
         need(not any(self.states[o].left_out for o in op.no_sync), "no no_sync after some ranks were left out")
         if set(op.no_sync) & set(self.waiting):
@@ -202,7 +205,7 @@ class Law:
                 self.states[o].left_out = "raise"
         self._stage_zero(synchronised, came, raised)
         for o, state in enumerate(self.states):
-            if any(a.of(o) for a in came):
+            if any(a.of(o) for a in came) or o in op.no_sync:
                 state.clipped = False
                 state.infinite |= any(abs(c) == math.inf for a in came for q, _, c in a.grads if q == o)
                 if o in op.no_sync:
@@ -338,6 +341,7 @@ class Law:
         if self.scaler:
             need(state.any_grads() & state.requires_grad, "the scaler steps what has a gradient")
             need(not state.stepped, "stepped before the scaler's update")
+            need(not state.spent, "unscaled and zeroed before the scaler's update")
             state.stepped = True
             self.scaled_steps += 1
         if state.stage == 3:
@@ -388,7 +392,7 @@ class Law:
         state = self.states[op.o]
         self._collective(op.o)
         need(self.scaler, "no scaler")
-        need(not state.unscaled and not state.stepped, "unscaled or stepped since the update")
+        need(not (state.unscaled or state.stepped or state.spent), "unscaled or stepped since the update")
         need(not state.clipped and not state.dirty, "clipped before")
         need(not state.left_out or CLIP_WHILE_LEFT_OUT, "step has to follow")
         need(not state.thawed, "unscaling what step has not met")
@@ -401,7 +405,7 @@ class Law:
         need(not self.waiting, "a rank may be waiting")
         for state in self.states:
             need(not state.unscaled, "unscaled and not stepped")
-            state.stepped = False
+            state.stepped = state.spent = False
         self.scaled_steps = 0
 
     def _still(self, o: int) -> _State:
@@ -431,7 +435,7 @@ class Law:
     def _renew(self, op: Renew) -> None:
         state = self._still(op.o)
         need((op.stage == 3) == (state.stage == 3) and op.stage in range(4), "another kind of stage")
-        need(not state.unscaled and not state.stepped, "the scaler knows the old one")
+        need(not (state.unscaled or state.stepped or state.spent), "the scaler knows the old one")
         state.cleared(True)
         state.forget()
         state.zeroed = state.saved = state.saved_full = False

@@ -234,9 +234,11 @@ class Oracle:
         return seen
 
     def _accumulate(self, optim: _Optimizer, o: int, came: list[Arrivals], synchronised: bool) -> None:
-        if not any(a.of(o) for a in came):
+        reached = any(a.of(o) for a in came)
+        if reached or not synchronised:  # a no_sync block discards the clip, whatever was in it
+            optim.clips, optim.clip_called = {}, False
+        if not reached:
             return
-        optim.clips, optim.clip_called = {}, False  # discarded
         if not synchronised:  # a rank that was not reached has the averaged gradient without these
             optim.kinds = ["unknown" if kind == "reduced" else kind for kind in optim.kinds]
         raised = any(a.raised for a in came)
