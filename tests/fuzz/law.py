@@ -15,13 +15,16 @@
   calls every unit once, in the same order on all ranks. Later ones call in any order, several times, but all ranks the
   same; or each rank some of the units, in the first forward's order. A forward raises on all ranks or on none. No
   parameter is used on both sides of what raises in backward. Where a backward raises on some ranks before it has come
-  to a unit there, ``step`` has to follow, or ``zero_grad`` if it is not the first since the last. A parameter that
-  was thawed is used by every rank in the first step. ``gather_parameters`` only where no raise is open.
+  to a unit there, ``step`` has to follow, or ``zero_grad`` if it is not the first since the last: before any other call
+  that communicates, as ranks wait in the gathers of that backward. Of several models, in the order of that backward,
+  and none of stage 0 with them. A parameter that was thawed is used by every rank in the first step.
+  ``gather_parameters`` only where no raise is open.
 - Thawing, freezing, dropping, assigning and scaling gradients happen on all ranks, where no raise is open and no rank
   was left out. What was thawed does not count as trained until ``step`` has met it. Frozen later: without a gradient.
-- After a clip: no assigning. With ``max_grad_norm`` no further backward, nor ``no_sync`` block, either. After a step that clipped or unscaled:
-  zero first, as gradients are then other than torch's.
-- With a scaler: unscale, step and update as torch has them; what is stepped has a gradient; no backward in between.
+- After a clip: no assigning. With ``max_grad_norm`` no further backward, nor ``no_sync`` block, either. After a step
+  that clipped or unscaled: zero first, as gradients are then other than torch's.
+- With a scaler: unscale, step and update as torch has them, once each; what is stepped has a gradient; no backward in
+  between.
 - The user's own collective: where no rank may be waiting at stage 0, and at stage 3 where nothing is open.
 """
 
@@ -147,6 +150,7 @@ class Law:
         self.world = program.world
         self.scaler = program.scale is not None
         self.waiting: list[int] = []  # optimizers of stage 0 for which a rank may be waiting at the end of its backward
+        self.gathering: list[int] = []  # those of stage 3 for which one may be waiting in the gathers of its backward
         self.scaled_steps = 0
         for optim in program.optims:
             _well_formed(optim)
@@ -166,7 +170,7 @@ class Law:
 
     def end(self) -> None:
         """Everything is closed; at stage 3 it is read before."""
-        need(not self.waiting, "a rank may be waiting")
+        need(not self.waiting and not self.gathering, "a rank may be waiting")
         for state in self.states:
             need(not state.left_out, "step has to follow")
             need(state.stage != 3 or not state.raised, "a raise is open, and stage 3 is read")
@@ -177,6 +181,7 @@ class Law:
         need(len(op.ranks) == self.world, "a chain for each rank")
         need(len(set(op.no_sync)) == len(op.no_sync), "twice in no_sync")
         need(all(0 <= o < len(self.states) for o in op.no_sync), "no such optimizer")
+        need(not self.gathering, "a rank waits in the gathers of a backward")
         self._chains(op)
         came = [arrivals(chain, self.trainable) for chain in op.ranks]
         raised = [bool(a.raised) for a in came]
@@ -196,14 +201,16 @@ class Law:
         synchronised = [o for o in range(len(self.states)) if o not in op.no_sync]
         for o in synchronised:
             self._synchronised(self.states[o], o, came, raised)
-        called = {link.o for chain in op.ranks for link in chain or () if isinstance(link, Net)}
-        for o in called:  # a raise leaves units to be gathered, under no_sync and before the first gradient too
+        called = [link.o for link in op.ranks[0] or () if isinstance(link, Net)]  # the same on all ranks
+        for o in reversed(called):  # a raise leaves units to be gathered: under no_sync, and before the first gradient
             need(not left_before[o], "at stage 3 step has to follow before another forward")
             self.states[o].raised = any(raised)
             early = [_raises_before_units(chain, o) for chain in op.ranks]
-            if any(early) and not all(early) and not self.states[o].left_out:
-                self.states[o].left_out = "raise"
+            if any(early) and not all(early):
+                self.gathering.append(o)
+                self.states[o].left_out = self.states[o].left_out or "raise"
         self._stage_zero(synchronised, came, raised)
+        need(not (self.waiting and self.gathering), "ranks may be waiting at stage 0, and at stage 3")
         for o, state in enumerate(self.states):
             if any(a.of(o) for a in came) or o in op.no_sync:
                 state.clipped = False
@@ -318,7 +325,7 @@ class Law:
 
     def _evaluate(self, op: Evaluate) -> None:
         need(len(op.ranks) == self.world and len({net.o for net in op.ranks}) == 1, "a forward for each rank")
-        need(not self.waiting, "a rank may be waiting")
+        need(not self.waiting and not self.gathering, "a rank may be waiting")
         for net in op.ranks:
             need(0 <= net.o < len(self.states), "no such optimizer")
             self._parts(net)
@@ -330,6 +337,9 @@ class Law:
 
     def _collective(self, o: int) -> None:
         """A call that settles what is open for an optimizer."""
+        if self.gathering:
+            need(self.gathering[0] == o, "a rank waits in the gathers of another model")
+            self.gathering.pop(0)
         if self.waiting:
             need(self.waiting[0] == o, "a rank may be waiting for another optimizer")
             self.waiting.pop(0)
@@ -402,7 +412,7 @@ class Law:
 
     def _update(self, op: Update) -> None:
         need(self.scaler and self.scaled_steps, "no step since the last update")
-        need(not self.waiting, "a rank may be waiting")
+        need(not self.waiting and not self.gathering, "a rank may be waiting")
         for state in self.states:
             need(not state.unscaled, "unscaled and not stepped")
             state.stepped = state.spent = False
@@ -480,7 +490,7 @@ class Law:
     def _edit(self, op: Edit) -> None:
         state = self._quiet(op.o)
         need(op.p in state.given, "not given yet")
-        need(state.stage != 3 or not self.waiting, "a rank may be waiting")
+        need(state.stage != 3 or not (self.waiting or self.gathering), "a rank may be waiting")
         need(state.stage != 3 or (op.p in state.requires_grad and not state.synced), "between steps")
 
     def _drop(self, op: Drop) -> None:
@@ -508,14 +518,14 @@ class Law:
         need(not state.clipped and not state.dirty and not state.unscaled, "edited after a clip")
 
     def _allreduce(self, op: AllReduce) -> None:
-        need(not self.waiting, "a rank may be waiting")
+        need(not self.waiting and not self.gathering, "a rank may be waiting")
         for state in self.states:
             need(state.stage != 3 or state.settled, "something is open at stage 3")
             need(not state.left_out or OWN_COLLECTIVE_WHILE_LEFT_OUT, "step has to follow")
 
     def _read(self, op: Read) -> None:
         need(self._quiet(op.o).stage == 3, "not sharded")
-        need(not self.waiting, "a rank may be waiting")
+        need(not self.waiting and not self.gathering, "a rank may be waiting")
 
 
 def _well_formed(optim: Optim) -> None:
@@ -535,7 +545,8 @@ def _raises_before_units(chain: tuple[object, ...] | None, o: int) -> bool:
     net = next((place for place, link in enumerate(chain or ()) if isinstance(link, Net) and link.o == o), None)
     if chain is None or net is None:
         return False
-    return any(isinstance(link, Boom) and not link.forward for link in chain[net + 1 :])
+    behind = [inner for link in chain[net + 1 :] for inner in (link.links if isinstance(link, Net) else (link,))]
+    return any(isinstance(link, Boom) and not link.forward for link in behind)
 
 
 def _before_raise(chain: tuple[object, ...] | None) -> int | None:

@@ -3,15 +3,22 @@
 An alarm is data. From the list below follow the width of the exchange's vector, what a usual step puts there, when a
 step is skipped, and what is raised. A new alarm is one entry, and the set of parameters that the optimizer gives it.
 
-==========  =================  ===================================================================
-combine     columns            raised where
-==========  =================  ===================================================================
-ANY         1: how many        any rank has one
-DIVIDED     2: has, has not    some ranks have one, and others do not
-DIFFERENT   one for each code  the ranks have given different codes
-==========  =================  ===================================================================
+Each rank says a number: for how many parameters it has the alarm, or a code where the alarm is DIFFERENT. As a rule it is
+0. The table has the width of an alarm in the vector, and which numbers of the ranks raise it:
 
-Columns are summed over the ranks, or maximised with the infinity norm; each rule means the same under both.
+==========  =======  =======  =======  =======  =======
+combine     columns  all 0    some 0   equal    unequal
+==========  =======  =======  =======  =======  =======
+ANY         1        quiet    raised   raised   raised
+DIVIDED     2        quiet    raised   quiet    quiet
+DIFFERENT   codes    quiet    raised   quiet    raised
+==========  =======  =======  =======  =======  =======
+
+- *some 0*: at least one rank says 0, and at least one does not.
+- *equal*, *unequal*: no rank says 0.
+- *codes*: one column for each code.
+
+Columns are summed over the ranks, or maximised with the infinity norm. The table holds under both.
 """
 
 from __future__ import annotations
