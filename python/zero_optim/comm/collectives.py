@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import ClosedError, CollectiveError, RankMismatchError
 from . import standstill
-from .standstill import Standstill
+from .standstill import Wait, standstill_of
 
 # torch 2.13 renames these two and warns on the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -66,13 +66,20 @@ class _Works:
 class Pending:
     """A collective under way. ``wait`` may be called any number of times; ``on_arrival`` runs in the first.
 
-    ``comm``: whose it is, where the host waits in ``wait``, as under gloo; None: the current stream does.
+    ``comm``: whose it is, where the host waits in ``wait``, as under gloo; None: the current stream does. ``given``:
+    whether it goes over the group that the comm was given, and not over its own.
     """
 
     def __init__(
-        self, work: Any, traffic: Traffic, on_arrival: Callable[[], object] | None = None, comm: Comm | None = None
+        self,
+        work: Any,
+        traffic: Traffic,
+        on_arrival: Callable[[], object] | None = None,
+        comm: Comm | None = None,
+        *,
+        given: bool = False,
     ) -> None:
-        self._work, self._comm = work, comm
+        self._work, self._comm, self._given = work, comm, given
         self._kind, self._traffic = traffic.kind, traffic
         self._on_arrival = on_arrival
 
@@ -98,9 +105,11 @@ class Pending:
         start = time.perf_counter()
         try:
             self._hold()
-        except RankMismatchError:
-            raise
         except RuntimeError as error:
+            if self._comm is not None:
+                self._comm.out_of_step = True
+            if isinstance(error, RankMismatchError):
+                raise
             if self._comm is not None and (verdict := self._comm.given_up()) is not None:
                 raise RankMismatchError(verdict) from error
             raise CollectiveError(
@@ -114,13 +123,15 @@ class Pending:
             self._on_arrival()
 
     def _hold(self) -> None:
-        group = self._comm.own_group if self._comm is not None else None
-        if self._comm is None or group is None:
+        comm = self._comm
+        group = comm.own_group if comm is not None else None
+        if comm is None or group is None:
             self._work.wait()
             return
+        standing = standstill_of(comm.ranks)
         while not self.arrives_within(standstill.SECONDS):
-            self._comm.standstill.look(group)
-        self._comm.standstill.ended(group)
+            standing.look(Wait(group.group_name, comm.rounds, f"{self._kind} of {comm.label}", self._given))
+        standing.ended()
         self._work.wait()
 
 
@@ -142,7 +153,8 @@ class Comm:
         self._beside: list[weakref.ref[Comm]] = []  # of optimizers between some of the same ranks
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
-        self.standstill = Standstill(self.rank, self.world_size)
+        self.rounds = 0  # of reductions that this rank has launched
+        self.label = "an optimizer"  # whose collectives these are, for people
         self.traffic: dict[str, Traffic] = {}
         _live.add(self)
 
@@ -169,8 +181,12 @@ class Comm:
 
     def given_up(self) -> str | None:
         """Why another rank does not wait any more, where it has found that ranks wait for each other in vain."""
-        own = self._own() if self._own is not None else None
-        return None if own is None else self.standstill.verdict(own)
+        if not dist.is_initialized():
+            return None
+        standing = standstill_of(self.ranks)
+        verdict = standing.verdict()
+        standing.ended()
+        return verdict
 
     def check_alone(self) -> None:
         """Raise where one rank was all there was when this was made, and now there are more: each would train alone."""
@@ -196,6 +212,7 @@ class Comm:
 
     def take_own_group(self) -> None:
         """Collective. Take a group of its own for a sharded model: its gathers run beside all else."""
+        self.label = "a sharded model"
         _live.discard(self)  # so that no optimizer looks on it as another
         if self.world_size > 1:
             self._take_group(dist.get_process_group_ranks(self.group), "shard_module", needed=True)
@@ -338,7 +355,7 @@ class Comm:
             return [value]
         if self.is_gloo(torch.device("cpu")):  # what follows cannot be looked after while the host waits for it
             meeting = dist.barrier(group=self.group, async_op=True)
-            Pending(meeting, Traffic(f"waiting for the other ranks in {where}"), comm=self).wait()
+            Pending(meeting, Traffic(f"the wait for the other ranks in {where}"), comm=self, given=True).wait()
         reports: list[Any] = [None] * self.world_size
         dist.all_gather_object(reports, (where, value), group=self.group)
         odd = next((rank for rank, (there, _) in enumerate(reports) if there != reports[0][0]), None)

@@ -7,14 +7,23 @@ and by default for half an hour::
     rank 0   backward: raises           backward   step: the norm     waits for rank 1
     rank 1   backward (one round)       backward   step: its round 2  waits for rank 0
 
-Nothing on the wire tells so. But a host that waits has time: after some seconds it writes into the group's store how
-many rounds it has launched, and reads what the others have written. Where all have been waiting, with nothing changed,
-and their numbers differ, they raise.
+Or ranks wait in different groups, each for what the other would do next::
+
+    rank 0   backward of a sharded model: waits in its gathers for rank 1
+    rank 1   the same backward: raises at once       step of another optimizer: waits for rank 0
+
+Nothing on the wire tells so. But a host that waits has time: after some seconds it writes into the job's store where it
+waits, and reads what the others have written. Where all have been waiting, with nothing changed, and not all at the
+same place, they raise.
 
 Under gloo alone: on CUDA the host does not wait.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 
 import torch.distributed as dist
 
@@ -25,61 +34,115 @@ SECONDS = 2.0
 LOOKS = 4
 """At which all ranks have to be found as they were, before one raises."""
 
+_OF_RANKS: dict[tuple[int, ...], Standstill] = {}
 
-class Standstill:
-    """What one rank writes and reads while it waits.
+
+@dataclass(frozen=True)
+class Wait:
+    """Where a rank waits.
 
     Attributes:
-        rounds: that this rank has launched since its optimizer was made. Equal on all ranks whenever none waits in
-            vain, but for those that are on their way.
+        owner: the name of the process group of the optimizer, or sharded model, that waits.
+        rounds: that the rank has launched there. Equal on all ranks whenever none waits in vain, but for those that are
+            on their way.
+        what: the collective, for people.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rounds = 0
-        self._rank, self._world_size = rank, world_size
+    owner: str
+    rounds: int
+    what: str
+    agreeing: bool = False  # over the group that the user has given, as for loading
+
+
+class Standstill:
+    """What this process writes and reads while it waits for certain ranks, in whichever of their groups.
+
+    Looking beyond one group is safe among the same ranks alone: a rank that waits elsewhere, for a rank of other groups
+    too, may be waiting for one that computes.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = list(ranks)
         self._waits = 0
         self._seen: list[str] = []
         self._looks = 0
         self._written = False
 
-    def look(self, group: dist.ProcessGroup) -> None:
+    def look(self, wait: Wait) -> None:
         """After ``SECONDS`` more of waiting. Raises RankMismatchError on each of the ranks that wait in vain."""
         store = dist.distributed_c10d._get_default_store()
-        keys = [f"zero_optim/{group.group_name}/{rank}" for rank in range(self._world_size)]
+        if (verdict := self.verdict()) is not None:
+            self.ended()
+            raise RankMismatchError(verdict)
         if not self._written:
             self._waits += 1
-            store.set(keys[self._rank], f"{self.rounds} {self._waits}")
+            store.set(self._key(dist.get_rank()), "\t".join(map(str, (*astuple(wait), self._waits))))
             self._written = True
+        keys = [self._key(rank) for rank in self._ranks]
         if not store.check(keys):
             return
         now = [store.get(key).decode() for key in keys]
         self._looks = self._looks + 1 if now == self._seen and "" not in now else 0
         self._seen = now
-        rounds = [entry.split()[0] for entry in now if entry]
-        if self._looks >= LOOKS and len(set(rounds)) > 1:
-            told = ", ".join(f"rank {rank} has reduced {count}" for rank, count in enumerate(rounds))
-            verdict = (
-                f"the ranks wait for each other, and have reduced different numbers of backwards: {told}. Did one "
-                "raise on one of them before its first gradient, or reach none of this optimizer's parameters? Then "
-                "call opt.zero_grad() on every rank, or opt.step(), before the next. Make a new optimizer to go on"
-            )
-            store.set(self._verdict_key(group), verdict)  # a rank that raises may be gone before another looks
-            raise RankMismatchError(verdict)
+        if self._looks >= LOOKS:
+            self._judge(now)
 
-    def verdict(self, group: dist.ProcessGroup) -> str | None:
-        """Why another rank has given up, if it has for what ``look`` looks for."""
+    def _judge(self, entries: Sequence[str]) -> None:
+        """All have been waiting for long, and nothing has changed. Raise unless all wait at the same place."""
+        parts = [entry.split("\t") for entry in entries]
+        waits = [Wait(owner, int(rounds), what, agreeing == "True") for owner, rounds, what, agreeing, _ in parts]
+        numbers = [int(number) for *_, number in parts]
+        if len({(wait.owner, wait.rounds, wait.agreeing) for wait in waits}) == 1:
+            return
+        one_owner = len({wait.owner for wait in waits}) == 1 and len({wait.rounds for wait in waits}) > 1
+        verdict = _different_rounds(waits) if one_owner else _different_places(waits)
+        store = dist.distributed_c10d._get_default_store()
+        for rank, number in zip(self._ranks, numbers, strict=True):  # this one may be gone before another looks
+            store.set(self._verdict_key(rank, number), verdict)
+        self.ended()
+        raise RankMismatchError(verdict)
+
+    def verdict(self) -> str | None:
+        """Why another rank has given up, if it has while this one was in its present wait."""
         try:
-            store, key = dist.distributed_c10d._get_default_store(), self._verdict_key(group)
-            return store.get(key).decode() if store.check([key]) else None
+            store = dist.distributed_c10d._get_default_store()
+            key = self._verdict_key(dist.get_rank(), self._waits)
+            return store.get(key).decode() if self._written and store.check([key]) else None
         except RuntimeError:  # the store has gone with its rank
             return None
 
-    def _verdict_key(self, group: dist.ProcessGroup) -> str:
-        return f"zero_optim/{group.group_name}/verdict"
-
-    def ended(self, group: dist.ProcessGroup) -> None:
-        """What was waited for has come."""
+    def ended(self) -> None:
+        """This rank does not wait any more."""
         if self._written:
-            key = f"zero_optim/{group.group_name}/{self._rank}"
-            dist.distributed_c10d._get_default_store().set(key, "")
             self._written, self._looks = False, 0
+            with contextlib.suppress(RuntimeError):  # the store has gone with its rank
+                dist.distributed_c10d._get_default_store().set(self._key(dist.get_rank()), "")
+
+    def _key(self, rank: int) -> str:
+        return f"zero_optim/waits of {self._ranks}/{rank}"
+
+    def _verdict_key(self, rank: int, number: int) -> str:
+        return f"zero_optim/verdict of {self._ranks}/{rank}/{number}"
+
+
+def standstill_of(ranks: Sequence[int]) -> Standstill:
+    """The one for these ranks, as the whole job numbers them."""
+    return _OF_RANKS.setdefault(tuple(ranks), Standstill(ranks))
+
+
+def _different_rounds(waits: Sequence[Wait]) -> str:
+    told = ", ".join(f"rank {rank} has reduced {wait.rounds}" for rank, wait in enumerate(waits))
+    return (
+        f"the ranks wait for each other, and have reduced different numbers of backwards: {told}. Did one "
+        "raise on one of them before its first gradient, or reach none of this optimizer's parameters? Then "
+        "call opt.zero_grad() on every rank, or opt.step(), before the next. Make a new optimizer to go on"
+    )
+
+
+def _different_places(waits: Sequence[Wait]) -> str:
+    told = ", ".join(f"rank {rank} in {wait.what}" for rank, wait in enumerate(waits))
+    return (
+        f"the ranks wait for each other, in different places: {told}. Did a backward raise on some of them, before it "
+        "came to a model or an optimizer that the others use in it? Then step() of that optimizer has to follow on "
+        "every rank, before the call of any other. Make new optimizers to go on"
+    )

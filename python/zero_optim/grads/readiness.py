@@ -1,19 +1,82 @@
 """When a bucket may leave: by counts of its gradients, or because its unit is over.
 
-The reducer asks one question, in ascending order of buckets: ``may_leave(number)``. It tells what happens: a backward
+The reducer asks one question, in ascending order of buckets: ``may_leave(number)``. It asks while a backward runs. When
+the backward is over, every bucket may leave, and nobody needs to be asked. The reducer tells what happens: a backward
 begins, a gradient is ready, the backward has ended.
 
-==================  ===========================================  ========================================
-event               by counts (stages 0 to 2)                    by units (stage 3)
-==================  ===========================================  ========================================
-begin               nothing has come                             --
-gradient ready      one less is missing                          --
-unit over           --                                           its buckets may leave
-may_leave, while    never while observing; else if nothing is    if the backward, or the one before, is
-a backward runs     missing and nothing may still change         through with the unit
-==================  ===========================================  ========================================
+At stage 3 the answer is *by units*: it depends on the bucket's unit alone. At stages 0 to 2 it is *by counts*: it
+depends on which gradients of the bucket have come, and on what the ranks have learned.
 
-When a backward is over, every bucket may leave: nobody needs to be asked.
+===================  ==========  ==========  ==========  ==========  ==========
+may_leave            NOTHING     ORDER       ALL         unit open   unit over
+===================  ==========  ==========  ==========  ==========  ==========
+MISSING              no          no          no          no          yes
+FULL                 no          no          yes         no          yes
+FULL, repeats        no          no          no          no          yes
+CHANGING             no          no          no          no          yes
+===================  ==========  ==========  ==========  ==========  ==========
+
+- *MISSING*: not every gradient has come as often as it is expected to. *FULL*: every gradient has.
+- *repeats*: one of the gradients is expected more than once.
+- *CHANGING*: one of the gradients may still change, whether all have come or not.
+- *unit over*: backward is through with the bucket's unit, or the backward before was.
+
+By counts, what has come of a bucket:
+
+===================  ==========  ==========  ==========
+a gradient comes     MISSING     FULL        CHANGING
+===================  ==========  ==========  ==========
+more are missing     MISSING     --          CHANGING
+the last missing     FULL        --          CHANGING
+once too often       MISSING     FULL        CHANGING
+it may change        CHANGING    CHANGING    CHANGING
+``begin``            MISSING     MISSING     MISSING
+``use``              MISSING     MISSING     MISSING
+===================  ==========  ==========  ==========
+
+The reducer tells ``begin`` right after ``backward_ended``, too: before that no gradient comes.
+
+By counts, what the ranks have learned. Reports are *whole* where no backward of any rank was cut short by an exception,
+and at least one rank has seen a gradient:
+
+===================  ==========  ==========  ==========
+learned              NOTHING     ORDER       ALL
+===================  ==========  ==========  ==========
+agree: whole         ALL         ALL         ALL
+agree: cut short     NOTHING     ORDER       ALL
+agree: empty         NOTHING     ORDER       ALL
+forget: order        NOTHING     NOTHING     NOTHING
+forget: counts       NOTHING     ORDER       ORDER
+drop_observation     NOTHING     ORDER       ALL
+gradient_ready       NOTHING     ORDER       ALL
+backward_ended       NOTHING     ORDER       ALL
+begin                NOTHING     ORDER       ALL
+use                  NOTHING     ORDER       ALL
+===================  ==========  ==========  ==========
+
+``agree`` gives a new order of parameters in NOTHING alone, and only where the reports are whole. Where there is nothing
+to be learned, as on one rank, the state is ALL from the start, and ``forget`` leaves it so.
+
+By counts, what this rank has seen since the ranks last agreed. In ALL it notes no gradients:
+
+===================  ==========  ==========  ==========  ==========
+observation          EMPTY       RUNNING     WHOLE       CUT SHORT
+===================  ==========  ==========  ==========  ==========
+gradient_ready       RUNNING     RUNNING     RUNNING     CUT SHORT
+backward_ended       EMPTY       WHOLE       WHOLE       CUT SHORT
+begin                EMPTY       CUT SHORT   WHOLE       CUT SHORT
+use                  EMPTY       CUT SHORT   WHOLE       CUT SHORT
+agree: whole         EMPTY       --          EMPTY       --
+agree: cut short     EMPTY       --          EMPTY       EMPTY
+agree: empty         EMPTY       --          --          --
+forget: order        EMPTY       --          EMPTY       EMPTY
+forget: counts       EMPTY       --          EMPTY       EMPTY
+drop_observation     EMPTY       --          EMPTY       EMPTY
+===================  ==========  ==========  ==========  ==========
+
+- *RUNNING*: gradients have come in a backward that has not ended. *WHOLE*: every backward has ended.
+- *CUT SHORT*: a backward has raised. It never ends; the next ``begin`` finds it.
+- *--*: cannot be. The reducer tells ``begin`` before these calls, and the reports include this rank's own.
 """
 
 from __future__ import annotations

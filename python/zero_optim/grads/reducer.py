@@ -27,7 +27,7 @@ from torch import Tensor
 from ..backward_watch import BackwardWatch
 from ..comm.buffers import PATIENCE_SECONDS, CommBuffers
 from ..comm.sharding import Sharding
-from ..errors import ParameterError, ZeroOptimError
+from ..errors import ParameterError, RankMismatchError, ZeroOptimError
 from ..units.schedule import UnitSchedule
 from .bucket import Bucket
 from .ddp_check import check_not_replicated
@@ -285,7 +285,7 @@ class Reducer:
 
     def _open_round(self) -> None:
         self.rounds.begin()
-        self.sharding.comm.standstill.rounds += 1
+        self.sharding.comm.rounds += 1
         self._next = 0
 
     def _launch_ready(self) -> None:
@@ -339,12 +339,21 @@ class Reducer:
         self._readiness.begin()
         if not self.rounds.open:
             return
+        if self.out_of_step:
+            raise RankMismatchError(
+                "an earlier error has parted the ranks in a backward: make a new optimizer to go on"
+            )
         how = self._zeroed_since()
         left = self.buckets[self._next :]
         self._complete_round(join or self._end_backward_of_units)
         if how is not None:  # at stage 0 averages have arrived over what the user has zeroed, too
             for bucket in self.buckets if self.sharding.stage == 0 else left:
                 bucket.drop_all(how)
+
+    @property
+    def out_of_step(self) -> bool:
+        """Whether a collective has failed: the other ranks are at another one, and nothing can be completed."""
+        return self.sharding.comm.out_of_step or (self._schedule is not None and self._schedule.out_of_step)
 
     def settle_rounds(self) -> None:
         """Complete what a backward that raised has left open, here and in every other optimizer that it went through.
@@ -353,6 +362,7 @@ class Reducer:
         would never come to the call of the first.
         """
         alive = [reducer for reference in _reducers if (reducer := reference()) is not None]
+        alive = [reducer for reducer in alive if reducer is self or not reducer.out_of_step]
         alive.sort(key=lambda reducer: reducer._schedule is None)  # others may wait in the gathers of units
         for reducer in alive:
             if reducer is self or not reducer._watch.running:
@@ -466,7 +476,7 @@ class Reducer:
         self._complete_backward_of_units()
         launched = self.sharding.comm.gather_objects(self.rounds.launched, "zero_grad")
         for _ in range(max(launched) - self.rounds.launched):
-            self.sharding.comm.standstill.rounds += 1
+            self.sharding.comm.rounds += 1
             for bucket in self.buckets:
                 bucket.launch_nothing()
 

@@ -3,8 +3,8 @@
 An alarm is data. From the list below follow the width of the exchange's vector, what a usual step puts there, when a
 step is skipped, and what is raised. A new alarm is one entry, and the set of parameters that the optimizer gives it.
 
-Each rank says a number: for how many parameters it has the alarm, or a code where the alarm is DIFFERENT. As a rule it is
-0. The table has the width of an alarm in the vector, and which numbers of the ranks raise it:
+Each rank says a number: for how many parameters it has the alarm, or a code where the alarm is DIFFERENT. As a rule it
+is 0. The table has the width of an alarm in the vector, and which numbers of the ranks raise it:
 
 ==========  =======  =======  =======  =======  =======
 combine     columns  all 0    some 0   equal    unequal

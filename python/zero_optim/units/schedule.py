@@ -85,6 +85,11 @@ class UnitSchedule:
         self._ended: list[tuple[Unit, bool]] = []  # with whether what it gave requires a gradient
         self.record()
 
+    @property
+    def out_of_step(self) -> bool:
+        """Whether a gather has failed: the other ranks are at another one."""
+        return self._comm.out_of_step
+
     # -- what modules and autograd call --------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit) -> None:

@@ -1,7 +1,36 @@
 """A unit: the module whose parameters are gathered together, and what of them is in memory.
 
-SHARDED ── unshard ──> UNSHARDING ── wait ──> UNSHARDED ── reshard ──> SHARDED, or NODE_SHARDED (── unshard ──> ...)
-   └────────────────────────── gather_parameters ──────────────────────────> GATHERED ──> SHARDED
+============  ======================  ============
+state         beside the 1/N          modules hold
+============  ======================  ============
+SHARDED       nothing                 shards
+NODE_SHARDED  1/k                     shards
+UNSHARDING    all                     shards
+UNSHARDED     all                     plain
+GATHERED      all, of its own         plain
+============  ======================  ============
+
+Every rank always has its 1/N of the parameters. *1/k*: k are the ranks of a node. *all*: of UNSHARDING it is still
+arriving. *of its own*: in memory that the user may keep, beside that which a forward uses.
+
+==================  ============  ============  ============  ============  ============
+event               SHARDED       NODE_SHARDED  UNSHARDING    UNSHARDED     GATHERED
+==================  ============  ============  ============  ============  ============
+unshard             UNSHARDING    UNSHARDING    UNSHARDING    UNSHARDED     GATHERED
+wait                SHARDED       NODE_SHARDED  UNSHARDED     UNSHARDED     GATHERED
+wait: fails         SHARDED       NODE_SHARDED  UNSHARDING    UNSHARDED     GATHERED
+reshard             SHARDED       SHARDED       SHARDED       SHARDED       GATHERED
+reshard: to_node    SHARDED       NODE_SHARDED  NODE_SHARDED  NODE_SHARDED  GATHERED
+gather              GATHERED      --            --            --            --
+drop                SHARDED       NODE_SHARDED  UNSHARDING    UNSHARDED     SHARDED
+==================  ============  ============  ============  ============  ============
+
+- *wait: fails*: a collective has failed. What did not arrive is not shown, and can be waited for again.
+- *reshard* in UNSHARDING waits first: the collective is under way, and the other ranks take part in it.
+- *gather*: ``gather_parameters``. It reshards before, so it finds every unit SHARDED; one that it was entered for
+  already stays as it is.
+
+What changes values changes no state: ``keep_edits``, ``moved``, ``written``, ``write_back``.
 """
 
 from __future__ import annotations

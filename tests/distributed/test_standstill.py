@@ -1,0 +1,63 @@
+"""Ranks that wait for each other in vain, in different groups: they are told within seconds, not at the time-out."""
+
+from __future__ import annotations
+
+import torch
+import zero_optim
+from harness import run_ranks
+from torch import Tensor, nn
+
+
+class Planned(Exception):
+    """What a program raises itself, and catches."""
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        raise Planned
+
+
+def _another_optimizer_first(rank: int, world_size: int) -> tuple[str, float]:
+    """Rank 1 raises before its backward comes to the sharded model; rank 0 waits there. Then each goes on with the
+    step of another optimizer, which the documents forbid. Afterwards a new optimizer trains on."""
+    from zero_optim.comm import standstill
+
+    standstill.SECONDS, seconds = 0.2, standstill.SECONDS
+    torch.manual_seed(0)
+    sharded, plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)
+    zero_optim.shard_module(sharded, units=(nn.Linear,))
+    _of_sharded = zero_optim.ShardedAdamW(sharded.parameters(), lr=0.1)  # noqa: F841  it lives as long as the model
+    of_plain = zero_optim.ShardedAdamW(plain.parameters(), lr=0.1)
+    text = ""
+    try:
+        y = sharded(torch.ones(1, 8)).sum()
+        (_Raise.apply(y) if rank == 1 else y).backward()
+        of_plain.step()
+    except Planned:
+        try:
+            of_plain.step()
+        except zero_optim.ZeroOptimError as error:
+            text = f"{type(error).__name__}: {error}"
+    except zero_optim.ZeroOptimError as error:
+        text = f"{type(error).__name__}: {error}"
+    finally:
+        standstill.SECONDS = seconds
+    of_plain.close()
+    again = zero_optim.ShardedAdamW(plain.parameters(), lr=0.1)
+    plain(torch.ones(1, 8)).sum().backward()
+    again.step()
+    return text, float(plain.weight.detach().sum())
+
+
+def test_waiting_in_different_groups():
+    results = run_ranks(2, _another_optimizer_first, timeout=60)
+    for text, _ in results:
+        assert text.startswith("RankMismatchError: the ranks wait for each other, in different places"), text
+        assert "rank 0 in all_gather of a sharded model, rank 1 in " in text
+        assert "of an optimizer" in text
+    assert results[0][1] == results[1][1]
