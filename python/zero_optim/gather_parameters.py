@@ -50,7 +50,7 @@ def _gather(model: ShardedModel, module: nn.Module, writeback: bool) -> Iterator
     try:
         for unit in fresh:
             unit.gather()
-        with model.comm.raising_together("gather_parameters") if writeback else nullcontext():
+        with model.sharding.everyone.raising_together("gather_parameters") if writeback else nullcontext():
             yield
         written = [label for unit in fresh for label in unit.written()]
         if written and not writeback:

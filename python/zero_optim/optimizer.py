@@ -148,7 +148,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             self._parameters.take_names(self._sharded.model)
             make_buckets = partial(buckets_of_units, self._sharded, trained, self._parameters.labels, self._sharding)
             schedule = self._sharded.schedule
-            comm.traffic = self._sharded.comm.traffic
+            comm.traffic = self._sharded.sharding.everyone.traffic
         self._reducer = Reducer(
             trained, self._parameters.labels, self._sharding, make_buckets, overlap_grad_reduce, schedule
         )
@@ -180,7 +180,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             ClosedError: after ``close()``.
         """
         self._check_usable()
-        self._sharding.comm.check_alone()
+        self._sharding.everyone.check_alone()
         self._parameters.check_groups_unedited()
         self._hyper.check(self.param_groups)
         if self._sharded is not None:
@@ -452,7 +452,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             return
         self._check_usable()
         self.settle()
-        before, comm = len(self.param_groups), self._sharding.comm
+        before, comm = len(self.param_groups), self._sharding.everyone
         try:
             with comm.raising_together("add_param_group"):
                 super().add_param_group(self._parameters.with_names(param_group))
@@ -489,7 +489,7 @@ class ShardedAdamW(torch.optim.Optimizer):
     def _take_in(self, indices: Sequence[int], trained: Sequence[int]) -> None:
         """Collective. Give these parameters what they lack: rank 0's values, and those that are ``trained`` a place."""
         for index in indices if self._sharded is None else ():
-            self._sharding.comm.broadcast(self._parameters.all[index].data)
+            self._sharding.everyone.broadcast(self._parameters.all[index].data)
         self._parameters.claim(indices)
         self._parameters.train(trained)
         self._exchange.resize()
@@ -529,7 +529,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         """
         self._check_usable()
         self.settle()
-        comm = self._sharding.comm
+        comm = self._sharding.everyone
         saved: dict[int, Mapping[str, Any]] = {}
         copies: list[tuple[Tensor, Tensor]] = []
         with comm.raising_together("load_state_dict"):
@@ -565,11 +565,11 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._check_usable()
         return {
             "stage": self.stage,
-            "world_size": self._sharding.comm.world_size,
+            "world_size": self._sharding.everyone.world_size,
             "buckets": len(self._reducer.buckets),
             "steps": self._steps,
             "skipped_steps": int(self._exchange.skipped),
-            "collectives": self._sharding.comm.stats(),
+            "collectives": self._sharding.everyone.stats(),
             "memory": memory_by_kind(self._states.shards, self._reducer.buffers, self._sharded),
             "non_finite": self.first_non_finite(),
         }
@@ -599,7 +599,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             self._gather.close()
             self._reducer.close(collective=collective)
             self._parameters.release()
-            self._sharding.comm.close()
+            self._sharding.everyone.close()
 
     def __del__(self) -> None:
         if not sys.is_finalizing():  # half of what it would use is gone; the process takes the rest along

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import validate
-from .comm.collectives import Comm, make_comm
+from .comm.collectives import make_comm
+from .comm.sharding import Sharding
 from .errors import ParameterError
 from .params.param_shard import ParamShard
 from .params.parameter_set import check_free, plain_name
@@ -76,21 +77,22 @@ def shard_module(
     keep = reshard_after_forward is False or (not isinstance(reshard_after_forward, bool) and ranks_of_node == 1)
     node = comm.of_consecutive(ranks_of_node) if 1 < ranks_of_node < comm.world_size else None
     target = _device(plans, device)
+    sharding = Sharding(comm, stage=3, grad_reduce_dtype=None, device=target)
     made: list[Unit] = []
     try:
         for number, plan in enumerate(plans):
             with comm.raising_together("shard_module"):
                 _materialise(plan, target, init_fn)
             own_node = node if number else None
-            made.append(Unit(plan.name, plan.module, plan.modules, comm, own_node, keep=keep or number == 0))
-            _fill(made[-1], plan, comm, offload=param_offload is not None)
+            made.append(Unit(plan.name, plan.module, plan.modules, sharding, own_node, keep=keep or number == 0))
+            _fill(made[-1], plan, sharding, offload=param_offload is not None)
     except BaseException:
         comm.close()
         raise
     for unit, plan in zip(made, plans, strict=True):
         unit.enclosing = {made[outer] for outer in plan.enclosing}
-    schedule = UnitSchedule(made, comm, prefetch, keep_evaluating=keep)
-    ShardedModel(model, made, comm, schedule, process_group, offload=param_offload is not None)
+    schedule = UnitSchedule(made, sharding, prefetch, keep_evaluating=keep)
+    ShardedModel(model, made, sharding, schedule, process_group, offload=param_offload is not None)
     return model
 
 
@@ -247,7 +249,7 @@ def _materialise(plan: _UnitPlan, device: torch.device, init_fn: Callable[[nn.Mo
         initialise(module)
 
 
-def _fill(unit: Unit, plan: _UnitPlan, comm: Comm, *, offload: bool) -> None:
+def _fill(unit: Unit, plan: _UnitPlan, sharding: Sharding, *, offload: bool) -> None:
     """Collective. Shard the unit's parameters: one flat tensor for each dtype, and for what is trained and what not."""
     shards = {key: _shard_of(parameter, plan.places[key][0][2]) for key, parameter in plan.parameters.items()}
     shard_of = {id(plan.parameters[key]): shard for key, shard in shards.items()}
@@ -260,10 +262,10 @@ def _fill(unit: Unit, plan: _UnitPlan, comm: Comm, *, offload: bool) -> None:
     for parameter in plan.parameters.values():
         kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
     for (_, trained), parameters in kinds.items():
-        unit.flats.append(flatten(parameters, comm, trained=trained))
-        if comm.world_size > 1 or offload:
-            unit.flats[-1].split(comm, [shard_of[id(parameter)] for parameter in parameters], offload=offload)
-    if comm.world_size > 1 or offload:
+        unit.flats.append(flatten(parameters, sharding, trained=trained))
+        if sharding.shards > 1 or offload:
+            unit.flats[-1].split(sharding, [shard_of[id(parameter)] for parameter in parameters], offload=offload)
+    if sharding.shards > 1 or offload:
         unit.show_shards()
 
 

@@ -131,8 +131,9 @@ def check_sharded(parameters: ParameterSet, indices: Sequence[int], stage: int, 
         raise ParameterError(f"an optimizer's parameters must be those of one sharded model; they are of {odd}")
     if models[0].offload:
         raise ParameterError("a model sharded with param_offload cannot be trained: leave it out")
-    if models[0].comm.ranks != comm.ranks:
-        raise ValueError(f"the model was sharded over ranks {models[0].comm.ranks}, the optimizer is of {comm.ranks}")
+    ranks = models[0].sharding.everyone.ranks
+    if ranks != comm.ranks:
+        raise ValueError(f"the model was sharded over ranks {ranks}, the optimizer is of {comm.ranks}")
     own = {id(parameter) for parameter in parameters.all}
     for flat in models[0].trained_flats():
         left_out = [p for p in flat.params if id(p) not in own]

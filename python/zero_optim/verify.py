@@ -93,7 +93,7 @@ class Verifier:
         opt._check_usable()
         self._opt, self._every, self._samples = opt, every, samples
         self._chosen = None if parameters is None else _indices(opt, parameters)
-        self._found = VerifyReport(rank=opt._sharding.comm.rank)
+        self._found = VerifyReport(rank=opt._sharding.everyone.rank)
         self.resync()
         self._on_load = opt.register_load_state_dict_post_hook(lambda opt: self.resync())
         opt.watchers.append(self)
@@ -118,7 +118,7 @@ class Verifier:
 
     def report(self) -> VerifyReport:
         """Collective: the same on every rank, with the largest difference of all and the counts added up."""
-        found = self._opt._sharding.comm.gather_objects(self._found, "the report of verify")
+        found = self._opt._sharding.everyone.gather_objects(self._found, "the report of verify")
         worst = max(found, key=lambda report: report.ulps)
         totals = {name: sum(getattr(r, name) for r in found) for name in ("compared", "unrounded", "edited")}
         return replace(worst, **totals)

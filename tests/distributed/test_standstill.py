@@ -31,7 +31,7 @@ def _another_optimizer_first(rank: int, world_size: int) -> tuple[str, float]:
     torch.manual_seed(0)
     sharded, plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)
     zero_optim.shard_module(sharded, units=(nn.Linear,))
-    _of_sharded = zero_optim.ShardedAdamW(sharded.parameters(), lr=0.1)  # noqa: F841  it lives as long as the model
+    _of_sharded = zero_optim.ShardedAdamW(sharded.parameters(), lr=0.1)
     of_plain = zero_optim.ShardedAdamW(plain.parameters(), lr=0.1)
     text = ""
     try:

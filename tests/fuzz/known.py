@@ -1,4 +1,4 @@
-"""Programs that once went wrong, at commit 3cffa92, by what happened then."""
+"""Programs that once went wrong: the first fourteen at commit 3cffa92, the others as random programs found them."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def _gan(zero: type, *more: Op) -> tuple[Op, ...]:
     return (zero(0), D_ALONE, D_ALONE, Step(0), zero(1), D_AND_G, Step(1), *more)
 
 
-def _net(*units: int, after: int | None = None) -> tuple[Net]:
+def _net(*units: int, after: int | None = None, o: int = 0) -> tuple[Net]:
     """Calls of units that each use the parameter of their number; what raises comes after one of them."""
     links: list[Unit | Boom] = []
     for k in units:
         links.append(Unit(k, ((k, 1.0),)))
         if k == after:
             links.append(Boom())
-    return (Net(0, tuple(links)),)
+    return (Net(o, tuple(links)),)
 
 
 ONE = (_optim(8),)
@@ -135,5 +135,29 @@ KNOWN: dict[str, Program] = {
         2,
         (_optim(2),),
         (*_loop(EIGHT[:2], 0), _both(EIGHT[:2]), Clip(0, 1.0), _both(EIGHT[:2], None, no_sync=(0,)), Step(0)),
+    ),
+    "a raise on one rank, zeroed in place before anything left": Program(
+        2, (_optim(1, stage=0),), (_both((Boom(), Use(0, 0)), (Use(0, 0),)), ModuleZero(0, False), Step(0))
+    ),
+    "two sharded models in a backward, units of the first skipped": Program(
+        2,
+        (_optim(2, stage=3), _optim(3, stage=3)),
+        (
+            _both((*_net(0, 1, 2, o=1), *_net(0, 1))),
+            _both((*_net(0, 1), *_net(0, 1, 2, o=1)), (*_net(0, 1), *_net(1, o=1))),
+            Step(0),
+            Step(1),
+        ),
+    ),
+    "a raise in a sharded model under no_sync, then another's step": Program(
+        2,
+        (_optim(2), _optim(2, stage=3)),
+        (
+            _both((*_net(0, 1, o=1), *_all(0, 2))),
+            Step(1),
+            _both((Net(1, ()),), (Net(1, (Boom(),)),), no_sync=(1,)),
+            Step(0),
+            Step(1),
+        ),
     ),
 }

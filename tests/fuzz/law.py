@@ -414,8 +414,8 @@ class Law:
         need(self.scaler and self.scaled_steps, "no step since the last update")
         need(not self.waiting and not self.gathering, "a rank may be waiting")
         for state in self.states:
-            need(not state.unscaled, "unscaled and not stepped")
-            state.stepped = state.spent = False
+            need(not state.unscaled and not state.spent, "unscaled and not stepped")
+            state.stepped = False
         self.scaled_steps = 0
 
     def _still(self, o: int) -> _State:

@@ -278,6 +278,7 @@ class Oracle:
             case Unscale():
                 optim.unscaled = True
                 optim.settle()
+                optim.kinds = ["unknown"] * self.world  # divided, where they can be read
             case SetLr():
                 optim.adamw.param_groups[op.group]["lr"] = op.lr
             case Save():

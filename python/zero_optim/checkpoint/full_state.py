@@ -30,7 +30,7 @@ def full_state_dict(opt: ShardedAdamW, rank: int | None = 0) -> dict[str, Any]:
     Beside the result a rank needs memory for two buckets of one tensor. Hooks of ``state_dict`` are not called. Raises
     ValueError for a rank that is not there and ClosedError, on every rank.
     """
-    comm = opt._sharding.comm
+    comm = opt._sharding.everyone
     opt.settle()
     with comm.raising_together("full_state_dict"):
         opt._check_usable()
@@ -94,7 +94,7 @@ def load_full_state_dict(opt: ShardedAdamW, state: Mapping[str, Any] | None) -> 
     ``register_load_state_dict_post_hook`` are called. Raises StateMismatchError on every rank, before anything is
     changed, naming what does not fit; ClosedError.
     """
-    comm = opt._sharding.comm
+    comm = opt._sharding.everyone
     tensors: Mapping[int, Mapping[str, Any]] = {}
     plan = _Plan()
     opt.settle()

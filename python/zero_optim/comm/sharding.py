@@ -1,56 +1,125 @@
-"""Who shares what: the ranks of an optimizer, its stage, and the scale of an average over them."""
+"""Who shares what: the ranks that hold parts of the same state, those that repeat it, and the scale of an average.
+
+All rooms but this one communicate through a ``Sharding``: what they ask for is "reduce this", "gather that", and who
+takes part is decided here. Today the ranks that share are all ranks, and nobody repeats. With a mesh of two dimensions
+a reduction is a reduce-scatter over the ranks that share and an all-reduce over those that repeat; that would change
+this file alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from .collectives import Comm
+from .collectives import Comm, Pending
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is split over which ranks.
+    """What is split over which ranks, and what is communicated for it.
 
     A stage is a comparison: 0 nothing, >= 1 optimizer state, >= 2 gradients, >= 3 parameters.
 
     Attributes:
-        comm: the ranks, all of which share. Today nobody repeats: there is one group.
+        everyone: all ranks that train together: those that agree, fail and average together.
         grad_reduce_dtype: the dtype that gradients are communicated and added up in; None: their own.
         device: where parameters, gradients and state are.
     """
 
-    comm: Comm
+    everyone: Comm
     stage: int
     grad_reduce_dtype: torch.dtype | None
     device: torch.device
 
+    # -- who holds what ------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This one among ``everyone``."""
+        return self.everyone.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks gradients are averaged over."""
+        return self.everyone.world_size
+
     @property
     def shards(self) -> int:
         """Parts that state is split into."""
-        return self.comm.world_size if self.stage >= 1 else 1
+        return self.everyone.world_size if self.stage >= 1 else 1
 
     @property
     def shard(self) -> int:
         """Which of them is this rank's."""
-        return self.comm.rank if self.stage >= 1 else 0
+        return self.everyone.rank if self.stage >= 1 else 0
 
     @property
     def reduces(self) -> bool:
         """Whether gradients are averaged over several ranks."""
-        return self.comm.world_size > 1
+        return self.world_size > 1
 
     @property
     def grad_scale(self) -> float:
         """What a rank's gradient is multiplied by, so that the sum over ranks is the average."""
-        return 1 / self.comm.world_size
+        return 1 / self.world_size
 
     @property
     def on_gloo(self) -> bool:
         """Whether the host itself waits for what is communicated."""
-        return self.comm.is_gloo(self.device)
+        return self.everyone.is_gloo(self.device)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank adds its share to a sum of what is held: of those that hold the same, one does."""
+        return self.shards > 1 or self.rank == 0
 
     def reduce_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of ``dtype`` parameters are communicated. Alone, a rank widens nothing."""
         return self.grad_reduce_dtype or dtype if self.reduces else dtype
+
+    def own_part(self, full: Tensor) -> Tensor:
+        """This rank's shard of a flat tensor [shards * shard], a view."""
+        shard_numel = full.numel() // self.shards
+        return full.narrow(0, self.shard * shard_numel, shard_numel)
+
+    # -- what is communicated ------------------------------------------------------------------------------------
+
+    def reduce(self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool) -> Pending:
+        """Sum ``full`` [shards * shard] over the ranks; this rank's shard of the sum goes to ``out`` [shard].
+
+        Args:
+            full: contribution of this rank; its contents are lost. ``out`` may be this rank's own part of it.
+            lend: gives memory of ``full``'s dtype, that many elements, until the sum is there.
+            accumulate: add to ``out`` instead of overwriting it; ``out`` is then no part of ``full``.
+        """
+        if self.shards > 1:
+            return self.everyone.reduce_scatter(full, out, lend, accumulate=accumulate)
+        if full.data_ptr() == out.data_ptr():
+            return self.everyone.all_reduce(full)
+        store = out.add_ if accumulate else out.copy_
+        return self.everyone.all_reduce(full, on_arrival=lambda: store(full))
+
+    def all_gather(self, full: Tensor, kind: str = "all_gather") -> Pending | None:
+        """Fill ``full`` [shards * shard] with every shard, in place; this rank's own is there. None: so it is all."""
+        return self.everyone.all_gather(full, kind) if self.shards > 1 else None
+
+    def gathered(self, shard: Tensor, kind: str) -> Tensor:
+        """Collective. The whole of which each rank has given its ``shard``; this itself where it is all."""
+        if self.shards == 1:
+            return shard
+        full = shard.new_empty(shard.numel() * self.shards)
+        self.own_part(full).copy_(shard)
+        if (gather := self.all_gather(full, kind)) is not None:
+            gather.wait()
+        return full
+
+    def broadcast(self, tensor: Tensor, kind: str = "construction") -> None:
+        """Copy rank 0's ``tensor`` to every rank, in place."""
+        self.everyone.broadcast(tensor, kind)
+
+    def exchange(self, vector: Tensor, *, maximum: bool = False) -> None:
+        """Sum (or maximise) a small vector over the ranks, in place, ordered before what follows."""
+        self.everyone.exchange(vector, maximum=maximum)

@@ -68,11 +68,7 @@ class Moving:
 
     def whole(self) -> Iterator[tuple[Slot, Tensor, bool, bool]]:
         """Collective. Every slot, its whole gradient, flat; whether it is shown, and used."""
-        full, comm = self.held, self.sharding.comm
-        if self.sharding.shards > 1:
-            full = self.held.new_empty(self.layout.numel)
-            comm.own_part(full).copy_(self.held)
-            comm.all_gather(full, "construction").wait()
+        full = self.sharding.gathered(self.held, "construction")
         for slot, shown, used in zip(self.layout.slots, self.shown, self.used, strict=True):
             yield slot, full.narrow(0, slot.offset, slot.numel), shown, bool(used)
 
@@ -123,7 +119,7 @@ class Bucket:
         numel = self.layout.numel if self.keeps_full else self.layout.shard_numel
         dtype = self.dtype if stage == 0 else self.reduce_dtype  # at stage 0 `.grad` shows what is applied
         self.grad_buffer = torch.zeros(numel, dtype=dtype, device=self.device)
-        self.grad_shard = self._own_part(self.grad_buffer) if self.keeps_full else self.grad_buffer
+        self.grad_shard = self.sharding.own_part(self.grad_buffer) if self.keeps_full else self.grad_buffer
         self._views: Sequence[Tensor] = ()
         if self.keeps_full and dtype == self.dtype:
             self._views = self.flat.slot_views(self.grad_buffer)
@@ -150,9 +146,6 @@ class Bucket:
     def relabel(self) -> None:
         for index, shard in enumerate(self._shards):
             shard.label = f"gradient of {self.label(index)}"
-
-    def _own_part(self, full: Tensor) -> Tensor:
-        return full.narrow(0, self.sharding.shard * self.layout.shard_numel, self.layout.shard_numel)
 
     def shard_views(self, shard: Tensor, what: str, dtype: torch.dtype | None = None) -> list[FlatShard]:
         """A shard a slot over ``shard`` [shard_numel], in the parameters' shapes. ``dtype``: None is the shard's."""
@@ -252,7 +245,7 @@ class Bucket:
         self.slots.launch(sources, self._reduced_handles())
         del sources, found  # what was packed goes before memory is taken to receive into
         allocate(self.grad_buffer)
-        pending = self._reduce(full, lend, accumulate)
+        pending = self.sharding.reduce(full, self.grad_shard, lend, accumulate=accumulate)
         self._zeroings = self._zeroings_now()
         self.arrivals.expect(
             Flight(pending, buffers, lent, self._poison_others if in_place and buffers.poison else _nothing)
@@ -274,25 +267,16 @@ class Bucket:
         else:
             self.arrivals.then(partial(_zero, self.grad_shard))
 
+    def keep_where(self, keep: Tensor) -> None:
+        """Let all gradients be zero where ``keep``, [] bool on the device, is False."""
+        self.arrivals.then(partial(_keep_where, self.grad_shard, keep))
+
     def launch_nothing(self) -> None:
         """Take part in a reduction whose result nobody on this rank wants: the others', of a backward that raised here
         before its first gradient, and that was zeroed by all since."""
         full = torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
-        comm = self.sharding.comm
-        if self.sharding.stage == 0:
-            comm.all_reduce(full).wait()
-        else:
-            out = full.new_empty(self.layout.shard_numel)
-            comm.reduce_scatter(full, out, full.new_empty, accumulate=False).wait()
-
-    def _reduce(self, full: Tensor, lend: Callable[[int], Tensor], accumulate: bool) -> Pending:
-        comm = self.sharding.comm
-        if self.sharding.stage >= 1:
-            return comm.reduce_scatter(full, self.grad_shard, lend, accumulate=accumulate)
-        if full is self.grad_buffer:
-            return comm.all_reduce(full)
-        store = self.grad_shard.add_ if accumulate else self.grad_shard.copy_
-        return comm.all_reduce(full, on_arrival=lambda: store(full))
+        out = full if self.sharding.shards == 1 else full.new_empty(self.layout.shard_numel)
+        self.sharding.reduce(full, out, full.new_empty, accumulate=False).wait()
 
     def wait(self) -> None:
         """Order what follows after the arrival of every reduction."""
@@ -313,8 +297,8 @@ class Bucket:
 
     def unshard(self) -> None:
         """Start to bring in every rank's shard of the parameters. At stage 3 units do, as they are used."""
-        if self.sharding.shards > 1 and self.sharding.stage < 3:
-            self.gather = self.sharding.comm.all_gather(self.flat.full)
+        if self.sharding.stage < 3:
+            self.gather = self.sharding.all_gather(self.flat.full)
 
     def wait_for_parameters(self) -> None:
         """Order what follows after the arrival of the parameters."""

@@ -79,7 +79,7 @@ class Reducer:
         self.rounds = Rounds()
         self.synchronize = True  # False inside no_sync()
         self._next = 0  # the bucket that leaves next, while a round is open
-        self._came: list[int] = []  # parameters whose gradients have come in this backward
+        self._came: dict[int, int] = {}  # gradients that have come in this backward, and their versions then
         self.late: set[int] = set()
         self.leftover: list[int] = []
         self.on_layout: Sequence[Callable[[list[Bucket]], None]] = ()
@@ -176,7 +176,7 @@ class Reducer:
             self.late.add(index)
             return
         self._check_in_place(parameter, bucket, slot)
-        self._came.append(index)
+        self._came[index] = _version_of(parameter.grad)
         full = self._readiness.gradient_ready(index, number, changes_later=self._hooks.followed_by_users(index))
         if self.rounds.open:
             self._leave_buffers()
@@ -226,7 +226,7 @@ class Reducer:
         """Whether the host may wait in a backward for other ranks. Not where another optimizer reduces in the same one:
         a rank that uses the parameters of that one alone would wait for us there, and we for it here. At stage 0
         ``.grad`` is averaged when backward ends, so there every rank has to meet the optimizers in the same order."""
-        return self.sharding.stage == 0 or not self.sharding.comm.shared
+        return self.sharding.stage == 0 or not self.sharding.everyone.shared
 
     def _backward_begins(self) -> None:
         # Units of the next backward may be unsharded by now. Those of the one that raised are over: the schedule ended
@@ -285,7 +285,7 @@ class Reducer:
 
     def _open_round(self) -> None:
         self.rounds.begin()
-        self.sharding.comm.rounds += 1
+        self.sharding.everyone.rounds += 1
         self._next = 0
 
     def _launch_ready(self) -> None:
@@ -322,6 +322,11 @@ class Reducer:
         if self._schedule is not None:
             self._schedule.end_backward()
 
+    def _end_raised_backward_of_units(self) -> None:
+        """One under ``no_sync`` had no round, and still other ranks wait in its gathers."""
+        if self._schedule is not None and not self._schedule.watch.running:
+            self._schedule.end_backward()
+
     def _complete_backward_of_units(self) -> None:
         if self._schedule is not None:
             self._schedule.complete_backward()
@@ -343,17 +348,19 @@ class Reducer:
             raise RankMismatchError(
                 "an earlier error has parted the ranks in a backward: make a new optimizer to go on"
             )
-        how = self._zeroed_since()
-        left = self.buckets[self._next :]
+        how, keep = self._zeroed_since(), self._kept_since()
+        left = self.buckets if self.sharding.stage == 0 else self.buckets[self._next :]
         self._complete_round(join or self._end_backward_of_units)
-        if how is not None:  # at stage 0 averages have arrived over what the user has zeroed, too
-            for bucket in self.buckets if self.sharding.stage == 0 else left:
+        for bucket in left:  # at stage 0 averages have arrived over what the user has zeroed, too
+            if how is not None:
                 bucket.drop_all(how)
+            elif keep is not None:
+                bucket.keep_where(keep)
 
     @property
     def out_of_step(self) -> bool:
         """Whether a collective has failed: the other ranks are at another one, and nothing can be completed."""
-        return self.sharding.comm.out_of_step or (self._schedule is not None and self._schedule.out_of_step)
+        return self.sharding.everyone.out_of_step or (self._schedule is not None and self._schedule.out_of_step)
 
     def settle_rounds(self) -> None:
         """Complete what a backward that raised has left open, here and in every other optimizer that it went through.
@@ -367,6 +374,7 @@ class Reducer:
         for reducer in alive:
             if reducer is self or not reducer._watch.running:
                 reducer.complete_open_round()
+                reducer._end_raised_backward_of_units()
 
     def _zeroed_since(self) -> Zeroed | None:
         """How the user has zeroed what this rank knows of the round that is open, if all of it."""
@@ -375,6 +383,15 @@ class Reducer:
             grads = [self.parameters[index].grad for index in self._came]
             gone = [Zeroed.TO_NONE if grad is None else None for grad in grads]
         return gone[0] if len(set(gone)) == 1 else None
+
+    def _kept_since(self) -> Tensor | None:
+        """[] bool, False where the user has zeroed in place all gradients of the round that is open, none of which has
+        left. It is asked on the device, where every one was written since it came; None: one was not."""
+        grads = [(self.parameters[index].grad, version) for index, version in self._came.items()]
+        written = [grad.detach() for grad, version in grads if grad is not None and grad._version != version]
+        if self._next > 0 or not written or len(written) < len(grads):
+            return None
+        return torch.stack([grad.ne(0).any() for grad in written]).any()
 
     # -- step ------------------------------------------------------------------------------------------------------
 
@@ -402,7 +419,7 @@ class Reducer:
 
     def _learn(self) -> None:
         """Collective. Agree on readiness, and lay the buckets out in the order that rank 0 has seen."""
-        reports = self.sharding.comm.gather_objects(self._counts.observation(), "the first step")
+        reports = self.sharding.everyone.gather_objects(self._counts.observation(), "the first step")
         order = self._counts.agree(reports, self.order)
         if order is not None:
             self.lay_out(order)
@@ -474,9 +491,9 @@ class Reducer:
         is looked for where gradients are zeroed a second time, with no ``step`` between: every rank knows of that.
         """
         self._complete_backward_of_units()
-        launched = self.sharding.comm.gather_objects(self.rounds.launched, "zero_grad")
+        launched = self.sharding.everyone.gather_objects(self.rounds.launched, "zero_grad")
         for _ in range(max(launched) - self.rounds.launched):
-            self.sharding.comm.rounds += 1
+            self.sharding.everyone.rounds += 1
             for bucket in self.buckets:
                 bucket.launch_nothing()
 
@@ -493,7 +510,7 @@ class Reducer:
         """Remove the hooks and drop the gradients. ``collective``: complete an open round, as other ranks may have."""
         if self._schedule is not None:
             self._schedule.listeners.remove(self)
-        comm = self.sharding.comm
+        everyone = self.sharding.everyone
         try:
             if collective:
                 self.settle_rounds()
@@ -502,11 +519,11 @@ class Reducer:
                 if bucket.arrives_within(PATIENCE_SECONDS):
                     bucket.wait()
         except RuntimeError:  # whoever closes after an error has seen it
-            comm.out_of_step = True
+            everyone.out_of_step = True
         self._hooks.remove()
         _reducers[:] = [of for of in _reducers if of() is not self]
         for bucket in self.buckets:
-            comm.out_of_step |= bucket.arrivals.under_way or bucket.gather is not None
+            everyone.out_of_step |= bucket.arrivals.under_way or bucket.gather is not None
             bucket.abandon()
             bucket.clear()
 
@@ -523,6 +540,10 @@ class Reducer:
         if self._schedule is not None and self.buffers.allocated and self.buffers.free:
             self.buffers.deallocate()
             self._schedule.reductions_arrived(self)
+
+
+def _version_of(grad: Tensor | None) -> int:
+    return -1 if grad is None else grad._version
 
 
 def _nothing() -> None:

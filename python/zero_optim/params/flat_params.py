@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..comm.buffers import debug_options
 from ..comm.collectives import Comm, Pending
+from ..comm.sharding import Sharding
 from ..comm.storage import allocate, as_own_storage, deallocate
 from .layout import BucketLayout
 from .param_shard import ParamShard
@@ -62,14 +63,14 @@ class FlatParams:
 
     # -- where they are sharded ----------------------------------------------------------------------------------
 
-    def split(self, comm: Comm, shards: Sequence[ParamShard], *, offload: bool) -> None:
+    def split(self, sharding: Sharding, shards: Sequence[ParamShard], *, offload: bool) -> None:
         """Collective. From rank 0's values keep this rank's shard, and empty ``full``.
 
         Args:
             shards: of each parameter, to show the rank's range of it from now on.
             offload: keep the shard in host memory, pinned where the parameters are on a GPU.
         """
-        comm.broadcast(self.full)
+        sharding.broadcast(self.full)
         home = torch.device("cpu") if offload else self.device
         shard = torch.empty(self.shard.numel(), dtype=self.dtype, device=home, pin_memory=home != self.device)
         self.shard = shard.copy_(self.shard)
@@ -84,14 +85,14 @@ class FlatParams:
             param_shard.flat = self
         self.reshard()
 
-    def unshard(self, comm: Comm, node: Comm | None) -> Pending | None:
-        """Start to fill ``full``: from the ranks of this ``node`` where they keep all of it, else from all ranks."""
+    def unshard(self, sharding: Sharding, node: Comm | None) -> Pending | None:
+        """Start to fill ``full``: from the ranks of this ``node`` where they keep all of it, else from all."""
         allocate(self.full)
         if node is not None and self._node_part is not None:
             node.own_part(self.full).copy_(self._node_part)
             return node.all_gather(self.full, "node_all_gather")
-        comm.own_part(self.full).copy_(self.shard, non_blocking=True)
-        return comm.all_gather(self.full) if comm.world_size > 1 else None
+        sharding.own_part(self.full).copy_(self.shard, non_blocking=True)
+        return sharding.all_gather(self.full)
 
     def show(self) -> None:
         """``full`` is there: let the plain parameters have their values."""
@@ -137,22 +138,22 @@ class FlatParams:
 
     # -- for the user to read and write --------------------------------------------------------------------------
 
-    def copy_out(self, comm: Comm) -> Tensor:
+    def copy_out(self, sharding: Sharding) -> Tensor:
         """Collective. Give the plain parameters memory of their own: what views it may outlive ``hide``."""
         whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
-        comm.own_part(whole).copy_(self.shard)
-        if comm.world_size > 1:
-            comm.all_gather(whole, "gather_parameters").wait()
+        sharding.own_part(whole).copy_(self.shard)
+        if (gather := sharding.all_gather(whole, "gather_parameters")) is not None:
+            gather.wait()
         for parameter, view in zip(self.params, self.slot_views(whole), strict=True):
             parameter.data = as_own_storage(view)
         self._locate(whole)
         self.shown = True
         return whole
 
-    def write_back(self, comm: Comm, whole: Tensor) -> None:
+    def write_back(self, sharding: Sharding, whole: Tensor) -> None:
         """Collective. Keep rank 0's values of ``whole``, which ``copy_out`` gave."""
-        comm.broadcast(whole, "gather_parameters")
-        new = comm.own_part(whole).to(self.shard.device)
+        sharding.broadcast(whole, "gather_parameters")
+        new = sharding.own_part(whole).to(self.shard.device)
         for parameter, piece in zip(self.params, self.pieces, strict=True):
             own = slice(piece.in_shard, piece.in_shard + piece.numel)
             if not torch.equal(new[own], self.shard[own]):  # whoever has made a master of it has to know, on every rank

@@ -118,7 +118,7 @@ class Clip:
                 factors = self.factor.index_select(0, self._to_device([index for _, index in pieces]))
                 terms = terms * (factors if norm_type == math.inf else factors**norm_type)
             term = once(self.sharding, (terms.amax() if norm_type == math.inf else terms.sum()).reshape(1))
-        self.sharding.comm.exchange(term, maximum=norm_type == math.inf)
+        self.sharding.exchange(term, maximum=norm_type == math.inf)
         return _root(term[0], norm_type)
 
     def _mask(self, subset: Sequence[int]) -> Tensor:

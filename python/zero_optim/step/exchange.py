@@ -43,7 +43,7 @@ class Exchange:
     ) -> None:
         self.sharding, self.labels, self._parameters = sharding, labels, parameters
         device = sharding.device
-        self.nonfinite = NonFinite(sharding.comm.rank, sharding.comm.world_size, device)
+        self.nonfinite = NonFinite(sharding.rank, sharding.world_size, device)
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         self.skipped = torch.zeros((), dtype=torch.float32, device=device)
         self.current = False
@@ -109,7 +109,7 @@ class Exchange:
         for index in set().union(*about.values()):
             self._used_counts[index].add_(_NAMED)
         self.nonfinite.report(self._reports, *flags)
-        self.sharding.comm.exchange(self._vector, maximum=norm_type == math.inf)
+        self.sharding.exchange(self._vector, maximum=norm_type == math.inf)
         if self._on_host is not None and not is_capturing(self.sharding.device):
             self._on_host.send()
             if self._on_host.immediate or any(about.values()):
@@ -170,4 +170,4 @@ class Exchange:
 
 def once(sharding: Sharding, totals: Tensor) -> Tensor:
     """Where every rank holds the same gradients, rank 0 speaks for all."""
-    return totals.zero_() if sharding.shards == 1 and sharding.comm.rank > 0 else totals
+    return totals if sharding.speaks else totals.zero_()

@@ -128,19 +128,11 @@ class OptimizerState:
         places = {piece.slot.param: (shard.tensors(), piece) for shard in self.shards for piece in shard.bucket.pieces}
         for shard in old:
             for name, tensor in shard.tensors().items():
-                full = self._gather(tensor, "construction")
+                full = self.sharding.gathered(tensor, "construction")
                 for slot in shard.bucket.layout.slots:
                     tensors, piece = places[slot.param]
                     source = full.narrow(0, slot.offset + piece.in_param, piece.numel)
                     tensors[name].narrow(0, piece.in_shard, piece.numel).copy_(source)
-
-    def _gather(self, tensor: Tensor, kind: str) -> Tensor:
-        if self.sharding.shards == 1:
-            return tensor
-        full = tensor.new_empty(tensor.numel() * self.sharding.shards)
-        self.sharding.comm.own_part(full).copy_(tensor)
-        self.sharding.comm.all_gather(full, kind).wait()
-        return full
 
     # -- state dicts ---------------------------------------------------------------------------------------------
 
@@ -205,7 +197,7 @@ class OptimizerState:
         self.refresh_edited()
         for shard in self.shards:
             for name, tensor in shard.tensors().items():
-                full = self._gather(tensor, "state")
+                full = self.sharding.gathered(tensor, "state")
                 for slot in shard.bucket.layout.slots:
                     yield slot.param, name, full.narrow(0, slot.offset, slot.numel)
 
@@ -216,16 +208,15 @@ class OptimizerState:
             names: by parameter index, the tensors that are given; the same on every rank.
             tensors: on rank 0, they themselves.
         """
-        comm = self.sharding.comm
         for shard in self.shards:
             for name, target in shard.tensors().items():
                 given = [piece for piece in shard.bucket.pieces if name in names.get(piece.slot.param, ())]
                 if not given:
                     continue
                 full = target.new_empty(shard.bucket.layout.numel)
-                for slot in (piece.slot for piece in given) if comm.rank == 0 else ():
+                for slot in (piece.slot for piece in given) if self.sharding.rank == 0 else ():
                     full.narrow(0, slot.offset, slot.numel).copy_(tensors[slot.param][name].reshape(-1))
-                comm.broadcast(full, "state")
+                self.sharding.broadcast(full, "state")
                 for piece in given:
                     source = full.narrow(0, piece.slot.offset + piece.in_param, piece.numel)
                     target.narrow(0, piece.in_shard, piece.numel).copy_(source)

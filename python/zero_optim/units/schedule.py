@@ -13,6 +13,7 @@ The next few are sent for while it computes: at once, or as soon as a reduction 
 from __future__ import annotations
 
 import enum
+import weakref
 import zlib
 from collections.abc import Sequence
 from typing import Protocol
@@ -20,7 +21,7 @@ from typing import Protocol
 import torch
 
 from ..backward_watch import BackwardWatch
-from ..comm.collectives import Comm
+from ..comm.sharding import Sharding
 from ..errors import ParameterError, ShardAccessError
 from ..params.flat_params import FlatParams
 from .order import calls_ended, merged, over
@@ -28,6 +29,8 @@ from .unit import Unit, UnitState
 
 ORDER_CODES = 64
 """How many values the digest of a rank's cycles is told apart by, when ranks compare theirs in ``step``."""
+
+_schedules: list[weakref.ref[UnitSchedule]] = []  # of this process, in the order in which they were made
 
 
 class Direction(enum.Enum):
@@ -60,8 +63,8 @@ class UnitSchedule:
         listeners: the reducers of the optimizers that train the model.
     """
 
-    def __init__(self, units: Sequence[Unit], comm: Comm, prefetch: int, *, keep_evaluating: bool) -> None:
-        self.units, self._comm, self._prefetch = list(units), comm, prefetch
+    def __init__(self, units: Sequence[Unit], sharding: Sharding, prefetch: int, *, keep_evaluating: bool) -> None:
+        self.units, self._sharding, self._prefetch = list(units), sharding, prefetch
         self._keep_evaluating = keep_evaluating
         self.listeners: list[Listener] = []
         self._reducing: set[Listener] = set()  # whose reduction is under way, and had better not be disturbed
@@ -84,11 +87,12 @@ class UnitSchedule:
         self._called: list[Unit] = []  # in the forward that is open, but for a unit called twice in a row
         self._ended: list[tuple[Unit, bool]] = []  # with whether what it gave requires a gradient
         self.record()
+        _schedules[:] = [*(of for of in _schedules if of() is not None), weakref.ref(self)]
 
     @property
     def out_of_step(self) -> bool:
         """Whether a gather has failed: the other ranks are at another one."""
-        return self._comm.out_of_step
+        return self._sharding.everyone.out_of_step
 
     # -- what modules and autograd call --------------------------------------------------------------------------
 
@@ -211,11 +215,28 @@ class UnitSchedule:
         Ranks need not do so at the same time: whenever it is, each unit is gathered in its turn. One that is unsharded
         now may be resharded before its turn, and gathered again: those behind it wait.
         """
+        self._send_for(self._prefetch)
+
+    def _send_for(self, count: int | None) -> None:
         if self._direction is not None:
-            for ahead in self._cycles[self._direction][self._place + 1 :][: self._prefetch]:
+            for ahead in self._cycles[self._direction][self._place + 1 :][:count]:
                 if ahead.state is UnitState.UNSHARDED:
                     break
                 ahead.unshard()
+
+    def _send_for_what_others_owe(self) -> None:
+        """Backward has come from other sharded models to this one, and their cycles are open. This rank may have
+        skipped units of theirs, and would gather them as backward ends. Another one waits for them before it comes
+        here::
+
+            rank 0   B 2    B 1: waits for rank 1    A 1
+            rank 1   B 2    (has not called B 1)     A 1: waits for rank 0
+
+        So all that is left of their cycles is sent for. As a rule that is nothing.
+        """
+        for other in (schedule() for schedule in _schedules):
+            if other is not None and other is not self and other._direction is Direction.BACKWARD:
+                other._send_for(None)
 
     def reduction_left(self, of: Listener) -> None:
         """A reduction is under way that the host is going to wait for, as under gloo. Gathers beside it would be a
@@ -300,6 +321,8 @@ class UnitSchedule:
 
     def _open_unit(self, unit: Unit, place: int) -> None:
         unit.unshard()
+        if self._direction is Direction.BACKWARD:
+            self._send_for_what_others_owe()
         unit.wait()
         self._open[unit] = place
 
@@ -334,7 +357,7 @@ class UnitSchedule:
         """Collective. Take rank 0's order, and have in it what other ranks, or none, have used."""
         number = {unit: index for index, unit in enumerate(self.units)}
         report = ([number[unit] for unit in self._called], [(number[u], needs) for u, needs in self._ended])
-        reports = self._comm.gather_objects(report, "the first forward")
+        reports = self._sharding.everyone.gather_objects(report, "the first forward")
         orders = [[self.units[index] for index in called] for called, _ in reports]
         self._cycles[Direction.FORWARD] = merged(orders, self.units)
         self._forward_known = True

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..comm.collectives import Comm
+from ..comm.sharding import Sharding
 from ..params.flat_params import FlatParams
 from ..params.layout import build_layout
 from ..params.param_shard import plain_parameter
@@ -26,7 +26,8 @@ class ShardedModel:
     """The units of ``model``, the root first. On one rank there is nothing to shard, and no hook.
 
     Attributes:
-        comm: of the gathers. Its group is its own: while backward runs, reductions are under way in another.
+        sharding: who shares the parameters. Its group is its own: while backward runs, reductions are under way in
+            another.
         offload: whether shards rest in host memory; such a model is not trained.
     """
 
@@ -34,15 +35,21 @@ class ShardedModel:
         self,
         model: nn.Module,
         units: Sequence[Unit],
-        comm: Comm,
+        sharding: Sharding,
         schedule: UnitSchedule,
         process_group: dist.ProcessGroup | None,
         *,
         offload: bool,
     ) -> None:
         self._process_group = weakref.ref(process_group) if process_group is not None else None
-        self.model, self.units, self.comm, self.schedule, self.offload = model, list(units), comm, schedule, offload
-        self.sharded = comm.world_size > 1 or offload
+        self.model, self.units, self.sharding, self.schedule, self.offload = (
+            model,
+            list(units),
+            sharding,
+            schedule,
+            offload,
+        )
+        self.sharded = sharding.shards > 1 or offload
         for unit in units:
             for parameter in unit.parameters:
                 _model_of[parameter] = weakref.ref(self)
@@ -55,7 +62,7 @@ class ShardedModel:
         return type(None), ()
 
     def __del__(self) -> None:
-        self.comm.close()
+        self.sharding.everyone.close()
 
     # -- what the optimizer asks for -----------------------------------------------------------------------------
 
@@ -88,25 +95,25 @@ class ShardedModel:
         """Collective. Give the thawed parameters of a frozen ``flat`` a flat tensor of their own."""
         self.schedule.settle()
         shards = dict(zip(map(id, flat.params), flat.shards, strict=False))
-        whole = flat.copy_out(self.comm) if flat.sharded else flat.full  # to live until all have moved
+        whole = flat.copy_out(self.sharding) if flat.sharded else flat.full  # to live until all have moved
         unit.flats.remove(flat)
         chosen = {id(parameter) for parameter in thawed}
         for trained in (False, True):
             params = [p for p in flat.params if (id(p) in chosen) is trained]
             if params:
-                new = flatten(params, self.comm, trained=trained)
+                new = flatten(params, self.sharding, trained=trained)
                 if flat.sharded:
-                    new.split(self.comm, [shards[id(p)] for p in params], offload=self.offload)
+                    new.split(self.sharding, [shards[id(p)] for p in params], offload=self.offload)
                 unit.flats.append(new)
         del whole
 
 
-def flatten(params: Sequence[Tensor], comm: Comm, *, trained: bool) -> FlatParams:
+def flatten(params: Sequence[Tensor], sharding: Sharding, *, trained: bool) -> FlatParams:
     """One flat tensor for parameters of one dtype."""
     numels = {index: parameter.numel() for index, parameter in enumerate(params)}
     kinds = dict.fromkeys(numels, 0)
-    (layout,) = build_layout(numels, kinds, list(numels), {0: 2**63}, comm.world_size)
-    return FlatParams(layout, params, comm.rank, trained=trained)
+    (layout,) = build_layout(numels, kinds, list(numels), {0: 2**63}, sharding.shards)
+    return FlatParams(layout, params, sharding.shard, trained=trained)
 
 
 def sharded_model_of(parameters: Iterable[Tensor]) -> list[ShardedModel]:
