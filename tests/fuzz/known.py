@@ -160,4 +160,32 @@ KNOWN: dict[str, Program] = {
             Step(1),
         ),
     ),
+    "stage 3, a raise under no_sync, zeroed in place beside an average": Program(
+        2,
+        (_optim(2, stage=3),),
+        (
+            _both(_net(0, 1)),
+            _both((Boom(), Net(0, ())), (Boom(), *_net(0, 1)), no_sync=(0,)),
+            ModuleZero(0, False),
+            Step(0),
+        ),
+    ),
+    "stages 0 and 3, a raise in a unit or before it": Program(
+        3,
+        (_optim(1, stage=0), _optim(2, stage=3)),
+        (
+            Backward(((*_net(0, 1, o=1), Use(0, 0)),) * 3),
+            Step(1),
+            Step(0),
+            Backward(
+                (
+                    (Net(1, (*_net(0, 1, o=1)[0].links, Boom())), Use(0, 0)),
+                    (*_net(0, o=1), Boom(), Use(0, 0)),
+                    (*_net(1, o=1), Boom(), Use(0, 0)),
+                )
+            ),
+            Step(1),
+            Step(0),
+        ),
+    ),
 }

@@ -3,10 +3,11 @@
 - ``step``, ``zero_grad``, ``clip_grad_norm_``, ``no_sync``, state dicts, ``observe``, ``close``, constructors,
   ``add_param_group`` and the scaler's calls are made by every rank in the same order (which a program's form sees to).
 - A backward *reaches* an optimizer on a rank if it makes a gradient there for one of its trained parameters before it
-  raises. One under ``no_sync`` may reach any ranks. One that is synchronised reaches all ranks or none, or else it is
-  the only one since the last step or zeroing, and the optimizer's ``step`` has to follow (clipping and unscaling may
-  come between, ``no_sync`` may not). Where every rank that it does not reach has raised, and the optimizer was zeroed
-  after its last step by its own ``zero_grad``, that may follow as well, but at stage 0.
+  raises; at stage 3, if it comes to a unit in order to make one. One under ``no_sync`` may reach any ranks. One that is
+  synchronised reaches all ranks or none, or else it is the only one since the last step or zeroing, and the optimizer's
+  ``step`` has to follow (clipping and unscaling may come between, ``no_sync`` may not). Where every rank that it does
+  not reach has raised, and the optimizer was zeroed after its last step by its own ``zero_grad``, that may follow as
+  well, but at stage 0.
 - At stage 0 the end of a synchronised backward waits for the other ranks. So every rank reaches the optimizers of stage
   0 in the same order; where one is reached by some ranks only, it is the only one of stage 0. While a rank may be
   waiting so (one raised, or was not reached), what follows is a call of these optimizers that completes the average, in
@@ -67,6 +68,7 @@ from fuzz.program import (
     Use,
     Zero,
     arrivals,
+    flat,
 )
 
 # Where the documents can be read in two ways: what may programs do? ``--narrow NAME`` says that they may not.
@@ -200,7 +202,7 @@ class Law:
         left_before = [bool(state.left_out) for state in self.states]
         synchronised = [o for o in range(len(self.states)) if o not in op.no_sync]
         for o in synchronised:
-            self._synchronised(self.states[o], o, came, raised)
+            self._synchronised(self.states[o], o, op, came, raised)
         called = [link.o for link in op.ranks[0] or () if isinstance(link, Net)]  # the same on all ranks
         for o in reversed(called):  # a raise leaves units to be gathered: under no_sync, and before the first gradient
             need(not left_before[o], "at stage 3 step has to follow before another forward")
@@ -220,8 +222,11 @@ class Law:
             for rank, a in enumerate(came):
                 state.grads[rank].update(a.of(o))
 
-    def _synchronised(self, state: _State, o: int, came: list[Arrivals], raised: list[bool]) -> None:
-        reached = [bool(set(a.of(o)) & state.trained) for a in came]
+    def _synchronised(self, state: _State, o: int, op: Backward, came: list[Arrivals], raised: list[bool]) -> None:
+        if state.stage == 3:
+            reached = [_comes_to_units(chain, o, state.trained) for chain in op.ranks]
+        else:
+            reached = [bool(set(a.of(o)) & state.trained) for a in came]
         if not any(reached):
             need(not any(a.of(o) for a in came), "only what was thawed is reached")
             return
@@ -432,6 +437,7 @@ class Law:
 
     def _load(self, op: Load) -> None:
         need(self._still(op.o).saved, "nothing saved")
+        need(not self.states[op.o].any_grads(), "gradients may be dropped")
 
     def _loadfull(self, op: LoadFull) -> None:
         need(self._still(op.o).saved_full, "nothing saved")
@@ -547,6 +553,13 @@ def _raises_before_units(chain: tuple[object, ...] | None, o: int) -> bool:
         return False
     behind = [inner for link in chain[net + 1 :] for inner in (link.links if isinstance(link, Net) else (link,))]
     return any(isinstance(link, Boom) and not link.forward for link in behind)
+
+
+def _comes_to_units(chain: tuple[object, ...] | None, o: int, trained: set[int]) -> bool:
+    """Whether backward comes to a unit, in order to make gradients of what is trained; it may raise before it does."""
+    used = {p for kind, other, p, _ in flat(chain) if kind == "use" and other == o}
+    called = any(isinstance(link, Net) and link.o == o for link in chain or ())
+    return called and _before_raise(chain) is None and bool(used & trained) and not _raises_before_units(chain, o)
 
 
 def _before_raise(chain: tuple[object, ...] | None) -> int | None:

@@ -177,6 +177,7 @@ class Reducer:
             return
         self._check_in_place(parameter, bucket, slot)
         self._came[index] = _version_of(parameter.grad)
+        bucket.slots.added(slot)
         full = self._readiness.gradient_ready(index, number, changes_later=self._hooks.followed_by_users(index))
         if self.rounds.open:
             self._leave_buffers()
@@ -234,6 +235,8 @@ class Reducer:
         next_is_under_way = self._schedule is not None and self._schedule.watch.running
         self.complete_open_round(_nothing if next_is_under_way else self._end_backward_of_units)
         self._came.clear()
+        for bucket in self.buckets:
+            bucket.slots.backward_begins()
         if self.synchronize:
             self._tell_change()
             if self.sharding.reduces and (self.overlap or self.sharding.stage != 1):
@@ -327,8 +330,11 @@ class Reducer:
         if self._schedule is not None and not self._schedule.watch.running:
             self._schedule.end_backward()
 
-    def _complete_backward_of_units(self) -> None:
+    def _settle_backward_of_units(self) -> None:
+        """Collective. Every rank knows that its backward has to be over: go through what is left of its gathers, also
+        where it raised here before it came to a unit. Other ranks wait in them, and come to nothing else before."""
         if self._schedule is not None:
+            self.complete_open_round()
             self._schedule.complete_backward()
 
     def complete_open_round(self, join: Callable[[], None] | None = None) -> None:
@@ -404,10 +410,10 @@ class Reducer:
         if not self.sharding.reduces:
             self._collect()
         else:
+            self._settle_backward_of_units()
             self.settle_rounds()
             for _ in range(self.rounds.state.owed):
-                self._complete_round(self._complete_backward_of_units)
-            self._complete_backward_of_units()  # nothing is left, but of one under no_sync that has raised here
+                self._complete_round(_nothing)
             unreduced = [index for bucket in self.buckets for index in bucket.settle()[0]]
             self.leftover = [] if self.late else unreduced
             if self._counts.learned is not Learned.ALL:
@@ -472,8 +478,11 @@ class Reducer:
 
     def clear(self, set_to_none: bool = True) -> None:
         """Drop every gradient, or make it zero. A round that an exception cut short is completed for the others."""
+        joins = self.sharding.reduces and self.rounds.zeroed
+        if joins:
+            self._settle_backward_of_units()
         self.settle_rounds()
-        if self.sharding.reduces and self.rounds.zeroed:
+        if joins:
             self._join_rounds_of_others()
         self.rounds.clear()
         self.late.clear()
@@ -490,7 +499,6 @@ class Reducer:
         A backward that raised before its first gradient has left no trace here, and the others wait for its round. It
         is looked for where gradients are zeroed a second time, with no ``step`` between: every rank knows of that.
         """
-        self._complete_backward_of_units()
         launched = self.sharding.everyone.gather_objects(self.rounds.launched, "zero_grad")
         for _ in range(max(launched) - self.rounds.launched):
             self.sharding.everyone.rounds += 1

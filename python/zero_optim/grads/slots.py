@@ -120,6 +120,7 @@ class Slots:
         self.refused: dict[int, str] = {}
         self.stale: set[int] = set()
         self._taken: dict[int, _Left | None] = {}
+        self._touched: set[int] = set()  # TAKEN slots that the backward under way has added to
 
     def __getitem__(self, index: int) -> SlotState:
         if self.bucket_state is GradState.EMPTY:
@@ -134,7 +135,7 @@ class Slots:
 
     def accumulate(self, index: int, handle: Tensor | None) -> bool:
         """Autograd is about to add to this slot's ``.grad``. Returns whether the user has written into a local one."""
-        if self.bucket_state is not GradState.REDUCED:
+        if self.bucket_state is not GradState.REDUCED or (index in self._touched and index in self._taken):
             return False
         grad = self._params[index].grad
         self._look(index, grad, handle)
@@ -143,7 +144,17 @@ class Slots:
             self._params[index].grad = None
         if self[index] is not SlotState.STALE:
             self._taken[index] = None  # what this backward writes is no news
+            self._touched.add(index)
         return written
+
+    def added(self, index: int) -> None:
+        """Autograd has added to this slot's ``.grad``. Noted now, as a backward that raises has no end."""
+        if index in self._taken:
+            self._note(index)
+
+    def _note(self, index: int) -> None:
+        grad = self._params[index].grad
+        self._taken[index] = None if grad is None else _Left(grad, grad._version)
 
     def _is_written(self, index: int, grad: Tensor | None) -> bool:
         """Whether the user has written into a local gradient beside an average since its backward ended."""
@@ -152,9 +163,13 @@ class Slots:
 
     def backward_ended(self) -> None:
         """Note the gradients that were added beside an average: who writes into them from here on is the user."""
-        for index in [index for index, left in self._taken.items() if left is None]:  # that it has added to
-            grad = self._params[index].grad
-            self._taken[index] = None if grad is None else _Left(grad, grad._version)
+        for index in self._touched.intersection(self._taken):  # hooks of the user's may have run since ``added``
+            self._note(index)
+        self._touched.clear()
+
+    def backward_begins(self) -> None:
+        """The last one may have raised: what was written into its gradients since is the user's."""
+        self._touched.clear()
 
     def scan(self, handles: Sequence[Tensor | None]) -> Found:
         """Read each ``.grad`` once."""

@@ -8,6 +8,67 @@ skip different units, and any order of calls works that is the same on all ranks
 
 What a visit does, and nothing else does: units before the place are *over*, and resharded; and the unit is waited for.
 The next few are sent for while it computes: at once, or as soon as a reduction that was under way has arrived.
+
+The first part of the state is the cycle that is open, a ``Direction`` or none, and the place in it. The table has what
+each event makes of it. *ends*: this rank goes through the rest of the cycle first:
+
+====================  ================  ================  ================
+cycle                 none              FORWARD           BACKWARD
+====================  ================  ================  ================
+forward: root         FORWARD           ends, FORWARD     ends, FORWARD
+forward: ahead        FORWARD           FORWARD           ends, FORWARD
+forward: open         --                FORWARD           ends, FORWARD
+forward: behind       --                ends, FORWARD     ends, FORWARD
+root returns          none              ends              ends
+unit returns          none              FORWARD           BACKWARD
+backward: ahead       BACKWARD          ends, BACKWARD    BACKWARD
+backward: open        --                ends, BACKWARD    BACKWARD
+backward: behind      --                ends, BACKWARD    ends, BACKWARD
+backward: frozen      BACKWARD          ends, BACKWARD    BACKWARD
+backward begins       none              FORWARD           ends
+backward is over      none              FORWARD           ends
+complete_backward     none              FORWARD           ends
+settle                none              ends              ends
+end_step              none              FORWARD           BACKWARD
+record                none              FORWARD           BACKWARD
+====================  ================  ================  ================
+
+- *forward*: a unit is called. *backward*: a gradient comes into it, or a checkpoint computes it again.
+- *ahead*, *open*, *behind*: where the unit is: later in the cycle; visited and not over; or over.
+- *frozen*: the unit is not in the backward cycle. It needed no gradient when the order was recorded.
+- *forward: root* with a cycle open: what was open has raised. So it is with *backward begins*.
+- *root returns*: its outermost forward. Where the order is not known, the ranks agree on it then.
+
+The second part is how many backward cycles this rank *owes* to forward cycles that other ranks may come back through:
+
+====================  ================
+owed                  becomes
+====================  ================
+FORWARD ends, trains  one more
+FORWARD ends          the same
+BACKWARD ends         one less, or 0
+complete_backward     0
+end_step              0
+====================  ================
+
+``complete_backward`` goes through what is owed, one cycle for each. With a FORWARD cycle open and a backward owed it
+drops the rest of the FORWARD cycle: then ranks that are at different places of it do not gather alike.
+
+The third part is each unit's own state. What it becomes as the cycle leaves it behind depends on what the unit keeps:
+
+====================  ============  ============  ============
+closed in             nothing       all           1/k
+====================  ============  ============  ============
+FORWARD, trains       SHARDED       UNSHARDED     NODE_SHARDED
+FORWARD, evaluates    SHARDED       SHARDED       SHARDED
+BACKWARD, comes again SHARDED       UNSHARDED     SHARDED
+BACKWARD              SHARDED       SHARDED       SHARDED
+held                  UNSHARDED     UNSHARDED     UNSHARDED
+====================  ============  ============  ============
+
+- *all* also stays UNSHARDED when it evaluates, where the schedule was made with ``keep_evaluating``.
+- *comes again*: the unit has a later place in the same cycle.
+- *held*: its forward is under way; or the backward makes a graph, and a backward through it may follow.
 """
 
 from __future__ import annotations
