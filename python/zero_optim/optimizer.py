@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,29 +19,15 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from . import validate
-from .checkpoint.state_dict import load_groups, make_state_dict, match_state, saved_order, step_counts
+from .checkpoint import rank_state
 from .comm.collectives import make_comm
 from .comm.sharding import Sharding
-from .errors import ClosedError, GradientError, ZeroOptimError
-from .grads.bucket_plan import buckets_by_size, buckets_of_units
-from .grads.reducer import Reducer
-from .grads.slots import GradState
+from .engine import Engine, Overlap
+from .errors import ClosedError, ZeroOptimError
 from .params.parameter_set import ParameterSet, listed
-from .stats import memory_by_kind
-from .step.clip import Clip
-from .step.exchange import Exchange
-from .step.hyper_table import HyperTable
-from .step.param_gather import ParamGather
-from .step.shard_state import OptimizerState
+from .rules.adamw import AdamW
 from .units.hooks import tensors_in
 from .units.sharded_model import sharded_model_of
-
-
-class Watcher(Protocol):
-    """What looks on while ``step`` updates the shards."""
-
-    def before_update(self, grad_scale: Tensor | None, found_inf: Tensor) -> None: ...
-    def after_update(self, found_inf: Tensor) -> None: ...
 
 
 class ShardedAdamW(torch.optim.Optimizer):
@@ -129,45 +114,54 @@ class ShardedAdamW(torch.optim.Optimizer):
             validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm)
             validate.warn_of_meaningless(meaningless)
             super().__init__(params, defaults)
-            self._parameters = ParameterSet(self.param_groups)
-            indices = self._parameters.read_groups()
+            parameters = ParameterSet(self.param_groups)
+            indices = parameters.read_groups()
             validate.check_groups(self.param_groups)
-            self._sharded = sharded[0] if sharded else None
-            validate.check_sharded(self._parameters, indices, stage, comm)
-            validate.check_parameters(self._parameters, indices)
-        validate.check_agreement(comm, self._parameters, 0, options)
+            validate.check_sharded(parameters, indices, stage, comm)
+            validate.check_parameters(parameters, indices)
+        validate.check_agreement(comm, parameters, 0, options)
         comm.separate()
-
-        self.stage, self.max_grad_norm, self.skip_nonfinite = stage, max_grad_norm, skip_nonfinite
-        self.device = self._parameters.all[0].device
-        self._sharding = Sharding(comm, stage, grad_reduce_dtype, self.device)
-        trained = self._parameters.trained
-        make_buckets = partial(buckets_by_size, trained, self._parameters.labels, self._sharding, bucket_cap_mb)
-        schedule = None
-        if self._sharded is not None:
-            self._parameters.take_names(self._sharded.model)
-            make_buckets = partial(buckets_of_units, self._sharded, trained, self._parameters.labels, self._sharding)
-            schedule = self._sharded.schedule
-            comm.traffic = self._sharded.sharding.everyone.traffic
-        self._reducer = Reducer(
-            trained, self._parameters.labels, self._sharding, make_buckets, overlap_grad_reduce, schedule
-        )
-        self._states = OptimizerState(trained, self._sharding)
-        self._exchange = Exchange(self._sharding, self._parameters.labels, trained, by_units=schedule is not None)
-        self._clip = Clip(self._sharding, self._parameters.labels)
-        self._hyper = HyperTable([], 0, self.device, decoupled=decoupled_weight_decay)
-        self._gather = ParamGather(overlap_param_gather and stage < 3)
-        self._reducer.on_layout = [self._states.lay_out, self._gather.use]
-        # Not a method of ours: parameters hold the reducer by its hooks, and would keep the optimizer alive.
-        self._reducer.on_change = [self._clip.discard, self._exchange.outdate]
-        self._steps = 0
-        self.watchers: list[Watcher] = []  # told of every update; ``zero_optim.verify`` adds one
+        if sharded:
+            parameters.take_names(sharded[0].model)
+            comm.traffic = sharded[0].sharding.everyone.traffic
+        sharding = Sharding(comm, stage, grad_reduce_dtype, parameters.all[0].device)
+        rule, overlap = AdamW(decoupled_weight_decay), Overlap(overlap_grad_reduce, overlap_param_gather)
+        self.engine = Engine(parameters, sharding, rule, sharded[0] if sharded else None, bucket_cap_mb, overlap)
+        self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self._closed = False
         try:
-            self._take_in(indices, self._to_train(indices))
+            self.engine.take_in(indices, self.engine.to_train(indices))
         except BaseException:
             self._close(collective=False)
             raise
+
+    @property
+    def stage(self) -> int:
+        """What the ranks share, as given."""
+        return self.engine.sharding.stage
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters, gradients and state are."""
+        return self.engine.sharding.device
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """As given; read at every step."""
+        return self.engine.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        self.engine.max_grad_norm = value
+
+    @property
+    def skip_nonfinite(self) -> bool:
+        """As given; read at every step."""
+        return self.engine.skip_nonfinite
+
+    @skip_nonfinite.setter
+    def skip_nonfinite(self, value: bool) -> None:
+        self.engine.skip_nonfinite = value
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -179,124 +173,26 @@ class ShardedAdamW(torch.optim.Optimizer):
             GradientError: a gradient that cannot be used, or one that came after its bucket had been reduced.
             ClosedError: after ``close()``.
         """
-        self._check_usable()
-        self._sharding.everyone.check_alone()
-        self._parameters.check_groups_unedited()
-        self._hyper.check(self.param_groups)
-        if self._sharded is not None:
-            self._sharded.schedule.check_not_gathered()
+        self.check_usable()
+        self.engine.check_step(self.param_groups)
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._update()
-        return result
-
-    @torch.compiler.disable  # traced together with step, it counted no steps (seen)
-    def _update(self) -> None:
-        self._gather.wait()
         self._adopt_torch_scale()
-        self._keep_edits()
-        self._states.refresh_edited()
-        self._finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
-        grad_scale, found_inf = self._coefficients()
-        self._apply(grad_scale, found_inf)
-
-    # Phases 1 and 2: complete the reductions; agree on norm, overflow and used parameters.
-
-    def _finish_and_exchange(self, norm_type: float | None) -> None:
-        if self._exchange.current:
-            self._follow_edits()
-        if self._exchange.current and self._exchange.with_stats >= self._wants_stats:
-            return
-        while True:
-            thawed = self._parameters.thawed()
-            validate.check_kinds(self._parameters, thawed)
-            used = self._reducer.finish()
-            self._run_exchange(used, norm_type, thawed)
-            if not thawed and not self._reducer.leftover:
-                return
-            # On all ranks, as the exchange has shown. These gradients come in a round of their own; then once more.
-            self._reducer.reduce_leftover()
-            if thawed:
-                self._take_in(thawed, thawed)
-
-    @property
-    def _wants_stats(self) -> bool:
-        return self.skip_nonfinite or self._clip.scaled
-
-    def _run_exchange(self, used: bytearray, norm_type: float | None, thawed: Sequence[int]) -> None:
-        reducer = self._reducer
-        refused = reducer.refused
-        about = {"late": reducer.late, "refused": {*refused}, "thawed": {*thawed}, "leftover": {*reducer.leftover}}
-        try:
-            self._exchange.run(
-                reducer.buckets,
-                used,
-                norm_type,
-                stats=self._wants_stats,
-                about=about,
-                order_code=0 if self._sharded is None else self._sharded.schedule.order_code,
-                own=[*refused.values()],
-                flags=(reducer.nonfinite, reducer.slot_params),
-            )
-        except ZeroOptimError:
-            self._clip.unclip()
-            raise
-
-    def _follow_edits(self) -> None:
-        """Gradients dropped or assigned since the exchange count as they are; what was clipped stays so."""
-        assigned, dropped = self._reducer.recheck()
-        if assigned and self._sharding.reduces:
-            raise GradientError(
-                "a gradient was assigned after clip_grad_norm_ had reduced them: assign it before, on every rank"
-            )
-        self._exchange.current = not (assigned or dropped)
-
-    # Phase 3: one device scalar that unscales and clips, and one that says whether to skip.
-
-    def _coefficients(self) -> tuple[Tensor | None, Tensor]:
-        if self.max_grad_norm is not None and not self._clip.clipped:
-            self._clip.clip_to(self.max_grad_norm, 2.0, self._exchange, self._reducer.buckets)
-        self._exchange.decide(self._wants_stats)
-        return self._clip.grad_scale(), self._exchange.found_inf
-
-    # Phase 4: update every shard and send it out, in the order in which the next forward wants the parameters.
-
-    def _apply(self, grad_scale: Tensor | None, found_inf: Tensor) -> None:
-        self._hyper.advance(self.param_groups, self._exchange.used & (found_inf == 0), self._clip.factor)
-        if self._sharded is not None:
-            self._sharded.schedule.settle()
-        for watcher in self.watchers:
-            watcher.before_update(grad_scale, found_inf)
-        for shard in reversed(self._states.shards):
-            shard.update(self._hyper.table, grad_scale, found_inf, self._exchange.nonfinite.marks)
-            shard.bucket.unshard()
-        self._gather.after_step()
-        for watcher in self.watchers:
-            watcher.after_update(found_inf)
-        self._states.mark_updated()
-        self._exchange.skipped += found_inf.reshape(())
-        self._steps += 1
-        self._reducer.end_step()
-        if self._sharded is not None:
-            self._sharded.schedule.end_step()
-        self._forget_coefficients()
+        self.engine.step(self.param_groups)
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient; ``set_to_none=False`` makes it zero instead, which counts as a gradient in ``step``."""
-        self._check_usable()
-        self._reducer.clear(set_to_none)
-        for parameter in self._parameters.untrained():
-            if parameter.grad is not None:
-                parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
-        self._forget_coefficients()
+        self.check_usable()
+        self.engine.zero_grad(set_to_none=set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards within it add up on each rank, communicating nothing; the next outside, or ``step``, reduces."""
-        self._check_usable()
-        with self._reducer.no_sync():
+        self.check_usable()
+        with self.engine.reducer.no_sync():
             yield
 
     @torch.no_grad()
@@ -317,48 +213,36 @@ class ShardedAdamW(torch.optim.Optimizer):
         Raises:
             ParameterError: one of ``parameters`` is not this optimizer's.
         """
-        self._check_usable()
+        self.check_usable()
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
-        subset = None if parameters is None else self._parameters.indices_of(parameters)
-        self._finish_and_exchange(float(norm_type) if subset is None else None)
-        return self._clip.clip_to(max_norm, float(norm_type), self._exchange, self._reducer.buckets, subset)
+        subset = None if parameters is None else self.engine.parameters.indices_of(parameters)
+        return self.engine.clip_grad_norm(max_norm, float(norm_type), subset)
 
     # -- loss scaling --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def unscale_gradients(self, inverse_scale: Tensor) -> None:
         """For ``GradScaler.unscale_``: divide gradients where ``.grad`` shows them, a dtype at a time; else note it."""
-        self._check_usable()
-        self._clip.scaled = True
-        if self._parameters.thawed():
-            self._finish_and_exchange(None)  # takes them in
-        if not self._reducer.make_readable():
-            self._clip.inverse_scale = inverse_scale
-            return
-        self._exchange.current = False
-        present = [bucket.grad_buffer for bucket in self._reducer.buckets if bucket.state is not GradState.EMPTY]
-        for dtype in {buffer.dtype for buffer in present}:
-            torch._amp_foreach_non_finite_check_and_unscale_(
-                [buffer for buffer in present if buffer.dtype == dtype], self._exchange.found_inf, inverse_scale
-            )
+        self.check_usable()
+        self.engine.unscale(inverse_scale)
 
     def step_scaled(self, inverse_scale: Tensor | None) -> Any:
         """For ``GradScaler.step``: step on gradients times ``inverse_scale`` [1]; None: they were unscaled before."""
-        self._clip.scaled = True
+        self.engine.clip.scaled = True
         if inverse_scale is not None:
-            self._clip.inverse_scale = inverse_scale
+            self.engine.clip.inverse_scale = inverse_scale
         return self.step()
 
     @torch.no_grad()
     def found_inf_without_step(self) -> Tensor:
         """For ``GradScaler.update`` after ``unscale_`` alone: [1] fp32, not 0 where a gradient is not finite."""
-        self._finish_and_exchange(None)
-        return self._exchange.overflowed()
+        self.engine.finish_and_exchange(None)
+        return self.engine.exchange.overflowed()
 
     def found_inf_of_step(self) -> Tensor:
         """For ``GradScaler.update``: [1] fp32, not 0 where the last step was skipped."""
-        return self._exchange.found_inf.clone()
+        return self.engine.exchange.found_inf.clone()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -368,7 +252,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         """
         if sys._getframe(1).f_globals.get("__name__") != TorchGradScaler.__module__:
             return False
-        if self._sharding.reduces:
+        if self.engine.sharding.reduces:
             raise ZeroOptimError(
                 "torch.amp.GradScaler does not share overflows over ranks: use zero_optim.GradScaler(), same interface"
             )
@@ -376,14 +260,10 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def _adopt_torch_scale(self) -> None:
         if getattr(self, "found_inf", None) is not None:
-            self._clip.scaled = True
+            self.engine.clip.scaled = True
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
-            self._clip.inverse_scale = scale.double().reciprocal().float().reshape(1)
-
-    def _forget_coefficients(self) -> None:
-        self._clip.reset()
-        self._exchange.current = False
+            self.engine.clip.inverse_scale = scale.double().reciprocal().float().reshape(1)
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -395,30 +275,22 @@ class ShardedAdamW(torch.optim.Optimizer):
         if value:
             raise ZeroOptimError("state cannot be assigned: load_state_dict() takes one over; an empty dict restarts")
         self._empty_state = value
-        if hasattr(self, "_states"):  # else torch's constructor assigns it
-            self._states.restart(set(self._parameters.trained))
-            self._hyper.steps.zero_()
+        if hasattr(self, "engine"):  # else torch's constructor assigns it
+            self.engine.restart()
 
     # -- the user's edits and names ------------------------------------------------------------------------------
 
     @torch.no_grad()
     def refresh_master(self) -> None:
         """Take over parameters edited in a way that version counters cannot show, such as through ``p.data``."""
-        self._check_usable()
-        self._gather.wait()
-        self._keep_edits(unseen=True)
-        self._states.refresh_masters(set(self._parameters.trained))
-
-    def _keep_edits(self, *, unseen: bool = False) -> None:
-        """At stage 3, before masters are made from shards: what was written into parameters that are whole now."""
-        for unit in self._sharded.units if self._sharded is not None else ():
-            unit.keep_edits(unseen=unseen)
+        self.check_usable()
+        self.engine.refresh_masters()
 
     def wait_for_parameters(self) -> None:
         """Order what follows after the updates of the last ``step``. Needed with ``overlap_param_gather=True`` alone,
         before parameters are read or written in another way than by calling their modules."""
-        self._check_usable()
-        self._gather.wait()
+        self.check_usable()
+        self.engine.gather.wait()
 
     def attach(self, model: nn.Module) -> None:
         """Make the model known: names in messages and state dicts are those of ``model.named_parameters()``, and with
@@ -426,19 +298,17 @@ class ShardedAdamW(torch.optim.Optimizer):
 
         Raises ParameterError where the model lacks a parameter of this optimizer.
         """
-        self._check_usable()
-        self._parameters.take_names(model)
-        for bucket in self._reducer.buckets:
-            bucket.relabel()
-        if self._gather.overlap:
-            self._gather.attach(model, {id(parameter): i for i, parameter in enumerate(self._parameters.all)})
+        self.check_usable()
+        parameters, gather = self.engine.parameters, self.engine.gather
+        parameters.take_names(model)
+        self.engine.relabel()
+        if gather.overlap:
+            gather.attach(model, {id(parameter): index for index, parameter in enumerate(parameters.all)})
 
     def observe(self) -> None:
         """Count anew, in the next backward, how often each gradient becomes ready; call it on every rank."""
-        self._check_usable()
-        self._reducer.observe()
-        if self._sharded is not None:
-            self._sharded.schedule.record()
+        self.check_usable()
+        self.engine.observe()
 
     # -- the parameters ------------------------------------------------------------------------------------------
 
@@ -447,57 +317,31 @@ class ShardedAdamW(torch.optim.Optimizer):
 
         Raises what the constructor raises; then nothing was added.
         """
-        if not hasattr(self, "_parameters"):  # called by the constructor
+        if not hasattr(self, "engine"):  # called by the constructor
             super().add_param_group(param_group)
             return
-        self._check_usable()
+        self.check_usable()
         self.settle()
-        before, comm = len(self.param_groups), self._sharding.everyone
+        before, parameters, everyone = len(self.param_groups), self.engine.parameters, self.engine.sharding.everyone
         try:
-            with comm.raising_together("add_param_group"):
-                super().add_param_group(self._parameters.with_names(param_group))
-                indices = self._parameters.read_groups()
+            with everyone.raising_together("add_param_group"):
+                super().add_param_group(parameters.with_names(param_group))
+                indices = parameters.read_groups()
                 validate.check_groups(self.param_groups[before:], before)
-                validate.check_sharded(self._parameters, indices, self.stage, comm)
-                validate.check_parameters(self._parameters, indices)
-            validate.check_agreement(comm, self._parameters, before, {})
+                validate.check_sharded(parameters, indices, self.stage, everyone)
+                validate.check_parameters(parameters, indices)
+            validate.check_agreement(everyone, parameters, before, {})
         except BaseException:
             del self.param_groups[before:]
-            self._parameters.read_groups()
+            parameters.read_groups()
             raise
-        self._take_in(indices, self._to_train(indices))
+        self.engine.take_in(indices, self.engine.to_train(indices))
 
     def settle(self) -> None:
         """What a backward or ``step`` has left under way is over afterwards. What communicates outside of both begins
         with it: another rank may wait for what a backward that raised here owes it. Nothing where this was closed."""
-        if self._closed:
-            return
-        self._reducer.settle_rounds()
-        self._gather.wait()
-        if self._sharded is not None:
-            self._sharded.schedule.settle()
-        self._exchange.check_alarms()
-
-    def _to_train(self, indices: Sequence[int]) -> list[int]:
-        """Those that require a gradient, and those whose bucket has others that do."""
-        wanted = self._parameters.requiring_grad(indices)
-        if self._sharded is None:
-            return wanted
-        beside = {id(p) for flat in self._sharded.trained_flats() for p in flat.params}
-        return [index for index in indices if index in wanted or id(self._parameters.all[index]) in beside]
-
-    def _take_in(self, indices: Sequence[int], trained: Sequence[int]) -> None:
-        """Collective. Give these parameters what they lack: rank 0's values, and those that are ``trained`` a place."""
-        for index in indices if self._sharded is None else ():
-            self._sharding.everyone.broadcast(self._parameters.all[index].data)
-        self._parameters.claim(indices)
-        self._parameters.train(trained)
-        self._exchange.resize()
-        self._clip.resize()
-        self._hyper.grow(self._parameters.group_of, len(self.param_groups))
-        if trained:
-            self._states.grow(self._reducer.grow(trained))
-            self._gather.use(self._reducer.buckets)
+        if not self._closed:
+            self.engine.settle()
 
     # -- state and statistics ------------------------------------------------------------------------------------
 
@@ -508,11 +352,10 @@ class ShardedAdamW(torch.optim.Optimizer):
         else ``FlatShard``. fp32 parameters have no master. Keys stand in the order of the buckets, which
         loading restores. Hooks are called as torch calls them.
         """
-        self._check_usable()
+        self.check_usable()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        self._keep_edits()
-        state = make_state_dict(self.param_groups, self._states.export(), self._hyper.steps.float())
+        state = rank_state.save(self.engine, self.param_groups)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state)
             state = state if changed is None else changed
@@ -527,22 +370,15 @@ class ShardedAdamW(torch.optim.Optimizer):
         those that do not round to them at the next step. Gradients may be dropped. Raises StateMismatchError before any
         state is changed, naming what does not fit; on every rank.
         """
-        self._check_usable()
+        self.check_usable()
         self.settle()
-        comm = self._sharding.everyone
-        saved: dict[int, Mapping[str, Any]] = {}
-        copies: list[tuple[Tensor, Tensor]] = []
-        with comm.raising_together("load_state_dict"):
+        with self.engine.sharding.everyone.raising_together("load_state_dict"):
             state_dict = self._prepare_load(state_dict)
-            saved = match_state(state_dict, self._parameters, decoupled=self._hyper.decoupled)
-        self._reducer.restore_order(comm.gather_objects(saved_order(saved), "load_state_dict")[0])
-        with comm.raising_together("load_state_dict"):
-            copies = self._states.plan_load(saved, self._parameters.labels)
-        self._states.load(copies)
-        self._states.restart(set(self._parameters.trained) - set(saved))
-        self._hyper.steps.copy_(step_counts(saved, len(self._hyper.steps)))
-        load_groups(self.param_groups, state_dict["param_groups"])
-        self._exchange.current = False  # gradients may have been dropped
+        rank_state.load(self.engine, self.param_groups, state_dict)
+        self.call_load_hooks()
+
+    def call_load_hooks(self) -> None:
+        """Those given to ``register_load_state_dict_post_hook``, as torch calls them."""
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -562,25 +398,12 @@ class ShardedAdamW(torch.optim.Optimizer):
         the first non-finite gradient in the latest run of steps that had one, ``step`` counted from 1; parameter and
         rank are None until the next step where the overflow arose in the sum, in another rank's shard).
         """
-        self._check_usable()
-        return {
-            "stage": self.stage,
-            "world_size": self._sharding.everyone.world_size,
-            "buckets": len(self._reducer.buckets),
-            "steps": self._steps,
-            "skipped_steps": int(self._exchange.skipped),
-            "collectives": self._sharding.everyone.stats(),
-            "memory": memory_by_kind(self._states.shards, self._reducer.buffers, self._sharded),
-            "non_finite": self.first_non_finite(),
-        }
+        self.check_usable()
+        return self.engine.stats()
 
     def first_non_finite(self) -> dict[str, Any] | None:
         """``stats()["non_finite"]``, by itself."""
-        first = self._exchange.nonfinite.first()
-        if first is None:
-            return None
-        index, rank, step = first
-        return {"parameter": None if index is None else self._parameters.name(index), "rank": rank, "step": step}
+        return self.engine.first_non_finite()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -596,10 +419,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         # __del__ removed the hooks, and gradients stayed whole until step).
         if not self.__dict__.get("_closed", True):
             self._closed = True
-            self._gather.close()
-            self._reducer.close(collective=collective)
-            self._parameters.release()
-            self._sharding.everyone.close()
+            self.engine.close(collective=collective)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():  # half of what it would use is gone; the process takes the rest along
@@ -611,6 +431,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             "or zero_optim.full_state_dict(opt), and load it into a new one"
         )
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise ClosedError after ``close()``."""
         if self._closed:
             raise ClosedError("this optimizer was closed: make a new one")

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_kernels import HYPER_COLUMNS, is_capturing
+from zero_kernels import is_capturing
 
 from .errors import ParameterError, ZeroOptimError
 from .optimizer import ShardedAdamW
 from .params.layout import SlotPiece
+from .params.parameter_set import ParameterSet
+from .rules.update_rule import master_of
 from .step.shard_state import ShardState
 
 POSITIONS = 1024
@@ -24,8 +26,6 @@ POSITIONS = 1024
 ULPS_AN_UPDATE = 18
 """An update rounds the decayed value and the difference by half an ulp each, and forms what it subtracts, of lr's size,
 in about ten operations: that is eps * (|p| + 8 lr), and an ulp is eps / 2 or more of the larger of the two."""
-
-_GRAD_FACTOR = HYPER_COLUMNS.index("grad_factor")
 
 
 @dataclass(frozen=True)
@@ -85,29 +85,30 @@ def verify(
 
 
 class Verifier:
-    """What ``verify`` returns. One of ``opt.watchers`` until it is closed."""
+    """What ``verify`` returns. One of the engine's watchers until it is closed."""
 
     def __init__(self, opt: ShardedAdamW, every: int, parameters: Iterable[Tensor | str] | None, samples: int) -> None:
         if every < 1 or samples < 1:
             raise ValueError(f"every and samples must be 1 or more, got {every} and {samples}")
-        opt._check_usable()
-        self._opt, self._every, self._samples = opt, every, samples
-        self._chosen = None if parameters is None else _indices(opt, parameters)
-        self._found = VerifyReport(rank=opt._sharding.everyone.rank)
+        opt.check_usable()
+        self._opt, self._engine, self._every, self._samples = opt, opt.engine, every, samples
+        self._chosen = None if parameters is None else _indices(opt.engine.parameters, parameters)
+        self._found = VerifyReport(rank=self._engine.sharding.rank)
         self.resync()
         self._on_load = opt.register_load_state_dict_post_hook(lambda opt: self.resync())
-        opt.watchers.append(self)
+        self._engine.watchers.append(self)
 
     def resync(self) -> None:
         """Start the shadow anew from the live state of the next step; the report goes on."""
         self._shadows: dict[int, _Shadow] = {}
-        self._steps = self._opt._hyper.steps.to("cpu", copy=True)  # [parameters] float64: the shadow's own from here on
+        # [parameters] float64: the shadow's own from here on
+        self._steps = self._engine.hyper.steps.to("cpu", copy=True)
         self._tracked: list[tuple[ShardState, SlotPiece, _Shadow]] = []
 
     def close(self) -> None:
         """Stop looking. ``report()`` still works."""
-        if self in self._opt.watchers:
-            self._opt.watchers.remove(self)
+        if self in self._engine.watchers:
+            self._engine.watchers.remove(self)
             self._on_load.remove()
 
     def __enter__(self) -> Verifier:
@@ -118,7 +119,7 @@ class Verifier:
 
     def report(self) -> VerifyReport:
         """Collective: the same on every rank, with the largest difference of all and the counts added up."""
-        found = self._opt._sharding.everyone.gather_objects(self._found, "the report of verify")
+        found = self._engine.sharding.everyone.gather_objects(self._found, "the report of verify")
         worst = max(found, key=lambda report: report.ulps)
         totals = {name: sum(getattr(r, name) for r in found) for name in ("compared", "unrounded", "edited")}
         return replace(worst, **totals)
@@ -128,9 +129,9 @@ class Verifier:
     @torch.no_grad()
     def before_update(self, grad_scale: Tensor | None, found_inf: Tensor) -> None:
         """Take over edits, then update the shadow by what the shards are about to be updated by."""
-        if is_capturing(self._opt.device):
+        if is_capturing(self._engine.sharding.device):
             raise ZeroOptimError("verify reads device values: close() it before capturing a step")
-        used = self._opt._exchange.used.cpu()
+        used = self._engine.exchange.used.cpu()
         self._steps = torch.cat((self._steps, self._steps.new_zeros(len(used) - len(self._steps))))
         self._tracked = self._track()
         if bool(found_inf):
@@ -141,26 +142,27 @@ class Verifier:
             index = piece.slot.param
             if used[index]:
                 # The table's factor carries the clip and the sign; the sign is the shadow's own.
-                factor = abs(float(self._opt._hyper.table[index, _GRAD_FACTOR]))
+                factor = abs(float(self._engine.hyper.grad_factors[index]))
                 gradient = shadow.held_of(shard.bucket.grad_shard, piece).double() * (scale * factor)
-                group = self._opt.param_groups[self._opt._parameters.group_of[index]]
-                shadow.update(gradient, group, float(self._steps[index]), self._opt._hyper.decoupled)
+                group = self._opt.param_groups[self._engine.parameters.group_of[index]]
+                shadow.update(gradient, group, float(self._steps[index]))
 
     @torch.no_grad()
     def after_update(self, found_inf: Tensor) -> None:
-        step = self._opt._steps + 1
+        step = self._engine.steps + 1
         for shard, piece, shadow in self._tracked:
             shadow.remember(shard, piece)
             if step % self._every == 0:
                 self._compare(shard, piece, shadow, step)
 
     def _compare(self, shard: ShardState, piece: SlotPiece, shadow: _Shadow, step: int) -> None:
-        master = shadow.held_of(_master(shard), piece)
+        with shard.opened() as state:
+            master = shadow.held_of(shard.master(state), piece)
         ulps = shadow.ulps_off(master)
         unrounded = (master.to(shard.bucket.dtype) != shadow.parameter[shadow.held]) & ~master.isnan()
         self._count(compared=master.numel(), unrounded=int(unrounded.sum()))
         if ulps > self._found.ulps:
-            name = self._opt._parameters.name(piece.slot.param)
+            name = self._engine.parameters.name(piece.slot.param)
             self._found = replace(self._found, ulps=ulps, parameter=name, step=step, updates=shadow.updates)
 
     def _count(self, **more: int) -> None:
@@ -172,7 +174,7 @@ class Verifier:
         """The shadowed pieces where they are now, each shadow brought up to date with layout and edits."""
         pieces = {
             piece.slot.param: (shard, piece)
-            for shard in self._opt._states.shards
+            for shard in self._engine.states.shards
             for piece in shard.bucket.pieces
             if piece.numel
         }
@@ -186,12 +188,12 @@ class Verifier:
 
 
 class _Shadow:
-    """Some elements of one parameter in float64.
+    """Some elements of one parameter in float64. For state that has a value an element.
 
     Attributes:
         positions: [n] int64, flat indices in the parameter; the state has that length on every rank.
         held: the part of it that this rank holds; the rest is meaningless.
-        master, exp_avg, exp_avg_sq: [n] float64.
+        state: by name, [n] float64.
         scale: [n] float64, the largest magnitude that lr or the master had so far: rounding errors are units of it.
         parameter: [n] the parameter's dtype, as the last step left it.
         updates: followed since it was started.
@@ -199,11 +201,13 @@ class _Shadow:
 
     def __init__(self, numel: int, shard: ShardState) -> None:
         device = shard.bucket.device
+        self._rule = shard.rule
         self._places = _spread(range(numel), POSITIONS)
         self.positions = torch.tensor(self._places, dtype=torch.int64, device=device)
         self.held = slice(0, 0)
         n = len(self._places)
-        self.master, self.exp_avg, self.exp_avg_sq, self.scale = torch.zeros(4, n, dtype=torch.float64, device=device)
+        self.state = {t.name: torch.zeros(n, dtype=torch.float64, device=device) for t in self._rule.tensors}
+        self.scale = torch.zeros(n, dtype=torch.float64, device=device)
         self.parameter = torch.zeros(n, dtype=shard.bucket.dtype, device=device)
         self.updates = 0
 
@@ -220,30 +224,21 @@ class _Shadow:
         came = (places < before.start) | (places >= before.stop)
         parameter = self.held_of(shard.bucket.param_shard, piece)
         edited = (parameter != self.parameter[self.held]) & ~came
-        live = {"master": _master(shard), "exp_avg": shard.exp_avg, "exp_avg_sq": shard.exp_avg_sq}
-        for name, tensor in live.items():
-            new = came | edited if name == "master" else came
-            mine = getattr(self, name)[self.held]
-            mine.copy_(torch.where(new, self.held_of(tensor, piece).double(), mine))
+        with shard.opened() as state:
+            for name, mine in self.state.items():
+                master = name == master_of(self._rule)
+                live = self.held_of(shard.master(state) if master else state[name], piece).double()
+                mine[self.held] = torch.where(came | edited if master else came, live, mine[self.held])
         self.scale[self.held] = torch.where(came, 0.0, self.scale[self.held])
         return int(edited.sum())
 
-    def update(self, g: Tensor, group: Mapping[str, Any], step: float, decoupled: bool) -> None:
-        """AdamW (Loshchilov and Hutter, 2019) or Adam with L2, exact but for coefficients rounded once to fp32."""
-        lr, (beta1, beta2), decay = float(group["lr"]), map(float, group["betas"]), float(group["weight_decay"])
-        p, m, v = self.master[self.held], self.exp_avg[self.held], self.exp_avg_sq[self.held]
+    def update(self, gradient: Tensor, group: Mapping[str, Any], step: float) -> None:
+        """The rule's own arithmetic, exact but for coefficients rounded once to fp32."""
+        held = {name: tensor[self.held] for name, tensor in self.state.items()}
+        size = held[master_of(self._rule)].abs().clamp(min=float(group["lr"]))
         self.updates += 1
-        self.scale[self.held] = torch.maximum(self.scale[self.held], p.abs().clamp(min=lr))
-        if group.get("maximize"):
-            g = -g
-        if decoupled:
-            p.mul_(_f32(1 - lr * decay))
-        else:
-            g = g + _f32(decay) * p
-        m.mul_(_f32(beta1)).add_(g * _f32(1 - beta1))
-        v.mul_(_f32(beta2)).add_(g * g * _f32(1 - beta2))
-        root = v.sqrt() / _f32(math.sqrt(1 - beta2**step)) + _f32(float(group["eps"]))
-        p.sub_(_f32(lr / (1 - beta1**step)) * (m / root))
+        self.scale[self.held] = torch.maximum(self.scale[self.held], size)
+        self._rule.update_in_float64(held, gradient, group, step)
 
     def remember(self, shard: ShardState, piece: SlotPiece) -> None:
         """Note the parameter as the step has left it: what differs before the next was edited."""
@@ -251,20 +246,12 @@ class _Shadow:
 
     def ulps_off(self, live: Tensor) -> float:
         """The largest difference of ``live`` masters, in fp32 units in the last place; inf where one is not finite."""
-        shadow, live = self.master[self.held], live.double()
+        shadow, live = self.state[master_of(self._rule)][self.held], live.double()
         scale = torch.maximum(self.scale[self.held], shadow.abs())
         exponent = torch.frexp(scale).exponent.clamp(min=-125)
         off = (live - shadow).abs() / torch.ldexp(torch.ones_like(scale), exponent - 24)
         same = (live == shadow) | (live.isnan() & shadow.isnan())
         return float(torch.where(same, 0.0, off.nan_to_num(nan=math.inf)).max()) if live.numel() else 0.0
-
-
-def _master(shard: ShardState) -> Tensor:
-    return shard.bucket.param_shard if shard.master is None else shard.master
-
-
-def _f32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32))
 
 
 def _spread(values: Sequence[int], count: int) -> list[int]:
@@ -275,8 +262,7 @@ def _spread(values: Sequence[int], count: int) -> list[int]:
     return [values[i * last // max(count - 1, 1)] for i in range(count)]
 
 
-def _indices(opt: ShardedAdamW, parameters: Iterable[Tensor | str]) -> set[int]:
-    known = opt._parameters
+def _indices(known: ParameterSet, parameters: Iterable[Tensor | str]) -> set[int]:
     of_names = {known.name(index): index for index in known.trained}
     of_tensors = {id(parameter): index for index, parameter in known.trained.items()}
     chosen: set[int] = set()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import gc, sys
+import contextlib, sys
 import torch
 import torch.distributed as dist
 import zero_optim
@@ -60,10 +60,10 @@ def train(opts):
     for model in models:
         loss(model).backward()
     if where == "backward":
+        for model in models[:-1]:
+            with contextlib.suppress(ArithmeticError):
+                loss(model, boom=True).backward()
         loss(models[-1], boom=True).backward()
-    if where == "no_sync":
-        with opts[-1].no_sync():
-            loss(models[-1], boom=True).backward()
     raise ArithmeticError("the user's own error")
 
 
@@ -95,10 +95,11 @@ def run(where: str, world_size: int, directory: Path) -> list[tuple[int, str, st
     return [(rank.returncode, *output) for rank, output in zip(ranks, outputs, strict=True)]
 
 
-@pytest.mark.parametrize(("where", "world_size"), [("step", 1), ("step", 2), ("backward", 2), ("no_sync", 2)])
+@pytest.mark.parametrize(("where", "world_size"), [("step", 1), ("step", 2), ("backward", 2)])
 def test_an_error_that_nobody_catches_is_all_that_is_printed(where: str, world_size: int, tmp_path: Path) -> None:
-    """Between two steps, within a backward with reductions under way, or in a ``no_sync`` block; at every stage."""
+    """Before a step, or within a backward whose reductions have begun to leave; at every stage."""
     for code, output, errors in run(where, world_size, tmp_path):
+        errors = re.sub(r"^\[rank\d\]: ?", "", errors, flags=re.MULTILINE)  # torch's own hook says whose it is
         traceback = r"Traceback \(most recent call last\):\n(  .*\n)+ArithmeticError: the user's own error\n"
         assert re.fullmatch(traceback, errors), errors
         assert (code, output) == (1, "")

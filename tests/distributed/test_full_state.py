@@ -345,7 +345,7 @@ def _described(rank: int, world_size: int) -> dict[str, Any]:
         state = zero_optim.full_state_dict(opt, rank=1)
     gathers = [call for call in log.calls if call.dtype == torch.float32]
     assert {call.name for call in gathers} == {"broadcast_"}  # over gloo a gather is a broadcast a rank
-    largest = max(bucket.layout.numel for bucket in opt._reducer.buckets)
+    largest = max(bucket.layout.numel for bucket in opt.engine.reducer.buckets)
     assert len(gathers) == world_size * 3 * opt.stats()["buckets"], "a gather for each of three tensors of a bucket"
     assert max(call.bytes for call in gathers) * world_size == 4 * largest
     assert opt.stats()["collectives"]["state"]["calls"] * world_size == len(gathers)
@@ -392,7 +392,7 @@ def _failing_on_one_rank(rank: int, world_size: int) -> str:
     opt = _sharded(params, stage=2)
     _train(params, opt, range(1), rank, world_size)
     if rank == 1:
-        opt._parameters.all[0] = torch.empty(3, 3)  # the state's copy does not fit
+        opt.engine.parameters.all[0] = torch.empty(3, 3)  # the state's copy does not fit
     try:
         zero_optim.full_state_dict(opt, rank=None)
     except RuntimeError as error:

@@ -116,7 +116,7 @@ def _under_way(opt: zero_optim.ShardedAdamW, model: nn.Module) -> dict[str, bool
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         names[id(parameter)]: bucket.gather is not None
-        for bucket in opt._reducer.buckets
+        for bucket in opt.engine.reducer.buckets
         for parameter in bucket.params
     }
 

@@ -58,7 +58,7 @@ def _drop_one_of_two(rank, world_size):
     opt = ShardedAdamW([filler, second, first], stage=2, weight_decay=0.0)
     both = first.sum() + second.sum() if rank == 0 else first.sum()
     (both + filler.sum()).backward()
-    shared = [{slot.param for slot in bucket.layout.slots} for bucket in opt._reducer.buckets]
+    shared = [{slot.param for slot in bucket.layout.slots} for bucket in opt.engine.reducer.buckets]
     first.grad = None
     opt.step()
     return {1, 2} in shared, (second != 1).sum().item(), (first != 1).sum().item()
@@ -127,7 +127,7 @@ def test_a_parameter_given_twice_is_refused():
 def _old_buckets_after_a_new_layout(rank, world_size):
     parameters = _parameters(4)
     opt = ShardedAdamW(parameters, stage=2)
-    old = [weakref.ref(bucket) for bucket in opt._reducer.buckets]
+    old = [weakref.ref(bucket) for bucket in opt.engine.reducer.buckets]
     gc.collect()
     gc.disable()
     try:
@@ -136,7 +136,7 @@ def _old_buckets_after_a_new_layout(rank, world_size):
             x = x * p
         x.sum().backward()
         opt.step()
-        return opt._reducer.order != [3, 2, 1, 0], [ref() is None for ref in old]
+        return opt.engine.reducer.order != [3, 2, 1, 0], [ref() is None for ref in old]
     finally:
         gc.enable()
 

@@ -285,7 +285,7 @@ def test_without_zero_grad_a_kept_gradient_is_added_to_in_place(world_size, stag
 
 def _buffers(opt: Any) -> list[StorageWeakRef]:
     """A weak reference keeps no memory, but its address: another storage never equals it."""
-    return [StorageWeakRef(bucket.grad_buffer.untyped_storage()) for bucket in opt._reducer.buckets]
+    return [StorageWeakRef(bucket.grad_buffer.untyped_storage()) for bucket in opt.engine.reducer.buckets]
 
 
 def _storages(rank: int, world_size: int, stage: int, local: bool) -> list[str]:

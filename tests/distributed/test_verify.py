@@ -82,7 +82,7 @@ def _eventful(rank: int, world_size: int, stage: int, dtype: torch.dtype, every:
             _step(params, opt, rank, step, broken=step in (5, 10))
     assert opt.stats()["skipped_steps"] == 2
     verifier.close()
-    assert opt.watchers == []
+    assert opt.engine.watchers == []
     _step(params, opt, rank, STEPS)
     report = verifier.report()
     opt.close()
@@ -90,7 +90,7 @@ def _eventful(rank: int, world_size: int, stage: int, dtype: torch.dtype, every:
 
 
 def _lay_out_anew(opt: Any) -> None:
-    opt._reducer.lay_out(list(reversed(opt._reducer.order)))
+    opt.engine.reducer.lay_out(list(reversed(opt.engine.reducer.order)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -115,11 +115,11 @@ def _on_update(change: Callable[[Any, dict[str, Any]], object], of_step: int = 3
     leave the update out."""
 
     def corrupt(opt: Any) -> None:
-        for shard in opt._states.shards:
+        for shard in opt.engine.states.shards:
 
             def update(hyper, grad_scale, found_inf, marks, shard=shard, right=shard.update):
                 arguments = {"hyper": hyper, "grad_scale": grad_scale, "found_inf": found_inf, "marks": marks}
-                if opt._steps != of_step or change(shard, arguments) is not True:
+                if opt.engine.steps != of_step or change(shard, arguments) is not True:
                     right(**arguments)
 
             shard.update = update
@@ -136,7 +136,8 @@ def _scale_column(name: str, factor: float) -> Callable[[Any, dict[str, Any]], o
 
 
 def _decay_twice(shard: Any, arguments: dict[str, Any]) -> None:
-    (shard.bucket.param_shard if shard.master is None else shard.master).mul_(1 - 1e-2 * 1e-2)
+    with shard.opened() as state:
+        shard.master(state).mul_(1 - 1e-2 * 1e-2)
 
 
 def _unskip(shard: Any, arguments: dict[str, Any]) -> None:
@@ -145,14 +146,15 @@ def _unskip(shard: Any, arguments: dict[str, Any]) -> None:
     arguments["hyper"][:, zero_kernels.HYPER_COLUMNS.index("active")] = 1.0
 
 
-def _between(change: Callable[[Any], object]) -> Callable[[Any], None]:
+def _between(change: Callable[[dict[str, Any]], object]) -> Callable[[Any], None]:
     """Corrupts every shard state, right before the fourth step."""
 
     def corrupt(opt: Any) -> None:
         def once(opt: Any, args: Any, kwargs: Any) -> None:
-            if opt._steps == 3:
-                for shard in opt._states.shards:
-                    change(shard)
+            if opt.engine.steps == 3:
+                for shard in opt.engine.states.shards:
+                    with shard.opened() as state:
+                        change(state)
 
         opt.register_step_pre_hook(once)
 
@@ -167,10 +169,10 @@ CORRUPTIONS: dict[str, Callable[[Any], None]] = {
     "a wrong beta": _on_update(_scale_column("beta1", 0.98)),
     "no clipping": _on_update(lambda shard, arguments: arguments.update(grad_scale=None)),
     "a step not skipped": _on_update(_unskip, of_step=4),
-    "a step count lost": _between(lambda shard: None),
-    "exp_avg overwritten": _between(lambda shard: shard.exp_avg.mul_(0.99)),
-    "exp_avg_sq overwritten": _between(lambda shard: shard.exp_avg_sq.zero_()),
-    "master overwritten": _between(lambda shard: shard.master.mul_(1 + 2.0**-14)),
+    "a step count lost": _between(lambda state: None),
+    "exp_avg overwritten": _between(lambda state: state["exp_avg"].mul_(0.99)),
+    "exp_avg_sq overwritten": _between(lambda state: state["exp_avg_sq"].zero_()),
+    "master overwritten": _between(lambda state: state["master"].mul_(1 + 2.0**-14)),
 }
 
 
@@ -184,7 +186,7 @@ def _corrupted(rank: int, world_size: int, case: str) -> Any:
                 assert verifier.report().ulps < 4
                 CORRUPTIONS[case](opt)
             if step == 3 and case == "a step count lost":
-                opt._hyper.steps -= 1
+                opt.engine.hyper.steps -= 1
             _step(params, opt, rank, step, broken=step == 4)
     report = verifier.report()
     opt.close()
@@ -211,7 +213,7 @@ def test_a_parameter_that_is_not_its_master_rounded_is_counted():
     params, opt = _optimizer(torch.bfloat16)
     verifier = zero_optim.verify(opt)
     _step(params, opt, 0, 0)
-    (shard,) = [shard for shard in opt._states.shards if shard.bucket.params[0].shape == (300,)]
+    (shard,) = [shard for shard in opt.engine.states.shards if shard.bucket.params[0].shape == (300,)]
     right = shard.update
 
     def update(*arguments: Any) -> None:
@@ -235,7 +237,7 @@ def test_fp32_parameters_overwritten_are_counted_as_edited():
     report = verifier.report()
     assert (report.edited, report.compared) == (5, 2 * (300 + 17 * 9))
     assert report.ulps < 4
-    assert opt.watchers == []
+    assert opt.engine.watchers == []
 
 
 def test_looking_on_changes_nothing():
@@ -277,7 +279,7 @@ def _moved_wrongly(rank: int, world_size: int) -> Any:
     verifier = zero_optim.verify(opt)
     for step in range(2):
         _step(params, opt, rank, step)
-    opt._states.started = False  # so that no state moves
+    opt.engine.states.started = False  # so that no state moves
     _lay_out_anew(opt)
     _step(params, opt, rank, 2)
     report = verifier.report()
@@ -295,7 +297,7 @@ def test_bad_arguments():
     for wanted in ("layer9.weight", make_parameters()[0]):
         with pytest.raises(zero_optim.ParameterError, match="does not train"):
             zero_optim.verify(opt, parameters=[wanted])
-    assert opt.watchers == []
+    assert opt.engine.watchers == []
     opt.close()
     with pytest.raises(zero_optim.ClosedError):
         zero_optim.verify(opt)

@@ -384,8 +384,9 @@ class Law:
     def _modulezero(self, op: ModuleZero) -> None:
         state = self.states[op.o]
         need(not state.left_out, "step has to follow")
+        raised, synced, clipped = state.raised, state.synced, state.clipped
         state.cleared(op.to_none)
-        raised, synced = state.raised, state.synced
+        state.clipped = clipped  # the optimizer does not hear of it
         state.forget()
         state.raised = raised  # its round is still to be completed
         if not MODULE_ZERO_BEGINS_ANEW:

@@ -439,7 +439,8 @@ def _buffers(rank: int, world_size: int, poison: bool, later: bool) -> list[bool
             linear_backward(params, make_gradients(params, rank, step))
             opt.step()
             opt.zero_grad()
-    found = [bool(storage.view(torch.float32)[: 12 * ROW].isnan().all()) for storage in opt._reducer.buffers.storages]
+    storages = opt.engine.reducer.buffers.storages
+    found = [bool(storage.view(torch.float32)[: 12 * ROW].isnan().all()) for storage in storages]
     opt.close()
     return found
 

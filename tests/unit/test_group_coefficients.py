@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from zero_optim.rules.adamw import AdamW
 from zero_optim.step.hyper_table import HyperTable
 
 import zero_kernels
@@ -27,7 +28,7 @@ def rows(steps: list[int], of: tuple[int, ...], settings: list[dict[str, Any]]) 
 
 
 def test_a_factor_multiplies_its_column_alone_and_for_one_step() -> None:
-    table, active = HyperTable(GROUP_OF, 2, torch.device("cpu"), decoupled=True), torch.ones(3, dtype=torch.bool)
+    table, active = HyperTable(GROUP_OF, 2, torch.device("cpu"), AdamW()), torch.ones(3, dtype=torch.bool)
     factor = torch.tensor([0.37, 1.0, 0.0])
     table.advance(groups(maximize=True), active, factor)
     want = rows([1] * 3, GROUP_OF, groups(maximize=True))
@@ -40,7 +41,7 @@ def test_a_factor_multiplies_its_column_alone_and_for_one_step() -> None:
 
 
 def test_growing_keeps_the_steps_and_gives_new_groups_their_numbers() -> None:
-    table = HyperTable(GROUP_OF, 2, torch.device("cpu"), decoupled=True)
+    table = HyperTable(GROUP_OF, 2, torch.device("cpu"), AdamW())
     table.advance(groups(), torch.tensor([True, False, True]))
     table.advance(groups(), torch.tensor([True, False, True]))
     more, of = [*groups(), groups(lr=torch.tensor(0.5), maximize=True)[1]], (*GROUP_OF, 2, 0)

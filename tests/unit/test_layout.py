@@ -69,8 +69,23 @@ def test_a_bucket_is_never_more_than_a_quarter_of_its_kind():
 
 
 def test_a_shard_without_elements_has_empty_pieces():
-    bucket = BucketLayout((Slot(0, 0, 1), Slot(1, ROW, 0)), shards=4)
-    assert bucket.numel == 4 * ROW
+    (bucket,) = build_layout({0: 1, 1: 0}, {0: "a", 1: "a"}, [0, 1], {"a": 10**6}, shards=4)
+    assert bucket == BucketLayout((Slot(0, 0, 1), Slot(1, ROW, 0)), shards=4, numel=4 * ROW)
     assert [[piece.numel for piece in bucket.pieces(shard)] for shard in range(4)] == [[1, 0], [0, 0], [0, 0], [0, 0]]
     assert bucket.row_slot(0) == [0]
     assert bucket.row_slot(3) == [-1]
+
+
+def test_a_policy_decides_where_shards_cut():
+    """One that lets no parameter be cut, for two ranks: each of two has a shard to itself."""
+
+    class Whole:
+        def place(self, numels, shards):
+            longest = -(-max(numels) // ROW) * ROW
+            return [index * longest for index in range(len(numels))], shards * longest
+
+    (bucket,) = build_layout({0: 5 * ROW, 1: 3}, {0: "a", 1: "a"}, [0, 1], {"a": 10**6}, 2, Whole())
+    assert bucket.shard_numel == 5 * ROW
+    assert [[piece.numel for piece in bucket.pieces(shard)] for shard in (0, 1)] == [[5 * ROW, 0], [0, 3]]
+    (usual,) = build_layout({0: 5 * ROW, 1: 3}, {0: "a", 1: "a"}, [0, 1], {"a": 10**6}, 2)
+    assert [[piece.numel for piece in usual.pieces(shard)] for shard in (0, 1)] == [[3 * ROW, 0], [2 * ROW, 3]]

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ..engine import Engine
 from ..errors import StateMismatchError
 from ..optimizer import ShardedAdamW
 from ..params.flat_shard import FlatShard
+from ..rules.update_rule import Begins, master_of, tensors_for
 from .state_dict import load_groups, match_state, pack_groups, state_tensor, step_counts
 
 
@@ -30,28 +32,31 @@ def full_state_dict(opt: ShardedAdamW, rank: int | None = 0) -> dict[str, Any]:
     Beside the result a rank needs memory for two buckets of one tensor. Hooks of ``state_dict`` are not called. Raises
     ValueError for a rank that is not there and ClosedError, on every rank.
     """
-    comm = opt._sharding.everyone
+    engine = opt.engine
+    everyone = engine.sharding.everyone
     opt.settle()
-    with comm.raising_together("full_state_dict"):
-        opt._check_usable()
-        if rank is not None and rank not in range(comm.world_size):
-            raise ValueError(f"rank must be None or one of {comm.world_size} ranks, got {rank!r}")
-    wanted = rank is None or rank == comm.rank
-    with comm.raising_together("full_state_dict"):
-        state = _gather_state(opt, wanted)
+    with everyone.raising_together("full_state_dict"):
+        opt.check_usable()
+        if rank is not None and rank not in range(everyone.world_size):
+            raise ValueError(f"rank must be None or one of {everyone.world_size} ranks, got {rank!r}")
+    wanted = rank is None or rank == everyone.rank
+    with everyone.raising_together("full_state_dict"):
+        state = _gather_state(engine, wanted)
     return {"state": state, "param_groups": _torch_groups(opt)} if wanted else {}
 
 
-def _gather_state(opt: ShardedAdamW, wanted: bool) -> dict[int, dict[str, Tensor]]:
+def _gather_state(engine: Engine, wanted: bool) -> dict[int, dict[str, Tensor]]:
     """Every rank goes through all tensors, whatever fails on it."""
-    steps = opt._hyper.steps.tolist()
+    steps = engine.hyper.steps.tolist()
     as_tensor = partial(torch.tensor, dtype=torch.float32, device="cpu")
     state = {index: {"step": as_tensor(step)} for index, step in enumerate(steps) if step > 0}
     failure: Exception | None = None
-    for index, name, whole in opt._states.gathered():
+    for index, tensor, whole in engine.states.gathered():
         if wanted and index in state and failure is None:
+            parameter = engine.parameters.all[index]
             try:
-                state[index][name] = whole.to("cpu", copy=True).view(opt._parameters.all[index].shape)
+                shape = tensor.shape(parameter.shape, parameter.numel())
+                state[index][tensor.name] = whole.to("cpu", copy=True).view(shape)
             except (MemoryError, RuntimeError) as error:
                 failure = error
     if failure is not None:
@@ -62,7 +67,7 @@ def _gather_state(opt: ShardedAdamW, wanted: bool) -> dict[int, dict[str, Tensor
 def _torch_groups(opt: ShardedAdamW) -> list[dict[str, Any]]:
     """The groups with every option that torch's have, tensors as copies on the CPU."""
     options = torch.optim.AdamW([torch.empty(0)]).defaults
-    decoupled = {"decoupled_weight_decay": opt._hyper.decoupled}
+    decoupled = {"decoupled_weight_decay": opt.engine.rule.decoupled}
     return [_on_cpu({**options, **group, **decoupled}) for group in pack_groups(opt.param_groups)]
 
 
@@ -94,45 +99,49 @@ def load_full_state_dict(opt: ShardedAdamW, state: Mapping[str, Any] | None) -> 
     ``register_load_state_dict_post_hook`` are called. Raises StateMismatchError on every rank, before anything is
     changed, naming what does not fit; ClosedError.
     """
-    comm = opt._sharding.everyone
+    engine = opt.engine
+    everyone = engine.sharding.everyone
     tensors: Mapping[int, Mapping[str, Any]] = {}
     plan = _Plan()
     opt.settle()
-    with comm.raising_together("load_full_state_dict"):
-        opt._check_usable()
-        if comm.rank == 0:
-            tensors, plan = _read(opt, state)
-    plan = comm.gather_objects(plan, "load_full_state_dict")[0]
+    with everyone.raising_together("load_full_state_dict"):
+        opt.check_usable()
+        if everyone.rank == 0:
+            tensors, plan = _read(engine, state)
+    plan = everyone.gather_objects(plan, "load_full_state_dict")[0]
     if plan.refusal is not None:
         raise StateMismatchError(plan.refusal)
-    opt._states.restart(set(opt._parameters.trained) - set(plan.names))
-    opt._states.restart_masters({index for index, names in plan.names.items() if "master" not in names})
-    opt._states.distribute(plan.names, tensors)
-    opt._hyper.steps.copy_(plan.steps)
+    engine.states.restart(set(engine.parameters.trained) - set(plan.names))
+    master = master_of(engine.rule)
+    engine.states.restart_masters({index for index, names in plan.names.items() if master not in names})
+    engine.states.distribute(plan.names, tensors)
+    engine.hyper.steps.copy_(plan.steps)
     load_groups(opt.param_groups, tree_map_only(Tensor, lambda tensor: tensor.to(opt.device), plan.groups))
-    for hook in opt._optimizer_load_state_dict_post_hooks.values():
-        hook(opt)
+    opt.call_load_hooks()
 
 
-def _read(opt: ShardedAdamW, state: Any) -> tuple[Mapping[int, Mapping[str, Any]], _Plan]:
+def _read(engine: Engine, state: Any) -> tuple[Mapping[int, Mapping[str, Any]], _Plan]:
     try:
         if state is None:
             raise StateMismatchError("rank 0 was given None: it is the rank whose state is loaded")
-        saved = match_state(state, opt._parameters, decoupled=opt._hyper.decoupled)
-        names = {index: _names_of(opt, index, entry) for index, entry in saved.items()}
+        saved = match_state(state, engine.parameters, engine.rule)
+        names = {index: _names_of(engine, index, entry) for index, entry in saved.items()}
     except StateMismatchError as error:
         return {}, _Plan(refusal=str(error))
     groups = [_on_cpu(dict(group)) for group in state["param_groups"]]
-    return saved, _Plan(None, names, step_counts(saved, len(opt._parameters.labels)), groups)
+    return saved, _Plan(None, names, step_counts(saved, len(engine.parameters.labels)), groups)
 
 
-def _names_of(opt: ShardedAdamW, index: int, entry: Mapping[str, Any]) -> list[str]:
-    """The tensors of ``entry`` to be loaded, checked."""
-    parameter, label = opt._parameters.trained[index], opt._parameters.labels[index]
-    names = ["exp_avg", "exp_avg_sq"] + ["master"] * ("master" in entry and parameter.dtype != torch.float32)
-    for name in names:
-        if isinstance(state_tensor(entry, name, parameter.shape, label), FlatShard):
+def _names_of(engine: Engine, index: int, entry: Mapping[str, Any]) -> list[str]:
+    """The tensors of ``entry`` to be loaded, checked. A master may be missing."""
+    parameter, label = engine.parameters.trained[index], engine.parameters.labels[index]
+    kept = tensors_for(engine.rule, parameter.dtype)
+    wanted = [tensor for tensor in kept if tensor.begins is Begins.ZERO or tensor.name in entry]
+    for tensor in wanted:
+        shape = tensor.shape(parameter.shape, parameter.numel())
+        if isinstance(state_tensor(entry, tensor.name, shape, label), FlatShard):
             raise StateMismatchError(
-                f"{name} of {label} is one rank's shard: load it with opt.load_state_dict, or save by full_state_dict"
+                f"{tensor.name} of {label} is one rank's shard: load it with opt.load_state_dict, or save by "
+                "full_state_dict"
             )
-    return names
+    return [tensor.name for tensor in wanted]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import StateMismatchError
 from ..params.flat_shard import FlatShard
 from ..params.parameter_set import ParameterSet, own_names
+from ..rules.update_rule import UpdateRule
 from ..validate import check_groups
 
 Groups = Sequence[dict[str, Any]]
@@ -46,7 +47,7 @@ def make_state_dict(groups: Groups, state: Mapping[int, dict[str, Tensor]], step
 
 
 def match_state(
-    state_dict: Mapping[str, Any], parameters: ParameterSet, *, decoupled: bool
+    state_dict: Mapping[str, Any], parameters: ParameterSet, rule: UpdateRule
 ) -> dict[int, Mapping[str, Any]]:
     """The saved state by parameter index, in its own order. Raises StateMismatchError where it does not fit.
 
@@ -55,14 +56,14 @@ def match_state(
     """
     _check_form(state_dict)
     groups, labels, saved_groups = parameters.groups, parameters.labels, state_dict["param_groups"]
-    _check_groups_fit(saved_groups, groups, decoupled)
+    _check_groups_fit(saved_groups, groups, rule.decoupled)
     index_of = _index_by_key(saved_groups, groups)
     unknown = [key for key in state_dict["state"] if key not in index_of]
     if unknown:
         raise StateMismatchError(f"the state holds {unknown[:5]}, which this optimizer does not train")
     saved = {index_of[key]: entry for key, entry in state_dict["state"].items() if entry != {}}
     for index, entry in saved.items():
-        _check_entry(entry, labels[index])
+        _check_entry(entry, labels[index], rule)
     ignored = [labels[index] for index in saved if index not in parameters.trained]
     if ignored:
         warnings.warn(f"the state of {', '.join(ignored[:5])} is not loaded: frozen here", stacklevel=2)
@@ -151,14 +152,16 @@ def _index_by_key(saved: Groups, groups: Groups) -> dict[Hashable, int]:
     return index_of
 
 
-def _check_entry(entry: Any, label: str) -> None:
+def _check_entry(entry: Any, label: str, rule: UpdateRule) -> None:
     if not isinstance(entry, Mapping) or "step" not in entry:
         found = sorted(map(str, entry)) if isinstance(entry, Mapping) else type(entry).__name__
         raise StateMismatchError(f"the state of {label} has no 'step', but {found}")
-    if "max_exp_avg_sq" in entry:
+    kept = {tensor.name for tensor in rule.tensors} | {"step"}
+    unknown = [name for name, value in entry.items() if name not in kept and isinstance(value, Tensor)]
+    if unknown:
         raise StateMismatchError(
-            f"the state of {label} holds max_exp_avg_sq, of amsgrad=True, which ShardedAdamW does not do: train on "
-            "with torch.optim.AdamW, or drop max_exp_avg_sq and the option"
+            f"the state of {label} holds {unknown[0]}, which this optimizer does not keep: it was saved by another, or "
+            "with other options, such as amsgrad=True. Train on with that one, or drop it from the state"
         )
     step = entry["step"]
     good = isinstance(step, int | float) or (isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex())

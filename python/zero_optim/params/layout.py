@@ -7,14 +7,16 @@ parameters::
     bucket  | slot 0 ...... | slot 1 .. | slot 2 ............ | padding |
     rows    |r0 |r1 |r2 |r3 |r4 |r5 |r6 |...                            |
     shards  | rank 0                | rank 1                            |
+
+Where a shard may end is a policy of its own, ``CutAtRows`` today: an update that goes element by element does not mind.
+One that needs whole matrices would place them so that none is cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from zero_kernels import ROW
 
@@ -44,16 +46,14 @@ class SlotPiece:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The slots of one bucket, in ascending offset, and its split into ``shards`` equal parts."""
+    """The slots of one bucket, in ascending offset, and its split into ``shards`` equal parts.
+
+    ``numel``: elements, padding included: a multiple of ``shards * ROW``, at least one row a shard.
+    """
 
     slots: tuple[Slot, ...]
     shards: int
-
-    @cached_property
-    def numel(self) -> int:
-        """Elements, padding included: a multiple of ``shards * ROW``, at least one row a shard."""
-        end = self.slots[-1].offset + self.slots[-1].numel
-        return round_up(max(end, 1), self.shards * ROW)
+    numel: int
 
     @property
     def shard_numel(self) -> int:
@@ -85,6 +85,25 @@ class BucketLayout:
         return rows
 
 
+class LayoutPolicy(Protocol):
+    """Decides where in a bucket its parameters lie, and so where shards cut them."""
+
+    def place(self, numels: Sequence[int], shards: int) -> tuple[list[int], int]:
+        """The offset of each parameter, in order, each on a row; and the elements of the bucket: ``shards`` equal parts
+        of whole rows, at least one."""
+
+
+class CutAtRows:
+    """Parameters lie one after another, and a shard may end at any row of one. No padding but for that of rows."""
+
+    def place(self, numels: Sequence[int], shards: int) -> tuple[list[int], int]:
+        offsets, end = [], 0
+        for numel in numels:
+            offsets.append(round_up(end, ROW))
+            end = offsets[-1] + numel
+        return offsets, round_up(max(end, 1), shards * ROW)
+
+
 def bucket_capacities(
     numels: Mapping[int, int],
     kinds: Mapping[int, Hashable],
@@ -107,6 +126,7 @@ def build_layout(
     order: Sequence[int],
     capacities: Mapping[Hashable, int],
     shards: int,
+    policy: LayoutPolicy | None = None,
 ) -> list[BucketLayout]:
     """Fill buckets with the parameters in ``order``; a bucket's index follows the place of its last slot in it.
 
@@ -116,18 +136,25 @@ def build_layout(
         order: indices of the parameters to place, in the order in which their gradients become ready.
         capacities: elements a bucket of each kind may hold; a larger parameter has a bucket to itself.
         shards: parts that every bucket splits into.
+        policy: where in a bucket its parameters lie; None: ``CutAtRows``.
     """
-    filled: list[tuple[int, list[Slot]]] = []
-    current: dict[Hashable, tuple[int, list[Slot]]] = {}
+    filled: list[tuple[int, list[int]]] = []  # each with the place of its last parameter in the order
+    current: dict[Hashable, tuple[int, list[int]]] = {}
+    taken: dict[Hashable, int] = {}  # elements of the current bucket of each kind, in whole rows
     for place, param in enumerate(order):
-        kind, numel = kinds[param], numels[param]
-        slots = current[kind][1] if kind in current else []
-        offset = round_up(slots[-1].offset + slots[-1].numel, ROW) if slots else 0
-        if slots and offset + numel > capacities[kind]:
-            filled.append(current[kind])
-            slots, offset = [], 0
-        slots.append(Slot(param, offset, numel))
-        current[kind] = (place, slots)
+        kind = kinds[param]
+        if kind in current and taken[kind] + numels[param] > capacities[kind]:
+            filled.append(current.pop(kind))
+        _, params = current.setdefault(kind, (place, []))
+        taken[kind] = round_up(numels[param], ROW) + (taken[kind] if params else 0)
+        params.append(param)
+        current[kind] = (place, params)
     filled.extend(current.values())
     filled.sort(key=lambda entry: entry[0])
-    return [BucketLayout(tuple(slots), shards) for _, slots in filled]
+    return [_layout(params, numels, shards, policy or CutAtRows()) for _, params in filled]
+
+
+def _layout(params: Sequence[int], numels: Mapping[int, int], shards: int, policy: LayoutPolicy) -> BucketLayout:
+    sizes = [numels[param] for param in params]
+    offsets, numel = policy.place(sizes, shards)
+    return BucketLayout(tuple(map(Slot, params, offsets, sizes)), shards, numel)

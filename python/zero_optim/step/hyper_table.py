@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import zero_kernels
 from zero_kernels import is_capturing
 
+from ..rules.update_rule import UpdateRule
 from ..validate import check_groups
-
-_GRAD_FACTOR = zero_kernels.HYPER_COLUMNS.index("grad_factor")
 
 
 class HyperTable:
@@ -21,19 +19,20 @@ class HyperTable:
 
     Attributes:
         steps: [parameters] float64, updates that each parameter has had. Skipped steps do not count.
-        table: [parameters, len(zero_kernels.HYPER_COLUMNS)] fp32, what ``adam_step`` reads.
+        table: [parameters, len(rule.columns)] fp32, what the rule's update reads.
     """
 
-    def __init__(self, group_of: Sequence[int], groups: int, device: torch.device, *, decoupled: bool) -> None:
-        self.decoupled = decoupled
+    def __init__(self, group_of: Sequence[int], groups: int, device: torch.device, rule: UpdateRule) -> None:
+        self.rule = rule
+        self._grad_factor = rule.columns.index("grad_factor")
         self._allocate(group_of, groups, device)
 
     def _allocate(self, group_of: Sequence[int], groups: int, device: torch.device) -> None:
         self.steps = torch.zeros(len(group_of), dtype=torch.float64, device=device)
-        self.table = torch.zeros(len(group_of), len(zero_kernels.HYPER_COLUMNS), dtype=torch.float32, device=device)
+        self.table = torch.zeros(len(group_of), len(self.rule.columns), dtype=torch.float32, device=device)
         self._group_of = torch.tensor(group_of, dtype=torch.int32, device=device)
         # [coefficients, groups], as last sent to the device
-        self._by_group = torch.zeros(len(zero_kernels.HYPER_COEFFICIENTS), groups, dtype=torch.float64, device=device)
+        self._by_group = torch.zeros(len(self.rule.coefficients), groups, dtype=torch.float64, device=device)
         self._sent: list[tuple[float | None, ...]] = []
         self._checked: list[tuple[float | None, ...]] = []
 
@@ -53,7 +52,7 @@ class HyperTable:
 
         Tensors are not read: that would be a host sync.
         """
-        numbers = _numbers([self._coefficients(group) for group in groups])
+        numbers = _numbers([self.rule.read_group(group) for group in groups])
         if numbers != self._checked:
             check_groups(groups)
             self._checked = numbers
@@ -65,15 +64,15 @@ class HyperTable:
         leaves some of them out takes no pass over memory.
         """
         self.steps += active
-        coefficients = self._on_device([self._coefficients(group) for group in groups])
-        torch.ops.zero_kernels.hyper_table(coefficients, self._group_of, self.steps, active, self.table)
+        coefficients = self._on_device([self.rule.read_group(group) for group in groups])
+        self.rule.fill_table(coefficients, self._group_of, self.steps, active, self.table)
         if factor is not None:
-            self.table[:, _GRAD_FACTOR].mul_(factor)
+            self.grad_factors.mul_(factor)
 
-    def _coefficients(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """In the order of ``zero_kernels.HYPER_COEFFICIENTS``."""
-        maximize = group.get("maximize", False)
-        return (group["lr"], *group["betas"], group["eps"], group["weight_decay"], float(self.decoupled), maximize)
+    @property
+    def grad_factors(self) -> Tensor:
+        """[parameters] fp32, a view of ``table``: what multiplies the gradients of each parameter."""
+        return self.table[:, self._grad_factor]
 
     def _on_device(self, rows: Sequence[tuple[Any, ...]]) -> Tensor:
         """The groups' coefficients, [coefficients, groups]. Numbers are sent when they change, tensors every time."""
@@ -92,7 +91,7 @@ class HyperTable:
             self._sent = numbers
         for group, column, value in _entries(rows):
             if isinstance(value, Tensor):
-                name = zero_kernels.HYPER_COEFFICIENTS[column]
+                name = self.rule.coefficients[column]
                 if capturing and not value.is_cuda:
                     raise ValueError(
                         f"{name} of group {group} is a tensor on {value.device}, which a captured step cannot read: "

@@ -1,0 +1,324 @@
+"""What is behind the face: the parts of an optimizer, and the step that goes through them.
+
+A step has four phases, each a method of ``Engine``::
+
+    finish         complete the reductions that are owed                      grads/
+    exchange       one small all-reduce: norm, overflow, use, alarms          step/exchange, step/alarms
+    coefficients   one device scalar that unscales and clips, one that skips  step/clip
+    apply          update every shard, and send the parameters out            step/shard_state, step/param_gather
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from . import validate
+from .comm.sharding import Sharding
+from .errors import GradientError, ZeroOptimError
+from .grads.bucket_plan import buckets_by_size, buckets_of_units
+from .grads.reducer import Reducer
+from .grads.slots import GradState
+from .params.parameter_set import ParameterSet
+from .rules.update_rule import UpdateRule
+from .stats import memory_by_kind
+from .step.clip import Clip
+from .step.exchange import Exchange
+from .step.hyper_table import HyperTable
+from .step.optimizer_state import OptimizerState
+from .step.param_gather import ParamGather
+from .step.state_store import DeviceStore
+from .units.sharded_model import ShardedModel
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+class Watcher(Protocol):
+    """What looks on while ``step`` updates the shards."""
+
+    def before_update(self, grad_scale: Tensor | None, found_inf: Tensor) -> None: ...
+    def after_update(self, found_inf: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What goes on while the host does something else: reductions in backward, gathers in the next forward."""
+
+    grad_reduce: bool
+    param_gather: bool
+
+
+class Engine:
+    """The parts of one optimizer. They know each other by what they are given here, and by nothing else.
+
+    Args:
+        sharded: at stage 3, the model.
+        bucket_cap_mb: MiB of gradients in a bucket at most.
+
+    Attributes:
+        parameters: which there are, what they are called, which are trained.
+        sharding: who shares what.
+        rule: the arithmetic of the update.
+        reducer: the buckets, and their gradients.
+        states: the state of every shard.
+        exchange, clip, hyper, gather: the phases' own.
+        steps: calls of ``step`` so far.
+        watchers: told of every update; ``zero_optim.verify`` adds one.
+        max_grad_norm, skip_nonfinite: as the optimizer was given them.
+    """
+
+    def __init__(
+        self,
+        parameters: ParameterSet,
+        sharding: Sharding,
+        rule: UpdateRule,
+        sharded: ShardedModel | None,
+        bucket_cap_mb: float,
+        overlap: Overlap,
+    ) -> None:
+        self.parameters, self.sharding, self.rule, self.sharded = parameters, sharding, rule, sharded
+        self.max_grad_norm: float | None = None
+        self.skip_nonfinite = True
+        trained, labels = parameters.trained, parameters.labels
+        make_buckets = partial(buckets_by_size, trained, labels, sharding, bucket_cap_mb)
+        if sharded is not None:
+            make_buckets = partial(buckets_of_units, sharded, trained, labels, sharding)
+        schedule = None if sharded is None else sharded.schedule
+        self.reducer = Reducer(trained, labels, sharding, make_buckets, overlap.grad_reduce, schedule)
+        self.states = OptimizerState(trained, sharding, rule, DeviceStore())
+        self.exchange = Exchange(sharding, labels, trained, by_units=schedule is not None)
+        self.clip = Clip(sharding, labels)
+        self.hyper = HyperTable([], 0, sharding.device, rule)
+        self.gather = ParamGather(overlap.param_gather and sharding.stage < 3)
+        # Not methods of ours: parameters hold the reducer by its hooks, and would keep the optimizer alive.
+        self.reducer.on_layout = [self.states.lay_out, self.gather.use]
+        self.reducer.on_change = [self.clip.discard, self.exchange.outdate]
+        self.steps = 0
+        self.watchers: list[Watcher] = []
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def check_step(self, groups: Groups) -> None:
+        """Raise what can be known before anything is communicated."""
+        self.sharding.everyone.check_alone()
+        self.parameters.check_groups_unedited()
+        self.hyper.check(groups)
+        if self.sharded is not None:
+            self.sharded.schedule.check_not_gathered()
+
+    @torch.compiler.disable  # traced together with the optimizer's step, it counted no steps (seen)
+    def step(self, groups: Groups) -> None:
+        """Update the parameters. The host reads nothing from the device."""
+        self.gather.wait()
+        self.keep_edits()
+        self.states.refresh_edited()
+        self.finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
+        grad_scale, found_inf = self._coefficients()
+        self._apply(groups, grad_scale, found_inf)
+
+    def finish_and_exchange(self, norm_type: float | None) -> None:
+        """Phases 1 and 2: complete the reductions; agree on norm, overflow and used parameters.
+
+        Gradients of parameters that were thawed, or that were assigned after the last round, take the loop once more:
+        the exchange has shown that all ranks have them, and they come in a round of their own.
+        """
+        if self.exchange.current:
+            self._follow_edits()
+        if self.exchange.current and self.exchange.with_stats >= self._wants_stats:
+            return
+        while True:
+            thawed = self.parameters.thawed()
+            validate.check_kinds(self.parameters, thawed)
+            used = self.reducer.finish()
+            self._run_exchange(used, norm_type, thawed)
+            if not thawed and not self.reducer.leftover:
+                return
+            self.reducer.reduce_leftover()
+            if thawed:
+                self.take_in(thawed, thawed)
+
+    @property
+    def _wants_stats(self) -> bool:
+        return self.skip_nonfinite or self.clip.scaled
+
+    def _run_exchange(self, used: bytearray, norm_type: float | None, thawed: Sequence[int]) -> None:
+        reducer = self.reducer
+        refused = reducer.refused
+        about = {"late": reducer.late, "refused": {*refused}, "thawed": {*thawed}, "leftover": {*reducer.leftover}}
+        try:
+            self.exchange.run(
+                reducer.buckets,
+                used,
+                norm_type,
+                stats=self._wants_stats,
+                about=about,
+                order_code=0 if self.sharded is None else self.sharded.schedule.order_code,
+                own=[*refused.values()],
+                flags=(reducer.nonfinite, reducer.slot_params),
+            )
+        except ZeroOptimError:
+            self.clip.unclip()
+            raise
+
+    def _follow_edits(self) -> None:
+        """Gradients dropped or assigned since the exchange count as they are; what was clipped stays so."""
+        assigned, dropped = self.reducer.recheck()
+        if assigned and self.sharding.reduces:
+            raise GradientError(
+                "a gradient was assigned after clip_grad_norm_ had reduced them: assign it before, on every rank"
+            )
+        self.exchange.current = not (assigned or dropped)
+
+    def _coefficients(self) -> tuple[Tensor | None, Tensor]:
+        """Phase 3: one device scalar that unscales and clips, and one that says whether to skip."""
+        if self.max_grad_norm is not None and not self.clip.clipped:
+            self.clip.clip_to(self.max_grad_norm, 2.0, self.exchange, self.reducer.buckets)
+        self.exchange.decide(self._wants_stats)
+        return self.clip.grad_scale(), self.exchange.found_inf
+
+    def _apply(self, groups: Groups, grad_scale: Tensor | None, found_inf: Tensor) -> None:
+        """Phase 4: update every shard and send it out, in the order in which the next forward wants the parameters."""
+        self.hyper.advance(groups, self.exchange.used & (found_inf == 0), self.clip.factor)
+        if self.sharded is not None:
+            self.sharded.schedule.settle()
+        for watcher in self.watchers:
+            watcher.before_update(grad_scale, found_inf)
+        for shard in self.states.updating():
+            shard.update(self.hyper.table, grad_scale, found_inf, self.exchange.nonfinite.marks)
+            shard.bucket.unshard()
+        self.gather.after_step()
+        for watcher in self.watchers:
+            watcher.after_update(found_inf)
+        self.states.mark_updated()
+        self.exchange.skipped += found_inf.reshape(())
+        self.steps += 1
+        self.reducer.end_step()
+        if self.sharded is not None:
+            self.sharded.schedule.end_step()
+        self.forget_coefficients()
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        self.reducer.clear(set_to_none)
+        for parameter in self.parameters.untrained():
+            if parameter.grad is not None:
+                parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
+        self.forget_coefficients()
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float, subset: Sequence[int] | None) -> Tensor:
+        """``subset``: indices of parameters; None: all."""
+        self.finish_and_exchange(norm_type if subset is None else None)
+        return self.clip.clip_to(max_norm, norm_type, self.exchange, self.reducer.buckets, subset)
+
+    def unscale(self, inverse_scale: Tensor) -> None:
+        """Divide gradients where ``.grad`` shows them, a dtype at a time; else note it for ``step``."""
+        self.clip.scaled = True
+        if self.parameters.thawed():
+            self.finish_and_exchange(None)  # takes them in
+        if not self.reducer.make_readable():
+            self.clip.inverse_scale = inverse_scale
+            return
+        self.exchange.current = False
+        present = [bucket.grad_buffer for bucket in self.reducer.buckets if bucket.state is not GradState.EMPTY]
+        for dtype in {buffer.dtype for buffer in present}:
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                [buffer for buffer in present if buffer.dtype == dtype], self.exchange.found_inf, inverse_scale
+            )
+
+    def forget_coefficients(self) -> None:
+        """The gradients were applied, or are gone: nothing that multiplies them holds any more."""
+        self.clip.reset()
+        self.exchange.current = False
+
+    # -- parameters and state ------------------------------------------------------------------------------------
+
+    def to_train(self, indices: Sequence[int]) -> list[int]:
+        """Those that require a gradient, and those whose bucket has others that do."""
+        wanted = self.parameters.requiring_grad(indices)
+        if self.sharded is None:
+            return wanted
+        beside = {id(p) for flat in self.sharded.trained_flats() for p in flat.params}
+        return [index for index in indices if index in wanted or id(self.parameters.all[index]) in beside]
+
+    def take_in(self, indices: Sequence[int], trained: Sequence[int]) -> None:
+        """Collective. Give these parameters what they lack: rank 0's values, and those that are ``trained`` a place."""
+        for index in indices if self.sharded is None else ():
+            self.sharding.broadcast(self.parameters.all[index].data)
+        self.parameters.claim(indices)
+        self.parameters.train(trained)
+        self.exchange.resize()
+        self.clip.resize()
+        self.hyper.grow(self.parameters.group_of, len(self.parameters.groups))
+        if trained:
+            self.states.grow(self.reducer.grow(trained))
+            self.gather.use(self.reducer.buckets)
+
+    def keep_edits(self, *, unseen: bool = False) -> None:
+        """At stage 3, before masters are made from shards: what was written into parameters that are whole now."""
+        for unit in self.sharded.units if self.sharded is not None else ():
+            unit.keep_edits(unseen=unseen)
+
+    def refresh_masters(self) -> None:
+        """Take over every parameter, also where no version counter shows an edit."""
+        self.gather.wait()
+        self.keep_edits(unseen=True)
+        self.states.refresh_masters(set(self.parameters.trained))
+
+    def restart(self) -> None:
+        """State and step counts are what they are at construction."""
+        self.states.restart(set(self.parameters.trained))
+        self.hyper.steps.zero_()
+
+    def relabel(self) -> None:
+        """The parameters have other names."""
+        for bucket in self.reducer.buckets:
+            bucket.relabel()
+
+    def observe(self) -> None:
+        """Count readiness anew in the next backward; at stage 3 also learn the order of units anew."""
+        self.reducer.observe()
+        if self.sharded is not None:
+            self.sharded.schedule.record()
+
+    def settle(self) -> None:
+        """What a backward or ``step`` has left under way is over afterwards."""
+        self.reducer.settle_rounds()
+        self.gather.wait()
+        if self.sharded is not None:
+            self.sharded.schedule.settle()
+        self.exchange.check_alarms()
+
+    # -- statistics, and the end ---------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        everyone = self.sharding.everyone
+        return {
+            "stage": self.sharding.stage,
+            "world_size": self.sharding.world_size,
+            "buckets": len(self.reducer.buckets),
+            "steps": self.steps,
+            "skipped_steps": int(self.exchange.skipped),
+            "collectives": everyone.stats(),
+            "memory": memory_by_kind(self.rule, self.states.shards, self.reducer.buffers, self.sharded),
+            "non_finite": self.first_non_finite(),
+        }
+
+    def first_non_finite(self) -> dict[str, Any] | None:
+        first = self.exchange.nonfinite.first()
+        if first is None:
+            return None
+        index, rank, step = first
+        return {"parameter": None if index is None else self.parameters.name(index), "rank": rank, "step": step}
+
+    def close(self, *, collective: bool) -> None:
+        """``collective``: complete what a backward that raised has begun, for the ranks on which it did not."""
+        self.gather.close()
+        self.reducer.close(collective=collective)
+        self.parameters.release()
+        self.sharding.everyone.close()

@@ -1,0 +1,250 @@
+"""The state of all shards: who notices edits of parameters, moves it to another layout, saves and loads it."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.state_dict import state_tensor
+from ..comm.sharding import Sharding
+from ..errors import StateMismatchError
+from ..grads.bucket import Bucket
+from ..params.flat_shard import FlatShard
+from ..params.layout import SlotPiece
+from ..rules.update_rule import Begins, StateTensor, UpdateRule
+from .shard_state import ShardState
+from .state_store import StateStore
+
+_version_of = operator.attrgetter("_version")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A part of a load: ``source`` belongs into this piece of this tensor."""
+
+    shard: ShardState
+    tensor: StateTensor
+    piece: SlotPiece
+    source: Tensor
+
+
+class OptimizerState:
+    """The shard states of all buckets, and the version of each parameter that the masters were last made from.
+
+    Args:
+        parameters: all trained parameters, by index.
+    """
+
+    def __init__(
+        self, parameters: Mapping[int, Tensor], sharding: Sharding, rule: UpdateRule, store: StateStore
+    ) -> None:
+        self.parameters, self.sharding, self.rule, self._store = parameters, sharding, rule, store
+        self.shards: list[ShardState] = []
+        self.started = False  # whether state may differ from what it is at construction
+        self._all: list[Tensor] = []
+        self._mastered: dict[int, Tensor] = {}  # those that have a master beside them
+        self._versions: list[int] = []  # of these
+
+    def grow(self, buckets: Sequence[Bucket]) -> None:
+        """Make state for new buckets, whose parameters come last in ``parameters``."""
+        self.refresh_edited()
+        self.shards += [ShardState(bucket, self.rule, self._store) for bucket in buckets]
+        self.record_versions()
+
+    # -- edits of parameters -------------------------------------------------------------------------------------
+
+    def record_versions(self) -> None:
+        self._all = list(self.parameters.values())
+        self._mastered = {index: p for index, p in self.parameters.items() if p.dtype != torch.float32}
+        self._versions = list(map(_version_of, self._mastered.values()))
+
+    def refresh_edited(self) -> None:
+        """Refresh the masters of parameters written in place since the last update, as their version counters tell."""
+        versions = list(map(_version_of, self._mastered.values()))
+        if versions != self._versions:
+            pairs = zip(self._mastered, versions, self._versions, strict=True)
+            self.refresh_masters({index for index, now, before in pairs if now != before})
+            self._versions = versions
+
+    def refresh_masters(self, indices: set[int]) -> None:
+        for shard in self.shards:
+            for number, slot in enumerate(shard.bucket.layout.slots):
+                if slot.param in indices:
+                    shard.refresh_master(number)
+
+    def mark_updated(self) -> None:
+        """Tell autograd that the parameters were written: a backward through a graph older than this must raise."""
+        self.started = True
+        torch.autograd.graph.increment_version(self._all)
+        self._versions = [version + 1 for version in self._versions]
+
+    # -- update --------------------------------------------------------------------------------------------------
+
+    def updating(self) -> Iterator[ShardState]:
+        """Every shard, in the order in which the next forward wants the parameters; the state of the next is on its way
+        meanwhile."""
+        order = self.shards[::-1]
+        for shard, after in itertools.zip_longest(order, order[1:]):
+            if after is not None:
+                after.prefetch()
+            yield shard
+
+    # -- another layout ------------------------------------------------------------------------------------------
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        """Follow the parameters into new buckets. State that was started moves over, one old bucket at a time."""
+        old = self.shards
+        self.shards = [ShardState(bucket, self.rule, self._store) for bucket in buckets]
+        if self.started:
+            places = {piece.slot.param: (shard, piece) for shard in self.shards for piece in shard.bucket.pieces}
+            for shard in old:
+                self._move(shard, places)
+        for shard in old:
+            shard.release()
+
+    def _move(self, old: ShardState, places: Mapping[int, tuple[ShardState, SlotPiece]]) -> None:
+        for tensor in old.tensors:
+            with old.opened() as state:
+                full = self.sharding.gathered(state[tensor.name], "construction")
+            for slot in old.bucket.layout.slots:
+                shard, piece = places[slot.param]
+                source = full.narrow(0, *tensor.span(slot.offset + piece.in_param, piece.numel))
+                with shard.opened() as state:
+                    shard.part(tensor, state[tensor.name], piece).copy_(source)
+
+    # -- state dicts ---------------------------------------------------------------------------------------------
+
+    def export(self) -> dict[int, dict[str, Tensor]]:
+        """State by parameter index. Tensors are views of live state; the order of the keys is that of the layout."""
+        self.refresh_edited()
+        exported = {}
+        for shard in self.shards:
+            with shard.opened() as state:
+                for number, slot in enumerate(shard.bucket.layout.slots):
+                    exported[slot.param] = shard.views(number, state)
+        return exported
+
+    def plan_load(self, saved: Mapping[int, Mapping[str, Any]], labels: Sequence[str]) -> list[Copy]:
+        """What brings in state by parameter index. Nothing is written yet.
+
+        Shards must cut parameters where this layout does; full tensors always fit. A master that was not saved comes
+        from the parameter. Raises StateMismatchError.
+        """
+        copies: list[Copy] = []
+        for shard in self.shards:
+            for number, piece in enumerate(shard.bucket.pieces):
+                index = piece.slot.param
+                if index in saved:
+                    copies += self._plan_slot(shard, number, saved[index], labels[index])
+        return copies
+
+    def _plan_slot(self, shard: ShardState, number: int, entry: Mapping[str, Any], label: str) -> Iterator[Copy]:
+        piece = shard.bucket.pieces[number]
+        with shard.opened() as state:
+            targets = shard.views(number, state)
+        for tensor in shard.tensors:
+            unsaved = tensor.begins is Begins.PARAMETER and tensor.name not in entry
+            target = targets[tensor.name]
+            source = shard.parameter_of(piece) if unsaved else _source(entry, tensor.name, target, label)
+            yield Copy(shard, tensor, piece, source)
+
+    def load(self, copies: Sequence[Copy]) -> None:
+        """Carry out a planned load."""
+        for copy in copies:
+            with copy.shard.opened() as state:
+                target = copy.shard.part(copy.tensor, state[copy.tensor.name], copy.piece)
+                target.copy_(_local(copy.source).reshape(-1))
+        self._distrust_masters()
+
+    def restart(self, indices: set[int]) -> None:
+        """Make the state of these parameters what it is at construction."""
+        for shard, piece in self._pieces(indices):
+            shard.restart(piece)
+
+    def restart_masters(self, indices: set[int]) -> None:
+        for shard, piece in self._pieces(indices):
+            shard.restart(piece, masters_alone=True)
+
+    def gathered(self) -> Iterator[tuple[int, StateTensor, Tensor]]:
+        """Collective. Every parameter's whole tensors, flat, by index: those of one bucket at a time."""
+        self.refresh_edited()
+        for shard in self.shards:
+            for tensor in shard.tensors:
+                with shard.opened() as state:
+                    full = self.sharding.gathered(state[tensor.name], "state")
+                for slot in shard.bucket.layout.slots:
+                    yield slot.param, tensor, full.narrow(0, *tensor.span(slot.offset, slot.numel))
+
+    def distribute(self, names: Mapping[int, Sequence[str]], tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Collective. Take over whole tensors that rank 0 has, those of one bucket at a time.
+
+        Args:
+            names: by parameter index, the tensors that are given; the same on every rank.
+            tensors: on rank 0, they themselves.
+        """
+        for shard in self.shards:
+            for tensor in shard.tensors:
+                given = [piece for piece in shard.bucket.pieces if tensor.name in names.get(piece.slot.param, ())]
+                if given:
+                    self._distribute(shard, tensor, given, tensors)
+        self._distrust_masters()
+
+    def _distribute(
+        self,
+        shard: ShardState,
+        tensor: StateTensor,
+        given: Sequence[SlotPiece],
+        tensors: Mapping[int, Mapping[str, Tensor]],
+    ) -> None:
+        _, numel = tensor.span(0, shard.bucket.layout.numel)
+        full = torch.empty(numel, dtype=tensor.dtype, device=shard.bucket.device)
+        for slot in (piece.slot for piece in given) if self.sharding.rank == 0 else ():
+            full.narrow(0, *tensor.span(slot.offset, slot.numel)).copy_(tensors[slot.param][tensor.name].reshape(-1))
+        self.sharding.broadcast(full, "state")
+        with shard.opened() as state:
+            for piece in given:
+                source = full.narrow(0, *tensor.span(piece.slot.offset + piece.in_param, piece.numel))
+                shard.part(tensor, state[tensor.name], piece).copy_(source)
+
+    def _pieces(self, indices: set[int]) -> Iterator[tuple[ShardState, SlotPiece]]:
+        for shard in self.shards:
+            for piece in shard.bucket.pieces:
+                if piece.slot.param in indices:
+                    yield shard, piece
+
+    def _distrust_masters(self) -> None:
+        """State was loaded. The next step takes masters from parameters where they do not round to them: the model may
+        be loaded later, and a master may be older than the parameters, when another optimizer carried it along."""
+        self.started = True
+        self._versions = [-1] * len(self._versions)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.local if isinstance(tensor, FlatShard) else tensor
+
+
+def _describe(tensor: Tensor) -> str:
+    return repr(tensor) if isinstance(tensor, FlatShard) else f"a whole tensor of shape {tuple(tensor.shape)}"
+
+
+def _source(entry: Mapping[str, Any], name: str, target: Tensor, label: str) -> Tensor:
+    """The part of ``entry[name]`` that belongs into ``target``."""
+    saved = state_tensor(entry, name, target.shape, label)
+    if isinstance(target, FlatShard):
+        if not isinstance(saved, FlatShard):
+            return saved.reshape(-1).narrow(0, target.start, target.local.numel())
+        if (saved.start, saved.local.numel()) == (target.start, target.local.numel()):
+            return saved
+    elif not isinstance(saved, FlatShard):
+        return saved
+    raise StateMismatchError(
+        f"{name} of {label} was saved as {_describe(saved)}, this rank needs {_describe(target)}: load it with as many "
+        "ranks, on the same rank, at the same stage, bucket_cap_mb and grad_reduce_dtype as it was saved; or save "
+        "zero_optim.full_state_dict(opt), which loads anywhere"
+    )
