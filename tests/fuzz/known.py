@@ -188,4 +188,21 @@ KNOWN: dict[str, Program] = {
             Step(0),
         ),
     ),
+    "stages 0 and 3 in a backward, units skipped": Program(
+        2,
+        (_optim(3, stage=3), _optim(1, stage=0)),
+        (
+            _both((*_net(0, 1, 2), Use(1, 0))),
+            Step(0),
+            Step(1),
+            _both((Net(0, (Unit(2, ()),)), Use(1, 0)), (*_net(0), Use(1, 0))),
+            Step(0),
+            Step(1),
+        ),
+    ),
+    "two optimizers of stage 0, a raise on one rank": Program(
+        2,
+        (_optim(1, stage=0), _optim(1, stage=0)),
+        (_both((Use(0, 0), Use(1, 0)), (Boom(), Use(0, 0), Use(1, 0))), Step(1), Step(0)),
+    ),
 }

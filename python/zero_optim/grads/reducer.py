@@ -28,7 +28,7 @@ from ..backward_watch import BackwardWatch
 from ..comm.buffers import PATIENCE_SECONDS, CommBuffers
 from ..comm.sharding import Sharding
 from ..errors import ParameterError, RankMismatchError, ZeroOptimError
-from ..units.schedule import UnitSchedule
+from ..units.schedule import UnitSchedule, send_for_what_is_owed
 from .bucket import Bucket
 from .ddp_check import check_not_replicated
 from .hooks import GradHooks
@@ -248,6 +248,7 @@ class Reducer:
             if self._counts.learned is not Learned.ALL and self.rounds.launched == 0:
                 check_not_replicated(self.parameters, self.labels)
             self._complete_round(self._end_backward_of_units)
+            self._await_averages()
         else:
             self.rounds.local()
             self._readiness.begin()
@@ -315,11 +316,15 @@ class Reducer:
         join()
         while self._next < len(self.buckets):
             self._launch_next()
-        if self.sharding.stage == 0:  # `.grad` is the averaged gradient, to be read at once
-            for bucket in self.buckets:
-                bucket.wait()
         self.rounds.complete()
         self._readiness.begin()
+
+    def _await_averages(self) -> None:
+        """At stage 0 ``.grad`` is the averaged gradient, to be read at once."""
+        if self.sharding.stage == 0:
+            send_for_what_is_owed()
+            for bucket in self.buckets:
+                bucket.wait()
 
     def _end_backward_of_units(self) -> None:
         if self._schedule is not None:
@@ -377,10 +382,12 @@ class Reducer:
         alive = [reducer for reference in _reducers if (reducer := reference()) is not None]
         alive = [reducer for reducer in alive if reducer is self or not reducer.out_of_step]
         alive.sort(key=lambda reducer: reducer._schedule is None)  # others may wait in the gathers of units
-        for reducer in alive:
-            if reducer is self or not reducer._watch.running:
-                reducer.complete_open_round()
-                reducer._end_raised_backward_of_units()
+        settled = [reducer for reducer in alive if reducer is self or not reducer._watch.running]
+        for reducer in settled:
+            reducer.complete_open_round()
+            reducer._end_raised_backward_of_units()
+        for reducer in settled:  # all have left by now: others wait for them in the order of their backward
+            reducer._await_averages()
 
     def _zeroed_since(self) -> Zeroed | None:
         """How the user has zeroed what this rank knows of the round that is open, if all of it."""

@@ -278,26 +278,17 @@ class UnitSchedule:
         """
         self._send_for(self._prefetch)
 
+    def send_for_rest_of_backward(self) -> None:
+        """Start the gathers that are left of a backward that is open, as far as units are not gathered twice in it."""
+        if self._direction is Direction.BACKWARD:
+            self._send_for(None)
+
     def _send_for(self, count: int | None) -> None:
         if self._direction is not None:
             for ahead in self._cycles[self._direction][self._place + 1 :][:count]:
                 if ahead.state is UnitState.UNSHARDED:
                     break
                 ahead.unshard()
-
-    def _send_for_what_others_owe(self) -> None:
-        """Backward has come from other sharded models to this one, and their cycles are open. This rank may have
-        skipped units of theirs, and would gather them as backward ends. Another one waits for them before it comes
-        here::
-
-            rank 0   B 2    B 1: waits for rank 1    A 1
-            rank 1   B 2    (has not called B 1)     A 1: waits for rank 0
-
-        So all that is left of their cycles is sent for. As a rule that is nothing.
-        """
-        for other in (schedule() for schedule in _schedules):
-            if other is not None and other is not self and other._direction is Direction.BACKWARD:
-                other._send_for(None)
 
     def reduction_left(self, of: Listener) -> None:
         """A reduction is under way that the host is going to wait for, as under gloo. Gathers beside it would be a
@@ -383,7 +374,7 @@ class UnitSchedule:
     def _open_unit(self, unit: Unit, place: int) -> None:
         unit.unshard()
         if self._direction is Direction.BACKWARD:
-            self._send_for_what_others_owe()
+            send_for_what_is_owed(but=self)
         unit.wait()
         self._open[unit] = place
 
@@ -435,3 +426,19 @@ class UnitSchedule:
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def send_for_what_is_owed(but: UnitSchedule | None = None) -> None:
+    """Start all gathers that are left of backwards which are open, before this rank waits for something else in one.
+
+    It may have skipped units, and would gather them as backward ends. Another rank waits for them before it comes to
+    what this one is about to wait for::
+
+        rank 0   B 2    B 1: waits for rank 1    A 1
+        rank 1   B 2    (has not called B 1)     A 1: waits for rank 0
+
+    As a rule nothing is left. ``but``: a schedule that is about to wait for its own.
+    """
+    for schedule in (reference() for reference in _schedules):
+        if schedule is not None and schedule is not but:
+            schedule.send_for_rest_of_backward()
