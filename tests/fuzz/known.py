@@ -190,7 +190,7 @@ KNOWN: dict[str, Program] = {
     ),
     "stages 0 and 3 in a backward, units skipped": Program(
         2,
-        (_optim(3, stage=3), _optim(1, stage=0)),
+        (_optim(3, stage=3, prefetch=0), _optim(1, stage=0)),
         (
             _both((*_net(0, 1, 2), Use(1, 0))),
             Step(0),

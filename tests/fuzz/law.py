@@ -17,8 +17,8 @@
   same; or each rank some of the units, in the first forward's order. A forward raises on all ranks or on none. No
   parameter is used on both sides of what raises in backward. Where a backward raises on some ranks before it has come
   to a unit there, ``step`` has to follow, or ``zero_grad`` if it is not the first since the last: before any other call
-  that communicates, as ranks wait in the gathers of that backward. Of several models, in the order of that backward,
-  and none of stage 0 with them. A parameter that was thawed is used by every rank in the first step.
+  that communicates, as ranks wait in the gathers of that backward. It is one model, and none of stage 0 is in that
+  backward's averages. A parameter that was thawed is used by every rank in the first step.
   ``gather_parameters`` only where no raise is open.
 - Thawing, freezing, dropping, assigning and scaling gradients happen on all ranks, where no raise is open and no rank
   was left out. What was thawed does not count as trained until ``step`` has met it. Frozen later: without a gradient.
@@ -213,6 +213,7 @@ class Law:
                 self.states[o].left_out = self.states[o].left_out or "raise"
         self._stage_zero(synchronised, came, raised)
         need(not (self.waiting and self.gathering), "ranks may be waiting at stage 0, and at stage 3")
+        need(len(self.gathering) < 2, "ranks may be waiting in the gathers of several models")
         for o, state in enumerate(self.states):
             if any(a.of(o) for a in came) or o in op.no_sync:
                 state.clipped = False
