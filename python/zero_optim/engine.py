@@ -148,7 +148,7 @@ class Engine:
 
     def _run_exchange(self, used: bytearray, norm_type: float | None, thawed: Sequence[int]) -> None:
         reducer = self.reducer
-        refused = reducer.refused
+        refused = reducer.layout.refused
         about = {"late": reducer.late, "refused": {*refused}, "thawed": {*thawed}, "leftover": {*reducer.leftover}}
         try:
             self.exchange.run(
@@ -159,7 +159,7 @@ class Engine:
                 about=about,
                 order_code=0 if self.sharded is None else self.sharded.schedule.order_code,
                 own=[*refused.values()],
-                flags=(reducer.nonfinite, reducer.slot_params),
+                flags=(reducer.layout.nonfinite, reducer.layout.slot_params),
             )
         except ZeroOptimError:
             self.clip.unclip()

@@ -136,7 +136,7 @@ def _old_buckets_after_a_new_layout(rank, world_size):
             x = x * p
         x.sum().backward()
         opt.step()
-        return opt.engine.reducer.order != [3, 2, 1, 0], [ref() is None for ref in old]
+        return opt.engine.reducer.layout.order != [3, 2, 1, 0], [ref() is None for ref in old]
     finally:
         gc.enable()
 

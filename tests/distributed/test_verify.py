@@ -90,7 +90,7 @@ def _eventful(rank: int, world_size: int, stage: int, dtype: torch.dtype, every:
 
 
 def _lay_out_anew(opt: Any) -> None:
-    opt.engine.reducer.lay_out(list(reversed(opt.engine.reducer.order)))
+    opt.engine.reducer.lay_out(list(reversed(opt.engine.reducer.layout.order)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -30,11 +30,12 @@ from ..comm.sharding import Sharding
 from ..errors import ParameterError, RankMismatchError, ZeroOptimError
 from ..units.schedule import UnitSchedule, send_for_what_is_owed
 from .bucket import Bucket
+from .buckets import Buckets
+from .came import Came
 from .ddp_check import check_not_replicated
 from .hooks import GradHooks
 from .readiness import ByCounts, ByUnits, Learned, Readiness
 from .rounds import Rounds
-from .slots import GradState, Zeroed
 
 _reducers: list[weakref.ref[Reducer]] = []  # of this process, in the order in which they were made
 
@@ -51,9 +52,8 @@ class Reducer:
 
     Attributes:
         rounds: which reductions are owed.
-        nonfinite: [slots] int32, in the order of ``slot_params``: whether this rank's last gradient was not finite.
-        slot_params: [slots] int64, the index of the parameter of each slot, bucket by bucket.
-        place: of each parameter, the number of its bucket and of its slot there.
+        layout: the buckets.
+        buffers: what they pack into, and receive in.
         on_layout: are told the new buckets after they were laid out again.
         on_change: are told when gradients change that an exchange may have been about; on all ranks alike.
         late: parameters whose gradient arrived after their bucket had left; it stays on this rank.
@@ -71,7 +71,7 @@ class Reducer:
         schedule: UnitSchedule | None = None,
     ) -> None:
         self.parameters, self.labels, self.sharding, self.overlap = parameters, labels, sharding, overlap
-        self._make_buckets = make_buckets
+        self.layout = Buckets(labels, sharding, make_buckets)
         self._schedule = schedule if sharding.reduces else None
         self._counts = ByCounts(observes=sharding.reduces and self._schedule is None)
         self._readiness: Readiness = self._counts if self._schedule is None else ByUnits(self._schedule)
@@ -79,13 +79,11 @@ class Reducer:
         self.rounds = Rounds()
         self.synchronize = True  # False inside no_sync()
         self._next = 0  # the bucket that leaves next, while a round is open
-        self._came: dict[int, int] = {}  # gradients that have come in this backward, and their versions then
+        self._came = Came(parameters)
         self.late: set[int] = set()
         self.leftover: list[int] = []
         self.on_layout: Sequence[Callable[[list[Bucket]], None]] = ()
         self.on_change: Sequence[Callable[[], None]] = ()
-        self.order: list[int] = []
-        self.buckets: list[Bucket] = []
         self._hooks = GradHooks(self._before_accumulate if sharding.reduces else None, self._on_ready)
         self.grow(list(parameters))
         if self._schedule is not None:
@@ -97,9 +95,8 @@ class Reducer:
     def grow(self, indices: Sequence[int]) -> list[Bucket]:
         """Take in parameters, in buckets after all others. The next backward observes. Returns the new buckets."""
         self.complete_open_round()
-        order = list(reversed(indices))
-        new = self._make_buckets(order)
-        self._use([*self.order, *order], [*self.buckets, *new])
+        new = self.layout.grow(indices)
+        self._use_layout()
         for index in indices:
             self._hooks.register(index, self.parameters[index])
         self._counts.forget(order=True)
@@ -109,46 +106,21 @@ class Reducer:
 
     def lay_out(self, order: Sequence[int]) -> None:
         """Build all buckets anew for ``order``. Collective where they hold reduced gradients, which move along."""
-        old = self.buckets
-        for bucket in old:
-            bucket.wait()
-            bucket.wait_for_parameters()
-        moving = [bucket.moving() for bucket in old if bucket.state is GradState.REDUCED]
-        marks = torch.zeros(len(self.labels), dtype=torch.int32, device=self.sharding.device)
-        marks[self.slot_params] = self.nonfinite
-        for bucket in old:
-            bucket.let_go()
-        self._use(order, self._make_buckets(order))
-        self.nonfinite.copy_(marks[self.slot_params])
-        for bucket in self.buckets if moving else ():
-            bucket.make_room()
-        while moving:  # one bucket at a time: whole gradients take memory
-            for slot, whole, shown, used in moving.pop(0).whole():
-                number, index = self.place[slot.param]
-                self.buckets[number].take_over(index, whole, shown=shown, used=used)
+        self.layout.lay_out(order)
+        self._use_layout()
         for follow in self.on_layout:
             follow(self.buckets)
 
-    def _use(self, order: Sequence[int], buckets: Sequence[Bucket]) -> None:
-        for bucket in self.buckets:
-            bucket.wait()
-        self.order, self.buckets = list(order), list(buckets)
-        device = self.sharding.device
-        largest = max((bucket.layout.numel * bucket.reduce_dtype.itemsize for bucket in buckets), default=0)
-        self.buffers = CommBuffers(largest if self.sharding.reduces else 0, device)
+    def _use_layout(self) -> None:
+        sizes = (bucket.layout.numel * bucket.reduce_dtype.itemsize for bucket in self.buckets)
+        self.buffers = CommBuffers(max(sizes, default=0) if self.sharding.reduces else 0, self.sharding.device)
         self._leave_buffers()
-        slots = [slot for bucket in buckets for slot in bucket.layout.slots]
-        self.slot_params = torch.tensor([slot.param for slot in slots], dtype=torch.int64, device=device)
-        self.nonfinite = torch.zeros(len(slots), dtype=torch.int32, device=device)
-        for bucket, flags in zip(buckets, self.nonfinite.split([len(b.params) for b in buckets]), strict=True):
-            bucket.nonfinite = flags
-        self.place = {
-            slot.param: (number, index)
-            for number, bucket in enumerate(self.buckets)
-            for index, slot in enumerate(bucket.layout.slots)
-        }
-        self._used_of, self._used_now = (0, b""), bytearray()
         self._use_readiness()
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """In the order in which they leave."""
+        return self.layout.all
 
     def _use_readiness(self) -> None:
         self._readiness.use(self.buckets)
@@ -156,8 +128,8 @@ class Reducer:
     def restore_order(self, order: Sequence[int]) -> None:
         """Lay the buckets out in a saved order; parameters not in it follow. Gradients are dropped."""
         known = set(order)
-        order = [*order, *(index for index in self.order if index not in known)]
-        if self.sharding.shards > 1 and self._schedule is None and order != self.order:
+        order = [*order, *(index for index in self.layout.order if index not in known)]
+        if self.sharding.shards > 1 and self._schedule is None and order != self.layout.order:
             self.clear()
             self.lay_out(order)
 
@@ -165,18 +137,18 @@ class Reducer:
 
     def _before_accumulate(self, index: int, grads: Any) -> None:
         self._watch.enter()  # before this gradient hides what the user has done to the last one
-        number, slot = self.place[index]
+        number, slot = self.layout.place[index]
         self.buckets[number].before_accumulate(slot)
 
     def _on_ready(self, index: int, parameter: Tensor) -> None:
         self._watch.enter()
-        number, slot = self.place[index]
+        number, slot = self.layout.place[index]
         bucket = self.buckets[number]
         if self.rounds.open and number < self._next:
             self.late.add(index)
             return
         self._check_in_place(parameter, bucket, slot)
-        self._came[index] = _version_of(parameter.grad)
+        self._came.note(index)
         bucket.slots.added(slot)
         full = self._readiness.gradient_ready(index, number, changes_later=self._hooks.followed_by_users(index))
         if self.rounds.open:
@@ -234,7 +206,7 @@ class Reducer:
         # that as it met this one.
         next_is_under_way = self._schedule is not None and self._schedule.watch.running
         self.complete_open_round(_nothing if next_is_under_way else self._end_backward_of_units)
-        self._came.clear()
+        self._came.forget()
         for bucket in self.buckets:
             bucket.slots.backward_begins()
         if self.synchronize:
@@ -283,7 +255,8 @@ class Reducer:
         buckets = sorted(self.buckets, key=lambda bucket: flats.index(bucket.flat))
         if buckets != self.buckets:
             self.complete_open_round()
-            self._use([slot.param for bucket in buckets for slot in bucket.layout.slots], buckets)
+            self.layout.use([slot.param for bucket in buckets for slot in bucket.layout.slots], buckets)
+            self._use_layout()
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
@@ -346,10 +319,7 @@ class Reducer:
         """A backward that raised has left its round open: complete it, as other ranks have theirs.
 
         What the user has done since belongs after the round. Where every gradient of it that this rank knows of was
-        zeroed by now, all were, such as by ``module.zero_grad()``: also those that arrive only now, from other ranks::
-
-            rank 0   backward raises after bucket 0 has left   model.zero_grad()   bucket 1 leaves; dropped
-            rank 1   backward                                  model.zero_grad()   dropped
+        zeroed by now, all were, such as by ``module.zero_grad()``: also those that arrive only now, from other ranks.
         """
         self._watch.forget()
         self._readiness.begin()
@@ -359,7 +329,8 @@ class Reducer:
             raise RankMismatchError(
                 "an earlier error has parted the ranks in a backward: make a new optimizer to go on"
             )
-        how, keep = self._zeroed_since(), self._kept_since()
+        how = self._came.zeroed(self.buckets[: self._next])
+        keep = self._came.kept() if self._next == 0 else None
         left = self.buckets if self.sharding.stage == 0 else self.buckets[self._next :]
         self._complete_round(join or self._end_backward_of_units)
         for bucket in left:  # at stage 0 averages have arrived over what the user has zeroed, too
@@ -389,23 +360,6 @@ class Reducer:
         for reducer in settled:  # all have left by now: others wait for them in the order of their backward
             reducer._await_averages()
 
-    def _zeroed_since(self) -> Zeroed | None:
-        """How the user has zeroed what this rank knows of the round that is open, if all of it."""
-        gone = [bucket.zeroed_since_launch() for bucket in self.buckets[: self._next]]
-        if not gone:
-            grads = [self.parameters[index].grad for index in self._came]
-            gone = [Zeroed.TO_NONE if grad is None else None for grad in grads]
-        return gone[0] if len(set(gone)) == 1 else None
-
-    def _kept_since(self) -> Tensor | None:
-        """[] bool, False where the user has zeroed in place all gradients of the round that is open, none of which has
-        left. It is asked on the device, where every one was written since it came; None: one was not."""
-        grads = [(self.parameters[index].grad, version) for index, version in self._came.items()]
-        written = [grad.detach() for grad, version in grads if grad is not None and grad._version != version]
-        if self._next > 0 or not written or len(written) < len(grads):
-            return None
-        return torch.stack([grad.ne(0).any() for grad in written]).any()
-
     # -- step ------------------------------------------------------------------------------------------------------
 
     def finish(self) -> bytearray:
@@ -428,12 +382,12 @@ class Reducer:
         for bucket in self.buckets:
             bucket.wait()
         self._leave_buffers()
-        return self._used()
+        return self.layout.used()
 
     def _learn(self) -> None:
         """Collective. Agree on readiness, and lay the buckets out in the order that rank 0 has seen."""
         reports = self.sharding.everyone.gather_objects(self._counts.observation(), "the first step")
-        order = self._counts.agree(reports, self.order)
+        order = self._counts.agree(reports, self.layout.order)
         if order is not None:
             self.lay_out(order)
         self._use_readiness()
@@ -457,27 +411,12 @@ class Reducer:
     def _collect(self) -> bool:
         return any([bucket.collect() for bucket in self.buckets])  # noqa: C419  every bucket, whatever the first says
 
-    @property
-    def refused(self) -> dict[int, str]:
-        """By parameter index, why this rank's gradient could not be used."""
-        slots = [(bucket, index) for bucket in self.buckets for index in bucket.slots.refused]
-        return {bucket.layout.slots[index].param: bucket.slots.refused[index] for bucket, index in slots}
-
     def recheck(self) -> tuple[bool, bool]:
         """After ``finish``: whether gradients were assigned since, and whether some were dropped."""
         if not self.sharding.reduces:
             return self._collect(), False
         settled = [bucket.settle() for bucket in self.buckets]
         return any(unreduced for unreduced, _ in settled), any(dropped for _, dropped in settled)
-
-    def _used(self) -> bytearray:
-        slots = b"".join(bucket.slots.used for bucket in self.buckets)
-        if (len(self.labels), slots) != self._used_of:  # as a rule the same set, step after step
-            self._used_of = len(self.labels), slots
-            self._used_now = bytearray(len(self.labels))
-            for index, flag in zip(self.place, slots, strict=True):
-                self._used_now[index] = flag
-        return self._used_now
 
     def end_step(self) -> None:
         """The gradients were applied. They stay until they are cleared, and the next step has rounds of its own."""
@@ -495,7 +434,7 @@ class Reducer:
         self.late.clear()
         self.leftover.clear()
         self._counts.drop_observation()
-        self.nonfinite.zero_()
+        self.layout.nonfinite.zero_()
         for bucket in self.buckets:
             bucket.clear() if set_to_none else bucket.zero()
         self._leave_buffers()
@@ -555,10 +494,6 @@ class Reducer:
         if self._schedule is not None and self.buffers.allocated and self.buffers.free:
             self.buffers.deallocate()
             self._schedule.reductions_arrived(self)
-
-
-def _version_of(grad: Tensor | None) -> int:
-    return -1 if grad is None else grad._version
 
 
 def _nothing() -> None:

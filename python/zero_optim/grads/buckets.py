@@ -1,0 +1,94 @@
+"""All buckets of an optimizer, as they are laid out now: which there are, and where each parameter is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..comm.sharding import Sharding
+from .bucket import Bucket
+from .slots import GradState
+
+
+class Buckets:
+    """The layout of the gradients, and what is kept for every slot of it.
+
+    Args:
+        labels: a name for each parameter, for messages; it grows.
+        make: builds the buckets for an order; parameters become views of them.
+
+    Attributes:
+        order: indices of the parameters, in the order of their slots.
+        all: the buckets, in the order in which they leave.
+        place: of each parameter, the number of its bucket and of its slot there.
+        slot_params: [slots] int64, the index of the parameter of each slot, bucket by bucket.
+        nonfinite: [slots] int32, in the order of ``slot_params``: whether this rank's last gradient was not finite.
+    """
+
+    def __init__(
+        self, labels: Sequence[str], sharding: Sharding, make: Callable[[Sequence[int]], list[Bucket]]
+    ) -> None:
+        self._labels, self._sharding, self._make = labels, sharding, make
+        self.order: list[int] = []
+        self.all: list[Bucket] = []
+
+    def use(self, order: Sequence[int], buckets: Sequence[Bucket]) -> None:
+        """These are the buckets from now on. Their gradients stay where they are."""
+        for bucket in self.all:
+            bucket.wait()
+        self.order, self.all = list(order), list(buckets)
+        device = self._sharding.device
+        slots = [slot for bucket in buckets for slot in bucket.layout.slots]
+        self.slot_params = torch.tensor([slot.param for slot in slots], dtype=torch.int64, device=device)
+        self.nonfinite = torch.zeros(len(slots), dtype=torch.int32, device=device)
+        for bucket, flags in zip(buckets, self.nonfinite.split([len(b.params) for b in buckets]), strict=True):
+            bucket.nonfinite = flags
+        self.place = {
+            slot.param: (number, index)
+            for number, bucket in enumerate(self.all)
+            for index, slot in enumerate(bucket.layout.slots)
+        }
+        self._used_of, self._used_now = (0, b""), bytearray()
+
+    def grow(self, indices: Sequence[int]) -> list[Bucket]:
+        """Take in parameters, in buckets after all others. Returns the new ones."""
+        order = list(reversed(indices))
+        new = self._make(order)
+        self.use([*self.order, *order], [*self.all, *new])
+        return new
+
+    def lay_out(self, order: Sequence[int]) -> None:
+        """Build all buckets anew for ``order``. Collective where they hold reduced gradients, which move along."""
+        for bucket in self.all:
+            bucket.wait()
+            bucket.wait_for_parameters()
+        moving = [bucket.moving() for bucket in self.all if bucket.state is GradState.REDUCED]
+        marks = torch.zeros(len(self._labels), dtype=torch.int32, device=self._sharding.device)
+        marks[self.slot_params] = self.nonfinite
+        for bucket in self.all:
+            bucket.let_go()
+        self.use(order, self._make(order))
+        self.nonfinite.copy_(marks[self.slot_params])
+        for bucket in self.all if moving else ():
+            bucket.make_room()
+        while moving:  # one bucket at a time: whole gradients take memory
+            for slot, whole, shown, used in moving.pop(0).whole():
+                number, index = self.place[slot.param]
+                self.all[number].take_over(index, whole, shown=shown, used=used)
+
+    @property
+    def refused(self) -> dict[int, str]:
+        """By parameter index, why this rank's gradient could not be used."""
+        slots = [(bucket, index) for bucket in self.all for index in bucket.slots.refused]
+        return {bucket.layout.slots[index].param: bucket.slots.refused[index] for bucket, index in slots}
+
+    def used(self) -> bytearray:
+        """One byte a parameter index: 1 where this rank has put a gradient for it into its bucket."""
+        slots = b"".join(bucket.slots.used for bucket in self.all)
+        if (len(self._labels), slots) != self._used_of:  # as a rule the same set, step after step
+            self._used_of = len(self._labels), slots
+            self._used_now = bytearray(len(self._labels))
+            for index, flag in zip(self.place, slots, strict=True):
+                self._used_now[index] = flag
+        return self._used_now

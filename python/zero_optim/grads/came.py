@@ -1,0 +1,48 @@
+"""The gradients of the backward under way, and whether the user has zeroed them since it raised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .bucket import Bucket
+from .slots import Zeroed
+
+
+class Came:
+    """Notes each gradient as it comes. A backward that raises leaves its round open, and the user may zero gradients
+    before whatever completes it. Then what arrives from other ranks is to be zero, too::
+
+        rank 0   backward raises after bucket 0 has left   model.zero_grad()   bucket 1 leaves; dropped
+        rank 1   backward                                  model.zero_grad()   dropped
+    """
+
+    def __init__(self, parameters: Mapping[int, Tensor]) -> None:
+        self._parameters = parameters
+        self._versions: dict[int, int] = {}  # by parameter index, as the gradient came
+
+    def note(self, index: int) -> None:
+        grad = self._parameters[index].grad
+        self._versions[index] = -1 if grad is None else grad._version
+
+    def forget(self) -> None:
+        self._versions.clear()
+
+    def zeroed(self, left: Sequence[Bucket]) -> Zeroed | None:
+        """How the user has zeroed what this rank knows of the round, if all of it. ``left``: buckets that have."""
+        how = [bucket.zeroed_since_launch() for bucket in left]
+        if not how:
+            grads = [self._parameters[index].grad for index in self._versions]
+            how = [Zeroed.TO_NONE if grad is None else None for grad in grads]
+        return how[0] if len(set(how)) == 1 else None
+
+    def kept(self) -> Tensor | None:
+        """[] bool, False where the user has zeroed in place all gradients that came, none of which has left. It is
+        asked on the device, where every one was written since it came; None: one was not."""
+        grads = [(self._parameters[index].grad, version) for index, version in self._versions.items()]
+        written = [grad.detach() for grad, version in grads if grad is not None and grad._version != version]
+        if not written or len(written) < len(grads):
+            return None
+        return torch.stack([grad.ne(0).any() for grad in written]).any()
