@@ -16,9 +16,10 @@
   calls every unit once, in the same order on all ranks. Later ones call in any order, several times, but all ranks the
   same; or each rank some of the units, in the first forward's order. A forward raises on all ranks or on none. No
   parameter is used on both sides of what raises in backward. Where a backward raises on some ranks before it has come
-  to a unit there, ``step`` has to follow, or ``zero_grad`` if it is not the first since the last: before any other call
-  that communicates, as ranks wait in the gathers of that backward. It is one model, and none of stage 0 is in that
-  backward's averages. A parameter that was thawed is used by every rank in the first step.
+  to a unit there, or where it raises and units were called in another order than the first, or twice, ``step`` has to
+  follow, or ``zero_grad`` if it is not the first since the last: before any other call that communicates, as ranks wait
+  in the gathers of that backward. It is one model, and none of stage 0 is in that backward's averages. A parameter that
+  was thawed is used by every rank in the first step.
   ``gather_parameters`` only where no raise is open.
 - Thawing, freezing, dropping, assigning and scaling gradients happen on all ranks, where no raise is open and no rank
   was left out. What was thawed does not count as trained until ``step`` has met it. Frozen later: without a gradient.
@@ -31,6 +32,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -208,7 +210,8 @@ class Law:
             need(not left_before[o], "at stage 3 step has to follow before another forward")
             self.states[o].raised = any(raised)
             early = [_raises_before_units(chain, o) for chain in op.ranks]
-            if any(early) and not all(early):
+            again = any(raised) and any(self._again(chain, o) for chain in op.ranks)
+            if again or (any(early) and not all(early)):
                 self.gathering.append(o)
                 self.states[o].left_out = self.states[o].left_out or "raise"
         self._stage_zero(synchronised, came, raised)
@@ -222,6 +225,13 @@ class Law:
                     state.averaged = False
             for rank, a in enumerate(came):
                 state.grads[rank].update(a.of(o))
+
+    def _again(self, chain: tuple[object, ...] | None, o: int) -> bool:
+        """Whether units are called in another order than the first forward's, or twice: backward goes round again."""
+        order = self.states[o].order or ()
+        nets = [link for link in chain or () if isinstance(link, Net) and link.o == o]
+        places = [order.index(link.k) for net in nets for link in net.links if isinstance(link, Unit)]
+        return any(a >= b for a, b in itertools.pairwise(places))
 
     def _synchronised(self, state: _State, o: int, op: Backward, came: list[Arrivals], raised: list[bool]) -> None:
         if state.stage == 3:
