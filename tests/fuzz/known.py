@@ -205,4 +205,14 @@ KNOWN: dict[str, Program] = {
         (_optim(1, stage=0), _optim(1, stage=0)),
         (_both((Use(0, 0), Use(1, 0)), (Boom(), Use(0, 0), Use(1, 0))), Step(1), Step(0)),
     ),
+    "stage 3, a raise in the root, zeroed in place after no_sync": Program(
+        2,
+        (_optim(2, stage=3),),
+        (
+            _both(_net(0, 1), no_sync=(0,)),
+            _both(_net(1), (Net(0, (Unit(1, ((1, 1.0),)), Boom())),)),
+            ModuleZero(0, False),
+            Step(0),
+        ),
+    ),
 }

@@ -19,7 +19,8 @@
   to a unit there, or where it raises and units were called in another order than the first, or twice, ``step`` has to
   follow, or ``zero_grad`` if it is not the first since the last: before any other call that communicates, as ranks wait
   in the gathers of that backward. It is one model, and none of stage 0 is in that backward's averages. A parameter that
-  was thawed is used by every rank in the first step.
+  was thawed is used by every rank in the first step. After a raise a module's ``zero_grad`` only where every rank has a
+  gradient: else it cannot tell.
   ``gather_parameters`` only where no raise is open.
 - Thawing, freezing, dropping, assigning and scaling gradients happen on all ranks, where no raise is open and no rank
   was left out. What was thawed does not count as trained until ``step`` has met it. Frozen later: without a gradient.
@@ -395,6 +396,8 @@ class Law:
     def _modulezero(self, op: ModuleZero) -> None:
         state = self.states[op.o]
         need(not state.left_out, "step has to follow")
+        seen = state.stage != 3 or not state.raised or all(state.grads)
+        need(seen, "zeroed where a rank has no gradient: it cannot tell")
         raised, synced, clipped = state.raised, state.synced, state.clipped
         state.cleared(op.to_none)
         state.clipped = clipped  # the optimizer does not hear of it

@@ -1,4 +1,4 @@
-"""The gradients of the backward under way, and whether the user has zeroed them since it raised."""
+"""The gradients of the next round, and whether the user has zeroed them since a backward raised."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from .slots import Zeroed
 
 
 class Came:
-    """Notes each gradient as it comes. A backward that raises leaves its round open, and the user may zero gradients
-    before whatever completes it. Then what arrives from other ranks is to be zero, too::
+    """Notes each gradient as it comes, until a round has taken it along.
+
+    A backward that raises leaves its round open, and the user may zero gradients before whatever completes it. Then
+    what arrives from other ranks is to be zero, too::
 
         rank 0   backward raises after bucket 0 has left   model.zero_grad()   bucket 1 leaves; dropped
         rank 1   backward                                  model.zero_grad()   dropped
@@ -26,6 +28,11 @@ class Came:
     def note(self, index: int) -> None:
         grad = self._parameters[index].grad
         self._versions[index] = -1 if grad is None else grad._version
+
+    def backward_begins(self) -> None:
+        """Gradients of ``no_sync`` backwards wait for a round. What was written into them so far belongs before it."""
+        for index in self._versions:
+            self.note(index)
 
     def forget(self) -> None:
         self._versions.clear()

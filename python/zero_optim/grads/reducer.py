@@ -206,7 +206,7 @@ class Reducer:
         # that as it met this one.
         next_is_under_way = self._schedule is not None and self._schedule.watch.running
         self.complete_open_round(_nothing if next_is_under_way else self._end_backward_of_units)
-        self._came.forget()
+        self._came.backward_begins()
         for bucket in self.buckets:
             bucket.slots.backward_begins()
         if self.synchronize:
@@ -290,6 +290,7 @@ class Reducer:
         while self._next < len(self.buckets):
             self._launch_next()
         self.rounds.complete()
+        self._came.forget()
         self._readiness.begin()
 
     def _await_averages(self) -> None:
@@ -431,6 +432,7 @@ class Reducer:
         if joins:
             self._join_rounds_of_others()
         self.rounds.clear()
+        self._came.forget()
         self.late.clear()
         self.leftover.clear()
         self._counts.drop_observation()

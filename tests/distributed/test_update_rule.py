@@ -1,0 +1,165 @@
+"""A rule that nobody has thought of: everything beside the arithmetic goes by its list of state tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import Tensor, nn
+from zero_optim.rules.update_rule import Begins, Per, ShardUpdate, StateTensor
+
+from zero_kernels import ROW
+
+SHAPES = ((300,), (7, 19), (2, 128), (5,))
+LR = 0.25
+
+
+class Scaled:
+    """Momentum over the largest gradient that its row has seen: one value an element in fp32, and one a row in fp16."""
+
+    decoupled = True
+    tensors = (
+        StateTensor("precise", Begins.PARAMETER),
+        StateTensor("momentum"),
+        StateTensor("peak", dtype=torch.float16, per=Per.ROW),
+    )
+    coefficients = ("lr",)
+    columns = ("lr", "active", "grad_factor")
+
+    def __init__(self, decoupled: bool) -> None:
+        pass
+
+    def read_group(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        return (group["lr"],)
+
+    def fill_table(self, by_group: Tensor, group_of: Tensor, steps: Tensor, active: Tensor, table: Tensor) -> None:
+        table[:, 0] = by_group[0, group_of.long()]
+        table[:, 1] = active
+        table[:, 2] = 1.0
+
+    def update(self, shard: ShardUpdate) -> None:
+        rows = shard.hyper[shard.row_slot.clamp(min=0).long()] * (shard.row_slot >= 0)[:, None]
+        active = rows[:, 1:2] > 0
+        gradient = shard.grad.float().view(-1, ROW) * rows[:, 2:3]
+        precise = shard.state.get("precise", shard.parameter).view(-1, ROW)
+        momentum, peak = shard.state["momentum"].view(-1, ROW), shard.state["peak"].view(-1, 1)
+        new = momentums(precise, momentum, peak, gradient, rows[:, :1])
+        for old, value in zip((precise, momentum, peak), new, strict=True):
+            old.copy_(torch.where(active, value.to(old.dtype), old))
+        shard.parameter.copy_(precise.reshape(-1))
+
+    def update_in_float64(
+        self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any], step: float
+    ) -> None:
+        raise NotImplementedError
+
+
+def momentums(p: Tensor, m: Tensor, peak: Tensor, g: Tensor, lr: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The formula, for rows [n, 128]; used by the rule and by the oracle, on different layouts."""
+    peak = torch.maximum(peak.float(), g.abs().amax(1, keepdim=True)).half()
+    m = m * 0.5 + g
+    return p - lr * (m / (1 + peak.float())), m, peak
+
+
+class Oracle:
+    """One parameter, padded to whole rows, in one process."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        rows = -(-parameter.numel() // ROW)
+        self.p, self.m = torch.zeros(2, rows, ROW)
+        self.p.view(-1)[: parameter.numel()] = parameter.detach().float().reshape(-1)
+        self.peak = torch.zeros(rows, 1, dtype=torch.float16)
+
+    def step(self, gradient: Tensor) -> None:
+        g = torch.zeros_like(self.p)
+        g.view(-1)[: gradient.numel()] = gradient.reshape(-1)
+        self.p, self.m, self.peak = momentums(self.p, self.m, self.peak, g, LR)
+
+
+def _gradient(index: int, shape: tuple[int, ...], step: int) -> Tensor:
+    n = torch.Size(shape).numel()
+    return (((torch.arange(n) * 5 + 3 * index + 7 * step) % 17 - 8) / 16).reshape(shape)
+
+
+def _make(dtype: torch.dtype) -> list[nn.Parameter]:
+    return [nn.Parameter(_gradient(index, shape, 9).to(dtype)) for index, shape in enumerate(SHAPES)]
+
+
+def _train(params: list[nn.Parameter], opt: Any, steps: range, factor: int) -> None:
+    """``factor``: rank 0 has all ranks' gradients, so that their average is exact."""
+    for step in steps:
+        terms = [(p * (factor * _gradient(i, SHAPES[i], step)).to(p.dtype)).float().sum() for i, p in enumerate(params)]
+        sum(terms[1:], terms[0]).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def _life(rank: int, world_size: int, stage: int, dtype: torch.dtype, rule: type) -> dict[str, Any]:
+    """Train, save in both formats, train on; and from each of them train on again, in a new optimizer."""
+    import zero_optim
+    from zero_optim import optimizer
+
+    before, optimizer.AdamW = optimizer.AdamW, rule
+    factor = world_size if rank == 0 else 0
+    try:
+        params = _make(dtype)
+        opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=0.001)
+        _train(params, opt, range(3), factor)
+        memory = opt.stats()["memory"]
+        full = zero_optim.full_state_dict(opt, rank=None)
+        own = {
+            name: {key: value if key == "step" else copy.deepcopy(value) for key, value in entry.items()}
+            for name, entry in opt.state_dict()["state"].items()
+        }
+        groups = opt.state_dict()["param_groups"]
+        middle = [p.detach().clone() for p in params]
+        _train(params, opt, range(3, 5), factor)
+        opt.close()
+        again = []
+        for other_stage, load in ((stage, True), (2 if stage == 0 else 0, False)):
+            copies = [nn.Parameter(p.clone()) for p in middle]
+            new = zero_optim.ShardedAdamW(copies, lr=LR, stage=other_stage, bucket_cap_mb=0.001)
+            if load:
+                new.load_state_dict({"state": own, "param_groups": groups})
+            else:
+                zero_optim.load_full_state_dict(new, full if rank == 0 else None)
+            _train(copies, new, range(3, 5), factor)
+            again.append([p.detach().clone() for p in copies])
+            new.close()
+        return {"params": [p.detach().clone() for p in params], "again": again, "full": full["state"], "memory": memory}
+    finally:
+        optimizer.AdamW = before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (2, 0), (2, 1), (3, 2)])
+def test_state_of_any_rule_is_kept_saved_moved_and_counted(world_size: int, stage: int, dtype: torch.dtype):
+    oracles = [Oracle(parameter) for parameter in _make(dtype)]
+    for step in range(3):
+        for index, oracle in enumerate(oracles):
+            oracle.step(_gradient(index, SHAPES[index], step).to(dtype).float())
+    peaks, momenta = [o.peak.clone() for o in oracles], [o.m.clone() for o in oracles]
+    for step in range(3, 5):
+        for index, oracle in enumerate(oracles):
+            oracle.step(_gradient(index, SHAPES[index], step).to(dtype).float())
+    sizes = [torch.Size(shape).numel() for shape in SHAPES]
+    by_rank = run_ranks(world_size, _life, stage, dtype, Scaled)
+    for of_rank in by_rank:
+        for seen in (of_rank["params"], *of_rank["again"]):
+            for parameter, oracle, numel in zip(seen, oracles, sizes, strict=True):
+                assert torch.equal(parameter.reshape(-1), oracle.p.reshape(-1)[:numel].to(dtype))
+        for index, numel in enumerate(sizes):
+            entry = of_rank["full"][index]
+            assert torch.equal(entry["peak"], peaks[index].reshape(-1))
+            assert torch.equal(entry["momentum"].reshape(-1), momenta[index].reshape(-1)[:numel])
+            assert entry["momentum"].shape == SHAPES[index]
+            assert ("precise" in entry) is (dtype is torch.bfloat16)
+    rows = sum(-(-numel // ROW) for numel in sizes)
+    holders = world_size if stage == 0 else 1
+    assert sum(of_rank["memory"]["momentum"] for of_rank in by_rank) == holders * 4 * sum(sizes)
+    assert sum(of_rank["memory"]["peak"] for of_rank in by_rank) == holders * 2 * rows
+    assert "exp_avg" not in by_rank[0]["memory"]
