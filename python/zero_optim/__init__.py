@@ -1,6 +1,5 @@
 """ZeRO for PyTorch: a drop-in ``torch.optim.AdamW`` that shards its state and gradients over data-parallel ranks."""
 
-from .checkpoint.full_state import full_state_dict, load_full_state_dict
 from .errors import (
     ClosedError,
     CollectiveError,
@@ -11,6 +10,7 @@ from .errors import (
     StateMismatchError,
     ZeroOptimError,
 )
+from .full_state import full_state_dict, load_full_state_dict
 from .gather_parameters import gather_parameters
 from .grad_scaler import GradScaler
 from .optimizer import ShardedAdamW

@@ -21,13 +21,12 @@ ORDER = (
     {"units"},
     {"validate"},
     {"grads"},
-    {"checkpoint.state_dict"},
     {"step", "grad_scaler"},
     {"stats"},
     {"engine"},
-    {"checkpoint.rank_state"},
+    {"checkpoint"},
     {"optimizer", "shard_module", "gather_parameters"},
-    {"checkpoint", "verify"},
+    {"full_state", "verify"},
     {"cli", "train", "bench", "doctor", "__main__", "__init__"},
 )
 COLLECTIVES = {

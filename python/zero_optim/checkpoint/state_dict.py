@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import StateMismatchError
 from ..params.flat_shard import FlatShard
@@ -82,23 +82,6 @@ def step_counts(saved: Mapping[int, Mapping[str, Any]], parameters: int) -> Tens
     for index, entry in saved.items():
         counts[index] = float(entry["step"])
     return counts
-
-
-def state_tensor(entry: Mapping[str, Any], name: str, shape: Sequence[int], label: str) -> Tensor:
-    """``entry[name]``, of the parameter's ``shape`` and of any floating dtype. Raises StateMismatchError."""
-    saved = entry.get(name)
-    if not isinstance(saved, Tensor):
-        raise StateMismatchError(f"the state of {label} has no tensor {name!r}, but {sorted(map(str, entry))}")
-    if tuple(saved.shape) != tuple(shape):
-        raise StateMismatchError(
-            f"{name} of {label} has shape {tuple(saved.shape)}, expected {tuple(shape)}: give the optimizer the same "
-            "parameters, in the same order"
-        )
-    plain = type(saved) in (Tensor, nn.Parameter, FlatShard) and saved.layout is torch.strided and not saved.is_meta
-    if not plain or not saved.is_floating_point():
-        kind = f"{type(saved).__name__} of {saved.dtype}, {saved.layout}, on {saved.device}"
-        raise StateMismatchError(f"{name} of {label} is a {kind}: it must be a dense floating-point tensor with values")
-    return saved
 
 
 def load_groups(groups: Groups, saved: Groups) -> None:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..checkpoint.state_dict import state_tensor
 from ..comm.sharding import Sharding
 from ..errors import StateMismatchError
 from ..grads.bucket import Bucket
@@ -223,6 +222,23 @@ class OptimizerState:
         be loaded later, and a master may be older than the parameters, when another optimizer carried it along."""
         self.started = True
         self._versions = [-1] * len(self._versions)
+
+
+def state_tensor(entry: Mapping[str, Any], name: str, shape: Sequence[int], label: str) -> Tensor:
+    """``entry[name]``, of the parameter's ``shape`` and of any floating dtype. Raises StateMismatchError."""
+    saved = entry.get(name)
+    if not isinstance(saved, Tensor):
+        raise StateMismatchError(f"the state of {label} has no tensor {name!r}, but {sorted(map(str, entry))}")
+    if tuple(saved.shape) != tuple(shape):
+        raise StateMismatchError(
+            f"{name} of {label} has shape {tuple(saved.shape)}, expected {tuple(shape)}: give the optimizer the same "
+            "parameters, in the same order"
+        )
+    plain = type(saved) in (Tensor, nn.Parameter, FlatShard) and saved.layout is torch.strided and not saved.is_meta
+    if not plain or not saved.is_floating_point():
+        kind = f"{type(saved).__name__} of {saved.dtype}, {saved.layout}, on {saved.device}"
+        raise StateMismatchError(f"{name} of {label} is a {kind}: it must be a dense floating-point tensor with values")
+    return saved
 
 
 def _local(tensor: Tensor) -> Tensor:

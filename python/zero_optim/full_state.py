@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ..engine import Engine
-from ..errors import StateMismatchError
-from ..optimizer import ShardedAdamW
-from ..params.flat_shard import FlatShard
-from ..rules.update_rule import Begins, master_of, tensors_for
-from .state_dict import load_groups, match_state, pack_groups, state_tensor, step_counts
+from .checkpoint.state_dict import load_groups, match_state, pack_groups, step_counts
+from .engine import Engine
+from .errors import StateMismatchError
+from .optimizer import ShardedAdamW
+from .params.flat_shard import FlatShard
+from .rules.update_rule import Begins, master_of, tensors_for
+from .step.optimizer_state import state_tensor
 
 
 def full_state_dict(opt: ShardedAdamW, rank: int | None = 0) -> dict[str, Any]:
