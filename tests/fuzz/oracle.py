@@ -237,6 +237,8 @@ class Oracle:
         reached = any(a.of(o) for a in came)
         if reached or not synchronised:  # a no_sync block discards the clip, whatever was in it
             optim.clips, optim.clip_called = {}, False
+        if optim.stage == 3 and any(a.raised for a in came):
+            optim.kinds = ["unknown"] * self.world  # a round may have begun, with nothing in it
         if not reached:
             return
         if not synchronised:  # a rank that was not reached has the averaged gradient without these

@@ -1,12 +1,20 @@
-"""When a bucket may leave: counts, what was observed, what the ranks agree on; and units."""
+"""Every cell of the tables in ``grads.readiness``: when a bucket may leave, what is learned, what was observed."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from zero_optim.grads.readiness import ByCounts, ByUnits, Learned, Observation
+from tables import table
+from zero_optim.grads import readiness as module
+from zero_optim.grads.readiness import ByCounts, ByUnits, Learned, Observation, Readiness
+
+MAY_LEAVE = table(module.__doc__, "may_leave")
+COMES = table(module.__doc__, "a gradient comes")
+LEARNED = table(module.__doc__, "learned")
+OBSERVATION = table(module.__doc__, "observation")
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,198 @@ def _learned(counts: dict[int, int] | None = None) -> ByCounts:
     readiness.use(_buckets((0, 1), (2,)))
     assert readiness.learned is Learned.ALL
     return readiness
+
+
+# -- the tables: bucket 0 has parameters 0, 1 and 2, bucket 1 has parameter 3 ------------------------------------------
+
+ORDER = [0, 1, 2, 3]
+REPORTS = {
+    "whole": [Observation((0, 1, 2, 3), {}, False), Observation((), {}, False)],
+    "cut short": [Observation((0,), {}, False), Observation((0, 1), {}, True)],
+    "empty": [Observation((), {}, False)] * 2,
+}
+
+
+def _by_counts(learned: Learned, repeated: int | None = None) -> ByCounts:
+    """One that has learned so much. ``repeated``: a parameter that comes twice."""
+    readiness = ByCounts(observes=True)
+    readiness.use(_buckets((0, 1, 2), (3,)))
+    counts = {} if repeated is None else {repeated: 2}
+    if learned is not Learned.NOTHING:
+        readiness.agree(REPORTS["whole"], ORDER)
+    if learned is Learned.ORDER:
+        readiness.forget(order=False)
+    cut_short = learned is not Learned.ALL  # such a report brings counts, and changes nothing else
+    readiness.agree([Observation((0,), counts, cut_short)], ORDER)
+    readiness.use(_buckets((0, 1, 2), (3,)))
+    assert readiness.learned is learned
+    return readiness
+
+
+def _by_unit(over: bool) -> ByUnits:
+    class Schedule:
+        def is_over(self, flat: Any) -> bool:
+            return over and flat == "flat 0"
+
+    readiness = ByUnits(Schedule())
+    readiness.use(_buckets((0, 1, 2), (3,)))
+    return readiness
+
+
+def _come(readiness: ByCounts | ByUnits, bucket: str, missing: int = 1) -> None:
+    """Let gradients of bucket 0 come until this is what has come of it. ``missing``: so many of three, unless FULL."""
+    come = 3 if bucket.startswith("FULL") else 3 - missing
+    for index in range(come):
+        changes_later = bucket == "CHANGING" and index == 0
+        assert readiness.gradient_ready(index, 0, changes_later=changes_later) is (
+            index == 2 and isinstance(readiness, ByCounts) and "repeats" not in bucket
+        )
+    if "repeats" in bucket:
+        assert readiness.gradient_ready(0, 0, changes_later=False) is isinstance(readiness, ByCounts)
+
+
+@pytest.mark.parametrize(("bucket", "column", "cell"), [(*cell, text) for cell, text in MAY_LEAVE.items()])
+def test_whether_a_bucket_may_leave(bucket: str, column: str, cell: str):
+    for missing in (0, 1, 2) if bucket == "CHANGING" else (1, 2):
+        if column.startswith("unit"):
+            readiness: ByCounts | ByUnits = _by_unit(over=column == "unit over")
+        else:
+            readiness = _by_counts(Learned[column], 0 if "repeats" in bucket else None)
+        _come(readiness, bucket, missing)
+        assert readiness.may_leave(0) is (cell == "yes")
+        assert not readiness.may_leave(1), "nothing of it has come"
+
+
+def test_the_tables_have_every_state_and_every_event():
+    learned = {state.name for state in Learned}
+    assert {column for _, column in MAY_LEAVE} == {*learned, "unit open", "unit over"}
+    assert {column for _, column in LEARNED} == learned
+    methods = {name for name, value in vars(ByCounts).items() if callable(value) and not name.startswith("_")}
+    events = methods - {"may_leave", "observation"}  # which change nothing
+    assert {event.partition(":")[0] for event, _ in LEARNED} == events
+    assert {event.partition(":")[0] for event, _ in OBSERVATION} == events
+    assert {f"agree: {reports}" for reports in REPORTS} == {event for event, _ in LEARNED if event.startswith("agree")}
+    for_the_reducer = {name for name, value in vars(Readiness).items() if callable(value) and not name.startswith("_")}
+    assert {name for name, value in vars(ByUnits).items() if callable(value) and name[0] != "_"} == for_the_reducer
+
+
+def _what_has_come(readiness: ByCounts) -> str:
+    """Of bucket 0, in ALL: told apart by what still lets it leave."""
+    if readiness.may_leave(0):
+        return "FULL"
+    rest = copy.deepcopy(readiness)
+    for index in range(3):
+        rest.gradient_ready(index, 0, changes_later=False)
+    return "MISSING" if rest.may_leave(0) else "CHANGING"
+
+
+@pytest.mark.parametrize(("event", "before", "after"), [(*cell, after) for cell, after in COMES.items()])
+def test_what_comes_of_a_bucket(event: str, before: str, after: str):
+    if after == "--":
+        return  # nothing is missing
+    readiness = _by_counts(Learned.ALL)
+    _come(readiness, before, 2 if event == "more are missing" else 1)
+    assert _what_has_come(readiness) == before
+    if event == "more are missing":
+        assert not readiness.gradient_ready(1, 0, changes_later=False)
+    elif event == "the last missing":
+        assert readiness.gradient_ready(2, 0, changes_later=False), "the bucket is full by that"
+    elif event == "once too often":
+        assert not readiness.gradient_ready(0, 0, changes_later=False)
+    elif event == "it may change":
+        assert readiness.gradient_ready(2, 0, changes_later=True) is (before != "FULL")
+    elif event == "``use``":
+        readiness.use(_buckets((0, 1, 2), (3,)))
+    else:
+        getattr(readiness, event.strip("`"))()
+    assert _what_has_come(readiness) == after
+
+
+def _tell(readiness: ByCounts, event: str) -> list[int] | None:
+    """What ``agree`` gives, if the event is that."""
+    name, _, how = event.partition(": ")
+    if name == "agree":
+        own = readiness.observation()
+        reports = REPORTS[how]
+        return readiness.agree([own if own.order or own.cut_short else reports[0], *reports[1:]], [3, 2, 1, 0])
+    if name == "forget":
+        readiness.forget(order=how == "order")
+    elif name == "use":
+        readiness.use(_buckets((0, 1, 2), (3,)))
+    elif name == "gradient_ready":
+        readiness.gradient_ready(0, 0, changes_later=False)
+    else:
+        getattr(readiness, name)()
+    return None
+
+
+@pytest.mark.parametrize(("event", "before", "after"), [(*cell, after) for cell, after in LEARNED.items()])
+def test_what_the_ranks_have_learned(event: str, before: str, after: str):
+    readiness = _by_counts(Learned[before])
+    order = _tell(readiness, event)
+    assert readiness.learned is Learned[after]
+    lays_out = before == "NOTHING" and event == "agree: whole"
+    assert order == (ORDER if lays_out else None)
+
+
+@pytest.mark.parametrize("event", [event for event, before in LEARNED if before == "ALL"])
+def test_where_there_is_nothing_to_be_learned_all_is_known(event: str):
+    readiness = ByCounts(observes=False)
+    readiness.use(_buckets((0, 1, 2), (3,)))
+    _tell(readiness, event)
+    assert readiness.learned is Learned.ALL is ByUnits.learned
+
+
+def _observation(state: str, learned: Learned) -> ByCounts:
+    """One that has seen so much: of parameter 0, where it has seen something."""
+    readiness = _by_counts(learned)
+    if state != "EMPTY":
+        readiness.gradient_ready(0, 0, changes_later=False)
+    if state == "WHOLE":
+        readiness.backward_ended()
+    if state in ("WHOLE", "CUT SHORT"):
+        readiness.begin()
+    return readiness
+
+
+def _observation_state(readiness: ByCounts) -> str:
+    """Read from what it reports, now and after one more ``begin``."""
+    now, later = readiness.observation(), copy.deepcopy(readiness)
+    later.begin()
+    if now.cut_short:
+        return "CUT SHORT"
+    if later.observation().cut_short:
+        return "RUNNING"
+    return "WHOLE" if now.order else "EMPTY"
+
+
+@pytest.mark.parametrize("learned", [Learned.NOTHING, Learned.ORDER])
+@pytest.mark.parametrize(("event", "before", "after"), [(*cell, after) for cell, after in OBSERVATION.items()])
+def test_what_this_rank_has_seen(event: str, before: str, after: str, learned: Learned):
+    readiness = _observation(before, learned)
+    assert _observation_state(readiness) == before
+    if after == "--":
+        return  # ruled out by the reducer
+    seen = readiness.observation()
+    _tell(readiness, event)
+    assert _observation_state(readiness) == after
+    now = readiness.observation()
+    if after == "EMPTY":
+        assert now == Observation((), {}, False)
+    else:
+        assert now.order == seen.order + ((0,) if event == "gradient_ready" else ())
+        assert now.counts == ({0: 1} if after == "WHOLE" or before == "WHOLE" else {})
+
+
+@pytest.mark.parametrize("event", ["gradient_ready", "backward_ended", "begin", "use", "drop_observation"])
+def test_where_all_is_known_no_gradient_is_noted(event: str):
+    for state in ("EMPTY", "RUNNING", "WHOLE", "CUT SHORT"):
+        readiness = _observation(state, Learned.ALL)
+        _tell(readiness, event)
+        assert (readiness.observation().order, readiness.observation().counts) == ((), {})
+
+
+# -- several events together -------------------------------------------------------------------------------------------
 
 
 def test_a_bucket_may_leave_when_its_gradients_have_come():
