@@ -84,7 +84,7 @@ def shard_module(
             with comm.raising_together("shard_module"):
                 _materialise(plan, target, init_fn)
             own_node = node if number else None
-            made.append(Unit(plan.name, plan.module, plan.modules, sharding, own_node, keep=keep or number == 0))
+            made.append(Unit(plan.name, plan.module, plan.modules, own_node, keep=keep or number == 0))
             _fill(made[-1], plan, sharding, offload=param_offload is not None)
     except BaseException:
         comm.close()
@@ -264,7 +264,7 @@ def _fill(unit: Unit, plan: _UnitPlan, sharding: Sharding, *, offload: bool) -> 
     for (_, trained), parameters in kinds.items():
         unit.flats.append(flatten(parameters, sharding, trained=trained))
         if sharding.shards > 1 or offload:
-            unit.flats[-1].split(sharding, [shard_of[id(parameter)] for parameter in parameters], offload=offload)
+            unit.flats[-1].split([shard_of[id(parameter)] for parameter in parameters], offload=offload)
     if sharding.shards > 1 or offload:
         unit.show_shards()
 

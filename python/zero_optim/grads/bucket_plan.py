@@ -25,7 +25,7 @@ def buckets_by_size(
     itemsizes = {kind: sharding.reduce_dtype(kind).itemsize for kind in kinds.values()}
     capacities = bucket_capacities(numels, kinds, bucket_cap_mb * 2**20, itemsizes)
     layouts = build_layout(numels, kinds, order, capacities, sharding.shards)
-    flats = [FlatParams(layout, [parameters[s.param] for s in layout.slots], sharding.shard) for layout in layouts]
+    flats = [FlatParams(layout, [parameters[s.param] for s in layout.slots], sharding) for layout in layouts]
     return [Bucket(layout, flat, labels, sharding) for layout, flat in zip(layouts, flats, strict=True)]
 
 

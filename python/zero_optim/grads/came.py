@@ -25,14 +25,15 @@ class Came:
         self._parameters = parameters
         self._versions: dict[int, int] = {}  # by parameter index, as the gradient came
 
-    def note(self, index: int) -> None:
-        grad = self._parameters[index].grad
+    def note(self, index: int, parameter: Tensor) -> None:
+        """``parameter`` number ``index`` has a gradient."""
+        grad = parameter.grad
         self._versions[index] = -1 if grad is None else grad._version
 
     def backward_begins(self) -> None:
         """Gradients of ``no_sync`` backwards wait for a round. What was written into them so far belongs before it."""
         for index in self._versions:
-            self.note(index)
+            self.note(index, self._parameters[index])
 
     def forget(self) -> None:
         self._versions.clear()

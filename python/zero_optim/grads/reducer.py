@@ -148,7 +148,7 @@ class Reducer:
             self.late.add(index)
             return
         self._check_in_place(parameter, bucket, slot)
-        self._came.note(index)
+        self._came.note(index, parameter)
         bucket.slots.added(slot)
         full = self._readiness.gradient_ready(index, number, changes_later=self._hooks.followed_by_users(index))
         if self.rounds.open:

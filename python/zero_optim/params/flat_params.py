@@ -32,16 +32,18 @@ class FlatParams:
         addresses: of each of ``params`` while it has values.
     """
 
-    def __init__(self, layout: BucketLayout, params: Sequence[Tensor], part: int, *, trained: bool = True) -> None:
-        """Move ``params``, whole on this rank, into one flat tensor, of which ``part`` is this rank's shard."""
+    def __init__(
+        self, layout: BucketLayout, params: Sequence[Tensor], sharding: Sharding, *, trained: bool = True
+    ) -> None:
+        """Move ``params``, whole on this rank, into one flat tensor."""
         self.layout, self.params, self.trained = layout, list(params), trained
+        self._sharding = sharding
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
-        self.pieces = tuple(layout.pieces(part))
+        self.pieces = tuple(layout.pieces(sharding.shard))
         self.sharded = self.shown = False
         self.shards: list[ParamShard] = []
         self.full = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
-        self._part = part
-        self.shard = self._own_part(self.full)
+        self.shard = sharding.own_part(self.full)
         self._views = self.slot_views(self.full)
         for parameter, view in zip(self.params, self._views, strict=True):
             view.copy_(parameter.data)
@@ -53,9 +55,6 @@ class FlatParams:
         slots = zip(self.layout.slots, self.params, strict=True)
         return [full.narrow(0, slot.offset, slot.numel).view(parameter.shape) for slot, parameter in slots]
 
-    def _own_part(self, full: Tensor) -> Tensor:
-        return full.narrow(0, self._part * self.layout.shard_numel, self.layout.shard_numel)
-
     def _locate(self, full: Tensor) -> None:
         start = full.data_ptr()
         places = [(slot.numel, start + slot.offset * self.dtype.itemsize) for slot in self.layout.slots]
@@ -63,14 +62,14 @@ class FlatParams:
 
     # -- where they are sharded ----------------------------------------------------------------------------------
 
-    def split(self, sharding: Sharding, shards: Sequence[ParamShard], *, offload: bool) -> None:
+    def split(self, shards: Sequence[ParamShard], *, offload: bool) -> None:
         """Collective. From rank 0's values keep this rank's shard, and empty ``full``.
 
         Args:
             shards: of each parameter, to show the rank's range of it from now on.
             offload: keep the shard in host memory, pinned where the parameters are on a GPU.
         """
-        sharding.broadcast(self.full)
+        self._sharding.broadcast(self.full)
         home = torch.device("cpu") if offload else self.device
         shard = torch.empty(self.shard.numel(), dtype=self.dtype, device=home, pin_memory=home != self.device)
         self.shard = shard.copy_(self.shard)
@@ -85,14 +84,14 @@ class FlatParams:
             param_shard.flat = self
         self.reshard()
 
-    def unshard(self, sharding: Sharding, node: Comm | None) -> Pending | None:
+    def unshard(self, node: Comm | None) -> Pending | None:
         """Start to fill ``full``: from the ranks of this ``node`` where they keep all of it, else from all."""
         allocate(self.full)
         if node is not None and self._node_part is not None:
             node.own_part(self.full).copy_(self._node_part)
             return node.all_gather(self.full, "node_all_gather")
-        sharding.own_part(self.full).copy_(self.shard, non_blocking=True)
-        return sharding.all_gather(self.full)
+        self._sharding.own_part(self.full).copy_(self.shard, non_blocking=True)
+        return self._sharding.all_gather(self.full)
 
     def show(self) -> None:
         """``full`` is there: let the plain parameters have their values."""
@@ -114,7 +113,7 @@ class FlatParams:
         """Take over what was written in place into the plain parameters since ``show``: every rank its own part."""
         versions = list(map(_version_of, self.params))
         if unseen or versions != self._versions:
-            self.shard.copy_(self._own_part(self.full))
+            self.shard.copy_(self._sharding.own_part(self.full))
             self._versions, self._node_part = versions, None
 
     def reshard(self, node: Comm | None = None) -> None:
@@ -138,11 +137,11 @@ class FlatParams:
 
     # -- for the user to read and write --------------------------------------------------------------------------
 
-    def copy_out(self, sharding: Sharding) -> Tensor:
+    def copy_out(self) -> Tensor:
         """Collective. Give the plain parameters memory of their own: what views it may outlive ``hide``."""
         whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
-        sharding.own_part(whole).copy_(self.shard)
-        if (gather := sharding.all_gather(whole, "gather_parameters")) is not None:
+        self._sharding.own_part(whole).copy_(self.shard)
+        if (gather := self._sharding.all_gather(whole, "gather_parameters")) is not None:
             gather.wait()
         for parameter, view in zip(self.params, self.slot_views(whole), strict=True):
             parameter.data = as_own_storage(view)
@@ -150,10 +149,10 @@ class FlatParams:
         self.shown = True
         return whole
 
-    def write_back(self, sharding: Sharding, whole: Tensor) -> None:
+    def write_back(self, whole: Tensor) -> None:
         """Collective. Keep rank 0's values of ``whole``, which ``copy_out`` gave."""
-        sharding.broadcast(whole, "gather_parameters")
-        new = sharding.own_part(whole).to(self.shard.device)
+        self._sharding.broadcast(whole, "gather_parameters")
+        new = self._sharding.own_part(whole).to(self.shard.device)
         for parameter, piece in zip(self.params, self.pieces, strict=True):
             own = slice(piece.in_shard, piece.in_shard + piece.numel)
             if not torch.equal(new[own], self.shard[own]):  # whoever has made a master of it has to know, on every rank

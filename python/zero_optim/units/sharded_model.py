@@ -95,7 +95,7 @@ class ShardedModel:
         """Collective. Give the thawed parameters of a frozen ``flat`` a flat tensor of their own."""
         self.schedule.settle()
         shards = dict(zip(map(id, flat.params), flat.shards, strict=False))
-        whole = flat.copy_out(self.sharding) if flat.sharded else flat.full  # to live until all have moved
+        whole = flat.copy_out() if flat.sharded else flat.full  # to live until all have moved
         unit.flats.remove(flat)
         chosen = {id(parameter) for parameter in thawed}
         for trained in (False, True):
@@ -103,7 +103,7 @@ class ShardedModel:
             if params:
                 new = flatten(params, self.sharding, trained=trained)
                 if flat.sharded:
-                    new.split(self.sharding, [shards[id(p)] for p in params], offload=self.offload)
+                    new.split([shards[id(p)] for p in params], offload=self.offload)
                 unit.flats.append(new)
         del whole
 
@@ -113,7 +113,7 @@ def flatten(params: Sequence[Tensor], sharding: Sharding, *, trained: bool) -> F
     numels = {index: parameter.numel() for index, parameter in enumerate(params)}
     kinds = dict.fromkeys(numels, 0)
     (layout,) = build_layout(numels, kinds, list(numels), {0: 2**63}, sharding.shards)
-    return FlatParams(layout, params, sharding.shard, trained=trained)
+    return FlatParams(layout, params, sharding, trained=trained)
 
 
 def sharded_model_of(parameters: Iterable[Tensor]) -> list[ShardedModel]:

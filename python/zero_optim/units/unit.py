@@ -43,7 +43,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..comm.collectives import Comm, Pending
-from ..comm.sharding import Sharding
 from ..errors import CollectiveError, ParameterError
 from ..params.flat_params import FlatParams
 from ..params.param_shard import ParamShard
@@ -91,13 +90,12 @@ class Unit:
         name: str,
         module: nn.Module,
         modules: Sequence[nn.Module],
-        sharding: Sharding,
         node: Comm | None,
         *,
         keep: bool,
     ) -> None:
         self.name, self.module, self.modules = name, module, list(modules)
-        self.sharding, self.node, self.keep = sharding, node, keep
+        self.node, self.keep = node, keep
         self.given: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.began = 0
         self.state = UnitState.SHARDED
@@ -120,7 +118,7 @@ class Unit:
         """Start to bring in all parameters, where they are not here yet."""
         if self.state in (UnitState.SHARDED, UnitState.NODE_SHARDED):
             node = self.node if self.state is UnitState.NODE_SHARDED else None
-            pending = [flat.unshard(self.sharding, node) for flat in self.flats]
+            pending = [flat.unshard(node) for flat in self.flats]
             self._pending = [gather for gather in pending if gather is not None]
             self.state = UnitState.UNSHARDING
 
@@ -194,14 +192,14 @@ class Unit:
     def gather(self) -> None:
         """Collective. Give the modules whole parameters in memory of their own, whatever the unit's forward does."""
         self.state = UnitState.GATHERED
-        self._wholes = [flat.copy_out(self.sharding) for flat in self.flats]
+        self._wholes = [flat.copy_out() for flat in self.flats]
         self.show_plain()
         self._versions = [parameter._version for parameter in self.parameters]
 
     def write_back(self) -> None:
         """Collective. Keep what rank 0 has written."""
         for flat, whole in zip(self.flats, self._wholes, strict=True):
-            flat.write_back(self.sharding, whole)
+            flat.write_back(whole)
 
     def written(self) -> list[str]:
         """The labels of parameters that were written since ``gather``."""
