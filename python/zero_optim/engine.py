@@ -57,7 +57,7 @@ class Engine:
     """The parts of one optimizer. They know each other by what they are given here, and by nothing else.
 
     Args:
-        sharded: at stage 3, the model.
+        sharded_model: at stage 3, the model.
         bucket_cap_mb: MiB of gradients in a bucket at most.
 
     Attributes:
@@ -77,18 +77,18 @@ class Engine:
         parameters: ParameterSet,
         sharding: Sharding,
         rule: UpdateRule,
-        sharded: ShardedModel | None,
+        sharded_model: ShardedModel | None,
         bucket_cap_mb: float,
         overlap: Overlap,
     ) -> None:
-        self.parameters, self.sharding, self.rule, self.sharded = parameters, sharding, rule, sharded
+        self.parameters, self.sharding, self.rule, self.sharded_model = parameters, sharding, rule, sharded_model
         self.max_grad_norm: float | None = None
         self.skip_nonfinite = True
         trained, labels = parameters.trained, parameters.labels
         make_buckets = partial(buckets_by_size, trained, labels, sharding, bucket_cap_mb)
-        if sharded is not None:
-            make_buckets = partial(buckets_of_units, sharded, trained, labels, sharding)
-        schedule = None if sharded is None else sharded.schedule
+        if sharded_model is not None:
+            make_buckets = partial(buckets_of_units, sharded_model, trained, labels, sharding)
+        schedule = None if sharded_model is None else sharded_model.schedule
         self.reducer = Reducer(trained, labels, sharding, make_buckets, overlap.grad_reduce, schedule)
         self.states = OptimizerState(trained, sharding, rule, DeviceStore())
         self.exchange = Exchange(sharding, labels, trained, by_units=schedule is not None)
@@ -108,8 +108,8 @@ class Engine:
         self.sharding.everyone.check_alone()
         self.parameters.check_groups_unedited()
         self.hyper.check(groups)
-        if self.sharded is not None:
-            self.sharded.schedule.check_not_gathered()
+        if self.sharded_model is not None:
+            self.sharded_model.schedule.check_not_gathered()
 
     @torch.compiler.disable  # traced together with the optimizer's step, it counted no steps (seen)
     def step(self, groups: Groups) -> None:
@@ -157,7 +157,7 @@ class Engine:
                 norm_type,
                 stats=self._wants_stats,
                 about=about,
-                order_code=0 if self.sharded is None else self.sharded.schedule.order_code,
+                order_code=0 if self.sharded_model is None else self.sharded_model.schedule.order_code,
                 own=[*refused.values()],
                 flags=(reducer.layout.nonfinite, reducer.layout.slot_params),
             )
@@ -184,8 +184,8 @@ class Engine:
     def _apply(self, groups: Groups, grad_scale: Tensor | None, found_inf: Tensor) -> None:
         """Phase 4: update every shard and send it out, in the order in which the next forward wants the parameters."""
         self.hyper.advance(groups, self.exchange.used & (found_inf == 0), self.clip.factor)
-        if self.sharded is not None:
-            self.sharded.schedule.settle()
+        if self.sharded_model is not None:
+            self.sharded_model.schedule.settle()
         for watcher in self.watchers:
             watcher.before_update(grad_scale, found_inf)
         for shard in self.states.updating():
@@ -198,8 +198,8 @@ class Engine:
         self.exchange.skipped += found_inf.reshape(())
         self.steps += 1
         self.reducer.end_step()
-        if self.sharded is not None:
-            self.sharded.schedule.end_step()
+        if self.sharded_model is not None:
+            self.sharded_model.schedule.end_step()
         self.forget_coefficients()
 
     # -- gradients -----------------------------------------------------------------------------------------------
@@ -241,14 +241,14 @@ class Engine:
     def to_train(self, indices: Sequence[int]) -> list[int]:
         """Those that require a gradient, and those whose bucket has others that do."""
         wanted = self.parameters.requiring_grad(indices)
-        if self.sharded is None:
+        if self.sharded_model is None:
             return wanted
-        beside = {id(p) for flat in self.sharded.trained_flats() for p in flat.params}
+        beside = {id(p) for flat in self.sharded_model.trained_flats() for p in flat.params}
         return [index for index in indices if index in wanted or id(self.parameters.all[index]) in beside]
 
     def take_in(self, indices: Sequence[int], trained: Sequence[int]) -> None:
         """Collective. Give these parameters what they lack: rank 0's values, and those that are ``trained`` a place."""
-        for index in indices if self.sharded is None else ():
+        for index in indices if self.sharded_model is None else ():
             self.sharding.broadcast(self.parameters.all[index].data)
         self.parameters.claim(indices)
         self.parameters.train(trained)
@@ -261,7 +261,7 @@ class Engine:
 
     def keep_edits(self, *, unseen: bool = False) -> None:
         """At stage 3, before masters are made from shards: what was written into parameters that are whole now."""
-        for unit in self.sharded.units if self.sharded is not None else ():
+        for unit in self.sharded_model.units if self.sharded_model is not None else ():
             unit.keep_edits(unseen=unseen)
 
     def refresh_masters(self) -> None:
@@ -283,15 +283,15 @@ class Engine:
     def observe(self) -> None:
         """Count readiness anew in the next backward; at stage 3 also learn the order of units anew."""
         self.reducer.observe()
-        if self.sharded is not None:
-            self.sharded.schedule.record()
+        if self.sharded_model is not None:
+            self.sharded_model.schedule.record()
 
     def settle(self) -> None:
         """What a backward or ``step`` has left under way is over afterwards."""
         self.reducer.settle_rounds()
         self.gather.wait()
-        if self.sharded is not None:
-            self.sharded.schedule.settle()
+        if self.sharded_model is not None:
+            self.sharded_model.schedule.settle()
         self.exchange.check_alarms()
 
     # -- statistics, and the end ---------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class Engine:
             "steps": self.steps,
             "skipped_steps": int(self.exchange.skipped),
             "collectives": everyone.stats(),
-            "memory": memory_by_kind(self.rule, self.states.shards, self.reducer.buffers, self.sharded),
+            "memory": memory_by_kind(self.rule, self.states.shards, self.reducer.buffers, self.sharded_model),
             "non_finite": self.first_non_finite(),
         }
 

@@ -52,7 +52,7 @@ def _gather_state(engine: Engine, wanted: bool) -> dict[int, dict[str, Tensor]]:
     as_tensor = partial(torch.tensor, dtype=torch.float32, device="cpu")
     state = {index: {"step": as_tensor(step)} for index, step in enumerate(steps) if step > 0}
     failure: Exception | None = None
-    for index, tensor, whole in engine.states.gathered():
+    for index, tensor, whole in engine.states.whole_tensors():
         if wanted and index in state and failure is None:
             parameter = engine.parameters.all[index]
             try:

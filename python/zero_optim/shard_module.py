@@ -18,7 +18,7 @@ from .params.param_shard import ParamShard
 from .params.parameter_set import check_free, plain_name
 from .units.schedule import UnitSchedule
 from .units.sharded_model import ShardedModel, flatten, sharded_model_of
-from .units.unit import Place, Unit
+from .units.unit import Registration, Unit
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -98,14 +98,17 @@ def shard_module(
 
 @dataclass
 class _UnitPlan:
-    """A unit to be. ``places``: of each parameter, by its id, where it is registered: module, name there, full name."""
+    """A unit to be.
+
+    ``registrations``: of each parameter, by its id, where it is registered: module, name there, full name.
+    """
 
     name: str
     module: nn.Module
     enclosing: set[int] = field(default_factory=set)
     modules: list[nn.Module] = field(default_factory=list)
     parameters: dict[int, nn.Parameter] = field(default_factory=dict)
-    places: dict[int, list[tuple[nn.Module, str, str]]] = field(default_factory=dict)
+    registrations: dict[int, list[tuple[nn.Module, str, str]]] = field(default_factory=dict)
 
 
 def _plan(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list[_UnitPlan]:
@@ -114,7 +117,7 @@ def _plan(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list[_Uni
     plans = [_UnitPlan("", model)]
     number_of: dict[nn.Module, int] = {model: 0, _within(model): 0}
     users: dict[int, set[int]] = {}  # of each parameter, by id, the units that reach it
-    places: dict[int, list[tuple[nn.Module, str, str]]] = {}
+    registrations: dict[int, list[tuple[nn.Module, str, str]]] = {}
     parameters: dict[int, nn.Parameter] = {}
     seen: set[tuple[int, int]] = set()
 
@@ -134,7 +137,7 @@ def _plan(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list[_Uni
                 parameters[id(parameter)] = parameter
                 users.setdefault(id(parameter), set()).add(inner)
                 place = (module, own, plain_name(f"{name}.{own}" if name else own))
-                known = places.setdefault(id(parameter), [])
+                known = registrations.setdefault(id(parameter), [])
                 if all(there[:2] != place[:2] for there in known):
                     known.append(place)
         for own, child in module.named_children():
@@ -146,7 +149,7 @@ def _plan(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list[_Uni
         raise ParameterError(f"no module of the model is a unit of {kinds}: it has {names}")
     for key, of in users.items():
         owner = plans[next(iter(of))] if len(of) == 1 else plans[0]
-        owner.parameters[key], owner.places[key] = parameters[key], places[key]
+        owner.parameters[key], owner.registrations[key] = parameters[key], registrations[key]
     return _without_empty(plans)
 
 
@@ -176,7 +179,7 @@ def _describe(plans: Sequence[_UnitPlan], options: Mapping[str, object]) -> list
     for plan in plans:
         for key, parameter in plan.parameters.items():
             kind = f"{tuple(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ', frozen'}"
-            description.append(f"{plan.places[key][0][2]!r}: {kind} in unit {plan.name!r}")
+            description.append(f"{plan.registrations[key][0][2]!r}: {kind} in unit {plan.name!r}")
     return description
 
 
@@ -195,7 +198,7 @@ def _check_arguments(reshard_after_forward: bool | int, prefetch: int, param_off
 
 def _check_plans(plans: Sequence[_UnitPlan]) -> None:
     parameters = [parameter for plan in plans for parameter in plan.parameters.values()]
-    names = [plan.places[key][0][2] for plan in plans for key in plan.parameters]
+    names = [plan.registrations[key][0][2] for plan in plans for key in plan.parameters]
     if not parameters:
         raise ParameterError("the model has no parameters")
     if any(isinstance(parameter, ParamShard) for parameter in parameters) or sharded_model_of(parameters):
@@ -214,9 +217,9 @@ def _device(plans: Sequence[_UnitPlan], device: torch.device | str | None) -> to
     if device is not None:
         target = torch.device(device)
         return torch.device("cuda", torch.cuda.current_device()) if str(target) == "cuda" else target
-    places = [parameter.device for plan in plans for parameter in plan.parameters.values() if not parameter.is_meta]
+    devices = [parameter.device for plan in plans for parameter in plan.parameters.values() if not parameter.is_meta]
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    return places[0] if places else _device(plans, default)
+    return devices[0] if devices else _device(plans, default)
 
 
 @torch.no_grad()
@@ -225,10 +228,10 @@ def _materialise(plan: _UnitPlan, device: torch.device, init_fn: Callable[[nn.Mo
     empty: dict[nn.Module, None] = {}
     for key, parameter in plan.parameters.items():
         if parameter.is_meta:
-            empty |= dict.fromkeys(module for module, _, _ in plan.places[key])
+            empty |= dict.fromkeys(module for module, _, _ in plan.registrations[key])
             made = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
             plan.parameters[key] = made
-            for module, name, _ in plan.places[key]:
+            for module, name, _ in plan.registrations[key]:
                 module._parameters[name] = made
         else:
             parameter.data = parameter.data.to(device)
@@ -251,21 +254,21 @@ def _materialise(plan: _UnitPlan, device: torch.device, init_fn: Callable[[nn.Mo
 
 def _fill(unit: Unit, plan: _UnitPlan, sharding: Sharding, *, offload: bool) -> None:
     """Collective. Shard the unit's parameters: one flat tensor for each dtype, and for what is trained and what not."""
-    shards = {key: _shard_of(parameter, plan.places[key][0][2]) for key, parameter in plan.parameters.items()}
+    shards = {key: _shard_of(parameter, plan.registrations[key][0][2]) for key, parameter in plan.parameters.items()}
     shard_of = {id(plan.parameters[key]): shard for key, shard in shards.items()}
-    unit.places = [
-        Place(module, name, plan.parameters[key], shards[key])
-        for key, places in plan.places.items()
-        for module, name, _ in places
+    unit.registrations = [
+        Registration(module, name, plan.parameters[key], shards[key])
+        for key, registrations in plan.registrations.items()
+        for module, name, _ in registrations
     ]
     kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
     for parameter in plan.parameters.values():
         kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
     for (_, trained), parameters in kinds.items():
         unit.flats.append(flatten(parameters, sharding, trained=trained))
-        if sharding.shards > 1 or offload:
+        if sharding.shard_count > 1 or offload:
             unit.flats[-1].split([shard_of[id(parameter)] for parameter in parameters], offload=offload)
-    if sharding.shards > 1 or offload:
+    if sharding.shard_count > 1 or offload:
         unit.show_shards()
 
 

@@ -288,18 +288,18 @@ def _closed_in_mid_round(rank: int, world_size: int) -> list[Tensor]:
     import zero_optim
     from zero_optim.comm.buffers import CommBuffers
 
-    group, free = dist.new_group(timeout=timedelta(seconds=5)), CommBuffers.free
+    group, idle = dist.new_group(timeout=timedelta(seconds=5)), CommBuffers.idle
     params = _parameters()
     stages = (2, 2, 2)
     opts = _optimizers(params, stages, group)
     for step in range(2):
         if step == 1 and rank == 1:
-            CommBuffers.free = property(lambda buffers: False)  # type: ignore[assignment]
+            CommBuffers.idle = property(lambda buffers: False)  # type: ignore[assignment]
         linear_backward(params, make_gradients(params, rank, step))
         for opt in opts if step == 0 else ():
             opt.step()
             opt.zero_grad()
-    CommBuffers.free = free  # type: ignore[assignment]
+    CommBuffers.idle = idle  # type: ignore[assignment]
     for opt in opts:
         opt.close()
     again = zero_optim.ShardedAdamW(params[:1], process_group=group)

@@ -1054,11 +1054,11 @@ def _two_owners(rank: int, stage: int) -> list[Tensor]:
 def _two_owners_parity(rank: int, world_size: int) -> str:
     from zero_optim.comm.buffers import CommBuffers
 
-    free, CommBuffers.free = CommBuffers.free, property(lambda buffers: True)  # type: ignore[assignment]  # ranks agree
+    idle, CommBuffers.idle = CommBuffers.idle, property(lambda buffers: True)  # type: ignore[assignment]  # ranks agree
     try:
         return difference(_two_owners(rank, 3), _two_owners(rank, 2))
     finally:
-        CommBuffers.free = free  # type: ignore[assignment]
+        CommBuffers.idle = idle  # type: ignore[assignment]
 
 
 def test_two_optimizers_of_one_model():

@@ -98,7 +98,7 @@ class CommBuffers:
             deallocate(storage)
 
     @property
-    def free(self) -> bool:
+    def idle(self) -> bool:
         """Whether taking one would not wait."""
         return all(user is None or user.arrives_within(0) for user in self._users)
 

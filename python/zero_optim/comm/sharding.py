@@ -47,12 +47,12 @@ class Sharding:
         return self.everyone.world_size
 
     @property
-    def shards(self) -> int:
+    def shard_count(self) -> int:
         """Parts that state is split into."""
         return self.everyone.world_size if self.stage >= 1 else 1
 
     @property
-    def shard(self) -> int:
+    def shard_index(self) -> int:
         """Which of them is this rank's."""
         return self.everyone.rank if self.stage >= 1 else 0
 
@@ -74,28 +74,28 @@ class Sharding:
     @property
     def speaks(self) -> bool:
         """Whether this rank adds its share to a sum of what is held: of those that hold the same, one does."""
-        return self.shards > 1 or self.rank == 0
+        return self.shard_count > 1 or self.rank == 0
 
     def reduce_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of ``dtype`` parameters are communicated. Alone, a rank widens nothing."""
         return self.grad_reduce_dtype or dtype if self.reduces else dtype
 
     def own_part(self, full: Tensor) -> Tensor:
-        """This rank's shard of a flat tensor [shards * shard], a view."""
-        shard_numel = full.numel() // self.shards
-        return full.narrow(0, self.shard * shard_numel, shard_numel)
+        """This rank's shard of a flat tensor [shard_count * shard], a view."""
+        shard_numel = full.numel() // self.shard_count
+        return full.narrow(0, self.shard_index * shard_numel, shard_numel)
 
     # -- what is communicated ------------------------------------------------------------------------------------
 
     def reduce(self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool) -> Pending:
-        """Sum ``full`` [shards * shard] over the ranks; this rank's shard of the sum goes to ``out`` [shard].
+        """Sum ``full`` [shard_count * shard] over the ranks; this rank's shard of the sum goes to ``out`` [shard].
 
         Args:
             full: contribution of this rank; its contents are lost. ``out`` may be this rank's own part of it.
             lend: gives memory of ``full``'s dtype, that many elements, until the sum is there.
             accumulate: add to ``out`` instead of overwriting it; ``out`` is then no part of ``full``.
         """
-        if self.shards > 1:
+        if self.shard_count > 1:
             return self.everyone.reduce_scatter(full, out, lend, accumulate=accumulate)
         if full.data_ptr() == out.data_ptr():
             return self.everyone.all_reduce(full)
@@ -103,14 +103,14 @@ class Sharding:
         return self.everyone.all_reduce(full, on_arrival=lambda: store(full))
 
     def all_gather(self, full: Tensor, kind: str = "all_gather") -> Pending | None:
-        """Fill ``full`` [shards * shard] with every shard, in place; this rank's own is there. None: so it is all."""
-        return self.everyone.all_gather(full, kind) if self.shards > 1 else None
+        """Fill ``full`` [shard_count * shard] with every shard, in place; its own is there. None: that is all."""
+        return self.everyone.all_gather(full, kind) if self.shard_count > 1 else None
 
-    def gathered(self, shard: Tensor, kind: str) -> Tensor:
+    def whole_of(self, shard: Tensor, kind: str) -> Tensor:
         """Collective. The whole of which each rank has given its ``shard``; this itself where it is all."""
-        if self.shards == 1:
+        if self.shard_count == 1:
             return shard
-        full = shard.new_empty(shard.numel() * self.shards)
+        full = shard.new_empty(shard.numel() * self.shard_count)
         self.own_part(full).copy_(shard)
         if (gather := self.all_gather(full, kind)) is not None:
             gather.wait()

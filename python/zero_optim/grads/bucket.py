@@ -68,7 +68,7 @@ class Moving:
 
     def whole(self) -> Iterator[tuple[Slot, Tensor, bool, bool]]:
         """Collective. Every slot, its whole gradient, flat; whether it is shown, and used."""
-        full = self.sharding.gathered(self.held, "construction")
+        full = self.sharding.whole_of(self.held, "construction")
         for slot, shown, used in zip(self.layout.slots, self.shown, self.used, strict=True):
             yield slot, full.narrow(0, slot.offset, slot.numel), shown, bool(used)
 
@@ -86,7 +86,7 @@ class Bucket:
         slots: what is known of each parameter's gradient.
         offsets: where each slot starts, in elements.
         nonfinite: [slots] int32, 1 where the gradient that this rank last packed was not finite. Given by the reducer.
-        gather: brings in the other ranks' parts of the parameters after a step, while it is under way.
+        unsharding: brings in the other ranks' parts of the parameters after a step, while it is under way.
     """
 
     def __init__(self, layout: BucketLayout, flat: FlatParams, labels: Sequence[str], sharding: Sharding) -> None:
@@ -95,13 +95,13 @@ class Bucket:
         self._labels = labels
         self.dtype, self.device = flat.dtype, flat.device
         self.reduce_dtype = sharding.reduce_dtype(self.dtype)
-        self.pieces = tuple(layout.pieces(sharding.shard))
+        self.pieces = tuple(layout.pieces(sharding.shard_index))
         self.offsets = [slot.offset for slot in layout.slots]
         self.nonfinite = torch.zeros(len(self.params), dtype=torch.int32, device=self.device)
         self._absent = torch.empty(0, dtype=self.dtype, device=self.device)  # what pack is given for no gradient
         self.arrivals = Arrivals()
         self._zeroings = 0  # by the user, as the last reduction left
-        self.gather: Pending | None = None
+        self.unsharding: Pending | None = None
         self.slots = Slots(self.params)
         self._allocate_gradients()
 
@@ -164,7 +164,7 @@ class Bucket:
 
     def moving(self) -> Moving:
         shown = [p.grad is handle for p, handle in zip(self.params, self._reduced_handles(), strict=True)]
-        held = self.grad_shard if self.sharding.shards > 1 else self.grad_buffer
+        held = self.grad_shard if self.sharding.shard_count > 1 else self.grad_buffer
         return Moving(self.layout, self.sharding, held, shown, bytes(self.slots.used))
 
     def make_room(self) -> None:
@@ -176,7 +176,7 @@ class Bucket:
     def take_over(self, index: int, whole: Tensor, *, shown: bool, used: bool) -> None:
         """Hold this gradient of slot ``index``."""
         piece, part = self.pieces[index], self._part_of(index).view(-1)
-        part.copy_(whole if self.sharding.shards == 1 else whole[piece.in_param :][: len(part)])
+        part.copy_(whole if self.sharding.shard_count == 1 else whole[piece.in_param :][: len(part)])
         self.slots.take_over(index, self._reduced_handles()[index] if shown else None, used=used)
 
     def let_go(self) -> None:
@@ -275,7 +275,7 @@ class Bucket:
         """Take part in a reduction whose result nobody on this rank wants: the others', of a backward that raised here
         before its first gradient, and that was zeroed by all since."""
         full = torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
-        out = full if self.sharding.shards == 1 else full.new_empty(self.layout.shard_numel)
+        out = full if self.sharding.shard_count == 1 else full.new_empty(self.layout.shard_numel)
         self.sharding.reduce(full, out, full.new_empty, accumulate=False).wait()
 
     def wait(self) -> None:
@@ -298,13 +298,13 @@ class Bucket:
     def unshard(self) -> None:
         """Start to bring in every rank's shard of the parameters. At stage 3 units do, as they are used."""
         if self.sharding.stage < 3:
-            self.gather = self.sharding.all_gather(self.flat.full)
+            self.unsharding = self.sharding.all_gather(self.flat.full)
 
     def wait_for_parameters(self) -> None:
         """Order what follows after the arrival of the parameters."""
-        if self.gather is not None:
-            self.gather.wait()
-            self.gather = None
+        if self.unsharding is not None:
+            self.unsharding.wait()
+            self.unsharding = None
 
     def settle(self) -> tuple[list[int], bool]:
         """After the last reduction: drop what was zeroed since.
@@ -322,7 +322,7 @@ class Bucket:
     def abandon(self) -> None:
         """Wait for nothing any more: the ranks have parted."""
         self.arrivals.abandon()
-        self.gather = None
+        self.unsharding = None
 
     def clear(self) -> None:
         """Forget every gradient. At stage 3 their memory goes, else it stays."""

@@ -24,7 +24,7 @@ def buckets_by_size(
     numels = {index: parameter.numel() for index, parameter in parameters.items()}
     itemsizes = {kind: sharding.reduce_dtype(kind).itemsize for kind in kinds.values()}
     capacities = bucket_capacities(numels, kinds, bucket_cap_mb * 2**20, itemsizes)
-    layouts = build_layout(numels, kinds, order, capacities, sharding.shards)
+    layouts = build_layout(numels, kinds, order, capacities, sharding.shard_count)
     flats = [FlatParams(layout, [parameters[s.param] for s in layout.slots], sharding) for layout in layouts]
     return [Bucket(layout, flat, labels, sharding) for layout, flat in zip(layouts, flats, strict=True)]
 

@@ -21,7 +21,7 @@ class Buckets:
     Attributes:
         order: indices of the parameters, in the order of their slots.
         all: the buckets, in the order in which they leave.
-        place: of each parameter, the number of its bucket and of its slot there.
+        slot_of: of each parameter, the number of its bucket and of its slot there.
         slot_params: [slots] int64, the index of the parameter of each slot, bucket by bucket.
         nonfinite: [slots] int32, in the order of ``slot_params``: whether this rank's last gradient was not finite.
     """
@@ -44,7 +44,7 @@ class Buckets:
         self.nonfinite = torch.zeros(len(slots), dtype=torch.int32, device=device)
         for bucket, flags in zip(buckets, self.nonfinite.split([len(b.params) for b in buckets]), strict=True):
             bucket.nonfinite = flags
-        self.place = {
+        self.slot_of = {
             slot.param: (number, index)
             for number, bucket in enumerate(self.all)
             for index, slot in enumerate(bucket.layout.slots)
@@ -74,7 +74,7 @@ class Buckets:
             bucket.make_room()
         while moving:  # one bucket at a time: whole gradients take memory
             for slot, whole, shown, used in moving.pop(0).whole():
-                number, index = self.place[slot.param]
+                number, index = self.slot_of[slot.param]
                 self.all[number].take_over(index, whole, shown=shown, used=used)
 
     @property
@@ -89,6 +89,6 @@ class Buckets:
         if (len(self._labels), slots) != self._used_of:  # as a rule the same set, step after step
             self._used_of = len(self._labels), slots
             self._used_now = bytearray(len(self._labels))
-            for index, flag in zip(self.place, slots, strict=True):
+            for index, flag in zip(self.slot_of, slots, strict=True):
                 self._used_now[index] = flag
         return self._used_now

@@ -114,7 +114,7 @@ class Reducer:
     def _use_layout(self) -> None:
         sizes = (bucket.layout.numel * bucket.reduce_dtype.itemsize for bucket in self.buckets)
         self.buffers = CommBuffers(max(sizes, default=0) if self.sharding.reduces else 0, self.sharding.device)
-        self._leave_buffers()
+        self._deallocate_idle_buffers()
         self._use_readiness()
 
     @property
@@ -129,7 +129,7 @@ class Reducer:
         """Lay the buckets out in a saved order; parameters not in it follow. Gradients are dropped."""
         known = set(order)
         order = [*order, *(index for index in self.layout.order if index not in known)]
-        if self.sharding.shards > 1 and self._schedule is None and order != self.layout.order:
+        if self.sharding.shard_count > 1 and self._schedule is None and order != self.layout.order:
             self.clear()
             self.lay_out(order)
 
@@ -137,12 +137,12 @@ class Reducer:
 
     def _before_accumulate(self, index: int, grads: Any) -> None:
         self._watch.enter()  # before this gradient hides what the user has done to the last one
-        number, slot = self.layout.place[index]
+        number, slot = self.layout.slot_of[index]
         self.buckets[number].before_accumulate(slot)
 
     def _on_ready(self, index: int, parameter: Tensor) -> None:
         self._watch.enter()
-        number, slot = self.layout.place[index]
+        number, slot = self.layout.slot_of[index]
         bucket = self.buckets[number]
         if self.rounds.open and number < self._next:
             self.late.add(index)
@@ -152,7 +152,7 @@ class Reducer:
         bucket.slots.added(slot)
         full = self._readiness.gradient_ready(index, number, changes_later=self._hooks.followed_by_users(index))
         if self.rounds.open:
-            self._leave_buffers()
+            self._deallocate_idle_buffers()
             self._launch_ready()
         elif full and bucket.can_collect and self._stays_local and not torch.is_grad_enabled():
             bucket.collect()  # with gradients enabled ``.grad`` has a graph to keep
@@ -382,7 +382,7 @@ class Reducer:
                 self._learn()
         for bucket in self.buckets:
             bucket.wait()
-        self._leave_buffers()
+        self._deallocate_idle_buffers()
         return self.layout.used()
 
     def _learn(self) -> None:
@@ -439,7 +439,7 @@ class Reducer:
         self.layout.nonfinite.zero_()
         for bucket in self.buckets:
             bucket.clear() if set_to_none else bucket.zero()
-        self._leave_buffers()
+        self._deallocate_idle_buffers()
 
     def _join_rounds_of_others(self) -> None:
         """Collective. Launch as many rounds as any rank has since the last ``zero_grad``; the results are dropped.
@@ -479,7 +479,7 @@ class Reducer:
         self._hooks.remove()
         _reducers[:] = [of for of in _reducers if of() is not self]
         for bucket in self.buckets:
-            everyone.out_of_step |= bucket.arrivals.under_way or bucket.gather is not None
+            everyone.out_of_step |= bucket.arrivals.under_way or bucket.unsharding is not None
             bucket.abandon()
             bucket.clear()
 
@@ -491,9 +491,9 @@ class Reducer:
         On CUDA the host is ahead of both."""
         return self._schedule is not None and self.sharding.on_gloo and self._may_wait
 
-    def _leave_buffers(self) -> None:
+    def _deallocate_idle_buffers(self) -> None:
         """At stage 3, do without buffers for as long as no reduction is under way."""
-        if self._schedule is not None and self.buffers.allocated and self.buffers.free:
+        if self._schedule is not None and self.buffers.allocated and self.buffers.idle:
             self.buffers.deallocate()
             self._schedule.reductions_arrived(self)
 

@@ -26,7 +26,7 @@ class FlatParams:
         full: [numel] all parameters. Where they are sharded its storage is empty but for the time of their use: it is
             resized, never replaced, since what autograd saves in a forward aliases it.
         shard: [shard_numel] this rank's part, always there: a view of ``full``, or memory of its own where sharded.
-        shards: where sharded, what modules hold in place of each of ``params`` while ``full`` is empty.
+        param_shards: where sharded, what modules hold in place of each of ``params`` while ``full`` is empty.
         trained: whether they get gradients, and an optimizer's state.
         shown: where sharded, whether the plain parameters have values now.
         addresses: of each of ``params`` while it has values.
@@ -39,9 +39,9 @@ class FlatParams:
         self.layout, self.params, self.trained = layout, list(params), trained
         self._sharding = sharding
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
-        self.pieces = tuple(layout.pieces(sharding.shard))
+        self.pieces = tuple(layout.pieces(sharding.shard_index))
         self.sharded = self.shown = False
-        self.shards: list[ParamShard] = []
+        self.param_shards: list[ParamShard] = []
         self.full = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self.shard = sharding.own_part(self.full)
         self._views = self.slot_views(self.full)
@@ -73,7 +73,7 @@ class FlatParams:
         home = torch.device("cpu") if offload else self.device
         shard = torch.empty(self.shard.numel(), dtype=self.dtype, device=home, pin_memory=home != self.device)
         self.shard = shard.copy_(self.shard)
-        self.sharded, self.shards = True, list(shards)
+        self.sharded, self.param_shards = True, list(shards)
         self._node_part: Tensor | None = None  # [numel / ranks of a node]
         self._poison = "poison" in debug_options()
         # Reads as NaN and refuses writes: for who holds a plain parameter while it is sharded.

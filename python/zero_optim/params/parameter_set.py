@@ -57,8 +57,10 @@ class ParameterSet:
 
     def relabel(self) -> None:
         self.names[:] = own_names(self.groups)
-        places = [place for number, group in enumerate(self.groups) for place in _places(number, group)]
-        self.labels[:] = [place if name is None else repr(name) for name, place in zip(self.names, places, strict=True)]
+        unnamed = [text for number, group in enumerate(self.groups) for text in _descriptions(number, group)]
+        self.labels[:] = [
+            repr(name) if name is not None else text for name, text in zip(self.names, unnamed, strict=True)
+        ]
 
     def requiring_grad(self, indices: Iterable[int]) -> list[int]:
         return [index for index in indices if self.all[index].requires_grad]
@@ -187,7 +189,7 @@ def own_names(groups: Sequence[dict[str, Any]]) -> list[str | None]:
     return [name if uses[name] == 1 else None for name in names]
 
 
-def _places(number: int, group: dict[str, Any]) -> list[str]:
+def _descriptions(number: int, group: dict[str, Any]) -> list[str]:
     """A description of each parameter of group ``number`` that tells it from all others."""
     names = [f" {name!r}" for name in group.get("param_names") or ()] or [""] * len(group["params"])
     shapes = ["unknown" if is_lazy(parameter) else tuple(parameter.shape) for parameter in group["params"]]

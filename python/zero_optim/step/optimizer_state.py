@@ -110,7 +110,7 @@ class OptimizerState:
     def _move(self, old: ShardState, places: Mapping[int, tuple[ShardState, SlotPiece]]) -> None:
         for tensor in old.tensors:
             with old.opened() as state:
-                full = self.sharding.gathered(state[tensor.name], "construction")
+                full = self.sharding.whole_of(state[tensor.name], "construction")
             for slot in old.bucket.layout.slots:
                 shard, piece = places[slot.param]
                 source = full.narrow(0, *tensor.span(slot.offset + piece.in_param, piece.numel))
@@ -170,13 +170,13 @@ class OptimizerState:
         for shard, piece in self._pieces(indices):
             shard.restart(piece, masters_alone=True)
 
-    def gathered(self) -> Iterator[tuple[int, StateTensor, Tensor]]:
+    def whole_tensors(self) -> Iterator[tuple[int, StateTensor, Tensor]]:
         """Collective. Every parameter's whole tensors, flat, by index: those of one bucket at a time."""
         self.refresh_edited()
         for shard in self.shards:
             for tensor in shard.tensors:
                 with shard.opened() as state:
-                    full = self.sharding.gathered(state[tensor.name], "state")
+                    full = self.sharding.whole_of(state[tensor.name], "state")
                 for slot in shard.bucket.layout.slots:
                     yield slot.param, tensor, full.narrow(0, *tensor.span(slot.offset, slot.numel))
 

@@ -27,7 +27,7 @@ class ShardState:
         self.bucket, self.rule, self._store = bucket, rule, store
         self.tensors = tensors_for(rule, bucket.dtype)
         self._page = store.allocate({tensor.name: self._first(tensor) for tensor in self.tensors})
-        rows = bucket.layout.row_slot(bucket.sharding.shard)
+        rows = bucket.layout.row_slot(bucket.sharding.shard_index)
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=bucket.device)
 
     def _first(self, tensor: StateTensor) -> Tensor:
@@ -92,7 +92,7 @@ class ShardState:
             shape = tensor.shape(bucket.params[index].shape, piece.slot.numel)
             start, _ = tensor.span(piece.in_param, 0)
             shard = FlatShard(local, start, torch.Size(shape), f"{tensor.name} of {bucket.label(index)}", None)
-            made[tensor.name] = local.view(shape) if bucket.sharding.shards == 1 else shard
+            made[tensor.name] = local.view(shape) if bucket.sharding.shard_count == 1 else shard
         return made
 
     def refresh_master(self, index: int) -> None:

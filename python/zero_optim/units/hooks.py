@@ -25,7 +25,7 @@ def register_hooks(units: Sequence[Unit], schedule: UnitSchedule) -> None:
         module.register_forward_pre_hook(_BeforeForward(schedule, unit), prepend=True, with_kwargs=True)
         module.register_forward_hook(_ForwardEnded(schedule, unit), always_call=True)
         module.register_forward_hook(_AfterForward(schedule, unit), with_kwargs=True)
-        for module in {place.module: None for place in unit.places}:
+        for module in {place.module: None for place in unit.registrations}:
             module.register_state_dict_pre_hook(_BeforeStateDict(schedule, unit))
             module.register_state_dict_post_hook(_AfterStateDict(schedule, unit))
             module.register_load_state_dict_pre_hook(_BeforeLoad(schedule, unit))

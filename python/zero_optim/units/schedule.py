@@ -2,15 +2,15 @@
 
 A *cycle* goes once through all units: a forward cycle in the order in which a forward calls them, a backward cycle in
 the order in which a backward comes back to them. Ranks gather by position in the cycle alone, so they agree without
-talking. To *visit* a unit is to go to its place in the cycle; whatever lies between was skipped on this rank, and is
+talking. To *visit* a unit is to go to its position in the cycle; whatever lies between was skipped on this rank, and is
 gathered with the others and freed. A unit that lies behind begins a new cycle, after the rest of this one. So ranks may
 skip different units, and any order of calls works that is the same on all ranks.
 
-What a visit does, and nothing else does: units before the place are *over*, and resharded; and the unit is waited for.
-The next few are sent for while it computes: at once, or as soon as a reduction that was under way has arrived.
+What a visit does, and nothing else does: units before that position are *over*, and resharded; and the unit is waited
+for. The next few are sent for while it computes: at once, or as soon as a reduction that was under way has arrived.
 
-The first part of the state is the cycle that is open, a ``Direction`` or none, and the place in it. The table has what
-each event makes of it. *ends*: this rank goes through the rest of the cycle first:
+The first part of the state is the cycle that is open, a ``Direction`` or none, and the position in it. The table has
+what each event makes of it. *ends*: this rank goes through the rest of the cycle first:
 
 ====================  ================  ================  ================
 cycle                 none              FORWARD           BACKWARD
@@ -67,7 +67,7 @@ held                  UNSHARDED     UNSHARDED     UNSHARDED
 ====================  ============  ============  ============
 
 - *all* also stays UNSHARDED when it evaluates, where the schedule was made with ``keep_evaluating``.
-- *comes again*: the unit has a later place in the same cycle.
+- *comes again*: the unit has a later position in the same cycle.
 - *held*: its forward is under way; or the backward makes a graph, and a backward through it may follow.
 """
 
@@ -138,7 +138,7 @@ class UnitSchedule:
         self._running: list[Unit] = []  # units whose forward is under way
         self._root_trains = False  # whether the outermost of them began with gradients enabled
         self._direction: Direction | None = None  # of the cycle that is open
-        self._place = -1  # of the last unit visited in it
+        self._position = -1  # of the last unit visited in it
         self._open: dict[Unit, int] = {}  # visited in it and not over, and where
         self._trains = False  # whether a backward may follow the forward that is open
         self._hold = False  # whether a backward may go through a backward: nothing is resharded until the next step
@@ -203,19 +203,19 @@ class UnitSchedule:
         cycle = self._cycles[direction]
         if unit in self._open:
             if closing:
-                self._close([other for other, place in self._open.items() if place < self._open[unit]], unit)
+                self._close([other for other, position in self._open.items() if position < self._open[unit]], unit)
             return
         if unit not in cycle:  # it needed no gradient when the order was recorded
             if closing:
                 self._close([*self._open], unit)
             self.send_ahead()  # on every rank before this one, whether or not some have
-            self._open_unit(unit, self._place)
+            self._open_unit(unit, self._position)
             return
-        if unit not in cycle[self._place + 1 :]:
+        if unit not in cycle[self._position + 1 :]:
             self._end_open()
             self._begin_cycle(direction)
-        for place in range(self._place + 1, cycle.index(unit, self._place + 1) + 1):
-            self._go_to(place, closing=closing)
+        for position in range(self._position + 1, cycle.index(unit, self._position + 1) + 1):
+            self._go_to(position, closing=closing)
 
     def after_forward(self, unit: Unit, *, requires_grad: bool) -> None:
         """A forward of ``unit`` is through; what it returned does or does not require a gradient."""
@@ -285,7 +285,7 @@ class UnitSchedule:
 
     def _send_for(self, count: int | None) -> None:
         if self._direction is not None:
-            for ahead in self._cycles[self._direction][self._place + 1 :][:count]:
+            for ahead in self._cycles[self._direction][self._position + 1 :][:count]:
                 if ahead.state is UnitState.UNSHARDED:
                     break
                 ahead.unshard()
@@ -334,7 +334,7 @@ class UnitSchedule:
         self.end_backward()  # one that is open has raised
 
     def _begin_cycle(self, direction: Direction) -> None:
-        self._direction, self._place = direction, -1
+        self._direction, self._position = direction, -1
         self._digest = zlib.crc32(bytes([direction.value]), self._digest)
         if direction is Direction.FORWARD:
             # A re-entrant checkpoint within the root's forward disables gradients, and still is trained.
@@ -354,29 +354,29 @@ class UnitSchedule:
     def _end_cycle(self) -> None:
         assert self._direction is not None
         cycle = self._cycles[self._direction]
-        for place in range(self._place + 1, len(cycle)):
-            self._go_to(place, closing=True)
+        for position in range(self._position + 1, len(cycle)):
+            self._go_to(position, closing=True)
         self._close([*self._open])
         if self._direction is Direction.FORWARD:
             self._owed += self._trains
         self._direction = None
 
-    def _go_to(self, place: int, *, closing: bool) -> None:
+    def _go_to(self, position: int, *, closing: bool) -> None:
         assert self._direction is not None
         cycle = self._cycles[self._direction]
         if closing:
-            self._close([*self._open], cycle[place])
-        self._place = place
-        self._open_unit(cycle[place], place)
+            self._close([*self._open], cycle[position])
+        self._position = position
+        self._open_unit(cycle[position], position)
         if not self._reducing:
             self.send_ahead()
 
-    def _open_unit(self, unit: Unit, place: int) -> None:
+    def _open_unit(self, unit: Unit, position: int) -> None:
         unit.unshard()
         if self._direction is Direction.BACKWARD:
             send_for_what_is_owed(but=self)
         unit.wait()
-        self._open[unit] = place
+        self._open[unit] = position
 
     def _close(self, units: Sequence[Unit], but: Unit | None = None) -> None:
         """These are over, those within others first; not ``but``, and what it is within."""
@@ -388,7 +388,7 @@ class UnitSchedule:
                 if not held and not self._stays(unit):
                     self._leave(unit)
                 continue
-            again = unit in self._cycles[Direction.BACKWARD][self._place + 1 :]
+            again = unit in self._cycles[Direction.BACKWARD][self._position + 1 :]
             if not held and not (unit.keep and again):
                 unit.reshard()
             if not again and not self._hold and self._owed <= 1:

@@ -49,7 +49,7 @@ class ShardedModel:
             schedule,
             offload,
         )
-        self.sharded = sharding.shards > 1 or offload
+        self.sharded = sharding.shard_count > 1 or offload
         for unit in units:
             for parameter in unit.parameters:
                 _model_of[parameter] = weakref.ref(self)
@@ -94,7 +94,7 @@ class ShardedModel:
     def _part(self, unit: Unit, flat: FlatParams, thawed: Sequence[Tensor]) -> None:
         """Collective. Give the thawed parameters of a frozen ``flat`` a flat tensor of their own."""
         self.schedule.settle()
-        shards = dict(zip(map(id, flat.params), flat.shards, strict=False))
+        shards = dict(zip(map(id, flat.params), flat.param_shards, strict=False))
         whole = flat.copy_out() if flat.sharded else flat.full  # to live until all have moved
         unit.flats.remove(flat)
         chosen = {id(parameter) for parameter in thawed}
@@ -112,7 +112,7 @@ def flatten(params: Sequence[Tensor], sharding: Sharding, *, trained: bool) -> F
     """One flat tensor for parameters of one dtype."""
     numels = {index: parameter.numel() for index, parameter in enumerate(params)}
     kinds = dict.fromkeys(numels, 0)
-    (layout,) = build_layout(numels, kinds, list(numels), {0: 2**63}, sharding.shards)
+    (layout,) = build_layout(numels, kinds, list(numels), {0: 2**63}, sharding.shard_count)
     return FlatParams(layout, params, sharding, trained=trained)
 
 

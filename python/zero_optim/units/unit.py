@@ -59,7 +59,7 @@ class UnitState(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Place:
+class Registration:
     """Where a module registers a parameter."""
 
     module: nn.Module
@@ -101,7 +101,7 @@ class Unit:
         self.state = UnitState.SHARDED
         self.enclosing: set[Unit] = set()
         self.flats: list[FlatParams] = []
-        self.places: list[Place] = []
+        self.registrations: list[Registration] = []
         self._pending: list[Pending] = []
         self._wholes: list[Tensor] = []  # of each of ``flats``, while gathered
         self._versions: list[int] = []
@@ -139,7 +139,7 @@ class Unit:
 
     def _labels(self, parameters: Iterable[Iterable[Tensor]]) -> list[str]:
         chosen = {id(parameter) for some in parameters for parameter in some}
-        return list(dict.fromkeys(place.shard.label for place in self.places if id(place.plain) in chosen))
+        return list(dict.fromkeys(place.shard.label for place in self.registrations if id(place.plain) in chosen))
 
     def _await(self, gather: Pending) -> None:
         try:
@@ -168,17 +168,17 @@ class Unit:
 
     def show_plain(self, module: nn.Module | None = None) -> None:
         """Let ``module``, or every one, hold plain parameters."""
-        for place in self.places:
+        for place in self.registrations:
             if module is None or place.module is module:
                 self._register(place, place.plain)
 
     def show_shards(self, module: nn.Module | None = None) -> None:
         """Let ``module``, or every one, hold shards."""
-        for place in self.places:
+        for place in self.registrations:
             if module is None or place.module is module:
                 self._register(place, place.shard)
 
-    def _register(self, place: Place, new: Tensor) -> None:
+    def _register(self, place: Registration, new: Tensor) -> None:
         held = place.module._parameters
         if held.get(place.name) is not place.plain and held.get(place.name) is not place.shard:
             raise ParameterError(
