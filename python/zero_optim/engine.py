@@ -183,9 +183,9 @@ class Engine:
 
     def _apply(self, groups: Groups, grad_scale: Tensor | None, found_inf: Tensor) -> None:
         """Phase 4: update every shard and send it out, in the order in which the next forward wants the parameters."""
-        self.hyper.advance(groups, self.exchange.used & (found_inf == 0), self.clip.factor)
         if self.sharded_model is not None:
-            self.sharded_model.schedule.settle()
+            self.sharded_model.schedule.settle()  # it may raise: before anything is counted
+        self.hyper.advance(groups, self.exchange.used & (found_inf == 0), self.clip.factor)
         for watcher in self.watchers:
             watcher.before_update(grad_scale, found_inf)
         for shard in self.states.updating():

@@ -38,19 +38,21 @@ class Came:
     def forget(self) -> None:
         self._versions.clear()
 
-    def zeroed(self, left: Sequence[Bucket]) -> Zeroed | None:
-        """How the user has zeroed what this rank knows of the round, if all of it. ``left``: buckets that have."""
-        how = [bucket.zeroed_since_launch() for bucket in left]
-        if not how:
-            grads = [self._parameters[index].grad for index in self._versions]
-            how = [Zeroed.TO_NONE if grad is None else None for grad in grads]
-        return how[0] if len(set(how)) == 1 else None
+    def zeroed_since(self, launched: Sequence[Bucket]) -> Zeroed | Tensor | None:
+        """How the user has zeroed what this rank knows of the round: gradients in buckets that were launched, and those
+        that are still here. None: not all of it.
 
-    def kept(self) -> Tensor | None:
-        """[] bool, False where the user has zeroed in place all gradients that came, none of which has left. It is
-        asked on the device, where every one was written since it came; None: one was not."""
-        grads = [(self._parameters[index].grad, version) for index, version in self._versions.items()]
-        written = [grad.detach() for grad, version in grads if grad is not None and grad._version != version]
-        if not written or len(written) < len(grads):
-            return None
-        return torch.stack([grad.ne(0).any() for grad in written]).any()
+        Whether local gradients that were written in place are zero is asked on the device: a tensor, [] bool, is False
+        where all of them are.
+        """
+        how = {bucket.zeroed_since_launch() for bucket in launched}
+        gone = {slot.param for bucket in launched for slot in bucket.layout.slots}
+        local = [
+            (self._parameters[index].grad, version) for index, version in self._versions.items() if index not in gone
+        ]
+        written = [grad.detach() for grad, version in local if grad is not None and grad._version != version]
+        if local and len(written) == len(local):
+            return None if how - {Zeroed.IN_PLACE} else torch.stack([grad.ne(0).any() for grad in written]).any()
+        if local:
+            how.add(Zeroed.TO_NONE if all(grad is None for grad, _ in local) else None)
+        return how.pop() if len(how) == 1 else None

@@ -330,15 +330,14 @@ class Reducer:
             raise RankMismatchError(
                 "an earlier error has parted the ranks in a backward: make a new optimizer to go on"
             )
-        how = self._came.zeroed(self.buckets[: self._next])
-        keep = self._came.kept() if self._next == 0 else None
+        how = self._came.zeroed_since(self.buckets[: self._next])
         left = self.buckets if self.sharding.stage == 0 else self.buckets[self._next :]
         self._complete_round(join or self._end_backward_of_units)
         for bucket in left:  # at stage 0 averages have arrived over what the user has zeroed, too
-            if how is not None:
+            if isinstance(how, Tensor):
+                bucket.keep_where(how)
+            elif how is not None:
                 bucket.drop_all(how)
-            elif keep is not None:
-                bucket.keep_where(keep)
 
     @property
     def out_of_step(self) -> bool:
@@ -464,8 +463,6 @@ class Reducer:
 
     def close(self, *, collective: bool) -> None:
         """Remove the hooks and drop the gradients. ``collective``: complete an open round, as other ranks may have."""
-        if self._schedule is not None:
-            self._schedule.listeners.remove(self)
         everyone = self.sharding.everyone
         try:
             if collective:
@@ -476,6 +473,8 @@ class Reducer:
                     bucket.wait()
         except RuntimeError:  # whoever closes after an error has seen it
             everyone.out_of_step = True
+        if self._schedule is not None:  # only now: it tells of units that are over while the round is completed
+            self._schedule.remove(self)
         self._hooks.remove()
         _reducers[:] = [of for of in _reducers if of() is not self]
         for bucket in self.buckets:

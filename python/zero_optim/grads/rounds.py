@@ -94,6 +94,7 @@ class Rounds:
             self.state = RoundState.DIRTY
 
     def step(self) -> None:
+        self._refuse_open("step")
         self.clear()
         self.zeroed = False
 

@@ -78,7 +78,7 @@ class UpdateRule(Protocol):
     """An optimizer's arithmetic.
 
     Attributes:
-        tensors: the state of a shard, in the order of state dicts.
+        tensors: the state of a shard, in the order of state dicts. One of them begins as the parameter.
         coefficients: what a parameter group gives, in the order of ``read_group``.
         columns: of the table that ``update`` reads, one row a parameter; ``grad_factor`` among them, which multiplies
             the gradients of a parameter.
@@ -122,6 +122,11 @@ class UpdateRule(Protocol):
 def tensors_for(rule: UpdateRule, dtype: torch.dtype) -> list[StateTensor]:
     """The state of parameters of ``dtype``."""
     return [tensor for tensor in rule.tensors if tensor.begins is Begins.ZERO or tensor.dtype != dtype]
+
+
+def has_master(rule: UpdateRule, dtype: torch.dtype) -> bool:
+    """Whether parameters of ``dtype`` have a more precise copy in the state."""
+    return any(tensor.begins is Begins.PARAMETER for tensor in tensors_for(rule, dtype))
 
 
 def master_of(rule: UpdateRule) -> str:

@@ -16,7 +16,7 @@ from ..errors import StateMismatchError
 from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
-from ..rules.update_rule import Begins, StateTensor, UpdateRule
+from ..rules.update_rule import Begins, StateTensor, UpdateRule, has_master
 from .shard_state import ShardState
 from .state_store import StateStore
 
@@ -60,7 +60,7 @@ class OptimizerState:
 
     def record_versions(self) -> None:
         self._all = list(self.parameters.values())
-        self._mastered = {index: p for index, p in self.parameters.items() if p.dtype != torch.float32}
+        self._mastered = {index: p for index, p in self.parameters.items() if has_master(self.rule, p.dtype)}
         self._versions = list(map(_version_of, self._mastered.values()))
 
     def refresh_edited(self) -> None:
@@ -89,6 +89,8 @@ class OptimizerState:
         """Every shard, in the order in which the next forward wants the parameters; the state of the next is on its way
         meanwhile."""
         order = self.shards[::-1]
+        for first in order[:1]:
+            first.prefetch()
         for shard, after in itertools.zip_longest(order, order[1:]):
             if after is not None:
                 after.prefetch()

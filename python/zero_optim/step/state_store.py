@@ -26,7 +26,10 @@ class StateStore(Protocol):
         """``fetch`` of this page will follow soon."""
 
     def fetch(self, number: int) -> Mapping[str, Tensor]:
-        """The page on the device, ordered before what follows; to be read and written until ``commit``."""
+        """The page on the device, ordered before what follows; to be read and written until ``commit``.
+
+        ``state_dict`` gives views of it away, which are good for as long as the store keeps the page on the device.
+        """
 
     def commit(self, number: int) -> None:
         """What the fetched tensors hold is the state now."""

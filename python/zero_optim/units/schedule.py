@@ -253,7 +253,7 @@ class UnitSchedule:
     def complete_backward(self) -> None:
         """Collective, from ``step``. End the backward that is open; go through those of forwards that announced one,
         and of which this rank has seen nothing. Other ranks may have: then they wait for this one's gathers."""
-        self.end_backward()
+        self._end_open()  # it may be a forward that raised
         while self._owed:
             self._begin_cycle(Direction.BACKWARD)
             self.end_backward()
@@ -302,6 +302,11 @@ class UnitSchedule:
             self._reducing.remove(of)
             if not self._reducing and self._direction is Direction.BACKWARD:
                 self.send_ahead()
+
+    def remove(self, listener: Listener) -> None:
+        """It is closed: nobody waits for its reductions."""
+        self.listeners.remove(listener)
+        self._reducing.discard(listener)
 
     def is_over(self, flat: FlatParams) -> bool:
         """Whether the backward that is open, or the last, can bring no more gradients to these parameters."""
