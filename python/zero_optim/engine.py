@@ -95,7 +95,8 @@ class Engine:
         self.clip = Clip(sharding, labels)
         self.hyper = HyperTable([], 0, sharding.device, rule)
         self.gather = ParamGather(overlap.param_gather and sharding.stage < 3)
-        # Not methods of ours: parameters hold the reducer by its hooks, and would keep the optimizer alive.
+        # Bound methods of the parts, not of the engine. Parameters hold the reducer through its hooks. By a method of the
+        # engine they would hold it and its watchers, and so perhaps the optimizer, which would never be closed.
         self.reducer.on_layout = [self.states.lay_out, self.gather.use]
         self.reducer.on_change = [self.clip.discard, self.exchange.outdate]
         self.steps = 0
@@ -113,7 +114,8 @@ class Engine:
 
     @torch.compiler.disable  # traced together with the optimizer's step, it counted no steps (seen)
     def step(self, groups: Groups) -> None:
-        """Update the parameters. The host reads nothing from the device."""
+        """Update the parameters. As a rule the host reads nothing from the device: it does where this rank raises an
+        alarm, and while the layout is still learned."""
         self.gather.wait()
         self.keep_edits()
         self.states.refresh_edited()
@@ -124,12 +126,12 @@ class Engine:
     def finish_and_exchange(self, norm_type: float | None) -> None:
         """Phases 1 and 2: complete the reductions; agree on norm, overflow and used parameters.
 
-        Gradients of parameters that were thawed, or that were assigned after the last round, take the loop once more:
-        the exchange has shown that all ranks have them, and they come in a round of their own.
+        Two kinds of gradient need a second pass: those of thawed parameters, and those assigned after the last round.
+        The first exchange shows that every rank has them, or raises. The second pass reduces them.
         """
         if self.exchange.current:
             self._follow_edits()
-        if self.exchange.current and self.exchange.with_stats >= self._wants_stats:
+        if self.exchange.current and (self.exchange.with_stats or not self._wants_stats):
             return
         while True:
             thawed = self.parameters.thawed()
@@ -138,9 +140,10 @@ class Engine:
             self._run_exchange(used, norm_type, thawed)
             if not thawed and not self.reducer.leftover:
                 return
-            self.reducer.reduce_leftover()
             if thawed:
-                self.take_in(thawed, thawed)
+                self.take_in(thawed, thawed)  # it ends with a round owed, which takes leftovers along
+            else:
+                self.reducer.reduce_leftover()
 
     @property
     def _wants_stats(self) -> bool:
@@ -162,7 +165,7 @@ class Engine:
                 flags=(reducer.layout.nonfinite, reducer.layout.slot_params),
             )
         except ZeroOptimError:
-            self.clip.unclip()
+            self.clip.unclip()  # the step failed: its clip must not multiply the gradients of the next
             raise
 
     def _follow_edits(self) -> None:
@@ -226,6 +229,7 @@ class Engine:
             return
         self.exchange.current = False
         present = [bucket.grad_buffer for bucket in self.reducer.buckets if bucket.state is not GradState.EMPTY]
+        # The op wants somewhere to write what it finds: ``decide`` overwrites it in ``step``.
         for dtype in {buffer.dtype for buffer in present}:
             torch._amp_foreach_non_finite_check_and_unscale_(
                 [buffer for buffer in present if buffer.dtype == dtype], self.exchange.found_inf, inverse_scale
@@ -239,7 +243,8 @@ class Engine:
     # -- parameters and state ------------------------------------------------------------------------------------
 
     def to_train(self, indices: Sequence[int]) -> list[int]:
-        """Those that require a gradient, and those whose bucket has others that do."""
+        """Those that require a gradient. At stage 3 also frozen ones in a flat tensor that is trained: a bucket is a
+        whole flat tensor, so they need a slot and state, too."""
         wanted = self.parameters.requiring_grad(indices)
         if self.sharded_model is None:
             return wanted
@@ -247,9 +252,10 @@ class Engine:
         return [index for index in indices if index in wanted or id(self.parameters.all[index]) in beside]
 
     def take_in(self, indices: Sequence[int], trained: Sequence[int]) -> None:
-        """Collective. Give these parameters what they lack: rank 0's values, and those that are ``trained`` a place."""
-        for index in indices if self.sharded_model is None else ():
-            self.sharding.broadcast(self.parameters.all[index].data)
+        """Collective. Broadcast rank 0's values of these parameters; give the ``trained`` ones a slot and state."""
+        if self.sharded_model is None:  # else ``shard_module`` has broadcast them
+            for index in indices:
+                self.sharding.broadcast(self.parameters.all[index].data)
         self.parameters.claim(indices)
         self.parameters.train(trained)
         self.exchange.resize()
@@ -260,9 +266,10 @@ class Engine:
             self.gather.use(self.reducer.buckets)
 
     def keep_edits(self, *, unseen: bool = False) -> None:
-        """At stage 3, before masters are made from shards: what was written into parameters that are whole now."""
-        for unit in self.sharded_model.units if self.sharded_model is not None else ():
-            unit.keep_edits(unseen=unseen)
+        """At stage 3, copy what the user wrote into unsharded parameters to the shards, of which masters are made."""
+        if self.sharded_model is not None:
+            for unit in self.sharded_model.units:
+                unit.keep_edits(unseen=unseen)
 
     def refresh_masters(self) -> None:
         """Take over every parameter, also where no version counter shows an edit."""
@@ -281,13 +288,13 @@ class Engine:
             bucket.relabel()
 
     def observe(self) -> None:
-        """Count readiness anew in the next backward; at stage 3 also learn the order of units anew."""
+        """The next backward counts how often gradients become ready; at stage 3 the order of units is learned anew."""
         self.reducer.observe()
         if self.sharded_model is not None:
             self.sharded_model.schedule.record()
 
     def settle(self) -> None:
-        """What a backward or ``step`` has left under way is over afterwards."""
+        """Leave nothing under way: complete raised backwards, wait for parameters, reshard units, raise alarms."""
         self.reducer.settle_rounds()
         self.gather.wait()
         if self.sharded_model is not None:

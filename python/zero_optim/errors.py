@@ -10,7 +10,7 @@ class ParameterError(ZeroOptimError):
 
 
 class RankMismatchError(ZeroOptimError):
-    """The ranks were given different models or arguments, or one of them could not be set up."""
+    """The ranks disagree: in models or arguments, in what they call or in which order. Or one of them has failed."""
 
 
 class GradientError(ZeroOptimError):

@@ -184,7 +184,11 @@ class ShardedAdamW(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop every gradient; ``set_to_none=False`` makes it zero instead, which counts as a gradient in ``step``."""
+        """Drop every gradient; ``set_to_none=False`` makes it zero instead, which counts as a gradient in ``step``.
+
+        Collective where it is the second call since the last ``step``: the ranks then compare how many rounds they have
+        launched. A backward may have raised here before its first gradient, while others wait for its round.
+        """
         self.check_usable()
         self.engine.zero_grad(set_to_none=set_to_none)
 
@@ -306,7 +310,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             gather.attach(model, {id(parameter): index for index, parameter in enumerate(parameters.all)})
 
     def observe(self) -> None:
-        """Count anew, in the next backward, how often each gradient becomes ready; call it on every rank."""
+        """Collective. Count anew in the next backward how often gradients become ready; at stage 3, learn units' order."""
         self.check_usable()
         self.engine.observe()
 
@@ -338,8 +342,11 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.engine.take_in(indices, self.engine.to_train(indices))
 
     def settle(self) -> None:
-        """What a backward or ``step`` has left under way is over afterwards. What communicates outside of both begins
-        with it: another rank may wait for what a backward that raised here owes it. Nothing where this was closed."""
+        """Collective. Complete what a backward or ``step`` has left under way.
+
+        Everything that communicates outside of these two calls it first. A backward that raised here may still owe
+        another rank a reduction, and that rank comes to nothing else before it has it. No effect after ``close``.
+        """
         if not self._closed:
             self.engine.settle()
 
@@ -366,9 +373,9 @@ class ShardedAdamW(torch.optim.Optimizer):
         """Load what ``state_dict`` gave on the same rank of as many ranks; or full tensors, on every rank, such as
         ``torch.optim.AdamW`` saves. Parameters stay. Hooks are called as torch calls them.
 
-        Parameters that it does not hold start afresh. Masters that it does not hold come from the parameters, and so do
-        those that do not round to them at the next step. Gradients may be dropped. Raises StateMismatchError before any
-        state is changed, naming what does not fit; on every rank.
+        Parameters that are not in the state start afresh. A master that is not in the state, or that does not round to
+        its parameter at the next step, is taken from the parameter. Gradients may be dropped. Raises StateMismatchError
+        before any state is changed, naming what does not fit; on every rank.
         """
         self.check_usable()
         self.settle()

@@ -67,8 +67,10 @@ class CommBuffers:
             self.deallocate()
 
     def _arrives(self, user: Borrower | None) -> bool:
-        """Whether what was lent to this one is there within our patience. It ends once: nobody is waited for as long as
-        the one is not there that was waited for in vain."""
+        """Whether what was lent to ``user`` has arrived, waiting up to ``PATIENCE_SECONDS``.
+
+        Patience runs out once. While the borrower that used it up has still not arrived, no other is waited for.
+        """
         if user is None or user.arrives_within(0):
             return True
         if self._given_up is not None and not self._given_up.arrives_within(0):

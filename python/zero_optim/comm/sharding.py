@@ -1,9 +1,9 @@
 """Who shares what: the ranks that hold parts of the same state, those that repeat it, and the scale of an average.
 
-All rooms but this one communicate through a ``Sharding``: what they ask for is "reduce this", "gather that", and who
-takes part is decided here. Today the ranks that share are all ranks, and nobody repeats. With a mesh of two dimensions
-a reduction is a reduce-scatter over the ranks that share and an all-reduce over those that repeat; that would change
-this file alone.
+Tensors that are shared go through a ``Sharding``: other rooms ask for "reduce this", "gather that", and who takes part
+is decided here. What all ranks agree on, such as errors and orders, goes over ``everyone``. Today the ranks that share
+are all ranks, and nobody repeats. With a mesh of two dimensions a reduction is a reduce-scatter over the ranks that
+share and an all-reduce over those that repeat; that would change this file alone.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Sharding:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank adds its share to a sum of what is held: of those that hold the same, one does."""
+        """Whether this rank's term counts in a sum over ranks. Where all hold the same gradients, rank 0's does."""
         return self.shard_count > 1 or self.rank == 0
 
     def reduce_dtype(self, dtype: torch.dtype) -> torch.dtype:

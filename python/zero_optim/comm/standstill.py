@@ -32,7 +32,7 @@ from ..errors import RankMismatchError
 SECONDS = 2.0
 """Between two looks. A step that waits for less costs nothing."""
 LOOKS = 4
-"""At which all ranks have to be found as they were, before one raises."""
+"""How often all ranks must be found unchanged before one raises."""
 
 _OF_RANKS: dict[tuple[int, ...], Standstill] = {}
 
@@ -43,15 +43,15 @@ class Wait:
 
     Attributes:
         owner: the name of the process group of the optimizer, or sharded model, that waits.
-        rounds: that the rank has launched there. Equal on all ranks whenever none waits in vain, but for those that are
-            on their way.
+        rounds: launched there by this rank. Ranks that only lag behind show equal numbers as soon as they catch up.
         what: the collective, for people.
+        agreeing: whether it goes over the group that the user has given, as for loading.
     """
 
     owner: str
     rounds: int
     what: str
-    agreeing: bool = False  # over the group that the user has given, as for loading
+    agreeing: bool = False
 
 
 class Standstill:

@@ -218,16 +218,16 @@ class Bucket:
         Args:
             buffers: lend the memory to pack into and to receive in.
             may_wait: whether the host may wait for what is on its way: for the last reduction into this bucket, and
-                for memory that another has. Else this one has memory of its own, and is added on arrival.
+                for memory that another has. Otherwise it packs into memory of its own, and adds when it arrives.
         """
         if may_wait:
             self.arrivals.wait()
         found = self.slots.scan(self._handles())
         self._drop_zeroed(found.zeroed)
         accumulate = self.state is GradState.REDUCED and len(self.slots.stale) < len(self.params)
-        if accumulate:
+        if accumulate:  # some average stays: the rest is dropped, and the new sum added
             self._drop_stale()
-        elif self.arrivals.under_way:  # nothing of it is wanted, but it will still be written
+        elif self.arrivals.under_way:  # nothing is wanted, but the old sum would arrive over the new one
             self.arrivals.then(partial(_zero, self.grad_shard))
             accumulate = True
         else:
@@ -272,8 +272,10 @@ class Bucket:
         self.arrivals.then(partial(_keep_where, self.grad_shard, keep))
 
     def launch_nothing(self) -> None:
-        """Take part in a reduction whose result nobody on this rank wants: the others', of a backward that raised here
-        before its first gradient, and that was zeroed by all since."""
+        """Take part in the others' reduction with zeros, and drop the sum.
+
+        Their backward launched it. Ours raised before its first gradient, and all ranks have zeroed since.
+        """
         full = torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
         out = full if self.sharding.shard_count == 1 else full.new_empty(self.layout.shard_numel)
         self.sharding.reduce(full, out, full.new_empty, accumulate=False).wait()

@@ -35,7 +35,7 @@ class Buckets:
 
     def use(self, order: Sequence[int], buckets: Sequence[Bucket]) -> None:
         """These are the buckets from now on. Their gradients stay where they are."""
-        for bucket in self.all:
+        for bucket in self.all:  # those that ``let_go`` have nothing but their arrivals
             bucket.wait()
         self.order, self.all = list(order), list(buckets)
         device = self._sharding.device

@@ -101,7 +101,8 @@ class Readiness(Protocol):
 
     def gradient_ready(self, index: int, number: int, *, changes_later: bool) -> bool:
         """The gradient of parameter ``index``, of bucket ``number``, is there. ``changes_later``: a hook of the user's
-        runs after ours, and may change it. Returns whether its bucket is full by that."""
+        runs after ours, and may change it. Returns whether this made its bucket full; by units it is always False.
+        """
 
     def may_leave(self, number: int) -> bool: ...
 
@@ -145,7 +146,9 @@ class ByCounts:
         """``observes``: whether there is anything to be learned; one rank, and stage 3, have no use for it."""
         self._observes = observes
         self.learned = Learned.NOTHING if observes else Learned.ALL
-        self._counts: dict[int, int] = {}  # of parameters that come more than once
+        self._counts: dict[
+            int, int
+        ] = {}  # how often each comes in a backward, as the ranks agreed; one that is not in it comes once
         self._seen: dict[int, int] = {}  # how often each has come in this backward
         self._expected: list[int] = []  # of each bucket
         self._repeats: list[bool] = []  # of each bucket, whether one of its parameters comes more than once
@@ -162,7 +165,7 @@ class ByCounts:
         self.begin()
 
     def begin(self) -> None:
-        self._cut_short |= bool(self._seen)  # a backward that ended would have told
+        self._cut_short |= bool(self._seen)  # ``backward_ended`` empties it: what is left is of one that raised
         self._seen = {}
         self._changing.clear()
         self._missing = list(self._expected)

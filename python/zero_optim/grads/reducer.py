@@ -55,7 +55,7 @@ class Reducer:
         layout: the buckets.
         buffers: what they pack into, and receive in.
         on_layout: are told the new buckets after they were laid out again.
-        on_change: are told when gradients change that an exchange may have been about; on all ranks alike.
+        on_change: called when gradients change after an exchange may have read them; on all ranks at the same point.
         late: parameters whose gradient arrived after their bucket had left; it stays on this rank.
         leftover: parameters with a gradient that ``finish`` found to be assigned after the last round: where all ranks
             have some, ``reduce_leftover`` lets ``finish`` reduce them.
@@ -72,7 +72,7 @@ class Reducer:
     ) -> None:
         self.parameters, self.labels, self.sharding, self.overlap = parameters, labels, sharding, overlap
         self.layout = Buckets(labels, sharding, make_buckets)
-        self._schedule = schedule if sharding.reduces else None
+        self._schedule = schedule if sharding.reduces else None  # one rank gathers nothing
         self._counts = ByCounts(observes=sharding.reduces and self._schedule is None)
         self._readiness: Readiness = self._counts if self._schedule is None else ByUnits(self._schedule)
         self._watch = BackwardWatch(self._backward_begins, self._backward_ended)
@@ -136,7 +136,7 @@ class Reducer:
     # -- a gradient ------------------------------------------------------------------------------------------------
 
     def _before_accumulate(self, index: int, grads: Any) -> None:
-        self._watch.enter()  # before this gradient hides what the user has done to the last one
+        self._watch.enter()  # first of all: a new backward looks at .grad as the user has left it
         number, slot = self.layout.slot_of[index]
         self.buckets[number].before_accumulate(slot)
 
@@ -176,7 +176,7 @@ class Reducer:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within it gradients add up on each rank and nothing is communicated."""
-        self.settle_rounds()  # every rank enters here: a round that an exception cut short goes no further
+        self.settle_rounds()  # every rank enters here: what a raise has left open is completed outside of the block
         before, self.synchronize = self.synchronize, False
         try:
             yield
@@ -196,14 +196,18 @@ class Reducer:
 
     @property
     def _may_wait(self) -> bool:
-        """Whether the host may wait in a backward for other ranks. Not where another optimizer reduces in the same one:
-        a rank that uses the parameters of that one alone would wait for us there, and we for it here. At stage 0
-        ``.grad`` is averaged when backward ends, so there every rank has to meet the optimizers in the same order."""
+        """Whether the host may wait for other ranks within a backward. Not where another optimizer reduces in it::
+
+            rank 0   uses A alone: waits in A for rank 1
+            rank 1   uses B alone: waits in B for rank 0
+
+        At stage 0 it may: every rank has to meet such optimizers in one order, as each backward ends with a wait.
+        """
         return self.sharding.stage == 0 or not self.sharding.everyone.shared
 
     def _backward_begins(self) -> None:
-        # Units of the next backward may be unsharded by now. Those of the one that raised are over: the schedule ended
-        # that as it met this one.
+        # At stage 3 the schedule meets a new backward before we do, and it has ended the raised one's cycle then. The
+        # cycle that is open now belongs to the new backward: to join it here would end that one.
         next_is_under_way = self._schedule is not None and self._schedule.watch.running
         self.complete_open_round(_nothing if next_is_under_way else self._end_backward_of_units)
         self._came.backward_begins()
@@ -232,8 +236,8 @@ class Reducer:
     def backward_moves(self) -> None:
         """Backward is about to go on to another unit.
 
-        It may have passed units that this rank has skipped, whose reductions the others send now. So this is where a
-        round begins, if it is a backward that accumulates: under ``torch.autograd.grad`` it is not::
+        This rank may have skipped units that others have used. They launch the reductions of those now. So this rank
+        opens its round here, before it has any gradient. Not under ``torch.autograd.grad``, which accumulates nothing::
 
             rank 0   unit 3: gradients      unit 2: reduction of 3 leaves
             rank 1   (has not called 3)     unit 2: reduction of 3 leaves, before any gradient
@@ -279,10 +283,10 @@ class Reducer:
         self._next += 1
 
     def _complete_round(self, join: Callable[[], None]) -> None:
-        """Launch what is left of the round that is open; or a whole one, where none is.
+        """Launch the rest of the open round, or a whole round where none is open. It waits for nothing.
 
-        ``join``: takes part in what is left of the gathers of the backward that it belongs to, at stage 3. Units that
-        are over by that leave at once, as they do on the ranks that wait for this one.
+        ``join`` runs first: at stage 3 it takes part in the rest of that backward's gathers. As units get over in it,
+        their buckets are launched. Ranks that did not raise have launched in that order, and wait for us in it.
         """
         if not self.rounds.open:
             self._open_round()
@@ -305,22 +309,28 @@ class Reducer:
             self._schedule.end_backward()
 
     def _end_raised_backward_of_units(self) -> None:
-        """One under ``no_sync`` had no round, and still other ranks wait in its gathers."""
+        """A backward under ``no_sync`` has no round. At stage 3 it has gathers, and other ranks wait in them."""
         if self._schedule is not None and not self._schedule.watch.running:
             self._schedule.end_backward()
 
     def _settle_backward_of_units(self) -> None:
-        """Collective. Every rank knows that its backward has to be over: go through what is left of its gathers, also
-        where it raised here before it came to a unit. Other ranks wait in them, and come to nothing else before."""
+        """Collective, at a call that every rank makes after its backward. Go through the rest of all its gathers.
+
+        Other ranks may wait in them, even if the backward raised here before it came to any unit::
+
+            rank 0   backward: raises at once               step: joins the gathers of units 3, 2 and 1
+            rank 1   backward: waits to gather unit 3       unit 2   unit 1   step
+        """
         if self._schedule is not None:
             self.complete_open_round()
             self._schedule.complete_backward()
 
     def complete_open_round(self, join: Callable[[], None] | None = None) -> None:
-        """A backward that raised has left its round open: complete it, as other ranks have theirs.
+        """A backward that raised has left its round open. Launch the rest: the other ranks have launched theirs.
 
-        What the user has done since belongs after the round. Where every gradient of it that this rank knows of was
-        zeroed by now, all were, such as by ``module.zero_grad()``: also those that arrive only now, from other ranks.
+        The user may have zeroed gradients since the raise. That counts as done after the round. Where this rank finds
+        everything zeroed that it knew of the round, the user meant all of it, for example by ``module.zero_grad()``.
+        Then what arrives only now is dropped, too. See ``RoundGrads``.
         """
         self._watch.forget()
         self._readiness.begin()
@@ -331,9 +341,10 @@ class Reducer:
                 "an earlier error has parted the ranks in a backward: make a new optimizer to go on"
             )
         how = self._came.zeroed_since(self.buckets[: self._next])
-        left = self.buckets if self.sharding.stage == 0 else self.buckets[self._next :]
+        # At stage 0 the averages overwrite ``.grad``, so what the user has zeroed there is lost as well.
+        unseen = self.buckets if self.sharding.stage == 0 else self.buckets[self._next :]
         self._complete_round(join or self._end_backward_of_units)
-        for bucket in left:  # at stage 0 averages have arrived over what the user has zeroed, too
+        for bucket in unseen:
             if isinstance(how, Tensor):
                 bucket.keep_where(how)
             elif how is not None:
@@ -345,19 +356,23 @@ class Reducer:
         return self.sharding.everyone.out_of_step or (self._schedule is not None and self._schedule.out_of_step)
 
     def settle_rounds(self) -> None:
-        """Complete what a backward that raised has left open, here and in every other optimizer that it went through.
+        """Complete what a raised backward has left open: here, and in every optimizer that it went through.
 
-        Every rank makes this call. One that waits in that backward for the second optimizer's averages, at stage 0,
-        would never come to the call of the first.
+        Every rank calls this. All optimizers launch before one is waited for. At stage 0, with optimizers A and B::
+
+            rank 0   backward: raises, before B                A.step(): launches A and B, then waits for A
+            rank 1   backward: launches both, waits for B      A.step()
         """
         alive = [reducer for reference in _reducers if (reducer := reference()) is not None]
         alive = [reducer for reducer in alive if reducer is self or not reducer.out_of_step]
-        alive.sort(key=lambda reducer: reducer._schedule is None)  # others may wait in the gathers of units
+        alive.sort(
+            key=lambda reducer: reducer._schedule is None
+        )  # a rank that waits in units' gathers launches nothing until we join
         settled = [reducer for reducer in alive if reducer is self or not reducer._watch.running]
         for reducer in settled:
             reducer.complete_open_round()
             reducer._end_raised_backward_of_units()
-        for reducer in settled:  # all have left by now: others wait for them in the order of their backward
+        for reducer in settled:  # only now, when all are launched
             reducer._await_averages()
 
     # -- step ------------------------------------------------------------------------------------------------------
@@ -373,7 +388,7 @@ class Reducer:
         else:
             self._settle_backward_of_units()
             self.settle_rounds()
-            for _ in range(self.rounds.state.owed):
+            if self.rounds.state.owed:  # one at most: no round is open any more
                 self._complete_round(_nothing)
             unreduced = [index for bucket in self.buckets for index in bucket.settle()[0]]
             self.leftover = [] if self.late else unreduced
@@ -491,7 +506,7 @@ class Reducer:
         return self._schedule is not None and self.sharding.on_gloo and self._may_wait
 
     def _deallocate_idle_buffers(self) -> None:
-        """At stage 3, do without buffers for as long as no reduction is under way."""
+        """At stage 3, give the buffers' memory back while no reduction uses it: units take it meanwhile."""
         if self._schedule is not None and self.buffers.allocated and self.buffers.idle:
             self.buffers.deallocate()
             self._schedule.reductions_arrived(self)

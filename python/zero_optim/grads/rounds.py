@@ -2,7 +2,7 @@
 
 A *round* is one synchronised backward's reductions: every bucket once, by ascending index. All ranks must launch as
 many rounds between two calls that all of them make. None may ask another how many: a step would cost one more message.
-So the count follows from what all ranks know, and a state is all that is to be kept of it.
+So each rank derives the count from the calls that all ranks make. One state is enough to remember them.
 
 ============  ====  ==============================================================================
 state         owed  meaning

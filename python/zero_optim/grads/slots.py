@@ -30,6 +30,8 @@ STALE                 STALE               --                     REDUCED        
   and is reduced and added later.
 - *collect*: local gradients move into ``grad_buffer``. *launch*: a reduction leaves with them; what is STALE is
   dropped before the sum is added. *clear*: ``zero_grad``.
+- Three are outside of the tables: *drop* makes any slot STALE; *make_room* makes all STALE in a bucket that is to
+  receive averages from another layout; *take_over* then makes one REDUCED.
 
 As an example, two backwards and a user in between::
 
@@ -135,7 +137,9 @@ class Slots:
 
     def accumulate(self, index: int, handle: Tensor | None) -> bool:
         """Autograd is about to add to this slot's ``.grad``. Returns whether the user has written into a local one."""
-        if self.bucket_state is not GradState.REDUCED or (index in self._touched and index in self._taken):
+        if self.bucket_state is not GradState.REDUCED:
+            return False
+        if index in self._touched and index in self._taken:  # this backward has been here: what is there is its own
             return False
         grad = self._params[index].grad
         self._look(index, grad, handle)
@@ -143,7 +147,7 @@ class Slots:
         if self[index] is SlotState.REDUCED:
             self._params[index].grad = None
         if self[index] is not SlotState.STALE:
-            self._taken[index] = None  # what this backward writes is no news
+            self._taken[index] = None  # autograd writes from here on, until ``added``
             self._touched.add(index)
         return written
 

@@ -76,7 +76,7 @@ class Alarm:
         """On the host, of what came back."""
         if self.combine is Combine.DIVIDED:
             return columns[0] > 0 and columns[1] > 0
-        return sum(column > 0 for column in columns) > (self.combine is Combine.DIFFERENT)
+        return sum(column > 0 for column in columns) >= (2 if self.combine is Combine.DIFFERENT else 1)
 
     def raised_on_device(self, columns: Tensor) -> Tensor:
         """[1] fp32: more than 0 where it is raised."""

@@ -77,7 +77,7 @@ class Clip:
     ) -> Tensor:
         """Clip all gradients, or those of ``subset``, as torch's ``clip_grad_norm_`` does. They were exchanged.
 
-        Returns their norm before it, with what was clipped before, unscaled if that was asked for. [] fp32.
+        Returns the norm before this call and after earlier calls of the step; unscaled if asked for. [] fp32.
         """
         if not self.clipped:
             self.coefficient.fill_(1.0)

@@ -67,7 +67,7 @@ class ShardState:
 
     @contextmanager
     def opened(self) -> Iterator[Mapping[str, Tensor]]:
-        """The tensors by name, on the device, to be read and written within."""
+        """The tensors by name, on the device, to be read and written within. Not committed where that raises."""
         yield self._store.fetch(self._page)
         self._store.commit(self._page)
 

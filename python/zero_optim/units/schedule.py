@@ -100,7 +100,7 @@ class Direction(enum.Enum):
 
 
 class Listener(Protocol):
-    """Whoever wants to know how far backward is: a reducer. It is told, and never asked."""
+    """Who wants to know how far backward is: a reducer. Only told: what it knows must not decide what is gathered."""
 
     def backward_moves(self) -> None:
         """Backward goes on to another unit; what it has passed is not over yet."""
@@ -141,8 +141,8 @@ class UnitSchedule:
         self._position = -1  # of the last unit visited in it
         self._open: dict[Unit, int] = {}  # visited in it and not over, and where
         self._trains = False  # whether a backward may follow the forward that is open
-        self._hold = False  # whether a backward may go through a backward: nothing is resharded until the next step
-        self._over: set[FlatParams] = set()  # of units that the last backward is through with
+        self._hold = False  # create_graph: a backward may go through this one, so nothing is resharded until ``settle``
+        self._over: set[FlatParams] = set()  # their gradients are complete in the open or last backward
         self._owed = 0  # forward cycles that a backward may still come back through
         self._digest = 0
         self._called: list[Unit] = []  # in the forward that is open, but for a unit called twice in a row
@@ -192,6 +192,10 @@ class UnitSchedule:
             self._visit(unit, Direction.BACKWARD, closing=True)
 
     def _visit(self, unit: Unit, direction: Direction, *, closing: bool) -> None:
+        """Go to ``unit`` in the cycle of this direction; begin a new cycle where that is behind.
+
+        ``closing``: units before it are over. Not for a checkpoint that computes again: their backward is to come.
+        """
         if direction is Direction.BACKWARD:
             self.watch.enter()
             for listener in self.listeners if closing else ():
@@ -208,7 +212,9 @@ class UnitSchedule:
         if unit not in cycle:  # it needed no gradient when the order was recorded
             if closing:
                 self._close([*self._open], unit)
-            self.send_ahead()  # on every rank before this one, whether or not some have
+            # This unit is in no cycle, so its gather has no turn of its own. Some ranks have prefetched already, others
+            # have not. Now all have, and this unit comes next on each.
+            self.send_ahead()
             self._open_unit(unit, self._position)
             return
         if unit not in cycle[self._position + 1 :]:
@@ -251,15 +257,18 @@ class UnitSchedule:
     # -- what the optimizer calls --------------------------------------------------------------------------------
 
     def complete_backward(self) -> None:
-        """Collective, from ``step``. End the backward that is open; go through those of forwards that announced one,
-        and of which this rank has seen nothing. Other ranks may have: then they wait for this one's gathers."""
+        """Collective, from ``step``. End the cycle that is open; then go through one whole cycle for each backward due.
+
+        A forward with gradients makes one due. If this rank's backward raised before it came to a unit, nothing has
+        begun here, while other ranks wait in the gathers of theirs.
+        """
         self._end_open()  # it may be a forward that raised
         while self._owed:
             self._begin_cycle(Direction.BACKWARD)
             self.end_backward()
 
     def settle(self) -> None:
-        """Collective, where a cycle is open. Afterwards every unit is sharded."""
+        """Collective, where a cycle is open. End it, and reshard every unit but those of ``gather_parameters``."""
         self._end_open()
         self._hold = False
         for unit in self.units:
@@ -291,9 +300,8 @@ class UnitSchedule:
                 ahead.unshard()
 
     def reduction_left(self, of: Listener) -> None:
-        """A reduction is under way that the host is going to wait for, as under gloo. Gathers beside it would be a
-        burden on the same threads, and need memory: units are sent for when it has arrived, or are there as late as
-        they are visited."""
+        """The host is going to wait for a reduction (gloo). Do not prefetch beside it: gathers would slow it down on
+        the same threads, and take memory. They start when it has arrived, or at the latest when a unit is visited."""
         self._reducing.add(of)
 
     def reductions_arrived(self, of: Listener) -> None:
@@ -362,8 +370,8 @@ class UnitSchedule:
         for position in range(self._position + 1, len(cycle)):
             self._go_to(position, closing=True)
         self._close([*self._open])
-        if self._direction is Direction.FORWARD:
-            self._owed += self._trains
+        if self._direction is Direction.FORWARD and self._trains:
+            self._owed += 1
         self._direction = None
 
     def _go_to(self, position: int, *, closing: bool) -> None:
@@ -396,6 +404,8 @@ class UnitSchedule:
             again = unit in self._cycles[Direction.BACKWARD][self._position + 1 :]
             if not held and not (unit.keep and again):
                 unit.reshard()
+            # With two forwards before one backward, the first cycle back is not the last. The second brings more
+            # gradients to the same parameters: a bucket that was launched by then would miss them.
             if not again and not self._hold and self._owed <= 1:
                 self._over.update(unit.flats)
                 for listener in self.listeners:
