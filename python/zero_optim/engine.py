@@ -66,7 +66,7 @@ class Engine:
         rule: the arithmetic of the update.
         reducer: the buckets, and their gradients.
         states: the state of every shard.
-        exchange, clip, hyper, gather: the phases' own.
+        exchange, clip, hyper, param_gather: the phases' own.
         steps: calls of ``step`` so far.
         watchers: told of every update; ``zero_optim.verify`` adds one.
         max_grad_norm, skip_nonfinite: as the optimizer was given them.
@@ -94,10 +94,10 @@ class Engine:
         self.exchange = Exchange(sharding, labels, trained, by_units=schedule is not None)
         self.clip = Clip(sharding, labels)
         self.hyper = HyperTable([], 0, sharding.device, rule)
-        self.gather = ParamGather(overlap.param_gather and sharding.stage < 3)
-        # Bound methods of the parts, not of the engine. Parameters hold the reducer through its hooks. By a method of the
-        # engine they would hold it and its watchers, and so perhaps the optimizer, which would never be closed.
-        self.reducer.on_layout = [self.states.lay_out, self.gather.use]
+        self.param_gather = ParamGather(overlap.param_gather and sharding.stage < 3)
+        # Bound methods of the parts, not of the engine. Parameters hold the reducer through its hooks. By a method of
+        # the engine they would hold it and its watchers, and so perhaps the optimizer, which would never be closed.
+        self.reducer.on_layout = [self.states.lay_out, self.param_gather.use]
         self.reducer.on_change = [self.clip.discard, self.exchange.outdate]
         self.steps = 0
         self.watchers: list[Watcher] = []
@@ -116,7 +116,7 @@ class Engine:
     def step(self, groups: Groups) -> None:
         """Update the parameters. As a rule the host reads nothing from the device: it does where this rank raises an
         alarm, and while the layout is still learned."""
-        self.gather.wait()
+        self.param_gather.wait()
         self.keep_edits()
         self.states.refresh_edited()
         self.finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
@@ -194,7 +194,7 @@ class Engine:
         for shard in self.states.updating():
             shard.update(self.hyper.table, grad_scale, found_inf, self.exchange.nonfinite.marks)
             shard.bucket.unshard()
-        self.gather.after_step()
+        self.param_gather.after_step()
         for watcher in self.watchers:
             watcher.after_update(found_inf)
         self.states.mark_updated()
@@ -263,7 +263,7 @@ class Engine:
         self.hyper.grow(self.parameters.group_of, len(self.parameters.groups))
         if trained:
             self.states.grow(self.reducer.grow(trained))
-            self.gather.use(self.reducer.buckets)
+            self.param_gather.use(self.reducer.buckets)
 
     def keep_edits(self, *, unseen: bool = False) -> None:
         """At stage 3, copy what the user wrote into unsharded parameters to the shards, of which masters are made."""
@@ -273,7 +273,7 @@ class Engine:
 
     def refresh_masters(self) -> None:
         """Take over every parameter, also where no version counter shows an edit."""
-        self.gather.wait()
+        self.param_gather.wait()
         self.keep_edits(unseen=True)
         self.states.refresh_masters(set(self.parameters.trained))
 
@@ -296,7 +296,7 @@ class Engine:
     def settle(self) -> None:
         """Leave nothing under way: complete raised backwards, wait for parameters, reshard units, raise alarms."""
         self.reducer.settle_rounds()
-        self.gather.wait()
+        self.param_gather.wait()
         if self.sharded_model is not None:
             self.sharded_model.schedule.settle()
         self.exchange.check_alarms()
@@ -325,7 +325,7 @@ class Engine:
 
     def close(self, *, collective: bool) -> None:
         """``collective``: complete what a backward that raised has begun, for the ranks on which it did not."""
-        self.gather.close()
+        self.param_gather.close()
         self.reducer.close(collective=collective)
         self.parameters.release()
         self.sharding.everyone.close()

@@ -294,7 +294,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         """Order what follows after the updates of the last ``step``. Needed with ``overlap_param_gather=True`` alone,
         before parameters are read or written in another way than by calling their modules."""
         self.check_usable()
-        self.engine.gather.wait()
+        self.engine.param_gather.wait()
 
     def attach(self, model: nn.Module) -> None:
         """Make the model known: names in messages and state dicts are those of ``model.named_parameters()``, and with
@@ -303,14 +303,14 @@ class ShardedAdamW(torch.optim.Optimizer):
         Raises ParameterError where the model lacks a parameter of this optimizer.
         """
         self.check_usable()
-        parameters, gather = self.engine.parameters, self.engine.gather
+        parameters, gather = self.engine.parameters, self.engine.param_gather
         parameters.take_names(model)
         self.engine.relabel()
         if gather.overlap:
             gather.attach(model, {id(parameter): index for index, parameter in enumerate(parameters.all)})
 
     def observe(self) -> None:
-        """Collective. Count anew in the next backward how often gradients become ready; at stage 3, learn units' order."""
+        """Collective. Count anew in the next backward how often each gradient is ready; and the order of units."""
         self.check_usable()
         self.engine.observe()
 

@@ -243,7 +243,7 @@ def _step(rank: int, world_size: int, shard: dict[str, Any], segment: int, reent
         loss = loss_of(model, few(rank, 3))
     with pytest.MonkeyPatch.context() as patch, _Watch(units) as backwards:
         # As where each reduction has arrived before the next unit is sent for.
-        patch.setattr(UnitSchedule, "reduction_left", lambda schedule, of: None)
+        patch.setattr(UnitSchedule, "reduction_begins", lambda schedule, of: None)
         loss.backward()
     opt.step()
     opt.close()

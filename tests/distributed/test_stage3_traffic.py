@@ -202,7 +202,7 @@ def _loaded_in_between(rank: int, world_size: int) -> tuple[UnitState, dict[str,
         if raises:
             saved = gathered(model)
             handles = [parameter.register_hook(_raise) for parameter in model.blocks[1].parameters()]
-            told = "reductions_arrived" if rank == 0 else "reduction_left"  # rank 0 never hears of one that has arrived
+            told = "reductions_arrived" if rank == 0 else "reduction_begins"  # rank 0 never hears of an arrival
             tell = getattr(UnitSchedule, told)
             setattr(UnitSchedule, told, lambda schedule, of: None)
             try:

@@ -229,7 +229,9 @@ class Law:
 
     def _again(self, chain: tuple[object, ...] | None, o: int) -> bool:
         """Whether units are called in another order than the first forward's, or twice: backward goes round again."""
-        order = self.states[o].order or ()
+        order = self.states[o].order
+        if order is None:  # a forward has raised before it came here
+            return False
         nets = [link for link in chain or () if isinstance(link, Net) and link.o == o]
         places = [order.index(link.k) for net in nets for link in net.links if isinstance(link, Unit)]
         return any(a >= b for a, b in itertools.pairwise(places))

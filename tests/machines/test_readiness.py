@@ -11,7 +11,7 @@ from tables import table
 from zero_optim.grads import readiness as module
 from zero_optim.grads.readiness import ByCounts, ByUnits, Learned, Observation, Readiness
 
-MAY_LEAVE = table(module.__doc__, "may_leave")
+MAY_LEAVE = table(module.__doc__, "may_launch")
 COMES = table(module.__doc__, "a gradient comes")
 LEARNED = table(module.__doc__, "learned")
 OBSERVATION = table(module.__doc__, "observation")
@@ -106,8 +106,8 @@ def test_whether_a_bucket_may_leave(bucket: str, column: str, cell: str):
         else:
             readiness = _by_counts(Learned[column], 0 if "repeats" in bucket else None)
         _come(readiness, bucket, missing)
-        assert readiness.may_leave(0) is (cell == "yes")
-        assert not readiness.may_leave(1), "nothing of it has come"
+        assert readiness.may_launch(0) is (cell == "yes")
+        assert not readiness.may_launch(1), "nothing of it has come"
 
 
 def test_the_tables_have_every_state_and_every_event():
@@ -115,7 +115,7 @@ def test_the_tables_have_every_state_and_every_event():
     assert {column for _, column in MAY_LEAVE} == {*learned, "unit open", "unit over"}
     assert {column for _, column in LEARNED} == learned
     methods = {name for name, value in vars(ByCounts).items() if callable(value) and not name.startswith("_")}
-    events = methods - {"may_leave", "observation"}  # which change nothing
+    events = methods - {"may_launch", "observation"}  # which change nothing
     assert {event.partition(":")[0] for event, _ in LEARNED} == events
     assert {event.partition(":")[0] for event, _ in OBSERVATION} == events
     assert {f"agree: {reports}" for reports in REPORTS} == {event for event, _ in LEARNED if event.startswith("agree")}
@@ -125,12 +125,12 @@ def test_the_tables_have_every_state_and_every_event():
 
 def _what_has_come(readiness: ByCounts) -> str:
     """Of bucket 0, in ALL: told apart by what still lets it leave."""
-    if readiness.may_leave(0):
+    if readiness.may_launch(0):
         return "FULL"
     rest = copy.deepcopy(readiness)
     for index in range(3):
         rest.gradient_ready(index, 0, changes_later=False)
-    return "MISSING" if rest.may_leave(0) else "CHANGING"
+    return "MISSING" if rest.may_launch(0) else "CHANGING"
 
 
 @pytest.mark.parametrize(("event", "before", "after"), [(*cell, after) for cell, after in COMES.items()])
@@ -245,31 +245,31 @@ def test_where_all_is_known_no_gradient_is_noted(event: str):
 def test_a_bucket_may_leave_when_its_gradients_have_come():
     readiness = _learned()
     assert _ready(readiness, (0, 0), (2, 1)) == [False, True]
-    assert [readiness.may_leave(number) for number in (0, 1)] == [False, True]
+    assert [readiness.may_launch(number) for number in (0, 1)] == [False, True]
     assert _ready(readiness, (1, 0)) == [True]
-    assert readiness.may_leave(0)
+    assert readiness.may_launch(0)
     readiness.begin()
-    assert not readiness.may_leave(0) and not readiness.may_leave(1)
+    assert not readiness.may_launch(0) and not readiness.may_launch(1)
 
 
 def test_while_observing_nothing_leaves():
     readiness = ByCounts(observes=True)
     readiness.use(_buckets((0,)))
     assert _ready(readiness, (0, 0)) == [True]
-    assert not readiness.may_leave(0)
+    assert not readiness.may_launch(0)
 
 
 def test_what_comes_more_than_once_or_may_change_waits_for_the_end():
     twice = _learned({0: 2})
     _ready(twice, (0, 0), (1, 0), (0, 0), (2, 1))
-    assert not twice.may_leave(0) and twice.may_leave(1)
+    assert not twice.may_launch(0) and twice.may_launch(1)
     changing = _learned()
     _ready(changing, (0, 0), (1, 0), changes=True)
-    assert not changing.may_leave(0)
+    assert not changing.may_launch(0)
     changing.backward_ended()
     changing.begin()
     _ready(changing, (0, 0), (1, 0))
-    assert changing.may_leave(0), "the next backward begins anew"
+    assert changing.may_launch(0), "the next backward begins anew"
 
 
 @pytest.mark.parametrize("cut_short", [False, True])
@@ -282,8 +282,8 @@ def test_ranks_agree_on_rank_0s_order_and_the_largest_counts(cut_short: bool):
     assert readiness.learned is (Learned.NOTHING if cut_short else Learned.ALL)
     readiness.use(_buckets((0,), (1,), (2,)))
     _ready(readiness, (0, 0), (1, 1), (1, 1), (1, 1))
-    assert readiness.may_leave(0) is not cut_short
-    assert not readiness.may_leave(1), "it comes several times"
+    assert readiness.may_launch(0) is not cut_short
+    assert not readiness.may_launch(1), "it comes several times"
 
 
 def test_a_step_before_any_backward_teaches_nothing():
@@ -328,6 +328,6 @@ def test_by_units_a_bucket_leaves_with_its_unit():
     readiness = ByUnits(Schedule())
     readiness.use(_buckets((0,), (1,)))
     assert not readiness.gradient_ready(0, 0, changes_later=False)
-    assert not readiness.may_leave(0)
+    assert not readiness.may_launch(0)
     Schedule.over = {"flat 1"}
-    assert [readiness.may_leave(number) for number in (0, 1)] == [False, True]
+    assert [readiness.may_launch(number) for number in (0, 1)] == [False, True]

@@ -66,6 +66,10 @@ class FakeComm:
     reports: list[object]  # shared
     meeting: threading.Barrier
 
+    @property
+    def everyone(self) -> FakeComm:
+        return self
+
     def gather_objects(self, report: object, where: str) -> list[object]:
         self.meeting.wait(timeout=20)
         self.reports[self.rank] = report
@@ -101,7 +105,7 @@ class FakeReducer:
         pass
 
     def units_over(self) -> None:
-        self.of.reduction_left(self)
+        self.of.reduction_begins(self)
         self.gradient_ready()
 
     def order_known(self) -> None:

@@ -62,7 +62,7 @@ def test_poison_fills_what_was_lent_and_nothing_beyond(monkeypatch):
     buffers.deallocate()
     lent, others = _lent(buffers, bucket, 16), _lent(buffers, other, 16)
     with WithinStorage():
-        buffers.release(lent)
+        buffers.give_back(lent)
     assert lent.isnan().all()
     assert not others.isnan().any()
 
@@ -74,7 +74,7 @@ def test_who_must_not_wait_gets_memory_of_its_own_until_it_is_released():
     assert len({buffer.untyped_storage().data_ptr() for buffer in lent}) == 3
     assert buffers.nbytes() == 2 * LARGEST + 3 * 32
     for buffer in lent:
-        buffers.release(buffer)
+        buffers.give_back(buffer)
     assert buffers.nbytes() == 2 * LARGEST
 
 

@@ -40,30 +40,30 @@ class CommBuffers:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.storages = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._users: list[Borrower | None] = [None, None]
+        self._borrowers: list[Borrower | None] = [None, None]
         self._given_up: Borrower | None = None  # who was waited for in vain
         self._extra = 0  # bytes lent beside the two
         self.allocated = True
         self.poison = "poison" in debug_options()
 
     def take(self, bucket: Borrower, numel: int, dtype: torch.dtype, *, may_wait: bool = True) -> Tensor:
-        """A buffer [numel], its contents undefined. To be given back with ``release``."""
+        """A buffer [numel], its contents undefined. To be given back with ``give_back``."""
         nbytes = numel * dtype.itemsize
-        if not may_wait or not self._arrives(self._users[1]):
+        if not may_wait or not self._arrives(self._borrowers[1]):
             self._extra += nbytes
             return torch.empty(numel, dtype=dtype, device=self.storages[0].device)
         self.storages.reverse()
-        self._users.reverse()
-        if self._users[0] is not None:
-            self._users[0].wait()
-        self._users[0] = bucket
+        self._borrowers.reverse()
+        if self._borrowers[0] is not None:
+            self._borrowers[0].wait()
+        self._borrowers[0] = bucket
         allocate(self.storages[0], nbytes)
         self.allocated = True
         return self.storages[0][:nbytes].view(dtype)
 
-    def deallocate_in_time(self) -> None:
+    def deallocate_once_arrived(self) -> None:
         """``deallocate``, if what was lent arrives within our patience."""
-        if self.allocated and all(map(self._arrives, self._users)):
+        if self.allocated and all(map(self._arrives, self._borrowers)):
             self.deallocate()
 
     def _arrives(self, user: Borrower | None) -> bool:
@@ -79,7 +79,7 @@ class CommBuffers:
         self._given_up = None if arrives else user
         return arrives
 
-    def release(self, buffer: Tensor) -> None:
+    def give_back(self, buffer: Tensor) -> None:
         """The reduction that this was lent to has arrived: nothing in it is needed any more."""
         if self.poison:
             buffer.view(torch.uint8).fill_(0xFF)  # NaN in every float dtype
@@ -91,10 +91,10 @@ class CommBuffers:
 
     def deallocate(self) -> None:
         """Leave the memory to others until a buffer is taken again. What was lent has to have arrived."""
-        for user in self._users:
+        for user in self._borrowers:
             if user is not None:
                 user.wait()
-        self._users = [None, None]
+        self._borrowers = [None, None]
         self.allocated = False
         for storage in self.storages:
             deallocate(storage)
@@ -102,7 +102,7 @@ class CommBuffers:
     @property
     def idle(self) -> bool:
         """Whether taking one would not wait."""
-        return all(user is None or user.arrives_within(0) for user in self._users)
+        return all(user is None or user.arrives_within(0) for user in self._borrowers)
 
 
 def debug_options() -> set[str]:

@@ -42,7 +42,7 @@ class Flight:
     def wait(self) -> None:
         self.pending.wait()
         for buffer in self._lent:
-            self._buffers.release(buffer)
+            self._buffers.give_back(buffer)
         self._lent = ()
         self._then()
 
@@ -134,7 +134,7 @@ class Bucket:
         if self.flat.sharded:
             deallocate(self.grad_buffer)
 
-    def _leave_what_is_kept(self) -> None:
+    def _use_new_memory_if_kept(self) -> None:
         """Before all gradients here are lost: where the user keeps one of before, new ones go elsewhere."""
         if any(handed_out.kept(self.params) for handed_out in self._handed_out):
             self.arrivals.wait()
@@ -206,7 +206,7 @@ class Bucket:
         found = self.slots.scan(self._handles())
         if not found.local and not found.gone:
             return False
-        self._leave_what_is_kept()
+        self._use_new_memory_if_kept()
         sources = self._present()
         self._pack(sources, self.grad_buffer, 1.0)
         self.slots.collect(sources, self._views)
@@ -231,7 +231,7 @@ class Bucket:
             self.arrivals.then(partial(_zero, self.grad_shard))
             accumulate = True
         else:
-            self._leave_what_is_kept()
+            self._use_new_memory_if_kept()
         sources = self._present() if self.state is GradState.LOCAL else found.local
         lent: list[Tensor] = []
 
@@ -331,7 +331,7 @@ class Bucket:
         self.slots.clear()
         if self.flat.sharded:
             self.arrivals.wait()
-            self._leave_what_is_kept()
+            self._use_new_memory_if_kept()
             deallocate(self.grad_buffer)
 
     def zero(self) -> None:

@@ -1,14 +1,14 @@
 """When a bucket may leave: by counts of its gradients, or because its unit is over.
 
-The reducer asks one question, in ascending order of buckets: ``may_leave(number)``. It asks while a backward runs. When
-the backward is over, every bucket may leave, and nobody needs to be asked. The reducer tells what happens: a backward
-begins, a gradient is ready, the backward has ended.
+The reducer asks one question, in ascending order of buckets: ``may_launch(number)``. It asks while a backward runs.
+When the backward is over, every bucket may leave, and nobody needs to be asked. The reducer tells what happens: a
+backward begins, a gradient is ready, the backward has ended.
 
 At stage 3 the answer is *by units*: it depends on the bucket's unit alone. At stages 0 to 2 it is *by counts*: it
 depends on which gradients of the bucket have come, and on what the ranks have learned.
 
 ===================  ==========  ==========  ==========  ==========  ==========
-may_leave            NOTHING     ORDER       ALL         unit open   unit over
+may_launch            NOTHING     ORDER       ALL         unit open   unit over
 ===================  ==========  ==========  ==========  ==========  ==========
 MISSING              no          no          no          no          yes
 FULL                 no          no          yes         no          yes
@@ -104,7 +104,7 @@ class Readiness(Protocol):
         runs after ours, and may change it. Returns whether this made its bucket full; by units it is always False.
         """
 
-    def may_leave(self, number: int) -> bool: ...
+    def may_launch(self, number: int) -> bool: ...
 
     def backward_ended(self) -> None: ...
 
@@ -181,7 +181,7 @@ class ByCounts:
         self._missing[number] -= 1
         return self._missing[number] == 0
 
-    def may_leave(self, number: int) -> bool:
+    def may_launch(self, number: int) -> bool:
         known = self.learned is Learned.ALL and not self._repeats[number]
         return known and self._missing[number] == 0 and number not in self._changing
 
@@ -262,7 +262,7 @@ class ByUnits:
     def gradient_ready(self, index: int, number: int, *, changes_later: bool) -> bool:
         return False
 
-    def may_leave(self, number: int) -> bool:
+    def may_launch(self, number: int) -> bool:
         return self._schedule.is_over(self._buckets[number].flat)
 
     def backward_ended(self) -> None:

@@ -28,13 +28,13 @@ from ..backward_watch import BackwardWatch
 from ..comm.buffers import PATIENCE_SECONDS, CommBuffers
 from ..comm.sharding import Sharding
 from ..errors import ParameterError, RankMismatchError, ZeroOptimError
-from ..units.schedule import UnitSchedule, send_for_what_is_owed
+from ..units.schedule import UnitSchedule, prefetch_rest_of_backwards
 from .bucket import Bucket
 from .buckets import Buckets
-from .came import Came
 from .ddp_check import check_not_replicated
 from .hooks import GradHooks
 from .readiness import ByCounts, ByUnits, Learned, Readiness
+from .round_grads import RoundGrads
 from .rounds import Rounds
 
 _reducers: list[weakref.ref[Reducer]] = []  # of this process, in the order in which they were made
@@ -79,7 +79,7 @@ class Reducer:
         self.rounds = Rounds()
         self.synchronize = True  # False inside no_sync()
         self._next = 0  # the bucket that leaves next, while a round is open
-        self._came = Came(parameters)
+        self._round_grads = RoundGrads(parameters)
         self.late: set[int] = set()
         self.leftover: list[int] = []
         self.on_layout: Sequence[Callable[[list[Bucket]], None]] = ()
@@ -148,7 +148,7 @@ class Reducer:
             self.late.add(index)
             return
         self._check_in_place(parameter, bucket, slot)
-        self._came.note(index, parameter)
+        self._round_grads.note(index, parameter)
         bucket.slots.added(slot)
         full = self._readiness.gradient_ready(index, number, changes_later=self._hooks.followed_by_users(index))
         if self.rounds.open:
@@ -209,8 +209,8 @@ class Reducer:
         # At stage 3 the schedule meets a new backward before we do, and it has ended the raised one's cycle then. The
         # cycle that is open now belongs to the new backward: to join it here would end that one.
         next_is_under_way = self._schedule is not None and self._schedule.watch.running
-        self.complete_open_round(_nothing if next_is_under_way else self._end_backward_of_units)
-        self._came.backward_begins()
+        self.complete_open_round(_nothing if next_is_under_way else self._join_open_backward)
+        self._round_grads.backward_begins()
         for bucket in self.buckets:
             bucket.slots.backward_begins()
         if self.synchronize:
@@ -223,7 +223,7 @@ class Reducer:
         if self.rounds.open:
             if self._counts.learned is not Learned.ALL and self.rounds.launched == 0:
                 check_not_replicated(self.parameters, self.labels)
-            self._complete_round(self._end_backward_of_units)
+            self._complete_round(self._join_open_backward)
             self._await_averages()
         else:
             self.rounds.local()
@@ -271,14 +271,14 @@ class Reducer:
 
     def _launch_ready(self) -> None:
         """Launch what may leave, while backward runs."""
-        while self.overlap and self._next < len(self.buckets) and self._readiness.may_leave(self._next):
+        while self.overlap and self._next < len(self.buckets) and self._readiness.may_launch(self._next):
             self._launch_next()
 
     @torch.no_grad()
     def _launch_next(self) -> None:
         if self._schedule is not None and self._one_at_a_time:
-            self.buffers.deallocate_in_time()  # it waits for the reduction before this one
-            self._schedule.reduction_left(self)
+            self.buffers.deallocate_once_arrived()  # it waits for the reduction before this one
+            self._schedule.reduction_begins(self)
         self.buckets[self._next].launch(self.buffers, may_wait=self._may_wait)
         self._next += 1
 
@@ -294,26 +294,26 @@ class Reducer:
         while self._next < len(self.buckets):
             self._launch_next()
         self.rounds.complete()
-        self._came.forget()
+        self._round_grads.forget()
         self._readiness.begin()
 
     def _await_averages(self) -> None:
         """At stage 0 ``.grad`` is the averaged gradient, to be read at once."""
         if self.sharding.stage == 0:
-            send_for_what_is_owed()
+            prefetch_rest_of_backwards()
             for bucket in self.buckets:
                 bucket.wait()
 
-    def _end_backward_of_units(self) -> None:
+    def _join_open_backward(self) -> None:
         if self._schedule is not None:
             self._schedule.end_backward()
 
-    def _end_raised_backward_of_units(self) -> None:
+    def _join_raised_backward(self) -> None:
         """A backward under ``no_sync`` has no round. At stage 3 it has gathers, and other ranks wait in them."""
         if self._schedule is not None and not self._schedule.watch.running:
             self._schedule.end_backward()
 
-    def _settle_backward_of_units(self) -> None:
+    def _join_all_backwards(self) -> None:
         """Collective, at a call that every rank makes after its backward. Go through the rest of all its gathers.
 
         Other ranks may wait in them, even if the backward raised here before it came to any unit::
@@ -323,7 +323,7 @@ class Reducer:
         """
         if self._schedule is not None:
             self.complete_open_round()
-            self._schedule.complete_backward()
+            self._schedule.end_all_backwards()
 
     def complete_open_round(self, join: Callable[[], None] | None = None) -> None:
         """A backward that raised has left its round open. Launch the rest: the other ranks have launched theirs.
@@ -340,10 +340,10 @@ class Reducer:
             raise RankMismatchError(
                 "an earlier error has parted the ranks in a backward: make a new optimizer to go on"
             )
-        how = self._came.zeroed_since(self.buckets[: self._next])
+        how = self._round_grads.zeroed_since(self.buckets[: self._next])
         # At stage 0 the averages overwrite ``.grad``, so what the user has zeroed there is lost as well.
         unseen = self.buckets if self.sharding.stage == 0 else self.buckets[self._next :]
-        self._complete_round(join or self._end_backward_of_units)
+        self._complete_round(join or self._join_open_backward)
         for bucket in unseen:
             if isinstance(how, Tensor):
                 bucket.keep_where(how)
@@ -371,7 +371,7 @@ class Reducer:
         settled = [reducer for reducer in alive if reducer is self or not reducer._watch.running]
         for reducer in settled:
             reducer.complete_open_round()
-            reducer._end_raised_backward_of_units()
+            reducer._join_raised_backward()
         for reducer in settled:  # only now, when all are launched
             reducer._await_averages()
 
@@ -386,7 +386,7 @@ class Reducer:
         if not self.sharding.reduces:
             self._collect()
         else:
-            self._settle_backward_of_units()
+            self._join_all_backwards()
             self.settle_rounds()
             if self.rounds.state.owed:  # one at most: no round is open any more
                 self._complete_round(_nothing)
@@ -441,12 +441,12 @@ class Reducer:
         """Drop every gradient, or make it zero. A round that an exception cut short is completed for the others."""
         joins = self.sharding.reduces and self.rounds.zeroed
         if joins:
-            self._settle_backward_of_units()
+            self._join_all_backwards()
         self.settle_rounds()
         if joins:
             self._join_rounds_of_others()
         self.rounds.clear()
-        self._came.forget()
+        self._round_grads.forget()
         self.late.clear()
         self.leftover.clear()
         self._counts.drop_observation()

@@ -95,7 +95,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class _Left:
+class _LocalGrad:
     """A local gradient beside an average, and its version, as its backward left them: a change since is the user's."""
 
     grad: Tensor
@@ -121,7 +121,7 @@ class Slots:
         self.used = bytearray(len(params))
         self.refused: dict[int, str] = {}
         self.stale: set[int] = set()
-        self._taken: dict[int, _Left | None] = {}
+        self._taken: dict[int, _LocalGrad | None] = {}
         self._touched: set[int] = set()  # TAKEN slots that the backward under way has added to
 
     def __getitem__(self, index: int) -> SlotState:
@@ -158,7 +158,7 @@ class Slots:
 
     def _note(self, index: int) -> None:
         grad = self._params[index].grad
-        self._taken[index] = None if grad is None else _Left(grad, grad._version)
+        self._taken[index] = None if grad is None else _LocalGrad(grad, grad._version)
 
     def _is_written(self, index: int, grad: Tensor | None) -> bool:
         """Whether the user has written into a local gradient beside an average since its backward ended."""

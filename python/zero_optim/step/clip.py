@@ -15,7 +15,7 @@ from torch import Tensor
 from ..comm.sharding import Sharding
 from ..grads.bucket import Bucket
 from ..grads.slots import GradState
-from .exchange import Exchange, once
+from .exchange import Exchange, counted_once
 
 
 class Clip:
@@ -117,7 +117,7 @@ class Clip:
             if self.factor is not None:
                 factors = self.factor.index_select(0, self._to_device([index for _, index in pieces]))
                 terms = terms * (factors if norm_type == math.inf else factors**norm_type)
-            term = once(self.sharding, (terms.amax() if norm_type == math.inf else terms.sum()).reshape(1))
+            term = counted_once(self.sharding, (terms.amax() if norm_type == math.inf else terms.sum()).reshape(1))
         self.sharding.exchange(term, maximum=norm_type == math.inf)
         return _root(term[0], norm_type)
 

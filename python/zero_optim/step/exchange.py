@@ -165,9 +165,9 @@ class Exchange:
         totals = stats.sum(0)
         if norm_type == math.inf:
             totals[0] = stats[:, 0].max()
-        return once(self.sharding, totals)
+        return counted_once(self.sharding, totals)
 
 
-def once(sharding: Sharding, totals: Tensor) -> Tensor:
+def counted_once(sharding: Sharding, totals: Tensor) -> Tensor:
     """Where every rank holds the same gradients, rank 0 speaks for all."""
     return totals if sharding.speaks else totals.zero_()

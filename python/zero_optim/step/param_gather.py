@@ -46,7 +46,7 @@ class ParamGather:
         self._owners: list[_Owner] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._observed = False
-        self._left: set[Bucket] = set()  # buckets that only called modules use
+        self._under_way: set[Bucket] = set()  # buckets that only called modules use
 
     def use(self, buckets: Sequence[Bucket]) -> None:
         """Follow the parameters into ``buckets``, all that there are."""
@@ -55,7 +55,7 @@ class ParamGather:
         for owner in self._owners:
             of_owner = [bucket_of[index] for index in owner.parameters if index in bucket_of]
             owner.buckets = tuple(dict.fromkeys(of_owner))
-        self._choose_left()
+        self._choose_under_way()
 
     def attach(self, model: nn.Module, index_of: dict[int, int]) -> None:
         """Hook into the modules of ``model`` that own parameters. ``index_of``: by ``id`` of the parameter."""
@@ -83,21 +83,21 @@ class ParamGather:
         """Wait for what no module waits for."""
         if not self._observed and any(owner.called for owner in self._owners):
             self._observed = True
-            self._choose_left()
+            self._choose_under_way()
         for bucket in self._buckets:
-            if bucket not in self._left:
+            if bucket not in self._under_way:
                 bucket.wait_for_parameters()
 
     def wait(self) -> None:
         for bucket in self._buckets:
             bucket.wait_for_parameters()
 
-    def _choose_left(self) -> None:
+    def _choose_under_way(self) -> None:
         used = {bucket for owner in self._owners if owner.called for bucket in owner.buckets}
         covered = {index for owner in self._owners if owner.called for index in owner.parameters}
         covered -= {index for owner in self._owners if not owner.called for index in owner.parameters}
         waited = {b for b in self._buckets if any(slot.param not in covered for slot in b.layout.slots)}
-        self._left = used - waited if self.overlap and self._observed else set()
+        self._under_way = used - waited if self.overlap and self._observed else set()
 
 
 def _owners(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:

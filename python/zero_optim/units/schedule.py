@@ -27,7 +27,7 @@ backward: behind      --                ends, BACKWARD    ends, BACKWARD
 backward: frozen      BACKWARD          ends, BACKWARD    BACKWARD
 backward begins       none              FORWARD           ends
 backward is over      none              FORWARD           ends
-complete_backward     none              FORWARD           ends
+end_all_backwards     none              ends              ends
 settle                none              ends              ends
 end_step              none              FORWARD           BACKWARD
 record                none              FORWARD           BACKWARD
@@ -47,12 +47,11 @@ owed                  becomes
 FORWARD ends, trains  one more
 FORWARD ends          the same
 BACKWARD ends         one less, or 0
-complete_backward     0
+end_all_backwards     0
 end_step              0
 ====================  ================
 
-``complete_backward`` goes through what is owed, one cycle for each. With a FORWARD cycle open and a backward owed it
-drops the rest of the FORWARD cycle: then ranks that are at different places of it do not gather alike.
+``end_all_backwards`` ends the cycle that is open, and goes through what is owed, one cycle for each.
 
 The third part is each unit's own state. What it becomes as the cycle leaves it behind depends on what the unit keeps:
 
@@ -125,7 +124,7 @@ class UnitSchedule:
     """
 
     def __init__(self, units: Sequence[Unit], sharding: Sharding, prefetch: int, *, keep_evaluating: bool) -> None:
-        self.units, self._sharding, self._prefetch = list(units), sharding, prefetch
+        self.units, self._sharding, self._prefetch_count = list(units), sharding, prefetch
         self._keep_evaluating = keep_evaluating
         self.listeners: list[Listener] = []
         self._reducing: set[Listener] = set()  # whose reduction is under way, and had better not be disturbed
@@ -143,7 +142,7 @@ class UnitSchedule:
         self._trains = False  # whether a backward may follow the forward that is open
         self._hold = False  # create_graph: a backward may go through this one, so nothing is resharded until ``settle``
         self._over: set[FlatParams] = set()  # their gradients are complete in the open or last backward
-        self._owed = 0  # forward cycles that a backward may still come back through
+        self._backwards_due = 0  # forward cycles that a backward may still come back through
         self._digest = 0
         self._called: list[Unit] = []  # in the forward that is open, but for a unit called twice in a row
         self._ended: list[tuple[Unit, bool]] = []  # with whether what it gave requires a gradient
@@ -173,8 +172,8 @@ class UnitSchedule:
                 self._called, self._ended, self._running = [], [], []
         if unit not in self._open:
             self._called.append(unit)
-        self._running.append(unit)
         self._visit(unit, Direction.FORWARD, closing=True)
+        self._running.append(unit)  # only now: a visit that ends a backward which has raised reshards this unit, too
 
     def _check_in_place(self) -> None:
         """Raise ParameterError where the model was moved or cast while an evaluation had left units unsharded."""
@@ -214,7 +213,7 @@ class UnitSchedule:
                 self._close([*self._open], unit)
             # This unit is in no cycle, so its gather has no turn of its own. Some ranks have prefetched already, others
             # have not. Now all have, and this unit comes next on each.
-            self.send_ahead()
+            self.prefetch_next()
             self._open_unit(unit, self._position)
             return
         if unit not in cycle[self._position + 1 :]:
@@ -240,8 +239,8 @@ class UnitSchedule:
             self._running.pop()
         if unit is self.units[0]:
             self._forwards = max(0, self._forwards - 1)
-        elif unit not in self._open and unit.state is UnitState.UNSHARDED and not self._stays(unit):
-            self._leave(unit)  # a backward within its forward has gone through it
+        elif unit not in self._open and unit.state is UnitState.UNSHARDED and not self._kept_after_forward(unit):
+            self._reshard_after_forward(unit)  # a backward within its forward has gone through it
 
     @property
     def running(self) -> bool:
@@ -252,18 +251,18 @@ class UnitSchedule:
         """Collective, where one is open: join what is left of it."""
         if self._direction is Direction.BACKWARD:
             self._end_cycle()
-            self._owed = max(0, self._owed - 1)
+            self._backwards_due = max(0, self._backwards_due - 1)
 
     # -- what the optimizer calls --------------------------------------------------------------------------------
 
-    def complete_backward(self) -> None:
+    def end_all_backwards(self) -> None:
         """Collective, from ``step``. End the cycle that is open; then go through one whole cycle for each backward due.
 
         A forward with gradients makes one due. If this rank's backward raised before it came to a unit, nothing has
         begun here, while other ranks wait in the gathers of theirs.
         """
         self._end_open()  # it may be a forward that raised
-        while self._owed:
+        while self._backwards_due:
             self._begin_cycle(Direction.BACKWARD)
             self.end_backward()
 
@@ -279,27 +278,27 @@ class UnitSchedule:
         if any(unit.state is UnitState.GATHERED for unit in self.units):
             raise ShardAccessError("step was called within gather_parameters: leave that before, on every rank")
 
-    def send_ahead(self) -> None:
+    def prefetch_next(self) -> None:
         """Start to gather the next units of the cycle that is open, as far as their turn has come.
 
         Ranks need not do so at the same time: whenever it is, each unit is gathered in its turn. One that is unsharded
         now may be resharded before its turn, and gathered again: those behind it wait.
         """
-        self._send_for(self._prefetch)
+        self._prefetch_units(self._prefetch_count)
 
-    def send_for_rest_of_backward(self) -> None:
+    def prefetch_rest_of_backward(self) -> None:
         """Start the gathers that are left of a backward that is open, as far as units are not gathered twice in it."""
         if self._direction is Direction.BACKWARD:
-            self._send_for(None)
+            self._prefetch_units(None)
 
-    def _send_for(self, count: int | None) -> None:
+    def _prefetch_units(self, count: int | None) -> None:
         if self._direction is not None:
             for ahead in self._cycles[self._direction][self._position + 1 :][:count]:
                 if ahead.state is UnitState.UNSHARDED:
                     break
                 ahead.unshard()
 
-    def reduction_left(self, of: Listener) -> None:
+    def reduction_begins(self, of: Listener) -> None:
         """The host is going to wait for a reduction (gloo). Do not prefetch beside it: gathers would slow it down on
         the same threads, and take memory. They start when it has arrived, or at the latest when a unit is visited."""
         self._reducing.add(of)
@@ -309,7 +308,7 @@ class UnitSchedule:
         if of in self._reducing:
             self._reducing.remove(of)
             if not self._reducing and self._direction is Direction.BACKWARD:
-                self.send_ahead()
+                self.prefetch_next()
 
     def remove(self, listener: Listener) -> None:
         """It is closed: nobody waits for its reductions."""
@@ -321,7 +320,7 @@ class UnitSchedule:
         return flat in self._over
 
     def end_step(self) -> None:
-        self._owed = 0
+        self._backwards_due = 0
 
     def record(self) -> None:
         """Learn the order anew, from the next forward of the root, and that of backward from the next that trains."""
@@ -371,7 +370,7 @@ class UnitSchedule:
             self._go_to(position, closing=True)
         self._close([*self._open])
         if self._direction is Direction.FORWARD and self._trains:
-            self._owed += 1
+            self._backwards_due += 1
         self._direction = None
 
     def _go_to(self, position: int, *, closing: bool) -> None:
@@ -382,12 +381,12 @@ class UnitSchedule:
         self._position = position
         self._open_unit(cycle[position], position)
         if not self._reducing:
-            self.send_ahead()
+            self.prefetch_next()
 
     def _open_unit(self, unit: Unit, position: int) -> None:
         unit.unshard()
         if self._direction is Direction.BACKWARD:
-            send_for_what_is_owed(but=self)
+            prefetch_rest_of_backwards(but=self)
         unit.wait()
         self._open[unit] = position
 
@@ -398,24 +397,24 @@ class UnitSchedule:
             del self._open[unit]
             held = self._hold or unit in self._running
             if self._direction is Direction.FORWARD:
-                if not held and not self._stays(unit):
-                    self._leave(unit)
+                if not held and not self._kept_after_forward(unit):
+                    self._reshard_after_forward(unit)
                 continue
             again = unit in self._cycles[Direction.BACKWARD][self._position + 1 :]
             if not held and not (unit.keep and again):
                 unit.reshard()
             # With two forwards before one backward, the first cycle back is not the last. The second brings more
             # gradients to the same parameters: a bucket that was launched by then would miss them.
-            if not again and not self._hold and self._owed <= 1:
+            if not again and not self._hold and self._backwards_due <= 1:
                 self._over.update(unit.flats)
                 for listener in self.listeners:
                     listener.units_over()
 
-    def _stays(self, unit: Unit) -> bool:
+    def _kept_after_forward(self, unit: Unit) -> bool:
         """Whether it is left unsharded after its forward."""
         return unit.keep and (self._trains or self._keep_evaluating)
 
-    def _leave(self, unit: Unit) -> None:
+    def _reshard_after_forward(self, unit: Unit) -> None:
         unit.reshard(to_node=unit.node is not None and self._trains and self._direction is Direction.FORWARD)
 
     # -- the order -----------------------------------------------------------------------------------------------
@@ -443,7 +442,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def send_for_what_is_owed(but: UnitSchedule | None = None) -> None:
+def prefetch_rest_of_backwards(but: UnitSchedule | None = None) -> None:
     """Start all gathers that are left of backwards which are open, before this rank waits for something else in one.
 
     It may have skipped units, and would gather them as backward ends. Another rank waits for them before it comes to
@@ -456,4 +455,4 @@ def send_for_what_is_owed(but: UnitSchedule | None = None) -> None:
     """
     for schedule in (reference() for reference in _schedules):
         if schedule is not None and schedule is not but:
-            schedule.send_for_rest_of_backward()
+            schedule.prefetch_rest_of_backward()

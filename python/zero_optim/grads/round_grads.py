@@ -11,7 +11,7 @@ from .bucket import Bucket
 from .slots import Zeroed
 
 
-class Came:
+class RoundGrads:
     """Notes each gradient as it comes, until a round has taken it along.
 
     A backward that raises leaves its round open, and the user may zero gradients before whatever completes it. Then

@@ -1,0 +1,185 @@
+"""Every cell of the table in ``step.alarms``: how wide an alarm is, and which numbers of the ranks raise it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from tables import table
+from torch import Tensor
+from zero_optim.comm.sharding import Sharding
+from zero_optim.errors import GradientError, RankMismatchError, ZeroOptimError
+from zero_optim.step import alarms as module
+from zero_optim.step import exchange
+from zero_optim.step.alarms import About, Alarm, AlarmColumns, Combine, alarms, width
+
+TABLE = table(module.__doc__, "combine")
+CODES = 4
+ABOUT = About("weight", dtypes="torch.float32")
+
+
+def situation(numbers: Sequence[int]) -> str:
+    """Which column of the table these numbers of the ranks belong to."""
+    if 0 in numbers:
+        return "some 0" if any(numbers) else "all 0"
+    return "equal" if len(set(numbers)) == 1 else "unequal"
+
+
+def over_ranks(vectors: Sequence[Tensor], maximum: bool) -> Tensor:
+    """What the exchange makes of the ranks' vectors."""
+    stacked = torch.stack(list(vectors))
+    return stacked.amax(0) if maximum else stacked.sum(0)
+
+
+def invented(combine: Combine, name: str = "invented") -> Alarm:
+    return Alarm(name, combine, lambda about: GradientError(f"{about.names} is {name}"), CODES)
+
+
+def filled(of: Sequence[Alarm], counts: Mapping[str, int]) -> Tensor:
+    """One rank's vector. What was there before must not matter."""
+    columns = torch.full((width(of),), 7.0)
+    AlarmColumns(of, columns).fill(counts)
+    return columns
+
+
+def test_the_table_has_every_rule_and_every_situation():
+    assert {rule for rule, _ in TABLE} == {rule.name for rule in Combine}
+    situations = {situation(numbers) for numbers in itertools.product(range(CODES), repeat=2)}
+    assert {column for _, column in TABLE} == {"columns", *situations}
+
+
+@pytest.mark.parametrize("maximum", [False, True], ids=["sum", "max"])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("rule", "column", "cell"), [(*cell, text) for cell, text in TABLE.items() if cell[1] != "columns"]
+)
+def test_a_cell(rule: str, column: str, cell: str, ranks: int, maximum: bool):
+    """On the host and on the device, for all numbers of the ranks that belong to the column."""
+    alarm = invented(Combine[rule])
+    every = [numbers for numbers in itertools.product(range(CODES), repeat=ranks) if situation(numbers) == column]
+    assert every
+    for numbers in every:
+        columns = over_ranks([torch.tensor(alarm.entry(number)) for number in numbers], maximum)
+        assert alarm.raised(columns.tolist()) is (cell == "raised"), numbers
+        on_device = alarm.raised_on_device(columns)
+        assert on_device.shape == (1,) and on_device.dtype == torch.float32
+        assert bool(on_device > 0) is (cell == "raised"), numbers
+
+
+@pytest.mark.parametrize("rule", Combine)
+def test_the_width_of_an_alarm(rule: Combine):
+    alarm = invented(rule)
+    assert alarm.columns == {"1": 1, "2": 2, "codes": CODES}[TABLE[rule.name, "columns"]]
+    assert all(len(alarm.entry(number)) == alarm.columns for number in range(CODES))
+
+
+LISTS = [alarms(by_units=False), alarms(by_units=True)]
+PLACES = [(of, place) for of in LISTS for place in range(len(of) + 1)]
+
+
+@pytest.mark.parametrize("maximum", [False, True], ids=["sum", "max"])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("rule", Combine)
+@pytest.mark.parametrize(("of", "place"), PLACES)
+def test_a_new_alarm_is_one_entry_of_the_list(
+    of: tuple[Alarm, ...], place: int, rule: Combine, ranks: int, maximum: bool
+):
+    """Wherever it stands in the list: width, quiet vector and ``fill`` follow from the list."""
+    new = invented(rule)
+    longer = (*of[:place], new, *of[place:])
+    assert width(longer) == width(of) + new.columns
+    start = width(of[:place])
+    quiet = filled(longer, {})
+    assert quiet.tolist() == [value for alarm in longer for value in alarm.entry(0)]
+    for numbers in itertools.product(range(CODES), repeat=ranks):
+        vectors = [filled(longer, {"invented": number}) for number in numbers]
+        for number, vector in zip(numbers, vectors, strict=True):
+            assert vector[start : start + new.columns].tolist() == new.entry(number)
+            vector[start : start + new.columns] = quiet[start : start + new.columns]
+            assert torch.equal(vector, quiet), "the columns of other alarms stay as they are"
+            vector[start : start + new.columns] = torch.tensor(new.entry(number))
+        together = over_ranks(vectors, maximum)
+        raises = TABLE[rule.name, situation(numbers)] == "raised"
+        first = AlarmColumns(longer, together).first_raised(together.tolist())
+        assert first is (new if raises else None)
+        assert bool(AlarmColumns(longer, together).raised_on_device() > 0) is raises
+
+
+@pytest.mark.parametrize("of", LISTS)
+def test_of_several_alarms_the_first_in_the_list_is_raised(of: tuple[Alarm, ...]):
+    """Rank 0 has two alarms, rank 1 none: whatever their rules, that raises both."""
+    for earlier, later in itertools.combinations(of, 2):
+        vectors = [filled(of, {later.name: 1, earlier.name: 1}), filled(of, {})]
+        assert AlarmColumns(of, vectors[0]).first_raised(over_ranks(vectors, False).tolist()) is earlier
+
+
+@pytest.mark.parametrize("of", LISTS)
+def test_what_each_alarm_raises_has_a_type_and_names_what_it_is_about(of: tuple[Alarm, ...]):
+    assert len({alarm.name for alarm in of}) == len(of)
+    for alarm in of:
+        error = alarm.error(ABOUT)
+        assert isinstance(error, RankMismatchError if alarm.name in ("parted", "thawed") else GradientError)
+        assert ("units" if alarm.name == "parted" else "weight") in str(error)
+    refused = next(alarm for alarm in of if alarm.name == "refused")
+    assert str(refused.error(About("weight", own=["mine", "too"]))) == "mine; too"
+
+
+def test_without_alarms_nothing_is_raised():
+    columns = AlarmColumns((), torch.zeros(0))
+    columns.fill({"late": 1})
+    assert columns.first_raised([]) is None and float(columns.raised_on_device()) == 0
+
+
+# -- through the exchange ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeComm:
+    """One of several ranks that live one after another. The last one to exchange gives what all ranks would get."""
+
+    rank: int
+    world_size: int
+    sent: list[Tensor] = field(default_factory=list)  # shared
+
+    def exchange(self, vector: Tensor, *, maximum: bool = False) -> None:
+        self.sent.append(vector.clone())
+        vector.copy_(over_ranks(self.sent, maximum))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, torch.inf])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("by_units", [False, True])
+@pytest.mark.parametrize("rule", [Combine.ANY, Combine.DIVIDED])
+@pytest.mark.parametrize("column", ["all 0", "some 0", "equal", "unequal"])
+def test_the_exchange_carries_a_new_alarm(
+    monkeypatch: pytest.MonkeyPatch, column: str, rule: Combine, by_units: bool, ranks: int, norm_type: float
+):
+    """It needs the entry and the set of parameters alone. The message names the parameters."""
+    original: Callable[..., tuple[Alarm, ...]] = exchange.alarms
+    monkeypatch.setattr(exchange, "alarms", lambda **options: (*original(**options), invented(rule)))
+    labels, device = ["weight", "bias", "scale"], torch.device("cpu")
+    every = [numbers for numbers in itertools.product(range(3), repeat=ranks) if situation(numbers) == column]
+    for numbers in every:
+        sent: list[Tensor] = []
+        raised: list[ZeroOptimError | None] = []
+        for rank, number in enumerate(numbers):
+            comm: Any = FakeComm(rank, ranks, sent)
+            carries = exchange.Exchange(Sharding(comm, 2, None, device), labels, {}, by_units=by_units)
+            about = {"invented": {*range(1, 1 + number)}}
+            flags = torch.zeros(3, dtype=torch.int32), torch.arange(3)
+            try:
+                carries.run([], bytearray(3), norm_type, stats=True, about=about, order_code=0, own=(), flags=flags)
+                raised.append(None)
+            except ZeroOptimError as error:
+                raised.append(error)
+            carries.decide(True)
+        error = raised[-1]  # the last rank has what all ranks get
+        assert bool(carries.found_inf > 0) is (error is not None), "the step is skipped where it raises"
+        assert (error is not None) is (TABLE[rule.name, column] == "raised"), numbers
+        if error is not None:
+            named = ", ".join(labels[index] for index in range(1, 1 + max(numbers)))
+            assert isinstance(error, GradientError) and str(error) == f"{named} is invented"

@@ -1,0 +1,363 @@
+"""Every cell of the tables in ``units.schedule``: the cycle that is open, what is owed, and what becomes of units."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from tables import table
+from torch import nn
+from zero_optim.units import schedule as module
+from zero_optim.units.schedule import Direction, UnitSchedule
+from zero_optim.units.unit import Unit, UnitState
+
+CYCLE = table(module.__doc__, "cycle")
+OWED = table(module.__doc__, "owed")
+CLOSED = table(module.__doc__, "closed in")
+ROOT, A, B, C, FROZEN = range(5)
+FORWARD, BACKWARD = [ROOT, A, B, C, FROZEN], [ROOT, C, B, A]  # the root is around the others
+
+
+class FakeComm:
+    """One rank."""
+
+    out_of_step = False
+
+    @property
+    def everyone(self) -> FakeComm:
+        return self
+
+    def gather_objects(self, value: object, where: str) -> list[object]:
+        return [value]
+
+
+@dataclass(eq=False)
+class FakeFlat:
+    """A unit's parameters, of which each gather is noted."""
+
+    unit: int
+    gathers: list[int]
+    params: list[Any] = field(default_factory=list)
+
+    def unshard(self, node: object) -> None:
+        self.gathers.append(self.unit)
+
+    def moved(self) -> list[Any]:
+        return []
+
+    def show(self) -> None:
+        pass
+
+    def reshard(self, node: object) -> None:
+        pass
+
+
+class FakeWatch:
+    """Of backwards, which begin and end by hand."""
+
+    def __init__(self, on_begin: Callable[[], None], on_end: Callable[[], None]) -> None:
+        self.on_begin, self.on_end = on_begin, on_end
+
+    def enter(self) -> None:
+        pass
+
+
+class Bench:
+    """The schedule of one rank, after a step in which every unit was used. Modules and autograd are played by hand.
+
+    Args:
+        keep: which units stay unsharded after their forward.
+        on_node: which units keep 1/k of their parameters after their forward.
+        twice: which unit every forward calls once more, at its end.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        prefetch: int = 0,
+        keep: Sequence[int] = (),
+        on_node: Sequence[int] = (),
+        keep_evaluating: bool = False,
+        twice: int | None = None,
+    ) -> None:
+        self.in_backward = False
+        monkeypatch.setattr(module, "in_backward", lambda: self.in_backward)
+        monkeypatch.setattr(module, "BackwardWatch", FakeWatch)
+        self.gathers: list[int] = []
+        self.units: list[Unit] = []
+        comm: Any = FakeComm()
+        for number in FORWARD:
+            node: Any = comm if number in on_node else None
+            unit = Unit(str(number), nn.Module(), [], node, keep=number in keep)
+            flat: Any = FakeFlat(number, self.gathers)
+            unit.flats = [flat]
+            unit.enclosing = {self.units[ROOT]} if number else set()
+            self.units.append(unit)
+        self.schedule = UnitSchedule(self.units, comm, prefetch, keep_evaluating=keep_evaluating)
+        self.calls = [*FORWARD[1:], *([] if twice is None else [twice])]
+        self.whole_forward()
+        self.backward_to(len(BACKWARD) - 1)
+        self.end_backward()
+        self.schedule.settle()
+        self.schedule.end_step()
+        self.gathers.clear()
+
+    # -- what modules and autograd do --------------------------------------------------------------------------------
+
+    def call(self, number: int) -> None:
+        unit = self.units[number]
+        self.schedule.before_forward(unit)
+        assert unit.state is UnitState.UNSHARDED
+        self.schedule.forward_ended(unit)
+        self.schedule.after_forward(unit, requires_grad=torch.is_grad_enabled() and number != FROZEN)
+
+    def forward_to(self, place: int) -> None:
+        """A forward of the root that raises after so many calls."""
+        self.schedule.before_forward(self.units[ROOT])
+        for number in self.calls[:place]:
+            self.call(number)
+        self.schedule.forward_ended(self.units[ROOT])
+
+    def whole_forward(self) -> None:
+        self.forward_to(len(self.calls))
+        self.schedule.after_forward(self.units[ROOT], requires_grad=torch.is_grad_enabled())
+
+    def gradient(self, number: int, *, create_graph: bool = False) -> None:
+        self.in_backward = True
+        with torch.set_grad_enabled(create_graph):
+            self.schedule.before_backward(self.units[number])
+        self.in_backward = False
+
+    def compute_again(self, number: int) -> None:
+        self.in_backward = True
+        self.schedule.before_forward(self.units[number])
+        self.in_backward = False
+
+    def backward_to(self, place: int) -> None:
+        for number in BACKWARD[: place + 1]:
+            self.gradient(number)
+
+    def end_backward(self) -> None:
+        watch: Any = self.schedule.watch
+        watch.on_end()
+
+    def begin_backward(self) -> None:
+        watch: Any = self.schedule.watch
+        watch.on_begin()
+
+    # -- the state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def cycle(self) -> str:
+        return "none" if self.schedule._direction is None else self.schedule._direction.name
+
+    @property
+    def owed(self) -> int:
+        return self.schedule._backwards_due
+
+    def bring(self, cycle: str, place: int, *, owed: int = 0) -> None:
+        """Open this cycle at this place. ``owed``: how many backwards are, beside that of a BACKWARD cycle itself."""
+        self.gathers.clear()
+        for _ in range(owed):
+            self.whole_forward()
+        if cycle == "FORWARD":
+            self.forward_to(place)
+        elif cycle == "BACKWARD":
+            self.whole_forward()
+            self.backward_to(place)
+        assert self.cycle == cycle and self.owed == owed + (cycle == "BACKWARD")
+
+
+def about(event: str, cycle: str, place: int) -> list[int | None]:
+    """The units that such an event can be about, as "forward: behind" with this cycle open at this place."""
+    called, _, where = event.partition(": ")
+    if not where:
+        return [None]
+    if where in ("root", "frozen"):
+        return [ROOT if where == "root" else FROZEN]
+    name, order = ("FORWARD", FORWARD) if called == "forward" else ("BACKWARD", BACKWARD)
+    if cycle != name:  # there is no place in this order yet: a unit is as good as another
+        return [number for number in order if number != ROOT]
+    return {"ahead": order[place + 1 :], "open": order[max(1, place) : place + 1], "behind": order[1:place]}[where]  # type: ignore[return-value]
+
+
+def happens(bench: Bench, event: str, number: int | None, *, again: bool = False) -> None:
+    """Let it happen. ``number``: the unit that it is about. ``again``: a checkpoint computes it."""
+    if number is not None and event.startswith("forward: "):
+        bench.schedule.before_forward(bench.units[number])
+    elif number is not None:
+        (bench.compute_again if again else bench.gradient)(number)
+    elif event == "root returns":
+        bench.schedule.after_forward(bench.units[ROOT], requires_grad=True)
+    elif event == "unit returns":
+        bench.schedule.after_forward(bench.units[A], requires_grad=True)
+    elif event == "backward begins":
+        bench.begin_backward()
+    elif event == "backward is over":
+        bench.end_backward()
+    else:
+        getattr(bench.schedule, event)()
+
+
+def test_the_tables_have_every_state_and_every_event():
+    assert {cycle for _, cycle in CYCLE} == {"none", *(direction.name for direction in Direction)}
+    methods = {name for name, value in vars(UnitSchedule).items() if callable(value) and not name.startswith("_")}
+    told = {"before_forward", "forward_ended", "after_forward", "before_backward", "end_backward"}  # by modules
+    about_others = {
+        "check_not_gathered",
+        "prefetch_next",
+        "reduction_begins",
+        "reductions_arrived",
+        "is_over",
+        "remove",
+    }
+    about_others.add("prefetch_rest_of_backward")
+    assert {event for event, _ in CYCLE} >= methods - told - about_others
+    assert methods >= told | about_others
+    assert {text for (row, _), text in CLOSED.items() if row == "held"} == {"UNSHARDED"}
+    assert set(CLOSED.values()) <= {state.name for state in UnitState}
+
+
+@pytest.mark.parametrize(
+    ("event", "cycle", "cell"),
+    [(*cell, text) for cell, text in CYCLE.items()],
+)
+def test_a_cell_of_the_cycle(monkeypatch: pytest.MonkeyPatch, event: str, cycle: str, cell: str):
+    """At every place of the cycle, about every unit: the cycle afterwards, and what was gathered on the way."""
+    if cell == "--":
+        return  # without a cycle no unit is open, or behind
+    order = {"none": [], "FORWARD": FORWARD, "BACKWARD": BACKWARD}
+    ends, after = "ends" in cell, "none" if cell == "ends" else cell.rpartition(", ")[2]
+    for place in range(max(1, len(order[cycle]))):
+        for number, again in itertools.product(about(event, cycle, place), (False, True)):
+            if again and not event.startswith("backward: "):
+                continue
+            bench = Bench(monkeypatch)
+            bench.bring(cycle, place)
+            bench.gathers.clear()
+            happens(bench, event, number, again=again)
+            assert bench.cycle == after
+            gathers = order[cycle][place + 1 :] if ends else []
+            if event == "end_all_backwards" and cycle == "FORWARD" and ends:
+                gathers = gathers + BACKWARD  # the cycle that has ended trains: its backward is owed
+            if number is not None:  # on the way to it, in the cycle that goes on, or in the one that has begun
+                path = order[after]
+                way = (
+                    path[0 if ends or after != cycle else place + 1 : path.index(number) + 1] if number in path else []
+                )
+                gathers = gathers + (way if number in path else [number])
+                assert bench.units[number].state is UnitState.UNSHARDED
+            assert bench.gathers == gathers
+
+
+@pytest.mark.parametrize("owed", [0, 1, 2])
+@pytest.mark.parametrize("cycle", ["none", "BACKWARD"])
+def test_complete_backward_goes_through_what_is_owed(monkeypatch: pytest.MonkeyPatch, cycle: str, owed: int):
+    bench = Bench(monkeypatch)
+    bench.bring(cycle, 1, owed=owed)
+    bench.gathers.clear()
+    bench.schedule.end_all_backwards()
+    assert bench.cycle == "none" and bench.owed == 0
+    assert bench.gathers == (BACKWARD[2:] if cycle == "BACKWARD" else []) + BACKWARD * owed
+
+
+@pytest.mark.parametrize("owed", [0, 1, 2])
+@pytest.mark.parametrize(("event", "becomes"), [(event, text) for (event, _), text in OWED.items()])
+def test_what_is_owed(monkeypatch: pytest.MonkeyPatch, event: str, becomes: str, owed: int):
+    bench = Bench(monkeypatch)
+    if event.startswith("FORWARD ends"):
+        with torch.set_grad_enabled("trains" in event):
+            bench.bring("none", 0)
+            for _ in range(owed):
+                with torch.enable_grad():
+                    bench.whole_forward()
+            bench.forward_to(1)
+            bench.schedule.settle()
+    else:
+        bench.bring("none", 0, owed=owed)
+        if event == "BACKWARD ends":
+            bench.backward_to(1)
+            bench.end_backward()
+        else:
+            getattr(bench.schedule, event)()
+    assert bench.owed == {"one more": owed + 1, "the same": owed, "one less, or 0": max(0, owed - 1), "0": 0}[becomes]
+
+
+@pytest.mark.parametrize("keeps", ["nothing", "all", "1/k"])
+@pytest.mark.parametrize("event", dict.fromkeys(event for event, _ in CLOSED))
+def test_what_becomes_of_a_unit_that_is_left_behind(monkeypatch: pytest.MonkeyPatch, event: str, keeps: str):
+    kept = {"keep": [A] if keeps == "all" else [], "on_node": [A] if keeps == "1/k" else []}
+    again = event == "BACKWARD, comes again"
+    bench = Bench(monkeypatch, twice=A if again else None, **kept)  # type: ignore[arg-type]
+    unit = bench.units[A]
+    if event.startswith("FORWARD"):
+        with torch.set_grad_enabled(event == "FORWARD, trains"):
+            bench.bring("FORWARD", 2)
+    elif event == "held":
+        bench.schedule.before_forward(bench.units[ROOT])
+        bench.schedule.before_forward(unit)  # its forward is under way
+        bench.schedule.before_forward(bench.units[B])
+        assert unit.state is UnitState[CLOSED[event, keeps]]
+        bench = Bench(monkeypatch, **kept)  # type: ignore[arg-type]
+        unit = bench.units[A]
+        bench.whole_forward()
+        for number in BACKWARD:
+            bench.gradient(number, create_graph=True)
+        bench.end_backward()
+    else:
+        bench.whole_forward()
+        for number in [ROOT, A, C] if again else BACKWARD:
+            bench.gradient(number)
+        if not again:
+            bench.end_backward()
+    assert unit.state is UnitState[CLOSED[event, keeps]]
+
+
+def test_what_is_kept_in_evaluation_too(monkeypatch: pytest.MonkeyPatch):
+    bench = Bench(monkeypatch, keep=[A], keep_evaluating=True)
+    with torch.no_grad():
+        bench.bring("FORWARD", 2)
+    assert bench.units[A].state is UnitState.UNSHARDED
+
+
+# -- ranks at different places -----------------------------------------------------------------------------------------
+
+
+APART = [
+    (event, cycle, owed)
+    for (event, cycle), cell in CYCLE.items()
+    for owed in (0, 1)
+    # One that is not in the backward cycle is gathered where the rank is. All ranks have to be at the same place.
+    if cell != "--" and (event, cycle) != ("backward: frozen", "BACKWARD")
+]
+
+
+@pytest.mark.parametrize(("event", "cycle", "owed"), APART)
+def test_ranks_at_different_places_of_a_cycle_gather_alike(
+    monkeypatch: pytest.MonkeyPatch, event: str, cycle: str, owed: int
+):
+    """Any two places, and an event that is the same to both: when all is settled they have gathered the same units.
+
+    A rank whose backward did not raise is through with the cycle in which others are.
+    """
+    places = range({"none": 1, "FORWARD": len(FORWARD), "BACKWARD": len(BACKWARD)}[cycle])
+    meets_others = cycle == "BACKWARD" and not event.startswith("backward: ")
+    gathers: dict[tuple[int, int | None, bool], list[list[int]]] = {}
+    for prefetch, place in itertools.product((0, 1, 2), (*places, *(["through"] if meets_others else []))):
+        through = place == "through"
+        for number, again in itertools.product(about(event, cycle, 1 if through else place), (False, True)):
+            bench = Bench(monkeypatch, prefetch=prefetch)
+            bench.bring(cycle, len(BACKWARD) - 1 if through else place, owed=owed)
+            if through:
+                bench.end_backward()
+            happens(bench, event, number, again=again)
+            bench.schedule.settle()
+            gathers.setdefault((prefetch, number, again), []).append(list(bench.gathers))
+    for of_places in gathers.values():
+        assert all(of_place == of_places[0] for of_place in of_places)
+    assert cycle == "none" or max(map(len, gathers.values())) >= 2 or event.endswith("open")
