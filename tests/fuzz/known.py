@@ -215,4 +215,9 @@ KNOWN: dict[str, Program] = {
             Step(0),
         ),
     ),
+    "reductions in step alone, and a raise on one rank after a clip": Program(
+        2,
+        (_optim(1, stage=1, overlap_grad_reduce=False),),
+        (_both((Use(0, 0),)), Clip(0, 0.25), _both((Boom(), Use(0, 0)), (Use(0, 0),)), Step(0), Step(0), Zero(0)),
+    ),
 }

@@ -217,6 +217,8 @@ class Reducer:
             self._tell_change()
             if self.sharding.reduces and (self.overlap or self.sharding.stage != 1):
                 self._open_round()
+            else:
+                self.rounds.local()  # now, not as it ends: it may raise here, and not on another rank
 
     def _backward_ended(self) -> None:
         self._readiness.backward_ended()
