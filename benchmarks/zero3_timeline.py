@@ -133,10 +133,11 @@ def traced(sharded: ShardedModel, trace: Trace) -> Iterator[None]:
         original(unit, **options)
         note_memory()
 
-    def launch(original: Any, bucket: Bucket, *arguments: Any) -> None:
+    def launch(original: Any, bucket: Bucket, *arguments: Any, **options: Any) -> None:
         start = time.perf_counter()
-        original(bucket, *arguments)
-        trace.until_through("reductions", of_flat[bucket.flat], start, bucket.pending._work)
+        original(bucket, *arguments, **options)
+        flight = bucket.arrivals._queue[-1]
+        trace.until_through("reductions", of_flat[bucket.flat], start, flight.pending._work)
 
     def before_backward(original: Any, schedule: UnitSchedule, unit: Unit) -> None:
         trace.idle()
