@@ -129,6 +129,7 @@ class Engine:
         Two kinds of gradient need a second pass: those of thawed parameters, and those assigned after the last round.
         The first exchange shows that every rank has them, or raises. The second pass reduces them.
         """
+        self.reducer.join_all_backwards()  # also where the exchange holds: a backward that made no gradient has gathers
         if self.exchange.current:
             self._follow_edits()
         if self.exchange.current and (self.exchange.with_stats or not self._wants_stats):

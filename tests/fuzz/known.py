@@ -220,4 +220,30 @@ KNOWN: dict[str, Program] = {
         (_optim(1, stage=1, overlap_grad_reduce=False),),
         (_both((Use(0, 0),)), Clip(0, 0.25), _both((Boom(), Use(0, 0)), (Use(0, 0),)), Step(0), Step(0), Zero(0)),
     ),
+    "stage 3, a raise before any unit of a backward without gradients, after a clip": Program(
+        2,
+        (_optim(2, stage=3),),
+        (_both(_net(0, 1), no_sync=(0,)), Clip(0, 0.25), _both((Net(0, ()),), (Net(0, ()), Boom())), Step(0)),
+    ),
+    "a raise in one sharded model under no_sync, then another's forward": Program(
+        2,
+        (_optim(2, stage=3), _optim(2, stage=3)),
+        (
+            _both((Net(0, (*_net(0, 1)[0].links, Boom())),), _net(0, 1), no_sync=(0,)),
+            _both(_net(0, 1, o=1)),
+            Step(0),
+            Step(1),
+        ),
+    ),
+    "stages 0 and 3, a raise between units, then a backward of stage 0": Program(
+        2,
+        (_optim(2, stage=0), _optim(3, stage=3)),
+        (
+            _both(_net(0, 1, 2, o=1), no_sync=(1,)),
+            _both((*_net(0, 1, 2, o=1), *_all(0, 2)), (*_net(0, 1, 2, o=1, after=1), *_all(0, 2))),
+            _both(_all(0, 2)),
+            Step(0),
+            Step(1),
+        ),
+    ),
 }

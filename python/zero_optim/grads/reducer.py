@@ -28,7 +28,7 @@ from ..backward_watch import BackwardWatch
 from ..comm.buffers import PATIENCE_SECONDS, CommBuffers
 from ..comm.sharding import Sharding
 from ..errors import ParameterError, RankMismatchError, ZeroOptimError
-from ..units.schedule import UnitSchedule, prefetch_rest_of_backwards
+from ..units.schedule import UnitSchedule, end_raised_backwards, prefetch_rest_of_backwards
 from .bucket import Bucket
 from .buckets import Buckets
 from .ddp_check import check_not_replicated
@@ -208,6 +208,7 @@ class Reducer:
     def _backward_begins(self) -> None:
         # At stage 3 the schedule meets a new backward before we do, and it has ended the raised one's cycle then. The
         # cycle that is open now belongs to the new backward: to join it here would end that one.
+        end_raised_backwards()
         next_is_under_way = self._schedule is not None and self._schedule.watch.running
         self.complete_open_round(_nothing if next_is_under_way else self._join_open_backward)
         self._round_grads.backward_begins()
@@ -310,12 +311,7 @@ class Reducer:
         if self._schedule is not None:
             self._schedule.end_backward()
 
-    def _join_raised_backward(self) -> None:
-        """A backward under ``no_sync`` has no round. At stage 3 it has gathers, and other ranks wait in them."""
-        if self._schedule is not None and not self._schedule.watch.running:
-            self._schedule.end_backward()
-
-    def _join_all_backwards(self) -> None:
+    def join_all_backwards(self) -> None:
         """Collective, at a call that every rank makes after its backward. Go through the rest of all its gathers.
 
         Other ranks may wait in them, even if the backward raised here before it came to any unit::
@@ -373,7 +369,7 @@ class Reducer:
         settled = [reducer for reducer in alive if reducer is self or not reducer._watch.running]
         for reducer in settled:
             reducer.complete_open_round()
-            reducer._join_raised_backward()
+        end_raised_backwards()  # those under ``no_sync`` have no round, and other ranks wait in their gathers
         for reducer in settled:  # only now, when all are launched
             reducer._await_averages()
 
@@ -388,7 +384,7 @@ class Reducer:
         if not self.sharding.reduces:
             self._collect()
         else:
-            self._join_all_backwards()
+            self.join_all_backwards()
             self.settle_rounds()
             if self.rounds.state.owed:  # one at most: no round is open any more
                 self._complete_round(_nothing)
@@ -443,7 +439,7 @@ class Reducer:
         """Drop every gradient, or make it zero. A round that an exception cut short is completed for the others."""
         joins = self.sharding.reduces and self.rounds.zeroed
         if joins:
-            self._join_all_backwards()
+            self.join_all_backwards()
         self.settle_rounds()
         if joins:
             self._join_rounds_of_others()

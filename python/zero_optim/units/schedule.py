@@ -167,6 +167,7 @@ class UnitSchedule:
             self._forwards += 1
             if self._forwards == 1:
                 self._root_trains = torch.is_grad_enabled()
+                end_raised_backwards()
                 self._end_open()  # a forward that raised
                 self._check_in_place()
                 self._called, self._ended, self._running = [], [], []
@@ -252,6 +253,11 @@ class UnitSchedule:
         if self._direction is Direction.BACKWARD:
             self._end_cycle()
             self._backwards_due = max(0, self._backwards_due - 1)
+
+    def end_raised_backward(self) -> None:
+        """Collective, where one has raised here, and no other has begun since."""
+        if self._direction is Direction.BACKWARD and not self.watch.running:
+            self.end_backward()
 
     # -- what the optimizer calls --------------------------------------------------------------------------------
 
@@ -456,3 +462,15 @@ def prefetch_rest_of_backwards(but: UnitSchedule | None = None) -> None:
     for schedule in (reference() for reference in _schedules):
         if schedule is not None and schedule is not but:
             schedule.prefetch_rest_of_backward()
+
+
+def end_raised_backwards() -> None:
+    """Collective. End the backward cycles that a raise has left open here, of all models: before this rank waits for
+    something else, in a forward or in another backward. Other ranks wait in them::
+
+        rank 0   backward of A: raises in unit 2                       forward of B: joins A's gathers first
+        rank 1   backward of A: waits for rank 0 to gather unit 1      forward of B
+    """
+    for schedule in (reference() for reference in _schedules):
+        if schedule is not None:
+            schedule.end_raised_backward()
