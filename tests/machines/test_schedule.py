@@ -149,6 +149,11 @@ class Bench:
         watch: Any = self.schedule.watch
         watch.on_end()
 
+    def raises(self) -> None:
+        """The backward that was under way does not go on."""
+        watch: Any = self.schedule.watch
+        watch.running = False
+
     def begin_backward(self) -> None:
         watch: Any = self.schedule.watch
         watch.on_begin()
@@ -204,6 +209,8 @@ def happens(bench: Bench, event: str, number: int | None, *, again: bool = False
     elif event == "backward is over":
         bench.end_backward()
     else:
+        if event == "end_raised_backward":
+            bench.raises()
         getattr(bench.schedule, event)()
 
 
@@ -219,7 +226,7 @@ def test_the_tables_have_every_state_and_every_event():
         "is_over",
         "remove",
     }
-    about_others |= {"prefetch_rest_of_backward", "end_raised_backward"}
+    about_others |= {"prefetch_rest_of_backward"}
     assert {event for event, _ in CYCLE} >= methods - told - about_others
     assert methods >= told | about_others
     assert {text for (row, _), text in CLOSED.items() if row == "held"} == {"UNSHARDED"}
@@ -258,9 +265,17 @@ def test_a_cell_of_the_cycle(monkeypatch: pytest.MonkeyPatch, event: str, cycle:
             assert bench.gathers == gathers
 
 
+def test_a_backward_that_goes_on_is_not_ended_as_one_that_raised(monkeypatch: pytest.MonkeyPatch):
+    bench = Bench(monkeypatch)
+    bench.bring("BACKWARD", 1)
+    bench.gathers.clear()
+    bench.schedule.end_raised_backward()
+    assert bench.cycle == "BACKWARD" and bench.gathers == []
+
+
 @pytest.mark.parametrize("owed", [0, 1, 2])
 @pytest.mark.parametrize("cycle", ["none", "BACKWARD"])
-def test_complete_backward_goes_through_what_is_owed(monkeypatch: pytest.MonkeyPatch, cycle: str, owed: int):
+def test_all_that_is_owed_is_gone_through(monkeypatch: pytest.MonkeyPatch, cycle: str, owed: int):
     bench = Bench(monkeypatch)
     bench.bring(cycle, 1, owed=owed)
     bench.gathers.clear()

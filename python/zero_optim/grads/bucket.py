@@ -193,8 +193,9 @@ class Bucket:
 
     def before_accumulate(self, index: int) -> None:
         """Autograd is about to add to slot ``index``'s gradient: a reduced one is taken out of ``.grad`` before."""
-        handle = self._reduced_handles()[index] if self.state is GradState.REDUCED else None
-        written = self.slots.accumulate(index, handle)
+        if self.slots.bucket_state is not GradState.REDUCED:
+            return
+        written = self.slots.accumulate(index, self._reduced_handles()[index])
         if written and (grad := self.params[index].grad) is not None:
             self._drop_zeroed([(index, grad)])
 

@@ -8,7 +8,7 @@ At stage 3 the answer is *by units*: it depends on the bucket's unit alone. At s
 depends on which gradients of the bucket have come, and on what the ranks have learned.
 
 ===================  ==========  ==========  ==========  ==========  ==========
-may_launch            NOTHING     ORDER       ALL         unit open   unit over
+may_launch           NOTHING     ORDER       ALL         unit open   unit over
 ===================  ==========  ==========  ==========  ==========  ==========
 MISSING              no          no          no          no          yes
 FULL                 no          no          yes         no          yes

@@ -138,12 +138,12 @@ class Reducer:
     def _before_accumulate(self, index: int, grads: Any) -> None:
         self._watch.enter()  # first of all: a new backward looks at .grad as the user has left it
         number, slot = self.layout.slot_of[index]
-        self.buckets[number].before_accumulate(slot)
+        self.layout.all[number].before_accumulate(slot)
 
     def _on_ready(self, index: int, parameter: Tensor) -> None:
         self._watch.enter()
         number, slot = self.layout.slot_of[index]
-        bucket = self.buckets[number]
+        bucket = self.layout.all[number]
         if self.rounds.open and number < self._next:
             self.late.add(index)
             return
@@ -152,8 +152,10 @@ class Reducer:
         bucket.slots.added(slot)
         full = self._readiness.gradient_ready(index, number, changes_later=self._hooks.followed_by_users(index))
         if self.rounds.open:
-            self._deallocate_idle_buffers()
-            self._launch_ready()
+            if self._schedule is not None:  # units that are over launch by themselves
+                self._deallocate_idle_buffers()
+            elif full:
+                self._launch_ready()
         elif full and bucket.can_collect and self._stays_local and not torch.is_grad_enabled():
             bucket.collect()  # with gradients enabled ``.grad`` has a graph to keep
 

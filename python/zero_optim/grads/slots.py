@@ -183,6 +183,9 @@ class Slots:
                 self._taken.clear()
                 self.stale.clear()
             return found
+        if self.bucket_state is GradState.EMPTY:  # nothing is held: as a rule, so it is quick
+            found.local = [(index, p.grad) for index, p in enumerate(self._params) if p.grad is not None]
+            return found
         for index, (parameter, handle) in enumerate(zip(self._params, handles, strict=True)):
             grad = parameter.grad
             written = self._is_written(index, grad)

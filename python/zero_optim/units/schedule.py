@@ -27,6 +27,7 @@ backward: behind      --                ends, BACKWARD    ends, BACKWARD
 backward: frozen      BACKWARD          ends, BACKWARD    BACKWARD
 backward begins       none              FORWARD           ends
 backward is over      none              FORWARD           ends
+end_raised_backward   none              FORWARD           ends
 end_all_backwards     none              ends              ends
 settle                none              ends              ends
 end_step              none              FORWARD           BACKWARD
@@ -37,6 +38,7 @@ record                none              FORWARD           BACKWARD
 - *ahead*, *open*, *behind*: where the unit is: later in the cycle; visited and not over; or over.
 - *frozen*: the unit is not in the backward cycle. It needed no gradient when the order was recorded.
 - *forward: root* with a cycle open: what was open has raised. So it is with *backward begins*.
+- *end_raised_backward* of a backward that has not raised changes nothing.
 - *root returns*: its outermost forward. Where the order is not known, the ranks agree on it then.
 
 The second part is how many backward cycles this rank *owes* to forward cycles that other ranks may come back through:
