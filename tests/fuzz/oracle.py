@@ -348,35 +348,40 @@ def expected(program: Program) -> list[Seen]:
 # Comparing
 
 
-def difference(want: Any, have: Any, size: float | None) -> str | None:
-    """In words; None: as it should be. ``size``: of 16-bit terms, which may cancel; None: fp32 throughout."""
+def difference(want: Any, have: Any, tight: bool, size: float = 1.0) -> str | None:
+    """In words; None: as it should be. ``tight``: fp32 throughout. ``size``: of terms, which may cancel."""
     if isinstance(want, str) and want == ANY:
         return None
     if isinstance(want, dict):
         if not isinstance(have, dict) or sorted(want) != sorted(have):
             return f"{_short(have)} where {_short(want)} is right"
-        return next((f"[{k}] {d}" for k in want if (d := difference(want[k], have[k], size))), None)
+        return next((f"[{k}] {d}" for k in want if (d := difference(want[k], have[k], tight, size))), None)
     if isinstance(want, list):
         if not isinstance(have, list) or len(want) != len(have):
             return f"{_short(have)} where {_short(want)} is right"
         return next(
-            (f"[{i}] {d}" for i, (w, h) in enumerate(zip(want, have, strict=True)) if (d := difference(w, h, size))),
+            (
+                f"[{i}] {d}"
+                for i, (w, h) in enumerate(zip(want, have, strict=True))
+                if (d := difference(w, h, tight, size))
+            ),
             None,
         )
     if isinstance(want, np.ndarray):
         if not isinstance(have, np.ndarray) or want.shape != have.shape:
             return f"{_short(have)} where {_short(want)} is right"
-        return _arrays(want, have, size)
+        return _arrays(want, have, tight, size)
     if isinstance(want, float) and isinstance(have, float):
         if not math.isfinite(want):
             return None if not math.isfinite(have) else f"{have} where {want} is right"
-        far = abs(want - have) > (1e-3 if size is None else 0.05) * max(1.0, abs(want))
+        far = abs(want - have) > (1e-3 if tight else 0.05) * max(1.0, abs(want))
         return f"{have!r} where {want!r} is right" if far else None
     return None if type(want) is type(have) and want == have else f"{_short(have)} where {_short(want)} is right"
 
 
-def _arrays(want: np.ndarray, have: np.ndarray, size: float | None) -> str | None:
-    absolute, relative = (2e-5, 2e-5) if size is None else (2e-2 * size, 2e-2)
+def _arrays(want: np.ndarray, have: np.ndarray, tight: bool, size: float) -> str | None:
+    relative = 2e-5 if tight else 2e-2
+    absolute = relative * size
     both = np.isfinite(want) & np.isfinite(have)
     odd = np.isfinite(want) != np.isfinite(have)
     with np.errstate(invalid="ignore"):
@@ -407,6 +412,6 @@ def compare(program: Program, want: list[Seen], have: list[list[Any]]) -> str | 
                 return f"rank {rank} saw nothing of operation {index}"
             op = program.ops[index] if index < len(program.ops) else "the end"
             scaled = 4 * (program.scale or 0.25) if isinstance(op, Backward | Zero | ModuleZero | Drop) else 1.0
-            if found := difference(should, list(saw), None if tight else scaled):
+            if found := difference(should, list(saw), tight, scaled):
                 return f"operation {index} ({op}), rank {rank}: {found}"
     return None
