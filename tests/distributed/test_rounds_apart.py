@@ -433,9 +433,9 @@ def test_two_ranks(stage: int, overlap: bool):
 
 # -- within a no_sync block --------------------------------------------------------------------------------------------
 
-# ``step`` and ``clip_grad_norm_`` are missing. Within the block rank 1 owes a round that rank 0 does not owe: it would
-# wait for rank 0 in vain.
 IN_A_BLOCK = (
+    "step",
+    "clip_grad_norm_",
     "zero_grad",
     "zero_grad in place",
     "state_dict",
@@ -456,8 +456,11 @@ def _play_in_a_block(rank: int, world_size: int, stage: int) -> None:
             player._one_backward((NONE, WHOLE))
             player.machines[1].tell("local")
             player.check_machine(f"before {then}")
+            for machine in player.machines if then in ("step", "clip_grad_norm_") else ():
+                machine.tell("local")  # the block counts on both ranks before it ends
             player._next(then)
             player.check_machine(f"after {then}")
+        player.coefficient = 1.0  # the end of the block has discarded it
         for machine in player.machines:
             machine.tell("local")
         player.check_machine(f"after a block with {then}")

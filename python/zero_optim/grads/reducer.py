@@ -179,6 +179,7 @@ class Reducer:
     def no_sync(self) -> Iterator[None]:
         """Within it gradients add up on each rank and nothing is communicated."""
         self.settle_rounds()  # every rank enters here: what a raise has left open is completed outside of the block
+        self._tell_change()  # a call within the block must not take an exchange of before for its own
         before, self.synchronize = self.synchronize, False
         try:
             yield
@@ -388,6 +389,8 @@ class Reducer:
         else:
             self.join_all_backwards()
             self.settle_rounds()
+            if not self.synchronize:
+                self.rounds.local()  # within a no_sync block: other ranks may have had gradients in it
             if self.rounds.state.owed:  # one at most: no round is open any more
                 self._complete_round(_nothing)
             unreduced = [index for bucket in self.buckets for index in bucket.settle()[0]]
