@@ -522,11 +522,11 @@ def _failed_gather(rank: int, world_size: int) -> None:
     opt = zero_optim.ShardedAdamW(model.parameters())
     before, copy_out, calls = gathered(model), FlatParams.copy_out, []
 
-    def failing(flat: FlatParams, comm: Any) -> Tensor:
+    def failing(flat: FlatParams) -> Tensor:
         calls.append(flat)
         if len(calls) == 4:
             raise MemoryError
-        return copy_out(flat, comm)
+        return copy_out(flat)
 
     FlatParams.copy_out = failing  # type: ignore[method-assign]
     try:

@@ -258,7 +258,7 @@ class UnitSchedule:
 
     def end_raised_backward(self) -> None:
         """Collective, where one has raised here, and no other has begun since."""
-        if self._direction is Direction.BACKWARD and not self.watch.running:
+        if self._direction is Direction.BACKWARD and not self.watch.running and not self.out_of_step:
             self.end_backward()
 
     # -- what the optimizer calls --------------------------------------------------------------------------------
