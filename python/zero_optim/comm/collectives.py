@@ -50,17 +50,23 @@ _spare: dict[tuple[int, ...], list[weakref.ref[dist.ProcessGroup]]] = {}
 
 
 class _Works:
-    """Several asynchronous collectives as one."""
+    """Several asynchronous collectives as one. As with one, a failure completes it: ``wait`` raises at once then."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
+        self._failed = False
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return self._failed or all(work.is_completed() for work in self._works)
 
     def wait(self, *timeout: timedelta) -> None:
         for work in self._works:
-            work.wait(*timeout)
+            try:
+                work.wait(*timeout)
+            except RuntimeError:
+                # Or it arrived just after its time was up: then ``wait``, called at once, waits for the others.
+                self._failed = work.is_completed()
+                raise
 
 
 class Pending:
