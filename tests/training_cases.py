@@ -58,6 +58,25 @@ def linear_backward(params: Sequence[Tensor], grads: Sequence[Tensor | None]) ->
     linear_loss(params, grads).backward()
 
 
+class Planned(Exception):
+    """What a test's program raises itself, and catches."""
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise Planned
+
+
+def raise_in_backward(x: Tensor) -> Tensor:
+    """``x``; a backward that comes to it raises Planned."""
+    return _Raise.apply(x)
+
+
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Detached clones."""
     return [t.detach().clone() for t in tensors]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from training_cases import (
     SHAPES,
     TINY_CAP_MB,
+    Planned,
     assert_bitwise,
     copies,
     linear_backward,
@@ -21,6 +22,7 @@ from training_cases import (
     make_gradients,
     make_parameters,
     named,
+    raise_in_backward,
 )
 
 LR = 1e-2
@@ -417,23 +419,13 @@ def test_a_gradient_assigned_on_one_rank_alone():
     check(_assigned_on_one_rank, _apply_one_rank, stages=(1, 2), worlds=(3,))
 
 
-class _Raise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("in the middle of backward")
-
-
 def _raising(opt, params, rank, world_size):
     """The gradients of half of the parameters are there when backward raises: what was computed last goes first."""
     grads = make_gradients(params, rank, 7)
-    first = _Raise.apply(linear_loss(params[:4], grads[:4]))
+    first = raise_in_backward(linear_loss(params[:4], grads[:4]))
     try:
         (first + linear_loss(params[4:], grads[4:])).backward()
-    except ArithmeticError:
+    except Planned:
         pass
     else:
         raise AssertionError("backward did not raise")
@@ -459,10 +451,10 @@ def _raising_on_one_rank(opt, params, rank, world_size):
     grads = make_gradients(params, rank, 7)
     first = linear_loss(params[:4], grads[:4])
     if rank == 1:
-        first = _Raise.apply(first)
+        first = raise_in_backward(first)
     try:
         (first + linear_loss(params[4:], grads[4:])).backward()
-    except ArithmeticError:
+    except Planned:
         assert rank == 1
     opt.zero_grad()  # the batch is given up on every rank
     linear_backward(params, make_gradients(params, rank, 8))

@@ -5,31 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import run_ranks
-from torch import Tensor, nn
+from torch import nn
+from training_cases import Planned, raise_in_backward
 
 SIZES = (1200, 100, 100)  # the first has a bucket to itself, the others share one
 LR = 0.125
-
-
-class Planned(Exception):
-    """What the program raises itself, and catches."""
-
-
-class _Raise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        raise Planned
 
 
 def _backward(params: list[nn.Parameter], scale: float, *, raises: bool) -> None:
     """Gradients come in the order of the parameters: all are ``scale``. It raises before the last one."""
     x = torch.ones((), requires_grad=True)
     x = x + (params[2] * scale).sum()
-    x = _Raise.apply(x) if raises else x
+    x = raise_in_backward(x) if raises else x
     x = x * 1.0 + (params[1] * scale).sum()
     (x * 1.0 + (params[0] * scale).sum()).backward()
 

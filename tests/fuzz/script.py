@@ -173,7 +173,7 @@ class _Writer:
                 if self.stages[o] == 3:
                     return [
                         f"with torch.no_grad(), zero_optim.gather_parameters(N{o}, writeback=True):",
-                        f"    N{o}.ordered()[{op.p}].mul_({op.factor})",
+                        f"    N{o}.ordered()[{op.p}].mul_({op.factor} if rank == 0 else 7.0)  # rank 0's are kept",
                         f"see({index})",
                     ]
                 return ["with torch.no_grad():", f"    P{o}[{op.p}].mul_({op.factor})", f"see({index})"]
