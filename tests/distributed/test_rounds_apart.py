@@ -118,7 +118,7 @@ WAYS_WITHOUT_OVERLAP = [
 PAIRS = set(itertools.product([state.name for state in RoundState], repeat=RANKS))
 ONE_OF_SEVERAL = "One of several synchronised backwards may not reach one rank alone."
 BLOCK_AFTER_ONE = "No no_sync block may come after a backward that has reached one rank alone."
-NOTHING_OPENS = "A no_sync block completes what is open as it begins, and nothing opens a round within it."
+WITHIN_A_CALL = "It begins and ends within one call."
 UNREACHABLE = {
     (DIRTY, REDUCED): ONE_OF_SEVERAL,
     (REDUCED, DIRTY): ONE_OF_SEVERAL,
@@ -126,7 +126,7 @@ UNREACHABLE = {
     (OPEN, DIRTY): ONE_OF_SEVERAL,
     (DIRTY, UNREDUCED): BLOCK_AFTER_ONE,
     (UNREDUCED, DIRTY): BLOCK_AFTER_ONE,
-    **{pair: NOTHING_OPENS for pair in PAIRS if "OPEN_DIRTY" in pair},
+    **{pair: WITHIN_A_CALL for pair in PAIRS if "COMPLETING" in pair},
 }
 
 NEXT = (

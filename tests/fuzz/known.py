@@ -8,6 +8,7 @@ from fuzz.program import (
     Boom,
     Chain,
     Clip,
+    Evaluate,
     Group,
     ModuleZero,
     Net,
@@ -233,6 +234,28 @@ KNOWN: dict[str, Program] = {
             _both(_net(0, 1, o=1)),
             Step(0),
             Step(1),
+        ),
+    ),
+    "stage 3, a raise in the root, zeroed to None, then another forward": Program(
+        2,
+        (_optim(2, stage=3),),
+        (
+            _both(_net(0, 1), no_sync=(0,)),
+            _both(_net(0), _net(0, after=0)),
+            ModuleZero(0, True),
+            _both(_net(1)),
+            Step(0),
+        ),
+    ),
+    "stage 3, another order in the first forward that trains": Program(
+        2,
+        (_optim(2, stage=3),),
+        (
+            Evaluate((_net(0, 1)[0], _net(0, 1)[0])),
+            _both(_net(1, 0)),
+            Step(0),
+            _both(_net(1), _net(1, 0)),
+            Step(0),
         ),
     ),
     "stages 0 and 3, a raise between units, then a backward of stage 0": Program(

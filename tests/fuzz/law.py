@@ -13,14 +13,15 @@
   waiting so (one raised, or was not reached), what follows is a call of these optimizers that completes the average, in
   that order, or a synchronised backward, and nothing else that communicates.
 - At stage 3 each rank makes as many forwards and backwards as the others. The first forward (also after ``observe``)
-  calls every unit once, in the same order on all ranks. Later ones call in any order, several times, but all ranks the
-  same; or each rank some of the units, in the first forward's order. A forward raises on all ranks or on none. No
-  parameter is used on both sides of what raises in backward. Where a backward raises on some ranks before it has come
-  to a unit there, or where it raises and units were called in another order than the first, or twice, ``step`` has to
-  follow, or ``zero_grad`` if it is not the first since the last: before any other call that communicates, as ranks wait
-  in the gathers of that backward. It is one model, and none of stage 0 is in that backward's averages. A parameter that
-  was thawed is used by every rank in the first step. After a raise a module's ``zero_grad`` only where every rank has a
-  gradient: else it cannot tell.
+  calls every unit once, in the same order on all ranks. So does the first that trains, and then its order holds from
+  now on; or each rank calls some of the units in the first forward's order. Later ones call in any order, several
+  times, but all ranks the same; or each rank some of the units, in the order that holds. A forward raises on all
+  ranks or on none. No parameter is used on both sides of what raises in backward. Where a backward raises on some
+  ranks before it has come to a unit there, or where it raises and units were called in another order than the one
+  that holds, or twice, ``step`` has to follow, or ``zero_grad`` if it is not the first since the last: before any
+  other call that communicates, as ranks wait in the gathers of that backward. It is one model, and none of stage 0 is
+  in that backward's averages. A parameter that was thawed is used by every rank in the first step. After a raise a
+  module's ``zero_grad`` only where every rank has a gradient: else it cannot tell.
   ``gather_parameters`` only where no raise is open.
 - Thawing, freezing, dropping, assigning and scaling gradients happen on all ranks, where no raise is open and no rank
   was left out. What was thawed does not count as trained until ``step`` has met it. Frozen later: without a gradient.
@@ -118,6 +119,7 @@ class _State:
     saved: bool = False
     saved_full: bool = False
     order: tuple[int, ...] | None = None  # of units
+    order_trained: bool = False  # whether a forward that trains has been observed
 
     def __post_init__(self) -> None:
         self.given = self.optim.given
@@ -289,7 +291,7 @@ class Law:
             need(not self.waiting, "a rank may be waiting, and units are gathered")
             need(all(f == forward[0] for f in forward), "a forward raises on some ranks only, or elsewhere")
         for i in range(len(orders[0]) if forward[0] is None else forward[0]):
-            self._forward([rank[i] for rank in nets])
+            self._forward([rank[i] for rank in nets], trains=True)
         for i in range(len(orders[0])):
             for rank in nets:
                 self._parts(rank[i])
@@ -317,18 +319,20 @@ class Law:
             else:
                 need(not link.forward, "a forward raises outside of the module")
 
-    def _forward(self, nets: list[Net]) -> None:
+    def _forward(self, nets: list[Net], *, trains: bool) -> None:
         state = self.states[nets[0].o]
         calls = [tuple(link.k for link in net.links if isinstance(link, Unit)) for net in nets]
         same = all(c == calls[0] for c in calls)
-        if state.order is None:
-            every = set(range(state.optim.unit_count))
-            need(same and len(calls[0]) == len(every) and set(calls[0]) == every, "the first forward calls all")
+        all_once = same and sorted(calls[0]) == list(range(state.optim.unit_count))
+        first = trains and not state.order_trained
+        need(all_once or state.order is not None, "the first forward calls all")
+        if all_once and (first or state.order is None):
             state.order = calls[0]
-        elif not same:
+        elif first or not same:
             for call in calls:
                 places = [state.order.index(k) for k in call]
                 need(all(a < b for a, b in zip(places, places[1:], strict=False)), "another order on a rank")
+        state.order_trained |= trains
 
     def _one_side(self, chain: tuple[object, ...] | None) -> None:
         """At stage 3 a unit called twice might have given one of its two gradients before a raise."""
@@ -350,7 +354,7 @@ class Law:
             self._parts(net)
             need(not any(isinstance(link, Boom) for link in net.links), "no raise in an evaluation")
         need(self.states[op.ranks[0].o].settled, "something is open")
-        self._forward(list(op.ranks))
+        self._forward(list(op.ranks), trains=False)
 
     # The optimizer's calls
 
@@ -422,7 +426,8 @@ class Law:
 
     def _unscale(self, op: Unscale) -> None:
         state = self.states[op.o]
-        self._collective(op.o)
+        if state.stage == 0:  # else it is noted, and nothing is communicated
+            self._collective(op.o)
         need(self.scaler, "no scaler")
         need(not (state.unscaled or state.stepped or state.spent), "unscaled or stepped since the update")
         need(not state.clipped and not state.dirty, "clipped before")
@@ -460,7 +465,8 @@ class Law:
         need(self._still(op.o).saved_full, "nothing saved")
 
     def _observe(self, op: Observe) -> None:
-        self._still(op.o).order = None
+        state = self._still(op.o)
+        state.order, state.order_trained = None, False
 
     def _setlr(self, op: SetLr) -> None:
         need(0 <= op.group < self.states[op.o].groups, "no such group")

@@ -43,9 +43,10 @@ def test_a_cell(event: str, before: str, after: str):
 def test_launched_counts_since_the_last_step_or_zero_grad():
     machine = Rounds()
     for forget in (machine.clear, machine.step):
-        machine.begin()
-        machine.complete()
-        machine.complete()
+        for _ in range(2):
+            machine.begin()
+            machine.rest()
+            machine.complete()
         assert machine.launched == 2
         forget()
         assert machine.launched == 0

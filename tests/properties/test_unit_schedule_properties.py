@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from zero_optim.units import schedule
 from zero_optim.units import schedule as module
@@ -120,7 +120,8 @@ class Rank:
 
     Args:
         chance: of its reductions; None: there are none.
-        twice: what the root calls a second time after all others.
+        twice: what the root calls a second time, after the unit ``again_after`` or else after all others.
+        called: all numbers but the root's, in the order in which units are called; none: as they are numbered.
         frozen: what gives nothing that requires a gradient; a checkpoint calls it again all the same.
     """
 
@@ -133,8 +134,10 @@ class Rank:
         chance: random.Random | None = None,
         twice: frozenset[int] = frozenset(),
         frozen: frozenset[int] = frozenset(),
+        called: Sequence[int] = (),
+        again_after: int = 0,
     ) -> None:
-        self.twice, self.frozen = twice, frozen
+        self.twice, self.frozen, self.called, self.again_after = twice, frozen, list(called), again_after
         self.log = Log()
         self.units = [FakeUnit(0, True, set(), self.log)]
         for number, outer in enumerate(outer_of, 1):
@@ -151,9 +154,12 @@ class Rank:
         """Units called within ``unit``'s forward, directly."""
         within = [other for other in self.units[1:] if unit in other.enclosing]
         direct = [other for other in within if len(other.enclosing) == len(unit.enclosing) + 1]
-        yield from direct
+        if self.called:
+            direct.sort(key=lambda other: self.called.index(other.number))
         if unit is self.units[0]:
-            yield from (other for other in direct if other.number in self.twice)
+            after = [other.number for other in direct].index(self.again_after) + 1 if self.again_after else len(direct)
+            direct[after:after] = [other for other in direct if other.number in self.twice]
+        yield from direct
 
     def forward(self, unit: FakeUnit, used: set[int]) -> None:
         self.schedule.before_forward(unit)  # type: ignore[arg-type]
@@ -249,11 +255,55 @@ def play(rank: Rank, number: int, step: Step, flag: threading.local) -> None:
 @given(
     outer_of=trees,
     keep=st.booleans(),
-    prefetch=st.integers(0, 3),
+    prefetch=st.integers(0, UNITS),
     program=st.lists(steps, min_size=1, max_size=4),
     seed=st.integers(0, 99),
     twice=subsets,
     frozen=subsets,
+    called=st.one_of(st.just(()), st.permutations(range(1, UNITS + 1))),
+    again_after=st.integers(0, UNITS),
+)
+@example(
+    # Unit 3, within 2, is not used in the first forward that trains; and 1, which comes before it, is called twice.
+    outer_of=_tree((0, 0, 1, 0, 0, 0)),
+    keep=False,
+    prefetch=0,
+    program=[
+        Step((frozenset({1, 2}),) * RANKS, trains=True, backward=False, checkpointed=1),
+        Step((frozenset(range(1, UNITS + 1)),) * RANKS, trains=True, backward=True, checkpointed=1),
+    ],
+    seed=0,
+    twice=frozenset({1}),
+    frozen=frozenset(),
+    called=(),
+    again_after=0,
+)
+@example(
+    # Rank 0 uses 4, which is called before 2; rank 1 uses 3, within 2. Nothing but 3 may come between 2 and 3.
+    outer_of=_tree((0, 0, 1, 0, 0, 0)),
+    keep=False,
+    prefetch=0,
+    program=[
+        Step((frozenset({2, 4}), frozenset({2, 3}), frozenset({2})), trains=True, backward=True, checkpointed=1),
+        Step((frozenset({2, 4}), frozenset({2, 3}), frozenset({2})), trains=True, backward=True, checkpointed=1),
+    ],
+    seed=0,
+    twice=frozenset(),
+    frozen=frozenset(),
+    called=(4, 1, 2, 3, 5, 6),
+    again_after=0,
+)
+@example(
+    # Backward comes to 6, 5, 3, 4, 3, 2. A rank that sends for four at once must not send for 2 before the second 3.
+    outer_of=_tree((0,) * UNITS),
+    keep=False,
+    prefetch=4,
+    program=[Step((frozenset(range(1, UNITS + 1)),) * RANKS, trains=True, backward=True, checkpointed=1)] * 2,
+    seed=0,
+    twice=frozenset({3}),
+    frozen=frozenset(),
+    called=(),
+    again_after=4,
 )
 def test_all_ranks_gather_alike(
     outer_of: list[int | None],
@@ -263,16 +313,25 @@ def test_all_ranks_gather_alike(
     seed: int,
     twice: frozenset[int],
     frozen: frozenset[int],
+    called: Sequence[int],
+    again_after: int,
 ) -> None:
     """Whenever their reductions arrive. Where units are called twice, or come into a backward and are not in its order
     (frozen, in a checkpoint), every rank has to use the same."""
+    if again_after and outer_of[again_after - 1] is not None:
+        again_after = 0  # it is not the root that calls it
+    if called:  # in the first forward of all, such units are not skipped
+        program = [Step((frozenset(range(1, UNITS + 1)),) * RANKS, False, False, 1), *program]
     if twice or frozen:
         program = [replace(step, uses=step.uses[:1] * RANKS) for step in program]
     flag = threading.local()
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(RANKS) as threads:
         patch.setattr(schedule, "in_backward", lambda: flag.backward)
         chances = [random.Random(f"{seed} {number}") for number in range(RANKS)]
-        ranks = [Rank(outer_of, keep, prefetch, *of, twice, frozen) for of in zip(comms(RANKS), chances, strict=True)]
+        ranks = [
+            Rank(outer_of, keep, prefetch, *of, twice, frozen, called, again_after)
+            for of in zip(comms(RANKS), chances, strict=True)
+        ]
         for number, step in enumerate(program):
             for played in [threads.submit(play, rank, place, step, flag) for place, rank in enumerate(ranks)]:
                 played.result()

@@ -35,7 +35,7 @@ from .ddp_check import check_not_replicated
 from .hooks import GradHooks
 from .readiness import ByCounts, ByUnits, Learned, Readiness
 from .round_grads import RoundGrads
-from .rounds import Rounds
+from .rounds import Rounds, RoundState
 
 _reducers: list[weakref.ref[Reducer]] = []  # of this process, in the order in which they were made
 
@@ -255,6 +255,8 @@ class Reducer:
 
     def units_over(self) -> None:
         """Backward is through with another unit, or with the units of one that raised."""
+        if self.rounds.state is RoundState.OPEN and not self._watch.running:
+            self._round_grads.after_raise(self.buckets[: self._next])  # another call joins a backward that raised
         if self.rounds.open:
             self._launch_ready()
 
@@ -296,6 +298,7 @@ class Reducer:
         """
         if not self.rounds.open:
             self._open_round()
+        self.rounds.rest()
         join()
         while self._next < len(self.buckets):
             self._launch_next()
@@ -341,15 +344,15 @@ class Reducer:
             raise RankMismatchError(
                 "an earlier error has parted the ranks in a backward: make a new optimizer to go on"
             )
-        how = self._round_grads.zeroed_since(self.buckets[: self._next])
+        found = self._round_grads.after_raise(self.buckets[: self._next])
         # At stage 0 the averages overwrite ``.grad``, so what the user has zeroed there is lost as well.
-        unseen = self.buckets if self.sharding.stage == 0 else self.buckets[self._next :]
+        unseen = self.buckets if self.sharding.stage == 0 else self.buckets[found.launched :]
         self._complete_round(join or self._join_open_backward)
         for bucket in unseen:
-            if isinstance(how, Tensor):
-                bucket.keep_where(how)
-            elif how is not None:
-                bucket.drop_all(how)
+            if isinstance(found.zeroed, Tensor):
+                bucket.keep_where(found.zeroed)
+            elif found.zeroed is not None:
+                bucket.drop_all(found.zeroed)
 
     @property
     def out_of_step(self) -> bool:

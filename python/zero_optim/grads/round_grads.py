@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .bucket import Bucket
 from .slots import Zeroed
+
+
+@dataclass(frozen=True)
+class AfterRaise:
+    """What is found of a round that a raise has left open, as the rest of it is about to leave.
+
+    Attributes:
+        launched: how many buckets had left.
+        zeroed: how the user has zeroed, since then, what this rank knows of the round: gradients in these buckets, and
+            those that are still here. None: not all of it. Whether local gradients that were written in place are zero
+            is asked on the device: a tensor, [] bool, is False where all of them are.
+    """
+
+    launched: int
+    zeroed: Zeroed | Tensor | None
 
 
 class RoundGrads:
@@ -24,6 +40,7 @@ class RoundGrads:
     def __init__(self, parameters: Mapping[int, Tensor]) -> None:
         self._parameters = parameters
         self._versions: dict[int, int] = {}  # by parameter index, as the gradient came
+        self._after_raise: AfterRaise | None = None
 
     def note(self, index: int, parameter: Tensor) -> None:
         """``parameter`` number ``index`` has a gradient."""
@@ -37,14 +54,15 @@ class RoundGrads:
 
     def forget(self) -> None:
         self._versions.clear()
+        self._after_raise = None
 
-    def zeroed_since(self, launched: Sequence[Bucket]) -> Zeroed | Tensor | None:
-        """How the user has zeroed what this rank knows of the round: gradients in buckets that were launched, and those
-        that are still here. None: not all of it.
+    def after_raise(self, launched: Sequence[Bucket]) -> AfterRaise:
+        """To be asked before the rest of the round leaves. The answer stays until the round is complete."""
+        if self._after_raise is None:
+            self._after_raise = AfterRaise(len(launched), self._zeroed_since(launched))
+        return self._after_raise
 
-        Whether local gradients that were written in place are zero is asked on the device: a tensor, [] bool, is False
-        where all of them are.
-        """
+    def _zeroed_since(self, launched: Sequence[Bucket]) -> Zeroed | Tensor | None:
         how = {bucket.zeroed_since_launch() for bucket in launched}
         gone = {slot.param for bucket in launched for slot in bucket.layout.slots}
         local = [

@@ -10,27 +10,30 @@ state         owed  meaning
 UNREDUCED     1     no round since the last ``step`` or ``zero_grad``
 REDUCED       0     every gradient was in a round
 DIRTY         1     a round, and after it gradients that stayed on their rank
-OPEN          1     a backward has begun a round that it has not completed
-OPEN_DIRTY    2     the same, and gradients that stay on their rank belong to none of its reductions
+OPEN          1     a backward has begun a round: it runs, or it has raised
+COMPLETING    1     the rest of the round is being launched, as its backward is over or is joined
 ============  ====  ==============================================================================
 
 *Owed* is what ``step`` has to launch. A rank that had no backward owes one in UNREDUCED, as the others do that had one
 under ``no_sync``; so a rank without data takes part by calling ``step``.
 
 ============  ============  ============  ============  ============  ===========
-event         UNREDUCED     REDUCED       DIRTY         OPEN          OPEN_DIRTY
+event         UNREDUCED     REDUCED       DIRTY         OPEN          COMPLETING
 ============  ============  ============  ============  ============  ===========
 begin         OPEN          OPEN          OPEN          error         error
-complete      REDUCED       REDUCED       REDUCED       REDUCED       DIRTY
-local         UNREDUCED     DIRTY         DIRTY         OPEN_DIRTY    OPEN_DIRTY
+rest          error         error         error         COMPLETING    COMPLETING
+complete      error         error         error         error         REDUCED
+local         UNREDUCED     DIRTY         DIRTY         OPEN          COMPLETING
 step          UNREDUCED     UNREDUCED     UNREDUCED     error         error
 clear         UNREDUCED     UNREDUCED     UNREDUCED     error         error
 ============  ============  ============  ============  ============  ===========
 
-- *begin*: a synchronised backward begins. What is open was cut short by an exception, and is completed before.
-- *complete*: its last bucket has left; or a whole round has, outside of any backward.
+- *begin*: a synchronised backward begins; or a whole round does, outside of any backward. What is open was cut short by
+  an exception, and is completed before.
+- *rest*: what is left of the round leaves now.
+- *complete*: the last bucket has left.
 - *local*: a ``no_sync`` block has ended, or a backward that reduces nothing. Whether this rank had a gradient in it
-  does not matter: the others count the block, too.
+  does not matter: the others count the block, too. A round is open then only where an error has ended the block.
 - *step*: the gradients were applied. *clear*: ``zero_grad`` has dropped them.
 
 A backward that raises is no event. It leaves its round OPEN, and whatever comes next completes it first::
@@ -51,14 +54,14 @@ class RoundState(enum.Enum):
     REDUCED = "reduced", 0
     DIRTY = "dirty", 1
     OPEN = "open", 1
-    OPEN_DIRTY = "open and dirty", 2
+    COMPLETING = "not complete", 1
 
     @property
     def owed(self) -> int:
         return self.value[1]
 
 
-_OPEN = (RoundState.OPEN, RoundState.OPEN_DIRTY)
+_OPEN = (RoundState.OPEN, RoundState.COMPLETING)
 
 
 class Rounds:
@@ -83,14 +86,19 @@ class Rounds:
         self._refuse_open("begin")
         self.state = RoundState.OPEN
 
+    def rest(self) -> None:
+        if not self.open:
+            raise RuntimeError(f"rest: a round is {self.state.value[0]}, and none was begun")
+        self.state = RoundState.COMPLETING
+
     def complete(self) -> None:
+        if self.state is not RoundState.COMPLETING:
+            raise RuntimeError(f"complete: a round is {self.state.value[0]}, and its rest has not left")
         self.launched += 1
-        self.state = RoundState.DIRTY if self.state is RoundState.OPEN_DIRTY else RoundState.REDUCED
+        self.state = RoundState.REDUCED
 
     def local(self) -> None:
-        if self.open:
-            self.state = RoundState.OPEN_DIRTY
-        elif self.state is not RoundState.UNREDUCED:
+        if self.state is RoundState.REDUCED:
             self.state = RoundState.DIRTY
 
     def step(self) -> None:

@@ -20,22 +20,32 @@ def calls_ended(units: Sequence[Unit]) -> list[Unit]:
 
 
 def merged(orders: Sequence[Sequence[Unit]], known: Sequence[Unit]) -> list[Unit]:
-    """One order of all ``known`` units from those of the ranks: rank 0's, where it has all that any rank has."""
+    """One order of all ``known`` units from those of the ranks: rank 0's, where it has all that any rank has.
+
+    In each a unit comes before those within it. So it does in the result, with nothing in between that is outside of
+    it: on the way to a unit, those that it is within stay unsharded.
+    """
     used = {unit for order in orders for unit in order}
     return _complete(orders[0] if used <= set(orders[0]) else _agreeing(orders, known), known)
 
 
 def _agreeing(orders: Sequence[Sequence[Unit]], known: Sequence[Unit]) -> list[Unit]:
-    """Every unit that any rank has, once: after what it first follows on any rank, else as ``known`` has it."""
+    """Every unit that any rank has, once: after what it first follows on any rank.
+
+    Of those that may come next, one within the last unit does; or within what that is within. Else the first that is
+    ``known``.
+    """
     before: dict[Unit, set[Unit]] = {unit: set() for order in orders for unit in order}
     for order in orders:
         for earlier, later in itertools.pairwise(dict.fromkeys(order)):
             before[later].add(earlier)
     agreed: list[Unit] = []
+    around: set[Unit] = set()
     left = [unit for unit in known if unit in before]
     while left:
-        ready = [unit for unit in left if before[unit].issubset(agreed)]
-        agreed.append((ready or left)[0])  # none is ready where ranks contradict each other
+        ready = [unit for unit in left if before[unit].issubset(agreed)] or left  # left: ranks contradict each other
+        agreed.append(max(ready, key=lambda unit: len(unit.enclosing & around)))
+        around = {agreed[-1], *agreed[-1].enclosing}
         left.remove(agreed[-1])
     return agreed
 

@@ -289,8 +289,8 @@ class UnitSchedule:
     def prefetch_next(self) -> None:
         """Start to gather the next units of the cycle that is open, as far as their turn has come.
 
-        Ranks need not do so at the same time: whenever it is, each unit is gathered in its turn. One that is unsharded
-        now may be resharded before its turn, and gathered again: those behind it wait.
+        Ranks need not do so at the same time: whenever it is, each unit is gathered in its turn. One that also
+        has an earlier turn may be resharded after that, and gathered again: it waits, and so do those behind it.
         """
         self._prefetch_units(self._prefetch_count)
 
@@ -300,11 +300,14 @@ class UnitSchedule:
             self._prefetch_units(None)
 
     def _prefetch_units(self, count: int | None) -> None:
-        if self._direction is not None:
-            for ahead in self._cycles[self._direction][self._position + 1 :][:count]:
-                if ahead.state is UnitState.UNSHARDED:
-                    break
-                ahead.unshard()
+        if self._direction is None:
+            return
+        earlier: set[Unit] = set()  # whose turn comes before
+        for ahead in self._cycles[self._direction][self._position + 1 :][:count]:
+            if ahead.state is UnitState.UNSHARDED or ahead in earlier:
+                break
+            ahead.unshard()
+            earlier.add(ahead)
 
     def reduction_begins(self, of: Listener) -> None:
         """The host is going to wait for a reduction (gloo). Do not prefetch beside it: gathers would slow it down on
@@ -432,15 +435,16 @@ class UnitSchedule:
         number = {unit: index for index, unit in enumerate(self.units)}
         report = ([number[unit] for unit in self._called], [(number[u], needs) for u, needs in self._ended])
         reports = self._sharding.everyone.gather_objects(report, "the first forward")
+        known = [*dict.fromkeys(self._cycles[Direction.FORWARD])]  # where an earlier forward was seen, in its order
         orders = [[self.units[index] for index in called] for called, _ in reports]
-        self._cycles[Direction.FORWARD] = merged(orders, self.units)
+        self._cycles[Direction.FORWARD] = merged(orders, known)
         self._forward_known = True
         if self._trains:
             useless = {index for _, ended in reports for index, needs in ended if not needs}
             useless -= {index for _, ended in reports for index, needs in ended if needs}
-            orders = [[self.units[index] for index, _ in ended] for _, ended in reports]
-            order = merged(orders, calls_ended(self.units))
-            self._cycles[Direction.BACKWARD] = [u for u in reversed(order) if number[u] not in useless]
+            needed = [unit for unit in reversed(calls_ended(known)) if number[unit] not in useless]
+            orders = [[self.units[index] for index, _ in reversed(of) if index not in useless] for _, of in reports]
+            self._cycles[Direction.BACKWARD] = merged(orders, needed)
             self._backward_known = True
             for listener in self.listeners:
                 listener.order_known()
