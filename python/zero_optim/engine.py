@@ -176,7 +176,8 @@ class Engine:
             raise GradientError(
                 "a gradient was assigned after clip_grad_norm_ had reduced them: assign it before, on every rank"
             )
-        self.exchange.current = not (assigned or dropped)
+        if assigned or dropped:
+            self.exchange.outdate()
 
     def _coefficients(self) -> tuple[Tensor | None, Tensor]:
         """Phase 3: one device scalar that unscales and clips, and one that says whether to skip."""
@@ -228,7 +229,7 @@ class Engine:
         if not self.reducer.make_readable():
             self.clip.inverse_scale = inverse_scale
             return
-        self.exchange.current = False
+        self.exchange.outdate()
         present = [bucket.grad_buffer for bucket in self.reducer.buckets if bucket.state is not GradState.EMPTY]
         # The op wants somewhere to write what it finds: ``decide`` overwrites it in ``step``.
         for dtype in {buffer.dtype for buffer in present}:
@@ -239,7 +240,7 @@ class Engine:
     def forget_coefficients(self) -> None:
         """The gradients were applied, or are gone: nothing that multiplies them holds any more."""
         self.clip.reset()
-        self.exchange.current = False
+        self.exchange.outdate()
 
     # -- parameters and state ------------------------------------------------------------------------------------
 

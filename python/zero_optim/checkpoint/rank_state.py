@@ -30,4 +30,4 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     engine.states.restart(set(parameters.trained) - set(saved))
     engine.hyper.steps.copy_(step_counts(saved, len(engine.hyper.steps)))
     load_groups(groups, state_dict["param_groups"])
-    engine.exchange.current = False  # gradients may have been dropped
+    engine.exchange.outdate()  # gradients may have been dropped

@@ -53,13 +53,13 @@ class Exchange:
         self.resize()
 
     def outdate(self) -> None:
-        """The gradients change: what was exchanged is no longer what they are. On all ranks alike."""
+        """The gradients change, or have gone: what was exchanged is no longer what they are. On all ranks alike."""
         self.current = False
 
     def resize(self) -> None:
         """Make room for as many parameters as there are labels."""
         device, count = self.sharding.device, len(self.labels)
-        self.current = False
+        self.outdate()
         self.used = torch.zeros(count, dtype=torch.bool, device=device)
         self.nonfinite.resize(count)
         sizes = [_TOTALS, width(self._alarms), count, self.nonfinite.entries]
@@ -129,7 +129,7 @@ class Exchange:
             named = [index for index, count in enumerate(self._used_counts.tolist()) if count >= _NAMED]
             names = ", ".join(self.labels[index] for index in named) or "a parameter"
             dtypes = {str(self._parameters[index].dtype) for index in named if index in self._parameters}
-            self.current = False
+            self.outdate()
             raise alarm.error(About(names, own, " or ".join(sorted(dtypes))))
 
     def _on_device(self, used: bytearray) -> Tensor:
