@@ -247,6 +247,30 @@ KNOWN: dict[str, Program] = {
             Step(0),
         ),
     ),
+    "stage 3, zeroed to None after no_sync, then a raise in the root": Program(
+        2,
+        (_optim(2, stage=3),),
+        (
+            *_loop(_net(0, 1), 0),
+            _both(_net(0), _net(0, 1), no_sync=(0,)),
+            ModuleZero(0, True),
+            _both(_net(0), _net(0, after=0)),
+            Step(0),
+        ),
+    ),
+    "zeroed in place between two clips": Program(
+        2,
+        tuple(_optim(1, stage=stage) for stage in (0, 1, 2)),
+        (
+            _both(tuple(Use(o, 0, 1.0) for o in range(3))),
+            *(op for o in range(3) for op in (Clip(o, 1.0), ModuleZero(o, False), Clip(o, 1.0), Step(o))),
+        ),
+    ),
+    "stage 3, zeroed in place between two clips": Program(
+        2,
+        (_optim(1, stage=3),),
+        (_both(_net(0)), Clip(0, 1.0), ModuleZero(0, False), Clip(0, 1.0), Step(0)),
+    ),
     "stage 3, another order in the first forward that trains": Program(
         2,
         (_optim(2, stage=3),),

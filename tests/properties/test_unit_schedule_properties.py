@@ -262,6 +262,7 @@ def play(rank: Rank, number: int, step: Step, flag: threading.local) -> None:
     frozen=subsets,
     called=st.one_of(st.just(()), st.permutations(range(1, UNITS + 1))),
     again_after=st.integers(0, UNITS),
+    alike=st.booleans(),
 )
 @example(
     # Unit 3, within 2, is not used in the first forward that trains; and 1, which comes before it, is called twice.
@@ -277,6 +278,7 @@ def play(rank: Rank, number: int, step: Step, flag: threading.local) -> None:
     frozen=frozenset(),
     called=(),
     again_after=0,
+    alike=False,
 )
 @example(
     # Rank 0 uses 4, which is called before 2; rank 1 uses 3, within 2. Nothing but 3 may come between 2 and 3.
@@ -292,6 +294,37 @@ def play(rank: Rank, number: int, step: Step, flag: threading.local) -> None:
     frozen=frozenset(),
     called=(4, 1, 2, 3, 5, 6),
     again_after=0,
+    alike=False,
+)
+@example(
+    # Within 1 and within 4, the later one is called first; and 1 is left out of the first forward.
+    outer_of=_tree((0, 1, 1, 0, 1, 1)),
+    keep=False,
+    prefetch=0,
+    program=[Step((frozenset({4, 5, 6}),) * RANKS, trains=True, backward=True, checkpointed=1)],
+    seed=0,
+    twice=frozenset(),
+    frozen=frozenset(),
+    called=(1, 3, 2, 4, 6, 5),
+    again_after=0,
+    alike=True,
+)
+@example(
+    # An evaluation calls 1, 3, 1 and not 2, which is within 1. Then 1, 3; then 2 within 1.
+    outer_of=_tree((0, 1, 0, 0, 0, 0)),
+    keep=False,
+    prefetch=0,
+    program=[
+        Step((frozenset({1, 3}),) * RANKS, trains=False, backward=False, checkpointed=1),
+        Step((frozenset({1, 3}),) * RANKS, trains=True, backward=True, checkpointed=1),
+        Step((frozenset({1, 2}),) * RANKS, trains=True, backward=True, checkpointed=1),
+    ],
+    seed=0,
+    twice=frozenset({1}),
+    frozen=frozenset(),
+    called=(),
+    again_after=0,
+    alike=True,
 )
 @example(
     # Backward comes to 6, 5, 3, 4, 3, 2. A rank that sends for four at once must not send for 2 before the second 3.
@@ -304,6 +337,7 @@ def play(rank: Rank, number: int, step: Step, flag: threading.local) -> None:
     frozen=frozenset(),
     called=(),
     again_after=4,
+    alike=False,
 )
 def test_all_ranks_gather_alike(
     outer_of: list[int | None],
@@ -315,15 +349,16 @@ def test_all_ranks_gather_alike(
     frozen: frozenset[int],
     called: Sequence[int],
     again_after: int,
+    alike: bool,
 ) -> None:
     """Whenever their reductions arrive. Where units are called twice, or come into a backward and are not in its order
     (frozen, in a checkpoint), every rank has to use the same."""
     if again_after and outer_of[again_after - 1] is not None:
         again_after = 0  # it is not the root that calls it
-    if called:  # in the first forward of all, such units are not skipped
-        program = [Step((frozenset(range(1, UNITS + 1)),) * RANKS, False, False, 1), *program]
-    if twice or frozen:
+    if twice or frozen or alike:
         program = [replace(step, uses=step.uses[:1] * RANKS) for step in program]
+    elif called:  # in the first forward no rank skips one
+        program = [Step((frozenset(range(1, UNITS + 1)),) * RANKS, False, False, 1), *program]
     flag = threading.local()
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(RANKS) as threads:
         patch.setattr(schedule, "in_backward", lambda: flag.backward)

@@ -60,13 +60,19 @@ class _Works:
         return self._failed or all(work.is_completed() for work in self._works)
 
     def wait(self, *timeout: timedelta) -> None:
-        for work in self._works:
-            try:
+        try:
+            for work in self._works:
                 work.wait(*timeout)
-            except RuntimeError:
-                # Or it arrived just after its time was up: then ``wait``, called at once, waits for the others.
-                self._failed = work.is_completed()
-                raise
+        except RuntimeError:
+            self._failed = any(map(_has_failed, self._works))  # or it is not there in time
+            raise
+
+
+def _has_failed(work: Any) -> bool:
+    try:
+        return work.is_completed() and not work.wait()
+    except RuntimeError:
+        return True
 
 
 class Pending:

@@ -101,6 +101,7 @@ class Bucket:
         self._absent = torch.empty(0, dtype=self.dtype, device=self.device)  # what pack is given for no gradient
         self.arrivals = Arrivals()
         self._zeroings = 0  # by the user, as the last reduction left
+        self._zeroings_seen = 0  # as ``edited`` was last asked
         self.unsharding: Pending | None = None
         self.slots = Slots(self.params)
         self._allocate_gradients()
@@ -257,6 +258,11 @@ class Bucket:
         if all(parameter.grad is None for parameter in self.params):
             return Zeroed.TO_NONE
         return Zeroed.IN_PLACE if self._zeroings_now() - self._zeroings >= len(self.params) else None
+
+    def edited(self) -> bool:
+        """Whether the user has written gradients that are here in place since this was last asked."""
+        before, self._zeroings_seen = self._zeroings_seen, self._zeroings_now()
+        return before != self._zeroings_seen
 
     def _zeroings_now(self) -> int:
         return self.arrivals.zeroed if self._shards else self.grad_buffer._version

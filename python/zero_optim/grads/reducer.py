@@ -402,6 +402,7 @@ class Reducer:
                 self._learn()
         for bucket in self.buckets:
             bucket.wait()
+            bucket.edited()  # what comes from here on is the user's
         self._deallocate_idle_buffers()
         return self.layout.used()
 
@@ -433,11 +434,12 @@ class Reducer:
         return any([bucket.collect() for bucket in self.buckets])  # noqa: C419  every bucket, whatever the first says
 
     def recheck(self) -> tuple[bool, bool]:
-        """After ``finish``: whether gradients were assigned since, and whether some were dropped."""
+        """After ``finish``: whether gradients were assigned since, and whether some were dropped or written into."""
+        edited = any([bucket.edited() for bucket in self.buckets])  # noqa: C419  every bucket, as above
         if not self.sharding.reduces:
-            return self._collect(), False
+            return self._collect(), edited
         settled = [bucket.settle() for bucket in self.buckets]
-        return any(unreduced for unreduced, _ in settled), any(dropped for _, dropped in settled)
+        return any(unreduced for unreduced, _ in settled), edited or any(dropped for _, dropped in settled)
 
     def end_step(self) -> None:
         """The gradients were applied. They stay until they are cleared, and the next step has rounds of its own."""

@@ -48,8 +48,10 @@ class RoundGrads:
         self._versions[index] = -1 if grad is None else grad._version
 
     def backward_begins(self) -> None:
-        """Gradients of ``no_sync`` backwards wait for a round. What was written into them so far belongs before it."""
-        for index in self._versions:
+        """Gradients of ``no_sync`` backwards wait for a round. What was done to them so far belongs before it."""
+        waiting = [index for index in self._versions if self._parameters[index].grad is not None]
+        self._versions.clear()
+        for index in waiting:
             self.note(index, self._parameters[index])
 
     def forget(self) -> None:
@@ -57,8 +59,8 @@ class RoundGrads:
         self._after_raise = None
 
     def after_raise(self, launched: Sequence[Bucket]) -> AfterRaise:
-        """To be asked before the rest of the round leaves. The answer stays until the round is complete."""
-        if self._after_raise is None:
+        """To be asked before more of the round leaves. Once all was zeroed, the answer stays until it is complete."""
+        if self._after_raise is None or self._after_raise.zeroed is None:
             self._after_raise = AfterRaise(len(launched), self._zeroed_since(launched))
         return self._after_raise
 

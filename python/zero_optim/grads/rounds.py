@@ -10,7 +10,7 @@ state         owed  meaning
 UNREDUCED     1     no round since the last ``step`` or ``zero_grad``
 REDUCED       0     every gradient was in a round
 DIRTY         1     a round, and after it gradients that stayed on their rank
-OPEN          1     a backward has begun a round: it runs, or it has raised
+OPEN          1     a round was begun: its backward runs, or has raised
 COMPLETING    1     the rest of the round is being launched, as its backward is over or is joined
 ============  ====  ==============================================================================
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from .unit import Unit
 
@@ -19,46 +19,68 @@ def calls_ended(units: Sequence[Unit]) -> list[Unit]:
     return ended + running[::-1]
 
 
+def nested(units: Iterable[Unit]) -> list[Unit]:
+    """Each of ``units`` once, directly before those within it; else in the order in which they first come."""
+    place = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
+
+    def path(unit: Unit) -> list[int]:
+        around = sorted(unit.enclosing & place.keys(), key=lambda outer: len(outer.enclosing))
+        return [place[of] for of in (*around, unit)]
+
+    return sorted(place, key=path)
+
+
 def merged(orders: Sequence[Sequence[Unit]], known: Sequence[Unit]) -> list[Unit]:
     """One order of all ``known`` units from those of the ranks: rank 0's, where it has all that any rank has.
 
-    In each a unit comes before those within it. So it does in the result, with nothing in between that is outside of
-    it: on the way to a unit, those that it is within stay unsharded.
+    A unit comes before those within it, in ``orders`` and in ``known``, which is ``nested``. So it does in the result,
+    with nothing in between that is outside of it: what a unit is within stays unsharded on the way to it.
     """
     used = {unit for order in orders for unit in order}
     return _complete(orders[0] if used <= set(orders[0]) else _agreeing(orders, known), known)
 
 
 def _agreeing(orders: Sequence[Sequence[Unit]], known: Sequence[Unit]) -> list[Unit]:
-    """Every unit that any rank has, once: after what it first follows on any rank.
-
-    Of those that may come next, one within the last unit does; or within what that is within. Else the first that is
-    ``known``.
-    """
+    """Every unit that any rank has, once: after what it first follows on any rank, else as ``known`` has it."""
     before: dict[Unit, set[Unit]] = {unit: set() for order in orders for unit in order}
     for order in orders:
         for earlier, later in itertools.pairwise(dict.fromkeys(order)):
             before[later].add(earlier)
     agreed: list[Unit] = []
-    around: set[Unit] = set()
     left = [unit for unit in known if unit in before]
     while left:
-        ready = [unit for unit in left if before[unit].issubset(agreed)] or left  # left: ranks contradict each other
-        agreed.append(max(ready, key=lambda unit: len(unit.enclosing & around)))
-        around = {agreed[-1], *agreed[-1].enclosing}
+        ready = [unit for unit in left if before[unit].issubset(agreed)]
+        agreed.append((ready or left)[0])  # none is ready where ranks contradict each other
         left.remove(agreed[-1])
-    return agreed
+    return nested(agreed)
 
 
 def _complete(order: Sequence[Unit], known: Sequence[Unit]) -> list[Unit]:
-    """``order`` without immediate repeats, and with those ``known`` that it lacks, each after its predecessor there."""
+    """``order`` without immediate repeats, and with those ``known`` that it lacks: after the last call of what comes
+    before them within the same unit, and of all within that; or else directly after the unit that they are in."""
     complete = [unit for place, unit in enumerate(order) if place == 0 or order[place - 1] is not unit]
     for place, unit in enumerate(known):
-        if unit not in complete:
-            before = known[place - 1] if place else None
-            at = len(complete) - complete[::-1].index(before) if before in complete else 0
-            complete.insert(at, unit)
+        if unit in complete:
+            continue
+        around = unit.enclosing & set(known)
+        beside = [other for other in known[:place] if other.enclosing & set(known) == around]
+        at = _after_last(complete, beside[-1]) if beside else 0
+        if not beside and around:
+            at = 1 + _last(complete, max(around, key=lambda outer: len(outer.enclosing)))
+        complete.insert(at, unit)
     return complete
+
+
+def _last(order: Sequence[Unit], unit: Unit) -> int:
+    return len(order) - 1 - order[::-1].index(unit)
+
+
+def _after_last(order: Sequence[Unit], unit: Unit) -> int:
+    """Where the last call of ``unit`` is over, with those within it."""
+    at = 1 + _last(order, unit)
+    while at < len(order) and unit in order[at].enclosing:
+        at += 1
+    return at
 
 
 def over(cycle: Sequence[Unit]) -> Iterator[Unit]:

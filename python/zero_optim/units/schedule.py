@@ -86,7 +86,7 @@ from ..backward_watch import BackwardWatch
 from ..comm.sharding import Sharding
 from ..errors import ParameterError, ShardAccessError
 from ..params.flat_params import FlatParams
-from .order import calls_ended, merged, over
+from .order import calls_ended, merged, nested, over
 from .unit import Unit, UnitState
 
 ORDER_CODES = 64
@@ -435,7 +435,7 @@ class UnitSchedule:
         number = {unit: index for index, unit in enumerate(self.units)}
         report = ([number[unit] for unit in self._called], [(number[u], needs) for u, needs in self._ended])
         reports = self._sharding.everyone.gather_objects(report, "the first forward")
-        known = [*dict.fromkeys(self._cycles[Direction.FORWARD])]  # where an earlier forward was seen, in its order
+        known = nested(self._cycles[Direction.FORWARD])  # where an earlier forward was seen, in its order
         orders = [[self.units[index] for index in called] for called, _ in reports]
         self._cycles[Direction.FORWARD] = merged(orders, known)
         self._forward_known = True
