@@ -536,6 +536,7 @@ class Law:
         need(op.p in state.trained & state.requires_grad, "not trained")
         need(not state.clipped and not state.unscaled and not state.dirty, "assigned after a clip")
         need(state.stage != 3, "assigning to a shard")
+        need(not self.scaler or state.optim.dtype == "float32", "16 bits do not hold it beside scaled gradients")
         need(len(op.ranks) == self.world, "a gradient for each rank")
         for grads in state.grads:
             grads.add(op.p)
