@@ -209,11 +209,11 @@ class Reducer:
         return self.sharding.stage == 0 or not self.sharding.everyone.shared
 
     def _backward_begins(self) -> None:
-        # At stage 3 the schedule meets a new backward before we do, and it has ended the raised one's cycle then. The
-        # cycle that is open now belongs to the new backward: to join it here would end that one.
         end_raised_backwards()
-        next_is_under_way = self._schedule is not None and self._schedule.watch.running
-        self.complete_open_round(_nothing if next_is_under_way else self._join_open_backward)
+        for (
+            reducer
+        ) in self._not_in_backward():  # at stage 0 this backward ends with a wait, and others may wait for them
+            reducer.complete_open_round()
         self._round_grads.backward_begins()
         for bucket in self.buckets:
             bucket.slots.backward_begins()
@@ -329,7 +329,7 @@ class Reducer:
             self.complete_open_round()
             self._schedule.end_all_backwards()
 
-    def complete_open_round(self, join: Callable[[], None] | None = None) -> None:
+    def complete_open_round(self) -> None:
         """A backward that raised has left its round open. Launch the rest: the other ranks have launched theirs.
 
         The user may have zeroed gradients since the raise. That counts as done after the round. Where this rank finds
@@ -347,7 +347,10 @@ class Reducer:
         found = self._round_grads.after_raise(self.buckets[: self._next])
         # At stage 0 the averages overwrite ``.grad``, so what the user has zeroed there is lost as well.
         unseen = self.buckets if self.sharding.stage == 0 else self.buckets[found.launched :]
-        self._complete_round(join or self._join_open_backward)
+        # At stage 3 the schedule meets a new backward before we do, and it has ended the raised one's cycle then. The
+        # cycle that is open now belongs to the new backward: to join it here would end that one.
+        next_is_under_way = self._schedule is not None and self._schedule.watch.running
+        self._complete_round(_nothing if next_is_under_way else self._join_open_backward)
         for bucket in unseen:
             if isinstance(found.zeroed, Tensor):
                 bucket.keep_where(found.zeroed)
@@ -367,17 +370,21 @@ class Reducer:
             rank 0   backward: raises, before B                A.step(): launches A and B, then waits for A
             rank 1   backward: launches both, waits for B      A.step()
         """
-        alive = [reducer for reference in _reducers if (reducer := reference()) is not None]
-        alive = [reducer for reducer in alive if reducer is self or not reducer.out_of_step]
-        alive.sort(
-            key=lambda reducer: reducer._schedule is None
-        )  # a rank that waits in units' gathers launches nothing until we join
-        settled = [reducer for reducer in alive if reducer is self or not reducer._watch.running]
+        settled = self._not_in_backward()
         for reducer in settled:
             reducer.complete_open_round()
         end_raised_backwards()  # those under ``no_sync`` have no round, and other ranks wait in their gathers
         for reducer in settled:  # only now, when all are launched
             reducer._await_averages()
+
+    def _not_in_backward(self) -> list[Reducer]:
+        """This reducer, and those of this process that no running backward has come to: what is open there has raised.
+
+        Those with units first: a rank that waits in their gathers launches nothing until we join.
+        """
+        alive = [reducer for reference in _reducers if (reducer := reference()) is not None]
+        chosen = [of for of in alive if of is self or not (of.out_of_step or of._watch.running)]
+        return sorted(chosen, key=lambda reducer: reducer._schedule is None)
 
     # -- step ------------------------------------------------------------------------------------------------------
 
