@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -55,6 +57,35 @@ def test_any_order_on_any_rank_gives_the_same_parameters(stage, orders):
     for params, kept in run_ranks(2, _shuffled, stage, orders):
         assert kept, "parameters keep identity, shape and dtype when buckets are laid out again"
         assert_bitwise(params, oracle.params)
+
+
+def _states_at_once(rank: int, world_size: int, stage: int) -> tuple[int, int]:
+    """How many states of shards there are at once in the first step, at most; and how many buckets."""
+    import zero_optim
+    from zero_optim.step.state_store import DeviceStore
+
+    kept = []
+
+    class Counting(DeviceStore):
+        def allocate(self, page: Mapping[str, Tensor]) -> int:
+            number = super().allocate(page)
+            kept.append(len(self._pages))
+            return number
+
+    params = make_parameters(SHAPES, torch.bfloat16)
+    with mock.patch("zero_optim.engine.DeviceStore", Counting):
+        opt = zero_optim.ShardedAdamW(params, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+    grads = make_gradients(params, rank, 0)
+    linear_backward([params[i] for i in SHUFFLED], [grads[i] for i in SHUFFLED])
+    opt.step()
+    opt.close()
+    return max(kept), len(opt.engine.reducer.buckets)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_state_is_not_kept_twice_while_buckets_are_laid_out_again(stage):
+    for states, buckets in run_ranks(2, _states_at_once, stage):
+        assert states <= buckets
 
 
 def _first_reduced(rank: int, world_size: int, stage: int, order: tuple[int, ...]) -> list[int]:

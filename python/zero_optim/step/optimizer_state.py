@@ -100,14 +100,14 @@ class OptimizerState:
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Follow the parameters into new buckets. State that was started moves over, one old bucket at a time."""
-        old = self.shards
+        old, self.shards = self.shards, []
+        while old and not self.started:  # they hold nothing that is not made anew
+            old.pop().release()
         self.shards = [ShardState(bucket, self.rule, self._store) for bucket in buckets]
-        if self.started:
-            places = {piece.slot.param: (shard, piece) for shard in self.shards for piece in shard.bucket.pieces}
-            for shard in old:
-                self._move(shard, places)
-        for shard in old:
-            shard.release()
+        places = {piece.slot.param: (shard, piece) for shard in self.shards for piece in shard.bucket.pieces}
+        while old:
+            self._move(old[-1], places)
+            old.pop().release()
 
     def _move(self, old: ShardState, places: Mapping[int, tuple[ShardState, SlotPiece]]) -> None:
         for tensor in old.tensors:
