@@ -170,13 +170,18 @@ class Engine:
             raise
 
     def _follow_edits(self) -> None:
-        """Gradients dropped or assigned since the exchange count as they are; what was clipped stays so."""
-        assigned, dropped = self.reducer.recheck()
-        if assigned and self.sharding.reduces:
+        """Gradients dropped or written since the exchange count as they are; what was clipped stays so.
+
+        On several ranks this takes no message. Ranks whose users did different things would wait for each other.
+        """
+        edits = self.reducer.edits()
+        if self.sharding.reduces and edits.assigned:
             raise GradientError(
                 "a gradient was assigned after clip_grad_norm_ had reduced them: assign it before, on every rank"
             )
-        if assigned or dropped:
+        if self.sharding.reduces:
+            self.exchange.follow_edits(edits.dropped, edits.written)
+        elif edits.assigned or edits.dropped or edits.written:
             self.exchange.outdate()
 
     def _coefficients(self) -> tuple[Tensor | None, Tensor]:

@@ -19,6 +19,7 @@ from training_cases import (
     linear_backward,
     make_gradients,
     make_parameters,
+    named,
 )
 
 NORMS = (2.0, 1.0, math.inf)
@@ -197,3 +198,38 @@ def test_an_absent_gradient_adds_nothing_to_the_norm(stage):
     present = torch.cat([g.flatten() for g in grads[::2]]).double()
     for norm in run_ranks(2, _with_missing_gradients, stage):
         assert norm == pytest.approx(float(present.norm()), rel=16 * FP32_EPS)
+
+
+def _edited_after_a_clip(rank: int, world_size: int, stage: int, edit: str, editing: int) -> list[str]:
+    """What each of three steps raises. Between clip and step of the second, the first ``editing`` ranks edit."""
+    import zero_optim
+
+    params = [torch.nn.Parameter(torch.ones(600)) for _ in range(3)]
+    opt = zero_optim.ShardedAdamW(named(params), lr=0.1, stage=stage, bucket_cap_mb=0.002)
+    raised = []
+    for step in range(3):
+        torch.stack([(p * (rank + 1)).sum() for p in params]).sum().backward()
+        try:
+            opt.clip_grad_norm_(1.0)
+            if step == 1 and rank < editing:
+                if edit == "drop":
+                    params[1].grad = None
+                else:
+                    params[1].grad.zero_()
+            opt.step()
+            raised.append("")
+        except zero_optim.RankMismatchError as error:
+            raised.append(str(error))
+        opt.zero_grad()
+    opt.close()
+    return raised
+
+
+@pytest.mark.parametrize("edit", ["drop", "write"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_edits_after_a_clip_on_one_rank_are_told_in_the_next_step(stage: int, edit: str) -> None:
+    """To all ranks; and nobody waits for anybody before."""
+    for *before, last in run_ranks(2, _edited_after_a_clip, stage, edit, 1):
+        assert before == ["", ""]
+        assert "'layer1.weight'" in last and "were dropped or written in place on some ranks" in last, last
+    assert run_ranks(2, _edited_after_a_clip, stage, edit, 2) == [["", "", ""]] * 2

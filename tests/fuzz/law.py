@@ -403,6 +403,7 @@ class Law:
         state = self.states[op.o]
         need(not state.left_out, "step has to follow")
         need(not state.unscaled or state.stage == 0, "the optimizer does not hear of it: unscale_ stays noted")
+        need(not (state.clipped and state.infinite), "the coefficient is not finite")
         seen = state.stage != 3 or not state.raised or all(state.grads)
         need(seen, "zeroed where a rank has no gradient: it cannot tell")
         raised, synced, clipped = state.raised, state.synced, state.clipped

@@ -122,7 +122,7 @@ def test_what_each_alarm_raises_has_a_type_and_names_what_it_is_about(of: tuple[
     assert len({alarm.name for alarm in of}) == len(of)
     for alarm in of:
         error = alarm.error(ABOUT)
-        assert isinstance(error, RankMismatchError if alarm.name in ("parted", "thawed") else GradientError)
+        assert isinstance(error, RankMismatchError if alarm.name in ("parted", "thawed", "edited") else GradientError)
         assert ("units" if alarm.name == "parted" else "weight") in str(error)
     refused = next(alarm for alarm in of if alarm.name == "refused")
     assert str(refused.error(About("weight", own=["mine", "too"]))) == "mine; too"

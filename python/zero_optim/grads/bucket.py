@@ -315,10 +315,10 @@ class Bucket:
             self.unsharding.wait()
             self.unsharding = None
 
-    def settle(self) -> tuple[list[int], bool]:
+    def settle(self) -> tuple[list[int], list[int]]:
         """After the last reduction: drop what was zeroed since.
 
-        Returns the parameters whose gradients came after it, and whether the user has zeroed some.
+        Returns the parameters whose gradients came after it, and those whose gradients the user has dropped.
         """
         found = self.slots.scan(self._handles())
         if self.state is GradState.REDUCED:
@@ -326,7 +326,8 @@ class Bucket:
             self._drop_zeroed(found.zeroed)
             self._drop_stale()
         late = self._present() if self.state is GradState.LOCAL else found.local
-        return [self.layout.slots[index].param for index, _ in late], bool(found.gone)
+        params = [slot.param for slot in self.layout.slots]
+        return [params[index] for index, _ in late], [params[index] for index in found.gone]
 
     def abandon(self) -> None:
         """Wait for nothing any more: the ranks have parted."""

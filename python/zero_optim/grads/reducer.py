@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +39,16 @@ from .round_grads import RoundGrads
 from .rounds import Rounds, RoundState
 
 _reducers: list[weakref.ref[Reducer]] = []  # of this process, in the order in which they were made
+
+
+@dataclass
+class Edits:
+    """What the user has done to reduced gradients, by index of the parameter: assigned others, dropped them, or written
+    into those of their bucket."""
+
+    assigned: set[int] = field(default_factory=set)
+    dropped: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
 
 
 class Reducer:
@@ -440,13 +451,21 @@ class Reducer:
     def _collect(self) -> bool:
         return any([bucket.collect() for bucket in self.buckets])  # noqa: C419  every bucket, whatever the first says
 
-    def recheck(self) -> tuple[bool, bool]:
-        """After ``finish``: whether gradients were assigned since, and whether some were dropped or written into."""
-        edited = any([bucket.edited() for bucket in self.buckets])  # noqa: C419  every bucket, as above
-        if not self.sharding.reduces:
-            return self._collect(), edited
-        settled = [bucket.settle() for bucket in self.buckets]
-        return any(unreduced for unreduced, _ in settled), edited or any(dropped for _, dropped in settled)
+    def edits(self) -> Edits:
+        """What the user has done to gradients since ``finish``, or since this was last asked."""
+        edits = Edits()
+        for bucket in self.buckets:
+            params = [slot.param for slot in bucket.layout.slots]
+            if bucket.edited():
+                edits.written.update(params)
+            if self.sharding.reduces:
+                assigned, dropped = bucket.settle()
+                edits.assigned.update(assigned)
+                edits.dropped.update(dropped)
+            elif bucket.collect():
+                edits.assigned.update(params)
+            bucket.edited()  # what was dropped is zero now
+        return edits
 
     def end_step(self) -> None:
         """The gradients were applied. They stay until they are cleared, and the next step has rounds of its own."""

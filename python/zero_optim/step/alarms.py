@@ -121,6 +121,14 @@ def _leftover(about: About) -> ZeroOptimError:
     )
 
 
+def _edited(about: About) -> ZeroOptimError:
+    return RankMismatchError(
+        f"the gradients of {about.names} were dropped or written in place on some ranks, and not on others, between "
+        "clip_grad_norm_ and the last step, which has updated them differently. Edit gradients on every rank alike. To "
+        "go on, load a checkpoint. Nothing was updated now"
+    )
+
+
 def _parted(about: About) -> ZeroOptimError:
     return RankMismatchError(
         "the ranks have gathered units in different orders, and may have computed with wrong values: each must "
@@ -137,6 +145,7 @@ def alarms(*, by_units: bool) -> tuple[Alarm, ...]:
         Alarm("refused", Combine.ANY, _refused),
         Alarm("thawed", Combine.DIVIDED, _thawed),
         Alarm("leftover", Combine.DIVIDED, _leftover),
+        Alarm("edited", Combine.DIVIDED, _edited),
     )
 
 

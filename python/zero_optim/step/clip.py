@@ -81,7 +81,7 @@ class Clip:
         """
         if not self.clipped:
             self.coefficient.fill_(1.0)
-        if subset is None and self.factor is None and norm_type == exchange.norm_type:
+        if subset is None and not self.clipped and norm_type == exchange.norm_type:
             norm = _root(exchange.total, norm_type)
         else:
             norm = self._norm_of(buckets, norm_type, range(len(self.labels)) if subset is None else subset)

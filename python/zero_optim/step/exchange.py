@@ -49,12 +49,22 @@ class Exchange:
         self.current = False
         self.norm_type: float | None = None
         self.with_stats = False
+        self._edited: set[int] = set()  # parameters, since the last exchange
         self._alarms = alarms(by_units=by_units) if sharding.reduces else ()  # alone, a rank has none
         self.resize()
 
     def outdate(self) -> None:
         """The gradients change, or have gone: what was exchanged is no longer what they are. On all ranks alike."""
         self.current = False
+
+    def follow_edits(self, dropped: Set[int], written: Set[int]) -> None:
+        """The user has done this to the gradients of these parameters, by index, since they were exchanged.
+
+        What was dropped is unused, here. The next exchange tells the ranks if only some of them have edited.
+        """
+        for index in dropped:
+            self.used[index].fill_(False)
+        self._edited |= dropped | written
 
     def resize(self) -> None:
         """Make room for as many parameters as there are labels."""
@@ -102,6 +112,7 @@ class Exchange:
         raises one step later, and the step in between is skipped: the host reads nothing from the device.
         """
         self.check_alarms()
+        about, self._edited = {**about, "edited": self._edited}, set()
         wanted = norm_type is not None or stats
         self._totals.copy_(self._local_totals(buckets, norm_type or 2.0)) if wanted else self._totals.zero_()
         self._columns.fill({name: len(of) for name, of in about.items()} | {"parted": order_code})
