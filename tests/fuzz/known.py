@@ -271,6 +271,11 @@ KNOWN: dict[str, Program] = {
         (_optim(1, stage=0), _optim(1, stage=0)),
         (_both((Boom(), Use(1, 0))), _both((Use(0, 0),), None), Step(0), Step(1)),
     ),
+    "dropped after a clip, and then steps without gradients": Program(
+        2,
+        (_optim(1, stage=2),),
+        (Clip(0, 1.0), ModuleZero(0, True), Step(0), Step(0), _both(_all(0, 1)), Step(0)),
+    ),
     "stage 3, zeroed in place between two clips": Program(
         2,
         (_optim(1, stage=3),),
