@@ -192,24 +192,28 @@ class Machine:
         assert self.state != "error"
         self.launched = self.launched + 1 if event == "complete" else 0 if event in ("step", "clear") else self.launched
 
+    def complete(self) -> None:
+        self.tell("rest")
+        self.tell("complete")
+
     def settle(self) -> None:
         """What every call begins with that all ranks make."""
-        if self.state.startswith(OPEN):
-            self.tell("complete")
+        if self.state == OPEN:
+            self.complete()
 
     def reduce(self) -> None:
         """What ``step`` and ``clip_grad_norm_`` launch."""
         self.settle()
         for _ in range(int(STATES[self.state, "owed"])):
             self.tell("begin")
-            self.tell("complete")
+            self.complete()
 
     def backward(self, far: int) -> None:
         if far > FIRST:
             self.settle()
             self.tell("begin" if self.overlap else "local")
         if far == WHOLE and self.overlap:
-            self.tell("complete")
+            self.complete()
 
 
 class Player:
