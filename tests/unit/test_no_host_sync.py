@@ -64,6 +64,7 @@ POINTWISE = {
             "ne",
             "neg",
             "pow",
+            "remainder",
             "reciprocal",
         ),
         *(
