@@ -172,7 +172,7 @@ class Engine:
     def _follow_edits(self) -> None:
         """Gradients dropped or written since the exchange count as they are; what was clipped stays so.
 
-        On several ranks this takes no message. Ranks whose users did different things would wait for each other.
+        On several ranks this takes no message. If only some ranks had edits, only they would send it.
         """
         edits = self.reducer.edits()
         if self.sharding.reduces and edits.assigned:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -233,6 +234,12 @@ def _tree(depths: tuple[int, ...]) -> list[int | None]:
 trees = st.one_of(st.just(_tree((0,) * UNITS)), st.tuples(*[st.integers(0, 2)] * UNITS).map(_tree))
 
 
+def _example(**given: Any) -> Any:
+    """An example of ``test_all_ranks_gather_alike``: what it does not name is the simplest."""
+    simplest = {"keep": False, "prefetch": 0, "seed": 0, "twice": frozenset(), "frozen": frozenset(), "called": ()}
+    return example(**{**simplest, "again_after": 0, "alike": False, **given})
+
+
 def play(rank: Rank, number: int, step: Step, flag: threading.local) -> None:
     flag.backward = False
     used = set(step.uses[number])
@@ -264,80 +271,49 @@ def play(rank: Rank, number: int, step: Step, flag: threading.local) -> None:
     again_after=st.integers(0, UNITS),
     alike=st.booleans(),
 )
-@example(
+@_example(
     # Unit 3, within 2, is not used in the first forward that trains; and 1, which comes before it, is called twice.
     outer_of=_tree((0, 0, 1, 0, 0, 0)),
-    keep=False,
-    prefetch=0,
     program=[
         Step((frozenset({1, 2}),) * RANKS, trains=True, backward=False, checkpointed=1),
         Step((frozenset(range(1, UNITS + 1)),) * RANKS, trains=True, backward=True, checkpointed=1),
     ],
-    seed=0,
     twice=frozenset({1}),
-    frozen=frozenset(),
-    called=(),
-    again_after=0,
-    alike=False,
 )
-@example(
+@_example(
     # Rank 0 uses 4, which is called before 2; rank 1 uses 3, within 2. Nothing but 3 may come between 2 and 3.
     outer_of=_tree((0, 0, 1, 0, 0, 0)),
-    keep=False,
-    prefetch=0,
     program=[
         Step((frozenset({2, 4}), frozenset({2, 3}), frozenset({2})), trains=True, backward=True, checkpointed=1),
         Step((frozenset({2, 4}), frozenset({2, 3}), frozenset({2})), trains=True, backward=True, checkpointed=1),
     ],
-    seed=0,
-    twice=frozenset(),
-    frozen=frozenset(),
     called=(4, 1, 2, 3, 5, 6),
-    again_after=0,
-    alike=False,
 )
-@example(
+@_example(
     # Within 1 and within 4, the later one is called first; and 1 is left out of the first forward.
     outer_of=_tree((0, 1, 1, 0, 1, 1)),
-    keep=False,
-    prefetch=0,
     program=[Step((frozenset({4, 5, 6}),) * RANKS, trains=True, backward=True, checkpointed=1)],
-    seed=0,
-    twice=frozenset(),
-    frozen=frozenset(),
     called=(1, 3, 2, 4, 6, 5),
-    again_after=0,
     alike=True,
 )
-@example(
+@_example(
     # An evaluation calls 1, 3, 1 and not 2, which is within 1. Then 1, 3; then 2 within 1.
     outer_of=_tree((0, 1, 0, 0, 0, 0)),
-    keep=False,
-    prefetch=0,
     program=[
         Step((frozenset({1, 3}),) * RANKS, trains=False, backward=False, checkpointed=1),
         Step((frozenset({1, 3}),) * RANKS, trains=True, backward=True, checkpointed=1),
         Step((frozenset({1, 2}),) * RANKS, trains=True, backward=True, checkpointed=1),
     ],
-    seed=0,
     twice=frozenset({1}),
-    frozen=frozenset(),
-    called=(),
-    again_after=0,
     alike=True,
 )
-@example(
+@_example(
     # Backward comes to 6, 5, 3, 4, 3, 2. A rank that sends for four at once must not send for 2 before the second 3.
     outer_of=_tree((0,) * UNITS),
-    keep=False,
     prefetch=4,
     program=[Step((frozenset(range(1, UNITS + 1)),) * RANKS, trains=True, backward=True, checkpointed=1)] * 2,
-    seed=0,
     twice=frozenset({3}),
-    frozen=frozenset(),
-    called=(),
     again_after=4,
-    alike=False,
 )
 def test_all_ranks_gather_alike(
     outer_of: list[int | None],

@@ -50,21 +50,22 @@ _spare: dict[tuple[int, ...], list[weakref.ref[dist.ProcessGroup]]] = {}
 
 
 class _Works:
-    """Several asynchronous collectives as one. As with one, a failure completes it: ``wait`` raises at once then."""
+    """Several asynchronous collectives as one. It is complete when all are, or when one is known to have failed."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
-        self._failed = False
+        self._failed: list[Any] = []
 
     def is_completed(self) -> bool:
-        return self._failed or all(work.is_completed() for work in self._works)
+        return bool(self._failed) or all(work.is_completed() for work in self._works)
 
     def wait(self, *timeout: timedelta) -> None:
+        """Raises what a work that failed raises: at once where that is known, else when its turn comes."""
         try:
-            for work in self._works:
+            for work in (*self._failed, *self._works):
                 work.wait(*timeout)
         except RuntimeError:
-            self._failed = any(map(_has_failed, self._works))  # or it is not there in time
+            self._failed = [work for work in self._works if _has_failed(work)]  # or one is not there in time
             raise
 
 

@@ -101,7 +101,7 @@ class Bucket:
         self._absent = torch.empty(0, dtype=self.dtype, device=self.device)  # what pack is given for no gradient
         self.arrivals = Arrivals()
         self._zeroings = 0  # by the user, as the last reduction left
-        self._zeroings_seen = 0  # as ``edited`` was last asked
+        self._zeroings_noted = 0  # by the user, as ``note_writes`` was last called
         self.unsharding: Pending | None = None
         self.slots = Slots(self.params)
         self._allocate_gradients()
@@ -259,10 +259,14 @@ class Bucket:
             return Zeroed.TO_NONE
         return Zeroed.IN_PLACE if self._zeroings_now() - self._zeroings >= len(self.params) else None
 
-    def edited(self) -> bool:
-        """Whether the user has written gradients that are here in place since this was last asked."""
-        before, self._zeroings_seen = self._zeroings_seen, self._zeroings_now()
-        return before != self._zeroings_seen
+    def note_writes(self) -> None:
+        """What was written into the gradients so far is known, or was not the user's."""
+        self._zeroings_noted = self._zeroings_now()
+
+    @property
+    def written(self) -> bool:
+        """Whether the user has written gradients that are here in place since ``note_writes``."""
+        return self._zeroings_now() != self._zeroings_noted
 
     def _zeroings_now(self) -> int:
         return self.arrivals.zeroed if self._shards else self.grad_buffer._version
@@ -326,8 +330,8 @@ class Bucket:
             self._drop_zeroed(found.zeroed)
             self._drop_stale()
         late = self._present() if self.state is GradState.LOCAL else found.local
-        params = [slot.param for slot in self.layout.slots]
-        return [params[index] for index, _ in late], [params[index] for index in found.gone]
+        slots = self.layout.slots
+        return [slots[index].param for index, _ in late], [slots[index].param for index in found.gone]
 
     def abandon(self) -> None:
         """Wait for nothing any more: the ranks have parted."""

@@ -221,9 +221,8 @@ class Reducer:
 
     def _backward_begins(self) -> None:
         end_raised_backwards()
-        for (
-            reducer
-        ) in self._not_in_backward():  # at stage 0 this backward ends with a wait, and others may wait for them
+        # What other optimizers owe leaves now, before this backward waits for anything: other ranks may wait for it.
+        for reducer in self._not_in_backward():
             reducer.complete_open_round()
         self._round_grads.backward_begins()
         for bucket in self.buckets:
@@ -420,7 +419,7 @@ class Reducer:
                 self._learn()
         for bucket in self.buckets:
             bucket.wait()
-            bucket.edited()  # what comes from here on is the user's
+            bucket.note_writes()  # what comes from here on is the user's
         self._deallocate_idle_buffers()
         return self.layout.used()
 
@@ -455,16 +454,15 @@ class Reducer:
         """What the user has done to gradients since ``finish``, or since this was last asked."""
         edits = Edits()
         for bucket in self.buckets:
-            params = [slot.param for slot in bucket.layout.slots]
-            if bucket.edited():
-                edits.written.update(params)
+            if bucket.written:
+                edits.written.update(slot.param for slot in bucket.layout.slots)
             if self.sharding.reduces:
                 assigned, dropped = bucket.settle()
                 edits.assigned.update(assigned)
                 edits.dropped.update(dropped)
             elif bucket.collect():
-                edits.assigned.update(params)
-            bucket.edited()  # what was dropped is zero now
+                edits.assigned.update(slot.param for slot in bucket.layout.slots)
+            bucket.note_writes()  # what was dropped is zero now: that was not the user
         return edits
 
     def end_step(self) -> None:

@@ -79,7 +79,7 @@ class Exchange:
         self._on_host = HostCopy(columns) if self._alarms else None
         self._used_here = torch.zeros(count, dtype=torch.float32, device=device)  # [parameters] as last sent there
         self._used_sent = bytearray(count)
-        self._users = torch.zeros_like(self._used_here)  # [parameters] ranks that have a gradient for it, or 1
+        self._ranks_using = torch.zeros_like(self._used_here)  # [parameters] ranks that have a gradient for it, or 1
 
     @property
     def total(self) -> Tensor:
@@ -126,8 +126,8 @@ class Exchange:
             self._on_host.send()
             if self._on_host.immediate or any(about.values()):
                 self._raise_alarm(own)
-        torch.remainder(self._used_counts, _NAMED, out=self._users)  # alarms that all ranks have are not raised
-        torch.gt(self._users, 0, out=self.used)
+        torch.remainder(self._used_counts, _NAMED, out=self._ranks_using)  # alarms that all ranks have are not raised
+        torch.gt(self._ranks_using, 0, out=self.used)
         self.current, self.norm_type, self.with_stats = True, norm_type, stats
 
     def check_alarms(self) -> None:

@@ -59,11 +59,13 @@ def _complete(order: Sequence[Unit], known: Sequence[Unit]) -> list[Unit]:
     """``order`` without immediate repeats, and with those ``known`` that it lacks: after the last call of what comes
     before them within the same unit, and of all within that; or else directly after the unit that they are in."""
     complete = [unit for place, unit in enumerate(order) if place == 0 or order[place - 1] is not unit]
+    used = set(complete)
+    around_of = {unit: frozenset(unit.enclosing.intersection(known)) for unit in known}
     for place, unit in enumerate(known):
-        if unit in complete:
+        if unit in used:
             continue
-        around = unit.enclosing & set(known)
-        beside = [other for other in known[:place] if other.enclosing & set(known) == around]
+        around = around_of[unit]
+        beside = [other for other in known[:place] if around_of[other] == around]
         at = _after_last(complete, beside[-1]) if beside else 0
         if not beside and around:
             at = 1 + _last(complete, max(around, key=lambda outer: len(outer.enclosing)))
