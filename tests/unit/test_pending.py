@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from zero_optim.comm.collectives import Pending, Traffic, _Works
+from zero_optim.comm.collectives import Pending, Traffic
+from zero_optim.comm.gloo import Works
+from zero_optim.comm.transport import Issued
 from zero_optim.errors import CollectiveError
 
 
@@ -34,11 +36,12 @@ class FakeComm:
 
 
 def _pending(*outcomes: str) -> Pending:
-    return Pending(_Works([FakeWork(outcome) for outcome in outcomes]), Traffic("all_gather"), comm=FakeComm())
+    works = Works([FakeWork(outcome) for outcome in outcomes])
+    return Pending(Issued(works), Traffic("all_gather"), comm=FakeComm())
 
 
 def test_several_arrive_when_all_have():
-    assert _pending("arrived", "arrived").arrived
+    assert _pending("arrived", "arrived").arrives_within(0)
     assert not _pending("arrived", "never").arrives_within(1)
     assert not _pending("never", "arrived").arrives_within(1)
 
@@ -46,7 +49,7 @@ def test_several_arrive_when_all_have():
 @pytest.mark.parametrize("outcomes", [("failed", "never"), ("arrived", "failed", "never"), ("never", "failed")])
 def test_one_that_failed_ends_the_wait_for_all(outcomes):
     pending = _pending(*outcomes)
-    assert not pending.arrived  # nobody has asked the one that failed yet
+    assert not pending.arrives_within(0)  # nobody has asked the one that failed yet
     assert pending.arrives_within(1)
     with pytest.raises(CollectiveError, match="Connection closed by peer"):
         pending.wait()

@@ -1,4 +1,4 @@
-"""Every ``torch.distributed`` collective of the package, with one account of its calls, bytes and waits.
+"""Every collective of the package, with one account of its calls, bytes and waits.
 
 Asynchrony is two calls: a collective returns a ``Pending``; ``Pending.wait()`` orders what follows after it.
 On CUDA that is a wait of the current stream and the host goes on; under gloo the host blocks, for as long as
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,15 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ClosedError, CollectiveError, RankMismatchError
-from . import standstill
+from . import standstill, transport
+from .gloo import GLOO
 from .standstill import Wait, standstill_of
+from .transport import STREAMS, Issued, Reduction, Transport, Work
 
-# torch 2.13 renames these two and warns on the old names.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-SUMMED_AT_ONCE = 2**16
-"""Elements: their fp32 sums, of a reduce-scatter under gloo, fit into a core's cache."""
+OF_OBJECTS = torch.device("cpu")
+"""Where ``torch.distributed`` keeps pickled objects, if the group has a back-end there."""
 
 
 @dataclass
@@ -49,33 +47,6 @@ _live: weakref.WeakSet[Comm] = weakref.WeakSet()
 _spare: dict[tuple[int, ...], list[weakref.ref[dist.ProcessGroup]]] = {}
 
 
-class _Works:
-    """Several asynchronous collectives as one. It is complete when all are, or when one is known to have failed."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-        self._failed: list[Any] = []
-
-    def is_completed(self) -> bool:
-        return bool(self._failed) or all(work.is_completed() for work in self._works)
-
-    def wait(self, *timeout: timedelta) -> None:
-        """Raises what a work that failed raises: at once where that is known, else when its turn comes."""
-        try:
-            for work in (*self._failed, *self._works):
-                work.wait(*timeout)
-        except RuntimeError:
-            self._failed = [work for work in self._works if _has_failed(work)]  # or one is not there in time
-            raise
-
-
-def _has_failed(work: Any) -> bool:
-    try:
-        return work.is_completed() and not work.wait()
-    except RuntimeError:
-        return True
-
-
 class Pending:
     """A collective under way. ``wait`` may be called any number of times; ``on_arrival`` runs in the first.
 
@@ -85,32 +56,26 @@ class Pending:
 
     def __init__(
         self,
-        work: Any,
+        issued: Issued,
         traffic: Traffic,
-        on_arrival: Callable[[], object] | None = None,
         comm: Comm | None = None,
         *,
         given: bool = False,
     ) -> None:
-        self._work, self._comm, self._given = work, comm, given
+        self._work: Work | None = issued.work
+        self._on_arrival = issued.on_arrival
+        self._comm, self._given = comm, given
         self._kind, self._traffic = traffic.kind, traffic
-        self._on_arrival = on_arrival
-
-    @property
-    def arrived(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return self._work is None or self._work.is_completed()
 
     def arrives_within(self, seconds: float) -> bool:
-        """Whether ``wait`` would not hold the host, at the latest after so long."""
-        if self.arrived or self._comm is None:
+        """Whether ``wait`` would not hold the host, at the latest after so long. Where the current stream waits, it
+        never does; then the device is not asked."""
+        if self._work is None or self._comm is None or self._work.is_completed():
             return True
         if seconds > 0:
-            try:
+            with suppress(RuntimeError):  # in time or not, ``wait`` says what there is to say
                 self._work.wait(timedelta(seconds=seconds))
-            except RuntimeError:  # in time or not, ``wait`` says what there is to say
-                return self.arrived
-        return self.arrived
+        return self._work.is_completed()
 
     def wait(self) -> None:
         if self._work is None:
@@ -136,6 +101,7 @@ class Pending:
             self._on_arrival()
 
     def _hold(self) -> None:
+        assert self._work is not None
         comm = self._comm
         group = comm.own_group if comm is not None else None
         if comm is None or group is None:
@@ -162,6 +128,7 @@ class Comm:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = weakref.ref(group) if group is not None else None
         self._own = self._group
+        self._backends: dict[str, str] | None = None  # by type of device; read once
         self.out_of_step = False  # whether a collective has failed: the group is of no use any more
         self._beside: list[weakref.ref[Comm]] = []  # of optimizers between some of the same ranks
         self.world_size = dist.get_world_size(group) if group is not None else 1
@@ -246,25 +213,14 @@ class Comm:
                     "dist.new_group(ranks), and give it"
                 )
             return
-        own = spare.pop(common[0]) if common else self._new_group(ranks)
+        own = spare.pop(common[0]) if common else self._split([ranks])
         _spare[tuple(ranks)] = [weakref.ref(group) for group in spare.values()]
         self._own = weakref.ref(own)
-
-    def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
-        everyone = len(ranks) == dist.get_world_size()
-        return dist.new_group(ranks, _timeout(self.group), _backend(self.group), use_local_synchronization=not everyone)
 
     def of_consecutive(self, count: int) -> Comm:
         """Collective. The ``count`` consecutive ranks among which this one is, a divisor of all; traffic is one."""
         ranks = dist.get_process_group_ranks(self.group)
-        everyone = len(ranks) == dist.get_world_size()
-        backend, timeout = _backend(self.group), _timeout(self.group)
-        for start in range(0, len(ranks), count):
-            of_node = ranks[start : start + count]
-            if everyone or start <= self.rank < start + count:
-                group = dist.new_group(of_node, timeout, backend, use_local_synchronization=not everyone)
-                if start <= self.rank < start + count:
-                    node = Comm(group)
+        node = Comm(self._split([ranks[start : start + count] for start in range(0, len(ranks), count)]))
         _live.discard(node)
         node.traffic = self.traffic
         return node
@@ -285,10 +241,22 @@ class Comm:
             _spare.setdefault(tuple(self._ranks()), []).append(self._own)
         self._own = self._group
 
-    def is_gloo(self, device: torch.device) -> bool:
-        """Whether what is on ``device`` goes over gloo."""
-        on_host = self._group is not None and device.type != "cuda"
-        return on_host and "gloo" in dist.get_backend_config(self.group)
+    def _split(self, parts: list[list[int]]) -> dist.ProcessGroup:
+        """Collective. A new group of the part of these ranks in which this one is."""
+        assert self.group is not None
+        return self._transport(OF_OBJECTS).split(self.group, parts)
+
+    def _transport(self, device: torch.device) -> Transport:
+        """What serves tensors on ``device``."""
+        if (used := transport.used()) is not None:
+            return used
+        if self._backends is None:
+            self._backends = transport.backends(self.group) if self.group is not None else {}
+        return GLOO if self._backends.get(device.type) == "gloo" else STREAMS
+
+    def host_waits(self, device: torch.device) -> bool:
+        """Whether the host itself waits for what is communicated from ``device``."""
+        return self._group is not None and self._transport(device).host_waits
 
     def reduce_scatter(self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool) -> Pending:
         """Sum ``full`` [N * shard] over the ranks; this rank's shard of it goes to ``out`` [shard].
@@ -298,64 +266,35 @@ class Comm:
             lend: gives memory of ``full``'s dtype, that many elements, until the sum is there; called under gloo.
             accumulate: add to ``out`` instead of overwriting it; ``out`` is then no part of ``full``.
         """
-        traffic = self._record("reduce_scatter", full)
-        if self.is_gloo(full.device):
-            return self._scatter_and_sum(full, out, lend, accumulate, traffic)
-        into = self.own_part(full) if accumulate else out
-        work = _reduce_scatter(into, full, group=self.own_group, async_op=True)
-        return self._pending(work, traffic, full, (lambda: out.add_(into)) if accumulate else None)
-
-    def _scatter_and_sum(
-        self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], accumulate: bool, traffic: Traffic
-    ) -> Pending:
-        """Gloo's reduce-scatter is a clone and an all-reduce; this is a scatter a rank and a local sum.
-
-        One contribution is received where the sum will be, if nothing is there yet; the own one stays where it is.
-        """
-        own = self.own_part(full)
-        free = [] if accumulate or out.dtype != full.dtype or out.data_ptr() == own.data_ptr() else [out]
-        lent = self.world_size - 1 - len(free)
-        parts = [*free, *(lend(lent * own.numel()).chunk(lent) if lent else ())]
-        parts.insert(self.rank, own)
-        send = list(full.chunk(self.world_size))
-        works = [
-            dist.scatter(part, send if rank == self.rank else None, group_src=rank, group=self.own_group, async_op=True)
-            for rank, part in enumerate(parts)
-        ]
-        return self._pending(_Works(works), traffic, full, lambda: _sum_in_rank_order(parts, out, accumulate))
+        reduction = Reduction(full, self.own_part(full), out, accumulate)
+        issued = self._transport(full.device).reduce_scatter(reduction, self.own_group, lend)
+        return self._pending(issued, "reduce_scatter", full)
 
     def all_reduce(self, full: Tensor, on_arrival: Callable[[], object] | None = None) -> Pending:
         """Sum ``full`` over the ranks, in place."""
-        work = dist.all_reduce(full, group=self.own_group, async_op=True)
-        return self._pending(work, self._record("all_reduce", full), full, on_arrival)
+        issued = self._transport(full.device).all_reduce(full, self.own_group)
+        return self._pending(replace(issued, on_arrival=on_arrival), "all_reduce", full)
 
     def all_gather(self, full: Tensor, kind: str = "all_gather") -> Pending:
         """Fill ``full`` [N * shard] with every rank's own part of it, in place."""
-        if self.is_gloo(full.device):  # gloo again: a broadcast a rank takes half the time of its all-gather
-            parts = enumerate(full.chunk(self.world_size))
-            send = [dist.broadcast(part, group_src=rank, group=self.own_group, async_op=True) for rank, part in parts]
-            return self._pending(_Works(send), self._record(kind, full), full)
-        work = _all_gather(full, self.own_part(full), group=self.own_group, async_op=True)
-        return self._pending(work, self._record(kind, full), full)
+        issued = self._transport(full.device).all_gather(full, self.own_part(full), self.own_group)
+        return self._pending(issued, kind, full)
 
     def exchange(self, vector: Tensor, *, maximum: bool = False) -> None:
         """Sum (or maximise) a small vector over the ranks, in place, ordered before what follows."""
         if self.world_size > 1:
-            op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-            work = dist.all_reduce(vector, op=op, group=self.own_group, async_op=True)
-            self._pending(work, self._record("exchange", vector), vector).wait()
+            issued = self._transport(vector.device).all_reduce(vector, self.own_group, maximum=maximum)
+            self._pending(issued, "exchange", vector).wait()
 
-    def _pending(
-        self, work: Any, traffic: Traffic, tensor: Tensor, on_arrival: Callable[[], object] | None = None
-    ) -> Pending:
-        return Pending(work, traffic, on_arrival, self if self.is_gloo(tensor.device) else None)
+    def _pending(self, issued: Issued, kind: str, tensor: Tensor) -> Pending:
+        return Pending(issued, self._record(kind, tensor), self if self.host_waits(tensor.device) else None)
 
     def broadcast(self, tensor: Tensor, kind: str = "construction") -> None:
         """Copy rank 0's ``tensor`` to every rank, in place."""
         if self.world_size > 1:
             self._record(kind, tensor)
             dense = tensor.contiguous()
-            dist.broadcast(dense, group_src=0, group=self.group)
+            self._transport(dense.device).broadcast(dense, self.group)
             if dense is not tensor:
                 tensor.copy_(dense)
 
@@ -366,11 +305,10 @@ class Comm:
         """
         if self.world_size == 1:
             return [value]
-        if self.is_gloo(torch.device("cpu")):  # what follows cannot be looked after while the host waits for it
-            meeting = dist.barrier(group=self.group, async_op=True)
+        if self.host_waits(OF_OBJECTS):  # what follows cannot be looked after while the host waits for it
+            meeting = self._transport(OF_OBJECTS).meet(self.group)
             Pending(meeting, Traffic(f"the wait for the other ranks in {where}"), comm=self, given=True).wait()
-        reports: list[Any] = [None] * self.world_size
-        dist.all_gather_object(reports, (where, value), group=self.group)
+        reports = self._transport(OF_OBJECTS).gather_objects((where, value), self.group)
         odd = next((rank for rank, (there, _) in enumerate(reports) if there != reports[0][0]), None)
         if odd is not None:
             raise RankMismatchError(
@@ -413,39 +351,10 @@ class Comm:
         return traffic
 
 
-def _sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
-    """Add the ranks' contributions in fp32, in rank order, round once to their dtype, then store or add.
-
-    ``out`` may be one of ``parts``; the first of them may be overwritten.
-    """
-    if len(parts) == 2 and not accumulate and out.dtype == parts[0].dtype:
-        torch.add(parts[0], parts[1], out=out)  # two 16-bit terms are added in fp32, and rounded once
-        return
-    for of_out, first, *others in zip(*(whole.split(SUMMED_AT_ONCE) for whole in (out, *parts)), strict=True):
-        total = first.float()
-        for other in others:
-            total.add_(other)
-        total = total.to(first.dtype)
-        of_out.add_(total) if accumulate else of_out.copy_(total)
-
-
 def _dereference(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup | None:
     """None for a group that was destroyed."""
     alive = group()
     return alive if alive is not None and alive in dist.distributed_c10d._world.pg_names else None
-
-
-def _backend(group: Any) -> str:
-    backend: str = dist.get_backend(group)
-    if backend in dist.Backend.backend_list and backend != dist.Backend.UNDEFINED:
-        return backend
-    return dist.get_backend_config(group)  # one for each type of device
-
-
-def _timeout(group: Any) -> timedelta | None:
-    """The group's own; None, for the back-end's default, where it has no options."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    return getattr(options, "_timeout", None)
 
 
 def make_comm(process_group: dist.ProcessGroup | None = None) -> Comm:

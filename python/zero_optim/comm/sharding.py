@@ -67,9 +67,9 @@ class Sharding:
         return 1 / self.world_size
 
     @property
-    def on_gloo(self) -> bool:
+    def host_waits(self) -> bool:
         """Whether the host itself waits for what is communicated."""
-        return self.everyone.is_gloo(self.device)
+        return self.everyone.host_waits(self.device)
 
     @property
     def speaks(self) -> bool:

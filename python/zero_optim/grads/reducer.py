@@ -535,11 +535,16 @@ class Reducer:
     def _one_at_a_time(self) -> bool:
         """Whether one reduction waits for the one before: under gloo, where the host waits, and memory is what counts.
         On CUDA the host is ahead of both."""
-        return self._schedule is not None and self.sharding.on_gloo and self._may_wait
+        return self._schedule is not None and self.sharding.host_waits and self._may_wait
 
     def _deallocate_idle_buffers(self) -> None:
-        """At stage 3, give the buffers' memory back while no reduction uses it: units take it meanwhile."""
-        if self._schedule is not None and self.buffers.allocated and self.buffers.idle:
+        """At stage 3, give the buffers' memory back while no reduction uses it: units take it meanwhile.
+
+        On CUDA the host does not know when one has arrived. There the buffers stay while a round is open: to wait for
+        them would hold up the backward.
+        """
+        known = self.sharding.host_waits or not self.rounds.open
+        if self._schedule is not None and known and self.buffers.allocated and self.buffers.idle:
             self.buffers.deallocate()
             self._schedule.reductions_arrived(self)
 

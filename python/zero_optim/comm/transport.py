@@ -1,0 +1,180 @@
+"""How collectives are issued: every call of ``torch.distributed`` that communicates is here and in ``gloo``.
+
+``Comm`` says what is sent and over which group, and keeps account. A *transport* hands it to a back-end. Two differ in
+who waits for the result: the host, as under gloo, or the current stream, as under NCCL. Tests ``use`` a third one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renames these two and warns on the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Work(Protocol):
+    """A collective under way, as ``torch.distributed`` gives it."""
+
+    def wait(self, timeout: timedelta = ...) -> object:
+        """Order what follows after its arrival: the host's work, or that of the current stream."""
+
+    def is_completed(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Issued:
+    """``on_arrival``: what is left to do with the result; to be called after ``work.wait()``."""
+
+    work: Work
+    on_arrival: Callable[[], object] | None = None
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A sum over ranks, of which each keeps its shard.
+
+    Attributes:
+        full: [N * shard] the contribution of this rank; its contents are lost.
+        own: [shard] this rank's part of ``full``, a view.
+        out: [shard] where the sum goes; it may be ``own``.
+        accumulate: add to ``out`` instead of overwriting it; ``out`` is then no part of ``full``.
+    """
+
+    full: Tensor
+    own: Tensor
+    out: Tensor
+    accumulate: bool
+
+
+class Transport(Protocol):
+    """Hands collectives to a back-end. They arrive in the order in which a group was given them.
+
+    Attributes:
+        host_waits: whether ``Work.wait`` holds the host. Else the host goes on, and never asks whether it has arrived:
+            what a rank launches must not depend on how fast its device is.
+    """
+
+    host_waits: bool
+
+    def reduce_scatter(
+        self, reduction: Reduction, group: dist.ProcessGroup | None, lend: Callable[[int], Tensor]
+    ) -> Issued:
+        """``lend``: gives memory of ``full``'s dtype, that many elements, until the sum is there."""
+
+    def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Issued:
+        """Fill ``full`` [N * shard] with every rank's ``own`` part of it, in place."""
+
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> Issued:
+        """Sum, or maximise, ``tensor`` over the ranks, in place."""
+
+    def broadcast(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Copy the ``tensor`` of the group's rank 0, contiguous, to every rank, in place, before what follows."""
+
+    def meet(self, group: dist.ProcessGroup | None) -> Issued:
+        """A barrier."""
+
+    def gather_objects(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
+        """Every rank's ``value``, in rank order. The host waits, whatever the back-end."""
+
+    def split(self, group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """A new group, of the part that this rank is in, over the same back-end as ``group`` and with its time-out.
+
+        Collective over the ranks of ``group`` and no others. ``parts``: ranks as the whole job numbers them.
+        """
+
+
+class StreamTransport:
+    """NCCL, and every other back-end whose waits hold the current stream."""
+
+    host_waits = False
+
+    def reduce_scatter(
+        self, reduction: Reduction, group: dist.ProcessGroup | None, lend: Callable[[int], Tensor]
+    ) -> Issued:
+        if not reduction.accumulate:
+            return Issued(_reduce_scatter(reduction.out, reduction.full, group=group, async_op=True))
+        work = _reduce_scatter(reduction.own, reduction.full, group=group, async_op=True)
+        return Issued(work, lambda: reduction.out.add_(reduction.own))
+
+    def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Issued:
+        return Issued(_all_gather(full, own, group=group, async_op=True))
+
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> Issued:
+        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        return Issued(dist.all_reduce(tensor, op=op, group=group, async_op=True))
+
+    def broadcast(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+        dist.broadcast(tensor, group_src=0, group=group)
+
+    def meet(self, group: dist.ProcessGroup | None) -> Issued:
+        return Issued(dist.barrier(group=group, async_op=True))
+
+    def gather_objects(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    def split(self, group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        own = next(list(part) for part in parts if dist.get_rank() in part)
+        timeout, backend = _timeout(group), _backend(group)
+        if dist.get_world_size(group) == dist.get_world_size():
+            made = {tuple(part): dist.new_group(list(part), timeout, backend) for part in parts}
+            return made[tuple(own)]
+        if _splits_communicators():
+            # new_group would split the communicator of all ranks here, and wait for those that are not in ``group``.
+            split = dist.split_group(parent_pg=group, split_ranks=[list(part) for part in parts], timeout=timeout)
+            assert split is not None
+            return split
+        return dist.new_group(own, timeout, backend, use_local_synchronization=True)
+
+
+def _splits_communicators() -> bool:
+    """Whether torch makes groups by ``ncclCommSplit``: under ``init_process_group(device_id=...)``."""
+    return getattr(dist.group.WORLD, "bound_device_id", None) is not None
+
+
+STREAMS = StreamTransport()
+_used: Transport | None = None
+
+
+@contextmanager
+def use(transport: Transport) -> Iterator[None]:
+    """For tests: everything within goes over this one, whatever the group's back-end."""
+    global _used
+    before, _used = _used, transport
+    try:
+        yield
+    finally:
+        _used = before
+
+
+def used() -> Transport | None:
+    """What ``use`` has put in place."""
+    return _used
+
+
+def backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Which back-end serves which type of device: ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    config = dist.get_backend_config(group)
+    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+
+
+def _backend(group: Any) -> str:
+    backend: str = dist.get_backend(group)
+    if backend in dist.Backend.backend_list and backend != dist.Backend.UNDEFINED:
+        return backend
+    return dist.get_backend_config(group)  # one for each type of device
+
+
+def _timeout(group: Any) -> timedelta | None:
+    """The group's own; None, for the back-end's default, where it has no options."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
