@@ -6,6 +6,9 @@ order. ``fn`` is a module-level function; arguments and results travel by pickle
 
 from __future__ import annotations
 
+import simulated_gpu.switch as simulation  # first of all: a simulated GPU has to be there before torch
+
+# isort: split
 import atexit
 import contextlib
 import faulthandler
@@ -79,8 +82,8 @@ def _perform(task: _Task) -> tuple[bool, Any]:
     sys.path.extend(path for path in task.sys_path if path not in sys.path)
     try:
         fn, args = pickle.loads(task.call)
-        with _process_group(task):
-            return True, fn(task.rank, task.world_size, *args)
+        with _process_group(task), simulation.running(task.rank) as issued:
+            return True, (fn(task.rank, task.world_size, *args), issued)
     except BaseException:
         return False, traceback.format_exc()
 
@@ -97,7 +100,7 @@ def _worker_main(connection: Connection, stack_file: str) -> None:
                 return
             ok, value = _perform(task)
             try:
-                answer = pickle.dumps((ok, value))
+                answer = simulation.dumps((ok, value))
             except Exception:
                 answer = pickle.dumps((False, traceback.format_exc()))
             connection.send_bytes(answer)
@@ -127,10 +130,11 @@ class RankPool:
         except BaseException:
             self.close()
             raise
+        failed = failed or simulation.different_order([issued for _, (_, issued) in answers.values()])
         if failed:
             self.close()
             raise RankFailure(failed)
-        return [value for _, value in answers.values()]
+        return [value for _, (value, _) in answers.values()]
 
     def close(self) -> None:
         """Kills every worker."""

@@ -119,6 +119,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             validate.check_groups(self.param_groups)
             validate.check_sharded(parameters, indices, stage, comm)
             validate.check_parameters(parameters, indices)
+            validate.check_backend(comm, parameters.all[0].device)
         validate.check_agreement(comm, parameters, 0, options)
         comm.separate()
         if sharded:

@@ -69,6 +69,8 @@ def shard_module(
         _check_arguments(reshard_after_forward, prefetch, param_offload, comm.world_size)
         plans = _plan(model, units)
         _check_plans(plans)
+        target = _device(plans, device)
+        validate.check_backend(comm, target)
     options = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch, "param_offload": param_offload}
     validate.check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
     process_group = comm.group
@@ -76,7 +78,6 @@ def shard_module(
     ranks_of_node = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
     keep = reshard_after_forward is False or (not isinstance(reshard_after_forward, bool) and ranks_of_node == 1)
     node = comm.of_consecutive(ranks_of_node) if 1 < ranks_of_node < comm.world_size else None
-    target = _device(plans, device)
     sharding = Sharding(comm, stage=3, grad_reduce_dtype=None, device=target)
     made: list[Unit] = []
     try:

@@ -55,6 +55,16 @@ def check_group(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh |
         raise ValueError(f"mesh must have one dimension, got {mesh.ndim}")
 
 
+def check_backend(comm: Comm, device: torch.device) -> None:
+    """Raise ValueError where the group has no back-end that communicates from a GPU without the host's help."""
+    backend = comm.backend_of(device)
+    if device.type == "cuda" and backend in (None, "gloo"):
+        raise ValueError(
+            f"the parameters are on {device}, where the process group has {backend or 'no back-end'}, which cannot "
+            'reduce-scatter there: give a group of NCCL, as init_process_group("nccl") or ("cpu:gloo,cuda:nccl") makes'
+        )
+
+
 def warn_of_meaningless(keywords: dict[str, bool | None]) -> None:
     """Warn of ``torch.optim.AdamW``'s keywords that change nothing here."""
     given = [name for name, value in keywords.items() if value]

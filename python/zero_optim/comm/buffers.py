@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .storage import allocate, deallocate
+from .streams import keep_for_current_stream
 
 PATIENCE_SECONDS = 2.0
 """How long a rank waits for a buffer before it makes itself another. Far longer than ranks differ in a healthy job."""
@@ -84,6 +85,7 @@ class CommBuffers:
         if self.poison:
             buffer.view(torch.uint8).fill_(0xFF)  # NaN in every float dtype
         if all(buffer.data_ptr() != storage.data_ptr() for storage in self.storages):
+            keep_for_current_stream(buffer)  # which has waited for the reduction
             self._extra -= buffer.nbytes
 
     def nbytes(self) -> int:

@@ -254,6 +254,13 @@ class Comm:
             self._backends = transport.backends(self.group) if self.group is not None else {}
         return GLOO if self._backends.get(device.type) == "gloo" else STREAMS
 
+    def backend_of(self, device: torch.device) -> str | None:
+        """The name of what serves tensors on ``device``; None: nothing does. Alone, a rank needs nothing: any name."""
+        if self._group is None or transport.used() is not None:
+            return "none"
+        assert self.group is not None
+        return transport.backends(self.group).get(device.type)
+
     def host_waits(self, device: torch.device) -> bool:
         """Whether the host itself waits for what is communicated from ``device``."""
         return self._group is not None and self._transport(device).host_waits

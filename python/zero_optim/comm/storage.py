@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .streams import keep_for_current_stream
+
 
 def allocate(tensor: Tensor, nbytes: int | None = None) -> None:
     """Give memory to a tensor that ``deallocate`` has taken it from, and to whatever views it. Contents: undefined.
@@ -13,12 +15,13 @@ def allocate(tensor: Tensor, nbytes: int | None = None) -> None:
     storage = tensor.untyped_storage()
     needed = tensor.nbytes if nbytes is None else nbytes
     if storage.nbytes() < needed:
-        storage.resize_(0)  # else what is there would be copied
+        deallocate(tensor)  # else what is there would be copied
         storage.resize_(needed)
 
 
 def deallocate(tensor: Tensor) -> None:
     """Take the memory of a tensor that has a storage of its own. It keeps its views."""
+    keep_for_current_stream(tensor)
     tensor.untyped_storage().resize_(0)
 
 

@@ -21,6 +21,7 @@ from ..comm.buffers import CommBuffers
 from ..comm.collectives import Pending
 from ..comm.sharding import Sharding
 from ..comm.storage import allocate, deallocate
+from ..comm.streams import GradStreams, keep_for_current_stream
 from ..errors import GradientError
 from ..params.flat_params import FlatParams
 from ..params.flat_shard import FlatShard
@@ -182,6 +183,7 @@ class Bucket:
 
     def let_go(self) -> None:
         """Hold no parameters and no gradients any more: memory goes as the parameters move to other buckets."""
+        keep_for_current_stream(self.flat.full, self.grad_buffer)
         del self.flat, self.params, self.slots
         del self.grad_buffer, self.grad_shard, self._views, self._shards, self._handed_out
 
@@ -200,28 +202,32 @@ class Bucket:
         if written and (grad := self.params[index].grad) is not None:
             self._drop_zeroed([(index, grad)])
 
-    def collect(self) -> bool:
+    def collect(self, streams: GradStreams) -> bool:
         """Move this rank's gradients into ``grad_buffer``, unscaled; every ``.grad`` becomes a view of it.
 
         Returns whether anything had changed since the last time.
         """
+        streams.join()
         found = self.slots.scan(self._handles())
         if not found.local and not found.gone:
             return False
         self._use_new_memory_if_kept()
         sources = self._present()
         self._pack(sources, self.grad_buffer, 1.0)
+        streams.keep(grad for _, grad in sources)
         self.slots.collect(sources, self._views)
         return True
 
-    def launch(self, buffers: CommBuffers, *, may_wait: bool) -> None:
+    def launch(self, buffers: CommBuffers, streams: GradStreams, *, may_wait: bool) -> None:
         """Pack this rank's gradients, scaled by 1/N, and start their reduction; it adds to one that is there.
 
         Args:
             buffers: lend the memory to pack into and to receive in.
+            streams: on which the gradients were added up.
             may_wait: whether the host may wait for what is on its way: for the last reduction into this bucket, and
                 for memory that another has. Otherwise it packs into memory of its own, and adds when it arrives.
         """
+        streams.join()
         if may_wait:
             self.arrivals.wait()
         found = self.slots.scan(self._handles())
@@ -245,6 +251,7 @@ class Bucket:
         full = self.grad_buffer if in_place else lend(self.layout.numel)
         self._pack(sources, full, self.sharding.grad_scale, accumulate)
         self.slots.launch(sources, self._reduced_handles())
+        streams.keep(grad for _, grad in sources)
         del sources, found  # what was packed goes before memory is taken to receive into
         allocate(self.grad_buffer)
         pending = self.sharding.reduce(full, self.grad_shard, lend, accumulate=accumulate)

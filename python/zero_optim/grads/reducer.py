@@ -28,6 +28,7 @@ from torch import Tensor
 from ..backward_watch import BackwardWatch
 from ..comm.buffers import PATIENCE_SECONDS, CommBuffers
 from ..comm.sharding import Sharding
+from ..comm.streams import GradStreams
 from ..errors import ParameterError, RankMismatchError, ZeroOptimError
 from ..units.schedule import UnitSchedule, end_raised_backwards, prefetch_rest_of_backwards
 from .bucket import Bucket
@@ -86,11 +87,13 @@ class Reducer:
         self._schedule = schedule if sharding.reduces else None  # one rank gathers nothing
         self._counts = ByCounts(observes=sharding.reduces and self._schedule is None)
         self._readiness: Readiness = self._counts if self._schedule is None else ByUnits(self._schedule)
+        self.buffers = CommBuffers(0, sharding.device)
         self._watch = BackwardWatch(self._backward_begins, self._backward_ended)
         self.rounds = Rounds()
         self.synchronize = True  # False inside no_sync()
         self._next = 0  # the bucket that leaves next, while a round is open
         self._round_grads = RoundGrads(parameters)
+        self._streams = GradStreams(sharding.device)
         self.late: set[int] = set()
         self.leftover: list[int] = []
         self.on_layout: Sequence[Callable[[list[Bucket]], None]] = ()
@@ -123,6 +126,7 @@ class Reducer:
             follow(self.buckets)
 
     def _use_layout(self) -> None:
+        self.buffers.deallocate()
         sizes = (bucket.layout.numel * bucket.reduce_dtype.itemsize for bucket in self.buckets)
         self.buffers = CommBuffers(max(sizes, default=0) if self.sharding.reduces else 0, self.sharding.device)
         self._deallocate_idle_buffers()
@@ -159,6 +163,7 @@ class Reducer:
             self.late.add(index)
             return
         self._check_in_place(parameter, bucket, slot)
+        self._streams.note()
         self._round_grads.note(index, parameter)
         bucket.slots.added(slot)
         full = self._readiness.gradient_ready(index, number, changes_later=self._hooks.followed_by_users(index))
@@ -168,7 +173,7 @@ class Reducer:
             elif full:
                 self._launch_ready()
         elif full and bucket.can_collect and self._stays_local and not torch.is_grad_enabled():
-            bucket.collect()  # with gradients enabled ``.grad`` has a graph to keep
+            bucket.collect(self._streams)  # with gradients enabled ``.grad`` has a graph to keep
 
     def _check_in_place(self, parameter: Tensor, bucket: Bucket, slot: int) -> None:
         if bucket.flat.sharded and not bucket.flat.shown:
@@ -297,7 +302,7 @@ class Reducer:
         if self._schedule is not None and self._one_at_a_time:
             self.buffers.deallocate_once_arrived()  # it waits for the reduction before this one
             self._schedule.reduction_begins(self)
-        self.buckets[self._next].launch(self.buffers, may_wait=self._may_wait)
+        self.buckets[self._next].launch(self.buffers, self._streams, may_wait=self._may_wait)
         self._next += 1
 
     def _complete_round(self, join: Callable[[], None]) -> None:
@@ -448,7 +453,7 @@ class Reducer:
 
     @torch.no_grad()
     def _collect(self) -> bool:
-        return any([bucket.collect() for bucket in self.buckets])  # noqa: C419  every bucket, whatever the first says
+        return any([bucket.collect(self._streams) for bucket in self.buckets])  # noqa: C419  every bucket, whatever the first says
 
     def edits(self) -> Edits:
         """What the user has done to gradients since ``finish``, or since this was last asked."""
@@ -460,13 +465,14 @@ class Reducer:
                 assigned, dropped = bucket.settle()
                 edits.assigned.update(assigned)
                 edits.dropped.update(dropped)
-            elif bucket.collect():
+            elif bucket.collect(self._streams):
                 edits.assigned.update(slot.param for slot in bucket.layout.slots)
             bucket.note_writes()  # what was dropped is zero now: that was not the user
         return edits
 
     def end_step(self) -> None:
         """The gradients were applied. They stay until they are cleared, and the next step has rounds of its own."""
+        self._streams.forget()
         self.rounds.step()
 
     def clear(self, set_to_none: bool = True) -> None:
@@ -485,6 +491,7 @@ class Reducer:
         self.layout.nonfinite.zero_()
         for bucket in self.buckets:
             bucket.clear() if set_to_none else bucket.zero()
+        self._streams.forget()
         self._deallocate_idle_buffers()
 
     def _join_rounds_of_others(self) -> None:

@@ -12,6 +12,7 @@ from ..comm.buffers import debug_options
 from ..comm.collectives import Comm, Pending
 from ..comm.sharding import Sharding
 from ..comm.storage import allocate, as_own_storage, deallocate
+from ..comm.streams import keep_for_current_stream
 from .layout import BucketLayout
 from .param_shard import ParamShard
 
@@ -47,6 +48,7 @@ class FlatParams:
         self._views = self.slot_views(self.full)
         for parameter, view in zip(self.params, self._views, strict=True):
             view.copy_(parameter.data)
+            keep_for_current_stream(parameter.data)
             parameter.data = as_own_storage(view)
         self._locate(self.full)
 
@@ -73,6 +75,7 @@ class FlatParams:
         home = torch.device("cpu") if offload else self.device
         shard = torch.empty(self.shard.numel(), dtype=self.dtype, device=home, pin_memory=home != self.device)
         self.shard = shard.copy_(self.shard)
+        self._copied = torch.cuda.Event() if offload and self.device.type == "cuda" else None
         self.sharded, self.param_shards = True, list(shards)
         self._node_part: Tensor | None = None  # [numel / ranks of a node]
         self._poison = "poison" in debug_options()
@@ -91,7 +94,15 @@ class FlatParams:
             node.own_part(self.full).copy_(self._node_part)
             return node.all_gather(self.full, "node_all_gather")
         self._sharding.own_part(self.full).copy_(self.shard, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self.device))
         return self._sharding.all_gather(self.full)
+
+    def wait_until_copied(self) -> None:
+        """To be called before the shard is written. Where it is in pinned host memory, the host waits until the device
+        has read it: on whichever stream ``unshard`` was, which need not be the current one."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def show(self) -> None:
         """``full`` is there: let the plain parameters have their values."""
@@ -113,6 +124,7 @@ class FlatParams:
         """Take over what was written in place into the plain parameters since ``show``: every rank its own part."""
         versions = list(map(_version_of, self.params))
         if unseen or versions != self._versions:
+            self.wait_until_copied()
             self.shard.copy_(self._sharding.own_part(self.full))
             self._versions, self._node_part = versions, None
 
@@ -157,6 +169,7 @@ class FlatParams:
             own = slice(piece.in_shard, piece.in_shard + piece.numel)
             if not torch.equal(new[own], self.shard[own]):  # whoever has made a master of it has to know, on every rank
                 torch.autograd.graph.increment_version(parameter)
+        self.wait_until_copied()
         self.shard.copy_(new)
 
     def hide(self) -> None:

@@ -20,6 +20,8 @@ class Shown(Protocol):
 
     shown: bool
 
+    def wait_until_copied(self) -> None: ...
+
 
 class ParamShard(FlatShard):
     """A ``torch.nn.Parameter`` in all but its values, of which this rank holds a flat range.
@@ -119,8 +121,8 @@ class ParamShard(FlatShard):
                 )
             self.plain.detach().copy_(source)
         else:
-            if self.local.device != self.plain.device:  # the host would overwrite what is still being copied from there
-                torch.cuda.current_stream(self.plain.device).synchronize()
+            if self.flat is not None:
+                self.flat.wait_until_copied()
             whole = source.local if isinstance(source, FlatShard) else source.detach().reshape(-1)
             start = 0 if same else self.start
             self.local.copy_(whole[start : start + self.local.numel()])

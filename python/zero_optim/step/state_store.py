@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..comm.streams import keep_for_current_stream
+
 
 class StateStore(Protocol):
     """Brings pages to the device of the update, and back. In ``step``, one page after another::
@@ -48,7 +50,7 @@ class DeviceStore:
         return self._allocated
 
     def release(self, number: int) -> None:
-        del self._pages[number]
+        keep_for_current_stream(*self._pages.pop(number).values())
 
     def prefetch(self, number: int) -> None:
         pass

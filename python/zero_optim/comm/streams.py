@@ -1,0 +1,67 @@
+"""Memory that several CUDA streams use. On the CPU nothing here does anything.
+
+The caching allocator knows one stream of a tensor: that on which it was allocated. A freed block goes back to later
+work of that stream, whatever other streams still do with it::
+
+    stream A   allocate x                                  y takes the memory of x, and is written
+    stream B                wait for A    read x ........................ reads y?
+    host                                          del x
+
+As a rule there is one stream, and nothing to do. There are two where an optimizer was made on one stream and trains on
+another; and autograd has streams of its own choice, see ``GradStreams``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def keep_for_current_stream(*tensors: Tensor) -> None:
+    """Call it before dropping them: what the current stream does with their memory is over before it is used again.
+
+    It costs nothing where they were allocated on the current stream.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+class GradStreams:
+    """The streams on which autograd has added to gradients that are not packed yet.
+
+    Autograd adds up a gradient on the stream that was current when the node for that was made: with our hooks, in the
+    optimizer's constructor. It orders that stream before the one that called backward when the backward ends, and not
+    earlier. A bucket that leaves within the backward, from a hook on another node, must wait by itself::
+
+        default stream   the optimizer is made            .grad += ...
+        side stream                            backward                 pack: must wait for the line above
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._written: set[torch.Stream] = set()
+
+    def note(self) -> None:
+        """A gradient was added to, on the current stream."""
+        if self._device is not None:
+            self._written.add(torch.cuda.current_stream(self._device))
+
+    def join(self) -> None:
+        """Order what follows on the current stream after all that was noted."""
+        if self._device is not None:
+            current = torch.cuda.current_stream(self._device)
+            for stream in self._written - {current}:
+                current.wait_stream(stream)
+
+    def keep(self, gradients: Iterable[Tensor]) -> None:
+        """The current stream has read these, which are about to be dropped. Where it is the one that added them up,
+        autograd has told the allocator of it."""
+        if self._device is not None and self._written - {torch.cuda.current_stream(self._device)}:
+            keep_for_current_stream(*gradients)
+
+    def forget(self) -> None:
+        """Nothing is left to be packed."""
+        self._written.clear()

@@ -1,0 +1,182 @@
+"""What both simulations of NCCL share: the data of each collective, over gloo, and the order in which they are issued.
+
+A collective reads its inputs and writes its outputs at an unknown time between its issue and its ``wait``. Which memory
+that is, and what is in it afterwards, is said here. What becomes of programs that touch it in between is up to the two:
+``held`` and ``streams``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from zero_optim.comm.transport import Issued, Reduction, StreamTransport, Work
+
+Group = dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One that a rank issues.
+
+    Attributes:
+        sent: what every rank learns of this one.
+        reads, writes: the memory that is NCCL's until it has arrived.
+        finish: makes of what all ranks have sent, in rank order, the values of the tensors in ``writes``.
+    """
+
+    kind: str
+    group: Group
+    sent: Tensor
+    reads: Sequence[Tensor]
+    writes: Sequence[Tensor]
+    finish: Callable[[Sequence[Tensor]], Sequence[tuple[Tensor, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """In the order of issue: a collective, and the ranks between which it is."""
+
+    ranks: tuple[int, ...]
+    group: str
+    kind: str
+    numel: int
+
+
+class SplitHangs(Exception):
+    """With NCCL this call would never return: it waits for ranks that do not make it."""
+
+
+class SimulatedTransport(StreamTransport, ABC):
+    """NCCL, as far as a program can tell.
+
+    Attributes:
+        issued: what this rank has issued so far, over all groups.
+        device_bound: whether ``init_process_group`` was given a ``device_id``, so that groups split communicators.
+    """
+
+    def __init__(self, *, device_bound: bool = False) -> None:
+        self.issued: list[Entry] = []
+        self.device_bound = device_bound
+
+    @abstractmethod
+    def begin(self, collective: Collective) -> Work:
+        """Issue it."""
+
+    def _issue(self, collective: Collective) -> Work:
+        self._record(collective.kind, collective.group, collective.sent.numel())
+        return self.begin(collective)
+
+    def _record(self, kind: str, group: Group, numel: int = 0) -> None:
+        group = group or dist.group.WORLD
+        assert group is not None
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self.issued.append(Entry(ranks, group.group_name, kind, numel))
+
+    def reduce_scatter(self, reduction: Reduction, group: Group, lend: Callable[[int], Tensor]) -> Issued:
+        full, own, out = reduction.full, reduction.own, reduction.out
+        into = own if reduction.accumulate else out
+        ranks, this = dist.get_world_size(group), dist.get_rank(group)
+        if into.data_ptr() == own.data_ptr():  # in place: it is written, and the rest is read
+            reads = [full.narrow(0, 0, this * own.numel())]
+            reads.append(full.narrow(0, (this + 1) * own.numel(), (ranks - 1 - this) * own.numel()))
+        else:
+            reads = [full]
+        collective = Collective(
+            "reduce_scatter",
+            group,
+            full,
+            reads,
+            [into],
+            lambda parts: [(into, _sum([part.view(ranks, -1)[this] for part in parts]))],
+        )
+        return Issued(self._issue(collective), (lambda: out.add_(own)) if reduction.accumulate else None)
+
+    def all_gather(self, full: Tensor, own: Tensor, group: Group) -> Issued:
+        before = dist.get_rank(group) * own.numel()
+        after = before + own.numel()
+        writes = [full.narrow(0, 0, before), full.narrow(0, after, full.numel() - after)]  # its own part is there
+
+        def finish(parts: Sequence[Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
+            whole = torch.cat(list(parts))
+            return [(writes[0], whole[:before]), (writes[1], whole[after:])]
+
+        return Issued(self._issue(Collective("all_gather", group, own, [own], writes, finish)))
+
+    def all_reduce(self, tensor: Tensor, group: Group, *, maximum: bool = False) -> Issued:
+        def finish(parts: Sequence[Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
+            return [(tensor, torch.stack(list(parts)).amax(0) if maximum else _sum(parts))]
+
+        return Issued(self._issue(Collective("all_reduce", group, tensor, [], [tensor], finish)))
+
+    def broadcast(self, tensor: Tensor, group: Group) -> None:
+        sends = dist.get_rank(group) == 0
+        reads, writes = ([tensor], []) if sends else ([], [tensor])
+        finish: Any = lambda parts: [] if sends else [(tensor, parts[0])]  # noqa: E731
+        self._issue(Collective("broadcast", group, tensor, reads, writes, finish)).wait()
+
+    def meet(self, group: Group) -> Issued:
+        self._record("barrier", group)
+        return super().meet(group)
+
+    def gather_objects(self, value: object, group: Group) -> list[Any]:
+        self._record("gather_objects", group)
+        return super().gather_objects(value, group)
+
+    def split(self, group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        everyone = dist.get_world_size(group) == dist.get_world_size()
+        self._record("split", group)
+        if self.device_bound and not everyone:
+            # What ``dist.split_group`` does: over the communicator of ``group``. gloo has no such thing.
+            own = next(list(part) for part in parts if dist.get_rank() in part)
+            return self._new_group(own, use_local_synchronization=True)
+        return super().split(group, parts)
+
+    @staticmethod
+    def _new_group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
+        return _plain_new_group(ranks, **options)
+
+
+_plain_new_group = dist.new_group
+
+
+def new_group_of_a_bound_device(ranks: Sequence[int] | None = None, *given: Any, **options: Any) -> Any:
+    """``dist.new_group`` where a device is bound: all ranks of the job split the default communicator."""
+    if ranks is not None and len(ranks) < dist.get_world_size() and options.get("use_local_synchronization"):
+        raise SplitHangs(f"new_group({list(ranks)}) splits the communicator of all ranks, and the others do not call it")
+    return _plain_new_group(ranks, *given, **options)
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    """In fp32, in rank order, rounded once: what gloo's path does, so that both give the same bits."""
+    if not parts[0].is_floating_point():
+        return torch.stack(list(parts)).sum(0).to(parts[0].dtype)
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    return total.to(parts[0].dtype)
+
+
+def different_order(by_rank: Sequence[Sequence[Entry]]) -> str | None:
+    """Where two ranks have issued in different orders what both take part in; None: nowhere.
+
+    A GPU may run the collectives of all communicators one after another. Two ranks that issue two of them in different
+    orders then wait for each other.
+    """
+    for first in range(len(by_rank)):
+        for second in range(first + 1, len(by_rank)):
+            both = [
+                [entry for entry in by_rank[rank] if first in entry.ranks and second in entry.ranks]
+                for rank in (first, second)
+            ]
+            for place, (one, other) in enumerate(zip(*both, strict=False)):
+                if one != other:
+                    return f"collective {place}: rank {first} issues {one}, rank {second} {other}"
+            if len(both[0]) != len(both[1]):
+                return f"rank {first} issues {len(both[0])} collectives, rank {second} {len(both[1])}"
+    return None
