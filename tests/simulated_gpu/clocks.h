@@ -1,0 +1,143 @@
+// Streams, the host and events as vector clocks: which piece of work is known to come after which.
+//
+// Each timeline (a stream, or the host) counts its own pieces of work. A clock holds one count a timeline: "all pieces
+// up to here, of each timeline, come before what I do next". A wait takes the larger of two clocks, entry by entry.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <random>
+#include <string>
+
+#include <c10/util/Exception.h>
+
+namespace simulated_gpu {
+
+// torch has this many streams for each priority, and hands them out in turn: the 33rd is the first again.
+constexpr int kStreamsPerPool = 32;
+constexpr int kPriorities = 4;
+
+// The numbers of the timelines: the default stream, torch's pools, streams that a collective has for itself, the host.
+constexpr int kDefaultStream = 0;
+constexpr int kFirstOfPools = 1;
+constexpr int kFirstOwnStream = kFirstOfPools + kPriorities * kStreamsPerPool;
+constexpr int kHost = 255;
+constexpr int kTimelines = 256;
+
+using Clock = std::array<uint64_t, kTimelines>;
+
+inline void join(Clock& clock, const Clock& other) {
+  for (int i = 0; i < kTimelines; ++i) clock[i] = std::max(clock[i], other[i]);
+}
+
+inline bool includes(const Clock& clock, const Clock& other) {
+  for (int i = 0; i < kTimelines; ++i)
+    if (clock[i] < other[i]) return false;
+  return true;
+}
+
+// What a query of an event or a stream says, where the host has not waited for it: see Timelines::arrived.
+enum class Arrival { kNever, kRandom, kAlways };
+
+// A point of a stream. What it stands for changes when it is recorded again, as with CUDA's.
+struct Event {
+  Clock clock{};
+  std::chrono::steady_clock::time_point recorded;
+};
+
+// All timelines of the process. Every member function but the ones of the current stream needs the lock.
+class Timelines {
+ public:
+  std::mutex lock;
+  uint64_t launches = 0;
+
+  // A kernel is launched on the stream, after all that the host knows to be over.
+  void launch(int stream) {
+    join(clocks_[stream], clocks_[kHost]);
+    ++clocks_[stream][stream];
+    ++launches;
+  }
+  // The host itself reads or writes memory.
+  void host_works() { ++clocks_[kHost][kHost]; }
+
+  void record(int stream, Event& event) {
+    join(clocks_[stream], clocks_[kHost]);
+    event.clock = clocks_[stream];
+    event.recorded = std::chrono::steady_clock::now();
+  }
+  // Later work of the stream comes after the event.
+  void block(const Event& event, int stream) { join(clocks_[stream], event.clock); }
+
+  // The host waits.
+  void synchronize(const Event& event) { join(clocks_[kHost], event.clock); }
+  void synchronize(int stream) { join(clocks_[kHost], clocks_[stream]); }
+  void synchronize_all() {
+    for (int stream = 0; stream < kHost; ++stream) synchronize(stream);
+  }
+
+  // A query. A host that is told "it is over" has learned so: that orders what it does next, as a wait would.
+  bool arrived(const Event& event) { return arrived(event.clock); }
+  bool arrived(int stream) { return arrived(clocks_[stream]); }
+  void set_arrival(Arrival arrival, uint64_t seed) {
+    arrival_ = arrival;
+    coin_.seed(seed);
+  }
+
+  // The clock of a stream or of the host, and whether a piece of work of another timeline comes before what it does.
+  uint64_t now(int timeline) const { return clocks_[timeline][timeline]; }
+  bool is_after(int timeline, int other, uint64_t at) const {
+    return at <= clocks_[timeline][other] || at <= clocks_[kHost][other];
+  }
+
+  // torch's rule: priority 0 or lower, a lower number is more urgent.
+  int next_of_pool(int priority) {
+    int pool = std::clamp(-priority, 0, kPriorities - 1);
+    return kFirstOfPools + pool * kStreamsPerPool + handed_out_[pool]++ % kStreamsPerPool;
+  }
+  int next_own_stream() {
+    TORCH_CHECK(
+        own_streams_ < kHost - kFirstOwnStream, "the simulated device has ", kHost - kFirstOwnStream,
+        " streams for collectives, and all are taken; clear() takes them back");
+    return kFirstOwnStream + own_streams_++;
+  }
+
+  // All work is over, and streams are handed out from the first again.
+  void restart() {
+    synchronize_all();
+    handed_out_.fill(0);
+    own_streams_ = 0;
+  }
+
+ private:
+  bool arrived(const Clock& clock) {
+    if (includes(clocks_[kHost], clock)) return true;
+    if (arrival_ == Arrival::kNever || (arrival_ == Arrival::kRandom && coin_() % 2 == 0)) return false;
+    join(clocks_[kHost], clock);
+    return true;
+  }
+
+  std::array<Clock, kTimelines> clocks_{};
+  std::array<int, kPriorities> handed_out_{};
+  int own_streams_ = 0;
+  Arrival arrival_ = Arrival::kNever;
+  std::mt19937_64 coin_;
+};
+
+// Never destroyed: memory is freed until the process ends.
+inline Timelines& timelines() {
+  static auto* all = new Timelines;
+  return *all;
+}
+
+// As CUDA has it, each thread has its own.
+inline thread_local int current_stream = kDefaultStream;
+
+inline std::string name_of(int timeline) {
+  if (timeline == kHost) return "the host";
+  return timeline == kDefaultStream ? "the default stream" : "stream " + std::to_string(timeline);
+}
+
+}  // namespace simulated_gpu

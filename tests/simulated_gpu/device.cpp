@@ -1,0 +1,115 @@
+// Makes the simulated device torch's "cuda", and the functions that Python calls. Loaded before torch is: it looks for
+// a device once, when it is imported. What each part is for is told in __init__.py.
+#include "clocks.h"
+#include "guard.h"
+#include "kernels.h"
+#include "memory.h"
+
+namespace simulated_gpu {
+namespace {
+
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+
+// The largest: no other allocator of torch's takes its place.
+constexpr uint8_t kAllocatorPriority = 255;
+
+const bool allocator_is_set = [] {
+  c10::SetAllocator(c10::kCUDA, &device_allocator(), kAllocatorPriority);
+  return true;
+}();
+
+void set_arrival(const std::string& name, int64_t seed) {
+  static const std::unordered_map<std::string, Arrival> kNames{
+      {"never", Arrival::kNever}, {"random", Arrival::kRandom}, {"always", Arrival::kAlways}};
+  auto found = kNames.find(name);
+  TORCH_CHECK(found != kNames.end(), "arrival is never, random or always, not ", name);
+  std::lock_guard<std::mutex> guard(timelines().lock);
+  timelines().set_arrival(found->second, seed);
+}
+
+int64_t new_stream() {
+  std::lock_guard<std::mutex> guard(timelines().lock);
+  return timelines().next_own_stream();
+}
+
+void restart() {
+  std::lock_guard<std::mutex> guard(timelines().lock);
+  timelines().restart();
+}
+
+std::vector<int64_t> counts() {
+  std::lock_guard<std::mutex> guard(timelines().lock);
+  const Memory& all = memory();
+  return {
+      static_cast<int64_t>(timelines().launches), static_cast<int64_t>(all.accesses),
+      static_cast<int64_t>(all.blocks()), static_cast<int64_t>(all.device_bytes),
+      static_cast<int64_t>(all.device_peak)};
+}
+
+void reset_peak() {
+  std::lock_guard<std::mutex> guard(timelines().lock);
+  memory().device_peak = memory().device_bytes;
+}
+
+// A stream's number, checked: Python may give any.
+int checked(int64_t stream) { return id_of(stream_of(static_cast<int>(stream))); }
+
+}  // namespace
+}  // namespace simulated_gpu
+
+namespace at {
+// torch looks for it under this name.
+C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", simulated_gpu::Hooks)
+}  // namespace at
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&simulated_gpu::fallback>()); }
+
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("empty.memory_format", &simulated_gpu::empty);
+  m.impl("empty_strided", &simulated_gpu::empty_strided);
+  m.impl(
+      "as_strided",
+      [](const at::Tensor& self, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
+        return at::native::as_strided_tensorimpl(self, size, stride, offset);
+      });
+  m.impl("view", [](const at::Tensor& self, at::IntArrayRef size) { return at::native::view(self, size); });
+  m.impl(
+      "view.dtype", [](const at::Tensor& self, at::ScalarType dtype) { return at::native::view_dtype(self, dtype); });
+  m.impl("_reshape_alias", [](const at::Tensor& self, at::IntArrayRef size, at::IntArrayRef stride) {
+    return at::native::_reshape_alias(self, size, stride);
+  });
+  m.impl("copy_", &simulated_gpu::copy_);
+  m.impl("_local_scalar_dense", &simulated_gpu::item);
+  m.impl("equal", &simulated_gpu::equal);
+  m.impl("set_.source_Storage_storage_offset", &simulated_gpu::set_to_part);
+  m.impl("set_.source_Storage", &simulated_gpu::set_to_storage);
+  m.impl("set_.source_Tensor", &simulated_gpu::set_to_tensor);
+  m.impl("set_", &simulated_gpu::set_to_nothing);
+  m.impl("resize_", &simulated_gpu::resize_);
+  m.impl("record_stream", &simulated_gpu::record_stream);
+}
+
+// Streams are numbers here; device.py and ops.py say what each function does.
+TORCH_LIBRARY(simulated_gpu, m) {
+  using namespace simulated_gpu;
+  m.def("new_stream() -> int", &new_stream);
+  m.def("launch(int stream) -> ()", [](int64_t stream) { launch(checked(stream)); });
+  m.def(
+      "touch(Tensor tensor, bool write, int stream, str what) -> ()",
+      [](const at::Tensor& tensor, bool write, int64_t stream, const std::string& what) {
+        touch(tensor, write, checked(stream), what);
+      });
+  m.def(
+      "host_access(Tensor tensor, bool write, str what) -> ()",
+      [](const at::Tensor& tensor, bool write, const std::string& what) { host_access(tensor, write, what); });
+  m.def("alias(Tensor tensor) -> Tensor", [](const at::Tensor& tensor) { return cpu_alias(tensor); });
+  m.def("resize_storage(Storage storage, int nbytes) -> ()", &resize_storage);
+  m.def("set_arrival(str when, int seed) -> ()", &set_arrival);
+  m.def("restart() -> ()", &restart);
+  m.def("counts() -> int[]", &counts);
+  m.def("reset_peak() -> ()", &reset_peak);
+}
+
+extern "C" C10_EXPORT void simulated_gpu_set_reporter(simulated_gpu::Reporter reporter) {
+  simulated_gpu::reporter = reporter;
+}

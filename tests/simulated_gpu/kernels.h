@@ -1,0 +1,335 @@
+// Kernels of the device: torch's for the CPU, on CPU tensors that share the memory of the device's.
+#pragma once
+
+#include <memory>
+#include <unordered_map>
+
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/view_native.h>
+#include <torch/csrc/autograd/node.h>
+#include <torch/library.h>
+
+#include "guard.h"
+
+namespace simulated_gpu {
+
+const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format);
+
+// Ops that read a size from the device before they can allocate their result: CUDA's wait for the current stream.
+inline const std::unordered_set<std::string> kWaitsForItsResult{
+    "aten::nonzero",    "aten::masked_select",      "aten::_unique",           "aten::_unique2",
+    "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave", "aten::unique_dim_consecutive",
+    "aten::bincount",
+};
+// Ops that take tensors of the host beside those of the device, as CUDA's do.
+inline const std::unordered_set<std::string> kMixesDevices{
+    "aten::index",
+    "aten::index_put_",
+    "aten::_index_put_impl_",
+    "aten::_foreach_copy_",
+};
+
+// The bytes between the first and the last element.
+inline Range range_of(const at::Tensor& tensor) {
+  if (tensor.numel() == 0 || !tensor.has_storage() || tensor.storage().nbytes() == 0) return {0, 0};
+  auto begin = reinterpret_cast<uintptr_t>(tensor.storage().data()) + tensor.storage_offset() * tensor.element_size();
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  return {begin, begin + (last + 1) * tensor.element_size()};
+}
+
+inline void touch(const at::Tensor& tensor, bool write, int timeline, const std::string& who) {
+  memory().access(range_of(tensor), write, timeline, who);
+}
+
+inline void launch(int stream) {
+  std::lock_guard<std::mutex> guard(timelines().lock);
+  timelines().launch(stream);
+}
+
+inline void host_access(const at::Tensor& tensor, bool write, const std::string& who) {
+  {
+    std::lock_guard<std::mutex> guard(timelines().lock);
+    timelines().host_works();
+  }
+  touch(tensor, write, kHost, who);
+}
+
+inline void wait_for(int stream) {
+  std::lock_guard<std::mutex> guard(timelines().lock);
+  timelines().synchronize(stream);
+}
+
+// The op, and the node of autograd's graph that runs it: no Python code is on the stack there.
+inline std::string with_node(const std::string& op) {
+  auto node = torch::autograd::get_current_node();
+  return node ? op + " of " + node->name() : op;
+}
+
+// CPU tensors that share the memory of the device's tensors. Tensors of one storage share one here, too: the CPU's
+// kernels look at that to find outputs that overlap inputs.
+class Aliases {
+ public:
+  at::Tensor of(const at::Tensor& tensor) {
+    auto* storage = tensor.storage().unsafeGetStorageImpl();
+    Range range = range_of(tensor);
+    auto base = reinterpret_cast<uintptr_t>(storage->data());
+    TORCH_CHECK(
+        tensor.numel() == 0 || (!range.empty() && range.end <= base + storage->nbytes()),
+        "a kernel is given a tensor whose memory is gone: it needs more bytes than its storage of ", storage->nbytes());
+    auto [entry, is_new] = storages_.try_emplace(storage, c10::Storage());
+    if (is_new) entry->second = share(tensor.storage());
+    auto alias = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(entry->second), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+    alias.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+    alias._set_conj(tensor.is_conj());
+    alias._set_neg(tensor.is_neg());
+    return alias;
+  }
+
+  // The device's storage that a CPU tensor shares, if it does.
+  c10::Storage shared_with(const at::Tensor& cpu) const {
+    for (const auto& [original, alias] : storages_)
+      if (cpu.storage().is_alias_of(alias) && alias.data() == original->data())
+        return c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(original));
+    return c10::Storage();
+  }
+
+ private:
+  // It keeps the memory, and a kernel that resizes an output gives it memory of the CPU's: see Call::take_back.
+  static c10::Storage share(const c10::Storage& storage) {
+    auto* kept = new c10::Storage(storage);
+    c10::DataPtr data(
+        storage.unsafeGetStorageImpl()->mutable_data(), kept,
+        [](void* held) { delete static_cast<c10::Storage*>(held); }, c10::Device(c10::kCPU));
+    return c10::Storage(
+        c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), c10::GetAllocator(c10::kCPU), true);
+  }
+
+  std::unordered_map<c10::StorageImpl*, c10::Storage> storages_;
+};
+
+inline at::Tensor cpu_alias(const at::Tensor& tensor) { return tensor.is_cuda() ? Aliases().of(tensor) : tensor; }
+
+inline at::Tensor empty_strided(
+    at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<at::Device> device, std::optional<bool>) {
+  TORCH_CHECK(!device || device->index() <= 0, "the simulated machine has one device, not ", device->str());
+  return at::detail::empty_strided_generic(
+      size, stride, &device_allocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
+}
+
+inline at::Tensor empty(
+    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(!device || device->index() <= 0, "the simulated machine has one device, not ", device->str());
+  return at::detail::empty_generic(
+      size, &device_allocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype), format);
+}
+
+// One op: its arguments become CPU tensors, the CPU's kernel runs, and its results become the device's.
+class Call {
+ public:
+  explicit Call(const c10::OperatorHandle& op)
+      : op_(op), name_(op.schema().operator_name().name), who_(with_node(name_)) {}
+
+  void run(torch::jit::Stack* stack) {
+    launch(current_stream);
+    const auto& arguments = op_.schema().arguments();
+    size_t begin = stack->size() - arguments.size();
+    for (size_t i = 0; i < arguments.size(); ++i) give((*stack)[begin + i], arguments[i].alias_info());
+    check_devices();
+    op_.callBoxed(stack);
+    for (size_t i = 0; i < written_.size(); ++i) take_back(written_[i].first, written_[i].second);
+    for (size_t i = stack->size() - op_.schema().returns().size(); i < stack->size(); ++i) take((*stack)[i]);
+    if (kWaitsForItsResult.count(name_)) wait_for(current_stream);
+  }
+
+ private:
+  using Pair = std::pair<at::Tensor, at::Tensor>;  // of the device, its alias
+
+  void give(c10::IValue& value, const c10::AliasInfo* alias) {
+    bool write = alias && alias->isWrite();
+    if (value.isTensor()) {
+      value = give(value.toTensor(), write);
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(give(tensor, write));
+      value = list;
+    } else if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector())
+        list.push_back(tensor ? std::optional<at::Tensor>(give(*tensor, write)) : std::nullopt);
+      value = list;
+    } else if (value.isDevice()) {
+      value = c10::Device(c10::kCPU);
+    }
+  }
+
+  at::Tensor give(const at::Tensor& tensor, bool write) {
+    if (!tensor.defined()) return tensor;
+    if (!tensor.is_cuda()) {
+      // A number of the host's travels with the launch. More of it would be read by the kernel.
+      if (tensor.dim() == 0) host_access(tensor, write, who_);
+      is_mixed_ = is_mixed_ || tensor.dim() > 0;
+      return tensor;
+    }
+    touch(tensor, write, current_stream, who_);
+    auto& pair = given_.emplace_back(tensor, aliases_.of(tensor));
+    if (write) written_.push_back(pair);
+    return pair.second;
+  }
+
+  void check_devices() const {
+    TORCH_CHECK(
+        !is_mixed_ || given_.empty() || kMixesDevices.count(name_),
+        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (", name_, ")");
+  }
+
+  // A kernel may have resized its output.
+  void take_back(const at::Tensor& tensor, const at::Tensor& cpu) {
+    bool moved = cpu.numel() != 0 && cpu.storage().data() != tensor.storage().data();
+    if (!moved && cpu.sizes() == tensor.sizes()) return;
+    resize_(tensor, cpu.sizes(), std::nullopt);
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides());
+    if (!moved) return;
+    cpu_alias(tensor).copy_(cpu);
+    touch(tensor, true, current_stream, who_);
+  }
+
+  void take(c10::IValue& value) {
+    if (value.isTensor()) {
+      value = take(value.toTensor());
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(take(tensor));
+      value = list;
+    }
+  }
+
+  at::Tensor take(const at::Tensor& cpu) {
+    if (!cpu.defined()) return cpu;
+    for (const auto& [tensor, alias] : given_)
+      if (cpu.is_same(alias)) return tensor;
+    if (c10::Storage storage = aliases_.shared_with(cpu)) {  // a view
+      auto view = at::detail::make_tensor<c10::TensorImpl>(
+          std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CUDA), cpu.dtype());
+      view.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
+      return view;
+    }
+    at::Tensor result = empty_strided(cpu.sizes(), cpu.strides(), cpu.scalar_type(), {}, {}, {});
+    cpu_alias(result).copy_(cpu);
+    touch(result, true, current_stream, who_);
+    return result;
+  }
+
+  const c10::OperatorHandle& op_;
+  const std::string& name_;
+  std::string who_;
+  Aliases aliases_;
+  std::vector<Pair> given_, written_;
+  bool is_mixed_ = false;
+};
+
+inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  Call(op).run(stack);
+}
+
+// Between the device and the host a copy that is not asked to be asynchronous is over when it returns. Host memory
+// that is pinned is used by the stream; other is not looked at.
+inline at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  const std::string who = with_node("aten::copy_");
+  bool crosses = !self.is_cuda() || !source.is_cuda();
+  // What has other strides or another dtype goes through memory of its own, which the host fills or empties.
+  bool staged = crosses && (self.scalar_type() != source.scalar_type() || !self.is_contiguous() ||
+                            !source.is_contiguous() || self.sizes() != source.sizes());
+  auto use = [&](const at::Tensor& tensor, bool write) {
+    if (staged && !tensor.is_cuda()) {
+      host_access(tensor, write, who);
+    } else {
+      touch(tensor, write, current_stream, who);
+    }
+  };
+  launch(current_stream);
+  use(source, false);
+  use(self, true);
+  if (self.is_cuda() && source.is_cuda()) {
+    Aliases aliases;
+    aliases.of(self).copy_(aliases.of(source));
+  } else {
+    cpu_alias(self).copy_(cpu_alias(source));
+  }
+  if (crosses && !non_blocking) wait_for(current_stream);
+  return self;
+}
+
+inline at::Scalar item(const at::Tensor& self) {
+  launch(current_stream);
+  touch(self, false, current_stream, with_node("aten::item"));
+  wait_for(current_stream);
+  return cpu_alias(self).item();
+}
+
+inline bool equal(const at::Tensor& self, const at::Tensor& other) {
+  launch(current_stream);
+  touch(self, false, current_stream, "aten::equal");
+  touch(other, false, current_stream, "aten::equal");
+  wait_for(current_stream);
+  return at::equal(cpu_alias(self), cpu_alias(other));
+}
+
+inline at::Tensor& set_to_part(
+    at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(source));
+  impl->set_sizes_and_strides(size, stride, offset);
+  return self;
+}
+
+inline at::Tensor& set_to_storage(at::Tensor& self, at::Storage source) {
+  int64_t numel = static_cast<int64_t>(source.nbytes() / self.element_size());
+  return set_to_part(self, std::move(source), 0, {numel}, {1});
+}
+
+inline at::Tensor& set_to_tensor(at::Tensor& self, const at::Tensor& source) {
+  return set_to_part(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+inline at::Tensor& set_to_nothing(at::Tensor& self) {
+  return set_to_storage(self, empty({0}, self.scalar_type(), {}, {}, {}, {}).storage());
+}
+
+inline void record_stream(at::Tensor& self, c10::Stream stream) {
+  Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
+}
+
+// As CUDA's: what is there is copied by the current stream, and the old memory is freed.
+inline void resize_storage(c10::Storage storage, int64_t nbytes) {
+  auto* impl = storage.unsafeGetStorageImpl();
+  TORCH_CHECK(impl->resizable(), "Trying to resize storage that is not resizable");
+  size_t kept = std::min(impl->nbytes(), static_cast<size_t>(nbytes));
+  auto fresh = device_allocator().allocate(nbytes);
+  if (kept) {
+    auto from = reinterpret_cast<uintptr_t>(impl->data()), to = reinterpret_cast<uintptr_t>(fresh.get());
+    launch(current_stream);
+    memory().access({from, from + kept}, false, current_stream, "resize_");
+    memory().access({to, to + kept}, true, current_stream, "resize_");
+    std::memcpy(fresh.get(), impl->data(), kept);
+  }
+  impl->set_data_ptr_noswap(std::move(fresh));
+  impl->set_nbytes(nbytes);
+}
+
+inline const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_sizes_contiguous(size);
+  if (format) impl->empty_tensor_restride(*format);
+  size_t needed = self.numel() ? (self.storage_offset() + self.numel()) * self.element_size() : 0;
+  if (self.storage().nbytes() < needed) resize_storage(self.storage(), needed);
+  return self;
+}
+
+}  // namespace simulated_gpu

@@ -1,0 +1,678 @@
+"""The simulated device itself: each of its rules with a program that keeps it and one that does not.
+
+A body runs in a process of its own (see worker.py). It ends with ``torch.cuda.synchronize()``, so that what is freed
+when it returns is not in use.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from simulated_gpu import Race, Unavailable, counts, host_access, library, ops, races, set_arrival
+from simulated_gpu.worker import worker
+from torch import Tensor, nn
+
+Call = Callable[..., tuple[Any, list[Race]]]
+
+
+@pytest.fixture(scope="module")
+def call() -> Iterator[Call]:
+    try:
+        library()
+    except Unavailable as missing:
+        pytest.skip(missing.reason)
+    with worker() as run:
+        yield run
+
+
+def texts(found: list[Race]) -> list[str]:
+    return [race.text for race in found]
+
+
+def written_on(stream: torch.cuda.Stream, numel: int = 4) -> Tensor:
+    with torch.cuda.stream(stream):
+        return torch.empty(numel, device="cuda").fill_(1)
+
+
+def read_on(stream: torch.cuda.Stream, tensor: Tensor) -> None:
+    with torch.cuda.stream(stream):
+        tensor.sum()
+
+
+# Reads and writes
+
+
+def read_elsewhere(wait: str) -> None:
+    a, b = torch.cuda.Stream(), torch.cuda.Stream()  # streams 1 and 2
+    early = a.record_event()
+    x = written_on(a)
+    waits: dict[str, Callable[[], object]] = {
+        "nothing": lambda: None,
+        "wait_stream": lambda: b.wait_stream(a),
+        "wait_event": lambda: b.wait_event(a.record_event()),
+        "event.wait": lambda: a.record_event().wait(b),
+        "through a third stream": lambda: (
+            torch.cuda.current_stream().wait_stream(a),
+            b.wait_stream(torch.cuda.current_stream()),
+        ),
+        "event.synchronize": lambda: a.record_event().synchronize(),
+        "stream.synchronize": lambda: a.synchronize(),
+        "synchronize": lambda: torch.cuda.synchronize(),
+        "item": lambda: read_with_item(a, x),
+        "blocking copy": lambda: copied_to_host(a, x, non_blocking=False),
+        "asynchronous copy": lambda: copied_to_host(a, x, non_blocking=True),
+        "an event of before": lambda: b.wait_event(early),
+        "the other way round": lambda: a.wait_stream(b),
+        "another stream": lambda: b.wait_stream(torch.cuda.current_stream()),
+    }
+    waits[wait]()
+    read_on(b, x)
+    torch.cuda.synchronize()
+
+
+def read_with_item(stream: torch.cuda.Stream, x: Tensor) -> None:
+    with torch.cuda.stream(stream):
+        x[0].item()
+
+
+def copied_to_host(stream: torch.cuda.Stream, x: Tensor, non_blocking: bool) -> None:
+    with torch.cuda.stream(stream):
+        torch.empty(4, pin_memory=True).copy_(x, non_blocking=non_blocking)
+
+
+ORDERS = (
+    "wait_stream",
+    "wait_event",
+    "event.wait",
+    "through a third stream",
+    "event.synchronize",
+    "stream.synchronize",
+    "synchronize",
+    "item",
+    "blocking copy",
+)
+DOES_NOT_ORDER = ("nothing", "an event of before", "the other way round", "another stream", "asynchronous copy")
+
+
+@pytest.mark.parametrize("wait", ORDERS)
+def test_a_read_that_waits_for_the_write_is_no_race(call: Call, wait: str) -> None:
+    assert call(read_elsewhere, wait)[1] == []
+
+
+@pytest.mark.parametrize("wait", DOES_NOT_ORDER)
+def test_a_read_that_does_not_wait_for_the_write_is_one_race(call: Call, wait: str) -> None:
+    _, (race,) = call(read_elsewhere, wait)
+    assert race.text == "aten::sum on stream 2 reads what aten::fill_ on stream 1 wrote"
+    assert race.count == 1
+    assert race.stack[-1].endswith(" in read_on") and race.stack[-2].endswith(" in read_elsewhere")
+
+
+def write_after_read(waits: bool) -> None:
+    a, b = torch.cuda.Stream(), torch.cuda.Stream()
+    x = written_on(a)
+    b.wait_stream(a)
+    read_on(b, x)
+    if waits:
+        a.wait_stream(b)
+    with torch.cuda.stream(a):
+        x.zero_()
+    torch.cuda.synchronize()
+
+
+def test_a_write_waits_for_the_read_before_it(call: Call) -> None:
+    assert call(write_after_read, True)[1] == []
+    assert texts(call(write_after_read, False)[1]) == ["aten::zero_ on stream 1 writes what aten::sum on stream 2 read"]
+
+
+def halves(overlapping: bool) -> None:
+    a, b = torch.cuda.Stream(), torch.cuda.Stream()
+    x = torch.empty(8, device="cuda")
+    a.wait_stream(torch.cuda.current_stream())
+    b.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(a):
+        x[:4].fill_(1)
+    with torch.cuda.stream(b):
+        x[4 - overlapping :].fill_(2)
+    torch.cuda.synchronize()
+
+
+def test_parts_of_a_tensor_race_where_they_overlap(call: Call) -> None:
+    assert call(halves, False)[1] == []
+    assert texts(call(halves, True)[1]) == ["aten::fill_ on stream 2 writes what aten::fill_ on stream 1 wrote"]
+
+
+def two_reads() -> None:
+    a, b = torch.cuda.Stream(), torch.cuda.Stream()
+    x = torch.ones(4, device="cuda")
+    for stream in (a, b):
+        stream.wait_stream(torch.cuda.current_stream())
+        read_on(stream, x)
+    torch.cuda.synchronize()
+
+
+def test_two_reads_do_not_race(call: Call) -> None:
+    assert call(two_reads)[1] == []
+
+
+def the_same_race_again() -> None:
+    x, y = written_on(torch.cuda.Stream()), written_on(torch.cuda.Stream())
+    for _ in range(3):
+        x.sum()
+    y.sum()
+    torch.cuda.synchronize()
+
+
+def test_a_race_is_kept_once_with_its_count(call: Call) -> None:
+    _, found = call(the_same_race_again)
+    assert [(race.text, race.count) for race in found] == [
+        ("aten::sum on the default stream reads what aten::fill_ on stream 1 wrote", 3),
+        ("aten::sum on the default stream reads what aten::fill_ on stream 2 wrote", 1),
+    ]
+
+
+# Memory
+
+
+def free_in_use(how: str, excuse: str) -> None:
+    a, b = torch.cuda.Stream(), torch.cuda.Stream()
+    x = written_on(a)
+    b.wait_stream(a)
+    read_on(b, x)
+    if excuse == "record_stream":
+        x[1:].record_stream(b)
+    elif excuse == "record_stream of another":
+        x.record_stream(torch.cuda.current_stream())
+    elif excuse == "wait":
+        a.wait_stream(b)
+    elif excuse == "synchronize":
+        b.synchronize()
+    if how == "del":
+        del x
+    else:
+        x.untyped_storage().resize_(0)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("how", ["del", "resize_"])
+@pytest.mark.parametrize("excuse", ["nothing", "record_stream", "record_stream of another", "wait", "synchronize"])
+def test_memory_is_freed_when_no_other_stream_uses_it(call: Call, how: str, excuse: str) -> None:
+    text = "memory allocated on stream 1 is freed, and may be used again there, while aten::sum on stream 2 reads it"
+    expected = [text] if excuse in ("nothing", "record_stream of another") else []
+    assert texts(call(free_in_use, how, excuse)[1]) == expected
+
+
+def first_used_elsewhere(waits: bool) -> None:
+    torch.ones(4, device="cuda")  # freed, and given to the next
+    x = torch.empty(4, device="cuda")
+    b = torch.cuda.Stream()
+    if waits:
+        b.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(b):
+        x.fill_(1)
+    torch.cuda.synchronize()
+
+
+def test_new_memory_is_used_after_what_its_stream_did_before(call: Call) -> None:
+    assert call(first_used_elsewhere, True)[1] == []
+    assert texts(call(first_used_elsewhere, False)[1]) == [
+        "aten::fill_ on stream 1 writes memory allocated on the default stream, whose earlier work may still use it"
+    ]
+
+
+def fresh_memory() -> dict[str, list[float]]:
+    new = torch.empty(3, device="cuda")
+    resized = torch.ones(3, device="cuda")
+    view = resized[1:]
+    resized.untyped_storage().resize_(0)
+    resized.untyped_storage().resize_(12)
+    grown = torch.ones(2, device="cuda")
+    grown.untyped_storage().resize_(12)
+    whole = torch.empty(0, device="cuda").set_(grown.untyped_storage())
+    pinned = torch.empty(3, pin_memory=True)
+    tensors = dict(new=new, resized=resized, view=view, grown=whole, pinned=pinned)
+    return {name: tensor.nan_to_num(nan=-7).tolist() for name, tensor in tensors.items()}
+
+
+def test_new_memory_is_nan(call: Call) -> None:
+    values, found = call(fresh_memory)
+    assert found == []
+    assert values == dict(new=[-7] * 3, resized=[-7] * 3, view=[-7] * 2, grown=[1, 1, -7], pinned=[-7] * 3)
+
+
+def use_without_memory() -> None:
+    x = torch.ones(3, device="cuda")
+    x.untyped_storage().resize_(0)
+    x.add_(1)
+
+
+def test_a_kernel_refuses_a_tensor_without_memory(call: Call) -> None:
+    with pytest.raises(RuntimeError, match="a kernel is given a tensor whose memory is gone"):
+        call(use_without_memory)
+
+
+def bytes_of_tensors() -> list[int]:
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
+    x = torch.ones(100, device="cuda")
+    with_one = torch.cuda.memory_allocated()
+    y = x + x
+    del x, y
+    return [with_one - start, torch.cuda.memory_allocated() - start, torch.cuda.max_memory_allocated() - start]
+
+
+def test_bytes_of_tensors_are_counted(call: Call) -> None:
+    assert call(bytes_of_tensors)[0] == [400, 0, 800]
+
+
+# Pinned memory
+
+
+def overwritten(wait: str, write: bool) -> None:
+    host, device = torch.ones(4).pin_memory(), torch.empty(4, device="cuda")
+    device.copy_(host, non_blocking=wait != "blocking")
+    event = torch.cuda.current_stream().record_event()
+    if wait == "event":
+        event.synchronize()
+    elif wait == "device":  # orders streams, and not the host
+        torch.cuda.Stream().wait_event(event)
+    host_access(host, write)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(("wait", "write"), [("nothing", True), ("device", True)])
+def test_the_host_does_not_overwrite_what_is_being_copied(call: Call, wait: str, write: bool) -> None:
+    assert texts(call(overwritten, wait, write)[1]) == [
+        "the host on the host writes what aten::copy_ on the default stream read"
+    ]
+
+
+@pytest.mark.parametrize(("wait", "write"), [("nothing", False), ("event", True), ("blocking", True)])
+def test_the_host_may_read_it_and_may_write_it_after_a_wait(call: Call, wait: str, write: bool) -> None:
+    assert call(overwritten, wait, write)[1] == []
+
+
+def read_by_the_host(wait: bool) -> None:
+    host = torch.empty(4, pin_memory=True)
+    host.copy_(torch.ones(4, device="cuda"), non_blocking=True)
+    if wait:
+        torch.cuda.current_stream().synchronize()
+    host_access(host, False, "print")
+    torch.cuda.synchronize()
+
+
+def test_the_host_waits_before_it_reads_a_copy(call: Call) -> None:
+    assert call(read_by_the_host, True)[1] == []
+    assert texts(call(read_by_the_host, False)[1]) == [
+        "print on the host reads what aten::copy_ on the default stream wrote"
+    ]
+
+
+# Queries
+
+
+def queried(when: str, seed: int) -> tuple[list[bool], list[str]]:
+    set_arrival(when, seed)
+    a = torch.cuda.Stream()
+    x = written_on(a)
+    answers = []
+    for _ in range(32):
+        with torch.cuda.stream(a):
+            x.add_(1)
+        answers.append(a.record_event().query())
+    if not a.query():
+        torch.cuda.synchronize()
+    assert a.query() and a.record_event().query(), "the host has waited"
+    return answers, texts(races())
+
+
+def test_queries_answer_as_chosen(call: Call) -> None:
+    assert torch.cuda.Event is not None
+    assert call(queried, "never", 0)[0] == ([False] * 32, [])
+    assert call(queried, "always", 0)[0] == ([True] * 32, [])
+    first, again, other = (call(queried, "random", seed)[0][0] for seed in (1, 1, 2))
+    assert first == again != other
+    assert {True, False} == set(first)
+
+
+def used_after_query(when: str) -> bool:
+    set_arrival(when)
+    a = torch.cuda.Stream()
+    x = written_on(a)
+    answer = a.record_event().query()
+    x.sum()
+    torch.cuda.synchronize()
+    return answer
+
+
+def test_a_host_that_is_told_that_it_is_over_has_waited(call: Call) -> None:
+    assert call(used_after_query, "always") == (True, [])
+    answer, found = call(used_after_query, "never")
+    assert not answer and len(found) == 1
+
+
+def unknown_arrival() -> None:
+    set_arrival("soon")
+
+
+def test_an_unknown_answer_is_refused(call: Call) -> None:
+    with pytest.raises(RuntimeError, match="arrival is never, random or always, not soon"):
+        call(unknown_arrival)
+
+
+# Streams
+
+
+def pools() -> tuple[list[int], list[int]]:
+    return [torch.cuda.Stream().stream_id for _ in range(34)], [
+        torch.cuda.Stream(priority=-1).stream_id for _ in range(2)
+    ]
+
+
+def test_streams_are_handed_out_in_turn_as_by_torch(call: Call) -> None:
+    normal, urgent = call(pools)[0]
+    assert normal == [*range(1, 33), 1, 2]
+    assert urgent == [33, 34]
+
+
+def own_streams(number: int) -> int:
+    return len({ops.new_stream().stream_id for _ in range(number)})
+
+
+def test_streams_of_collectives_are_their_own_until_they_run_out(call: Call) -> None:
+    assert call(own_streams, 126)[0] == 126
+    with pytest.raises(RuntimeError, match="126 streams for collectives, and all are taken"):
+        call(own_streams, 127)
+
+
+def current_streams() -> None:
+    a, b = torch.cuda.Stream(), torch.cuda.Stream()
+    default = torch.cuda.default_stream()
+    assert torch.cuda.current_stream() == default != a
+    with torch.cuda.stream(a):
+        with torch.cuda.stream(b):
+            assert torch.cuda.current_stream() == b
+        with torch.cuda.stream(None):
+            assert torch.cuda.current_stream() == a
+        assert torch.cuda.current_stream("cuda") == a
+    assert torch.cuda.current_stream(torch.device("cuda", 0)) == default
+    assert isinstance(a, torch.Stream) and {a, b, default} == {a, b, torch.cuda.current_stream()}
+
+
+def the_device() -> None:
+    assert torch.cuda.is_available() and torch.cuda.device_count() == 1 and torch.cuda.current_device() == 0
+    assert torch.empty(1, device="cuda").device == torch.device("cuda", 0)
+    assert torch.cuda.get_device_name() == "simulated GPU"
+    torch.cuda.set_device(0)
+    with torch.cuda.device("cuda:0"):
+        assert not torch.cuda.is_current_stream_capturing()
+    for refused in (lambda: torch.cuda.set_device(1), lambda: torch.empty(1, device="cuda:1")):
+        with pytest.raises(RuntimeError, match="one device"):
+            refused()
+    for absent in (torch.cuda.memory_reserved, torch.cuda.CUDAGraph):
+        with pytest.raises(NotImplementedError, match="simulated GPU"):
+            absent()
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.ones(2, device="cuda").mul_(torch.ones(2))
+
+
+def random_numbers() -> None:
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(4, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(first, torch.rand(4, device="cuda"))
+    torch.manual_seed(5)
+    first = torch.rand(4, device="cuda")
+    torch.cuda.manual_seed_all(5)
+    assert torch.equal(first, torch.rand(4, device="cuda"))
+
+
+@pytest.mark.parametrize("body", [current_streams, the_device, random_numbers])
+def test_torch_cuda_is_the_device(call: Call, body: Callable[[], None]) -> None:
+    assert call(body) == (None, [])
+
+
+# Collectives
+
+
+def collective(waits_before: bool, waits_after: bool) -> list[float]:
+    own = ops.new_stream()
+    x, out = torch.ones(4, device="cuda"), torch.empty(4, device="cuda")
+    if waits_before:
+        ops.block(ops.record(torch.cuda.current_stream()), own)
+    ops.launch(own)
+    ops.touch(x, False, own, "all_reduce")
+    ops.touch(out, True, own, "all_reduce")
+    ops.alias(out).copy_(ops.alias(x) * 2)
+    done = ops.record(own)
+    if waits_after:
+        ops.block(done, torch.cuda.current_stream())
+    values = out.tolist()
+    torch.cuda.synchronize()
+    return values
+
+
+def test_a_collective_is_made_of_ops(call: Call) -> None:
+    assert call(collective, True, True) == ([2.0] * 4, [])
+    assert "all_reduce on stream 129 reads what aten::fill_ on the default stream wrote" in texts(
+        call(collective, False, True)[1]
+    )
+    assert texts(call(collective, True, False)[1]) == [
+        "aten::copy_ on the default stream reads what all_reduce on stream 129 wrote"
+    ]
+
+
+# Autograd
+
+
+def two_layers(keep_nodes: bool, read_in_hook: bool) -> bool:
+    """Two rounds of backward on a side stream, of weights made on the default one. Returns whether numbers are right.
+
+    ``keep_nodes``: as who keeps hooks on parameters does. AccumulateGrad then stays on the default stream.
+    """
+    weights = [nn.Parameter(torch.ones(3, 3, device="cuda")) for _ in range(2)]
+    nodes = [torch.autograd.graph.get_gradient_edge(weight).node for weight in weights] if keep_nodes else []
+    torch.cuda.synchronize()
+    sums: list[Tensor] = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(2):
+            hidden = torch.ones(2, 3, device="cuda") @ weights[0]
+            if read_in_hook:  # the other weight's gradient is there already
+                hidden.register_hook(lambda _: sums.append(weights[1].grad.sum()))
+            (hidden @ weights[1]).sum().backward()
+        right = all(torch.equal(weight.grad, torch.full_like(weight, 12.0)) for weight in weights)
+    torch.cuda.synchronize()
+    del nodes
+    return right
+
+
+@pytest.mark.parametrize("keep_nodes", [False, True])
+def test_gradients_are_ordered_after_backward(call: Call, keep_nodes: bool) -> None:
+    assert call(two_layers, keep_nodes, False) == (True, [])
+
+
+def test_a_hook_on_another_stream_than_the_accumulation_is_a_race(call: Call) -> None:
+    assert call(two_layers, False, True) == (True, [])
+    right, found = call(two_layers, True, True)
+    (race,) = found
+    assert right, "kernels run in the order of the program"
+    assert race.text == (
+        "aten::sum of MmBackward0 on stream 1 reads what aten::add_ of torch::autograd::AccumulateGrad on the default "
+        "stream wrote"
+    )
+    assert race.stack[-1].endswith("in <lambda>")
+
+
+# Numbers: bit for bit the CPU's
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, 12)
+        self.norm = nn.LayerNorm(12)
+        self.up, self.down = nn.Linear(12, 29), nn.Linear(29, 17, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.norm(self.embedding(tokens)))))
+
+
+def trained(device: str, dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Model().to(device, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(4):
+        tokens = torch.randint(17, (3, 9), generator=torch.Generator().manual_seed(step)).to(device)
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        losses.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [tensor.detach().cpu() for tensor in (*losses, *model.parameters())]
+
+
+def training_agrees(dtype: torch.dtype) -> bool:
+    return all(map(torch.equal, trained("cpu", dtype), trained("cuda", dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_gives_the_bits_of_the_cpu(call: Call, dtype: torch.dtype) -> None:
+    assert call(training_agrees, dtype) == (True, [])
+
+
+OPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "matmul": lambda x, y: x @ y,
+    "addmm, out": lambda x, y: torch.addmm(x, x, y, out=torch.empty(6, 6, device=x.device)),
+    "out of no elements": lambda x, y: torch.mul(x, y, out=torch.empty(0, device=x.device)),
+    "out that is too small, and grows": lambda x, y: torch.cat([x, y], out=torch.empty(0, 6, device=x.device)),
+    "layer_norm": lambda x, y: F.layer_norm(x, (6,), y[0], y[1]),
+    "softmax": lambda x, y: x.softmax(-1),
+    "attention": lambda x, y: F.scaled_dot_product_attention(x[None, None], y[None, None], x[None, None]).isfinite(),
+    "convolution": lambda x, y: F.conv2d(x[None, None], y[None, None, :3, :3]),
+    "cat, stack": lambda x, y: (torch.cat([x, y]), torch.stack([x, y])),
+    "split, chunk": lambda x, y: (x.split(4), y.chunk(3, 1)),
+    "foreach, in place": lambda x, y: (torch._foreach_mul_([x, y], 2.0), x, y)[1:],
+    "foreach": lambda x, y: torch._foreach_add([x, y], [y, x]),
+    "foreach_norm": lambda x, y: torch._foreach_norm([x, y[:0]]),
+    "foreach_copy_": lambda x, y: (torch._foreach_copy_([x[0], x[2]], [y[0], y[2]]), x)[1],
+    "in place on a view": lambda x, y: (x[1:3].t().mul_(3), x)[1],
+    "in place, of itself": lambda x, y: x.add_(x),
+    "strided copy": lambda x, y: (x[:, ::2].copy_(y[:, 1::2]), x)[1],
+    "view of another dtype": lambda x, y: x.view(torch.int32).bitwise_and(0xFFFF).view(torch.int16),
+    "unfold, a view": lambda x, y: (x.unfold(0, 3, 1).fill_(4), x)[1],
+    "complex": lambda x, y: torch.complex(x, y).conj().mul(2).real,
+    "index": lambda x, y: x[torch.tensor([4, 0], device=x.device)],
+    "index of the host": lambda x, y: x[torch.tensor([4, 0])],
+    "index, some absent": lambda x, y: x[:, torch.tensor([4, 0], device=x.device)],
+    "index_put_": lambda x, y: x.index_put_((torch.tensor([1, 1], device=x.device),), y[:2], accumulate=True),
+    "mask": lambda x, y: x[x > 0],
+    "masked_fill_": lambda x, y: x.masked_fill_(y > 0, -1),
+    "nonzero, unique": lambda x, y: ((x > 0).nonzero(), (x > 0).int().unique()),
+    "sort, topk": lambda x, y: (*x.sort(0), *y.topk(2)),
+    "empty": lambda x, y: (x[:0] @ y, x[:0].sum(), torch.cat([x[:0], y]), x[:0].clone()),
+    "a number of the host": lambda x, y: x * torch.tensor(2.5) + 1,
+    "zero-dim": lambda x, y: x.sum() / y.sum(),
+    "factories": lambda x, y: (torch.arange(4, device=x.device), torch.full_like(x, 3), torch.eye(3, device=x.device)),
+    "where, clamp": lambda x, y: torch.where(x > y, x, y).clamp(min=0.5),
+    "resize_": lambda x, y: x.resize_(2, 3),
+    "set_": lambda x, y: x.set_(y.untyped_storage(), 2, (2, 2), (6, 1)),
+    "dtypes": lambda x, y: (x.bfloat16() + y, x.half().float(), x.double(), x.to(torch.int64)),
+    "to and fro": lambda x, y: x.cpu().to(y.device, non_blocking=True),
+    "inf and nan": lambda x, y: ((x / 0).isinf().all(), torch.linalg.vector_norm(y, float("inf"))),
+}
+
+
+def op_agrees(name: str) -> bool:
+    def results(device: str) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        x, y = (torch.randn(6, 6, generator=generator).to(device) for _ in range(2))
+        given = OPS[name](x, y)
+        return [value.cpu() for value in flat(given)]
+
+    pairs = list(zip(results("cpu"), results("cuda"), strict=True))
+    return all(a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in pairs) and bool(pairs)
+
+
+def flat(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [tensor for item in value for tensor in flat(item)]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_gives_the_bits_of_the_cpu(call: Call, name: str) -> None:
+    assert call(op_agrees, name) == (True, [])
+
+
+def views_share_memory() -> None:
+    x = torch.zeros(4, 6, device="cuda")
+    for view in (
+        x[1:],
+        x.t(),
+        x.view(-1),
+        x.unfold(1, 2, 2),
+        x.view(torch.int32),
+        x.detach(),
+        x.as_strided((2,), (6,)),
+    ):
+        assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() and view.is_cuda
+    before = x._version
+    x.view(-1)[3:].add_(1)
+    assert x._version > before and x.sum().item() == 21
+
+
+def optional_lists() -> None:
+    """An op of the library's own kind: a list of which some tensors are None, another that is written."""
+    names = torch.library.Library("simulated_gpu_test", "DEF")
+    names.define("gather_parts(Tensor(a!)[] outs, Tensor?[] parts) -> ()")
+
+    def gather_parts(outs: list[Tensor], parts: list[Tensor | None]) -> None:
+        for out, part in zip(outs, parts, strict=True):
+            assert out.device.type == "cpu", "the CPU's kernel has the CPU's tensors"
+            out.fill_(-1) if part is None else out.copy_(part)
+
+    names.impl("gather_parts", gather_parts, "CPU")
+    a = torch.cuda.Stream()
+    outs = [torch.zeros(2, device="cuda") for _ in range(2)]
+    part = written_on(a, 2)
+    torch.cuda.current_stream().wait_stream(a)
+    torch.ops.simulated_gpu_test.gather_parts(outs, [part, None])
+    assert torch.cat(outs).tolist() == [1, 1, -1, -1]
+    read_on(a, outs[0])
+    names._destroy()
+
+
+def test_views_share_the_memory(call: Call) -> None:
+    assert call(views_share_memory) == (None, [])
+
+
+def test_ops_of_other_libraries_run_with_their_cpu_kernels(call: Call) -> None:
+    _, found = call(optional_lists)
+    assert found == [], "reading the result has waited"
+
+
+def counted() -> tuple[int, int]:
+    before = counts()
+    x = torch.ones(4, device="cuda") + 1
+    after = counts()
+    assert after.blocks == before.blocks + 1 and x.numel() == 4
+    return after.launches - before.launches, after.accesses - before.accesses
+
+
+def test_work_is_counted(call: Call) -> None:
+    launches, accesses = call(counted)[0]
+    assert launches == 2  # fill_, add
+    assert accesses == 3  # fill_ writes; add reads and writes
+
+
+def test_load_says_that_torch_is_imported_already() -> None:
+    program = "import torch, simulated_gpu\nsimulated_gpu.load()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True
+    )
+    assert "RuntimeError: simulated_gpu.load() comes before torch is imported" in done.stderr

@@ -1,0 +1,44 @@
+"""A process that has the device, for the tests that run in it. It loads the device before it imports a test's module."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from .device import Race, clear, install, load, races, set_arrival
+
+TIMEOUT_SECONDS = 120
+
+
+@contextlib.contextmanager
+def worker() -> Iterator[Callable[..., tuple[Any, list[Race]]]]:
+    """A function ``call(body, *args)`` that runs a module's function in the process: its result, and the races seen.
+
+    Each call begins with an idle device, ``set_arrival("never")`` and the seed 0. What the body raises is raised here.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_start) as pool:
+        yield lambda body, *args: pool.submit(_call, body, args).result(timeout=TIMEOUT_SECONDS)
+
+
+def _start() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    load()
+    install()
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _call(body: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, list[Race]]:
+    import torch
+
+    clear()
+    set_arrival("never")
+    torch.manual_seed(0)
+    result = body(*args)
+    return result, races()
