@@ -100,9 +100,10 @@ class _OnDevice(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if func not in _device_constructors() or kwargs.get("device") is not None or "out" in kwargs:
             return func(*args, **kwargs)
+        kwargs.pop("device", None)
         trains = kwargs.pop("requires_grad", False)
         made = func(*args, **kwargs, device=None if func is torch.as_tensor else "cpu")
         return made.to("cuda").requires_grad_(trains) if isinstance(made, Tensor) else made
