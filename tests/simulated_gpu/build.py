@@ -91,5 +91,5 @@ def _compile(compiler: str, torch: Path, target: Path) -> None:
     command += [f"-L{torch / 'lib'}", *LIBRARIES, f"-Wl,-rpath,{torch / 'lib'}"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"the simulated GPU does not compile: {' '.join(command)}\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"the simulated GPU does not compile: {' '.join(command)}\n{done.stderr[:4000]}")
     unfinished.rename(target)

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from simulated_gpu import Race, Unavailable, counts, host_access, library, ops, races, set_arrival
 from simulated_gpu.worker import worker
-from torch import Tensor, nn
 
 Call = Callable[..., tuple[Any, list[Race]]]
 
@@ -235,14 +236,15 @@ def fresh_memory() -> dict[str, list[float]]:
     grown.untyped_storage().resize_(12)
     whole = torch.empty(0, device="cuda").set_(grown.untyped_storage())
     pinned = torch.empty(3, pin_memory=True)
-    tensors = dict(new=new, resized=resized, view=view, grown=whole, pinned=pinned)
+    tensors = {"new": new, "resized": resized, "view": view, "grown": whole, "pinned": pinned}
     return {name: tensor.nan_to_num(nan=-7).tolist() for name, tensor in tensors.items()}
 
 
 def test_new_memory_is_nan(call: Call) -> None:
     values, found = call(fresh_memory)
     assert found == []
-    assert values == dict(new=[-7] * 3, resized=[-7] * 3, view=[-7] * 2, grown=[1, 1, -7], pinned=[-7] * 3)
+    nans = [-7.0] * 3
+    assert values == {"new": nans, "resized": nans, "view": nans[1:], "grown": [1, 1, -7], "pinned": nans}
 
 
 def use_without_memory() -> None:
@@ -332,7 +334,6 @@ def queried(when: str, seed: int) -> tuple[list[bool], list[str]]:
 
 
 def test_queries_answer_as_chosen(call: Call) -> None:
-    assert torch.cuda.Event is not None
     assert call(queried, "never", 0)[0] == ([False] * 32, [])
     assert call(queried, "always", 0)[0] == ([True] * 32, [])
     first, again, other = (call(queried, "random", seed)[0][0] for seed in (1, 1, 2))
@@ -644,6 +645,7 @@ def optional_lists() -> None:
     torch.ops.simulated_gpu_test.gather_parts(outs, [part, None])
     assert torch.cat(outs).tolist() == [1, 1, -1, -1]
     read_on(a, outs[0])
+    torch.cuda.synchronize()
     names._destroy()
 
 

@@ -1,4 +1,4 @@
-"""A process that has the device, for the tests that run in it. It loads the device before it imports a test's module."""
+"""A process that has the device, for tests to run in. It loads the device before it imports a test's module."""
 
 from __future__ import annotations
 
