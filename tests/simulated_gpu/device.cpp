@@ -121,6 +121,9 @@ TORCH_LIBRARY(simulated_gpu, m) {
       "host_access(Tensor tensor, bool write, str what) -> ()",
       [](const at::Tensor& tensor, bool write, const std::string& what) { host_access(tensor, write, what); });
   m.def("alias(Tensor tensor) -> Tensor", [](const at::Tensor& tensor) { return cpu_alias(tensor); });
+  m.def("recorded_streams(Tensor tensor) -> int[]", [](const at::Tensor& tensor) {
+    return memory().recorded_streams(tensor.storage().data());
+  });
   m.def("resize_storage(Storage storage, int nbytes) -> ()", &resize_storage);
   m.def("set_arrival(str when, int seed) -> ()", &set_arrival);
   m.def("restart() -> ()", &restart);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from simulated_gpu import Race, Unavailable, counts, host_access, library, ops, races, set_arrival
+from simulated_gpu import Race, Unavailable, build, counts, host_access, library, ops, races, set_arrival
 from simulated_gpu.worker import worker
 
 Call = Callable[..., tuple[Any, list[Race]]]
@@ -290,7 +292,7 @@ def overwritten(wait: str, write: bool) -> None:
 @pytest.mark.parametrize(("wait", "write"), [("nothing", True), ("device", True)])
 def test_the_host_does_not_overwrite_what_is_being_copied(call: Call, wait: str, write: bool) -> None:
     assert texts(call(overwritten, wait, write)[1]) == [
-        "the host on the host writes what aten::copy_ on the default stream read"
+        "the host (host_access) writes what aten::copy_ on the default stream read"
     ]
 
 
@@ -311,7 +313,7 @@ def read_by_the_host(wait: bool) -> None:
 def test_the_host_waits_before_it_reads_a_copy(call: Call) -> None:
     assert call(read_by_the_host, True)[1] == []
     assert texts(call(read_by_the_host, False)[1]) == [
-        "print on the host reads what aten::copy_ on the default stream wrote"
+        "the host (print) reads what aten::copy_ on the default stream wrote"
     ]
 
 
@@ -509,6 +511,54 @@ def test_a_hook_on_another_stream_than_the_accumulation_is_a_race(call: Call) ->
     assert race.stack[-1].endswith("in <lambda>")
 
 
+WARNING = "The AccumulateGrad node's stream does not match the stream"
+
+
+def accumulation(node_made_on: str, first_backward: bool) -> tuple[str, list[str], list[str]]:
+    """Where torch accumulates a gradient, made on stream 1, of a parameter made on the default one.
+
+    Returns the stream of the hook after accumulation, those that the gradient is recorded for, and what torch warns of.
+    """
+    weight = nn.Parameter(torch.ones(3, 3, device="cuda"))
+    default, side, other = torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    streams = {"default": default, "other": other}
+    node = None
+    if node_made_on in streams:
+        with torch.cuda.stream(streams[node_made_on]):
+            node = torch.autograd.graph.get_gradient_edge(weight).node
+    torch.cuda.synchronize()
+    seen: list[str] = []
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append(repr(torch.cuda.current_stream().stream_id)))
+    if not first_backward:
+        weight.grad = torch.ones(3, 3, device="cuda")
+        torch.cuda.synchronize()
+    with torch.cuda.stream(side), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        torch.set_warn_always(True)
+        (torch.ones(2, 3, device="cuda") @ weight).sum().backward()
+        torch.set_warn_always(False)
+    recorded = [str(stream) for stream in ops.recorded_streams(weight.grad)]
+    torch.cuda.synchronize()
+    del node
+    return seen[0], recorded, [str(item.message).split(" of ")[0] for item in warned]
+
+
+@pytest.mark.parametrize("node_made_on", ["default", "other", "backward"])
+@pytest.mark.parametrize("first_backward", [True, False])
+def test_where_torch_accumulates(call: Call, node_made_on: str, first_backward: bool) -> None:
+    """On the stream that was current when the AccumulateGrad node was made: what we rely on, and what we look for.
+
+    A node lives as long as a graph or its own holder. Where the gradient comes from another stream, torch warns, the
+    node's stream waits, and record_stream keeps the incoming gradient; a first gradient becomes ``.grad`` as it is.
+    """
+    (stream, recorded, warned), found = call(accumulation, node_made_on, first_backward)
+    expected = {"default": "0", "other": "2", "backward": "1"}[node_made_on]
+    moves = node_made_on != "backward"
+    assert (stream, found) == (expected, [])
+    assert recorded == ([expected] if moves and first_backward else [])
+    assert warned == ([WARNING] if moves else [])
+
+
 # Numbers: bit for bit the CPU's
 
 
@@ -658,6 +708,35 @@ def test_ops_of_other_libraries_run_with_their_cpu_kernels(call: Call) -> None:
     assert found == [], "reading the result has waited"
 
 
+def seen_by_a_mode() -> list[str]:
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(op._schema.name)
+            return op(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    x, a = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    with Log():
+        a.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(a):
+            x.mul_(2)
+        torch.cuda.Event().record()
+        torch.cuda.synchronize()
+        ops.launch(a)
+        ops.touch(x, True, a, "work")
+        ops.alias(x)
+        host_access(x, False)
+        torch.cuda.memory_allocated()
+        x.untyped_storage().resize_(0)
+    torch.cuda.synchronize()
+    return names
+
+
+def test_a_dispatch_mode_sees_the_programs_ops_only(call: Call) -> None:
+    names = call(seen_by_a_mode)[0]
+    assert [name for name in names if name != "aten::detach"] == ["aten::mul_"]
+
+
 def counted() -> tuple[int, int]:
     before = counts()
     x = torch.ones(4, device="cuda") + 1
@@ -678,3 +757,12 @@ def test_load_says_that_torch_is_imported_already() -> None:
         [sys.executable, "-c", program], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True
     )
     assert "RuntimeError: simulated_gpu.load() comes before torch is imported" in done.stderr
+
+
+def test_what_is_missing_is_a_reason_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(Unavailable, match="there is no C\\+\\+ compiler: no-such-compiler"):
+        library()
+    monkeypatch.setattr(build, "TORCH", "2.9")
+    with pytest.raises(Unavailable, match="internals of torch 2.9, and this is 2"):
+        library()

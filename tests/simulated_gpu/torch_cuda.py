@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .device import counts
+from .device import call, counts
 
 DEVICE = torch.device("cuda", 0)
 NAME = "simulated GPU"
@@ -151,15 +151,14 @@ def max_memory_allocated(device: Any = None) -> int:
 
 def reset_peak_memory_stats(device: Any = None) -> None:
     _check(device)
-    torch.ops.simulated_gpu.reset_peak()
+    call("reset_peak")
 
 
 def resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage | None:
     """torch's own knows no device in a build for the CPU."""
     if self.device.type != "cuda":
         return _resize_of_host(self, size)
-    with torch._C._DisableTorchDispatch():  # it is no op of the program's: a TorchDispatchMode does not see it
-        torch.ops.simulated_gpu.resize_storage(self, size)
+    call("resize_storage", self, size)
     return self
 
 
