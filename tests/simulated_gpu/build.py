@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import os
@@ -33,6 +34,7 @@ class Unavailable(RuntimeError):
         self.reason = reason
 
 
+@functools.cache
 def torch_directory() -> Path:
     """Where torch is installed, without importing it. Raises Unavailable."""
     spec = importlib.util.find_spec("torch")
