@@ -136,7 +136,7 @@ inline void Memory::release(void* pointer) {
     const Block& block = found->second;
     for (const Access& last : block.accesses) {
       if (block.pinned) break;
-      if (block.recorded[last.timeline] || timelines().is_after(block.stream, last.timeline, last.at)) continue;
+      if (block.recorded[last.timeline] || timelines().will_be_after(block.stream, last.timeline, last.at)) continue;
       race = "memory allocated on " + name_of(block.stream) + " is freed, and may be used again there, while " +
              actor(last) + (last.writes() ? " writes" : " reads") + " it";
       break;
