@@ -32,6 +32,10 @@ What cannot be found this way
     does. Speed. A wait that is missing where another wait makes up for it. Order between threads of the host: all of
     them are one host here. Reads and writes of pinned memory by the host that nobody tells of.
 
+What is not there
+    A second device, sparse tensors, CUDA graphs, Triton. Random numbers are the host's, so ``torch.manual_seed`` gives
+    those of the CPU.
+
 Modules: ``build`` makes the C++ part, ``device`` loads it and puts it into ``torch.cuda``, ``ops`` is what a simulated
 collective needs. ``load()`` comes before torch is imported, so a test runs its body in a process of its own.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import os
@@ -33,6 +34,7 @@ class Unavailable(RuntimeError):
         self.reason = reason
 
 
+@functools.cache
 def torch_directory() -> Path:
     """Where torch is installed, without importing it. Raises Unavailable."""
     spec = importlib.util.find_spec("torch")
@@ -91,5 +93,5 @@ def _compile(compiler: str, torch: Path, target: Path) -> None:
     command += [f"-L{torch / 'lib'}", *LIBRARIES, f"-Wl,-rpath,{torch / 'lib'}"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"the simulated GPU does not compile: {' '.join(command)}\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"the simulated GPU does not compile: {' '.join(command)}\n{done.stderr[:4000]}")
     unfinished.rename(target)

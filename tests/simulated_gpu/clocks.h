@@ -48,7 +48,7 @@ struct Event {
   std::chrono::steady_clock::time_point recorded;
 };
 
-// All timelines of the process. Every member function but the ones of the current stream needs the lock.
+// All timelines of the process. Whoever calls a member function holds the lock.
 class Timelines {
  public:
   std::mutex lock;
@@ -86,10 +86,12 @@ class Timelines {
     coin_.seed(seed);
   }
 
-  // The clock of a stream or of the host, and whether a piece of work of another timeline comes before what it does.
+  // The last piece of work of a timeline, and whether it comes after one of another timeline.
   uint64_t now(int timeline) const { return clocks_[timeline][timeline]; }
-  bool is_after(int timeline, int other, uint64_t at) const {
-    return at <= clocks_[timeline][other] || at <= clocks_[kHost][other];
+  bool is_after(int timeline, int other, uint64_t at) const { return at <= clocks_[timeline][other]; }
+  // Whether all that the stream is given from now on does: what is launched comes after what the host has waited for.
+  bool will_be_after(int stream, int other, uint64_t at) const {
+    return is_after(stream, other, at) || is_after(kHost, other, at);
   }
 
   // torch's rule: priority 0 or lower, a lower number is more urgent.

@@ -51,6 +51,23 @@ void reset_peak() {
   memory().device_peak = memory().device_bytes;
 }
 
+// Some ops have a kernel for the CPU and, for devices without one, a definition by other ops, which torch prefers to a
+// fallback. The CPU's kernel is taken here, as it is on the CPU: a device of its own would have one, too.
+void prefer_cpu_kernels(torch::Library& library) {
+  using c10::DispatchKey;
+  constexpr std::array kDefinitions{
+      DispatchKey::CompositeExplicitAutograd, DispatchKey::CompositeExplicitAutogradNonFunctional,
+      DispatchKey::CompositeImplicitAutograd};
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    auto op = dispatcher.findOp(name);
+    if (name.getNamespace() != "aten" || !op || !op->hasKernelForDispatchKey(DispatchKey::CPU)) continue;
+    auto is_there = [&](DispatchKey key) { return op->hasKernelForDispatchKey(key); };
+    if (std::any_of(kDefinitions.begin(), kDefinitions.end(), is_there))
+      library.impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+}
+
 // A stream's number, checked: Python may give any.
 int checked(int64_t stream) { return id_of(stream_of(static_cast<int>(stream))); }
 
@@ -65,6 +82,7 @@ C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", simulated_gpu::Hooks)
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&simulated_gpu::fallback>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  simulated_gpu::prefer_cpu_kernels(m);
   m.impl("empty.memory_format", &simulated_gpu::empty);
   m.impl("empty_strided", &simulated_gpu::empty_strided);
   m.impl(
@@ -103,6 +121,9 @@ TORCH_LIBRARY(simulated_gpu, m) {
       "host_access(Tensor tensor, bool write, str what) -> ()",
       [](const at::Tensor& tensor, bool write, const std::string& what) { host_access(tensor, write, what); });
   m.def("alias(Tensor tensor) -> Tensor", [](const at::Tensor& tensor) { return cpu_alias(tensor); });
+  m.def("recorded_streams(Tensor tensor) -> int[]", [](const at::Tensor& tensor) {
+    return memory().recorded_streams(tensor.storage().data());
+  });
   m.def("resize_storage(Storage storage, int nbytes) -> ()", &resize_storage);
   m.def("set_arrival(str when, int seed) -> ()", &set_arrival);
   m.def("restart() -> ()", &restart);

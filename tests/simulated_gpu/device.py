@@ -103,13 +103,13 @@ def clear() -> None:
 
     Streams of ``ops.new_stream`` are given out again, so whoever holds one drops it.
     """
-    _ops().restart()
-    _ops().reset_peak()
+    call("restart")
+    call("reset_peak")
     _seen.clear()
 
 
 def counts() -> Counts:
-    return Counts(*_ops().counts())
+    return Counts(*call("counts"))
 
 
 def set_arrival(when: str, seed: int = 0) -> None:
@@ -118,18 +118,20 @@ def set_arrival(when: str, seed: int = 0) -> None:
     ``"never"``: that it is not over. ``"always"``: that it is. ``"random"``: either, by a coin from ``seed``; give each
     rank its own. Once a query has said that work is over, the host knows so, as if it had waited.
     """
-    _ops().set_arrival(when, seed)
+    call("set_arrival", when, seed)
 
 
-def host_access(tensor: Any, write: bool, what: str = "the host") -> None:
-    """The host reads or writes a CPU tensor. Checked where it is pinned: the host has to have waited for the device."""
+def host_access(tensor: Any, write: bool, what: str = "host_access") -> None:
+    """The host reads or writes a CPU tensor. Checked where it is pinned: the host has to have waited for the device.
+
+    ``what`` names the access in a report.
+    """
+    call("host_access", tensor.detach(), write, what)
+
+
+def call(name: str, *args: Any) -> Any:
+    """A function of the C++ part. It is no op of the program's: a TorchDispatchMode does not see it."""
     import torch
 
     with torch._C._DisableTorchDispatch():
-        _ops().host_access(tensor.detach(), write, what)
-
-
-def _ops() -> Any:
-    import torch
-
-    return torch.ops.simulated_gpu
+        return getattr(torch.ops.simulated_gpu, name)(*args)

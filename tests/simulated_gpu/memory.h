@@ -70,6 +70,7 @@ class Memory {
   void release(void* pointer);
   void access(Range range, bool write, int timeline, const std::string& who);
   void record_stream(const void* pointer, int stream);
+  std::vector<int64_t> recorded_streams(const void* pointer);
   bool is_pinned(const void* pointer);
   size_t blocks() const { return blocks_.size(); }
 
@@ -93,11 +94,16 @@ inline Memory& memory() {
   return *all;
 }
 
+inline std::string actor(const Access& access) {
+  if (access.timeline == kHost) return "the host (" + *access.who + ")";
+  return *access.who + " on " + name_of(access.timeline);
+}
+
 inline std::string describe(const Access& access, const Access& earlier) {
-  std::string text = *access.who + " on " + name_of(access.timeline) + (access.writes() ? " writes" : " reads");
+  std::string text = actor(access) + (access.writes() ? " writes" : " reads");
   if (earlier.kind == Kind::kAllocation)
     return text + " memory allocated on " + name_of(earlier.timeline) + ", whose earlier work may still use it";
-  return text + " what " + *earlier.who + " on " + name_of(earlier.timeline) + (earlier.writes() ? " wrote" : " read");
+  return text + " what " + actor(earlier) + (earlier.writes() ? " wrote" : " read");
 }
 
 inline void* Memory::allocate(size_t size, bool pinned) {
@@ -130,9 +136,9 @@ inline void Memory::release(void* pointer) {
     const Block& block = found->second;
     for (const Access& last : block.accesses) {
       if (block.pinned) break;
-      if (block.recorded[last.timeline] || timelines().is_after(block.stream, last.timeline, last.at)) continue;
+      if (block.recorded[last.timeline] || timelines().will_be_after(block.stream, last.timeline, last.at)) continue;
       race = "memory allocated on " + name_of(block.stream) + " is freed, and may be used again there, while " +
-             *last.who + " on " + name_of(last.timeline) + (last.writes() ? " writes" : " reads") + " it";
+             actor(last) + (last.writes() ? " writes" : " reads") + " it";
       break;
     }
     if (!block.pinned) device_bytes -= block.size;
@@ -171,6 +177,16 @@ inline void Memory::record_stream(const void* pointer, int stream) {
   std::lock_guard<std::mutex> guard(timelines().lock);
   auto found = blocks_.find(reinterpret_cast<uintptr_t>(pointer));
   if (found != blocks_.end()) found->second.recorded[stream] = true;
+}
+
+// The streams that record_stream was called with.
+inline std::vector<int64_t> Memory::recorded_streams(const void* pointer) {
+  std::lock_guard<std::mutex> guard(timelines().lock);
+  std::vector<int64_t> streams;
+  auto found = find(reinterpret_cast<uintptr_t>(pointer));
+  for (int stream = 0; found != blocks_.end() && stream < kHost; ++stream)
+    if (found->second.recorded[stream]) streams.push_back(stream);
+  return streams;
 }
 
 inline bool Memory::is_pinned(const void* pointer) {

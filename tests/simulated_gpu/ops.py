@@ -25,24 +25,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .device import host_access
+from .device import call, host_access
 from .torch_cuda import Event, Stream
 
-__all__ = ["alias", "block", "host_access", "launch", "new_stream", "record", "touch"]
-
-_OPS = torch.ops.simulated_gpu
+__all__ = ["alias", "block", "host_access", "launch", "new_stream", "record", "recorded_streams", "touch"]
 
 
 def new_stream() -> Stream:
     """A stream that nobody else has, unlike torch's, until ``clear``. Raises RuntimeError when all are taken."""
-    with torch._C._DisableTorchDispatch():
-        return Stream.of(_OPS.new_stream())
+    return Stream.of(call("new_stream"))
 
 
 def launch(stream: torch.Stream) -> None:
     """A new piece of work on the stream. ``touch`` then says what it uses."""
-    with torch._C._DisableTorchDispatch():
-        _OPS.launch(stream.stream_id)
+    call("launch", stream.stream_id)
 
 
 def touch(tensor: Tensor, write: bool, stream: torch.Stream, what: str) -> None:
@@ -50,8 +46,7 @@ def touch(tensor: Tensor, write: bool, stream: torch.Stream, what: str) -> None:
 
     ``what`` names the work in a report. Memory of the host that is not pinned is not looked at.
     """
-    with torch._C._DisableTorchDispatch():
-        _OPS.touch(tensor.detach(), write, stream.stream_id, what)
+    call("touch", tensor.detach(), write, stream.stream_id, what)
 
 
 def record(stream: torch.Stream) -> Event:
@@ -68,5 +63,9 @@ def block(event: torch.Event, stream: torch.Stream) -> None:
 
 def alias(tensor: Tensor) -> Tensor:
     """A CPU tensor of the same memory. What is done with it is not looked at: ``touch`` tells."""
-    with torch._C._DisableTorchDispatch():
-        return _OPS.alias(tensor.detach())
+    return call("alias", tensor.detach())
+
+
+def recorded_streams(tensor: Tensor) -> list[int]:
+    """The numbers of the streams that ``record_stream`` was called with for this memory, by torch or the program."""
+    return call("recorded_streams", tensor.detach())

@@ -6,29 +6,15 @@ when it returns is not in use.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
-from simulated_gpu import Race, Unavailable, counts, host_access, library, ops, races, set_arrival
-from simulated_gpu.worker import worker
 from torch import Tensor, nn
 
-Call = Callable[..., tuple[Any, list[Race]]]
-
-
-@pytest.fixture(scope="module")
-def call() -> Iterator[Call]:
-    try:
-        library()
-    except Unavailable as missing:
-        pytest.skip(missing.reason)
-    with worker() as run:
-        yield run
+from simulated_gpu import Race, host_access, ops, races, set_arrival
+from simulated_gpu.worker import Call
 
 
 def texts(found: list[Race]) -> list[str]:
@@ -160,6 +146,21 @@ def test_two_reads_do_not_race(call: Call) -> None:
     assert call(two_reads)[1] == []
 
 
+def read_between(last_writes: bool) -> None:
+    a, b, c = (torch.cuda.Stream() for _ in range(3))
+    x = written_on(a)
+    b.wait_stream(a)
+    read_on(b, x)
+    with torch.cuda.stream(c):
+        x.zero_() if last_writes else x.sum()
+    torch.cuda.synchronize()
+
+
+def test_a_read_that_waits_does_not_hide_the_write_from_another(call: Call) -> None:
+    assert texts(call(read_between, False)[1]) == ["aten::sum on stream 3 reads what aten::fill_ on stream 1 wrote"]
+    assert texts(call(read_between, True)[1]) == ["aten::zero_ on stream 3 writes what aten::sum on stream 2 read"]
+
+
 def the_same_race_again() -> None:
     x, y = written_on(torch.cuda.Stream()), written_on(torch.cuda.Stream())
     for _ in range(3):
@@ -235,14 +236,15 @@ def fresh_memory() -> dict[str, list[float]]:
     grown.untyped_storage().resize_(12)
     whole = torch.empty(0, device="cuda").set_(grown.untyped_storage())
     pinned = torch.empty(3, pin_memory=True)
-    tensors = dict(new=new, resized=resized, view=view, grown=whole, pinned=pinned)
+    tensors = {"new": new, "resized": resized, "view": view, "grown": whole, "pinned": pinned}
     return {name: tensor.nan_to_num(nan=-7).tolist() for name, tensor in tensors.items()}
 
 
 def test_new_memory_is_nan(call: Call) -> None:
     values, found = call(fresh_memory)
     assert found == []
-    assert values == dict(new=[-7] * 3, resized=[-7] * 3, view=[-7] * 2, grown=[1, 1, -7], pinned=[-7] * 3)
+    nans = [-7.0] * 3
+    assert values == {"new": nans, "resized": nans, "view": nans[1:], "grown": [1, 1, -7], "pinned": nans}
 
 
 def use_without_memory() -> None:
@@ -288,7 +290,7 @@ def overwritten(wait: str, write: bool) -> None:
 @pytest.mark.parametrize(("wait", "write"), [("nothing", True), ("device", True)])
 def test_the_host_does_not_overwrite_what_is_being_copied(call: Call, wait: str, write: bool) -> None:
     assert texts(call(overwritten, wait, write)[1]) == [
-        "the host on the host writes what aten::copy_ on the default stream read"
+        "the host (host_access) writes what aten::copy_ on the default stream read"
     ]
 
 
@@ -309,7 +311,7 @@ def read_by_the_host(wait: bool) -> None:
 def test_the_host_waits_before_it_reads_a_copy(call: Call) -> None:
     assert call(read_by_the_host, True)[1] == []
     assert texts(call(read_by_the_host, False)[1]) == [
-        "print on the host reads what aten::copy_ on the default stream wrote"
+        "the host (print) reads what aten::copy_ on the default stream wrote"
     ]
 
 
@@ -332,7 +334,6 @@ def queried(when: str, seed: int) -> tuple[list[bool], list[str]]:
 
 
 def test_queries_answer_as_chosen(call: Call) -> None:
-    assert torch.cuda.Event is not None
     assert call(queried, "never", 0)[0] == ([False] * 32, [])
     assert call(queried, "always", 0)[0] == ([True] * 32, [])
     first, again, other = (call(queried, "random", seed)[0][0] for seed in (1, 1, 2))
@@ -363,78 +364,6 @@ def unknown_arrival() -> None:
 def test_an_unknown_answer_is_refused(call: Call) -> None:
     with pytest.raises(RuntimeError, match="arrival is never, random or always, not soon"):
         call(unknown_arrival)
-
-
-# Streams
-
-
-def pools() -> tuple[list[int], list[int]]:
-    return [torch.cuda.Stream().stream_id for _ in range(34)], [
-        torch.cuda.Stream(priority=-1).stream_id for _ in range(2)
-    ]
-
-
-def test_streams_are_handed_out_in_turn_as_by_torch(call: Call) -> None:
-    normal, urgent = call(pools)[0]
-    assert normal == [*range(1, 33), 1, 2]
-    assert urgent == [33, 34]
-
-
-def own_streams(number: int) -> int:
-    return len({ops.new_stream().stream_id for _ in range(number)})
-
-
-def test_streams_of_collectives_are_their_own_until_they_run_out(call: Call) -> None:
-    assert call(own_streams, 126)[0] == 126
-    with pytest.raises(RuntimeError, match="126 streams for collectives, and all are taken"):
-        call(own_streams, 127)
-
-
-def current_streams() -> None:
-    a, b = torch.cuda.Stream(), torch.cuda.Stream()
-    default = torch.cuda.default_stream()
-    assert torch.cuda.current_stream() == default != a
-    with torch.cuda.stream(a):
-        with torch.cuda.stream(b):
-            assert torch.cuda.current_stream() == b
-        with torch.cuda.stream(None):
-            assert torch.cuda.current_stream() == a
-        assert torch.cuda.current_stream("cuda") == a
-    assert torch.cuda.current_stream(torch.device("cuda", 0)) == default
-    assert isinstance(a, torch.Stream) and {a, b, default} == {a, b, torch.cuda.current_stream()}
-
-
-def the_device() -> None:
-    assert torch.cuda.is_available() and torch.cuda.device_count() == 1 and torch.cuda.current_device() == 0
-    assert torch.empty(1, device="cuda").device == torch.device("cuda", 0)
-    assert torch.cuda.get_device_name() == "simulated GPU"
-    torch.cuda.set_device(0)
-    with torch.cuda.device("cuda:0"):
-        assert not torch.cuda.is_current_stream_capturing()
-    for refused in (lambda: torch.cuda.set_device(1), lambda: torch.empty(1, device="cuda:1")):
-        with pytest.raises(RuntimeError, match="one device"):
-            refused()
-    for absent in (torch.cuda.memory_reserved, torch.cuda.CUDAGraph):
-        with pytest.raises(NotImplementedError, match="simulated GPU"):
-            absent()
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        torch.ones(2, device="cuda").mul_(torch.ones(2))
-
-
-def random_numbers() -> None:
-    state = torch.cuda.get_rng_state()
-    first = torch.rand(4, device="cuda")
-    torch.cuda.set_rng_state(state)
-    assert torch.equal(first, torch.rand(4, device="cuda"))
-    torch.manual_seed(5)
-    first = torch.rand(4, device="cuda")
-    torch.cuda.manual_seed_all(5)
-    assert torch.equal(first, torch.rand(4, device="cuda"))
-
-
-@pytest.mark.parametrize("body", [current_streams, the_device, random_numbers])
-def test_torch_cuda_is_the_device(call: Call, body: Callable[[], None]) -> None:
-    assert call(body) == (None, [])
 
 
 # Collectives
@@ -508,171 +437,49 @@ def test_a_hook_on_another_stream_than_the_accumulation_is_a_race(call: Call) ->
     assert race.stack[-1].endswith("in <lambda>")
 
 
-# Numbers: bit for bit the CPU's
+WARNING = "The AccumulateGrad node's stream does not match the stream"
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(17, 12)
-        self.norm = nn.LayerNorm(12)
-        self.up, self.down = nn.Linear(12, 29), nn.Linear(29, 17, bias=False)
+def accumulation(node_made_on: str, first_backward: bool) -> tuple[str, list[str], list[str]]:
+    """Where torch accumulates a gradient, made on stream 1, of a parameter made on the default one.
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(self.norm(self.embedding(tokens)))))
-
-
-def trained(device: str, dtype: torch.dtype) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = Model().to(device, dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(4):
-        tokens = torch.randint(17, (3, 9), generator=torch.Generator().manual_seed(step)).to(device)
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        losses.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    return [tensor.detach().cpu() for tensor in (*losses, *model.parameters())]
-
-
-def training_agrees(dtype: torch.dtype) -> bool:
-    return all(map(torch.equal, trained("cpu", dtype), trained("cuda", dtype)))
+    Returns the stream of the hook after accumulation, those that the gradient is recorded for, and what torch warns of.
+    """
+    weight = nn.Parameter(torch.ones(3, 3, device="cuda"))
+    default, side, other = torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    streams = {"default": default, "other": other}
+    node = None
+    if node_made_on in streams:
+        with torch.cuda.stream(streams[node_made_on]):
+            node = torch.autograd.graph.get_gradient_edge(weight).node
+    torch.cuda.synchronize()
+    seen: list[str] = []
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append(repr(torch.cuda.current_stream().stream_id)))
+    if not first_backward:
+        weight.grad = torch.ones(3, 3, device="cuda")
+        torch.cuda.synchronize()
+    with torch.cuda.stream(side), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        torch.set_warn_always(True)
+        (torch.ones(2, 3, device="cuda") @ weight).sum().backward()
+        torch.set_warn_always(False)
+    recorded = [str(stream) for stream in ops.recorded_streams(weight.grad)]
+    torch.cuda.synchronize()
+    del node
+    return seen[0], recorded, [str(item.message).split(" of ")[0] for item in warned]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_gives_the_bits_of_the_cpu(call: Call, dtype: torch.dtype) -> None:
-    assert call(training_agrees, dtype) == (True, [])
+@pytest.mark.parametrize("node_made_on", ["default", "other", "backward"])
+@pytest.mark.parametrize("first_backward", [True, False])
+def test_where_torch_accumulates(call: Call, node_made_on: str, first_backward: bool) -> None:
+    """On the stream that was current when the AccumulateGrad node was made: what we rely on, and what we look for.
 
-
-OPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "matmul": lambda x, y: x @ y,
-    "addmm, out": lambda x, y: torch.addmm(x, x, y, out=torch.empty(6, 6, device=x.device)),
-    "out of no elements": lambda x, y: torch.mul(x, y, out=torch.empty(0, device=x.device)),
-    "out that is too small, and grows": lambda x, y: torch.cat([x, y], out=torch.empty(0, 6, device=x.device)),
-    "layer_norm": lambda x, y: F.layer_norm(x, (6,), y[0], y[1]),
-    "softmax": lambda x, y: x.softmax(-1),
-    "attention": lambda x, y: F.scaled_dot_product_attention(x[None, None], y[None, None], x[None, None]).isfinite(),
-    "convolution": lambda x, y: F.conv2d(x[None, None], y[None, None, :3, :3]),
-    "cat, stack": lambda x, y: (torch.cat([x, y]), torch.stack([x, y])),
-    "split, chunk": lambda x, y: (x.split(4), y.chunk(3, 1)),
-    "foreach, in place": lambda x, y: (torch._foreach_mul_([x, y], 2.0), x, y)[1:],
-    "foreach": lambda x, y: torch._foreach_add([x, y], [y, x]),
-    "foreach_norm": lambda x, y: torch._foreach_norm([x, y[:0]]),
-    "foreach_copy_": lambda x, y: (torch._foreach_copy_([x[0], x[2]], [y[0], y[2]]), x)[1],
-    "in place on a view": lambda x, y: (x[1:3].t().mul_(3), x)[1],
-    "in place, of itself": lambda x, y: x.add_(x),
-    "strided copy": lambda x, y: (x[:, ::2].copy_(y[:, 1::2]), x)[1],
-    "view of another dtype": lambda x, y: x.view(torch.int32).bitwise_and(0xFFFF).view(torch.int16),
-    "unfold, a view": lambda x, y: (x.unfold(0, 3, 1).fill_(4), x)[1],
-    "complex": lambda x, y: torch.complex(x, y).conj().mul(2).real,
-    "index": lambda x, y: x[torch.tensor([4, 0], device=x.device)],
-    "index of the host": lambda x, y: x[torch.tensor([4, 0])],
-    "index, some absent": lambda x, y: x[:, torch.tensor([4, 0], device=x.device)],
-    "index_put_": lambda x, y: x.index_put_((torch.tensor([1, 1], device=x.device),), y[:2], accumulate=True),
-    "mask": lambda x, y: x[x > 0],
-    "masked_fill_": lambda x, y: x.masked_fill_(y > 0, -1),
-    "nonzero, unique": lambda x, y: ((x > 0).nonzero(), (x > 0).int().unique()),
-    "sort, topk": lambda x, y: (*x.sort(0), *y.topk(2)),
-    "empty": lambda x, y: (x[:0] @ y, x[:0].sum(), torch.cat([x[:0], y]), x[:0].clone()),
-    "a number of the host": lambda x, y: x * torch.tensor(2.5) + 1,
-    "zero-dim": lambda x, y: x.sum() / y.sum(),
-    "factories": lambda x, y: (torch.arange(4, device=x.device), torch.full_like(x, 3), torch.eye(3, device=x.device)),
-    "where, clamp": lambda x, y: torch.where(x > y, x, y).clamp(min=0.5),
-    "resize_": lambda x, y: x.resize_(2, 3),
-    "set_": lambda x, y: x.set_(y.untyped_storage(), 2, (2, 2), (6, 1)),
-    "dtypes": lambda x, y: (x.bfloat16() + y, x.half().float(), x.double(), x.to(torch.int64)),
-    "to and fro": lambda x, y: x.cpu().to(y.device, non_blocking=True),
-    "inf and nan": lambda x, y: ((x / 0).isinf().all(), torch.linalg.vector_norm(y, float("inf"))),
-}
-
-
-def op_agrees(name: str) -> bool:
-    def results(device: str) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(3)
-        x, y = (torch.randn(6, 6, generator=generator).to(device) for _ in range(2))
-        given = OPS[name](x, y)
-        return [value.cpu() for value in flat(given)]
-
-    pairs = list(zip(results("cpu"), results("cuda"), strict=True))
-    return all(a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in pairs) and bool(pairs)
-
-
-def flat(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else [tensor for item in value for tensor in flat(item)]
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_an_op_gives_the_bits_of_the_cpu(call: Call, name: str) -> None:
-    assert call(op_agrees, name) == (True, [])
-
-
-def views_share_memory() -> None:
-    x = torch.zeros(4, 6, device="cuda")
-    for view in (
-        x[1:],
-        x.t(),
-        x.view(-1),
-        x.unfold(1, 2, 2),
-        x.view(torch.int32),
-        x.detach(),
-        x.as_strided((2,), (6,)),
-    ):
-        assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() and view.is_cuda
-    before = x._version
-    x.view(-1)[3:].add_(1)
-    assert x._version > before and x.sum().item() == 21
-
-
-def optional_lists() -> None:
-    """An op of the library's own kind: a list of which some tensors are None, another that is written."""
-    names = torch.library.Library("simulated_gpu_test", "DEF")
-    names.define("gather_parts(Tensor(a!)[] outs, Tensor?[] parts) -> ()")
-
-    def gather_parts(outs: list[Tensor], parts: list[Tensor | None]) -> None:
-        for out, part in zip(outs, parts, strict=True):
-            assert out.device.type == "cpu", "the CPU's kernel has the CPU's tensors"
-            out.fill_(-1) if part is None else out.copy_(part)
-
-    names.impl("gather_parts", gather_parts, "CPU")
-    a = torch.cuda.Stream()
-    outs = [torch.zeros(2, device="cuda") for _ in range(2)]
-    part = written_on(a, 2)
-    torch.cuda.current_stream().wait_stream(a)
-    torch.ops.simulated_gpu_test.gather_parts(outs, [part, None])
-    assert torch.cat(outs).tolist() == [1, 1, -1, -1]
-    read_on(a, outs[0])
-    names._destroy()
-
-
-def test_views_share_the_memory(call: Call) -> None:
-    assert call(views_share_memory) == (None, [])
-
-
-def test_ops_of_other_libraries_run_with_their_cpu_kernels(call: Call) -> None:
-    _, found = call(optional_lists)
-    assert found == [], "reading the result has waited"
-
-
-def counted() -> tuple[int, int]:
-    before = counts()
-    x = torch.ones(4, device="cuda") + 1
-    after = counts()
-    assert after.blocks == before.blocks + 1 and x.numel() == 4
-    return after.launches - before.launches, after.accesses - before.accesses
-
-
-def test_work_is_counted(call: Call) -> None:
-    launches, accesses = call(counted)[0]
-    assert launches == 2  # fill_, add
-    assert accesses == 3  # fill_ writes; add reads and writes
-
-
-def test_load_says_that_torch_is_imported_already() -> None:
-    program = "import torch, simulated_gpu\nsimulated_gpu.load()"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True
-    )
-    assert "RuntimeError: simulated_gpu.load() comes before torch is imported" in done.stderr
+    A node lives as long as a graph or its own holder. Where the gradient comes from another stream, torch warns, the
+    node's stream waits, and record_stream keeps the incoming gradient; a first gradient becomes ``.grad`` as it is.
+    """
+    (stream, recorded, warned), found = call(accumulation, node_made_on, first_backward)
+    expected = {"default": "0", "other": "2", "backward": "1"}[node_made_on]
+    moves = node_made_on != "backward"
+    assert (stream, found) == (expected, [])
+    assert recorded == ([expected] if moves and first_backward else [])
+    assert warned == ([WARNING] if moves else [])

@@ -1,4 +1,4 @@
-"""A process that has the device, for the tests that run in it. It loads the device before it imports a test's module."""
+"""A process that has the device, for tests to run in. It loads the device before it imports a test's module."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from .device import Race, clear, install, load, races, set_arrival
 
 TIMEOUT_SECONDS = 120
 
+Call = Callable[..., tuple[Any, list[Race]]]
+"""``call(body, *args)``: what the body returns in the process, and the races seen there."""
+
 
 @contextlib.contextmanager
-def worker() -> Iterator[Callable[..., tuple[Any, list[Race]]]]:
-    """A function ``call(body, *args)`` that runs a module's function in the process: its result, and the races seen.
+def worker() -> Iterator[Call]:
+    """Starts the process. A body is a function of a module; it and its results travel by pickle.
 
     Each call begins with an idle device, ``set_arrival("never")`` and the seed 0. What the body raises is raised here.
     """
