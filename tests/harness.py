@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 TIMEOUT_SECONDS = {"gloo": 20, "nccl": 40}  # of a collective; ranks that share a GPU take turns on it
 GRACE_SECONDS = 5  # for the other ranks to report, once one has failed
-TAIL = 2000  # characters of what a failed rank wrote to stderr
+TAIL = 4000  # characters of what a failed rank wrote to stderr
 
 
 class RankFailure(AssertionError):
@@ -61,15 +61,25 @@ class _Worker:
     error_file: Path
 
 
+def _take_gpu(rank: int) -> torch.device:
+    """Make a GPU the current one: the one of the rank's number, or one that it shares with other ranks."""
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # read from NCCL 2.30 on
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # ranks on one GPU can't have it
+    device = torch.device("cuda", rank % max(torch.cuda.device_count(), 1))
+    torch.cuda.set_device(device)
+    return device
+
+
 @contextlib.contextmanager
 def _process_group(task: _Task):
+    device = _take_gpu(task.rank) if task.backend == "nccl" else None
     dist.init_process_group(
         task.backend,
         init_method=f"file://{task.store}",
         rank=task.rank,
         world_size=task.world_size,
         timeout=timedelta(seconds=TIMEOUT_SECONDS[task.backend]),
-        device_id=_take_gpu(task.rank) if task.backend == "nccl" and task.bound else None,
+        device_id=device if task.bound else None,
     )
     # Else a rank that has connected, and does nothing with it, leaves while others are connecting: they fail (seen).
     dist.barrier()
@@ -81,19 +91,8 @@ def _process_group(task: _Task):
         dist.destroy_process_group()
 
 
-def _take_gpu(rank: int) -> torch.device:
-    """Make a GPU the current one: the one of the rank's number, or one that it shares with other ranks."""
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
 def _perform(task: _Task) -> tuple[bool, Any]:
     sys.path.extend(path for path in task.sys_path if path not in sys.path)
-    if task.backend == "nccl":
-        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # read from NCCL 2.30 on
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # ranks on one GPU can't have it
-        _take_gpu(task.rank)
     try:
         fn, args = pickle.loads(task.call)
         with _process_group(task):
@@ -204,9 +203,16 @@ class RankPool:
             if rank in answers and answers[rank][0]:
                 continue
             text = answers[rank][1] if rank in answers else f"did not finish; it was at:\n{self._stack(worker)}"
-            said = worker.error_file.read_text(errors="replace")[-TAIL:] if worker.error_file.exists() else ""
+            said = self._said(worker)
             ranks_by_text.setdefault(f"{text}\n{said}" if said else text, []).append(rank)
         return "\n".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_by_text.items())
+
+    def _said(self, worker: _Worker) -> str:
+        """The end of what the worker wrote to stderr, without the frames of torch's C++, which come after the cause."""
+        if not worker.error_file.exists():
+            return ""
+        lines = worker.error_file.read_text(errors="replace").splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith("frame #"))[-TAIL:]
 
     def _stack(self, worker: _Worker) -> str:
         """Where the worker stands, as its faulthandler writes it on SIGUSR1."""
