@@ -240,11 +240,11 @@ def train(
     streams = Streams(device) if streams is None else streams
     offloaded = program.what == "offloaded"
     model = make_model(program).to("cpu" if offloaded else device)
-    inputs = _Inputs(program, rank, device)
+    inputs = Inputs(program, rank, device)
     streams.follow(program.made_on, DEFAULT)  # the model and the inputs were brought to the device there
     with streams.on(program.made_on):
         shard(program, model, device, process_group)
-        run = None if offloaded else _Run(program, model, rank, world_size, inputs, streams, process_group)
+        run = None if offloaded else Run(program, model, rank, world_size, inputs, streams, process_group)
     streams.follow(program.trained_on, program.made_on)
     with streams.on(program.trained_on):
         losses = _forwards(model, inputs, streams) if run is None else run.train()
@@ -283,7 +283,7 @@ def few_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
-class _Inputs:
+class Inputs:
     """All inputs of a rank, on the device before the first step: a copy on the way would make the host wait."""
 
     def __init__(self, program: OrderProgram, rank: int, device: torch.device) -> None:
@@ -294,7 +294,7 @@ class _Inputs:
         return self._of[step, micro]
 
 
-def _forwards(model: nn.Module, inputs: _Inputs, streams: Streams) -> list[Tensor]:
+def _forwards(model: nn.Module, inputs: Inputs, streams: Streams) -> list[Tensor]:
     losses = []
     with torch.inference_mode():
         for step in range(STEPS):
@@ -314,7 +314,7 @@ def _parameters(model: nn.Sequential) -> dict[str, Tensor]:
         return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
 
 
-class _Run:
+class Run:
     """A model in training. Collective, as its methods are; ``losses``, ``norms`` and ``gradients`` fill up."""
 
     def __init__(
@@ -323,7 +323,7 @@ class _Run:
         model: nn.Sequential,
         rank: int,
         world_size: int,
-        inputs: _Inputs,
+        inputs: Inputs,
         streams: Streams,
         process_group: Any,
     ) -> None:

@@ -19,11 +19,15 @@ from harness import RankFailure, run_ranks
 from order_programs import (
     SIDE,
     WHAT,
+    Inputs,
     OrderProgram,
+    Run,
+    Streams,
     Trained,
     check,
     few_objects,
     few_programs,
+    make_model,
     programs_on_one_stream,
     train,
 )
@@ -79,6 +83,27 @@ def test_programs(world_size: int, stage: int) -> None:
     """Several optimizers and a backward that raises on one rank among them."""
     programs = _programs(world_size, stage)
     _assert_right(_on_ranks(world_size, _train_all, programs), programs)
+
+
+def _after_the_first_step(rank: int, world_size: int, program: OrderProgram) -> tuple[bool, int, int]:
+    """Whether the buckets have another order than before, how many are being gathered, and how many there are."""
+    model = make_model(program).to(_device())
+    run = Run(program, model, rank, world_size, Inputs(program, rank, _device()), Streams(_device()), None)
+    buckets = run.optimizers[0].engine.reducer.buckets
+    before = [[id(parameter) for parameter in bucket.params] for bucket in buckets]
+    run.step(0)
+    buckets = run.optimizers[0].engine.reducer.buckets
+    under_way = sum(bucket.unsharding is not None for bucket in buckets)
+    moved = before != [[id(parameter) for parameter in bucket.params] for bucket in buckets]
+    run.close()
+    return moved, under_way, len(buckets)
+
+
+@pytest.mark.parametrize(("what", "moves"), [("relaid", True), ("overlapped", False)])
+def test_programs_do_what_they_say(what: str, moves: bool) -> None:
+    for moved, under_way, buckets in _on_ranks(2, _after_the_first_step, OrderProgram(2, what, width=WIDTH)):
+        assert moved == moves
+        assert under_way == buckets > 4
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -7,15 +7,20 @@ overlap of two views that begin apart, nor a collective that nobody waited for: 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from order_programs import (
+    DEFAULT,
+    STREAMS,
     OrderProgram,
+    Streams,
     Trained,
     all_programs,
     check,
@@ -80,6 +85,31 @@ def test_the_sanitizer_finds_a_missing_wait() -> None:
     with pytest.raises(CUDASanitizerErrors), torch.cuda.stream(side):
         x.add_(1)
     torch.cuda.synchronize()
+
+
+class _Noted(Streams):
+    """Notes what is asked of it. On a device without streams that is all it does."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.calls: list[tuple[str, ...]] = []
+
+    def on(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        self.calls.append(("on", name))
+        return super().on(name)
+
+    def follow(self, name: str, before: str) -> None:
+        self.calls.append((name, "follows", before))
+
+
+@pytest.mark.parametrize(("made_on", "trained_on"), STREAMS)
+def test_a_program_orders_its_own_streams(made_on: str, trained_on: str) -> None:
+    """What was made on one stream is used on another after a wait, and results are read on the default stream."""
+    streams = _Noted()
+    train(0, 1, OrderProgram(2, "plain", made_on, trained_on), torch.device("cpu"), streams=streams)
+    first = [(made_on, "follows", DEFAULT), ("on", made_on)]
+    then = [(trained_on, "follows", made_on), ("on", trained_on), (DEFAULT, "follows", trained_on)]
+    assert streams.calls == [*first, *then]
 
 
 def test_a_wrong_number_is_told() -> None:
