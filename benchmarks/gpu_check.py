@@ -1,13 +1,17 @@
 """The proof on a GPU in one command: build, test, train, measure; one JSON record, one plot, one table of outcomes.
 
     make gpu-check PYTHON=python3
+    make gpu-check PYTHON=python3 ARGS="--nccl /path/to/libnccl.so.2"
     python benchmarks/gpu_check.py --only build test_capture
 
 Each phase is a process with a limit of its own, and all share SECONDS: one that hangs is ended with its children, one
 that fails does not stop those after it, and what was measured is on disk after each. <date>-<commit>.json and .png go
 to $OUT, else to benchmarks/results/<device>; the whole output, gpu-check.log, to $OUT, else to build/.
 
-Exit codes: 0, 1 when a phase failed or found no time, 2 without torch or a CUDA device.
+Tests of several NCCL ranks need as many GPUs, or an NCCL that lets ranks share one (2.30). Where neither is there, they
+are skipped, and the reason is told behind the phase. --nccl PATH preloads a newer NCCL for them.
+
+Exit codes: 0, 1 when a phase failed or found no time, 2 without torch or a CUDA device, or for a bad flag.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +31,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import gpu_nccl
+
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve().parent
 SECONDS = 530.0
@@ -35,9 +42,19 @@ GRACE = 5.0  # between asking a phase to end and ending it
 TAIL = 30  # lines shown of a phase that failed
 CHOICES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OUT", "PYTEST_ADDOPTS")
 CHOICES += ("ZERO_KERNELS_BACKEND", "ZERO_KERNELS_ISA", "TRITON_INTERPRET")
+CHOICES += (
+    "TORCH_CUDA_SANITIZER",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "ZERO_KERNELS_ORDER_PROGRAMS",
+)
 ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # which may have no other interface
 TOOLKIT = "/usr/local/cuda/bin"  # nvcc and compute-sanitizer, where the PATH lacks them
 REHEARSED = ("adam_step", "step")  # of the benchmarks
+FEW = {"ZERO_KERNELS_ORDER_PROGRAMS": "few"}  # of the programs of test_order
+SANITIZER = {"TORCH_CUDA_SANITIZER": "1"}
+ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # all streams share one queue to the device
+TWO_RANKS = "test_programs and 2-"
 
 OK, FAILED, TIMED_OUT, NOT_RUN = "ok", "failed", "timed out", "not run"
 
@@ -55,18 +72,19 @@ class Phase:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a phase ended; ``note`` is its last line, or why it did not run."""
+    """How a phase ended; ``note`` is its last line, or why it did not run; ``skipped``: why tests of it did not run."""
 
     phase: str
     result: str
     seconds: float
     note: str
+    skipped: Sequence[str] = ()
 
 
 # ---- the phases ------------------------------------------------------------------------------------------------------
 
 
-def phases(scratch: Path, *, rehearse: bool) -> list[Phase]:
+def phases(scratch: Path, *, rehearse: bool, nccl: Path | None = None) -> list[Phase]:
     """In the order of what is most worth knowing, should the time run out."""
     device = "cpu" if rehearse else "cuda"
     build = Phase("build", [sys.executable, str(HERE / "gpu_build.py"), device], 150)
@@ -76,28 +94,49 @@ def phases(scratch: Path, *, rehearse: bool) -> list[Phase]:
         return [
             build,
             _tests("test_large", 60, device),
+            _tests("test_order", 120, device),
+            _tests("test_nccl_ranks", 300, device),
             trainer,
             *(_bench(scratch, op, 60, device, *tiny) for op in REHEARSED),
         ]
-    first = ("test_bit_contract", 170), ("test_no_sync", 60), ("test_capture", 60)
-    first += ("test_optimizer", 120), ("test_units", 120)
-    last = ("test_large", 60), ("test_memcheck", 160)
+    ranks = {} if nccl is None else {"LD_PRELOAD": os.pathsep.join(filter(None, [str(nccl), _preloaded()]))}
     return [
         build,
-        *(_tests(name, limit, device) for name, limit in first),
+        _tests("test_bit_contract", 170, device),
+        _tests("test_no_sync", 60, device),
+        _tests("test_capture", 60, device),
+        _tests("test_optimizer", 120, device, ranks),
+        _tests("test_units", 120, device, ranks),
+        _tests("test_order", 90, device),
+        _order("order_sanitized", "test_order", 90, SANITIZER | FEW),
+        _tests("test_nccl_ranks", 150, device, ranks),
         _trainer(scratch, device),
         _bench(scratch, "adam_step", 80, device),
         _bench(scratch, "step", 100, device),
-        *(_tests(name, limit, device) for name, limit in last),
+        _tests("test_large", 60, device),
+        _tests("test_memcheck", 160, device),
+        _order("order_one_queue", "test_order", 90, SANITIZER | ONE_QUEUE | FEW),
+        _order("nccl_one_queue", "test_nccl_ranks", 90, ranks | ONE_QUEUE, "-k", TWO_RANKS),
+        _order("nccl_sanitized", "test_nccl_ranks", 120, ranks | SANITIZER, "-k", TWO_RANKS),
         _bench(scratch, "pack", 60, device),
         _bench(scratch, "grad_stats", 60, device),
     ]
 
 
-def _tests(name: str, limit: float, device: str) -> Phase:
+def _preloaded() -> str | None:
+    return os.environ.get("LD_PRELOAD")
+
+
+def _tests(name: str, limit: float, device: str, environment: Mapping[str, str] | None = None) -> Phase:
     pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--durations=5"]
     command = [*pytest, str(ROOT / "tests" / "gpu" / f"{name}.py")]
-    return Phase(name, command, limit, {"ZERO_KERNELS_GPU_TESTS_ON": device})
+    return Phase(name, command, limit, {"ZERO_KERNELS_GPU_TESTS_ON": device, **(environment or {})})
+
+
+def _order(name: str, tests: str, limit: float, environment: Mapping[str, str], *flags: str) -> Phase:
+    """Tests that another phase runs as well, under another environment."""
+    phase = _tests(tests, limit, "cuda", environment)
+    return replace(phase, name=name, command=[*phase.command, *flags])
 
 
 def _trainer(scratch: Path, device: str, *flags: str) -> Phase:
@@ -146,7 +185,13 @@ def run_phase(phase: Phase, limit: float, log: Path) -> Outcome:
     if result != OK:
         print("\n".join(f"    {line[:200]}" for line in said[-TAIL:]), flush=True)
     note = said[-1].strip() if said else "it said nothing"
-    return Outcome(phase.name, result, round(time.monotonic() - begin, 1), note[:160])
+    return Outcome(phase.name, result, round(time.monotonic() - begin, 1), note[:160], reasons(said))
+
+
+def reasons(said: Sequence[str]) -> list[str]:
+    """Why pytest has skipped tests: each reason once, in the order of its summary."""
+    told = (re.fullmatch(r"SKIPPED \[\d+\] \S+?:\d+: (.*)", line.strip()) for line in said)
+    return list(dict.fromkeys(match[1] for match in told if match))
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
@@ -285,7 +330,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         needed.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that a phase is ended too
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
-        wanted = [p for p in phases(Path(scratch), rehearse=options.rehearse) if p.name in (options.only or [p.name])]
+        known = phases(Path(scratch), rehearse=options.rehearse, nccl=options.nccl)
+        wanted = [phase for phase in known if phase.name in (options.only or [phase.name])]
         return check(wanted, Results(device, folder), log, options.seconds)
 
 
@@ -304,6 +350,8 @@ def check(wanted: Sequence[Phase], results: Results, log: Path, seconds: float) 
         outcomes.append(results.take(phase, outcome))
         results.save()
         print(f"{phase.name} {outcome.result}, {outcome.seconds:.1f} s: {outcomes[-1].note}", flush=True)
+        for reason in outcome.skipped:
+            print(f"    skipped: {reason}", flush=True)
     plot = results.draw()
     print(f"\n{summary(outcomes)}\n\n{results.save()}\n{plot}\n{log}", flush=True)
     return 0 if all(outcome.result == OK for outcome in outcomes) else 1
@@ -317,7 +365,27 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=names, metavar="PHASE", help=f"of {', '.join(names)}")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"time for all phases ({SECONDS:.0f})")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU at tiny sizes: shows that the phases run")
+    parser.add_argument(
+        "--nccl", type=_nccl_library, metavar="PATH", help="a libnccl.so.2 of 2.30 or later, for tests of several ranks"
+    )
     return parser.parse_args(arguments)
+
+
+def _nccl_library(text: str) -> Path:
+    """The file, as an absolute path. Raises ArgumentTypeError, for argparse, which puts the flag's name before it."""
+    path = Path(text).expanduser().absolute()
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"{path} is not a file; the wheel has it in nvidia/nccl/lib/{gpu_nccl.SONAME}")
+    if {" ", ":"} & {*str(path)}:
+        raise argparse.ArgumentTypeError(f"{path} has a space or a colon in it, at which LD_PRELOAD would part it")
+    try:
+        version = gpu_nccl.version_of(path)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if version < gpu_nccl.SHARES_A_GPU:
+        have, need = gpu_nccl.dotted(version), gpu_nccl.dotted(gpu_nccl.SHARES_A_GPU)
+        raise argparse.ArgumentTypeError(f"{path} is NCCL {have}; ranks share a GPU from {need} on")
+    return path
 
 
 if __name__ == "__main__":

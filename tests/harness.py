@@ -1,7 +1,8 @@
-"""Runs test functions on gloo ranks: a pool of spawned processes, reused over the session, in which nothing can hang.
+"""Runs test functions on ranks: a pool of spawned processes, reused over the session, in which nothing can hang.
 
 ``run_ranks(world_size, fn, *args)`` calls ``fn(rank, world_size, *args)`` on every rank and returns the results in rank
-order. ``fn`` is a module-level function; arguments and results travel by pickle. Each call has its own process group.
+order. ``fn`` is a module-level function; arguments and results travel by pickle. Each call has its own process group,
+over gloo on the CPU, or over NCCL where a call asks for it: its ranks then share the GPUs there are.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-GLOO_TIMEOUT_SECONDS = 20
+TIMEOUT_SECONDS = {"gloo": 20, "nccl": 40}  # of a collective; ranks that share a GPU take turns on it
 GRACE_SECONDS = 5  # for the other ranks to report, once one has failed
+TAIL = 4000  # characters of what a failed rank wrote to stderr
 
 
 class RankFailure(AssertionError):
@@ -50,6 +52,8 @@ class _Task:
     store: str
     sys_path: tuple[str, ...]
     call: bytes
+    backend: str
+    bound: bool
 
 
 @dataclass(frozen=True)
@@ -57,16 +61,28 @@ class _Worker:
     process: BaseProcess
     connection: Connection
     stack_file: Path
+    error_file: Path
+
+
+def _take_gpu(rank: int) -> torch.device:
+    """Make a GPU the current one: the one of the rank's number, or one that it shares with other ranks."""
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # read from NCCL 2.30 on
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # ranks on one GPU can't have it
+    device = torch.device("cuda", rank % max(torch.cuda.device_count(), 1))
+    torch.cuda.set_device(device)
+    return device
 
 
 @contextlib.contextmanager
 def _process_group(task: _Task):
+    device = _take_gpu(task.rank) if task.backend == "nccl" else None
     dist.init_process_group(
-        "gloo",
+        task.backend,
         init_method=f"file://{task.store}",
         rank=task.rank,
         world_size=task.world_size,
-        timeout=timedelta(seconds=GLOO_TIMEOUT_SECONDS),
+        timeout=timedelta(seconds=TIMEOUT_SECONDS[task.backend]),
+        device_id=device if task.bound else None,
     )
     # Else a rank that has connected, and does nothing with it, leaves while others are connecting: they fail (seen).
     dist.barrier()
@@ -88,7 +104,9 @@ def _perform(task: _Task) -> tuple[bool, Any]:
         return False, traceback.format_exc()
 
 
-def _worker_main(connection: Connection, stack_file: str) -> None:
+def _worker_main(connection: Connection, stack_file: str, error_file: str) -> None:
+    with open(error_file, "ab", buffering=0) as errors:
+        os.dup2(errors.fileno(), 2)  # what libraries and a dying process say, too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session's process handles Ctrl-C and closes the pool
     torch.set_num_threads(1)
     with open(stack_file, "w") as stacks:
@@ -114,14 +132,24 @@ class RankPool:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._serial = itertools.count()
 
-    def run(self, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+    def run(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        timeout: float,
+        backend: str = "gloo",
+        bound: bool = False,
+    ) -> list[Any]:
         """As :func:`run_ranks`. After a failure the next call has new workers."""
         store = os.path.join(self._directory.name, f"store-{next(self._serial)}")
         call = pickle.dumps((fn, args))
         while len(self._workers) < world_size:
             self._workers.append(self._start())
         for rank, worker in enumerate(self._workers[:world_size]):
-            task = _Task(rank, world_size, store, tuple(sys.path), call)
+            if worker.error_file.exists():
+                os.truncate(worker.error_file, 0)  # it is written at its end
+            task = _Task(rank, world_size, store, tuple(sys.path), call, backend, bound)
             with contextlib.suppress(OSError):  # a worker that died while idle is reported by _collect
                 worker.connection.send_bytes(pickle.dumps(task))
         try:
@@ -149,10 +177,11 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         stack_file = Path(self._directory.name, f"stack-{next(self._serial)}")
-        process = context.Process(target=_worker_main, args=(there, str(stack_file)), daemon=True)
+        error_file = stack_file.with_suffix(".stderr")
+        process = context.Process(target=_worker_main, args=(there, str(stack_file), str(error_file)), daemon=True)
         process.start()
         there.close()
-        return _Worker(process, here, stack_file)
+        return _Worker(process, here, stack_file, error_file)
 
     def _collect(self, workers: list[_Worker], timeout: float) -> dict[int, tuple[bool, Any]]:
         """Answers by rank, in rank order; a rank that gave none in time is missing."""
@@ -175,11 +204,19 @@ class RankPool:
         """A text for each rank that did not succeed, ranks with the same text together; empty when all did."""
         ranks_by_text: dict[str, list[int]] = {}
         for rank, worker in enumerate(workers):
-            if rank not in answers:
-                ranks_by_text.setdefault(f"did not finish; it was at:\n{self._stack(worker)}", []).append(rank)
-            elif not answers[rank][0]:
-                ranks_by_text.setdefault(answers[rank][1], []).append(rank)
+            if rank in answers and answers[rank][0]:
+                continue
+            text = answers[rank][1] if rank in answers else f"did not finish; it was at:\n{self._stack(worker)}"
+            said = self._said(worker)
+            ranks_by_text.setdefault(f"{text}\n{said}" if said else text, []).append(rank)
         return "\n".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_by_text.items())
+
+    def _said(self, worker: _Worker) -> str:
+        """The end of what the worker wrote to stderr, without the frames of torch's C++, which come after the cause."""
+        if not worker.error_file.exists():
+            return ""
+        lines = worker.error_file.read_text(errors="replace").splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith("frame #"))[-TAIL:]
 
     def _stack(self, worker: _Worker) -> str:
         """Where the worker stands, as its faulthandler writes it on SIGUSR1."""
@@ -196,13 +233,23 @@ _POOL = RankPool()
 atexit.register(_POOL.close)
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-    """Results of ``fn(rank, world_size, *args)`` on ``world_size`` gloo ranks, in rank order.
+def run_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60,
+    backend: str = "gloo",
+    bound: bool = False,
+) -> list[Any]:
+    """Results of ``fn(rank, world_size, *args)`` on ``world_size`` ranks, in rank order.
 
-    Raises RankFailure with every failed rank's traceback when a rank raises, dies or has not answered after
-    ``timeout`` seconds.
+    ``backend`` is that of the default process group, "gloo" or "nccl". ``bound``: an NCCL group is given its rank's GPU
+    as ``device_id``, so that it communicates at once, and torch makes later groups by splitting it.
+
+    Raises RankFailure with every failed rank's traceback, and the end of its stderr, when a rank raises, dies or has
+    not answered after ``timeout`` seconds.
     """
-    return _POOL.run(world_size, fn, args, timeout)
+    return _POOL.run(world_size, fn, args, timeout, backend, bound)
 
 
 def close_pool() -> None:

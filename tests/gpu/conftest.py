@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE, HERE.parent / "kernels"):
+for folder in (HERE, HERE.parent / "kernels", HERE.parents[1] / "benchmarks"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import gpu_nccl
 import pytest
 import torch
 from cases import awkward, same_bits
@@ -59,6 +60,14 @@ def why_no_device() -> str | None:
     if ON_GPU and not torch.cuda.is_available():
         return "no CUDA device" if torch.version.cuda else "no CUDA device: this torch is built without CUDA"
     return None
+
+
+def why_not_nccl_ranks(world_size: int) -> str | None:
+    """None where so many NCCL ranks can run here, or the CPU rehearses them under gloo; else the reason in words."""
+    if not ON_GPU:
+        return None
+    version = gpu_nccl.loaded() or torch.cuda.nccl.version()[:3]
+    return gpu_nccl.why_not_shared(world_size, torch.cuda.device_count(), version)
 
 
 def sizes_at(place: Place, sizes: Iterable[int], slow: int = 5_000) -> list[int]:

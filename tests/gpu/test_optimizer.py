@@ -13,7 +13,7 @@ import torch.distributed as dist
 from guards import storages_of
 from harness import RankFailure, run_ranks
 from oracle import Hyper, MasterAdamW, adamw_bound
-from places import DEVICE, ON_GPU, Place, needs_gpu, on_kernels
+from places import DEVICE, ON_GPU, Place, needs_gpu, on_kernels, why_not_nccl_ranks
 from programs import SHAPES, Program, Result, expected, on, parameters, train
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -155,8 +155,7 @@ def test_one_nccl_rank(dtype: torch.dtype, stage: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_two_nccl_ranks(dtype: torch.dtype, stage: int) -> None:
     program = _program(dtype, stage)
-    reason = _why_not_two_ranks() if ON_GPU else None
-    if reason:
+    if reason := why_not_nccl_ranks(2):
         pytest.skip(reason)
     try:
         results = run_ranks(2, _train_on_rank, program, DEVICE, "nccl" if ON_GPU else "gloo", timeout=120)
@@ -165,13 +164,6 @@ def test_two_nccl_ranks(dtype: torch.dtype, stage: int) -> None:
             pytest.skip("one GPU, and this NCCL takes one rank a GPU")
         raise
     _check_ranks(results, program)
-
-
-def _why_not_two_ranks() -> str | None:
-    version = torch.cuda.nccl.version()
-    if torch.cuda.device_count() > 1 or version >= (2, 30):
-        return None
-    return f"one GPU, and NCCL {'.'.join(map(str, version))} takes one rank a GPU (2.30 can be told to take more)"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankFailure, run_ranks
-from places import DEVICE, ON_GPU
+from places import DEVICE, ON_GPU, why_not_nccl_ranks
 from test_no_sync import waits_are_errors
-from test_optimizer import NCCL_SECONDS, _why_not_two_ranks
+from test_optimizer import NCCL_SECONDS
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_cases import assert_bitwise
@@ -82,8 +82,7 @@ def _train(
 
 
 def _on_ranks(world_size: int, fn: Any, *args: Any) -> list[Any]:
-    reason = _why_not_two_ranks() if ON_GPU and world_size > 1 else None
-    if reason:
+    if reason := why_not_nccl_ranks(world_size):
         pytest.skip(reason)
     try:
         return run_ranks(world_size, fn, "nccl" if ON_GPU else "gloo", *args, timeout=120)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ if str(BENCHMARKS) not in sys.path:
 
 import gpu_build  # noqa: E402
 import gpu_check  # noqa: E402
+import gpu_nccl  # noqa: E402
 import gpu_trainer  # noqa: E402
 from gpu_check import FAILED, NOT_RUN, OK, TIMED_OUT, Outcome, Phase, run_phase  # noqa: E402
 from gpu_trainer import Run, compare  # noqa: E402
@@ -59,7 +61,9 @@ def test_every_phase_is_rehearsed(rehearsal: tuple[Path, subprocess.CompletedPro
     assert done.returncode == 0, done.stdout + done.stderr
     record = read_record(folder)
     names = [phase["phase"] for phase in record["phases"]]
-    assert names == ["build", "test_large", "trainer", *(f"bench_{op}" for op in gpu_check.REHEARSED)]
+    programs = ["test_order", "test_nccl_ranks"]
+    assert names == ["build", "test_large", *programs, "trainer", *(f"bench_{op}" for op in gpu_check.REHEARSED)]
+    assert names == [phase.name for phase in gpu_check.phases(Path("scratch"), rehearse=True)]
     assert [phase["result"] for phase in record["phases"]] == [OK] * len(names)
     assert all(
         any(line.startswith(f"{name} ") and f" {OK} " in line for line in done.stdout.splitlines()) for name in names
@@ -68,6 +72,14 @@ def test_every_phase_is_rehearsed(rehearsal: tuple[Path, subprocess.CompletedPro
     (trained,) = record["trainer"]["runs"]
     assert trained["run"] == {"device": "cpu", "dtype": "bf16", "stage": 0} and trained["problem"] is None
     assert trained["steps"] == 3 and trained["difference"] == 0.0  # stages 0 and 2 on one rank are the same arithmetic
+
+
+def test_the_programs_are_rehearsed_on_ranks(rehearsal: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    """None of them is skipped but the one that shows that torch's sanitizer is at work."""
+    phases = {phase["phase"]: phase for phase in read_record(rehearsal[0])["phases"]}
+    assert phases["test_nccl_ranks"]["skipped"] == [] and "passed" in phases["test_nccl_ranks"]["note"]
+    assert phases["test_order"]["skipped"] == ["there are no streams on cpu"]
+    assert "    skipped: there are no streams on cpu\n" in rehearsal[1].stdout
 
 
 def test_its_files_are_few_and_flat(rehearsal: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
@@ -87,6 +99,29 @@ def test_the_phases_on_a_gpu_cover_all_of_its_tests() -> None:
     assert len(names) == len(set(names)) and names[0] == "build"
 
 
+def test_programs_run_again_under_the_sanitizer_and_in_one_queue() -> None:
+    phases = {phase.name: phase for phase in gpu_check.phases(Path("scratch"), rehearse=False)}
+    again = {"order_sanitized": "test_order", "order_one_queue": "test_order", "nccl_one_queue": "test_nccl_ranks"}
+    for name, tests in {**again, "nccl_sanitized": "test_nccl_ranks"}.items():
+        assert str(ROOT / "tests/gpu" / f"{tests}.py") in phases[name].command
+    assert {name for name, phase in phases.items() if "TORCH_CUDA_SANITIZER" in phase.environment} == {
+        "order_sanitized",
+        "order_one_queue",
+        "nccl_sanitized",
+    }
+    assert {name for name, phase in phases.items() if "CUDA_DEVICE_MAX_CONNECTIONS" in phase.environment} == {
+        "order_one_queue",
+        "nccl_one_queue",
+    }
+
+
+def test_no_phase_takes_over_the_sanitizer_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDA_SANITIZER", "1")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert not {"TORCH_CUDA_SANITIZER", "CUDA_DEVICE_MAX_CONNECTIONS"} & gpu_check.environment({}).keys()
+    assert gpu_check.environment(gpu_check.SANITIZER)["TORCH_CUDA_SANITIZER"] == "1"
+
+
 def test_the_build_finds_what_it_calls_in_setup_py() -> None:
     setup = gpu_build.load_setup()
     assert callable(setup.build_all) and callable(setup.install)
@@ -102,6 +137,100 @@ def test_without_a_device_it_says_so_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
+# ---- which NCCL ------------------------------------------------------------------------------------------------------
+
+OLD, NEW = 22807, 23004
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """By version: files that answer as NCCL does when it is asked for it."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    made = {}
+    for version in (OLD, NEW):
+        folder = tmp_path_factory.mktemp(f"nccl-{version}")
+        source, made[version] = folder / "nccl.c", folder / gpu_nccl.SONAME
+        source.write_text(f"int ncclGetVersion(int* version) {{ *version = {version}; return 0; }}")
+        soname = f"-Wl,-soname,{gpu_nccl.SONAME}"
+        subprocess.run([compiler, "-shared", "-fPIC", soname, "-o", made[version], source], check=True)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("code", "version"), [(OLD, (2, 28, 7)), (NEW, (2, 30, 4)), (21000, (2, 10, 0)), (2804, (2, 8, 4))]
+)
+def test_the_version_of_an_nccl(code: int, version: tuple[int, ...]) -> None:
+    assert gpu_nccl.parse(code) == version
+
+
+def test_why_ranks_cant_share_a_gpu() -> None:
+    assert gpu_nccl.why_not_shared(2, 2, (2, 28, 7)) is None, "a GPU each"
+    assert gpu_nccl.why_not_shared(4, 1, (2, 30, 4)) is None, "one for all"
+    assert gpu_nccl.why_not_shared(4, 1, (2, 30)) is None
+    reason = str(gpu_nccl.why_not_shared(2, 1, (2, 28, 7)))
+    assert "2 ranks, one GPU, and NCCL 2.28.7 takes one rank a GPU" in reason
+    assert "--nccl PATH" in reason and "nvidia-nccl-cu13>=2.30" in reason
+    assert "4 ranks, 2 GPUs" in str(gpu_nccl.why_not_shared(4, 2, (2, 28, 7)))
+
+
+ASKED_ON_A_GPU = """
+import torch
+torch.cuda.device_count = lambda: 1
+torch.cuda.nccl.version = lambda: (2, 28, 9)  # of the headers that torch was compiled with
+import places
+print(places.why_not_nccl_ranks(2))
+"""
+
+
+def test_tests_ask_the_nccl_that_is_preloaded(libraries: dict[int, Path]) -> None:
+    """Not the headers that torch was compiled with, which stay the same."""
+    tests = ROOT / "tests"
+    folders = [tests / "gpu", tests / "kernels", BENCHMARKS, ROOT, ROOT / "python"]
+    base = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "ZERO_KERNELS_GPU_TESTS_ON": "cuda"}
+
+    def asked(library: Path) -> str:
+        environment = {**base, "LD_PRELOAD": str(library)}
+        command = python(ASKED_ON_A_GPU)
+        return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    assert "NCCL 2.28.7 takes one rank a GPU" in asked(libraries[OLD])
+    assert asked(libraries[NEW]) == "None\n"
+
+
+def test_the_flag_takes_a_newer_nccl(libraries: dict[int, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is preloaded where tests have several ranks, and nowhere else."""
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    options = gpu_check._parse(["--nccl", str(libraries[NEW])])
+    assert options.nccl == libraries[NEW]
+    phases = gpu_check.phases(Path("scratch"), rehearse=False, nccl=options.nccl)
+    preloaded = {phase.name: phase.environment["LD_PRELOAD"] for phase in phases if "LD_PRELOAD" in phase.environment}
+    names = ("test_optimizer", "test_units", "test_nccl_ranks", "nccl_one_queue", "nccl_sanitized")
+    assert preloaded == dict.fromkeys(names, str(libraries[NEW]))
+    assert not any("LD_PRELOAD" in phase.environment for phase in gpu_check.phases(Path("scratch"), rehearse=False))
+
+
+def refusal(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as left:
+        gpu_check.main(["--nccl", str(path)])
+    assert left.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_flag_refuses_what_is_no_newer_nccl(
+    libraries: dict[int, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "argument --nccl: " in (said := refusal(tmp_path / "absent", capsys)) and "is not a file" in said
+    text = tmp_path / "text.so"
+    text.write_text("no library")
+    assert "argument --nccl: " in (said := refusal(text, capsys)) and "is no NCCL library" in said
+    assert "argument --nccl: " in (said := refusal(libraries[OLD], capsys)) and "is NCCL 2.28.7" in said
+    parted = tmp_path / "in two words"
+    parted.write_text("")
+    assert "argument --nccl: " in (said := refusal(parted, capsys)) and "LD_PRELOAD" in said
+
+
 # ---- phases that go wrong --------------------------------------------------------------------------------------------
 
 
@@ -111,6 +240,20 @@ def test_a_failing_phase_is_told_and_the_others_run(tmp_path: Path, capsys: pyte
     outcomes = {phase["phase"]: (phase["result"], phase["note"]) for phase in read_record(tmp_path)["phases"]}
     assert outcomes == {"bad": (FAILED, "the culprit"), "good": (OK, "fine")}
     assert "    before\n    the culprit\n" in capsys.readouterr().out
+
+
+SKIPS = """
+print("SKIPPED [2] tests/gpu/test_nccl_ranks.py:50: one GPU, and an old NCCL: take another")
+print("SKIPPED [1] tests/gpu/test_nccl_ranks.py:61: one GPU, and an old NCCL: take another")
+print("3 skipped in 0.1s")
+"""
+
+
+def test_why_tests_were_skipped_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(tmp_path, [Phase("skips", python(SKIPS), 30)]) == 0
+    (phase,) = read_record(tmp_path)["phases"]
+    assert phase["skipped"] == ["one GPU, and an old NCCL: take another"] and phase["note"] == "3 skipped in 0.1s"
+    assert capsys.readouterr().out.count("    skipped: one GPU, and an old NCCL: take another\n") == 1
 
 
 HANGS = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -33,6 +34,11 @@ def _wait_for_ever(rank: int, world_size: int) -> None:
     signal.pause()
 
 
+def _complain_and_raise(rank: int, world_size: int) -> None:
+    print(f"a library's words on rank {rank}", file=sys.stderr, flush=True)
+    raise ValueError("the culprit")
+
+
 def _unpicklable(rank: int, world_size: int):
     return lambda: None
 
@@ -52,6 +58,23 @@ def test_results_come_in_rank_order_from_reused_processes():
 def test_a_failed_rank_fails_the_call_and_the_next_call_works(fn, text):
     with pytest.raises(RankFailure, match=text):
         run_ranks(2, fn, timeout=30)
+    assert [total for _, total, _ in run_ranks(2, _sum_of_ranks, 0)] == [1.0, 1.0]
+
+
+def test_a_failure_has_the_stderr_of_its_call():
+    with pytest.raises(RankFailure) as first:
+        run_ranks(2, _complain_and_raise)
+    assert all(f"a library's words on rank {rank}" in str(first.value) for rank in range(2))
+    run_ranks(2, _sum_of_ranks, 0)
+    with pytest.raises(RankFailure) as second:
+        run_ranks(2, _raise_on_rank_one, timeout=30)
+    assert "a library's words" not in str(second.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL has a GPU here")
+def test_nccl_without_a_gpu_fails_the_call():
+    with pytest.raises(RankFailure, match="set_device"):
+        run_ranks(2, _sum_of_ranks, 0, backend="nccl", bound=True)
     assert [total for _, total, _ in run_ranks(2, _sum_of_ranks, 0)] == [1.0, 1.0]
 
 

@@ -1,0 +1,134 @@
+"""Programs whose result depends on the order of work, on one NCCL rank: streams, hooks, gathers, host copies.
+
+Under TORCH_CUDA_SANITIZER=1 torch raises where a kernel uses a tensor that another stream may not be through with. It
+knows a tensor by its address, and a collective as a kernel of the stream on which it was called. So it sees neither an
+overlap of two views that begin apart, nor a collective that nobody waited for: numbers have to show these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from order_programs import (
+    DEFAULT,
+    STREAMS,
+    OrderProgram,
+    Streams,
+    Trained,
+    all_programs,
+    check,
+    difference,
+    expected,
+    few_objects,
+    few_programs,
+    programs_on_one_stream,
+    train,
+)
+from places import DEVICE, ON_GPU
+
+pytestmark = pytest.mark.gpu
+
+FEW = os.environ.get("ZERO_KERNELS_ORDER_PROGRAMS") == "few"
+WIDTH = 256 if ON_GPU else 16
+SECONDS = 60
+
+
+def _programs(*, few: bool) -> list[OrderProgram]:
+    if not ON_GPU:
+        return programs_on_one_stream()
+    return few_programs(WIDTH) if few else all_programs(WIDTH)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["", "bound"])
+def group(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A default process group of this rank alone. ``bound``: NCCL is given the GPU as ``device_id``."""
+    bound = {"device_id": torch.device("cuda", 0)} if request.param and ON_GPU else {}
+    backend, seconds = "nccl" if ON_GPU else "gloo", timedelta(seconds=SECONDS)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=seconds, **bound)
+    if ON_GPU:
+        dist.all_reduce(torch.ones(1, device=_device()))  # else NCCL begins with the first collective, if there is one
+    with few_objects():
+        yield request.param
+    dist.destroy_process_group()
+
+
+def _cases() -> list[tuple[str, OrderProgram]]:
+    bound = [] if FEW or not ON_GPU else [("bound", program) for program in _programs(few=True)]
+    return [*(("", program) for program in _programs(few=FEW)), *bound]
+
+
+@pytest.mark.parametrize(("group", "program"), _cases(), indirect=["group"], ids=str)
+def test_one_rank(group: str, program: OrderProgram) -> None:
+    assert not check([train(0, 1, program, _device())], program)
+
+
+@pytest.mark.skipif(not ON_GPU, reason=f"there are no streams on {DEVICE}")
+def test_the_sanitizer_finds_a_missing_wait() -> None:
+    """Where it is on. Else this shows nothing."""
+    if "TORCH_CUDA_SANITIZER" not in os.environ:
+        pytest.skip("TORCH_CUDA_SANITIZER is not set")
+    from torch.cuda._sanitizer import CUDASanitizerErrors
+
+    x, side = torch.zeros(2**20, device=_device()), torch.cuda.Stream()
+    x.add_(1)
+    with pytest.raises(CUDASanitizerErrors), torch.cuda.stream(side):
+        x.add_(1)
+    torch.cuda.synchronize()
+
+
+class _Noted(Streams):
+    """Notes what is asked of it. On a device without streams that is all it does."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.calls: list[tuple[str, ...]] = []
+
+    def on(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        self.calls.append(("on", name))
+        return super().on(name)
+
+    def follow(self, name: str, before: str) -> None:
+        self.calls.append((name, "follows", before))
+
+
+@pytest.mark.parametrize(("made_on", "trained_on"), STREAMS)
+def test_a_program_orders_its_own_streams(made_on: str, trained_on: str) -> None:
+    """What was made on one stream is used on another after a wait, and results are read on the default stream."""
+    streams = _Noted()
+    train(0, 1, OrderProgram(2, "plain", made_on, trained_on), torch.device("cpu"), streams=streams)
+    first = [(made_on, "follows", DEFAULT), ("on", made_on)]
+    then = [(trained_on, "follows", made_on), ("on", trained_on), (DEFAULT, "follows", trained_on)]
+    assert streams.calls == [*first, *then]
+
+
+def test_a_wrong_number_is_told() -> None:
+    program = OrderProgram(2, "read")
+    right = expected(program, 2)
+    assert difference(right, right) == ""
+    name = next(iter(right.parameters))
+    moved = {**right.parameters, name: right.parameters[name] + 1e-5}
+    assert f"parameter {name}: off by" in difference(Trained(moved, right.losses, [], right.gradients), right)
+    late = Trained(right.parameters, expected(program, 2, rank=1).losses, [], right.gradients[1:] + right.gradients[:1])
+    assert "losses" in (found := difference(late, right)) and "step 0, gradient" in found
+    assert difference(Trained({}, [], [], []), right)
+
+
+def test_programs_differ_where_their_results_must() -> None:
+    """What a program drops, or takes twice, does not go unnoticed because it gives the same numbers anyway."""
+    plain = expected(OrderProgram(2), 2)
+    for what in ("micro-batches", "zeroed between", "used twice", "two optimizers", "clipped", "offloaded"):
+        assert difference(expected(OrderProgram(2, what), 2), plain), what
+    for what in ("zeroed at once", "raised", "saved and loaded", "overlapped", "checkpointed"):
+        assert not difference(expected(OrderProgram(2, what), 2), plain), what
+    assert difference(expected(OrderProgram(2, "zeroed between"), 2), expected(OrderProgram(2, "micro-batches"), 2))

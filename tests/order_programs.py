@@ -1,0 +1,518 @@
+"""Small trainings whose result depends on the order of work, on a device and over ranks, and what they must give.
+
+``train(rank, world_size, program, device)`` runs one rank of a program; ``expected(program, world_size, rank)`` is that
+rank's result by ``torch.optim.AdamW`` in one process on the CPU, from the mean of all ranks' gradients; ``check``
+compares the two. A program is correct: it keeps the library's rules, and orders its own streams as CUDA asks.
+
+Everything is fp32. Inputs are multiples of 1/4, made on the CPU. Arithmetic is not exact: matrix products and the norm
+add up in an order that depends on the device. ``eps`` is large beside the rounding of a gradient, so that Adam divides
+no rounding error by a number of its own size. All results of ``expected`` lie within 1e-7 of what float64 gives (seen
+at widths 16 and 256, on 1 and 4 ranks). TOLERANCE is twenty times that, and a step moves a parameter by 1e-3 to 1e-2.
+So a gradient or a parameter that is read too early shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training_cases import Planned, maybe_no_sync, raise_in_backward
+
+LR, EPS, WEIGHT_DECAY, MAX_NORM = 1e-2, 1e-3, 0.1, 0.05
+TOLERANCE = 2e-6
+STEPS, DEPTH, ROWS = 4, 3, 4
+SAVED = 1  # the step before which "saved and loaded" saves
+CAP_MB = 0.002  # several buckets at the smallest width; never more than a quarter of the parameters in any case
+JUNK = 50  # the number of a step, or of a micro-batch, that is computed and then dropped
+BUSY_CYCLES = 2_000_000  # about a millisecond
+
+DEFAULT, SIDE = "default", "side"
+STREAMS = ((DEFAULT, DEFAULT), (SIDE, SIDE), (DEFAULT, SIDE), (SIDE, DEFAULT))
+
+ALL = (0, 1, 2, 3)
+WHAT: Mapping[str, Sequence[int]] = {
+    "plain": ALL,
+    "micro-batches": ALL,
+    "no_sync": ALL,
+    "used twice": ALL,  # each weight, within the forward of its unit
+    "zeroed at once": ALL,  # one more backward a step, whose gradients are dropped as soon as it returns
+    "zeroed between": ALL,  # the first of three micro-batches is dropped, by model.zero_grad()
+    "relaid": (1, 2),  # modules are registered in another order than called; the first step leaves gathers under way
+    "overlapped": (1, 2),  # at stage 0 and at stage 3 a step gathers nothing
+    "checkpointed": ALL,
+    "checkpointed, re-entrant": ALL,
+    "offloaded": (3,),  # such a model cannot be trained: forwards alone
+    "two optimizers": ALL,
+    "clipped": ALL,
+    "read": ALL,  # gradients, as soon as backward returns
+    "saved and loaded": ALL,
+    "raised": ALL,  # one more backward in step 1, which raises on the last rank and is dropped
+}
+"""What a program does, and the stages at which it is allowed."""
+
+MICRO_BATCHES = {"micro-batches": 3, "no_sync": 3, "zeroed between": 3}
+
+
+@dataclass(frozen=True)
+class OrderProgram:
+    """A training of STEPS steps.
+
+    Attributes:
+        what: a key of WHAT.
+        made_on: the stream on which the model is sharded and the optimizer made, "default" or "side".
+        trained_on: the stream of forwards, backwards and steps.
+        width: of the model's layers.
+    """
+
+    stage: int
+    what: str = "plain"
+    made_on: str = DEFAULT
+    trained_on: str = DEFAULT
+    width: int = 16
+
+    def __str__(self) -> str:
+        return f"stage {self.stage}, {self.what}, made on {self.made_on}, trained on {self.trained_on}"
+
+    @property
+    def on_one_stream(self) -> OrderProgram:
+        """The same numbers, on the default stream alone."""
+        return replace(self, made_on=DEFAULT, trained_on=DEFAULT)
+
+    @property
+    def micro_batches(self) -> int:
+        return MICRO_BATCHES.get(self.what, 1)
+
+    @property
+    def models(self) -> int:
+        return 2 if self.what == "two optimizers" else 1
+
+    def counted(self) -> Sequence[int]:
+        """The micro-batches of a step whose gradients count."""
+        return range(self.what == "zeroed between", self.micro_batches)
+
+
+def all_programs(width: int = 16) -> list[OrderProgram]:
+    """Every allowed combination."""
+    return [
+        OrderProgram(stage, what, made_on, trained_on, width)
+        for what, stages in WHAT.items()
+        for stage in stages
+        for made_on, trained_on in STREAMS
+    ]
+
+
+def few_programs(width: int = 16) -> list[OrderProgram]:
+    """All that programs do, each at each of its stages and on each pair of streams, but not at each on each."""
+    return [
+        OrderProgram(stages[turn % len(stages)], what, *STREAMS[(turn + number) % len(STREAMS)], width)
+        for number, (what, stages) in enumerate(WHAT.items())
+        for turn in range(len(STREAMS))
+    ]
+
+
+def programs_on_one_stream(width: int = 16) -> list[OrderProgram]:
+    """What is left of all programs where there are no streams."""
+    return list(dict.fromkeys(program.on_one_stream for program in all_programs(width)))
+
+
+@dataclass(frozen=True)
+class Part:
+    """The elements of a flat gradient from ``start`` on, as many as ``values`` has."""
+
+    start: int
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one rank has, on the CPU. ``losses``: of every counted backward, in turn. ``gradients``: of every step that
+    read them, by name."""
+
+    parameters: dict[str, Tensor]
+    losses: list[float]
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Part]] = field(default_factory=list)
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A residual block, the unit at stage 3."""
+
+    def __init__(self, width: int, *, twice: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.twice = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(self.up(x).tanh())
+        return x + self.down(self.up(x).tanh()) if self.twice else x
+
+
+class Net(nn.Module):
+    """[rows, width] to [rows, width]. ``raising``: whether the next backward raises, between the second and the first
+    block. Backward hands a gradient to every layer from a product with its weights, so that it reads them."""
+
+    def __init__(self, program: OrderProgram) -> None:
+        super().__init__()
+        self.what, self.raising = program.what, False
+        blocks = [Block(program.width, twice=program.what == "used twice") for _ in range(DEPTH)]
+        if program.what == "relaid":  # as a model whose layers are registered from the last to the first
+            self.head, self.blocks = nn.Linear(program.width, program.width), nn.ModuleList(blocks)
+            self.stem = nn.Linear(program.width, program.width)
+        else:
+            self.stem, self.blocks = nn.Linear(program.width, program.width), nn.ModuleList(blocks)
+            self.head = nn.Linear(program.width, program.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for number, block in enumerate(reversed(self.blocks) if self.what == "relaid" else self.blocks):
+            if self.raising and number == 1:
+                x = raise_in_backward(x)
+            x = self._through(block, x)
+        return self.head(x)
+
+    def _through(self, block: nn.Module, x: Tensor) -> Tensor:
+        if self.what.startswith("checkpointed"):
+            return checkpoint(block, x, use_reentrant=self.what.endswith("re-entrant"))
+        return block(x)
+
+
+def make_model(program: OrderProgram) -> nn.Sequential:
+    """On the CPU, with the same values on every rank: one ``Net``, or two where two optimizers share a backward."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(*(Net(program) for _ in range(program.models)))
+
+
+def make_input(program: OrderProgram, rank: int, step: int, micro: int) -> Tensor:
+    """[ROWS, width] on the CPU, multiples of 1/4."""
+    generator = torch.Generator().manual_seed((rank * 100 + step) * 100 + micro)
+    return torch.randint(-4, 5, (ROWS, program.width), generator=generator) / 4
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+# ---- one rank --------------------------------------------------------------------------------------------------------
+
+
+class Streams:
+    """The streams of a device by name. On a device that has none, all of this does nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self._of = {DEFAULT: torch.cuda.default_stream(device), SIDE: torch.cuda.Stream(device)} if on_cuda else {}
+
+    def on(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """What is launched inside goes to this stream."""
+        return torch.cuda.stream(self._of[name]) if self._of else contextlib.nullcontext()
+
+    def follow(self, name: str, before: str) -> None:
+        """What comes on stream ``name`` waits for what is on ``before`` now."""
+        if self._of and name != before:
+            self._of[name].wait_stream(self._of[before])
+
+    def busy(self) -> None:
+        """The current stream is held up: the host, other streams and other ranks get ahead of it."""
+        if self._of:
+            torch.cuda._sleep(BUSY_CYCLES)
+
+
+def train(
+    rank: int,
+    world_size: int,
+    program: OrderProgram,
+    device: torch.device,
+    process_group: Any = None,
+    streams: Streams | None = None,
+) -> Trained:
+    """Collective over ``process_group``, the default one if None, in which this is ``rank`` of ``world_size``."""
+    streams = Streams(device) if streams is None else streams
+    offloaded = program.what == "offloaded"
+    model = make_model(program).to("cpu" if offloaded else device)
+    inputs = Inputs(program, rank, device)
+    streams.follow(program.made_on, DEFAULT)  # the model and the inputs were brought to the device there
+    with streams.on(program.made_on):
+        shard(program, model, device, process_group)
+        run = None if offloaded else Run(program, model, rank, world_size, inputs, streams, process_group)
+    streams.follow(program.trained_on, program.made_on)
+    with streams.on(program.trained_on):
+        losses = _forwards(model, inputs, streams) if run is None else run.train()
+    streams.follow(DEFAULT, program.trained_on)  # what comes now reads the results there
+    trained = Trained(
+        _parameters(model),
+        [float(loss) for loss in losses],
+        [] if run is None else [float(norm) for norm in run.norms],
+        [] if run is None else [{n: Part(p.start, p.values.cpu()) for n, p in read.items()} for read in run.gradients],
+    )
+    if run is not None:
+        run.close()
+    return trained
+
+
+def shard(program: OrderProgram, model: nn.Sequential, device: torch.device, process_group: Any) -> None:
+    """Collective. Nothing below stage 3."""
+    import zero_optim
+
+    options = {"device": device, "param_offload": "cpu"} if program.what == "offloaded" else {}
+    for net in model if program.stage == 3 else ():
+        zero_optim.shard_module(net, (Block,), process_group=process_group, **options)
+
+
+@contextlib.contextmanager
+def few_objects() -> Iterator[None]:
+    """For many programs in a row. The first backward of every optimizer looks for a DDP among all objects that Python
+    tracks. Inside, those of the modules are not among them (0.1 s a program on a core of a CPU)."""
+    import zero_optim  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class Inputs:
+    """All inputs of a rank, on the device before the first step: a copy on the way would make the host wait."""
+
+    def __init__(self, program: OrderProgram, rank: int, device: torch.device) -> None:
+        numbers = [*range(STEPS), JUNK], [*range(program.micro_batches), JUNK]
+        self._of = {(s, m): make_input(program, rank, s, m).to(device) for s in numbers[0] for m in numbers[1]}
+
+    def __call__(self, step: int, micro: int = 0) -> Tensor:
+        return self._of[step, micro]
+
+
+def _forwards(model: nn.Module, inputs: Inputs, streams: Streams) -> list[Tensor]:
+    losses = []
+    with torch.inference_mode():
+        for step in range(STEPS):
+            streams.busy()
+            losses.append(loss_of(model, inputs(step)))
+    return losses
+
+
+@torch.no_grad()
+def _parameters(model: nn.Sequential) -> dict[str, Tensor]:
+    """Collective at stage 3."""
+    import zero_optim
+
+    with contextlib.ExitStack() as stack:
+        for net in model:
+            stack.enter_context(zero_optim.gather_parameters(net))
+        return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
+
+
+class Run:
+    """A model in training. Collective, as its methods are; ``losses``, ``norms`` and ``gradients`` fill up."""
+
+    def __init__(
+        self,
+        program: OrderProgram,
+        model: nn.Sequential,
+        rank: int,
+        world_size: int,
+        inputs: Inputs,
+        streams: Streams,
+        process_group: Any,
+    ) -> None:
+        self.program, self.model, self.rank, self.world_size = program, model, rank, world_size
+        self.inputs, self.streams = inputs, streams
+        self.optimizers = [
+            _make_optimizer(program, named, process_group) for named in _owned(program, [*model.named_parameters()])
+        ]
+        if program.what in ("relaid", "overlapped"):
+            self.optimizers[0].attach(model)
+        self.losses: list[Tensor] = []
+        self.norms: list[Tensor] = []
+        self.gradients: list[dict[str, Part]] = []
+
+    def train(self) -> list[Tensor]:
+        for step in range(STEPS):
+            if self.program.what == "saved and loaded" and step == SAVED:
+                saved = self.save()
+                self.step(JUNK)
+                self.load(saved)
+            if self.program.what == "raised" and step == 1:
+                self.raise_and_drop()
+            if self.program.what == "zeroed at once":
+                self.backward(step, JUNK)
+                self.zero_grad()
+            self.losses += self.step(step)
+        for optimizer in self.optimizers:
+            optimizer.wait_for_parameters()
+        return self.losses
+
+    def step(self, step: int) -> list[Tensor]:
+        """The losses that count."""
+        what, losses = self.program.what, []
+        for micro in range(self.program.micro_batches):
+            with contextlib.ExitStack() as stack:
+                for optimizer in self.optimizers:
+                    stack.enter_context(
+                        maybe_no_sync(optimizer, what == "no_sync" and micro + 1 < self.program.micro_batches)
+                    )
+                losses.append(self.backward(step, micro))
+            if what == "zeroed between" and micro == 0:
+                self.model.zero_grad()
+        if what == "read":
+            self.gradients.append({name: _read(p.grad) for name, p in self.model.named_parameters()})
+        if what == "clipped":
+            self.norms += [optimizer.clip_grad_norm_(MAX_NORM) for optimizer in self.optimizers]
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.zero_grad()
+        return [losses[micro] for micro in self.program.counted()]
+
+    def backward(self, step: int, micro: int = 0) -> Tensor:
+        if self.rank == (step + micro) % self.world_size:
+            self.streams.busy()
+        loss = loss_of(self.model, self.inputs(step, micro))
+        loss.backward()
+        return loss.detach()
+
+    def raise_and_drop(self) -> None:
+        """A backward that raises on the last rank, in the middle, and the ``zero_grad`` that settles it."""
+        net = self.model[0]
+        net.raising = self.rank == self.world_size - 1
+        with contextlib.suppress(Planned):
+            self.backward(JUNK)
+        net.raising = False
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def save(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        return copy.deepcopy(_plain(self.model.state_dict())), [
+            copy.deepcopy(optimizer.state_dict()) for optimizer in self.optimizers
+        ]
+
+    def load(self, saved: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
+        self.model.load_state_dict(saved[0])
+        for optimizer, state in zip(self.optimizers, saved[1], strict=True):
+            optimizer.load_state_dict(state)
+
+    def close(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.close()
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.detach() for name, value in state.items()}
+
+
+def _owned(program: OrderProgram, named: Sequence[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
+    """The parameters of each optimizer. Two have every other one each, so that gradients of both come in turns; at
+    stage 3 a model each, since one model has one optimizer."""
+    if program.models == 1:
+        return [list(named)]
+    if program.stage == 3:
+        return [[entry for entry in named if entry[0].startswith(f"{number}.")] for number in range(program.models)]
+    return [list(named[number :: program.models]) for number in range(program.models)]
+
+
+def _make_optimizer(program: OrderProgram, named: Sequence[tuple[str, Any]], process_group: Any) -> Any:
+    import zero_optim
+
+    return zero_optim.ShardedAdamW(
+        named,
+        lr=LR,
+        eps=EPS,
+        weight_decay=WEIGHT_DECAY,
+        stage=program.stage,
+        process_group=process_group,
+        bucket_cap_mb=CAP_MB,
+        overlap_param_gather=program.what in ("relaid", "overlapped"),
+    )
+
+
+def _read(grad: Any) -> Part:
+    """A copy, made on the current stream: all of a gradient, or this rank's part of it."""
+    if hasattr(grad, "local"):
+        return Part(grad.start, grad.local.detach().clone())
+    return Part(0, grad.detach().flatten().clone())
+
+
+# ---- what it must give -----------------------------------------------------------------------------------------------
+
+
+def expected(program: OrderProgram, world_size: int, rank: int = 0) -> Trained:
+    """What ``train`` must return on ``rank``: losses are its own, all else is the same on every rank."""
+    return _expected(program.on_one_stream, world_size)[rank]
+
+
+@functools.lru_cache(maxsize=1024)
+def _expected(program: OrderProgram, world_size: int) -> list[Trained]:
+    """Of every rank. Stages, streams and most of what programs do change nothing here."""
+    model = make_model(program)
+    named = dict(model.named_parameters())
+    owned = [[p for _, p in entries] for entries in _owned(program, list(named.items()))]
+    trains = program.what != "offloaded"
+    optimizers = [torch.optim.AdamW(own, lr=LR, eps=EPS, weight_decay=WEIGHT_DECAY) for own in owned]
+    losses: list[list[float]] = [[] for _ in range(world_size)]
+    norms: list[float] = []
+    gradients: list[dict[str, Part]] = []
+    for step in range(STEPS):
+        for rank in range(world_size):
+            for micro in program.counted():
+                loss = loss_of(model, make_input(program, rank, step, micro))
+                losses[rank].append(loss.item())
+                (loss / world_size).backward()  # gradients add up to their mean
+        if program.what == "read":
+            gradients.append({name: Part(0, p.grad.flatten().clone()) for name, p in named.items()})
+        if program.what == "clipped":
+            norms += [float(nn.utils.clip_grad_norm_(own, MAX_NORM)) for own in owned]
+        for optimizer in optimizers if trains else ():
+            optimizer.step()
+            optimizer.zero_grad()
+    parameters = {name: p.detach().clone() for name, p in named.items()}
+    return [Trained(parameters, losses[rank], norms, gradients) for rank in range(world_size)]
+
+
+def difference(got: Trained, want: Trained) -> str:
+    """Empty when all is within TOLERANCE; else what is not, and by how much."""
+    found = list(_differences(got, want))
+    return "; ".join(found[:6]) + (f"; and {len(found) - 6} more" if len(found) > 6 else "")
+
+
+def _differences(got: Trained, want: Trained) -> Iterator[str]:
+    yield from _of_tensors("parameter", got.parameters, want.parameters)
+    for name, a, b in (("losses", got.losses, want.losses), ("norms", got.norms, want.norms)):
+        yield from _of_tensors(name, {"": torch.tensor(a)}, {"": torch.tensor(b)})
+    if len(got.gradients) != len(want.gradients):
+        yield f"gradients were read in {len(got.gradients)} steps instead of {len(want.gradients)}"
+        return
+    for step, (parts, whole) in enumerate(zip(got.gradients, want.gradients, strict=True)):
+        wanted = {n: whole[n].values[part.start : part.start + part.values.numel()] for n, part in parts.items()}
+        yield from _of_tensors(f"step {step}, gradient", {n: part.values for n, part in parts.items()}, wanted)
+
+
+def _of_tensors(what: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> Iterator[str]:
+    if got.keys() != want.keys():
+        yield f"{what}s {sorted(got.keys() ^ want.keys())} are on one side alone"
+        return
+    for name, b in want.items():
+        a = got[name]
+        if a.shape != b.shape:
+            yield f"{what} {name}: {tuple(a.shape)} instead of {tuple(b.shape)}"
+        elif a.numel() and not bool(((off := (a.double() - b.double()).abs()) <= TOLERANCE).all()):
+            yield f"{what} {name}: off by {float(off.max()):.2g} in {int((~(off <= TOLERANCE)).sum())} of {a.numel()}"
+
+
+def check(results: Sequence[Trained], program: OrderProgram) -> str:
+    """Empty when every rank's result is right; else what is wrong, rank by rank."""
+    found = [difference(got, expected(program, len(results), rank)) for rank, got in enumerate(results)]
+    return "\n".join(f"{program}: rank {rank}: {text}" for rank, text in enumerate(found) if text)
