@@ -130,7 +130,9 @@ class HeldWork:
         with self._transport.at_work():
             for tensor, bits in self._before:
                 if not torch.equal(_bits(tensor), bits):
-                    self._transport.race(f"memory of {self.collective.kind} was written; it was issued at\n{self._where}")
+                    self._transport.race(
+                        f"memory of {self.collective.kind} was written; it was issued at\n{self._where}"
+                    )
             for tensor, value in self.collective.finish(self._parts):
                 tensor.detach().copy_(value)
 

@@ -106,6 +106,15 @@ inline std::string describe(const Access& access, const Access& earlier) {
   return text + " what " + actor(earlier) + (earlier.writes() ? " wrote" : " read");
 }
 
+// Whether the block is given out again only after this use of it. The allocator asks a stream of record_stream for an
+// event when the block is freed: that comes after all that the stream has been given, or has waited for.
+inline bool is_waited_for(const Block& block, const Access& use) {
+  if (block.recorded[use.timeline] || timelines().will_be_after(block.stream, use.timeline, use.at)) return true;
+  for (int stream = 0; stream < kHost; ++stream)
+    if (block.recorded[stream] && timelines().is_after(stream, use.timeline, use.at)) return true;
+  return false;
+}
+
 inline void* Memory::allocate(size_t size, bool pinned) {
   if (size == 0) return nullptr;
   void* pointer = nullptr;
@@ -136,7 +145,7 @@ inline void Memory::release(void* pointer) {
     const Block& block = found->second;
     for (const Access& last : block.accesses) {
       if (block.pinned) break;
-      if (block.recorded[last.timeline] || timelines().will_be_after(block.stream, last.timeline, last.at)) continue;
+      if (is_waited_for(block, last)) continue;
       race = "memory allocated on " + name_of(block.stream) + " is freed, and may be used again there, while " +
              actor(last) + (last.writes() ? " writes" : " reads") + " it";
       break;

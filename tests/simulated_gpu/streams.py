@@ -47,11 +47,13 @@ class StreamsTransport(SimulatedTransport):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Tensors that the program makes are on the device. Raises Races at the end."""
-        with _OnDevice():
-            yield
-        torch.cuda.synchronize()
-        if races := device.races():
-            raise Races("\n".join(map(str, races)))
+        try:
+            with _OnDevice():
+                yield
+            torch.cuda.synchronize()
+        finally:
+            if races := device.races():  # they come first: what a program raises may follow from them
+                raise Races("\n".join(map(str, races)))
 
 
 class StreamsWork:

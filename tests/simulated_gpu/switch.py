@@ -35,7 +35,9 @@ class Simulation:
         rest, plus, bound = text.partition("+")
         kind, _, arrival = rest.partition(":")
         if kind not in KINDS or arrival not in ARRIVALS or (plus and bound != "bound"):
-            raise ValueError(f"{VARIABLE}={text!r}: expected one of {KINDS}, a colon, one of {ARRIVALS}, and +bound or not")
+            raise ValueError(
+                f"{VARIABLE}={text!r}: expected one of {KINDS}, a colon, one of {ARRIVALS}, and +bound or not"
+            )
         return Simulation(kind, arrival, bool(plus))
 
     def __str__(self) -> str:

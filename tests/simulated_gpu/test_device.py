@@ -189,6 +189,9 @@ def free_in_use(how: str, excuse: str) -> None:
         x[1:].record_stream(b)
     elif excuse == "record_stream of another":
         x.record_stream(torch.cuda.current_stream())
+    elif excuse == "record_stream of one that waits":
+        torch.cuda.current_stream().wait_stream(b)
+        x.record_stream(torch.cuda.current_stream())
     elif excuse == "wait":
         a.wait_stream(b)
     elif excuse == "synchronize":
@@ -201,7 +204,10 @@ def free_in_use(how: str, excuse: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["del", "resize_"])
-@pytest.mark.parametrize("excuse", ["nothing", "record_stream", "record_stream of another", "wait", "synchronize"])
+@pytest.mark.parametrize(
+    "excuse",
+    ["nothing", "record_stream", "record_stream of another", "record_stream of one that waits", "wait", "synchronize"],
+)
 def test_memory_is_freed_when_no_other_stream_uses_it(call: Call, how: str, excuse: str) -> None:
     text = "memory allocated on stream 1 is freed, and may be used again there, while aten::sum on stream 2 reads it"
     expected = [text] if excuse in ("nothing", "record_stream of another") else []

@@ -20,6 +20,7 @@ NAME = "simulated GPU"
 BEFORE_TORCHS_OWN = 15  # torch.load asks in order: the one for CUDA is 20
 
 _resize_of_host = torch.UntypedStorage.resize_
+_clone_of_host = torch.UntypedStorage.clone
 
 
 class Stream(torch.Stream):
@@ -171,6 +172,14 @@ def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStor
     return torch.empty(0, dtype=torch.uint8).set_(storage).to(DEVICE).untyped_storage()
 
 
+def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
+    """As ``copy.deepcopy`` of a tensor asks for. torch's own makes storages of devices that it was built for."""
+    if self.device.type != "cuda":
+        return _clone_of_host(self)
+    whole = torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(self, 0, (self.nbytes(),), (1,))
+    return whole.clone().untyped_storage()
+
+
 REPLACED: dict[str, Any] = {
     "Stream": Stream,
     "Event": Event,
@@ -195,6 +204,7 @@ REPLACED: dict[str, Any] = {
     "is_current_stream_capturing": lambda: False,
     "is_bf16_supported": lambda including_emulation=True: True,
     "empty_cache": lambda: None,
+    "_sleep": lambda cycles: None,
     "_lazy_init": lambda: None,
     "_lazy_call": lambda call, **_: call(),
     "_is_in_bad_fork": lambda: False,
@@ -223,11 +233,14 @@ ABSENT = (
 
 
 def install() -> None:
+    if torch.UntypedStorage.resize_ is resize_:
+        return
     for name, new in REPLACED.items():
         _replace(name, new)
     for name in ABSENT:
         _replace(name, _absent(name))
     torch.UntypedStorage.resize_ = resize_
+    torch.UntypedStorage.clone = clone
     torch.serialization.register_package(BEFORE_TORCHS_OWN, lambda storage: None, _restored)
 
 
