@@ -103,7 +103,8 @@ class HeldWork:
 
     def __init__(self, transport: HeldTransport, collective: Collective) -> None:
         self.collective, self._transport, self.delivered = collective, transport, False
-        self._where = "".join(traceback.format_stack(limit=9)[:-4])
+        self._name = collective.kind
+        self._where = "; it was issued at\n" + "".join(traceback.format_stack(limit=9)[:-4])
         with transport.at_work():
             sent = collective.sent.detach().clone()
             self._parts = [torch.empty_like(sent) for _ in range(dist.get_world_size(collective.group))]
@@ -117,11 +118,8 @@ class HeldWork:
     def touch(self, start: int, end: int, what: str, *, write: bool) -> None:
         for first, last, written in self._regions:
             if first < end and start < last and (write or written):
-                does, kind = "writes" if write else "reads", self.collective.kind
-                self._transport.race(
-                    f"{what} {does} what {kind} {'writes' if written else 'reads'}, before a wait for it; it was issued "
-                    f"at\n{self._where}"
-                )
+                does, has = ("writes" if of else "reads" for of in (write, written))
+                self._transport.race(f"{what} {does} what {self._name} {has}, before a wait for it{self._where}")
 
     def deliver(self) -> None:
         self._gloo.wait()
@@ -130,9 +128,7 @@ class HeldWork:
         with self._transport.at_work():
             for tensor, bits in self._before:
                 if not torch.equal(_bits(tensor), bits):
-                    self._transport.race(
-                        f"memory of {self.collective.kind} was written; it was issued at\n{self._where}"
-                    )
+                    self._transport.race(f"memory of {self._name} was written before a wait for it{self._where}")
             for tensor, value in self.collective.finish(self._parts):
                 tensor.detach().copy_(value)
 

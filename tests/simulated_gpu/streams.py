@@ -1,4 +1,4 @@
-"""NCCL on the simulated device: a collective runs on a stream of its group's own, and ``wait`` holds the current stream.
+"""NCCL on the simulated device: a collective runs on a stream of its group's, and ``wait`` holds the current stream.
 
 It is launched after what the current stream had before it. Its result is written when somebody waits for it. Whoever
 touches its memory in between, without that wait before it on its own stream, is a race that the device reports.

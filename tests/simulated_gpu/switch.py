@@ -1,8 +1,8 @@
 """Whether the ranks of the tests run on a simulated GPU, and which. ``harness`` asks here.
 
 ``SIMULATED_GPU`` is empty, or one of the two simulations and what it says when it is asked whether something has
-arrived: ``held:never``, ``held:random``, ``held:always``; ``streams:never`` and so on. ``+bound`` behind it: a device is
-bound to the default group, as by ``init_process_group(device_id=...)``.
+arrived: ``held:never``, ``held:random``, ``held:always``; ``streams:never`` and so on. ``+bound`` behind it: a device
+is bound to the default group, as by ``init_process_group(device_id=...)``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Simulation:
         kind, _, arrival = rest.partition(":")
         if kind not in KINDS or arrival not in ARRIVALS or (plus and bound != "bound"):
             raise ValueError(
-                f"{VARIABLE}={text!r}: expected one of {KINDS}, a colon, one of {ARRIVALS}, and +bound or not"
+                f"{VARIABLE}={text!r}: expected one of {KINDS}, a colon, one of {ARRIVALS}, perhaps +bound"
             )
         return Simulation(kind, arrival, bool(plus))
 

@@ -148,9 +148,7 @@ _plain_new_group = dist.new_group
 def new_group_of_a_bound_device(ranks: Sequence[int] | None = None, *given: Any, **options: Any) -> Any:
     """``dist.new_group`` where a device is bound: all ranks of the job split the default communicator."""
     if ranks is not None and len(ranks) < dist.get_world_size() and options.get("use_local_synchronization"):
-        raise SplitHangs(
-            f"new_group({list(ranks)}) splits the communicator of all ranks, and the others do not call it"
-        )
+        raise SplitHangs(f"new_group({list(ranks)}) splits the communicator of all ranks, and only these call it")
     return _plain_new_group(ranks, *given, **options)
 
 
