@@ -125,9 +125,11 @@ def _worker_main(connection: Connection, stack_file: str, error_file: str) -> No
 
 
 class RankPool:
-    """Worker processes, one a rank, started when first needed and thrown away after a failure."""
+    """Worker processes, one a rank, started when first needed and thrown away after a failure. ``simulated``: the
+    simulation that they run in, see ``simulated_gpu.switch``; empty: none."""
 
-    def __init__(self) -> None:
+    def __init__(self, simulated: str = "") -> None:
+        self._simulated = simulated
         self._workers: list[_Worker] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._serial = itertools.count()
@@ -140,6 +142,7 @@ class RankPool:
         timeout: float,
         backend: str = "gloo",
         bound: bool = False,
+        one_order: bool = True,
     ) -> list[Any]:
         """As :func:`run_ranks`. After a failure the next call has new workers."""
         store = os.path.join(self._directory.name, f"store-{next(self._serial)}")
@@ -158,7 +161,8 @@ class RankPool:
         except BaseException:
             self.close()
             raise
-        failed = failed or simulation.different_order([issued for _, (_, issued) in answers.values()])
+        if one_order and not failed:
+            failed = simulation.different_order([issued for _, (_, issued) in answers.values()])
         if failed:
             self.close()
             raise RankFailure(failed)
@@ -179,7 +183,8 @@ class RankPool:
         stack_file = Path(self._directory.name, f"stack-{next(self._serial)}")
         error_file = stack_file.with_suffix(".stderr")
         process = context.Process(target=_worker_main, args=(there, str(stack_file), str(error_file)), daemon=True)
-        process.start()
+        with simulation.starting_a_rank(self._simulated):
+            process.start()
         there.close()
         return _Worker(process, here, stack_file, error_file)
 
@@ -229,8 +234,7 @@ class RankPool:
         return worker.stack_file.read_text()
 
 
-_POOL = RankPool()
-atexit.register(_POOL.close)
+_POOLS: dict[str, RankPool] = {}  # by simulation
 
 
 def run_ranks(
@@ -240,18 +244,31 @@ def run_ranks(
     timeout: float = 60,
     backend: str = "gloo",
     bound: bool = False,
+    simulated: str | None = None,
+    one_order: bool = True,
 ) -> list[Any]:
     """Results of ``fn(rank, world_size, *args)`` on ``world_size`` ranks, in rank order.
 
     ``backend`` is that of the default process group, "gloo" or "nccl". ``bound``: an NCCL group is given its rank's GPU
     as ``device_id``, so that it communicates at once, and torch makes later groups by splitting it.
 
+    ``simulated``: the simulation of a GPU to run in, as ``simulated_gpu.switch`` names them; None: what the environment
+    says, as a rule none. ``one_order``: whether the program lets all ranks issue collectives in one order. A simulation
+    checks that.
+
     Raises RankFailure with every failed rank's traceback, and the end of its stderr, when a rank raises, dies or has
     not answered after ``timeout`` seconds.
     """
-    return _POOL.run(world_size, fn, args, timeout, backend, bound)
+    simulated = os.environ.get(simulation.VARIABLE, "") if simulated is None else simulated
+    if simulated not in _POOLS:
+        _POOLS[simulated] = RankPool(simulated)
+    return _POOLS[simulated].run(world_size, fn, args, timeout, backend, bound, one_order)
 
 
 def close_pool() -> None:
     """Ends the worker processes; a later call starts new ones."""
-    _POOL.close()
+    for pool in _POOLS.values():
+        pool.close()
+
+
+atexit.register(close_pool)

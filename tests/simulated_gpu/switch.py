@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .transport import Entry, SimulatedTransport
 
 VARIABLE = "SIMULATED_GPU"
+_RANK = f"{VARIABLE}_RANK"  # in the environment of a rank's process, and of no other
 KINDS = ("held", "streams")
 ARRIVALS = ("never", "random", "always")
 
@@ -51,10 +52,22 @@ def chosen() -> Simulation | None:
 
 
 _chosen = chosen()
-if _chosen is not None and _chosen.kind == "streams":
+if _chosen is not None and _chosen.kind == "streams" and _RANK in os.environ:
     from . import device
 
     device.load()
+
+
+@contextmanager
+def starting_a_rank(simulated: str) -> Iterator[None]:
+    """A process that is started within it is a rank of this simulation. It imports this module before torch."""
+    before = os.environ.get(VARIABLE, "")
+    os.environ |= {_RANK: "1", VARIABLE: simulated}
+    try:
+        yield
+    finally:
+        del os.environ[_RANK]
+        os.environ[VARIABLE] = before
 
 
 @contextmanager
