@@ -107,13 +107,14 @@ def _start(simulation: Simulation, rank: int, stack: ExitStack) -> SimulatedTran
 def _bound() -> Iterator[None]:
     import torch.distributed as dist
 
-    from .transport import new_group_of_a_bound_device
+    from .transport import new_group_of_a_bound_device, split_group_of_a_bound_device
 
-    before, dist.new_group = dist.new_group, new_group_of_a_bound_device
+    before = dist.new_group, dist.split_group
+    dist.new_group, dist.split_group = new_group_of_a_bound_device, split_group_of_a_bound_device
     try:
         yield
     finally:
-        dist.new_group = before
+        dist.new_group, dist.split_group = before
 
 
 def dumps(value: object) -> bytes:

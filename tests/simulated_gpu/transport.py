@@ -7,9 +7,11 @@ that is, and what is in it afterwards, is said here. What becomes of programs th
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -129,17 +131,11 @@ class SimulatedTransport(StreamTransport, ABC):
         return super().gather_objects(value, group)
 
     def split(self, group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        everyone = dist.get_world_size(group) == dist.get_world_size()
         self._record("split", group)
-        if self.device_bound and not everyone:
-            # What ``dist.split_group`` does: over the communicator of ``group``. gloo has no such thing.
-            own = next(list(part) for part in parts if dist.get_rank() in part)
-            return self._new_group(own, use_local_synchronization=True)
         return super().split(group, parts)
 
-    @staticmethod
-    def _new_group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
-        return _plain_new_group(ranks, **options)
+    def splits_communicators(self) -> bool:
+        return self.device_bound
 
 
 _plain_new_group = dist.new_group
@@ -150,6 +146,16 @@ def new_group_of_a_bound_device(ranks: Sequence[int] | None = None, *given: Any,
     if ranks is not None and len(ranks) < dist.get_world_size() and options.get("use_local_synchronization"):
         raise SplitHangs(f"new_group({list(ranks)}) splits the communicator of all ranks, and only these call it")
     return _plain_new_group(ranks, *given, **options)
+
+
+def split_group_of_a_bound_device(
+    parent_pg: dist.ProcessGroup, split_ranks: Sequence[Sequence[int]], timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """``dist.split_group``, which gloo does not have: the ranks of ``parent_pg`` alone split its communicator."""
+    if sorted(itertools.chain(*split_ranks)) != sorted(dist.get_process_group_ranks(parent_pg)):
+        raise SplitHangs(f"split_group({split_ranks}) of {dist.get_process_group_ranks(parent_pg)} leaves ranks out")
+    own = next(list(part) for part in split_ranks if dist.get_rank() in part)
+    return _plain_new_group(own, timeout, use_local_synchronization=True)
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

@@ -128,17 +128,16 @@ class StreamTransport:
         if dist.get_world_size(group) == dist.get_world_size():
             made = {tuple(part): dist.new_group(list(part), timeout, backend) for part in parts}
             return made[tuple(own)]
-        if _splits_communicators():
+        if self.splits_communicators():
             # new_group would split the communicator of all ranks here, and wait for those that are not in ``group``.
             split = dist.split_group(parent_pg=group, split_ranks=[list(part) for part in parts], timeout=timeout)
             assert split is not None
             return split
         return dist.new_group(own, timeout, backend, use_local_synchronization=True)
 
-
-def _splits_communicators() -> bool:
-    """Whether torch makes groups by ``ncclCommSplit``: under ``init_process_group(device_id=...)``."""
-    return getattr(dist.group.WORLD, "bound_device_id", None) is not None
+    def splits_communicators(self) -> bool:
+        """Whether torch makes groups by ``ncclCommSplit``: under ``init_process_group(device_id=...)``."""
+        return getattr(dist.group.WORLD, "bound_device_id", None) is not None
 
 
 STREAMS = StreamTransport()
