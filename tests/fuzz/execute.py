@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import RankFailure, run_ranks
+from simulated_gpu.switch import chosen
 
 from fuzz import prelude
 from fuzz.oracle import compare, expected
@@ -45,9 +46,17 @@ class Failure:
 
 def _compiled(program: Program, name: str) -> Callable[[int, int, Callable[..., None]], None]:
     names, source = dict(vars(prelude)), text_of(program)
+    if chosen() is not None:
+        names["own_sum"] = _own_sum_alone
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # for tracebacks
     exec(compile(source, name, "exec"), names)
     return names["program"]
+
+
+def _own_sum_alone(value: float, rank: int) -> float:
+    """``own_sum`` without a message. On a GPU a collective of the program's must not come before what completes a
+    backward that raised; random programs have it anywhere."""
+    return sum(value * (other + 1) for other in range(dist.get_world_size()))
 
 
 def _run_batch(rank: int, world: int, programs: Sequence[Program]) -> list[Entries]:
@@ -67,7 +76,8 @@ def _run_batch(rank: int, world: int, programs: Sequence[Program]) -> list[Entri
 def run_batch(programs: Sequence[Program]) -> list[Failure]:
     """Programs of one world size, one after another in one process group. What raises is looked at alone."""
     try:
-        by_rank = run_ranks(programs[0].world, _run_batch, list(programs), timeout=BATCH_SECONDS)
+        one_order = all(len(program.optims) == 1 for program in programs)  # else ranks may come to them in any order
+        by_rank = run_ranks(programs[0].world, _run_batch, list(programs), timeout=BATCH_SECONDS, one_order=one_order)
     except RankFailure as error:
         text = str(error)
     else:
@@ -87,6 +97,8 @@ def _differences(programs: Sequence[Program], by_rank: list[list[Entries]]) -> l
 
 def run_alone(program: Program, seconds: float = ALONE_SECONDS) -> Failure | None:
     """One program on forked ranks, as a script would run it."""
+    if chosen() is not None:  # a forked rank has no simulation
+        return _run_simulated(program)
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(program.world)]
     run = _compiled(program, "<program>")
@@ -106,6 +118,15 @@ def run_alone(program: Program, seconds: float = ALONE_SECONDS) -> Failure | Non
         for process in ranks:
             process.join()
     return _judge(program, results, [process.exitcode for process in ranks], stacks)
+
+
+def _run_simulated(program: Program) -> Failure | None:
+    try:
+        one_order = len(program.optims) == 1
+        by_rank = run_ranks(program.world, _run_batch, [program], timeout=BATCH_SECONDS, one_order=one_order)
+    except RankFailure as error:
+        return Failure(program, "raises", str(error))
+    return next(iter(_differences([program], by_rank)), None)
 
 
 def _stack(process: BaseProcess, file: Path) -> str:

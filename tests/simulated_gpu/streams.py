@@ -48,7 +48,7 @@ class StreamsTransport(SimulatedTransport):
     def watching(self) -> Iterator[None]:
         """Tensors that the program makes are on the device. Raises Races at the end."""
         try:
-            with _OnDevice():
+            with _OnDevice(), _collectives_of_the_program():
                 yield
             torch.cuda.synchronize()
         finally:
@@ -93,6 +93,25 @@ class StreamsWork:
 def _on_host(tensor: Tensor) -> Tensor:
     """Its memory, which the device does not look at."""
     return ops.alias(tensor) if tensor.is_cuda else tensor.detach()
+
+
+@contextmanager
+def _collectives_of_the_program() -> Iterator[None]:
+    """``dist.all_reduce`` of a program itself: gloo has no device."""
+    before = dist.all_reduce
+
+    def all_reduce(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        if not tensor.is_cuda:
+            return before(tensor, *args, **options)
+        ops.launch(torch.cuda.current_stream())
+        ops.touch(tensor, True, torch.cuda.current_stream(), "all_reduce of the program's")
+        return before(_on_host(tensor), *args, **options)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield
+    finally:
+        dist.all_reduce = before
 
 
 class _OnDevice(TorchFunctionMode):

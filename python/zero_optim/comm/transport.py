@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -119,7 +120,8 @@ class StreamTransport:
 
     def gather_objects(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
         values: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values, value, group=group)
+        with _beside_the_current_stream():
+            dist.all_gather_object(values, value, group=group)
         return values
 
     def split(self, group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
@@ -138,6 +140,20 @@ class StreamTransport:
     def splits_communicators(self) -> bool:
         """Whether torch makes groups by ``ncclCommSplit``: under ``init_process_group(device_id=...)``."""
         return getattr(dist.group.WORLD, "bound_device_id", None) is not None
+
+
+@contextmanager
+def _beside_the_current_stream() -> Iterator[None]:
+    """What is launched within it waits for nothing that was launched before. For what the host waits for::
+
+    rank 0   backward: raises at once                   zero_grad: asks how many rounds rank 1 has, then joins them
+    rank 1   backward: its stream waits for rank 0      zero_grad: must answer, whatever its stream waits for
+    """
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
 
 
 STREAMS = StreamTransport()
