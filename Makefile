@@ -30,6 +30,10 @@ test: .venv/built  ## run the test suite, a file at a time on each of two worker
 fuzz: .venv/built  ## random programs on 2 and 3 ranks against torch's AdamW, for SECONDS; a failure prints as a script
 	@cd tests && ../$(BIN)/python -m fuzz --seconds $(SECONDS) $(ARGS)
 
+.PHONY: race-check
+race-check: .venv/built  ## the order of everything launched, on simulated GPUs; ARGS="--only programs" is quicker
+	@cd tests && ../$(BIN)/python -m simulated_gpu $(ARGS)
+
 .PHONY: cuda-check
 cuda-check: .venv/built  ## look into what nvcc and Triton make of the kernels; part of `make test`, needs no GPU
 	@$(BIN)/python -m pytest tests/cuda tests/triton_backend $(ARGS)

@@ -156,3 +156,24 @@ def _dropped_unclosed(rank: int, world_size: int) -> list[Tensor]:
 def test_an_optimizer_dropped_without_close():
     for params in run_ranks(2, _dropped_unclosed):
         assert_bitwise(params, _expected((0, 1), seed=0))
+
+
+def _gloo_for_a_gpu(rank: int, world_size: int) -> list[str]:
+    from zero_optim.comm.collectives import make_comm
+    from zero_optim.validate import check_backend
+
+    comm, texts = make_comm(), []
+    check_backend(comm, torch.device("cpu"))
+    for group in (comm, make_comm(dist.new_group())):
+        try:
+            check_backend(group, torch.device("cuda", 0))
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_gloo_is_refused_for_parameters_on_a_gpu():
+    """It has no reduce-scatter there."""
+    for texts in run_ranks(2, _gloo_for_a_gpu, simulated=""):
+        assert len(texts) == 2
+        assert all("cuda:0, where the process group has gloo" in text and '"nccl"' in text for text in texts)

@@ -53,3 +53,18 @@ def test_one_that_failed_ends_the_wait_for_all(outcomes):
     assert pending.arrives_within(1)
     with pytest.raises(CollectiveError, match="Connection closed by peer"):
         pending.wait()
+
+
+class Unasked(FakeWork):
+    """A collective on a device: whether it is over depends on timing, so nothing may ask."""
+
+    def is_completed(self) -> bool:
+        raise AssertionError("asked whether it has arrived")
+
+
+def test_where_the_stream_waits_nobody_asks():
+    """The host would launch what follows sooner or later, and on every rank at another time."""
+    pending = Pending(Issued(Unasked("arrived")), Traffic("reduce_scatter"))
+    assert pending.arrives_within(0) and pending.arrives_within(1)
+    pending.wait()
+    assert pending.arrives_within(0)
