@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 import zero_kernels
 
 from .comm.collectives import Comm
+from .comm.transport import used
 from .errors import ParameterError, RankMismatchError
 from .params.parameter_set import ParameterSet, check_free
 from .units.sharded_model import sharded_model_of
@@ -56,12 +57,14 @@ def check_group(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh |
 
 
 def check_backend(comm: Comm, device: torch.device) -> None:
-    """Raise ValueError where the group has no back-end that communicates from a GPU without the host's help."""
+    """Raise ValueError where the group has no back-end that serves the parameters' device."""
+    if comm.world_size == 1 or used() is not None:
+        return
     backend = comm.backend_of(device)
-    if device.type == "cuda" and backend in (None, "gloo"):
+    if backend is None or (device.type == "cuda" and backend == "gloo"):
         raise ValueError(
-            f"the parameters are on {device}, where the process group has {backend or 'no back-end'}, which cannot "
-            'reduce-scatter there: give a group of NCCL, as init_process_group("nccl") or ("cpu:gloo,cuda:nccl") makes'
+            f"the parameters are on {device}, for which the process group has {backend or 'no back-end'}: it takes "
+            'NCCL for a GPU and gloo for the CPU, as init_process_group("nccl"), ("gloo") or ("cpu:gloo,cuda:nccl") gives'
         )
 
 

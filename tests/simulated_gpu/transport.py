@@ -122,9 +122,9 @@ class SimulatedTransport(StreamTransport, ABC):
         finish: Any = lambda parts: [] if sends else [(tensor, parts[0])]  # noqa: E731
         self._issue(Collective("broadcast", group, tensor, reads, writes, finish)).wait()
 
-    def meet(self, group: Group) -> Issued:
+    def barrier(self, group: Group) -> Issued:
         self._record("barrier", group)
-        return super().meet(group)
+        return super().barrier(group)
 
     def gather_objects(self, value: object, group: Group) -> list[Any]:
         self._record("gather_objects", group)
@@ -134,7 +134,7 @@ class SimulatedTransport(StreamTransport, ABC):
         self._record("split", group)
         return super().split(group, parts)
 
-    def splits_communicators(self) -> bool:
+    def splits_communicators(self, group: dist.ProcessGroup) -> bool:
         return self.device_bound
 
 
@@ -151,11 +151,15 @@ def new_group_of_a_bound_device(ranks: Sequence[int] | None = None, *given: Any,
 def split_group_of_a_bound_device(
     parent_pg: dist.ProcessGroup, split_ranks: Sequence[Sequence[int]], timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
-    """``dist.split_group``, which gloo does not have: the ranks of ``parent_pg`` alone split its communicator."""
-    if sorted(itertools.chain(*split_ranks)) != sorted(dist.get_process_group_ranks(parent_pg)):
-        raise SplitHangs(f"split_group({split_ranks}) of {dist.get_process_group_ranks(parent_pg)} leaves ranks out")
-    own = next(list(part) for part in split_ranks if dist.get_rank() in part)
-    return _plain_new_group(own, timeout, use_local_synchronization=True)
+    """``dist.split_group``, which gloo does not have: the ranks of ``parent_pg`` alone split its communicator.
+
+    ``split_ranks``: as ``parent_pg`` numbers them.
+    """
+    ranks = dist.get_process_group_ranks(parent_pg)
+    if sorted(itertools.chain(*split_ranks)) != list(range(len(ranks))):
+        raise SplitHangs(f"split_group({split_ranks}) of a group of {len(ranks)} ranks leaves some out")
+    own = next(part for part in split_ranks if ranks.index(dist.get_rank()) in part)
+    return _plain_new_group([ranks[rank] for rank in own], timeout, use_local_synchronization=True)
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +25,7 @@ from .gloo import GLOO
 from .standstill import Wait, standstill_of
 from .transport import STREAMS, Issued, Reduction, Transport, Work
 
-OF_OBJECTS = torch.device("cpu")
+ON_HOST = torch.device("cpu")
 """Where ``torch.distributed`` keeps pickled objects, if the group has a back-end there."""
 
 
@@ -244,7 +244,7 @@ class Comm:
     def _split(self, parts: list[list[int]]) -> dist.ProcessGroup:
         """Collective. A new group of the part of these ranks in which this one is."""
         assert self.group is not None
-        return self._transport(OF_OBJECTS).split(self.group, parts)
+        return self._transport(ON_HOST).split(self.group, parts)
 
     def _transport(self, device: torch.device) -> Transport:
         """What serves tensors on ``device``."""
@@ -255,11 +255,8 @@ class Comm:
         return GLOO if self._backends.get(device.type) == "gloo" else STREAMS
 
     def backend_of(self, device: torch.device) -> str | None:
-        """The name of what serves tensors on ``device``; None: nothing does. Alone, a rank needs nothing: any name."""
-        if self._group is None or transport.used() is not None:
-            return "none"
-        assert self.group is not None
-        return transport.backends(self.group).get(device.type)
+        """The name of the back-end that serves tensors on ``device``; None: there is none, or one rank alone."""
+        return transport.backends(self.group).get(device.type) if self.group is not None else None
 
     def host_waits(self, device: torch.device) -> bool:
         """Whether the host itself waits for what is communicated from ``device``."""
@@ -280,7 +277,7 @@ class Comm:
     def all_reduce(self, full: Tensor, on_arrival: Callable[[], object] | None = None) -> Pending:
         """Sum ``full`` over the ranks, in place."""
         issued = self._transport(full.device).all_reduce(full, self.own_group)
-        return self._pending(replace(issued, on_arrival=on_arrival), "all_reduce", full)
+        return self._pending(Issued(issued.work, on_arrival), "all_reduce", full)
 
     def all_gather(self, full: Tensor, kind: str = "all_gather") -> Pending:
         """Fill ``full`` [N * shard] with every rank's own part of it, in place."""
@@ -312,10 +309,10 @@ class Comm:
         """
         if self.world_size == 1:
             return [value]
-        if self.host_waits(OF_OBJECTS):  # what follows cannot be looked after while the host waits for it
-            meeting = self._transport(OF_OBJECTS).meet(self.group)
+        if self.host_waits(ON_HOST):  # what follows cannot be looked after while the host waits for it
+            meeting = self._transport(ON_HOST).barrier(self.group)
             Pending(meeting, Traffic(f"the wait for the other ranks in {where}"), comm=self, given=True).wait()
-        reports = self._transport(OF_OBJECTS).gather_objects((where, value), self.group)
+        reports = self._transport(ON_HOST).gather_objects((where, value), self.group)
         odd = next((rank for rank, (there, _) in enumerate(reports) if there != reports[0][0]), None)
         if odd is not None:
             raise RankMismatchError(
@@ -370,4 +367,6 @@ def make_comm(process_group: dist.ProcessGroup | None = None) -> Comm:
         process_group = dist.group.WORLD
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise ValueError("this rank is not in process_group: make the optimizer on the group's own ranks only")
+    if process_group is not None and (ranks := dist.get_process_group_ranks(process_group)) != sorted(ranks):
+        raise ValueError(f"process_group has its ranks in the order {ranks}: give one with ascending ranks")
     return Comm(process_group)

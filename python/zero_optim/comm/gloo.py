@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .transport import Issued, Reduction, StreamTransport, Work
+from .transport import Issued, Reduction, TorchTransport, Work
 
 SUMMED_AT_ONCE = 2**16
 """Elements: their fp32 sums, of a reduce-scatter, fit into a core's cache."""
 
 
-class GlooTransport(StreamTransport):
-    """Reduce-scatter and all-gather are its own; the rest is torch's, as for every back-end."""
+class GlooTransport(TorchTransport):
+    """Gloo: the host waits."""
 
     host_waits = True
 
@@ -46,6 +46,10 @@ class GlooTransport(StreamTransport):
         """A broadcast a rank takes half the time of gloo's all-gather."""
         parts = enumerate(full.chunk(dist.get_world_size(group)))
         return Issued(Works([dist.broadcast(part, group_src=rank, group=group, async_op=True) for rank, part in parts]))
+
+    def barrier(self, group: dist.ProcessGroup | None) -> Issued:
+        """torch's own would be NCCL's, on the current stream, where the group has NCCL for its GPU."""
+        return self.all_reduce(torch.zeros(1, device="cpu"), group)
 
 
 class Works:

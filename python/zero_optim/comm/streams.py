@@ -22,15 +22,16 @@ from torch import Tensor
 def keep_for_current_stream(*tensors: Tensor) -> None:
     """Call it before dropping them: what the current stream does with their memory is over before it is used again.
 
-    It costs nothing where they were allocated on the current stream.
+    Where they were allocated on the current stream, torch notes nothing. A tensor over a part of another's storage, as
+    ``as_own_storage`` makes, is not noted either: torch knows whole blocks alone.
     """
     for tensor in tensors:
-        if tensor.is_cuda:
+        if tensor.is_cuda and tensor.layout is torch.strided:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class GradStreams:
-    """The streams on which autograd has added to gradients that are not packed yet.
+    """The streams on which autograd adds to gradients that are not packed yet.
 
     Autograd adds up a gradient on the stream that was current when the node for that was made: with our hooks, in the
     optimizer's constructor. It orders that stream before the one that called backward when the backward ends, and not
@@ -41,27 +42,40 @@ class GradStreams:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
-        self._written: set[torch.Stream] = set()
+        self._index = (
+            None if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
+        )
+        self._adding: set[torch.Stream] = set()  # in a backward that has not ended
+        self._added: set[torch.Stream] = set()  # since ``forget``
 
     def note(self) -> None:
-        """A gradient was added to, on the current stream."""
-        if self._device is not None:
-            self._written.add(torch.cuda.current_stream(self._device))
+        """A gradient was added to, on the current stream. For every gradient: it must be quick."""
+        if self._index is not None:
+            self._adding.add(torch._C._accelerator_getStream(self._index))
 
     def join(self) -> None:
         """Order what follows on the current stream after all that was noted."""
-        if self._device is not None:
-            current = torch.cuda.current_stream(self._device)
-            for stream in self._written - {current}:
+        if self._adding:
+            current = self._current()
+            for stream in self._adding - {current}:
                 current.wait_stream(stream)
+
+    def backward_ended(self) -> None:
+        """Autograd has ordered the current stream after all of them."""
+        self._added |= self._adding
+        self._adding.clear()
 
     def keep(self, gradients: Iterable[Tensor]) -> None:
         """The current stream has read these, which are about to be dropped. Where it is the one that added them up,
         autograd has told the allocator of it."""
-        if self._device is not None and self._written - {torch.cuda.current_stream(self._device)}:
+        if self._index is not None and (self._added | self._adding) - {self._current()}:
             keep_for_current_stream(*gradients)
 
     def forget(self) -> None:
         """Nothing is left to be packed."""
-        self._written.clear()
+        self._adding.clear()
+        self._added.clear()
+
+    def _current(self) -> torch.Stream:
+        assert self._index is not None
+        return torch._C._accelerator_getStream(self._index)

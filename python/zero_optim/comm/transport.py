@@ -79,8 +79,8 @@ class Transport(Protocol):
     def broadcast(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
         """Copy the ``tensor`` of the group's rank 0, contiguous, to every rank, in place, before what follows."""
 
-    def meet(self, group: dist.ProcessGroup | None) -> Issued:
-        """A barrier."""
+    def barrier(self, group: dist.ProcessGroup | None) -> Issued:
+        """It arrives when every rank has come to it."""
 
     def gather_objects(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
         """Every rank's ``value``, in rank order. The host waits, whatever the back-end."""
@@ -92,8 +92,43 @@ class Transport(Protocol):
         """
 
 
-class StreamTransport:
-    """NCCL, and every other back-end whose waits hold the current stream."""
+class TorchTransport:
+    """What is the same over every back-end."""
+
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> Issued:
+        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        return Issued(dist.all_reduce(tensor, op=op, group=group, async_op=True))
+
+    def broadcast(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+        dist.broadcast(tensor, group_src=0, group=group)
+
+    def gather_objects(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    def split(self, group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        own = next(list(part) for part in parts if dist.get_rank() in part)
+        timeout, backend = _timeout(group), _backend(group)
+        if dist.get_world_size(group) == dist.get_world_size():
+            made = {tuple(part): dist.new_group(list(part), timeout, backend) for part in parts}
+            return made[tuple(own)]
+        if self.splits_communicators(group):
+            # new_group would split the communicator of all ranks here, and wait for those that are not in ``group``.
+            of_group = [[dist.get_group_rank(group, rank) for rank in part] for part in parts]
+            split = dist.split_group(parent_pg=group, split_ranks=of_group, timeout=timeout)
+            assert split is not None
+            return split
+        return dist.new_group(own, timeout, backend, use_local_synchronization=True)
+
+    def splits_communicators(self, group: dist.ProcessGroup) -> bool:
+        """Whether torch makes groups of this kind by ``ncclCommSplit``: after ``init_process_group(device_id=...)``."""
+        bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
+        return bound and "nccl" in backends(group).values()
+
+
+class StreamTransport(TorchTransport):
+    """NCCL, whose waits hold the current stream."""
 
     host_waits = False
 
@@ -108,51 +143,34 @@ class StreamTransport:
     def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Issued:
         return Issued(_all_gather(full, own, group=group, async_op=True))
 
-    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> Issued:
-        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        return Issued(dist.all_reduce(tensor, op=op, group=group, async_op=True))
-
-    def broadcast(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-        dist.broadcast(tensor, group_src=0, group=group)
-
-    def meet(self, group: dist.ProcessGroup | None) -> Issued:
+    def barrier(self, group: dist.ProcessGroup | None) -> Issued:
         return Issued(dist.barrier(group=group, async_op=True))
 
     def gather_objects(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size(group)
-        with _beside_the_current_stream():
-            dist.all_gather_object(values, value, group=group)
-        return values
+        with _side_stream():
+            return super().gather_objects(value, group)
 
-    def split(self, group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        own = next(list(part) for part in parts if dist.get_rank() in part)
-        timeout, backend = _timeout(group), _backend(group)
-        if dist.get_world_size(group) == dist.get_world_size():
-            made = {tuple(part): dist.new_group(list(part), timeout, backend) for part in parts}
-            return made[tuple(own)]
-        if self.splits_communicators():
-            # new_group would split the communicator of all ranks here, and wait for those that are not in ``group``.
-            split = dist.split_group(parent_pg=group, split_ranks=[list(part) for part in parts], timeout=timeout)
-            assert split is not None
-            return split
-        return dist.new_group(own, timeout, backend, use_local_synchronization=True)
 
-    def splits_communicators(self) -> bool:
-        """Whether torch makes groups by ``ncclCommSplit``: under ``init_process_group(device_id=...)``."""
-        return getattr(dist.group.WORLD, "bound_device_id", None) is not None
+_side_streams: dict[int, torch.cuda.Stream] = {}  # by device
 
 
 @contextmanager
-def _beside_the_current_stream() -> Iterator[None]:
-    """What is launched within it waits for nothing that was launched before. For what the host waits for::
+def _side_stream() -> Iterator[None]:
+    """What is launched within it does not wait for what was launched before, as a rule. For what the host waits for::
 
-    rank 0   backward: raises at once                   zero_grad: asks how many rounds rank 1 has, then joins them
-    rank 1   backward: its stream waits for rank 0      zero_grad: must answer, whatever its stream waits for
+        rank 0   backward: raises at once                   zero_grad: asks how many rounds rank 1 has, then joins them
+        rank 1   backward: its stream waits for rank 0      zero_grad: must answer, whatever its stream waits for
+
+    One stream a device, of high priority. torch hands out the others in turn, so one would soon be a stream that waits.
+    With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` the device may still run one after the other.
     """
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         yield
         return
-    with torch.cuda.stream(torch.cuda.Stream()):
+    device = torch.cuda.current_device()
+    if device not in _side_streams:
+        _side_streams[device] = torch.cuda.Stream(device, priority=-1)
+    with torch.cuda.stream(_side_streams[device]):
         yield
 
 

@@ -241,6 +241,7 @@ class Reducer:
 
     def _backward_ended(self) -> None:
         self._readiness.backward_ended()
+        self._streams.backward_ended()
         if self.rounds.open:
             if self._counts.learned is not Learned.ALL and self.rounds.launched == 0:
                 check_not_replicated(self.parameters, self.labels)
@@ -547,11 +548,11 @@ class Reducer:
     def _deallocate_idle_buffers(self) -> None:
         """At stage 3, give the buffers' memory back while no reduction uses it: units take it meanwhile.
 
-        On CUDA the host does not know when one has arrived. There the buffers stay while a round is open: to wait for
-        them would hold up the backward.
+        On a GPU the host never knows whether one does, and ``idle`` says yes: to take the memory makes the stream wait.
+        So there the buffers stay while a round is open, as the backward must go on. They go in ``step``, or before.
         """
-        known = self.sharding.host_waits or not self.rounds.open
-        if self._schedule is not None and known and self.buffers.allocated and self.buffers.idle:
+        waits_for_nothing = self.sharding.host_waits or not self.rounds.open
+        if self._schedule is not None and waits_for_nothing and self.buffers.allocated and self.buffers.idle:
             self.buffers.deallocate()
             self._schedule.reductions_arrived(self)
 
