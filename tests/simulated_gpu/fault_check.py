@@ -1,7 +1,7 @@
 """Seeds one fault after another into a copy of ``zero_optim``, and looks whether the simulations find it.
 
 ``python -m simulated_gpu.fault_check [name ...]``, in ``tests``: a line for each fault of the table, or for those whose
-names hold one of the words; exit code 1 where one is not caught.
+names hold one of the words; exit code 1 where one is not caught, or where a program is wrong without any fault.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +62,36 @@ def verdict(fault: Fault) -> Verdict:
     if fault.simulation.startswith("streams"):
         library()
     with _seeded(fault.edits) as source, _environment(source, fault.simulation, fault.debug):
-        return first_verdict(fault.programs, fault.ranks)
+        found, pool = MISSED, RankPool()
+        try:
+            for program in fault.programs:
+                found = _of_program(pool, program, fault.ranks)
+                if found.caught and fault.shows in found.text:
+                    return found
+        finally:
+            pool.close()
+    return replace(found, outcome="missed") if found.caught else found
 
 
-def first_verdict(programs: Sequence[OrderProgram], ranks: int = 2) -> Verdict:
-    """Of these programs on new ranks, which the environment of this process tells where to find the package."""
-    found = MISSED
-    pool = RankPool()
+def unfaulted(faults: Sequence[Fault]) -> list[str]:
+    """The programs of these faults that are wrong without a fault, each with what is wrong. Raises Unavailable.
+
+    But for those of which a fault says what else its report must show.
+    """
+    library()
+    told = []
+    pools: dict[tuple[str, str], RankPool] = {}
+    cases = dict.fromkeys((f.simulation, f.debug, f.ranks, f.shows, program) for f in faults for program in f.programs)
     try:
-        for program in programs:
-            found = _of_program(pool, program, ranks)
-            if found.caught:
-                break
+        for simulated, debug, ranks, shows, program in cases:
+            with _environment(PACKAGE.parent, simulated, debug):
+                found = _of_program(pools.setdefault((simulated, debug), RankPool()), program, ranks)
+            if found.outcome != MISSED.outcome and (not shows or shows in found.text):
+                told.append(f"{simulated}: {found.outcome}: {found.text}")
     finally:
-        pool.close()
-    return found
+        for pool in pools.values():
+            pool.close()
+    return told
 
 
 def _of_program(pool: RankPool, program: OrderProgram, ranks: int) -> Verdict:
@@ -186,14 +201,19 @@ def _host_copies_told() -> Iterator[None]:
 
 def main(words: Sequence[str]) -> int:
     chosen = [fault for fault in FAULTS if not words or any(word in fault.name for word in words)]
+    try:
+        wrong = unfaulted(chosen)
+    except Unavailable as missing:
+        print(f"the simulated GPU: {missing.reason}")
+        return 1
+    for text in wrong:
+        print(f"without a fault: {text}")
+    if wrong:
+        return 1
     caught = 0
     for fault in chosen:
         start = time.perf_counter()
-        try:
-            found = verdict(fault)
-        except Unavailable as missing:
-            print(f"the simulated GPU: {missing.reason}")
-            return 1
+        found = verdict(fault)
         caught += found.caught
         seconds = time.perf_counter() - start
         print(f"{found.outcome:8} {seconds:4.1f} s  {fault.name}: {_in_a_line(found.text)}", flush=True)

@@ -43,6 +43,7 @@ class Fault:
         hidden_by: of a fault with several edits, why there are several waits, and one alone can be missed.
         ranks: how many run the programs.
         debug: what ``ZERO_OPTIM_DEBUG`` is.
+        shows: what the report must hold, where it may name another race, too.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Fault:
     hidden_by: str = ""
     ranks: int = 2
     debug: str = ""
+    shows: str = ""
 
 
 def _two(stage: int, what: str = "plain") -> OrderProgram:
@@ -74,8 +76,9 @@ def _fault(
     hidden_by: str = "",
     ranks: int = 2,
     debug: str = "",
+    shows: str = "",
 ) -> Fault:
-    return Fault(name, (Edit(file, old, new), *and_), programs, simulation, hidden_by, ranks, debug)
+    return Fault(name, (Edit(file, old, new), *and_), programs, simulation, hidden_by, ranks, debug, shows)
 
 
 # Waits that hide others, left out in more than one fault.
@@ -113,24 +116,21 @@ _MEMORY = (
         "comm/streams.py",
         "            self._written.add(torch.cuda.current_stream(self._device))",
         "            pass",
-        _two(3),
-        _two(2, "thawed"),
+        _two(3, "no_sync"),
     ),
     _fault(
         "GradStreams.join waits for no stream",
         "comm/streams.py",
         "                current.wait_stream(stream)",
         "                pass",
-        _two(3),
-        _two(2, "thawed"),
+        _two(3, "no_sync"),
     ),
     _fault(
         "launch packs without join",
         "grads/bucket.py",
         "        streams.join()\n        if may_wait:",
         "        if may_wait:",
-        _two(3),
-        _two(2, "thawed"),
+        _two(3, "no_sync"),
     ),
     _fault(
         "collect packs without join",
@@ -138,22 +138,22 @@ _MEMORY = (
         "        streams.join()\n        found = self.slots.scan",
         "        found = self.slots.scan",
         _two(1, "thawed, no_sync"),
+        _two(0, "thawed, no_sync"),
+        shows="in collect",
     ),
     _fault(
         "GradStreams.keep keeps nothing",
         "comm/streams.py",
         "            keep_for_current_stream(*gradients)",
         "            pass",
-        _two(3),
-        _two(2, "thawed"),
+        _two(0, "used twice"),
     ),
     _fault(
         "launch drops gradients without keep",
         "grads/bucket.py",
         "        streams.keep(grad for _, grad in sources)\n        del",
         "        del",
-        _two(3),
-        _two(2, "thawed"),
+        _two(0, "used twice"),
     ),
     _fault(
         "collect drops gradients without keep",
@@ -161,6 +161,8 @@ _MEMORY = (
         "        streams.keep(grad for _, grad in sources)\n        self.slots.collect",
         "        self.slots.collect",
         _two(1, "thawed, no_sync"),
+        _two(0, "thawed, no_sync"),
+        shows="in collect",
     ),
     _fault(
         "keep_for_current_stream keeps nothing",
@@ -175,7 +177,7 @@ _MEMORY = (
         "    keep_for_current_stream(tensor)\n",
         "",
         _two(2, "thawed"),
-        _two(3, "thawed"),
+        shows="in deallocate",
     ),
     _fault(
         "flat parameters drop what they have copied",
@@ -200,6 +202,7 @@ _MEMORY = (
         "        self._pages.pop(number)",
         _two(1, "thawed"),
         _two(2, "thawed"),
+        shows="in release",
     ),
     _fault(
         "memory lent beside the buffers is dropped",
@@ -218,6 +221,7 @@ _MEMORY = (
         "        sizes",
         _two(1, "relaid"),
         _two(2, "thawed"),
+        shows="in _use_layout",
     ),
 )
 
@@ -375,8 +379,8 @@ _GRADIENTS = (
             ),
             _LAUNCH_KEPT,
         ),
-        hidden_by="Where a rank may not wait, it adds behind the old sum; and a collective under way counts as a user who "
-        "keeps the memory.",
+        hidden_by="Where a rank may not wait, it adds behind the old sum; and a collective under way counts as a user "
+        "who keeps the memory.",
     ),
     _fault(
         "a second reduction overwrites one that nobody wants",
