@@ -34,7 +34,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT_SECONDS = {"gloo": 20, "nccl": 40}  # of a collective; ranks that share a GPU take turns on it
+TIMEOUT_SECONDS = {  # of a collective; ranks that share a GPU take turns on it
+    "gloo": int(os.environ.get("GLOO_TIMEOUT_SECONDS", "20")),
+    "nccl": 40,
+}
 GRACE_SECONDS = 5  # for the other ranks to report, once one has failed
 TAIL = 4000  # characters of what a failed rank wrote to stderr
 
@@ -227,6 +230,8 @@ class RankPool:
         """Where the worker stands, as its faulthandler writes it on SIGUSR1."""
         if worker.process.pid is None or not worker.process.is_alive():
             return "(it is dead)"
+        if not worker.stack_file.exists():
+            return "(it has not begun)"
         os.kill(worker.process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline and not worker.stack_file.stat().st_size:

@@ -17,11 +17,13 @@ import contextlib
 import copy
 import functools
 import gc
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_cases import Planned, maybe_no_sync, raise_in_backward
@@ -55,10 +57,39 @@ WHAT: Mapping[str, Sequence[int]] = {
     "read": ALL,  # gradients, as soon as backward returns
     "saved and loaded": ALL,
     "raised": ALL,  # one more backward in step 1, which raises on the last rank and is dropped
+    "raised, zeroed in place": (1, 2, 3),  # the same, dropped by model.zero_grad(set_to_none=False)
+    "raised, then read": (0,),  # the same as "raised"; what it has left is read, once it is settled, and dropped
+    "zeroed in place": ALL,  # one more backward a step, dropped by zero_grad(set_to_none=False)
+    "zeroed locally": ALL,  # of three micro-batches the second is under no_sync; two are dropped in place behind it
+    "zeroed, then no_sync": ALL,  # as "zeroed at once"; the next backward comes under no_sync
+    "two optimizers, zeroed": ALL,  # as "zeroed at once"
+    "two optimizers, in place": ALL,  # as "zeroed in place"
+    "two optimizers, locally": ALL,  # as "zeroed locally"
+    "two optimizers, some zeroed": ALL,  # one more backward a step: all biases lose its gradient, then weights do
+    "overlapped, stepped twice": (1, 2),  # without a gradient, and without a forward between
+    "overlapped, saved and loaded": (1, 2),
+    "relaid, saved at first": (1, 2),  # saved in the order of before the first step
+    "remade": ALL,  # two optimizers are closed, one after a step and one after a backward; others go on
+    "thawed": ALL,  # the first layer is frozen in the first step
+    "thawed, no_sync": ALL,  # both
+    "dropped": ALL,  # a further step, on one more backward that is dropped by model.zero_grad()
+    "edited": ALL,  # a parameter is halved after each step, within gather_parameters(writeback=True)
+    "evaluated": ALL,  # in inference mode, between backward and step
+    "kept": (3,),  # units stay whole after a forward; also saved and loaded, with a forward before it loads
+    "nodes": (3,),  # of two ranks
+    "prefetched": (3,),  # three units ahead
+    "graph": (3,),  # of backward: create_graph=True
+    "offloaded, edited": (3,),  # loaded, and written to, between forwards, on the other stream
 }
 """What a program does, and the stages at which it is allowed."""
 
-MICRO_BATCHES = {"micro-batches": 3, "no_sync": 3, "zeroed between": 3}
+MICRO_BATCHES = {"micro-batches": 3, "no_sync": 3, "zeroed between": 3, "zeroed, then no_sync": 2}
+MICRO_BATCHES |= {"thawed, no_sync": 3, "zeroed locally": 3, "two optimizers, locally": 3}
+SHARDED_BY: Mapping[str, Mapping[str, Any]] = {
+    "kept": {"reshard_after_forward": False},
+    "nodes": {"reshard_after_forward": 2},
+    "prefetched": {"prefetch": 3},
+}
 
 
 @dataclass(frozen=True)
@@ -92,11 +123,22 @@ class OrderProgram:
 
     @property
     def models(self) -> int:
-        return 2 if self.what == "two optimizers" else 1
+        return 2 if self.what.startswith("two optimizers") else 1
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step leaves gathers under way."""
+        return self.what.startswith(("relaid", "overlapped")) or (self.what == "remade" and self.stage in (1, 2))
+
+    @property
+    def offloaded(self) -> bool:
+        """Such a model is not trained."""
+        return self.what.startswith("offloaded")
 
     def counted(self) -> Sequence[int]:
         """The micro-batches of a step whose gradients count."""
-        return range(self.what == "zeroed between", self.micro_batches)
+        dropped = 2 if self.what.endswith("locally") else int(self.what == "zeroed between")
+        return range(dropped, self.micro_batches)
 
 
 def all_programs(width: int = 16) -> list[OrderProgram]:
@@ -165,7 +207,7 @@ class Net(nn.Module):
         super().__init__()
         self.what, self.raising = program.what, False
         blocks = [Block(program.width, twice=program.what == "used twice") for _ in range(DEPTH)]
-        if program.what == "relaid":  # as a model whose layers are registered from the last to the first
+        if program.what.startswith("relaid"):  # as a model whose layers are registered from the last to the first
             self.head, self.blocks = nn.Linear(program.width, program.width), nn.ModuleList(blocks)
             self.stem = nn.Linear(program.width, program.width)
         else:
@@ -174,7 +216,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        for number, block in enumerate(reversed(self.blocks) if self.what == "relaid" else self.blocks):
+        for number, block in enumerate(reversed(self.blocks) if self.what.startswith("relaid") else self.blocks):
             if self.raising and number == 1:
                 x = raise_in_backward(x)
             x = self._through(block, x)
@@ -238,16 +280,16 @@ def train(
 ) -> Trained:
     """Collective over ``process_group``, the default one if None, in which this is ``rank`` of ``world_size``."""
     streams = Streams(device) if streams is None else streams
-    offloaded = program.what == "offloaded"
-    model = make_model(program).to("cpu" if offloaded else device)
+    model = make_model(program).to("cpu" if program.offloaded else device)
+    freeze(program, model, step=0)
     inputs = Inputs(program, rank, device)
     streams.follow(program.made_on, DEFAULT)  # the model and the inputs were brought to the device there
     with streams.on(program.made_on):
         shard(program, model, device, process_group)
-        run = None if offloaded else Run(program, model, rank, world_size, inputs, streams, process_group)
+        run = None if program.offloaded else Run(program, model, rank, world_size, inputs, streams, process_group)
     streams.follow(program.trained_on, program.made_on)
     with streams.on(program.trained_on):
-        losses = _forwards(model, inputs, streams) if run is None else run.train()
+        losses = _forwards(program, model, inputs, streams, device) if run is None else run.train()
     streams.follow(DEFAULT, program.trained_on)  # what comes now reads the results there
     trained = Trained(
         _parameters(model),
@@ -264,7 +306,9 @@ def shard(program: OrderProgram, model: nn.Sequential, device: torch.device, pro
     """Collective. Nothing below stage 3."""
     import zero_optim
 
-    options = {"device": device, "param_offload": "cpu"} if program.what == "offloaded" else {}
+    options = {"device": device, "param_offload": "cpu"} if program.offloaded else {**SHARDED_BY.get(program.what, {})}
+    if program.what == "nodes" and process_group is None and dist.get_world_size() % 2:
+        del options["reshard_after_forward"]
     for net in model if program.stage == 3 else ():
         zero_optim.shard_module(net, (Block,), process_group=process_group, **options)
 
@@ -294,13 +338,41 @@ class Inputs:
         return self._of[step, micro]
 
 
-def _forwards(model: nn.Module, inputs: Inputs, streams: Streams) -> list[Tensor]:
+def _forwards(
+    program: OrderProgram, model: nn.Sequential, inputs: Inputs, streams: Streams, device: torch.device
+) -> list[Tensor]:
+    """Shards in host memory are the library's: what is on another stream need not wait for the forwards."""
     losses = []
-    with torch.inference_mode():
-        for step in range(STEPS):
+    for step in range(STEPS):
+        if program.what == "offloaded, edited":
+            with streams.on(SIDE if program.trained_on == DEFAULT else DEFAULT):
+                _edit_offloaded(program, model, step, device)
+        with torch.inference_mode():
             streams.busy()
             losses.append(loss_of(model, inputs(step)))
     return losses
+
+
+def _edit_offloaded(program: OrderProgram, model: nn.Sequential, step: int, device: torch.device) -> None:
+    if step == 1:
+        model.load_state_dict({name: value.to(device) / 2 for name, value in make_model(program).state_dict().items()})
+    elif step == 2:
+        edit(model)
+
+
+def freeze(program: OrderProgram, model: nn.Sequential, step: int) -> None:
+    """The layers that are frozen in this step, and no others."""
+    if program.what.startswith("thawed"):
+        model[0].stem.requires_grad_(step > 0)
+
+
+@torch.no_grad()
+def edit(model: nn.Sequential) -> None:
+    """Halve a parameter. Collective at stage 3."""
+    import zero_optim
+
+    with zero_optim.gather_parameters(model[0], writeback=True):
+        model[0].stem.weight.mul_(0.5)
 
 
 @torch.no_grad()
@@ -328,28 +400,48 @@ class Run:
         process_group: Any,
     ) -> None:
         self.program, self.model, self.rank, self.world_size = program, model, rank, world_size
-        self.inputs, self.streams = inputs, streams
-        self.optimizers = [
-            _make_optimizer(program, named, process_group) for named in _owned(program, [*model.named_parameters()])
-        ]
-        if program.what in ("relaid", "overlapped"):
-            self.optimizers[0].attach(model)
+        self.inputs, self.streams, self.process_group = inputs, streams, process_group
+        self.make_optimizers()
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
         self.gradients: list[dict[str, Part]] = []
 
+    def make_optimizers(self) -> None:
+        owned = _owned(self.program, [*self.model.named_parameters()])
+        self.optimizers = [_make_optimizer(self.program, named, self.process_group) for named in owned]
+        if self.program.overlaps:
+            self.optimizers[0].attach(self.model)
+
     def train(self) -> list[Tensor]:
+        what = self.program.what
         for step in range(STEPS):
-            if self.program.what == "saved and loaded" and step == SAVED:
-                saved = self.save()
-                self.step(JUNK)
-                self.load(saved)
-            if self.program.what == "raised" and step == 1:
+            freeze(self.program, self.model, step)
+            if step == (0 if what == "relaid, saved at first" else SAVED) and ("saved" in what or what == "kept"):
+                self.save_and_load()
+            if what.startswith("raised") and step == 1:
                 self.raise_and_drop()
-            if self.program.what == "zeroed at once":
+            if what in ("zeroed at once", "zeroed, then no_sync", "two optimizers, zeroed"):
                 self.backward(step, JUNK)
                 self.zero_grad()
+            if what in ("zeroed in place", "two optimizers, in place"):
+                self.backward(step, JUNK)
+                self.zero_grad(set_to_none=False)
+            if what == "two optimizers, some zeroed":
+                self.backward(step, JUNK)
+                self.drop(("bias",))
+                self.backward(step, JUNK)
+                self.drop(("bias", "weight"))
             self.losses += self.step(step)
+            if what == "edited":
+                edit(self.model)
+            if what == "overlapped, stepped twice":
+                self.step_optimizers()
+            if what == "dropped":
+                self.backward(step, JUNK)
+                self.model.zero_grad()
+                self.step_optimizers()
+            if what == "remade" and step in (0, 1):
+                self.remake(after_backward=step == 1)
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
         return self.losses
@@ -360,40 +452,90 @@ class Run:
         for micro in range(self.program.micro_batches):
             with contextlib.ExitStack() as stack:
                 for optimizer in self.optimizers:
-                    stack.enter_context(
-                        maybe_no_sync(optimizer, what == "no_sync" and micro + 1 < self.program.micro_batches)
-                    )
+                    stack.enter_context(maybe_no_sync(optimizer, self.stays_local(micro)))
                 losses.append(self.backward(step, micro))
             if what == "zeroed between" and micro == 0:
                 self.model.zero_grad()
+            if what.endswith("locally") and micro == 1:
+                self.model.zero_grad(set_to_none=False)
         if what == "read":
             self.gradients.append({name: _read(p.grad) for name, p in self.model.named_parameters()})
         if what == "clipped":
             self.norms += [optimizer.clip_grad_norm_(MAX_NORM) for optimizer in self.optimizers]
+        if what == "evaluated":
+            self.evaluate(step)
+        self.step_optimizers()
+        if what == "kept":
+            self.evaluate(step)
+        return [losses[micro] for micro in self.program.counted()]
+
+    def stays_local(self, micro: int) -> bool:
+        """Whether this micro-batch's backward is under no_sync."""
+        last = micro + 1 == self.program.micro_batches
+        return (self.program.what.endswith("no_sync") and not last) or (
+            self.program.what.endswith("locally") and micro == 1
+        )
+
+    def step_optimizers(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
         self.zero_grad()
-        return [losses[micro] for micro in self.program.counted()]
+
+    def evaluate(self, step: int) -> None:
+        with torch.inference_mode():
+            loss_of(self.model, self.inputs(step))
 
     def backward(self, step: int, micro: int = 0) -> Tensor:
         if self.rank == (step + micro) % self.world_size:
             self.streams.busy()
         loss = loss_of(self.model, self.inputs(step, micro))
-        loss.backward()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True")
+            loss.backward(create_graph=self.program.what == "graph")
         return loss.detach()
 
     def raise_and_drop(self) -> None:
-        """A backward that raises on the last rank, in the middle, and the ``zero_grad`` that settles it."""
-        net = self.model[0]
+        """A backward that raises on the last rank, in the middle, and what settles it."""
+        what, net = self.program.what, self.model[0]
         net.raising = self.rank == self.world_size - 1
         with contextlib.suppress(Planned):
             self.backward(JUNK)
         net.raising = False
+        if what == "raised, zeroed in place":
+            # Autograd may have added up on that stream, and waits for none where a backward raises.
+            self.streams.follow(self.program.trained_on, self.program.made_on)
+            self.model.zero_grad(set_to_none=False)
+            return
+        if what == "raised, then read":
+            self.optimizers[0].settle()
+            for grad in [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]:
+                _read(grad)
         self.zero_grad()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
         for optimizer in self.optimizers:
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none)
+
+    def drop(self, kinds: tuple[str, ...]) -> None:
+        for name, parameter in self.model.named_parameters():
+            if name.endswith(kinds):
+                parameter.grad = None
+
+    def save_and_load(self) -> None:
+        """With a step between, which does not count."""
+        saved = self.save()
+        self.step(JUNK)
+        self.load(saved)
+
+    def remake(self, *, after_backward: bool) -> None:
+        """Close the optimizers, and go on with others that have their state."""
+        states = self.save()[1]
+        if after_backward:
+            self.backward(JUNK)
+        self.close()
+        self.make_optimizers()
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
 
     def save(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         return copy.deepcopy(_plain(self.model.state_dict())), [
@@ -435,7 +577,7 @@ def _make_optimizer(program: OrderProgram, named: Sequence[tuple[str, Any]], pro
         stage=program.stage,
         process_group=process_group,
         bucket_cap_mb=CAP_MB,
-        overlap_param_gather=program.what in ("relaid", "overlapped"),
+        overlap_param_gather=program.overlaps,
     )
 
 
@@ -460,12 +602,14 @@ def _expected(program: OrderProgram, world_size: int) -> list[Trained]:
     model = make_model(program)
     named = dict(model.named_parameters())
     owned = [[p for _, p in entries] for entries in _owned(program, list(named.items()))]
-    trains = program.what != "offloaded"
     optimizers = [torch.optim.AdamW(own, lr=LR, eps=EPS, weight_decay=WEIGHT_DECAY) for own in owned]
     losses: list[list[float]] = [[] for _ in range(world_size)]
     norms: list[float] = []
     gradients: list[dict[str, Part]] = []
     for step in range(STEPS):
+        freeze(program, model, step)
+        if program.what == "offloaded, edited":
+            _edit_offloaded(program, model, step, torch.device("cpu"))
         for rank in range(world_size):
             for micro in program.counted():
                 loss = loss_of(model, make_input(program, rank, step, micro))
@@ -475,9 +619,11 @@ def _expected(program: OrderProgram, world_size: int) -> list[Trained]:
             gradients.append({name: Part(0, p.grad.flatten().clone()) for name, p in named.items()})
         if program.what == "clipped":
             norms += [float(nn.utils.clip_grad_norm_(own, MAX_NORM)) for own in owned]
-        for optimizer in optimizers if trains else ():
+        for optimizer in optimizers if not program.offloaded else ():
             optimizer.step()
             optimizer.zero_grad()
+        if program.what == "edited":
+            edit(model)
     parameters = {name: p.detach().clone() for name, p in named.items()}
     return [Trained(parameters, losses[rank], norms, gradients) for rank in range(world_size)]
 
