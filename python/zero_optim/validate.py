@@ -64,7 +64,7 @@ def check_backend(comm: Comm, device: torch.device) -> None:
     if backend is None or (device.type == "cuda" and backend == "gloo"):
         raise ValueError(
             f"the parameters are on {device}, for which the process group has {backend or 'no back-end'}: it takes "
-            'NCCL for a GPU and gloo for the CPU, as init_process_group("nccl"), ("gloo") or ("cpu:gloo,cuda:nccl") gives'
+            'NCCL for a GPU and gloo for the CPU, as init_process_group("cpu:gloo,cuda:nccl") gives'
         )
 
 

@@ -176,4 +176,4 @@ def test_gloo_is_refused_for_parameters_on_a_gpu():
     """It has no reduce-scatter there."""
     for texts in run_ranks(2, _gloo_for_a_gpu, simulated=""):
         assert len(texts) == 2
-        assert all("cuda:0, for which the process group has gloo" in text and '"nccl"' in text for text in texts)
+        assert all("cuda:0, for which the process group has gloo" in text and "cuda:nccl" in text for text in texts)

@@ -62,7 +62,7 @@ def verdict(fault: Fault) -> Verdict:
     if fault.simulation.startswith("streams"):
         library()
     with _seeded(fault.edits) as source, _environment(source, fault.simulation, fault.debug):
-        found, pool = MISSED, RankPool()
+        found, pool = MISSED, RankPool(fault.simulation)
         try:
             for program in fault.programs:
                 found = _of_program(pool, program, fault.ranks)
@@ -85,7 +85,7 @@ def unfaulted(faults: Sequence[Fault]) -> list[str]:
     try:
         for simulated, debug, ranks, shows, program in cases:
             with _environment(PACKAGE.parent, simulated, debug):
-                found = _of_program(pools.setdefault((simulated, debug), RankPool()), program, ranks)
+                found = _of_program(pools.setdefault((simulated, debug), RankPool(simulated)), program, ranks)
             if found.outcome != MISSED.outcome and (not shows or shows in found.text):
                 told.append(f"{simulated}: {found.outcome}: {found.text}")
     finally:
@@ -159,7 +159,6 @@ def run_program(rank: int, world_size: int, program: OrderProgram) -> Trained:
     chosen = simulation.chosen()
     if chosen is None or chosen.kind != "streams":
         return train(rank, world_size, program, torch.device("cpu"))
-    torch.cuda._sleep = lambda cycles: None  # nothing takes time here
     with _HostWatch(), _host_copies_told():
         return train(rank, world_size, program, torch.device("cuda", 0))
 
@@ -199,17 +198,16 @@ def _host_copies_told() -> Iterator[None]:
         HostCopy.read = read
 
 
-def main(words: Sequence[str]) -> int:
+def check_faults(words: Sequence[str]) -> tuple[int, int, list[str]]:
+    """Print a line for each fault whose name holds one of the words, or for all. How many were caught, of how many, and
+    what was wrong without a fault."""
     chosen = [fault for fault in FAULTS if not words or any(word in fault.name for word in words)]
     try:
         wrong = unfaulted(chosen)
     except Unavailable as missing:
-        print(f"the simulated GPU: {missing.reason}")
-        return 1
+        return 0, len(chosen), [f"the simulated GPU: {missing.reason}"]
     for text in wrong:
         print(f"without a fault: {text}")
-    if wrong:
-        return 1
     caught = 0
     for fault in chosen:
         start = time.perf_counter()
@@ -217,8 +215,13 @@ def main(words: Sequence[str]) -> int:
         caught += found.caught
         seconds = time.perf_counter() - start
         print(f"{found.outcome:8} {seconds:4.1f} s  {fault.name}: {_in_a_line(found.text)}", flush=True)
-    print(f"{caught} of {len(chosen)} seeded faults caught")
-    return int(caught < len(chosen))
+    return caught, len(chosen), wrong
+
+
+def main(words: Sequence[str]) -> int:
+    caught, seeded, wrong = check_faults(words)
+    print(f"{caught} of {seeded} seeded faults caught")
+    return int(caught < seeded or bool(wrong))
 
 
 def _in_a_line(text: str) -> str:

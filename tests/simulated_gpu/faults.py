@@ -114,7 +114,7 @@ _MEMORY = (
     _fault(
         "GradStreams.note forgets the stream",
         "comm/streams.py",
-        "            self._written.add(torch.cuda.current_stream(self._device))",
+        "            self._adding.add(torch._C._accelerator_getStream(self._index))",
         "            pass",
         _two(3, "no_sync"),
     ),
@@ -205,6 +205,34 @@ _MEMORY = (
         shows="in release",
     ),
     _fault(
+        "the exchange grows, and drops what it had",
+        "step/exchange.py",
+        "        keep_tensors_of(self)\n",
+        "",
+        _two(2, "thawed"),
+    ),
+    _fault(
+        "the record of non-finite gradients grows, and drops what it had",
+        "step/nonfinite.py",
+        "        keep_tensors_of(self)\n",
+        "",
+        _two(2, "thawed"),
+    ),
+    _fault(
+        "the table of coefficients grows, and drops what it had",
+        "step/hyper_table.py",
+        "        keep_tensors_of(self)\n",
+        "",
+        _two(2, "thawed"),
+    ),
+    _fault(
+        "what decides whether a gradient stays is dropped",
+        "grads/bucket.py",
+        "    keep_for_current_stream(keep)  # it may be of the stream on which it was decided\n",
+        "",
+        _two(2, "zeroed locally"),
+    ),
+    _fault(
         "memory lent beside the buffers is dropped",
         "comm/buffers.py",
         "            keep_for_current_stream(buffer)  # which has waited for the reduction\n",
@@ -239,8 +267,8 @@ _COLLECTIVES = (
         "on_arrival is called before the wait",
         "comm/collectives.py",
         "        start = time.perf_counter()\n        try:\n            self._hold()",
-        "        start = time.perf_counter()\n        if self._on_arrival is not None:\n            self._on_arrival()\n"
-        "            self._on_arrival = None\n        try:\n            self._hold()",
+        "        start = time.perf_counter()\n        if self._on_arrival is not None:\n"
+        "            self._on_arrival()\n            self._on_arrival = None\n        try:\n            self._hold()",
         _one(2, "micro-batches"),
         _one(0, "micro-batches"),
     ),
@@ -480,7 +508,8 @@ _GRADIENTS = (
     _fault(
         "an average is not there when backward ends",
         "grads/reducer.py",
-        "            prefetch_rest_of_backwards()\n            for bucket in self.buckets:\n                bucket.wait()\n",
+        "            prefetch_rest_of_backwards()\n            for bucket in self.buckets:\n"
+        "                bucket.wait()\n",
         "            prefetch_rest_of_backwards()\n",
         _one(0, "read"),
     ),
@@ -520,8 +549,8 @@ _GRADIENTS = (
     _fault(
         "idle buffers are freed while a round is open",
         "grads/reducer.py",
-        "        known = self.sharding.host_waits or not self.rounds.open",
-        "        known = True",
+        "        waits_for_nothing = self.sharding.host_waits or not self.rounds.open",
+        "        waits_for_nothing = True",
         _one(3),
         and_=(_DEALLOCATE_WAIT,),
         hidden_by="Buffers wait for who has them before they free memory, which would hold up the backward.",

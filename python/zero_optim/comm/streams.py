@@ -30,6 +30,11 @@ def keep_for_current_stream(*tensors: Tensor) -> None:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
+def keep_tensors_of(holder: object) -> None:
+    """The same for every tensor that an object has as an attribute, before it is given others."""
+    keep_for_current_stream(*(value for value in vars(holder).values() if isinstance(value, Tensor)))
+
+
 class GradStreams:
     """The streams on which autograd adds to gradients that are not packed yet.
 

@@ -439,6 +439,7 @@ def _zero(*tensors: Tensor) -> None:
 
 def _keep_where(tensor: Tensor, keep: Tensor) -> None:
     tensor.copy_(torch.where(keep, tensor, torch.zeros_like(tensor)))
+    keep_for_current_stream(keep)  # it may be of the stream on which it was decided
 
 
 def _nothing() -> None:

@@ -17,6 +17,7 @@ from zero_kernels import is_capturing
 
 from ..comm.host_copy import HostCopy
 from ..comm.sharding import Sharding
+from ..comm.streams import keep_tensors_of
 from ..grads.bucket import Bucket
 from ..grads.slots import GradState
 from .alarms import About, AlarmColumns, alarms, width
@@ -70,6 +71,7 @@ class Exchange:
         """Make room for as many parameters as there are labels."""
         device, count = self.sharding.device, len(self.labels)
         self.outdate()
+        keep_tensors_of(self)
         self.used = torch.zeros(count, dtype=torch.bool, device=device)
         self.nonfinite.resize(count)
         sizes = [_TOTALS, width(self._alarms), count, self.nonfinite.entries]

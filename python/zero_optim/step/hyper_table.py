@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zero_kernels import is_capturing
 
+from ..comm.streams import keep_tensors_of
 from ..rules.update_rule import UpdateRule
 from ..validate import check_groups
 
@@ -43,6 +44,7 @@ class HyperTable:
             group_of: of every parameter, old and new, the index of its group.
             groups: how many there are now.
         """
+        keep_tensors_of(self)
         steps = self.steps
         self._allocate(group_of, groups, steps.device)
         self.steps[: len(steps)] = steps

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..comm.streams import keep_tensors_of
+
 
 class NonFinite:
     """The record, and what this rank has to report to the others.
@@ -30,6 +32,7 @@ class NonFinite:
         self._record = torch.zeros(self.entries, dtype=torch.float32, device=device)
 
     def resize(self, parameters: int) -> None:
+        keep_tensors_of(self)
         marks = torch.zeros(parameters, dtype=torch.int32, device=self.marks.device)
         marks[: len(self.marks)] = self.marks
         self.marks = marks
