@@ -748,3 +748,22 @@ _PARAMETERS = (
 )
 
 FAULTS: tuple[Fault, ...] = (*_MEMORY, *_COLLECTIVES, *_GRADIENTS, *_PARAMETERS)
+
+UNSEEN = {
+    "collect packs without join": "It takes parameters of one bucket whose gradients are added on different streams, "
+    "each from several uses, under no_sync. No program has that.",
+    "collect drops gradients without keep": "As before.",
+    "deallocate frees what another stream uses": "It takes a model that is used on two streams in turn.",
+    "state that was moved is dropped": "The tables of a new layout are copied from the host, which waits for that.",
+    "buffers of an old layout are dropped": "As before.",
+    "buckets are laid out again under reductions": "The exchange of the step goes over the same group. It comes after "
+    "the reductions there, and is waited for. Under gloo nothing else orders them.",
+    "a restored layout takes memory of reductions": "As before; and loading settles the engine first.",
+    "a step updates what the last one gathers": "The exchange goes over the same group, after the gathers. Under gloo "
+    "nothing else orders them.",
+    "parameters move to another layout while they are gathered": "As before.",
+    "close leaves gathers under way": "It takes overlap_param_gather, and a forward after close. No program has that.",
+    "write_back writes into a shard that the device reads": "gather_parameters has copied the shard to the device "
+    "before, and the host waits for that copy.",
+}
+"""Faults that no program shows on these simulations, and why. They are not run."""
