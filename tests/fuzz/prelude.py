@@ -129,7 +129,7 @@ def evaluate(link):
 
 
 def values(parameters):
-    return [p.detach().float().numpy().copy().reshape(-1) for p in parameters]
+    return [p.detach().float().cpu().numpy().copy().reshape(-1) for p in parameters]
 
 
 def whole(net):
@@ -147,7 +147,7 @@ def kind(p):
         return "none"
     if isinstance(p.grad, zero_optim.FlatShard):
         return "shard" if p.grad.shape == p.shape and p.grad.dtype == p.dtype else "shard of another kind"
-    return p.grad.detach().float().numpy().copy().reshape(-1)
+    return p.grad.detach().float().cpu().numpy().copy().reshape(-1)
 
 
 def module_of(parameters):
@@ -159,7 +159,10 @@ def full(state):
     if not state:
         return None
     return {
-        index: [float(entry["step"]), *(entry[k].float().numpy().copy().reshape(-1) for k in ("exp_avg", "exp_avg_sq"))]
+        index: [
+            float(entry["step"]),
+            *(entry[k].float().cpu().numpy().copy().reshape(-1) for k in ("exp_avg", "exp_avg_sq")),
+        ]
         for index, entry in state["state"].items()
     }
 

@@ -3,7 +3,7 @@
 Three parts, under each simulation and with each answer to "has it arrived?":
 
 - the order programs, ``order_programs.all_programs``;
-- tests that exist: parity, gathers, stage 3, several optimizers, exceptions, random programs;
+- tests that exist: parity, gathers, stage 3, several optimizers, random programs;
 - seeded faults: copies of the package in which one wait is missing. Each must be noticed.
 
 ``--only programs tests faults`` chooses; ``--simulations held:never`` does, too. The last line is the verdict, and the
@@ -37,7 +37,6 @@ FILES = (
     "distributed/test_grad_semantics.py",
     "distributed/test_between_calls.py",
     "distributed/test_random_programs.py",
-    "distributed/test_interrupted_programs.py",
     "fuzz",
 )
 LEFT_OUT = {
