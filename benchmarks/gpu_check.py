@@ -51,7 +51,7 @@ CHOICES += (
 ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # which may have no other interface
 TOOLKIT = "/usr/local/cuda/bin"  # nvcc and compute-sanitizer, where the PATH lacks them
 REHEARSED = ("adam_step", "step")  # of the benchmarks
-FEW = {"ZERO_KERNELS_ORDER_PROGRAMS": "few"}  # of the programs of test_order
+FEW = {"ZERO_KERNELS_ORDER_PROGRAMS": "few"}  # of the programs of test_work_order
 SANITIZER = {"TORCH_CUDA_SANITIZER": "1"}
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # all streams share one queue to the device
 TWO_RANKS = "test_programs and 2-"
@@ -94,7 +94,7 @@ def phases(scratch: Path, *, rehearse: bool, nccl: Path | None = None) -> list[P
         return [
             build,
             _tests("test_large", 60, device),
-            _tests("test_order", 120, device),
+            _tests("test_work_order", 120, device),
             _tests("test_nccl_ranks", 300, device),
             trainer,
             *(_bench(scratch, op, 60, device, *tiny) for op in REHEARSED),
@@ -107,15 +107,15 @@ def phases(scratch: Path, *, rehearse: bool, nccl: Path | None = None) -> list[P
         _tests("test_capture", 60, device),
         _tests("test_optimizer", 120, device, ranks),
         _tests("test_units", 120, device, ranks),
-        _tests("test_order", 90, device),
-        _order("order_sanitized", "test_order", 90, SANITIZER | FEW),
+        _tests("test_work_order", 90, device),
+        _order("order_sanitized", "test_work_order", 90, SANITIZER | FEW),
         _tests("test_nccl_ranks", 150, device, ranks),
         _trainer(scratch, device),
         _bench(scratch, "adam_step", 80, device),
         _bench(scratch, "step", 100, device),
         _tests("test_large", 60, device),
         _tests("test_memcheck", 160, device),
-        _order("order_one_queue", "test_order", 90, SANITIZER | ONE_QUEUE | FEW),
+        _order("order_one_queue", "test_work_order", 90, SANITIZER | ONE_QUEUE | FEW),
         _order("nccl_one_queue", "test_nccl_ranks", 90, ranks | ONE_QUEUE, "-k", TWO_RANKS),
         _order("nccl_sanitized", "test_nccl_ranks", 120, ranks | SANITIZER, "-k", TWO_RANKS),
         _bench(scratch, "pack", 60, device),

@@ -61,7 +61,7 @@ def test_every_phase_is_rehearsed(rehearsal: tuple[Path, subprocess.CompletedPro
     assert done.returncode == 0, done.stdout + done.stderr
     record = read_record(folder)
     names = [phase["phase"] for phase in record["phases"]]
-    programs = ["test_order", "test_nccl_ranks"]
+    programs = ["test_work_order", "test_nccl_ranks"]
     assert names == ["build", "test_large", *programs, "trainer", *(f"bench_{op}" for op in gpu_check.REHEARSED)]
     assert names == [phase.name for phase in gpu_check.phases(Path("scratch"), rehearse=True)]
     assert [phase["result"] for phase in record["phases"]] == [OK] * len(names)
@@ -78,7 +78,7 @@ def test_the_programs_are_rehearsed_on_ranks(rehearsal: tuple[Path, subprocess.C
     """None of them is skipped but the one that shows that torch's sanitizer is at work."""
     phases = {phase["phase"]: phase for phase in read_record(rehearsal[0])["phases"]}
     assert phases["test_nccl_ranks"]["skipped"] == [] and "passed" in phases["test_nccl_ranks"]["note"]
-    assert phases["test_order"]["skipped"] == ["there are no streams on cpu"]
+    assert phases["test_work_order"]["skipped"] == ["there are no streams on cpu"]
     assert "    skipped: there are no streams on cpu\n" in rehearsal[1].stdout
 
 
@@ -101,7 +101,11 @@ def test_the_phases_on_a_gpu_cover_all_of_its_tests() -> None:
 
 def test_programs_run_again_under_the_sanitizer_and_in_one_queue() -> None:
     phases = {phase.name: phase for phase in gpu_check.phases(Path("scratch"), rehearse=False)}
-    again = {"order_sanitized": "test_order", "order_one_queue": "test_order", "nccl_one_queue": "test_nccl_ranks"}
+    again = {
+        "order_sanitized": "test_work_order",
+        "order_one_queue": "test_work_order",
+        "nccl_one_queue": "test_nccl_ranks",
+    }
     for name, tests in {**again, "nccl_sanitized": "test_nccl_ranks"}.items():
         assert str(ROOT / "tests/gpu" / f"{tests}.py") in phases[name].command
     assert {name for name, phase in phases.items() if "TORCH_CUDA_SANITIZER" in phase.environment} == {

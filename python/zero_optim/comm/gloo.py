@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .transport import Issued, Reduction, TorchTransport, Work
+from .transport import Issued, Reduction, TorchTransport, Work, backends
 
 SUMMED_AT_ONCE = 2**16
 """Elements: their fp32 sums, of a reduce-scatter, fit into a core's cache."""
@@ -48,8 +48,10 @@ class GlooTransport(TorchTransport):
         return Issued(Works([dist.broadcast(part, group_src=rank, group=group, async_op=True) for rank, part in parts]))
 
     def barrier(self, group: dist.ProcessGroup | None) -> Issued:
-        """torch's own would be NCCL's, on the current stream, where the group has NCCL for its GPU."""
-        return self.all_reduce(torch.zeros(1, device="cpu"), group)
+        """Where the group has NCCL for its GPU, torch's own would be NCCL's, on the current stream."""
+        if group is not None and "nccl" in backends(group).values():
+            return self.all_reduce(torch.zeros(1, device="cpu"), group)
+        return Issued(dist.barrier(group=group, async_op=True))
 
 
 class Works:
