@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
-from zero_optim.comm.collectives import Pending, Traffic
+from zero_optim.comm import collectives
+from zero_optim.comm.collectives import Comm, Pending, Traffic
 from zero_optim.comm.gloo import Works
 from zero_optim.comm.transport import Issued
-from zero_optim.errors import CollectiveError
+from zero_optim.errors import CollectiveError, RankMismatchError
 
 
 class FakeWork:
@@ -53,6 +56,36 @@ def test_one_that_failed_ends_the_wait_for_all(outcomes):
     assert pending.arrives_within(1)
     with pytest.raises(CollectiveError, match="Connection closed by peer"):
         pending.wait()
+
+
+class ToldOnce:
+    """Of a standstill: another rank has given up. What it says is there until this rank says that it waits no more."""
+
+    def __init__(self) -> None:
+        self.told: str | None = "the ranks wait for each other"
+
+    def look(self, wait: object) -> None:
+        raise AssertionError("it has failed: nothing is waited for")
+
+    def verdict(self) -> str | None:
+        return self.told
+
+    def ended(self) -> None:
+        self.told = None
+
+
+def test_a_rank_that_gave_up_is_heard_before_its_closed_connection(monkeypatch):
+    """It writes why, raises and leaves: the connection may close before this rank has looked again."""
+    standing = ToldOnce()
+    monkeypatch.setattr(collectives, "standstill_of", lambda ranks: standing)
+    monkeypatch.setattr(collectives.dist, "is_initialized", lambda: True)
+    group = SimpleNamespace(group_name="own")
+    comm = SimpleNamespace(own_group=group, ranks=[0, 1], rounds=1, label="an optimizer", out_of_step=False)
+    comm.given_up = lambda: Comm.given_up(comm)
+    pending = Pending(Issued(FakeWork("failed")), Traffic("all_reduce"), comm=comm)
+    with pytest.raises(RankMismatchError, match="the ranks wait for each other"):
+        pending.wait()
+    assert standing.told is None and comm.out_of_step
 
 
 class Unasked(FakeWork):

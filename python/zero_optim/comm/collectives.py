@@ -110,8 +110,8 @@ class Pending:
         standing = standstill_of(comm.ranks)
         while not self.arrives_within(standstill.SECONDS):
             standing.look(Wait(group.group_name, comm.rounds, f"{self._kind} of {comm.label}", self._given))
+        self._work.wait()  # raises where it has failed: then what another rank has written of this wait is read first
         standing.ended()
-        self._work.wait()
 
 
 class Comm:
