@@ -33,6 +33,7 @@ TOLERANCE = 2e-6
 STEPS, DEPTH, ROWS = 4, 3, 4
 SAVED = 1  # the step before which "saved and loaded" saves
 CAP_MB = 0.002  # several buckets at the smallest width; never more than a quarter of the parameters in any case
+OTHER_WORK = (8192, 4096, 2048, 1024, 512, 256, 128, 128, 128, 128)  # elements
 JUNK = 50  # the number of a step, or of a micro-batch, that is computed and then dropped
 BUSY_CYCLES = 2_000_000  # about a millisecond
 
@@ -72,6 +73,10 @@ WHAT: Mapping[str, Sequence[int]] = {
     "remade": ALL,  # two optimizers are closed, one after a step and one after a backward; others go on
     "thawed": ALL,  # the first layer is frozen in the first step
     "thawed, no_sync": ALL,  # both
+    "half thawed, no_sync": ALL,  # the last block is frozen in the first step; the head, beside it, is used twice
+    "closed": ALL,  # the optimizer, as soon as its last step returns; a forward follows
+    "beside other work": ALL,  # of the program's own on the other stream, which waits for nothing of the library's
+    "kept, on two streams": (3,),  # evaluated on the other stream, where units stay whole; then trained on this one
     "dropped": ALL,  # a further step, on one more backward that is dropped by model.zero_grad()
     "edited": ALL,  # a parameter is halved after each step, within gather_parameters(writeback=True)
     "evaluated": ALL,  # in inference mode, between backward and step
@@ -84,9 +89,10 @@ WHAT: Mapping[str, Sequence[int]] = {
 """What a program does, and the stages at which it is allowed."""
 
 MICRO_BATCHES = {"micro-batches": 3, "no_sync": 3, "zeroed between": 3, "zeroed, then no_sync": 2}
-MICRO_BATCHES |= {"thawed, no_sync": 3, "zeroed locally": 3, "two optimizers, locally": 3}
+MICRO_BATCHES |= {"thawed, no_sync": 3, "half thawed, no_sync": 3, "zeroed locally": 3, "two optimizers, locally": 3}
 SHARDED_BY: Mapping[str, Mapping[str, Any]] = {
     "kept": {"reshard_after_forward": False},
+    "kept, on two streams": {"reshard_after_forward": False},
     "nodes": {"reshard_after_forward": 2},
     "prefetched": {"prefetch": 3},
 }
@@ -128,7 +134,13 @@ class OrderProgram:
     @property
     def overlaps(self) -> bool:
         """Whether a step leaves gathers under way."""
-        return self.what.startswith(("relaid", "overlapped")) or (self.what == "remade" and self.stage in (1, 2))
+        in_this_way = self.what in ("remade", "closed") and self.stage in (1, 2)
+        return in_this_way or self.what.startswith(("relaid", "overlapped"))
+
+    @property
+    def not_trained_on(self) -> str:
+        """The other stream."""
+        return SIDE if self.trained_on == DEFAULT else DEFAULT
 
     @property
     def offloaded(self) -> bool:
@@ -220,7 +232,7 @@ class Net(nn.Module):
             if self.raising and number == 1:
                 x = raise_in_backward(x)
             x = self._through(block, x)
-        return self.head(x)
+        return self.head(self.head(x)) if self.what.startswith("half thawed") else self.head(x)
 
     def _through(self, block: nn.Module, x: Tensor) -> Tensor:
         if self.what.startswith("checkpointed"):
@@ -332,6 +344,7 @@ class Inputs:
 
     def __init__(self, program: OrderProgram, rank: int, device: torch.device) -> None:
         numbers = [*range(STEPS), JUNK], [*range(program.micro_batches), JUNK]
+        self.device = device
         self._of = {(s, m): make_input(program, rank, s, m).to(device) for s in numbers[0] for m in numbers[1]}
 
     def __call__(self, step: int, micro: int = 0) -> Tensor:
@@ -345,7 +358,7 @@ def _forwards(
     losses = []
     for step in range(STEPS):
         if program.what == "offloaded, edited":
-            with streams.on(SIDE if program.trained_on == DEFAULT else DEFAULT):
+            with streams.on(program.not_trained_on):
                 _edit_offloaded(program, model, step, device)
         with torch.inference_mode():
             streams.busy()
@@ -364,6 +377,8 @@ def freeze(program: OrderProgram, model: nn.Sequential, step: int) -> None:
     """The layers that are frozen in this step, and no others."""
     if program.what.startswith("thawed"):
         model[0].stem.requires_grad_(step > 0)
+    if program.what.startswith("half thawed"):
+        model[0].blocks[-1].requires_grad_(step > 0)
 
 
 @torch.no_grad()
@@ -442,13 +457,19 @@ class Run:
                 self.step_optimizers()
             if what == "remade" and step in (0, 1):
                 self.remake(after_backward=step == 1)
-        for optimizer in self.optimizers:
-            optimizer.wait_for_parameters()
+        if what == "closed":
+            self.close()
+            self.evaluate(0)
+        else:
+            for optimizer in self.optimizers:
+                optimizer.wait_for_parameters()
         return self.losses
 
     def step(self, step: int) -> list[Tensor]:
         """The losses that count."""
         what, losses = self.program.what, []
+        if what == "kept, on two streams":
+            self.evaluate_on_the_other_stream(step)
         for micro in range(self.program.micro_batches):
             with contextlib.ExitStack() as stack:
                 for optimizer in self.optimizers:
@@ -465,6 +486,8 @@ class Run:
         if what == "evaluated":
             self.evaluate(step)
         self.step_optimizers()
+        if what in ("beside other work", "kept, on two streams"):
+            self.work_on_the_other_stream()
         if what == "kept":
             self.evaluate(step)
         return [losses[micro] for micro in self.program.counted()]
@@ -485,10 +508,25 @@ class Run:
         with torch.inference_mode():
             loss_of(self.model, self.inputs(step))
 
+    def evaluate_on_the_other_stream(self, step: int) -> None:
+        here, there = self.program.trained_on, self.program.not_trained_on
+        self.streams.follow(there, here)
+        with self.streams.on(there):
+            self.evaluate(step)
+        self.streams.follow(here, there)
+
+    def work_on_the_other_stream(self) -> None:
+        """In memory that was freed there, whatever its size: what this stream has not read yet must not be among it."""
+        with self.streams.on(self.program.not_trained_on):
+            for numel in OTHER_WORK:
+                torch.ones(numel, device=self.inputs.device)
+
     def backward(self, step: int, micro: int = 0) -> Tensor:
         if self.rank == (step + micro) % self.world_size:
             self.streams.busy()
         loss = loss_of(self.model, self.inputs(step, micro))
+        if self.program.what == "beside other work":
+            self.work_on_the_other_stream()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True")
             loss.backward(create_graph=self.program.what == "graph")

@@ -40,7 +40,13 @@ class BackwardWatch:
 
     @property
     def running(self) -> bool:
-        """Whether a backward that was entered goes on."""
+        """Whether a backward that was entered goes on, as a node of that or of another one asks.
+
+        Outside of all backwards none does. To ask what lives would be wrong there: where one has raised, its caller
+        knows before the engine's thread of a GPU lets go of the task.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            return False
         return self._outer_runs or any(end() is not None for end in self._open.values())
 
     def forget(self) -> None:

@@ -137,9 +137,8 @@ _MEMORY = (
         "grads/bucket.py",
         "        streams.join()\n        found = self.slots.scan",
         "        found = self.slots.scan",
-        _two(1, "thawed, no_sync"),
-        _two(0, "thawed, no_sync"),
-        shows="in collect",
+        _two(1, "half thawed, no_sync"),
+        _two(0, "half thawed, no_sync"),
     ),
     _fault(
         "GradStreams.keep keeps nothing",
@@ -160,9 +159,8 @@ _MEMORY = (
         "grads/bucket.py",
         "        streams.keep(grad for _, grad in sources)\n        self.slots.collect",
         "        self.slots.collect",
-        _two(1, "thawed, no_sync"),
-        _two(0, "thawed, no_sync"),
-        shows="in collect",
+        _two(1, "half thawed, no_sync"),
+        _two(0, "half thawed, no_sync"),
     ),
     _fault(
         "keep_for_current_stream keeps nothing",
@@ -176,8 +174,7 @@ _MEMORY = (
         "comm/storage.py",
         "    keep_for_current_stream(tensor)\n",
         "",
-        _two(2, "thawed"),
-        shows="in deallocate",
+        _one(3, "kept, on two streams"),
     ),
     _fault(
         "flat parameters drop what they have copied",
@@ -650,8 +647,8 @@ _PARAMETERS = (
         "grads/reducer.py",
         "                bucket.wait_for_parameters()\n                if bucket.arrives",
         "                if bucket.arrives",
-        _one(2, "remade"),
-        _one(1, "remade"),
+        _one(2, "closed"),
+        _one(1, "closed"),
     ),
     _fault(
         "a unit is shown before it has arrived",
@@ -750,10 +747,6 @@ _PARAMETERS = (
 FAULTS: tuple[Fault, ...] = (*_MEMORY, *_COLLECTIVES, *_GRADIENTS, *_PARAMETERS)
 
 UNSEEN = {
-    "collect packs without join": "It takes parameters of one bucket whose gradients are added on different streams, "
-    "each from several uses, under no_sync. No program has that.",
-    "collect drops gradients without keep": "As before.",
-    "deallocate frees what another stream uses": "It takes a model that is used on two streams in turn.",
     "state that was moved is dropped": "The tables of a new layout are copied from the host, which waits for that.",
     "buffers of an old layout are dropped": "As before.",
     "buckets are laid out again under reductions": "The exchange of the step goes over the same group. It comes after "
@@ -762,7 +755,6 @@ UNSEEN = {
     "a step updates what the last one gathers": "The exchange goes over the same group, after the gathers. Under gloo "
     "nothing else orders them.",
     "parameters move to another layout while they are gathered": "As before.",
-    "close leaves gathers under way": "It takes overlap_param_gather, and a forward after close. No program has that.",
     "write_back writes into a shard that the device reads": "gather_parameters has copied the shard to the device "
     "before, and the host waits for that copy.",
 }

@@ -169,7 +169,7 @@ def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStor
     if not location.startswith(DEVICE.type):
         return None
     _check(location)
-    return torch.empty(0, dtype=torch.uint8).set_(storage).to(DEVICE).untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).to(DEVICE).untyped_storage()
 
 
 def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
