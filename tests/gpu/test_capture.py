@@ -176,9 +176,12 @@ class Iteration:
         for target, grad in zip(self.inputs, grads, strict=True):
             target.copy_(grad)
 
+    def backward(self) -> None:
+        self.scaler.scale(linear_loss(self.params, self.inputs)).backward()
+
     def step(self) -> None:
         self.opt.zero_grad()
-        self.scaler.scale(linear_loss(self.params, self.inputs)).backward()
+        self.backward()
         self.scaler.unscale_(self.opt)
         self.opt.clip_grad_norm_(1.0)
         self.scaler.step(self.opt)
@@ -194,6 +197,27 @@ class Iteration:
             seen.append(([p.cpu() for p in copies(self.params)], self.scaler.get_scale()))
         self.opt.close()
         return seen
+
+
+@on_kernels
+def test_a_captured_step_may_follow_eager_backwards(place: Place) -> None:
+    """Whose streams the capture must not wait for: they are over, and are not in the graph."""
+    with zero_kernels.use_backend(place.backend):
+        seen = {}
+        for captures in (False, True):
+            training, step = Iteration(place, None), None
+            for replay in range(OVERFLOW):
+                training.opt.zero_grad(set_to_none=False)  # a replay reads gradients where the capture found them
+                training.write(WARM_UP + replay)
+                training.backward()
+                if step is None:
+                    step = captured(training.opt.step) if captures else training.opt.step
+                step()
+                seen[captures, replay] = [p.cpu() for p in copies(training.params)]
+            training.opt.close()
+        for replay in range(OVERFLOW):
+            assert_bitwise(seen[True, replay], seen[False, replay], f"parameters after replay {replay}")
+        assert not torch.equal(seen[True, 0][0], seen[True, 1][0])
 
 
 @on_kernels
