@@ -58,6 +58,7 @@ WHAT: Mapping[str, Sequence[int]] = {
     "read": ALL,  # gradients, as soon as backward returns
     "saved and loaded": ALL,
     "raised": ALL,  # one more backward in step 1, which raises on the last rank and is dropped
+    "raised at the end": ALL,  # each backward, on the last rank, when all gradients are there; they are clipped
     "raised, zeroed in place": (1, 2, 3),  # the same, dropped by model.zero_grad(set_to_none=False)
     "raised, then read": (0,),  # the same as "raised"; what it has left is read, once it is settled, and dropped
     "zeroed in place": ALL,  # one more backward a step, dropped by zero_grad(set_to_none=False)
@@ -90,6 +91,7 @@ WHAT: Mapping[str, Sequence[int]] = {
 
 MICRO_BATCHES = {"micro-batches": 3, "no_sync": 3, "zeroed between": 3, "zeroed, then no_sync": 2}
 MICRO_BATCHES |= {"thawed, no_sync": 3, "half thawed, no_sync": 3, "zeroed locally": 3, "two optimizers, locally": 3}
+CLIPPED = ("clipped", "raised at the end")
 SHARDED_BY: Mapping[str, Mapping[str, Any]] = {
     "kept": {"reshard_after_forward": False},
     "kept, on two streams": {"reshard_after_forward": False},
@@ -212,8 +214,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """[rows, width] to [rows, width]. ``raising``: whether the next backward raises, between the second and the first
-    block. Backward hands a gradient to every layer from a product with its weights, so that it reads them."""
+    """[rows, width] to [rows, width]. ``raising``: whether the next backward raises: between the second and the first
+    block, or at its end. Backward hands a gradient to every layer from a product with its weights, so that it reads
+    them."""
 
     def __init__(self, program: OrderProgram) -> None:
         super().__init__()
@@ -227,9 +230,11 @@ class Net(nn.Module):
             self.head = nn.Linear(program.width, program.width)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.raising and self.what == "raised at the end":
+            x = raise_in_backward(x.detach().requires_grad_())
         x = self.stem(x)
         for number, block in enumerate(reversed(self.blocks) if self.what.startswith("relaid") else self.blocks):
-            if self.raising and number == 1:
+            if self.raising and number == 1 and self.what != "raised at the end":
                 x = raise_in_backward(x)
             x = self._through(block, x)
         return self.head(self.head(x)) if self.what.startswith("half thawed") else self.head(x)
@@ -417,6 +422,7 @@ class Run:
         self.program, self.model, self.rank, self.world_size = program, model, rank, world_size
         self.inputs, self.streams, self.process_group = inputs, streams, process_group
         self.make_optimizers()
+        model[0].raising = program.what == "raised at the end" and rank == world_size - 1
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
         self.gradients: list[dict[str, Part]] = []
@@ -433,7 +439,7 @@ class Run:
             freeze(self.program, self.model, step)
             if step == (0 if what == "relaid, saved at first" else SAVED) and ("saved" in what or what == "kept"):
                 self.save_and_load()
-            if what.startswith("raised") and step == 1:
+            if what.startswith("raised") and what != "raised at the end" and step == 1:
                 self.raise_and_drop()
             if what in ("zeroed at once", "zeroed, then no_sync", "two optimizers, zeroed"):
                 self.backward(step, JUNK)
@@ -481,7 +487,7 @@ class Run:
                 self.model.zero_grad(set_to_none=False)
         if what == "read":
             self.gradients.append({name: _read(p.grad) for name, p in self.model.named_parameters()})
-        if what == "clipped":
+        if what in CLIPPED:
             self.norms += [optimizer.clip_grad_norm_(MAX_NORM) for optimizer in self.optimizers]
         if what == "evaluated":
             self.evaluate(step)
@@ -527,7 +533,8 @@ class Run:
         loss = loss_of(self.model, self.inputs(step, micro))
         if self.program.what == "beside other work":
             self.work_on_the_other_stream()
-        with warnings.catch_warnings():
+        expected = [Planned] if self.program.what == "raised at the end" else []
+        with warnings.catch_warnings(), contextlib.suppress(*expected):
             warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True")
             loss.backward(create_graph=self.program.what == "graph")
         return loss.detach()
@@ -655,7 +662,7 @@ def _expected(program: OrderProgram, world_size: int) -> list[Trained]:
                 (loss / world_size).backward()  # gradients add up to their mean
         if program.what == "read":
             gradients.append({name: Part(0, p.grad.flatten().clone()) for name, p in named.items()})
-        if program.what == "clipped":
+        if program.what in CLIPPED:
             norms += [float(nn.utils.clip_grad_norm_(own, MAX_NORM)) for own in owned]
         for optimizer in optimizers if not program.offloaded else ():
             optimizer.step()

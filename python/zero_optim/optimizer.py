@@ -122,6 +122,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             validate.check_backend(comm, parameters.all[0].device)
         validate.check_agreement(comm, parameters, 0, options)
         comm.separate()
+        comm.connect(parameters.all[0].device)
         if sharded:
             parameters.take_names(sharded[0].model)
             comm.traffic = sharded[0].sharding.everyone.traffic

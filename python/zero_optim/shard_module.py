@@ -75,9 +75,12 @@ def shard_module(
     validate.check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
     process_group = comm.group
     comm.take_own_group()
+    comm.connect(target)
     ranks_of_node = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
     keep = reshard_after_forward is False or (not isinstance(reshard_after_forward, bool) and ranks_of_node == 1)
     node = comm.of_consecutive(ranks_of_node) if 1 < ranks_of_node < comm.world_size else None
+    if node is not None:
+        node.connect(target)
     sharding = Sharding(comm, stage=3, grad_reduce_dtype=None, device=target)
     made: list[Unit] = []
     try:

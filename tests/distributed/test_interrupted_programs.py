@@ -256,9 +256,8 @@ def test_before_the_first_gradient(stage: int, optimizers: int, raising: tuple[i
     followed_by: Sequence[str] = _followed_by(stage)
     if len(raising) < RANKS:  # at stage 0 the other rank waits in backward, for the averages of each optimizer
         followed_by = ("step", "zero_grad") if stage > 0 else ("step",)[: 2 - optimizers]
-        if (
-            chosen() is not None
-        ):  # zero_grad asks the other rank's host, which waits in backward there; a GPU's does not
+        # In a simulation zero_grad would ask the other rank's host, which waits in backward. On a GPU it does not.
+        if chosen() is not None:
             followed_by = followed_by[:1]
     programs = [Program(stage, optimizers, raising, 0, then) for then in followed_by]
     assert run_ranks(RANKS, _play_all, programs, timeout=120, one_order=optimizers == 1) == [[]] * RANKS

@@ -266,7 +266,7 @@ KNOWN: dict[str, Program] = {
             *(op for o in range(3) for op in (Clip(o, 1.0), ModuleZero(o, False), Clip(o, 1.0), Step(o))),
         ),
     ),
-    "two optimizers of stage 0, a raise in one, then a backward of the other on one rank alone": Program(
+    "two optimizers of stage 0, a raise in one, then a backward of the other on one rank": Program(
         2,
         (_optim(1, stage=0), _optim(1, stage=0)),
         (_both((Boom(), Use(1, 0))), _both((Use(0, 0),), None), Step(0), Step(1)),

@@ -27,11 +27,7 @@ LIBRARIES = ("-ltorch_cpu", "-ltorch", "-lc10")
 
 
 class Unavailable(RuntimeError):
-    """The device cannot be built here. ``reason`` is a line for a test that is skipped."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """The device cannot be built here. The text is a line for a test that is skipped."""
 
 
 @functools.cache

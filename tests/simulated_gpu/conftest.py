@@ -10,12 +10,17 @@ from simulated_gpu import Unavailable, library
 from simulated_gpu.worker import Call, worker
 
 
-@pytest.fixture(scope="module")
-def call() -> Iterator[Call]:
-    """Runs a function of the module, with its arguments, in the process: the result, and the races seen."""
+@pytest.fixture(scope="session")
+def device() -> None:
+    """There is a simulated device; else the test is skipped."""
     try:
         library()
     except Unavailable as missing:
-        pytest.skip(missing.reason)
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module")
+def call(device: None) -> Iterator[Call]:
+    """Runs a function of the module, with its arguments, in the process: the result, and the races seen."""
     with worker() as run:
         yield run

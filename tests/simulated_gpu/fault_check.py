@@ -6,7 +6,7 @@ names hold one of the words; exit code 1 where one is not caught, or where a pro
 
 from __future__ import annotations
 
-import simulated_gpu.switch as simulation  # first of all: a simulated GPU has to be there before torch
+import simulated_gpu.switch  # noqa: F401  first of all: a simulated GPU has to be there before torch
 
 # isort: split
 import contextlib
@@ -16,25 +16,24 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 import zero_optim  # noqa: F401  this process keeps the package without faults
 from harness import RankFailure, RankPool
-from order_programs import OrderProgram, Trained, check, train
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from order_programs import OrderProgram
 
-from simulated_gpu import Unavailable, host_access, library
-from simulated_gpu.faults import FAULTS, PACKAGE, UNSEEN, Edit, Fault
+from simulated_gpu import Unavailable, library
+from simulated_gpu.faults import FAULTS, PACKAGE, Edit, Fault
+from simulated_gpu.programs import train_all, wrong
+from simulated_gpu.transport import RaceFound
 
 TESTS = Path(__file__).resolve().parents[1]
 COLLECTIVE_SECONDS = 8  # ranks that start on a busy machine take that long to meet
 PROGRAM_SECONDS = 60  # with the start of a rank, on a busy machine
 CAUGHT = ("race", "numbers", "error")
+NO_PYTHON = ("SyntaxError", "IndentationError", "NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError")
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,7 @@ class Verdict:
 
     ``outcome``: "race": a simulation has reported one. "numbers": other results than one process has without streams.
     "error": another exception on some rank, ``text`` says which. "time-out": nothing but that. "missed": nothing.
+    "broken": the fault is no Python that runs.
     """
 
     outcome: str
@@ -61,32 +61,29 @@ def verdict(fault: Fault) -> Verdict:
     """Run the programs of the fault until one of them tells something. Raises Unavailable."""
     if fault.simulation.startswith("streams"):
         library()
-    with _seeded(fault.edits) as source, _environment(source, fault.simulation, fault.debug):
+    with _seeded(fault.edits) as source, _environment(source, fault.debug):
         found, pool = MISSED, RankPool(fault.simulation)
         try:
             for program in fault.programs:
                 found = _of_program(pool, program, fault.ranks)
-                if found.caught and fault.shows in found.text:
-                    return found
+                if found.caught:
+                    break
         finally:
             pool.close()
-    return replace(found, outcome="missed") if found.caught else found
+    return found
 
 
 def unfaulted(faults: Sequence[Fault]) -> list[str]:
-    """The programs of these faults that are wrong without a fault, each with what is wrong. Raises Unavailable.
-
-    But for those of which a fault says what else its report must show.
-    """
+    """The programs of these faults that are wrong without a fault, each with what is wrong. Raises Unavailable."""
     library()
     told = []
     pools: dict[tuple[str, str], RankPool] = {}
-    cases = dict.fromkeys((f.simulation, f.debug, f.ranks, f.shows, program) for f in faults for program in f.programs)
+    cases = dict.fromkeys((f.simulation, f.debug, f.ranks, program) for f in faults for program in f.programs)
     try:
-        for simulated, debug, ranks, shows, program in cases:
-            with _environment(PACKAGE.parent, simulated, debug):
+        for simulated, debug, ranks, program in cases:
+            with _environment(PACKAGE.parent, debug):
                 found = _of_program(pools.setdefault((simulated, debug), RankPool(simulated)), program, ranks)
-            if found.outcome != MISSED.outcome and (not shows or shows in found.text):
+            if found.outcome != MISSED.outcome:
                 told.append(f"{simulated}: {found.outcome}: {found.text}")
     finally:
         for pool in pools.values():
@@ -96,17 +93,20 @@ def unfaulted(faults: Sequence[Fault]) -> list[str]:
 
 def _of_program(pool: RankPool, program: OrderProgram, ranks: int) -> Verdict:
     try:
-        results = pool.run(ranks, run_program, (program,), PROGRAM_SECONDS)
+        by_rank = pool.run(ranks, train_all, ([program],), PROGRAM_SECONDS)
     except RankFailure as failure:
         return _of_failure(program, str(failure))
-    wrong = check(results, program)
-    return Verdict("numbers", wrong) if wrong else MISSED
+    found = wrong(by_rank, [program])
+    return Verdict("numbers", found[0]) if found else MISSED
 
 
 def _of_failure(program: OrderProgram, text: str) -> Verdict:
-    if "simulated_gpu.streams.Races:" in text or "simulated_gpu.held.Race:" in text:
+    if f"{RaceFound.__module__}.{RaceFound.__name__}:" in text:
         return Verdict("race", f"{program}: {text}")
     raised = [line for line in text.splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    if any(line.startswith(NO_PYTHON) for line in raised):
+        return Verdict("broken", f"{program}: {text}")
+    # gloo's words where another rank has left, "[file:line] Timed out" or "Connection closed", follow from the cause.
     hung = [line for line in raised if "CollectiveError" in line or "imed out" in line or "onnection closed" in line]
     others = [line for line in raised if line not in hung and not line.startswith("RuntimeError: [")]
     if others:
@@ -121,17 +121,17 @@ def _seeded(edits: Sequence[Edit]) -> Iterator[Path]:
         copy = Path(folder, PACKAGE.name)
         shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
         for edit in edits:
-            edit.apply(copy)
+            path = copy / edit.file
+            path.write_text(edit.applied_to(path.read_text()))
         yield Path(folder)
 
 
 @contextlib.contextmanager
-def _environment(source: Path, simulated: str, debug: str = "") -> Iterator[None]:
+def _environment(source: Path, debug: str) -> Iterator[None]:
     """Of processes that are started within: they import the package in ``source``."""
     path = [str(source), str(PACKAGE.parents[1]), str(TESTS)]
     given = {
         "PYTHONPATH": os.pathsep.join(path),
-        simulation.VARIABLE: simulated,
         "ZERO_OPTIM_DEBUG": debug,
         "GLOO_TIMEOUT_SECONDS": str(COLLECTIVE_SECONDS),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
@@ -151,63 +151,21 @@ def _environment(source: Path, simulated: str, debug: str = "") -> Iterator[None
                 os.environ[name] = value
 
 
-# ---- on a rank -------------------------------------------------------------------------------------------------------
-
-
-def run_program(rank: int, world_size: int, program: OrderProgram) -> Trained:
-    """On the simulated GPU, or on the CPU where none is."""
-    chosen = simulation.chosen()
-    if chosen is None or chosen.kind != "streams":
-        return train(rank, world_size, program, torch.device("cpu"))
-    with _HostWatch(), _host_copies_told():
-        return train(rank, world_size, program, torch.device("cuda", 0))
-
-
-class _HostWatch(TorchDispatchMode):
-    """Tells the device where an operator on the CPU reads or writes pinned memory."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) in (torch.Tensor, torch.nn.Parameter)]
-        if any(not t.is_cuda and t.numel() and t.is_pinned() for t in tensors) and not any(t.is_cuda for t in tensors):
-            name, write = func._schema.name, func._schema.is_mutable
-            for tensor in tensors:
-                if tensor.is_pinned():
-                    host_access(tensor, write and tensor is tensors[0], name)
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _host_copies_told() -> Iterator[None]:
-    """The package reads a HostCopy past torch, so it is told apart."""
-    from zero_optim.comm.host_copy import HostCopy
-
-    read = HostCopy.read
-
-    def told(copy: HostCopy, *, wait: bool) -> list[float] | None:
-        values = read(copy, wait=wait)
-        if values is not None and not copy.immediate:
-            host_access(copy._host, False, "HostCopy.read")
-        return values
-
-    HostCopy.read = told
-    try:
-        yield
-    finally:
-        HostCopy.read = read
-
-
 def check_faults(words: Sequence[str]) -> tuple[int, int, list[str]]:
-    """Print a line for each fault whose name holds one of the words, or for all. How many were caught, of how many, and
-    what was wrong without a fault."""
-    seen = [fault for fault in FAULTS if fault.name not in UNSEEN]
-    chosen = [fault for fault in seen if not words or any(word in fault.name for word in words)]
+    """Print a line for each fault whose name holds one of the words; without words, for all that some program shows.
+
+    Returns how many were caught, of how many, and what is wrong beside that.
+    """
+    named = [fault for fault in FAULTS if any(word in fault.name for word in words)]
+    seen = [fault for fault in FAULTS if not fault.unseen]
+    chosen = named or seen
+    if words and not named:
+        return 0, 0, [f"no fault has one of {list(words)} in its name"]
     try:
-        wrong = unfaulted(chosen)
+        found_before = unfaulted(chosen)
     except Unavailable as missing:
-        return 0, len(chosen), [f"the simulated GPU: {missing.reason}"]
-    for text in wrong:
+        return 0, len(chosen), [f"the simulated GPU: {missing}"]
+    for text in found_before:
         print(f"without a fault: {text}")
     caught = 0
     for fault in chosen:
@@ -216,20 +174,21 @@ def check_faults(words: Sequence[str]) -> tuple[int, int, list[str]]:
         caught += found.caught
         seconds = time.perf_counter() - start
         print(f"{found.outcome:8} {seconds:4.1f} s  {fault.name}: {_in_a_line(found.text)}", flush=True)
-    print(f"{len(UNSEEN)} waits that no program shows are in the table with their reasons")
-    return caught, len(chosen), wrong
+    if not words:
+        print(f"{len(FAULTS) - len(seen)} waits that no program shows are in the table with their reasons")
+    return caught, len(chosen), found_before
 
 
 def main(words: Sequence[str]) -> int:
-    caught, seeded, wrong = check_faults(words)
-    print(f"{caught} of {seeded} seeded faults caught")
-    return int(caught < seeded or bool(wrong))
+    caught, seeded, found = check_faults(words)
+    print("\n".join([*found, f"{caught} of {seeded} seeded faults caught"]))
+    return int(caught < seeded or bool(found))
 
 
 def _in_a_line(text: str) -> str:
     """The race or the exception itself, without the stack before it."""
     lines = text.splitlines()
-    told = [line for line in lines if "Race" in line and ":" in line and "raise" not in line]
+    told = [line for line in lines if "RaceFound" in line and ":" in line and "raise" not in line]
     return f"{lines[0].partition(': rank')[0]}: {(told or lines)[0].strip()}"[:220] if told else lines[0][:220]
 
 

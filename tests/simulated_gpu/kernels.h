@@ -99,7 +99,8 @@ class Aliases {
   }
 
  private:
-  // It keeps the memory, and a kernel that resizes an output gives it memory of the CPU's: see Call::take_back.
+  // The alias keeps the memory of the device alive. A kernel that resizes the alias gives it memory of the CPU's;
+  // Call::take_back copies the result back.
   static c10::Storage share(const c10::Storage& storage) {
     auto* kept = new c10::Storage(storage);
     c10::DataPtr data(
@@ -172,9 +173,14 @@ class Call {
   at::Tensor give(const at::Tensor& tensor, bool write) {
     if (!tensor.defined()) return tensor;
     if (!tensor.is_cuda()) {
-      // A number of the host's travels with the launch. More of it would be read by the kernel.
-      if (tensor.dim() == 0) host_access(tensor, write, who_);
-      is_mixed_ = is_mixed_ || tensor.dim() > 0;
+      // A tensor without dimensions is read by the host at launch. A larger one is read by the kernel, which CUDA
+      // allows for few ops.
+      if (tensor.dim() == 0) {
+        host_access(tensor, write, who_);
+      } else {
+        is_mixed_ = true;
+        touch(tensor, write, current_stream, who_);  // it does nothing for memory that is not pinned
+      }
       return tensor;
     }
     touch(tensor, write, current_stream, who_);
@@ -238,8 +244,8 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
   Call(op).run(stack);
 }
 
-// Between the device and the host a copy that is not asked to be asynchronous is over when it returns. Host memory
-// that is pinned is used by the stream; other is not looked at.
+// A copy between device and host is over when it returns, unless it is asked to be asynchronous. The stream uses host
+// memory that is pinned. Uses of other host memory are not recorded.
 inline at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   const std::string who = with_node("aten::copy_");
   bool crosses = !self.is_cuda() || !source.is_cuda();

@@ -137,29 +137,29 @@ inline void* Memory::allocate(size_t size, bool pinned) {
 // The caching allocator gives freed memory to later work of the stream that it was allocated on, without a wait. It
 // waits for the streams given to record_stream, and for no other.
 inline void Memory::release(void* pointer) {
-  std::string race;
+  std::vector<std::string> races;
   {
     std::lock_guard<std::mutex> guard(timelines().lock);
     auto found = blocks_.find(reinterpret_cast<uintptr_t>(pointer));
     if (found == blocks_.end()) return;
     const Block& block = found->second;
-    for (const Access& last : block.accesses) {
-      if (block.pinned) break;
-      if (is_waited_for(block, last)) continue;
-      race = "memory allocated on " + name_of(block.stream) + " is freed, and may be used again there, while " +
-             actor(last) + (last.writes() ? " writes" : " reads") + " it";
-      break;
+    if (!block.pinned) {
+      device_bytes -= block.size;
+      for (const Access& last : block.accesses)
+        if (!is_waited_for(block, last))
+          races.push_back(
+              "memory allocated on " + name_of(block.stream) + " is freed, and may be used again there, while " +
+              actor(last) + (last.writes() ? " writes" : " reads") + " it");
     }
-    if (!block.pinned) device_bytes -= block.size;
     blocks_.erase(found);
   }
   std::free(pointer);
-  report(race);
+  for (const std::string& race : races) report(race);
 }
 
 inline void Memory::access(Range range, bool write, int timeline, const std::string& who) {
   if (range.empty()) return;
-  std::string race;
+  std::vector<std::string> races;
   {
     std::lock_guard<std::mutex> guard(timelines().lock);
     auto found = find(range.begin);
@@ -170,7 +170,7 @@ inline void Memory::access(Range range, bool write, int timeline, const std::str
     auto implied = [&](const Access& other) {
       if (!range.overlaps(other.range)) return false;
       if (!timelines().is_after(timeline, other.timeline, other.at)) {
-        if (write || other.writes()) race = describe(access, other);
+        if (write || other.writes()) races.push_back(describe(access, other));
         return false;
       }
       // What is not ordered after the other is not ordered after this either, so only this need be remembered.
@@ -179,7 +179,7 @@ inline void Memory::access(Range range, bool write, int timeline, const std::str
     earlier.erase(std::remove_if(earlier.begin(), earlier.end(), implied), earlier.end());
     earlier.push_back(access);
   }
-  report(race);
+  for (const std::string& race : races) report(race);
 }
 
 inline void Memory::record_stream(const void* pointer, int stream) {

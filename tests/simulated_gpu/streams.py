@@ -1,12 +1,12 @@
 """NCCL on the simulated device: a collective runs on a stream of its group's, and ``wait`` holds the current stream.
 
-It is launched after what the current stream had before it. Its result is written when somebody waits for it. Whoever
-touches its memory in between, without that wait before it on its own stream, is a race that the device reports.
+It is launched after what the current stream had before it. Its result is written when somebody waits for it. A use of
+its memory on a stream that has not waited for it is a race, which the device reports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,89 +15,65 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import device, ops
-from .transport import Collective, SimulatedTransport
-
-
-class Races(AssertionError):
-    """What the device has seen in a rank's program."""
+from .operators import uses
+from .transport import Collective, Queue, RaceFound, SimulatedTransport, SimulatedWork
 
 
 class StreamsTransport(SimulatedTransport):
-    """See the module. ``arrival``: what queries of events and collectives say, see ``device.set_arrival``."""
+    """See the module. ``arrival``: what queries of events say, see ``device.set_arrival``."""
 
     def __init__(self, arrival: str, seed: int, *, device_bound: bool = False) -> None:
         super().__init__(device_bound=device_bound)
         device.install()
         device.clear()
         device.set_arrival(arrival, seed)
-        self._streams: dict[str, Any] = {}
-        self._flights: dict[str, list[StreamsWork]] = {}
+        self._streams: dict[int, Any] = {}  # by the group's queue
 
-    def begin(self, collective: Collective) -> StreamsWork:
-        name = (collective.group or dist.group.WORLD).group_name  # type: ignore[union-attr]
-        if name not in self._streams:
-            self._streams[name] = ops.new_stream()
-        flights = self._flights.setdefault(name, [])
-        work = StreamsWork(collective, self._streams[name], flights)
-        flights.append(work)
-        return work
+    def begin(self, collective: Collective, queue: Queue) -> StreamsWork:
+        if id(queue) not in self._streams:
+            self._streams[id(queue)] = ops.new_stream()
+        return StreamsWork(self, collective, queue, self._streams[id(queue)])
+
+    def memory_of(self, tensor: Tensor) -> Tensor:
+        """The device does not look at what is done with it."""
+        return ops.alias(tensor) if tensor.is_cuda else tensor.detach()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Tensors that the program makes are on the device. Raises Races at the end."""
+        """Tensors that the program makes are on the device."""
         try:
-            with _OnDevice(), _collectives_of_the_program():
+            with _OnDevice(), _HostWatch(), _host_copies_told(), _collectives_of_the_program(self):
                 yield
             torch.cuda.synchronize()
         finally:
             if races := device.races():  # they come first: what a program raises may follow from them
-                raise Races("\n".join(map(str, races)))
+                raise RaceFound("\n".join(map(str, races)))
 
 
-class StreamsWork:
-    """A collective on ``stream``. ``flights``: those of its group that have not been waited for, in order."""
+class StreamsWork(SimulatedWork):
+    """A collective on ``stream``."""
 
-    def __init__(self, collective: Collective, stream: Any, flights: list[StreamsWork]) -> None:
-        self._collective, self._flights = collective, flights
+    def __init__(self, transport: StreamsTransport, collective: Collective, queue: Queue, stream: Any) -> None:
         ops.block(ops.record(torch.cuda.current_stream()), stream)
         ops.launch(stream)
         for tensors, write in ((collective.reads, False), (collective.writes, True)):
             for tensor in tensors:
                 ops.touch(tensor, write, stream, collective.kind)
         self._done = ops.record(stream)
-        sent = _on_host(collective.sent).clone()
-        self._parts = [torch.empty_like(sent) for _ in range(dist.get_world_size(collective.group))]
-        self._gloo: Any = dist.all_gather(self._parts, sent, group=collective.group, async_op=True)
-        for tensor in collective.writes:
-            _on_host(tensor).fill_(torch.nan if tensor.is_floating_point() else 0x55)
+        super().__init__(transport, collective, queue)
 
     def wait(self, timeout: object = None) -> bool:
-        while self in self._flights:
-            self._flights.pop(0)._deliver()
+        super().wait()
         ops.block(self._done, torch.cuda.current_stream())
         return True
 
-    def _deliver(self) -> None:
-        """The tensors are held until here, as torch holds those of NCCL's."""
-        self._gloo.wait()
-        for tensor, value in self._collective.finish(self._parts):
-            _on_host(tensor).copy_(value)
-        del self._collective, self._parts, self._gloo
-
-    def is_completed(self) -> bool:
-        return self._done.query()
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """Its memory, which the device does not look at."""
-    return ops.alias(tensor) if tensor.is_cuda else tensor.detach()
-
 
 @contextmanager
-def _collectives_of_the_program() -> Iterator[None]:
-    """``dist.all_reduce`` of a program itself: gloo has no device."""
+def _collectives_of_the_program(transport: StreamsTransport) -> Iterator[None]:
+    """``dist.all_reduce``, as a program itself calls it. gloo takes no tensor of the device, so it gets the memory."""
     before = dist.all_reduce
 
     def all_reduce(tensor: Tensor, *args: Any, **options: Any) -> Any:
@@ -105,7 +81,7 @@ def _collectives_of_the_program() -> Iterator[None]:
             return before(tensor, *args, **options)
         ops.launch(torch.cuda.current_stream())
         ops.touch(tensor, True, torch.cuda.current_stream(), "all_reduce of the program's")
-        return before(_on_host(tensor), *args, **options)
+        return before(transport.memory_of(tensor), *args, **options)
 
     dist.all_reduce = all_reduce
     try:
@@ -128,3 +104,37 @@ class _OnDevice(TorchFunctionMode):
         trains = kwargs.pop("requires_grad", False)
         made = func(*args, **kwargs, device=None if func is torch.as_tensor else "cpu")
         return made.to("cuda").requires_grad_(trains) if isinstance(made, Tensor) else made
+
+
+class _HostWatch(TorchDispatchMode):
+    """Tells the device where an operator on the CPU reads or writes pinned memory."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        used = list(uses(func, args, kwargs or {}))
+        if not any(tensor.is_cuda for _, tensor, _ in used):  # the device knows of copies from and to it
+            for what, tensor, write in used:
+                if tensor.numel() and tensor.is_pinned():
+                    device.host_access(tensor, write, what)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _host_copies_told() -> Iterator[None]:
+    """The library reads a HostCopy past torch, so the device is told of that here."""
+    from zero_optim.comm.host_copy import HostCopy
+
+    read = HostCopy.read
+
+    def told(copy: HostCopy, *, wait: bool) -> list[float] | None:
+        values = read(copy, wait=wait)
+        if values is not None and not copy.immediate:
+            device.host_access(copy._host, False, "HostCopy.read")
+        return values
+
+    HostCopy.read = told  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        HostCopy.read = read  # type: ignore[method-assign]

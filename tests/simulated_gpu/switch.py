@@ -1,8 +1,8 @@
 """Whether the ranks of the tests run on a simulated GPU, and which. ``harness`` asks here.
 
-``SIMULATED_GPU`` is empty, or one of the two simulations and what it says when it is asked whether something has
-arrived: ``held:never``, ``held:random``, ``held:always``; ``streams:never`` and so on. ``+bound`` behind it: a device
-is bound to the default group, as by ``init_process_group(device_id=...)``.
+``SIMULATED_GPU`` is empty, or names a simulation: ``held``, or ``streams:`` and what a query says of work that nobody
+has waited for. ``never``: that it is not over; ``always``: that it is; ``random``: either. ``+bound`` behind the name:
+a device is bound to the default group, as by ``init_process_group(device_id=...)``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 VARIABLE = "SIMULATED_GPU"
 _RANK = f"{VARIABLE}_RANK"  # in the environment of a rank's process, and of no other
-KINDS = ("held", "streams")
-ARRIVALS = ("never", "random", "always")
+SIMULATIONS = ("streams:never", "streams:random", "streams:always", "held")
+BOUND = "+bound"
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """One of ``KINDS``, and one of ``ARRIVALS``."""
+    """``kind``: "held" or "streams". ``arrival``: what follows behind the colon, for "streams"."""
 
     kind: str
     arrival: str
@@ -33,16 +33,11 @@ class Simulation:
     @staticmethod
     def parse(text: str) -> Simulation:
         """Raises ValueError."""
-        rest, plus, bound = text.partition("+")
-        kind, _, arrival = rest.partition(":")
-        if kind not in KINDS or arrival not in ARRIVALS or (plus and bound != "bound"):
-            raise ValueError(
-                f"{VARIABLE}={text!r}: expected one of {KINDS}, a colon, one of {ARRIVALS}, perhaps +bound"
-            )
-        return Simulation(kind, arrival, bool(plus))
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.arrival}{'+bound' * self.device_bound}"
+        name = text.removesuffix(BOUND)
+        if name not in SIMULATIONS:
+            raise ValueError(f"{VARIABLE}={text!r}: expected one of {SIMULATIONS}, perhaps {BOUND} behind it")
+        kind, _, arrival = name.partition(":")
+        return Simulation(kind, arrival, text.endswith(BOUND))
 
 
 def chosen() -> Simulation | None:
@@ -72,8 +67,8 @@ def starting_a_rank(simulated: str) -> Iterator[None]:
 
 @contextmanager
 def running(rank: int) -> Iterator[list[Entry]]:
-    """A rank's program runs within it. What it issues comes out, in order. Raises Race for the races that were found,
-    whether the program has raised or not."""
+    """A rank's program runs within it. What it issues is in the list once this has ended, in order. Raises RaceFound
+    where there were races, whether the program has raised or not."""
     issued: list[Entry] = []
     if _chosen is None:
         yield issued
@@ -81,7 +76,8 @@ def running(rank: int) -> Iterator[list[Entry]]:
     from zero_optim.comm import transport
 
     with ExitStack() as stack:
-        simulated = _start(_chosen, rank, stack)
+        simulated = _transport(_chosen, rank)
+        stack.enter_context(simulated.watching())
         stack.enter_context(transport.use(simulated))
         if simulated.device_bound:
             stack.enter_context(_bound())
@@ -89,18 +85,14 @@ def running(rank: int) -> Iterator[list[Entry]]:
         issued += simulated.issued
 
 
-def _start(simulation: Simulation, rank: int, stack: ExitStack) -> SimulatedTransport:
+def _transport(simulation: Simulation, rank: int) -> SimulatedTransport:
     if simulation.kind == "held":
         from .held import HeldTransport
 
-        held = HeldTransport(simulation.arrival, seed=rank, device_bound=simulation.device_bound)
-        stack.enter_context(held.watching())
-        return held
+        return HeldTransport(device_bound=simulation.device_bound)
     from .streams import StreamsTransport
 
-    streams = StreamsTransport(simulation.arrival, seed=rank, device_bound=simulation.device_bound)
-    stack.enter_context(streams.watching())
-    return streams
+    return StreamsTransport(simulation.arrival, seed=rank, device_bound=simulation.device_bound)
 
 
 @contextmanager
@@ -141,4 +133,4 @@ def different_order(by_rank: Sequence[Sequence[Entry]]) -> str:
         return ""
     from .transport import different_order
 
-    return different_order(by_rank) or ""
+    return different_order(by_rank)

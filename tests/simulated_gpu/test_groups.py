@@ -34,7 +34,7 @@ def _two_optimizers_on_some_ranks(rank: int, world_size: int, members: tuple[int
 
 @pytest.mark.parametrize("members", [(0, 1), (1, 2), (0, 2)])
 def test_some_ranks_make_their_own_group(members: tuple[int, ...]) -> None:
-    bound = run_ranks(3, _two_optimizers_on_some_ranks, members, simulated="held:never+bound")
+    bound = run_ranks(3, _two_optimizers_on_some_ranks, members, simulated="held+bound")
     plain = run_ranks(3, _two_optimizers_on_some_ranks, members, simulated="")
     for rank in members:
         assert_bitwise(bound[rank], plain[rank], f"rank {rank}")
@@ -62,7 +62,7 @@ def _nodes_of_some_ranks(rank: int, world_size: int) -> list[float]:
 
 
 def test_some_ranks_make_groups_of_nodes() -> None:
-    assert run_ranks(5, _nodes_of_some_ranks, simulated="held:never+bound") == run_ranks(
+    assert run_ranks(5, _nodes_of_some_ranks, simulated="held+bound") == run_ranks(
         5, _nodes_of_some_ranks, simulated=""
     )
 
@@ -75,4 +75,4 @@ def _groups_as_torch_makes_them(rank: int, world_size: int) -> None:
 def test_a_group_that_only_its_ranks_make_would_hang() -> None:
     """With a device bound, torch splits the communicator of all ranks in ``new_group``."""
     with pytest.raises(RankFailure, match="splits the communicator of all ranks"):
-        run_ranks(3, _groups_as_torch_makes_them, simulated="held:never+bound")
+        run_ranks(3, _groups_as_torch_makes_them, simulated="held+bound")

@@ -2,7 +2,7 @@
 
 A collective reads its inputs and writes its outputs at an unknown time between its issue and its ``wait``. Which memory
 that is, and what is in it afterwards, is said here. What becomes of programs that touch it in between is up to the two:
-``held`` and ``streams``.
+``held`` and ``streams``. The order is that of the library's collectives: a program's own are not in it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,16 +21,24 @@ from torch import Tensor
 from zero_optim.comm.transport import Issued, Reduction, StreamTransport, Work
 
 Group = dist.ProcessGroup | None
+NOT_THERE = 0x55
+"""What integers hold until a collective has arrived, which have no NaN: a value that no test expects."""
+
+
+class RaceFound(AssertionError):
+    """A program uses memory in no order with a collective, or with another stream."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One that a rank issues.
+    """A collective, as one rank issues it.
 
     Attributes:
-        sent: what every rank learns of this one.
-        reads, writes: the memory that is NCCL's until it has arrived.
-        finish: makes of what all ranks have sent, in rank order, the values of the tensors in ``writes``.
+        kind: its name in reports.
+        group: None is the default group.
+        sent: this rank's contribution. gloo carries it to all ranks.
+        reads, writes: memory that the collective may use until somebody has waited for it.
+        finish: given every rank's ``sent``, in rank order, returns pairs of a tensor in ``writes`` and its new value.
     """
 
     kind: str
@@ -42,7 +51,13 @@ class Collective:
 
 @dataclass(frozen=True)
 class Entry:
-    """In the order of issue: a collective, and the ranks between which it is."""
+    """A collective in the order of issue.
+
+    Attributes:
+        ranks: of its group, as the whole job numbers them.
+        group: torch's name of the group.
+        numel: elements that this rank sends; 0 where it sends objects, or nothing.
+    """
 
     ranks: tuple[int, ...]
     group: str
@@ -54,31 +69,52 @@ class SplitHangs(Exception):
     """With NCCL this call would never return: it waits for ranks that do not make it."""
 
 
+Queue = list["SimulatedWork"]
+"""The collectives of one group that nobody has waited for, in the order of issue."""
+
+
 class SimulatedTransport(StreamTransport, ABC):
     """NCCL, as far as a program can tell.
 
     Attributes:
         issued: what this rank has issued so far, over all groups.
+        queues: what is under way, by the names of the groups.
         device_bound: whether ``init_process_group`` was given a ``device_id``, so that groups split communicators.
     """
 
     def __init__(self, *, device_bound: bool = False) -> None:
         self.issued: list[Entry] = []
+        self.queues: dict[str, Queue] = {}
         self.device_bound = device_bound
 
     @abstractmethod
-    def begin(self, collective: Collective) -> Work:
-        """Issue it."""
+    def begin(self, collective: Collective, queue: Queue) -> SimulatedWork:
+        """Issue it. ``queue``: that of its group."""
+
+    @abstractmethod
+    def watching(self) -> AbstractContextManager[None]:
+        """The program runs within it. Raises RaceFound at the end, whatever the program has caught."""
+
+    def at_memory(self) -> AbstractContextManager[None]:
+        """The simulation itself uses memory within it, and not the program."""
+        return nullcontext()
+
+    def memory_of(self, tensor: Tensor) -> Tensor:
+        """The same memory, as a CPU tensor without autograd."""
+        return tensor.detach()
 
     def _issue(self, collective: Collective) -> Work:
-        self._record(collective.kind, collective.group, collective.sent.numel())
-        return self.begin(collective)
+        group = self._record(collective.kind, collective.group, collective.sent.numel())
+        queue = self.queues.setdefault(group.group_name, [])
+        queue.append(self.begin(collective, queue))
+        return queue[-1]
 
-    def _record(self, kind: str, group: Group, numel: int = 0) -> None:
+    def _record(self, kind: str, group: Group, numel: int = 0) -> dist.ProcessGroup:
         group = group or dist.group.WORLD
         assert group is not None
         ranks = tuple(dist.get_process_group_ranks(group))
         self.issued.append(Entry(ranks, group.group_name, kind, numel))
+        return group
 
     def reduce_scatter(self, reduction: Reduction, group: Group, lend: Callable[[int], Tensor]) -> Issued:
         full, own, out = reduction.full, reduction.own, reduction.out
@@ -138,6 +174,42 @@ class SimulatedTransport(StreamTransport, ABC):
         return self.device_bound
 
 
+class SimulatedWork:
+    """A collective of which the result is held back until somebody waits for it. Until then its outputs are NaN."""
+
+    def __init__(self, transport: SimulatedTransport, collective: Collective, queue: Queue) -> None:
+        self._transport, self._collective, self._queue = transport, collective, queue
+        with transport.at_memory():
+            sent = transport.memory_of(collective.sent).clone()
+            self._parts = [torch.empty_like(sent) for _ in range(dist.get_world_size(collective.group))]
+            self._gloo: Any = dist.all_gather(self._parts, sent, group=collective.group, async_op=True)
+            for tensor in collective.writes:
+                transport.memory_of(tensor).fill_(torch.nan if tensor.is_floating_point() else NOT_THERE)
+
+    def wait(self, timeout: object = None) -> bool:
+        while self in self._queue:  # the collectives of a group arrive in order
+            self._queue[0]._deliver()
+        return True
+
+    def is_completed(self) -> bool:
+        raise AssertionError(
+            "the library asks whether a collective has arrived: what a rank launches must not depend on that"
+        )
+
+    def check(self) -> None:
+        """Before the result is there. Raises RaceFound."""
+
+    def _deliver(self) -> None:
+        """The tensors are held until here, as torch holds those of NCCL's."""
+        self._gloo.wait()
+        self._queue.remove(self)
+        with self._transport.at_memory():
+            self.check()
+            for tensor, value in self._collective.finish(self._parts):
+                self._transport.memory_of(tensor).copy_(value)
+        del self._collective, self._parts, self._gloo
+
+
 _plain_new_group = dist.new_group
 
 
@@ -172,8 +244,8 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-def different_order(by_rank: Sequence[Sequence[Entry]]) -> str | None:
-    """Where two ranks have issued in different orders what both take part in; None: nowhere.
+def different_order(by_rank: Sequence[Sequence[Entry]]) -> str:
+    """Where two ranks have issued in different orders what both take part in; empty: nowhere.
 
     A GPU may run the collectives of all communicators one after another. Two ranks that issue two of them in different
     orders then wait for each other.
@@ -189,4 +261,4 @@ def different_order(by_rank: Sequence[Sequence[Entry]]) -> str | None:
                     return f"collective {place}: rank {first} issues {one}, rank {second} {other}"
             if len(both[0]) != len(both[1]):
                 return f"rank {first} issues {len(both[0])} collectives, rank {second} {len(both[1])}"
-    return None
+    return ""

@@ -25,7 +25,16 @@ def worker() -> Iterator[Call]:
     """
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=_start) as pool:
-        yield lambda body, *args: pool.submit(_call, body, args).result(timeout=TIMEOUT_SECONDS)
+
+        def call(body: Callable[..., Any], *args: Any) -> tuple[Any, list[Race]]:
+            try:
+                return pool.submit(_call, body, args).result(timeout=TIMEOUT_SECONDS)
+            except TimeoutError:
+                for process in [*pool._processes.values()]:
+                    process.kill()  # else the pool would wait for it
+                raise
+
+        yield call
 
 
 def _start() -> None:

@@ -217,6 +217,20 @@ class Comm:
         _spare[tuple(ranks)] = [weakref.ref(group) for group in spare.values()]
         self._own = weakref.ref(own)
 
+    def connect(self, device: torch.device) -> None:
+        """Collective. Let NCCL connect the ranks of the own group now, for tensors on ``device``.
+
+        It does so where a kind of collective is first used, and its host waits for all ranks in that. In the first
+        backward a rank that has raised would not come.
+        """
+        if self.world_size == 1 or self.host_waits(device):
+            return
+        full, issue = torch.zeros(self.world_size, device=device), self._transport(device)
+        own = self.own_part(full)
+        issue.reduce_scatter(Reduction(full, own, own, accumulate=False), self.own_group, full.new_empty).work.wait()
+        issue.all_gather(full, own, self.own_group).work.wait()
+        issue.all_reduce(full, self.own_group).work.wait()
+
     def of_consecutive(self, count: int) -> Comm:
         """Collective. The ``count`` consecutive ranks among which this one is, a divisor of all; traffic is one."""
         ranks = dist.get_process_group_ranks(self.group)
