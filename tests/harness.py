@@ -102,7 +102,7 @@ def _perform(task: _Task) -> tuple[bool, Any]:
     try:
         fn, args = pickle.loads(task.call)
         with _process_group(task), simulation.running(task.rank) as issued:
-            return True, (fn(task.rank, task.world_size, *args), issued)
+            return True, (fn(task.rank, task.world_size, *args), issued)  # a list, which fills up as the context ends
     except BaseException:
         return False, traceback.format_exc()
 
@@ -258,8 +258,8 @@ def run_ranks(
     as ``device_id``, so that it communicates at once, and torch makes later groups by splitting it.
 
     ``simulated``: the simulation of a GPU to run in, as ``simulated_gpu.switch`` names them; None: what the environment
-    says, as a rule none. ``one_order``: whether the program lets all ranks issue collectives in one order. A simulation
-    checks that.
+    says, as a rule none. ``one_order``: in a simulation, whether two ranks must issue the collectives that they share
+    in the same order. False is for programs in which ranks come to several optimizers in different orders.
 
     Raises RankFailure with every failed rank's traceback, and the end of its stderr, when a rank raises, dies or has
     not answered after ``timeout`` seconds.

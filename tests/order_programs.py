@@ -166,7 +166,8 @@ def all_programs(width: int = 16) -> list[OrderProgram]:
 
 
 def few_programs(width: int = 16) -> list[OrderProgram]:
-    """All that programs do, each at each of its stages and on each pair of streams, but not at each on each."""
+    """Four programs for each key of WHAT. Together they have every stage that it allows and every pair of streams, but
+    not every combination."""
     return [
         OrderProgram(stages[turn % len(stages)], what, *STREAMS[(turn + number) % len(STREAMS)], width)
         for number, (what, stages) in enumerate(WHAT.items())
@@ -189,8 +190,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank has, on the CPU. ``losses``: of every counted backward, in turn. ``gradients``: of every step that
-    read them, by name."""
+    """What one rank has, on the CPU.
+
+    Attributes:
+        losses: of every counted backward, in turn.
+        norms: of each step and optimizer, before clipping.
+        gradients: of every step that read them, by name.
+    """
 
     parameters: dict[str, Tensor]
     losses: list[float]
@@ -295,7 +301,10 @@ def train(
     process_group: Any = None,
     streams: Streams | None = None,
 ) -> Trained:
-    """Collective over ``process_group``, the default one if None, in which this is ``rank`` of ``world_size``."""
+    """This rank's results. Raises what the library raises.
+
+    Collective over ``process_group``, the default one if None, in which this is ``rank`` of ``world_size``.
+    """
     streams = Streams(device) if streams is None else streams
     model = make_model(program).to("cpu" if program.offloaded else device)
     freeze(program, model, step=0)
@@ -701,6 +710,12 @@ def _of_tensors(what: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor]
             yield f"{what} {name}: {tuple(a.shape)} instead of {tuple(b.shape)}"
         elif a.numel() and not bool(((off := (a.double() - b.double()).abs()) <= TOLERANCE).all()):
             yield f"{what} {name}: off by {float(off.max()):.2g} in {int((~(off <= TOLERANCE)).sum())} of {a.numel()}"
+
+
+def wrong(by_rank: Sequence[Sequence[Trained]], programs: Sequence[OrderProgram]) -> list[str]:
+    """What is wrong, a text for each program that is not right. ``by_rank[rank][number of the program]``."""
+    results = zip(*by_rank, strict=True)
+    return [text for program, of in zip(programs, results, strict=True) if (text := check(of, program))]
 
 
 def check(results: Sequence[Trained], program: OrderProgram) -> str:

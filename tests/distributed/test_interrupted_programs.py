@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import zero_optim
 from harness import run_ranks
-from simulated_gpu.switch import chosen
 from torch import Tensor, nn
 from training_cases import Planned, raise_in_backward
 
@@ -128,8 +127,7 @@ def _play(rank: int, program: Program) -> float:
     with suppress(Planned):
         loss(params, [2.0, -1.0][rank], program.after if rank in program.raising else None).backward()
     oracle.backward([2.0, -1.0], first=len(params) - program.after)
-    # At stage 0 the other rank waits in backward, for averages; on a GPU its stream waits at every stage.
-    if program.stage > 0 and chosen() is None:
+    if program.stage > 0:  # there the other rank waits in backward, for averages
         _own_collective(rank)
 
     then = program.then
@@ -233,19 +231,14 @@ FOLLOWED_BY = (
 )
 
 
-def _followed_by(stage: int) -> list[str]:
-    """On a GPU the gradients of stage 0 are still being averaged then: to write into them is a race."""
-    return [then for then in FOLLOWED_BY if stage > 0 or chosen() is None or then != "module_zero"]
-
-
 @pytest.mark.parametrize("raising", [(0,), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("optimizers", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_after_some_gradients(stage: int, optimizers: int, raising: tuple[int, ...]):
     """Between gradients, of every optimizer; and after the last one."""
     afters = (len(SIZES) - 3 + optimizers - 1, len(SIZES))
-    programs = [Program(stage, optimizers, raising, *how) for how in itertools.product(afters, _followed_by(stage))]
-    assert run_ranks(RANKS, _play_all, programs, timeout=120, one_order=optimizers == 1) == [[]] * RANKS
+    programs = [Program(stage, optimizers, raising, *how) for how in itertools.product(afters, FOLLOWED_BY)]
+    assert run_ranks(RANKS, _play_all, programs, timeout=120) == [[]] * RANKS
 
 
 @pytest.mark.parametrize("raising", [(0,), (0, 1)], ids=str)
@@ -253,14 +246,11 @@ def test_after_some_gradients(stage: int, optimizers: int, raising: tuple[int, .
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_before_the_first_gradient(stage: int, optimizers: int, raising: tuple[int, ...]):
     """On one rank alone it leaves no trace there: ``step``, or ``zero_grad`` after an earlier one, settles it."""
-    followed_by: Sequence[str] = _followed_by(stage)
+    followed_by: Sequence[str] = FOLLOWED_BY
     if len(raising) < RANKS:  # at stage 0 the other rank waits in backward, for the averages of each optimizer
         followed_by = ("step", "zero_grad") if stage > 0 else ("step",)[: 2 - optimizers]
-        # In a simulation zero_grad would ask the other rank's host, which waits in backward. On a GPU it does not.
-        if chosen() is not None:
-            followed_by = followed_by[:1]
     programs = [Program(stage, optimizers, raising, 0, then) for then in followed_by]
-    assert run_ranks(RANKS, _play_all, programs, timeout=120, one_order=optimizers == 1) == [[]] * RANKS
+    assert run_ranks(RANKS, _play_all, programs, timeout=120) == [[]] * RANKS
 
 
 def _parted(rank: int, world_size: int, stage: int, then: str) -> str:

@@ -24,12 +24,12 @@ from order_programs import (
     Run,
     Streams,
     Trained,
-    check,
     few_objects,
     few_programs,
     make_model,
     programs_on_one_stream,
     train,
+    wrong,
 )
 from places import ON_GPU, why_not_nccl_ranks
 
@@ -63,9 +63,8 @@ def _train_all(rank: int, world_size: int, programs: Sequence[OrderProgram], gro
 
 
 def _assert_right(of_ranks: Sequence[Sequence[Trained]], programs: Sequence[OrderProgram]) -> None:
-    """``of_ranks[rank][number of the program]``."""
-    wrong = [check(results, program) for results, program in zip(zip(*of_ranks, strict=True), programs, strict=True)]
-    assert not any(wrong), "\n".join(filter(None, wrong))
+    found = wrong(of_ranks, programs)
+    assert not found, "\n".join(found)
 
 
 def _programs(world_size: int, stage: int) -> list[OrderProgram]:

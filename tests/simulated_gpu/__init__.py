@@ -36,8 +36,36 @@ What is not there
     A second device, sparse tensors, CUDA graphs, Triton. Random numbers are the host's, so ``torch.manual_seed`` gives
     those of the CPU.
 
-Modules: ``build`` makes the C++ part, ``device`` loads it and puts it into ``torch.cuda``, ``ops`` is what a simulated
-collective needs. ``load()`` comes before torch is imported, so a test runs its body in a process of its own.
+``load()`` comes before torch is imported, so a test runs its body in a process of its own.
+
+Where a change goes
+    The device, which knows nothing of zero_optim::
+
+        clocks.h        which work comes after which
+        memory.h        what is a race, what is freed too early
+        kernels.h       how an op runs, what it reads and writes
+        guard.h         what torch's C++ asks of a device
+        device.cpp      what is registered with torch
+        build.py        compiles it
+        device.py       loads it; races, counts, what queries say
+        torch_cuda.py   what replaces functions of torch.cuda
+        ops.py          what a simulated collective is made of
+        worker.py       the process in which its tests run
+
+    The two simulations of NCCL, which stand in for ``zero_optim.comm.transport``::
+
+        transport.py    the data of a collective, and the order of issue
+        held.py         CPU tensors: what happens between issue and wait
+        streams.py      the device: the same
+        operators.py    which memory an operator of torch uses
+        switch.py       which simulation runs; tests/harness.py asks it
+
+    The checks::
+
+        programs.py     the order programs of tests/order_programs.py, on ranks
+        faults.py       the table of seeded faults
+        fault_check.py  runs it
+        __main__.py     make race-check
 """
 
 from __future__ import annotations

@@ -58,9 +58,9 @@ LEFT_OUT = {
 def check_programs(simulation: str) -> Iterator[tuple[int, list[str]]]:
     """How many programs have run, and what was found."""
     from harness import RankFailure, run_ranks
-    from order_programs import WHAT, all_programs, programs_on_one_stream
+    from order_programs import WHAT, all_programs, programs_on_one_stream, wrong
 
-    from simulated_gpu.programs import train_all, wrong
+    from simulated_gpu.programs import train_all
 
     chosen = programs_on_one_stream() if simulation == "held" else all_programs()
     for what in WHAT:
@@ -75,6 +75,11 @@ def check_programs(simulation: str) -> Iterator[tuple[int, list[str]]]:
 
 def check_tests(simulation: str) -> Iterator[tuple[int, list[str]]]:
     """The same of tests that exist."""
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", *(f"tests/{test}" for test in LEFT_OUT)]
+    collected = subprocess.run(collect, cwd=TESTS.parent, capture_output=True, text=True)
+    if collected.returncode:
+        yield 0, [f"LEFT_OUT names a test that is not there:\n{collected.stdout}{collected.stderr}"]
+        return
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--tb=short"]
     command += ["-p", "no:cacheprovider", *(f"--deselect=tests/{test}" for test in LEFT_OUT)]
     done = subprocess.run(
@@ -86,8 +91,6 @@ def check_tests(simulation: str) -> Iterator[tuple[int, list[str]]]:
     )
     ran = sum(int(number) for number in re.findall(r"(\d+) (?:passed|failed|error)", done.stdout))
     found = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if sum(map(int, re.findall(r"(\d+) deselected", done.stdout))) < len(LEFT_OUT):
-        found.append("LEFT_OUT names a test that is not there")
     if done.returncode:
         found.append(done.stdout[-8000:] + done.stderr[-2000:])
     yield ran, found

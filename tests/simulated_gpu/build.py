@@ -40,7 +40,10 @@ def torch_directory() -> Path:
 
 
 def library() -> Path:
-    """The shared library, built if it is not there. Several processes may ask at once. Raises Unavailable."""
+    """The shared library, built if it is not there. Several processes may ask at once.
+
+    Raises Unavailable, and RuntimeError where the sources do not compile.
+    """
     if sys.platform != "linux":
         raise Unavailable("the simulated GPU is for Linux")
     torch = torch_directory()

@@ -39,7 +39,15 @@ class Race:
 
 @dataclass(frozen=True)
 class Counts:
-    """What the device has done. ``bytes`` and ``peak_bytes`` are those of tensors on the device, without rounding."""
+    """What the device has done.
+
+    Attributes:
+        launches: pieces of work.
+        accesses: uses of memory that were checked.
+        blocks: allocations alive, pinned ones included.
+        bytes: of tensors on the device, without rounding.
+        peak_bytes: the most of them at once.
+    """
 
     launches: int
     accesses: int
@@ -51,7 +59,7 @@ class Counts:
 def load() -> None:
     """Load the C++ part into this process. Comes before the first import of torch, which looks for a device once.
 
-    Raises Unavailable where it cannot be built, RuntimeError where torch is imported already.
+    Raises Unavailable where it cannot be built, RuntimeError where it does not compile, or torch is imported already.
     """
     global _loaded
     if _loaded is not None:
@@ -99,9 +107,8 @@ def races() -> list[Race]:
 
 
 def clear() -> None:
-    """Forget the races, and begin anew: the host waits for all streams, and they are handed out from the first again.
-
-    Streams of ``ops.new_stream`` are given out again, so whoever holds one drops it.
+    """Forget the races. The host waits for all streams. New streams are numbered from the first again, those of
+    ``ops.new_stream`` too: do not use older ones afterwards.
     """
     call("restart")
     call("reset_peak")
@@ -109,6 +116,7 @@ def clear() -> None:
 
 
 def counts() -> Counts:
+    """Since the process began. The peak is that since ``clear`` or ``torch.cuda.reset_peak_memory_stats``."""
     return Counts(*call("counts"))
 
 

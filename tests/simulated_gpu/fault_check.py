@@ -22,11 +22,11 @@ from pathlib import Path
 
 import zero_optim  # noqa: F401  this process keeps the package without faults
 from harness import RankFailure, RankPool
-from order_programs import OrderProgram
+from order_programs import OrderProgram, wrong
 
 from simulated_gpu import Unavailable, library
 from simulated_gpu.faults import FAULTS, PACKAGE, Edit, Fault
-from simulated_gpu.programs import train_all, wrong
+from simulated_gpu.programs import train_all
 from simulated_gpu.transport import RaceFound
 
 TESTS = Path(__file__).resolve().parents[1]

@@ -14,7 +14,7 @@ wait for it. Here::
     done = record(stream)
 
     block(done, torch.cuda.current_stream())     # wait
-    done.query()                                 # is_completed, as set_arrival says
+    done.query()                                 # whether it is over, as set_arrival says
 
 The functions are not ops of the program's: a TorchDispatchMode does not see them, and autograd does not either.
 Imported after ``load()``, as it imports torch.
@@ -25,10 +25,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .device import call, host_access
+from .device import call
 from .torch_cuda import Event, Stream
 
-__all__ = ["alias", "block", "host_access", "launch", "new_stream", "record", "recorded_streams", "touch"]
+__all__ = ["alias", "block", "launch", "new_stream", "record", "recorded_streams", "touch"]
 
 
 def new_stream() -> Stream:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,3 +78,18 @@ def test_a_group_that_only_its_ranks_make_would_hang() -> None:
     """With a device bound, torch splits the communicator of all ranks in ``new_group``."""
     with pytest.raises(RankFailure, match="splits the communicator of all ranks"):
         run_ranks(3, _groups_as_torch_makes_them, simulated="held+bound")
+
+
+def _kinds_of_construction(rank: int, world_size: int) -> list[str]:
+    import zero_optim
+    from zero_optim.comm import transport
+
+    zero_optim.ShardedAdamW(make_parameters(SHAPES), lr=1e-2).close()
+    simulated: Any = transport.used()
+    return [entry.kind for entry in simulated.issued]
+
+
+def test_nccl_connects_in_the_constructor() -> None:
+    """Its host waits for all ranks there, and in a backward one that has raised would not come."""
+    for kinds in run_ranks(2, _kinds_of_construction, simulated="held"):
+        assert kinds[kinds.index("reduce_scatter") :][:3] == ["reduce_scatter", "all_gather", "all_reduce"]

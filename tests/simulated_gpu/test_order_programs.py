@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 from harness import run_ranks
-from order_programs import WHAT, OrderProgram, few_programs
+from order_programs import WHAT, OrderProgram, few_programs, wrong
 
-from simulated_gpu.programs import train_all, wrong
+from simulated_gpu.programs import train_all
 
 
 def _check(programs: Sequence[OrderProgram], simulated: str) -> None:
