@@ -90,8 +90,8 @@ class Timelines {
   uint64_t now(int timeline) const { return clocks_[timeline][timeline]; }
   // Whether that piece comes after piece `at` of `other`.
   bool is_after(int timeline, int other, uint64_t at) const { return at <= clocks_[timeline][other]; }
-  // Whether later work of the stream comes after piece `at` of `other`. The stream may know so by itself, or because the
-  // host does: a launch comes after all that the host has waited for.
+  // Whether later work of the stream comes after piece `at` of `other`. The stream may know so by itself, or because
+  // the host does: a launch comes after all that the host has waited for.
   bool will_be_after(int stream, int other, uint64_t at) const {
     return is_after(stream, other, at) || is_after(kHost, other, at);
   }
