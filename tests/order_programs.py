@@ -542,8 +542,8 @@ class Run:
         loss = loss_of(self.model, self.inputs(step, micro))
         if self.program.what == "beside other work":
             self.work_on_the_other_stream()
-        expected = [Planned] if self.program.what == "raised at the end" else []
-        with warnings.catch_warnings(), contextlib.suppress(*expected):
+        planned = [Planned] if self.program.what == "raised at the end" else []
+        with warnings.catch_warnings(), contextlib.suppress(*planned):
             warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True")
             loss.backward(create_graph=self.program.what == "graph")
         return loss.detach()

@@ -40,10 +40,10 @@ class BackwardWatch:
 
     @property
     def running(self) -> bool:
-        """Whether a backward that was entered goes on, as a node of that or of another one asks.
+        """Whether a backward that was entered goes on. Outside of all backwards none does.
 
-        Outside of all backwards none does. To ask what lives would be wrong there: where one has raised, its caller
-        knows before the engine's thread of a GPU lets go of the task.
+        A task that lives proves nothing there: after a raise, the engine's thread of a GPU may hold it for some moments
+        more.
         """
         if torch._C._current_graph_task_id() == -1:
             return False

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .operators import uses
-from .transport import Collective, Queue, RaceFound, SimulatedTransport, SimulatedWork
+from .transport import Collective, RaceFound, SimulatedTransport, SimulatedWork
 
 
 class HeldTransport(SimulatedTransport):
@@ -33,8 +33,8 @@ class HeldTransport(SimulatedTransport):
         self.races: list[str] = []
         self.unwatched = False
 
-    def begin(self, collective: Collective, queue: Queue) -> HeldWork:
-        return HeldWork(self, collective, queue)
+    def begin(self, collective: Collective, group: str) -> HeldWork:
+        return HeldWork(self, collective, group)
 
     @contextmanager
     def at_memory(self) -> Iterator[None]:
@@ -81,8 +81,8 @@ class HeldTransport(SimulatedTransport):
 class HeldWork(SimulatedWork):
     """It knows which addresses it uses, and what was there when it was issued."""
 
-    def __init__(self, transport: HeldTransport, collective: Collective, queue: Queue) -> None:
-        super().__init__(transport, collective, queue)
+    def __init__(self, transport: HeldTransport, collective: Collective, group: str) -> None:
+        super().__init__(transport, collective, group)
         self._transport = transport
         self._name = collective.kind
         self._where = "; it was issued at\n" + "".join(traceback.format_stack(limit=9)[:-4])

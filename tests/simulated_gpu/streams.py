@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import device, ops
 from .operators import uses
-from .transport import Collective, Queue, RaceFound, SimulatedTransport, SimulatedWork
+from .transport import Collective, RaceFound, SimulatedTransport, SimulatedWork
 
 
 class StreamsTransport(SimulatedTransport):
@@ -30,12 +30,12 @@ class StreamsTransport(SimulatedTransport):
         device.install()
         device.clear()
         device.set_arrival(arrival, seed)
-        self._streams: dict[int, Any] = {}  # by the group's queue
+        self._streams: dict[str, Any] = {}  # by the name of the group
 
-    def begin(self, collective: Collective, queue: Queue) -> StreamsWork:
-        if id(queue) not in self._streams:
-            self._streams[id(queue)] = ops.new_stream()
-        return StreamsWork(self, collective, queue, self._streams[id(queue)])
+    def begin(self, collective: Collective, group: str) -> StreamsWork:
+        if group not in self._streams:
+            self._streams[group] = ops.new_stream()
+        return StreamsWork(self, collective, group, self._streams[group])
 
     def memory_of(self, tensor: Tensor) -> Tensor:
         """The device does not look at what is done with it."""
@@ -56,14 +56,14 @@ class StreamsTransport(SimulatedTransport):
 class StreamsWork(SimulatedWork):
     """A collective on ``stream``."""
 
-    def __init__(self, transport: StreamsTransport, collective: Collective, queue: Queue, stream: Any) -> None:
+    def __init__(self, transport: StreamsTransport, collective: Collective, group: str, stream: Any) -> None:
         ops.block(ops.record(torch.cuda.current_stream()), stream)
         ops.launch(stream)
         for tensors, write in ((collective.reads, False), (collective.writes, True)):
             for tensor in tensors:
                 ops.touch(tensor, write, stream, collective.kind)
         self._done = ops.record(stream)
-        super().__init__(transport, collective, queue)
+        super().__init__(transport, collective, group)
 
     def wait(self, timeout: object = None) -> bool:
         super().wait()

@@ -88,8 +88,8 @@ class SimulatedTransport(StreamTransport, ABC):
         self.device_bound = device_bound
 
     @abstractmethod
-    def begin(self, collective: Collective, queue: Queue) -> SimulatedWork:
-        """Issue it. ``queue``: that of its group."""
+    def begin(self, collective: Collective, group: str) -> SimulatedWork:
+        """Issue it. ``group``: torch's name of its group."""
 
     @abstractmethod
     def watching(self) -> AbstractContextManager[None]:
@@ -106,7 +106,7 @@ class SimulatedTransport(StreamTransport, ABC):
     def _issue(self, collective: Collective) -> Work:
         group = self._record(collective.kind, collective.group, collective.sent.numel())
         queue = self.queues.setdefault(group.group_name, [])
-        queue.append(self.begin(collective, queue))
+        queue.append(self.begin(collective, group.group_name))
         return queue[-1]
 
     def _record(self, kind: str, group: Group, numel: int = 0) -> dist.ProcessGroup:
@@ -177,8 +177,8 @@ class SimulatedTransport(StreamTransport, ABC):
 class SimulatedWork:
     """A collective of which the result is held back until somebody waits for it. Until then its outputs are NaN."""
 
-    def __init__(self, transport: SimulatedTransport, collective: Collective, queue: Queue) -> None:
-        self._transport, self._collective, self._queue = transport, collective, queue
+    def __init__(self, transport: SimulatedTransport, collective: Collective, group: str) -> None:
+        self._transport, self._collective, self._queue = transport, collective, transport.queues[group]
         with transport.at_memory():
             sent = transport.memory_of(collective.sent).clone()
             self._parts = [torch.empty_like(sent) for _ in range(dist.get_world_size(collective.group))]

@@ -225,11 +225,13 @@ class Comm:
         """
         if self.world_size == 1 or self.host_waits(device):
             return
-        full, issue = torch.zeros(self.world_size, device=device), self._transport(device)
+        transport, group = self._transport(device), self.own_group
+        full = torch.zeros(self.world_size, device=device)
         own = self.own_part(full)
-        issue.reduce_scatter(Reduction(full, own, own, accumulate=False), self.own_group, full.new_empty).work.wait()
-        issue.all_gather(full, own, self.own_group).work.wait()
-        issue.all_reduce(full, self.own_group).work.wait()
+        reduction = Reduction(full, own, own, accumulate=False)
+        self._pending(transport.reduce_scatter(reduction, group, full.new_empty), "construction", full).wait()
+        self._pending(transport.all_gather(full, own, group), "construction", full).wait()
+        self._pending(transport.all_reduce(full, group), "construction", full).wait()
 
     def of_consecutive(self, count: int) -> Comm:
         """Collective. The ``count`` consecutive ranks among which this one is, a divisor of all; traffic is one."""
