@@ -12,11 +12,18 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 
+NO_TASK = -1
+current_task = torch._C._current_graph_task_id
+
 
 class BackwardWatch:
     """Calls ``on_begin`` at the first hook of a backward and ``on_end`` when the whole of it is over.
 
     A backward that raises never ends: it is found dead when the next one begins.
+
+    Attributes:
+        task: the id of the graph task that was entered last, and has not ended; else NO_TASK. A hook that finds itself
+            in it need not call ``enter``.
     """
 
     def __init__(self, on_begin: Callable[[], None], on_end: Callable[[], None]) -> None:
@@ -24,11 +31,13 @@ class BackwardWatch:
         # By graph task. The engine holds the callback for as long as the task lives.
         self._open: dict[int, weakref.ref[_EndOfTask]] = {}
         self._outer_runs = False  # an inner backward has ended, and nothing of the outer one has been seen yet
+        self.task = NO_TASK
 
     def enter(self) -> None:
         """To be called in every hook."""
-        task = torch._C._current_graph_task_id()
+        task = current_task()
         if task in self._open:
+            self.task = task
             return
         self._open = {task: end for task, end in self._open.items() if end() is not None}
         if not self._open and not self._outer_runs:
@@ -37,6 +46,7 @@ class BackwardWatch:
         end = _EndOfTask(self, task)
         self._open[task] = weakref.ref(end)
         Variable._execution_engine.queue_callback(end)
+        self.task = task
 
     @property
     def running(self) -> bool:
@@ -45,17 +55,19 @@ class BackwardWatch:
         A task that lives proves nothing there: after a raise, the engine's thread of a GPU may hold it for some moments
         more.
         """
-        if torch._C._current_graph_task_id() == -1:
+        if current_task() == NO_TASK:
             return False
         return self._outer_runs or any(end() is not None for end in self._open.values())
 
     def forget(self) -> None:
         """The next hook belongs to another backward."""
+        self.task = NO_TASK
         self._open.clear()
         self._outer_runs = False
 
     def task_ended(self, task: int) -> None:
         self._open.pop(task, None)
+        self.task = NO_TASK
         running = torch._C._current_autograd_node()
         if running is None:
             self.forget()  # whatever else is open has raised

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +38,26 @@ def _buckets(*params: tuple[int, ...]) -> Any:
     return [FakeBucket(FakeLayout(tuple(map(FakeSlot, of))), f"flat {number}") for number, of in enumerate(params)]
 
 
-def _ready(readiness: ByCounts, *gradients: tuple[int, int], changes: bool = False) -> list[bool]:
-    return [readiness.gradient_ready(index, number, changes_later=changes) for index, number in gradients]
+class Changing:
+    """The parameters that a hook of the user's may change after ours."""
+
+    def __init__(self) -> None:
+        self.params: set[int] = set()
+
+    def __call__(self, indices: Sequence[int]) -> bool:
+        return not self.params.isdisjoint(indices)
 
 
-def _learned(counts: dict[int, int] | None = None) -> ByCounts:
-    readiness = ByCounts(observes=True)
+def _new(*, observes: bool = True, changing: Changing | None = None) -> ByCounts:
+    return ByCounts(observes, changing or Changing())
+
+
+def _ready(readiness: ByCounts, *gradients: tuple[int, int]) -> list[bool]:
+    return [readiness.gradient_ready(index, number) for index, number in gradients]
+
+
+def _learned(counts: dict[int, int] | None = None, changing: Changing | None = None) -> ByCounts:
+    readiness = _new(changing=changing)
     readiness.use(_buckets((0, 1), (2,)))
     readiness.agree([Observation((0, 1, 2), counts or {}, False)], [0, 1, 2])
     readiness.use(_buckets((0, 1), (2,)))
@@ -60,9 +75,9 @@ REPORTS = {
 }
 
 
-def _by_counts(learned: Learned, repeated: int | None = None) -> ByCounts:
+def _by_counts(learned: Learned, repeated: int | None = None, changing: Changing | None = None) -> ByCounts:
     """One that has learned so much. ``repeated``: a parameter that comes twice."""
-    readiness = ByCounts(observes=True)
+    readiness = _new(changing=changing)
     readiness.use(_buckets((0, 1, 2), (3,)))
     counts = {} if repeated is None else {repeated: 2}
     if learned is not Learned.NOTHING:
@@ -90,21 +105,21 @@ def _come(readiness: ByCounts | ByUnits, bucket: str, missing: int = 1) -> None:
     """Let gradients of bucket 0 come until this is what has come of it. ``missing``: so many of three, unless FULL."""
     come = 3 if bucket.startswith("FULL") else 3 - missing
     for index in range(come):
-        changes_later = bucket == "CHANGING" and index == 0
-        assert readiness.gradient_ready(index, 0, changes_later=changes_later) is (
-            index == 2 and isinstance(readiness, ByCounts) and "repeats" not in bucket
-        )
+        full = index == 2 and isinstance(readiness, ByCounts) and "repeats" not in bucket
+        assert readiness.gradient_ready(index, 0) is full
     if "repeats" in bucket:
-        assert readiness.gradient_ready(0, 0, changes_later=False) is isinstance(readiness, ByCounts)
+        assert readiness.gradient_ready(0, 0) is isinstance(readiness, ByCounts)
 
 
 @pytest.mark.parametrize(("bucket", "column", "cell"), [(*cell, text) for cell, text in MAY_LEAVE.items()])
 def test_whether_a_bucket_may_leave(bucket: str, column: str, cell: str):
-    for missing in (0, 1, 2) if bucket == "CHANGING" else (1, 2):
+    for missing in (1, 2):
+        changing = Changing()
         if column.startswith("unit"):
             readiness: ByCounts | ByUnits = _by_unit(over=column == "unit over")
         else:
-            readiness = _by_counts(Learned[column], 0 if "repeats" in bucket else None)
+            readiness = _by_counts(Learned[column], 0 if "repeats" in bucket else None, changing)
+        changing.params.update({1, 3} if "changes" in bucket else {3})
         _come(readiness, bucket, missing)
         assert readiness.may_launch(0) is (cell == "yes")
         assert not readiness.may_launch(1), "nothing of it has come"
@@ -127,10 +142,7 @@ def _what_has_come(readiness: ByCounts) -> str:
     """Of bucket 0, in ALL: told apart by what still lets it leave."""
     if readiness.may_launch(0):
         return "FULL"
-    rest = copy.deepcopy(readiness)
-    for index in range(3):
-        rest.gradient_ready(index, 0, changes_later=False)
-    return "MISSING" if rest.may_launch(0) else "CHANGING"
+    return "MISSING"
 
 
 @pytest.mark.parametrize(("event", "before", "after"), [(*cell, after) for cell, after in COMES.items()])
@@ -141,13 +153,11 @@ def test_what_comes_of_a_bucket(event: str, before: str, after: str):
     _come(readiness, before, 2 if event == "more are missing" else 1)
     assert _what_has_come(readiness) == before
     if event == "more are missing":
-        assert not readiness.gradient_ready(1, 0, changes_later=False)
+        assert not readiness.gradient_ready(1, 0)
     elif event == "the last missing":
-        assert readiness.gradient_ready(2, 0, changes_later=False), "the bucket is full by that"
+        assert readiness.gradient_ready(2, 0), "the bucket is full by that"
     elif event == "once too often":
-        assert not readiness.gradient_ready(0, 0, changes_later=False)
-    elif event == "it may change":
-        assert readiness.gradient_ready(2, 0, changes_later=True) is (before != "FULL")
+        assert not readiness.gradient_ready(0, 0)
     elif event == "``use``":
         readiness.use(_buckets((0, 1, 2), (3,)))
     else:
@@ -167,7 +177,7 @@ def _tell(readiness: ByCounts, event: str) -> list[int] | None:
     elif name == "use":
         readiness.use(_buckets((0, 1, 2), (3,)))
     elif name == "gradient_ready":
-        readiness.gradient_ready(0, 0, changes_later=False)
+        readiness.gradient_ready(0, 0)
     else:
         getattr(readiness, name)()
     return None
@@ -184,7 +194,7 @@ def test_what_the_ranks_have_learned(event: str, before: str, after: str):
 
 @pytest.mark.parametrize("event", [event for event, before in LEARNED if before == "ALL"])
 def test_where_there_is_nothing_to_be_learned_all_is_known(event: str):
-    readiness = ByCounts(observes=False)
+    readiness = _new(observes=False)
     readiness.use(_buckets((0, 1, 2), (3,)))
     _tell(readiness, event)
     assert readiness.learned is Learned.ALL is ByUnits.learned
@@ -194,7 +204,7 @@ def _observation(state: str, learned: Learned) -> ByCounts:
     """One that has seen so much: of parameter 0, where it has seen something."""
     readiness = _by_counts(learned)
     if state != "EMPTY":
-        readiness.gradient_ready(0, 0, changes_later=False)
+        readiness.gradient_ready(0, 0)
     if state == "WHOLE":
         readiness.backward_ended()
     if state in ("WHOLE", "CUT SHORT"):
@@ -253,7 +263,7 @@ def test_a_bucket_may_leave_when_its_gradients_have_come():
 
 
 def test_while_observing_nothing_leaves():
-    readiness = ByCounts(observes=True)
+    readiness = _new()
     readiness.use(_buckets((0,)))
     assert _ready(readiness, (0, 0)) == [True]
     assert not readiness.may_launch(0)
@@ -263,18 +273,18 @@ def test_what_comes_more_than_once_or_may_change_waits_for_the_end():
     twice = _learned({0: 2})
     _ready(twice, (0, 0), (1, 0), (0, 0), (2, 1))
     assert not twice.may_launch(0) and twice.may_launch(1)
-    changing = _learned()
-    _ready(changing, (0, 0), (1, 0), changes=True)
-    assert not changing.may_launch(0)
-    changing.backward_ended()
-    changing.begin()
-    _ready(changing, (0, 0), (1, 0))
-    assert changing.may_launch(0), "the next backward begins anew"
+    changing = Changing()
+    late = _learned(changing=changing)
+    changing.params = {1}
+    _ready(late, (0, 0), (1, 0), (2, 1))
+    assert not late.may_launch(0) and late.may_launch(1)
+    changing.params = set()
+    assert late.may_launch(0), "the hook is gone"
 
 
 @pytest.mark.parametrize("cut_short", [False, True])
 def test_ranks_agree_on_rank_0s_order_and_the_largest_counts(cut_short: bool):
-    readiness = ByCounts(observes=True)
+    readiness = _new()
     readiness.use(_buckets((0,), (1,), (2,)))
     reports = [Observation((2, 0, 2), {2: 2, 0: 1}, False), Observation((1,), {1: 3}, cut_short)]
     order = readiness.agree(reports, [0, 1, 2])
@@ -287,7 +297,7 @@ def test_ranks_agree_on_rank_0s_order_and_the_largest_counts(cut_short: bool):
 
 
 def test_a_step_before_any_backward_teaches_nothing():
-    readiness = ByCounts(observes=True)
+    readiness = _new()
     readiness.use(_buckets((0,)))
     assert readiness.agree([Observation((), {}, False)] * 2, [0]) is None
     assert readiness.learned is Learned.NOTHING
@@ -299,13 +309,13 @@ def test_forgetting(order: bool, after: Learned):
     readiness.forget(order=order)
     assert readiness.learned is after
     assert readiness.agree([Observation((2, 1, 0), {}, False)], [0, 1, 2]) == ([2, 1, 0] if order else None)
-    alone = ByCounts(observes=False)
+    alone = _new(observes=False)
     alone.forget(order=order)
     assert alone.learned is Learned.ALL
 
 
 def test_an_observation_says_what_came_and_whether_it_was_cut_short():
-    readiness = ByCounts(observes=True)
+    readiness = _new()
     readiness.use(_buckets((0, 1), (2,)))
     _ready(readiness, (1, 0), (1, 0), (2, 1))
     readiness.backward_ended()
@@ -327,7 +337,7 @@ def test_by_units_a_bucket_leaves_with_its_unit():
 
     readiness = ByUnits(Schedule())
     readiness.use(_buckets((0,), (1,)))
-    assert not readiness.gradient_ready(0, 0, changes_later=False)
+    assert not readiness.gradient_ready(0, 0)
     assert not readiness.may_launch(0)
     Schedule.over = {"flat 1"}
     assert [readiness.may_launch(number) for number in (0, 1)] == [False, True]

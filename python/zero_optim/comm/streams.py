@@ -44,11 +44,15 @@ class GradStreams:
 
         default stream   the optimizer is made            .grad += ...
         side stream                            backward                 pack: must wait for the line above
+
+    Attributes:
+        several: whether there can be more than one.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.several = device.type == "cuda"
         self._index = (
-            None if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
+            None if not self.several else torch.cuda.current_device() if device.index is None else device.index
         )
         self._adding: set[torch.Stream] = set()  # in a backward that has not ended
         self._added: set[torch.Stream] = set()  # since ``forget``

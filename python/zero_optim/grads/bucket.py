@@ -29,7 +29,7 @@ from ..params.layout import BucketLayout, Slot
 from .handed_out import HandedOut
 from .slots import GradState, Slots, Zeroed
 
-_kind_of = operator.attrgetter("dtype", "layout", "device", "requires_grad")
+_dtype_of, _layout_of = operator.attrgetter("dtype"), operator.attrgetter("layout")
 
 
 class Flight:
@@ -212,7 +212,7 @@ class Bucket:
         if not found.local and not found.gone:
             return False
         self._use_new_memory_if_kept()
-        sources = self._present()
+        sources = found.local if self.state is GradState.EMPTY else self._present()
         self._pack(sources, self.grad_buffer, 1.0)
         streams.keep(grad for _, grad in sources)
         self.slots.collect(sources, self._views)
@@ -401,14 +401,14 @@ class Bucket:
     def _pack(
         self, sources: Sequence[tuple[int, Tensor]], full: Tensor, scale: float, accumulate: bool = False
     ) -> None:
-        grads = [self._absent] * len(self.params)
-        usual = {(self.dtype, torch.strided, self.device, False)}
-        if {_kind_of(grad) for _, grad in sources} <= usual and all(grad.is_contiguous() for _, grad in sources):
-            for index, grad in sources:
+        grads = [grad for _, grad in sources]
+        usual = {*map(_dtype_of, grads)} <= {self.dtype} and {*map(_layout_of, grads)} <= {torch.strided}
+        if not usual or not all(map(Tensor.is_contiguous, grads)):  # torch lets none be on another device
+            grads = [self._checked_or_refused(index, grad) for index, grad in sources]
+        if len(grads) < len(self.params):
+            present, grads = grads, [self._absent] * len(self.params)
+            for (index, _), grad in zip(sources, present, strict=True):
                 grads[index] = grad
-        else:
-            for index, grad in sources:
-                grads[index] = self._checked_or_refused(index, grad)
         flags = torch.empty_like(self.nonfinite) if accumulate else self.nonfinite
         torch.ops.zero_kernels.pack(grads, self.offsets, full, scale, flags)  # zeroes the gaps
         if accumulate:

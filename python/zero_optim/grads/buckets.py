@@ -21,7 +21,7 @@ class Buckets:
     Attributes:
         order: indices of the parameters, in the order of their slots.
         all: the buckets, in the order in which they leave.
-        slot_of: of each parameter, the number of its bucket and of its slot there.
+        slot_of: of each parameter, its bucket, the number of that, and the number of its slot there.
         slot_params: [slots] int64, the index of the parameter of each slot, bucket by bucket.
         nonfinite: [slots] int32, in the order of ``slot_params``: whether this rank's last gradient was not finite.
     """
@@ -45,7 +45,7 @@ class Buckets:
         for bucket, flags in zip(buckets, self.nonfinite.split([len(b.params) for b in buckets]), strict=True):
             bucket.nonfinite = flags
         self.slot_of = {
-            slot.param: (number, index)
+            slot.param: (bucket, number, index)
             for number, bucket in enumerate(self.all)
             for index, slot in enumerate(bucket.layout.slots)
         }
@@ -74,8 +74,8 @@ class Buckets:
             bucket.make_room()
         while moving:  # one bucket at a time: whole gradients take memory
             for slot, whole, shown, used in moving.pop(0).whole():
-                number, index = self.slot_of[slot.param]
-                self.all[number].take_over(index, whole, shown=shown, used=used)
+                bucket, _, index = self.slot_of[slot.param]
+                bucket.take_over(index, whole, shown=shown, used=used)
 
     @property
     def refused(self) -> dict[int, str]:

@@ -11,7 +11,7 @@ which accumulates nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,8 @@ class GradHooks:
     def __init__(self, before: Callable[[int, Any], None] | None, ready: Callable[[int, Tensor], None]) -> None:
         self._before, self._ready = before, ready
         self._nodes: dict[int, torch.autograd.graph.Node] = {}  # the parameters alone do not keep them
-        self._post: dict[int, tuple[dict[int, object], int]] = {}  # of each parameter: all hooks, and the id of ours
+        self._post: dict[int, dict[int, object]] = {}  # of each parameter: all hooks by id
+        self._own: dict[int, int] = {}  # of each parameter: the id of ours
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def register(self, index: int, parameter: Tensor) -> None:
@@ -40,16 +41,17 @@ class GradHooks:
         node = torch.autograd.graph.get_gradient_edge(parameter).node
         self._nodes[index] = node
         handle = parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
-        self._post[index] = (parameter._post_accumulate_grad_hooks, handle.id)
+        self._post[index], self._own[index] = parameter._post_accumulate_grad_hooks, handle.id
         self._handles.append(handle)
         if self._before is not None:
             self._handles.append(node.register_prehook(partial(self._before, index)))
         parameter.requires_grad_(trains)
 
-    def followed_by_users(self, index: int) -> bool:
-        """Whether a hook of the user's, which may change the gradient, runs after ours."""
-        hooks, own = self._post[index]
-        return len(hooks) > 1 and next(reversed(hooks)) != own
+    def followed_by_users(self, indices: Sequence[int]) -> bool:
+        """Whether a hook of the user's, which may change the gradient, runs after ours at one of these."""
+        if max(map(len, map(self._post.__getitem__, indices)), default=0) <= 1:
+            return False  # as a rule
+        return any(next(reversed(self._post[index])) != self._own[index] for index in indices)
 
     def accumulates(self, index: int) -> bool:
         """Within a backward: whether it is going to add to this parameter's gradient, or has done so."""

@@ -13,26 +13,25 @@ may_launch           NOTHING     ORDER       ALL         unit open   unit over
 MISSING              no          no          no          no          yes
 FULL                 no          no          yes         no          yes
 FULL, repeats        no          no          no          no          yes
-CHANGING             no          no          no          no          yes
+FULL, changes        no          no          no          no          yes
 ===================  ==========  ==========  ==========  ==========  ==========
 
 - *MISSING*: not every gradient has come as often as it is expected to. *FULL*: every gradient has.
 - *repeats*: one of the gradients is expected more than once.
-- *CHANGING*: one of the gradients may still change, whether all have come or not.
+- *changes*: a hook of the user's runs after ours, and may change one of the gradients.
 - *unit over*: backward is through with the bucket's unit, or the backward before was.
 
 By counts, what has come of a bucket:
 
-===================  ==========  ==========  ==========
-a gradient comes     MISSING     FULL        CHANGING
-===================  ==========  ==========  ==========
-more are missing     MISSING     --          CHANGING
-the last missing     FULL        --          CHANGING
-once too often       MISSING     FULL        CHANGING
-it may change        CHANGING    CHANGING    CHANGING
-``begin``            MISSING     MISSING     MISSING
-``use``              MISSING     MISSING     MISSING
-===================  ==========  ==========  ==========
+===================  ==========  ==========
+a gradient comes     MISSING     FULL
+===================  ==========  ==========
+more are missing     MISSING     --
+the last missing     FULL        --
+once too often       MISSING     FULL
+``begin``            MISSING     MISSING
+``use``              MISSING     MISSING
+===================  ==========  ==========
 
 The reducer tells ``begin`` right after ``backward_ended``, too: before that no gradient comes.
 
@@ -82,7 +81,8 @@ drop_observation     EMPTY       --          EMPTY       EMPTY
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -99,9 +99,10 @@ class Readiness(Protocol):
     def begin(self) -> None:
         """A backward begins, or what the last one has told is of no use any more."""
 
-    def gradient_ready(self, index: int, number: int, *, changes_later: bool) -> bool:
-        """The gradient of parameter ``index``, of bucket ``number``, is there. ``changes_later``: a hook of the user's
-        runs after ours, and may change it. Returns whether this made its bucket full; by units it is always False.
+    def gradient_ready(self, index: int, number: int) -> bool:
+        """The gradient of parameter ``index``, of bucket ``number``, is there. For every gradient: it must be quick.
+
+        Returns whether this made its bucket full; by units it is always False.
         """
 
     def may_launch(self, number: int) -> bool: ...
@@ -142,54 +143,58 @@ class ByCounts:
         learned: what the ranks know; ``agree`` and ``forget`` change it.
     """
 
-    def __init__(self, *, observes: bool) -> None:
-        """``observes``: whether there is anything to be learned; one rank, and stage 3, have no use for it."""
-        self._observes = observes
+    def __init__(self, observes: bool, may_change: Callable[[Sequence[int]], bool]) -> None:
+        """``observes``: whether there is anything to be learned; one rank, and stage 3, have no use for it.
+        ``may_change``: whether a hook of the user's, which runs after ours, may change one of these gradients."""
+        self._observes, self._may_change = observes, may_change
         self.learned = Learned.NOTHING if observes else Learned.ALL
-        self._counts: dict[
-            int, int
-        ] = {}  # how often each comes in a backward, as the ranks agreed; one that is not in it comes once
-        self._seen: dict[int, int] = {}  # how often each has come in this backward
-        self._expected: list[int] = []  # of each bucket
+        # How often each comes in a backward, as the ranks agreed. One that is not in it comes once.
+        self._counts: dict[int, int] = {}
+        self._params: list[list[int]] = []  # of each bucket
         self._repeats: list[bool] = []  # of each bucket, whether one of its parameters comes more than once
-        self._missing: list[int] = []
-        self._changing: set[int] = set()  # buckets with a gradient that a later hook of the user's may change
+        self._expected: list[int] = []  # how often each is to come in a backward, by index; 0 where it is in no bucket
+        self._to_come: list[int] = []  # how often each has still to come in this one, by index
+        self._of_buckets: list[int] = []  # how many are to come in a backward, of each bucket
+        self._missing: list[int] = []  # how many have still to come in this one, of each bucket
         self._forget_observation()
 
     # -- as the reducer calls it -----------------------------------------------------------------------------------
 
     def use(self, buckets: Sequence[Bucket]) -> None:
-        of_buckets = [[self._counts.get(slot.param, 1) for slot in bucket.layout.slots] for bucket in buckets]
-        self._expected = [sum(of_bucket) for of_bucket in of_buckets]
-        self._repeats = [any(count > 1 for count in of_bucket) for of_bucket in of_buckets]
         self.begin()
+        self._params = [[slot.param for slot in bucket.layout.slots] for bucket in buckets]
+        of_buckets = [[self._counts.get(index, 1) for index in of_bucket] for of_bucket in self._params]
+        self._repeats = [any(count > 1 for count in of_bucket) for of_bucket in of_buckets]
+        self._of_buckets = list(map(sum, of_buckets))
+        self._expected = [0] * (1 + max(itertools.chain.from_iterable(self._params), default=-1))
+        for index in itertools.chain.from_iterable(self._params):
+            self._expected[index] = self._counts.get(index, 1)
+        self._to_come, self._missing = list(self._expected), list(self._of_buckets)
 
     def begin(self) -> None:
-        self._cut_short |= bool(self._seen)  # ``backward_ended`` empties it: what is left is of one that raised
-        self._seen = {}
-        self._changing.clear()
-        self._missing = list(self._expected)
+        self._cut_short |= self._to_come != self._expected  # ``backward_ended`` makes them equal: one has raised
+        self._to_come, self._missing = list(self._expected), list(self._of_buckets)
 
-    def gradient_ready(self, index: int, number: int, *, changes_later: bool) -> bool:
-        self._seen[index] = seen = self._seen.get(index, 0) + 1
-        if changes_later:
-            self._changing.add(number)
+    def gradient_ready(self, index: int, number: int) -> bool:
+        self._to_come[index] = left = self._to_come[index] - 1
         if self.learned is not Learned.ALL:
             self._order.append(index)
-        if seen > self._counts.get(index, 1):
+        if left < 0:
             return False
-        self._missing[number] -= 1
-        return self._missing[number] == 0
+        self._missing[number] = missing = self._missing[number] - 1
+        return missing == 0
 
     def may_launch(self, number: int) -> bool:
-        known = self.learned is Learned.ALL and not self._repeats[number]
-        return known and self._missing[number] == 0 and number not in self._changing
+        full = self._missing[number] == 0
+        known = full and self.learned is Learned.ALL and not self._repeats[number]
+        return known and not self._may_change(self._params[number])
 
     def backward_ended(self) -> None:
         if self.learned is not Learned.ALL:
-            for index, count in self._seen.items():
-                self._observed[index] = max(count, self._observed.get(index, 0))
-        self._seen = {}
+            for index, (expected, left) in enumerate(zip(self._expected, self._to_come, strict=True)):
+                if left != expected:
+                    self._observed[index] = max(expected - left, self._observed.get(index, 0))
+        self._to_come = list(self._expected)
 
     # -- learning --------------------------------------------------------------------------------------------------
 
@@ -259,7 +264,7 @@ class ByUnits:
     def begin(self) -> None:
         pass
 
-    def gradient_ready(self, index: int, number: int, *, changes_later: bool) -> bool:
+    def gradient_ready(self, index: int, number: int) -> bool:
         return False
 
     def may_launch(self, number: int) -> bool:

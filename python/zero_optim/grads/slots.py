@@ -183,11 +183,11 @@ class Slots:
                 self._taken.clear()
                 self.stale.clear()
             return found
+        grads = map(_grad_of, self._params)
         if self.bucket_state is GradState.EMPTY:  # nothing is held: as a rule, so it is quick
-            found.local = [(index, p.grad) for index, p in enumerate(self._params) if p.grad is not None]
+            found.local = [(index, grad) for index, grad in enumerate(grads) if grad is not None]
             return found
-        for index, (parameter, handle) in enumerate(zip(self._params, handles, strict=True)):
-            grad = parameter.grad
+        for index, (grad, handle) in enumerate(zip(grads, handles, strict=True)):
             written = self._is_written(index, grad)
             if self._look(index, grad, handle):
                 found.gone.append(index)

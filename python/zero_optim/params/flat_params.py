@@ -112,6 +112,16 @@ class FlatParams:
         self.shown = True
         self._versions = list(map(_version_of, self.params))
 
+    def first_moved(self) -> int | None:
+        """Of those of ``params`` with a gradient the first, by slot, that was cast or given other memory or strides."""
+        if [*map(Tensor.data_ptr, self.params)] == self.addresses and all(map(Tensor.is_contiguous, self.params)):
+            return None  # a cast shows by the address
+        for slot, (parameter, place) in enumerate(zip(self.params, self.addresses, strict=True)):
+            moved = parameter.data_ptr() != place or not parameter.is_contiguous()
+            if moved and parameter.grad is not None:
+                return slot
+        return None
+
     def moved(self) -> list[Tensor]:
         """Those of ``params`` that were cast or given other memory while they were shown. They are shown anew."""
         pairs = zip(self.params, self.addresses, strict=True)
