@@ -37,22 +37,30 @@ class Panel:
 
 
 def draw_overhead(record: Mapping[str, Any], path: Path) -> None:
-    """``step()`` alone, and the loop around it."""
-    titles = {"step_overhead": "step() alone", "loop_overhead": "backward, step() and zero_grad()"}
+    """Backward and ``step()`` alone, and the loop that they are in."""
+    titles = {
+        "backward_overhead": "backward alone",
+        "step_overhead": "step() alone",
+        "loop_overhead": "backward, step() and zero_grad()",
+    }
     panels = [
         Panel(
-            title=f"{title}, {elements(rows[0]['numel'])} {rows[0]['dtype']} elements",
+            title=f"{title}, {elements(rows[0]['numel'])} elements",
             unit="ms",
             rows=rows,
             value=lambda row: row["ms"],
             whiskers=lambda row: (row["p20"], row["p80"]),
-            columns={"ms": lambda row: milliseconds(row["ms"]), "vs fused": lambda row: f"{row['vs_torch']:.2f}×"},
-            group=lambda row: f"{row['parameters']:,} parameters",
+            columns={"ms": lambda row: milliseconds(row["ms"]), "vs torch": lambda row: f"{row['vs_torch']:.2f}×"},
+            group=_parameters,
         )
         for title, rows in ((title, _of(record, op)) for op, title in titles.items())
         if rows
     ]
-    _draw(panels, record, path, "Medians of interleaved rounds; whiskers: p20 to p80. One rank.")
+    _draw(panels, record, path, "Medians of interleaved rounds, of the slower rank; whiskers: p20 to p80.")
+
+
+def _parameters(row: JsonRow) -> str:
+    return f"{row['parameters']:,} parameters, {row['dtype']}, {row['ranks'] or 1} rank{'s' * bool(row['ranks'])}"
 
 
 def draw_ranks(record: Mapping[str, Any], path: Path) -> None:

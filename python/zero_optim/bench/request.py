@@ -15,7 +15,13 @@ ALONE = ("step_overhead", "train_step", "stages", "memory_walkthrough")  # each 
 ON_ANY_DEVICE = ("stages", "memory_walkthrough")  # of these; the others are measured on the CPU
 WITH_CONTENDERS = ("train_step", "stages")
 DTYPES = ("fp16", "bf16")
-DTYPES_OF = {"step_overhead": ("fp32",), **dict.fromkeys(ALONE[1:], ("bf16", "fp32"))}  # the first is the default
+DTYPES_OF = {
+    "step_overhead": ("fp32", "bf16"),
+    **dict.fromkeys(ALONE[1:], ("bf16", "fp32")),
+}  # the first is the default
+SEVERAL_DTYPES = ("step_overhead",)  # all of them are
+WITH_RANKS = {"step_overhead": "1 2", "stages": "2 4; GPUs: all", "memory_walkthrough": "2"}
+SEVERAL_RANKS = ("step_overhead", "stages")
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
@@ -69,11 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtypes",
         nargs="+",
         choices=(*DTYPES, "fp32"),
-        help="of gradients and parameters (fp16 bf16); of what trains on ranks bf16 or fp32 (bf16)",
+        help="of gradients and parameters (fp16 bf16); of what trains on ranks bf16 or fp32 (bf16); of step_overhead "
+        "(fp32 bf16)",
     )
     flag("--backends", nargs="+", metavar="NAME", help="kernel backends to measure (all but reference)")
     flag("--contenders", nargs="+", metavar="NAME", help="of train_step, stages: who trains beside the baseline (all)")
-    flag("--ranks", nargs="+", type=int, metavar="N", help="of stages (2 4; GPUs: all) and memory_walkthrough (2)")
+    ranks = ", ".join(f"of {op} ({default})" for op, default in WITH_RANKS.items())
+    flag("--ranks", nargs="+", type=int, metavar="N", help=ranks)
     flag("--rounds", type=int, metavar="N", help="timed rounds of each case (10 to 51, as 5 seconds allow)")
     flag("--threads", type=int, metavar="N", help="torch's threads on the CPU (torch's own choice)")
     flag("--out", type=Path, metavar="DIR", help="where JSON and plot go (below benchmarks/results in a checkout)")
@@ -122,13 +130,15 @@ def _check_ops(parsed: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _check_alone(parsed: argparse.Namespace) -> tuple[str, ...]:
-    """The dtype of a run that measures one thing. Raises UsageError for what it cannot have."""
+    """The dtypes of a run that measures one thing. Raises UsageError for what it cannot have."""
     op = next(op for op in parsed.ops if op in ALONE)
     if set(parsed.ops) != {op}:
         raise UsageError(f"{op} is measured alone: leave out {', '.join(sorted(set(parsed.ops) - {op}))}")
     allowed = DTYPES_OF[op]
-    if parsed.dtypes and (len(set(parsed.dtypes)) > 1 or parsed.dtypes[0] not in allowed):
-        raise UsageError(f"--dtypes {' '.join(parsed.dtypes)}: {op} is measured in {' or '.join(allowed)}")
+    several = op in SEVERAL_DTYPES
+    if parsed.dtypes and (len(set(parsed.dtypes)) > 1 and not several or not {*parsed.dtypes} <= {*allowed}):
+        choice = (" and " if several else " or ").join(allowed)
+        raise UsageError(f"--dtypes {' '.join(parsed.dtypes)}: {op} is measured in {choice}")
     for name, values, why in (
         ("backends", parsed.backends, "measures optimizers, with the backend that they use"),
         ("device cuda", parsed.device == "cuda" and op not in ON_ANY_DEVICE, "is measured on the CPU"),
@@ -136,9 +146,14 @@ def _check_alone(parsed: argparse.Namespace) -> tuple[str, ...]:
         ("numel", parsed.numel and op == "memory_walkthrough", "is of one model"),
         ("numel", parsed.numel and len(set(parsed.numel)) > 1, "is measured at one size a run"),
         ("rounds", parsed.rounds and op == "memory_walkthrough", "is not timed"),
-        ("ranks", parsed.ranks and op not in ON_ANY_DEVICE, "has no choice of them; stages has"),
-        ("ranks", len(set(parsed.ranks or ())) > 1 and op != "stages", "is measured on one number of them a run"),
+        ("ranks", parsed.ranks and op not in WITH_RANKS, "has no choice of them; stages has"),
+        (
+            "ranks",
+            len(set(parsed.ranks or ())) > 1 and op not in SEVERAL_RANKS,
+            "is measured on one number of them a run",
+        ),
     ):
         if values:
             raise UsageError(f"--{name}: {op} {why}")
-    return ((parsed.dtypes or allowed)[0],)
+    dtypes = tuple(dict.fromkeys(parsed.dtypes or allowed))
+    return dtypes if several else dtypes[:1]

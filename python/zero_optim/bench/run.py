@@ -83,7 +83,8 @@ def run_step_overhead(request: Request, device: torch.device, say: Say) -> Measu
     numel = request.numels[0] if request.numels else step_overhead.NUMEL
     rounds = Rounds.exactly(request.rounds or step_overhead.ROUNDS)
     say(f"step_overhead, {numel:,} elements")
-    return step_overhead.measure(device, numel, make_clock(device), rounds), {}
+    ranks = request.ranks or step_overhead.RANKS
+    return step_overhead.measure(device, numel, request.dtypes, ranks, make_clock(device), rounds), {}
 
 
 def run_train_step(request: Request, device: torch.device, say: Say) -> Measured:
@@ -215,4 +216,4 @@ def _drawing(record: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
     first = record["rows"][0] if record["rows"] else {"phase": None, "ranks": None, "parameters": None}
     if first.get("phase"):
         return draw_walkthrough
-    return draw_ranks if first["ranks"] else draw_overhead if first["parameters"] else draw
+    return draw_overhead if first["parameters"] else draw_ranks if first["ranks"] else draw

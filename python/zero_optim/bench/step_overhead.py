@@ -1,7 +1,8 @@
-"""``step()`` alone, many small parameters against few large ones of the same total: what a parameter costs.
+"""A training loop's parts on many small parameters, and on few large ones of the same total: what a parameter costs.
 
-One rank, fp32. Two ops come of it: ``step_overhead`` is ``step()``; ``loop_overhead`` is backward, ``step()`` and
-``zero_grad()``, so that work moved from one into the other shows.
+On one rank against ``AdamW``; on several, at stage 2, against DDP and ``AdamW``. Three ops come of the same rounds:
+``backward_overhead``, ``step_overhead``, and ``loop_overhead``, which is both and ``zero_grad()``, so that work moved
+from one into the other shows.
 """
 
 from __future__ import annotations
@@ -11,90 +12,168 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ..comm.collectives import make_comm
 from ..optimizer import ShardedAdamW
 from .fused_adams import HYPER
+from .masters import Masters
+from .ranks import on_ranks
 from .record import Row
-from .timing import Clock, Rounds, Spread, interleaved
+from .timing import Clock, Job, Rounds, Spread, interleaved
+from .train_step import TogetherClock, slower
 
 MANY, FEW = 20_000, 200
 NUMEL = 10_000_000
+RANKS = (1, 2)
 ROUNDS = 21
-OURS, FUSED, FOREACH = "ours", "fused", "foreach"
-LAPS = ("backward", "step", "zero_grad")
-OPS = {"step_overhead": LAPS[1:2], "loop_overhead": LAPS}
+OURS, FUSED, FOREACH, DDP = "ours", "fused", "foreach", "ddp"
+LAPS = ("forward", "backward", "step", "zero_grad")
+OPS = {"backward_overhead": ("backward",), "step_overhead": ("step",), "loop_overhead": LAPS[1:]}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TRAINING = {**HYPER, "lr": 1e-5}
 
-Maker = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
-
-MAKERS: Mapping[str, Maker] = {
-    OURS: lambda parameters: ShardedAdamW(parameters, **TRAINING),
-    FUSED: lambda parameters: torch.optim.AdamW(parameters, fused=True, **TRAINING),
-    FOREACH: lambda parameters: torch.optim.AdamW(parameters, foreach=True, **TRAINING),
-}
+Laps = Mapping[str, Sequence[Mapping[str, float]]]  # of each optimizer and number of parameters, by round
 
 
-class Training:
-    """Parameters of one size, their optimizer, and a backward in which each gets a gradient of its own."""
+class Products(nn.Module):
+    """Every parameter times a constant of its own: its gradient is a new tensor, as layers make them."""
 
-    def __init__(self, make: Maker, parameters: int, numel: int, device: torch.device) -> None:
+    def __init__(self, parameters: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
         generator = torch.Generator(device).manual_seed(0)
 
         def random() -> list[Tensor]:
-            return [torch.randn(numel, generator=generator, device=device) for _ in range(parameters)]
+            return [torch.randn(numel, generator=generator, device=device).to(dtype) for _ in range(parameters)]
 
-        self.parameters = [nn.Parameter(tensor) for tensor in random()]
-        self._factors = random()
-        self._ones = [torch.ones(numel, device=device) for _ in range(parameters)]
-        self.opt = make(self.parameters)
+        self.weights = nn.ParameterList(random())
+        self.factors = random()
 
-    @property
-    def job(self) -> list[Callable[[], object]]:
-        return [self.backward, self.opt.step, self.opt.zero_grad]
+    def forward(self) -> Tensor:
+        return torch.cat([weight * factor for weight, factor in zip(self.weights, self.factors, strict=True)])
+
+
+class Training:
+    """The laps of a loop, around ``model`` as it is called."""
+
+    def __init__(
+        self, model: nn.Module, parameters: int, step: Callable[[], object], zero_grad: Callable[[], object]
+    ) -> None:
+        self._model, self._count = model, parameters
+        self._loss = self._ones = torch.zeros(())
+        self.job: Job = [self.forward, self.backward, step, zero_grad]
+
+    def forward(self) -> None:
+        self._loss = self._model()
+        if self._ones.shape != self._loss.shape:
+            self._ones = torch.ones_like(self._loss)
 
     def backward(self) -> None:
-        """The gradient of each parameter is a new tensor, as layers make them: of sum(parameter * factor)."""
-        products = [parameter * factor for parameter, factor in zip(self.parameters, self._factors, strict=True)]
-        torch.autograd.backward(products, self._ones)
-        del products
+        self._loss.backward(self._ones)
+        self._loss = self._loss.detach()
         # What this has freed is sorted by glibc in the next mallocs, 10 000 blocks in each (18 ms in all for 20 000
         # parameters): that is no work of the step's.
-        for _ in range(1 + 4 * len(self.parameters) // 10_000):
+        for _ in range(1 + 4 * self._count // 10_000):
             torch.empty(1024)
 
 
+def ours(model: Products) -> Training:
+    opt = ShardedAdamW(model.parameters(), **TRAINING)
+    return Training(model, len(model.weights), opt.step, opt.zero_grad)
+
+
+def torchs(model: Products, *, fused: bool = False, foreach: bool = False, ddp: bool = False) -> Training:
+    """``AdamW``, on fp32 masters where the model is of 16 bits."""
+    masters = Masters(model.parameters())
+    opt = torch.optim.AdamW(masters.masters, fused=fused, foreach=foreach, **TRAINING)
+    called: nn.Module = model
+    if ddp:
+        called = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+    def step() -> None:
+        masters.take_gradients()
+        opt.step()
+        masters.give_back()
+
+    return Training(called, len(model.weights), step, model.zero_grad)
+
+
+MAKERS: Mapping[str, Callable[[Products], Training]] = {
+    OURS: ours,
+    FUSED: lambda model: torchs(model, fused=True),
+    FOREACH: lambda model: torchs(model, foreach=True),
+    DDP: lambda model: torchs(model, ddp=True, fused=True),
+}
+ALONE, ON_RANKS = (OURS, FUSED, FOREACH), (OURS, DDP)
+
+
 def measure(
-    device: torch.device, numel: int, clock: Clock, rounds: Rounds, counts: Sequence[int] = (MANY, FEW)
+    device: torch.device,
+    numel: int,
+    dtypes: Sequence[str],
+    ranks: Sequence[int],
+    clock: Clock,
+    rounds: Rounds,
+    counts: Sequence[int] = (MANY, FEW),
 ) -> list[Row]:
     """Rows of every optimizer on ``numel`` elements, in each of ``counts`` parameters."""
+    rows = []
+    for world_size in ranks:
+        for dtype in dtypes:
+            if world_size == 1:
+                laps = time_laps(ALONE, device, numel, dtype, counts, clock, rounds)
+            else:
+                laps = slower(on_ranks(world_size, time_on_rank, numel, dtype, counts, rounds))
+            rows += [row for op in OPS for count in counts for row in _rows(op, count, numel, dtype, world_size, laps)]
+    return sorted(rows, key=lambda row: (row.ranks or 1, list(OPS).index(row.op)))
+
+
+def time_on_rank(numel: int, dtype: str, counts: Sequence[int], rounds: Rounds) -> Laps:
+    cpu = torch.device("cpu")
+    return time_laps(ON_RANKS, cpu, numel, dtype, counts, TogetherClock(make_comm(), cpu), rounds)
+
+
+def time_laps(
+    names: Sequence[str],
+    device: torch.device,
+    numel: int,
+    dtype: str,
+    counts: Sequence[int],
+    clock: Clock,
+    rounds: Rounds,
+) -> Laps:
+    """Milliseconds of every lap in every round."""
     trainings = {
-        (name, count): Training(make, count, numel // count, device)
+        _key(name, count): MAKERS[name](Products(count, numel // count, DTYPES[dtype], device))
         for count in counts
-        for name, make in MAKERS.items()
+        for name in names
     }
-    jobs = {f"{name} {count}": training.job for (name, count), training in trainings.items()}
-    times = interleaved(jobs, clock, rounds)
-    laps = {
-        key: [dict(zip(LAPS, of_round, strict=True)) for of_round in times[f"{key[0]} {key[1]}"]] for key in trainings
-    }
-    return [row for op in OPS for count in counts for row in _rows(op, count, numel // count * count, laps)]
+    times = interleaved({key: training.job for key, training in trainings.items()}, clock, rounds)
+    return {key: [dict(zip(LAPS, of_round, strict=True)) for of_round in times[key]] for key in trainings}
 
 
-def _rows(
-    op: str, count: int, numel: int, laps: Mapping[tuple[str, int], Sequence[Mapping[str, float]]]
-) -> Iterator[Row]:
+def _key(name: str, count: int) -> str:
+    return f"{name} {count}"
+
+
+def _rows(op: str, count: int, numel: int, dtype: str, ranks: int, laps: Laps) -> Iterator[Row]:
+    names, baseline = (ALONE, FUSED) if ranks == 1 else (ON_RANKS, DDP)
+    of_names = {name: laps[_key(name, count)] for name in names}
     spreads = {
-        name: Spread.of([sum(of_round[lap] for lap in OPS[op]) for of_round in laps[name, count]]) for name in MAKERS
+        name: Spread.of([sum(of_round[lap] for lap in OPS[op]) for of_round in rounds])
+        for name, rounds in of_names.items()
     }
     for name, spread in spreads.items():
-        phases = {lap: Spread.of([of_round[lap] for of_round in laps[name, count]]).ms for lap in OPS[op]}
+        phases = {lap: Spread.of([of_round[lap] for of_round in of_names[name]]).ms for lap in OPS[op]}
+        others = {FOREACH: round(spreads[FOREACH].ms / spread.ms, 4)} if FOREACH in spreads else {}
         yield Row.of_whole(
             op=op,
             backend=name,
-            dtype="fp32",
-            numel=numel,
+            dtype=dtype,
+            numel=numel // count * count,
             spread=spread,
-            vs_torch=spreads[FUSED].ms / spread.ms,
-            vs={FOREACH: round(spreads[FOREACH].ms / spread.ms, 4)},
+            vs_torch=spreads[baseline].ms / spread.ms,
+            vs=others,
             phases=phases if len(phases) > 1 else None,
             parameters=count,
+            ranks=None if ranks == 1 else ranks,
+            baseline=baseline,
         )

@@ -73,7 +73,7 @@ def _columns(rows: Sequence[JsonRow]) -> list[Column]:
     ]
     if rows[0]["parameters"]:
         columns.insert(2, ("parameters", lambda row: f"{row['parameters']:,}"))
-    if rows[0]["ranks"]:
+    if rows[0]["tokens_per_s"]:
         columns.append(("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}"))
     if any(row["memory"] for row in rows):
         columns += [("MiB", _in_mebibytes("steady")), ("at start", _in_mebibytes("start"))]
