@@ -58,7 +58,7 @@ class Engine:
 
     Args:
         sharded_model: at stage 3, the model.
-        bucket_cap_mb: MiB of gradients in a bucket at most.
+        bucket_cap_mb: MiB of gradients in a bucket at most; None: as the layout has it.
 
     Attributes:
         parameters: which there are, what they are called, which are trained.
@@ -78,7 +78,7 @@ class Engine:
         sharding: Sharding,
         rule: UpdateRule,
         sharded_model: ShardedModel | None,
-        bucket_cap_mb: float,
+        bucket_cap_mb: float | None,
         overlap: Overlap,
     ) -> None:
         self.parameters, self.sharding, self.rule, self.sharded_model = parameters, sharding, rule, sharded_model

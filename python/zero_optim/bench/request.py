@@ -11,11 +11,22 @@ from ..train.config import UsageError
 
 OPS = ("adam_step", "pack", "grad_stats", "step")
 DEFAULT_OPS = OPS[:3]
-ALONE = ("step_overhead", "train_step", "stages", "memory_walkthrough")  # each a run, a file and a plot of its own
+ALONE = (
+    "step_overhead",
+    "train_step",
+    "stages",
+    "memory_walkthrough",
+    "scale",
+)  # each a run, a file and a plot of its own
 ON_ANY_DEVICE = ("stages", "memory_walkthrough")  # of these; the others are measured on the CPU
 WITH_CONTENDERS = ("train_step", "stages")
+WITH_RANKS = ("stages", "scale")  # several numbers of them in a run; memory_walkthrough has one
 DTYPES = ("fp16", "bf16")
-DTYPES_OF = {"step_overhead": ("fp32",), **dict.fromkeys(ALONE[1:], ("bf16", "fp32"))}  # the first is the default
+DTYPES_OF = {
+    "step_overhead": ("fp32",),
+    **dict.fromkeys(ALONE[1:4], ("bf16", "fp32")),
+    "scale": ("bf16",),
+}  # the first is the default
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
@@ -73,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flag("--backends", nargs="+", metavar="NAME", help="kernel backends to measure (all but reference)")
     flag("--contenders", nargs="+", metavar="NAME", help="of train_step, stages: who trains beside the baseline (all)")
-    flag("--ranks", nargs="+", type=int, metavar="N", help="of stages (2 4; GPUs: all) and memory_walkthrough (2)")
+    flag("--ranks", nargs="+", type=int, metavar="N", help="of stages (2 4; GPUs: all), memory_walkthrough (2), scale")
     flag("--rounds", type=int, metavar="N", help="timed rounds of each case (10 to 51, as 5 seconds allow)")
     flag("--threads", type=int, metavar="N", help="torch's threads on the CPU (torch's own choice)")
     flag("--out", type=Path, metavar="DIR", help="where JSON and plot go (below benchmarks/results in a checkout)")
@@ -115,7 +126,7 @@ def _check_ops(parsed: argparse.Namespace) -> tuple[str, ...]:
     if parsed.contenders:
         raise UsageError("--contenders: only train_step and stages have them")
     if parsed.ranks:
-        raise UsageError("--ranks: only stages and memory_walkthrough have a choice of them")
+        raise UsageError("--ranks: only stages, memory_walkthrough and scale have a choice of them")
     if "fp32" in (parsed.dtypes or ()):
         raise UsageError(f"--dtypes fp32: only {', '.join(ALONE)} are measured in it")
     return tuple(dict.fromkeys(parsed.dtypes or DTYPES))
@@ -133,11 +144,12 @@ def _check_alone(parsed: argparse.Namespace) -> tuple[str, ...]:
         ("backends", parsed.backends, "measures optimizers, with the backend that they use"),
         ("device cuda", parsed.device == "cuda" and op not in ON_ANY_DEVICE, "is measured on the CPU"),
         ("contenders", parsed.contenders and op not in WITH_CONTENDERS, "has no choice of them; train_step has"),
-        ("numel", parsed.numel and op == "memory_walkthrough", "is of one model"),
+        ("numel", parsed.numel and op in ("memory_walkthrough", "scale"), "is of one model"),
+        ("ranks", op == "scale" and min(parsed.ranks or [2]) < 2, "is of two at least"),
         ("numel", parsed.numel and len(set(parsed.numel)) > 1, "is measured at one size a run"),
         ("rounds", parsed.rounds and op == "memory_walkthrough", "is not timed"),
-        ("ranks", parsed.ranks and op not in ON_ANY_DEVICE, "has no choice of them; stages has"),
-        ("ranks", len(set(parsed.ranks or ())) > 1 and op != "stages", "is measured on one number of them a run"),
+        ("ranks", parsed.ranks and op not in (*ON_ANY_DEVICE, *WITH_RANKS), "has no choice of them; stages has"),
+        ("ranks", len(set(parsed.ranks or ())) > 1 and op not in WITH_RANKS, "is measured on one number of them a run"),
     ):
         if values:
             raise UsageError(f"--{name}: {op} {why}")
