@@ -175,7 +175,7 @@ def draw_scale(record: Mapping[str, Any], path: Path) -> None:
         group=ranks,
     )
     note = (
-        "One process plays rank 0; collectives are counted and go nowhere. Times are of the process, on as many\n"
+        "One process plays rank 0; collectives are counted and go nowhere. Times are of one thread, on as many\n"
         "tensors, 1/4096 of their size, without kernels. Buckets, padding and the exchange are of the true shapes."
     )
     _draw([python, padding], record, path, note)
