@@ -58,7 +58,7 @@ class Engine:
 
     Args:
         sharded_model: at stage 3, the model.
-        bucket_cap_mb: MiB of gradients in a bucket at most.
+        bucket_cap_mb: MiB of gradients in a bucket at most; None: as the layout has it.
 
     Attributes:
         parameters: which there are, what they are called, which are trained.
@@ -78,7 +78,7 @@ class Engine:
         sharding: Sharding,
         rule: UpdateRule,
         sharded_model: ShardedModel | None,
-        bucket_cap_mb: float,
+        bucket_cap_mb: float | None,
         overlap: Overlap,
     ) -> None:
         self.parameters, self.sharding, self.rule, self.sharded_model = parameters, sharding, rule, sharded_model
@@ -260,16 +260,20 @@ class Engine:
 
     def take_in(self, indices: Sequence[int], trained: Sequence[int]) -> None:
         """Collective. Broadcast rank 0's values of these parameters; give the ``trained`` ones a slot and state."""
-        if self.sharded_model is None:  # else ``shard_module`` has broadcast them
-            for index in indices:
-                self.sharding.broadcast(self.parameters.all[index].data)
+        whole = self.sharded_model is None  # else ``shard_module`` has broadcast them
+        if whole:  # what is trained goes a bucket at a time, below; what is not has no place in one
+            alone = set(indices).difference(trained)
+            self.sharding.broadcast_together([self.parameters.all[index].data for index in sorted(alone)])
         self.parameters.claim(indices)
         self.parameters.train(trained)
         self.exchange.resize()
         self.clip.resize()
         self.hyper.grow(self.parameters.group_of, len(self.parameters.groups))
         if trained:
-            self.states.grow(self.reducer.grow(trained))
+            buckets = self.reducer.grow(trained)
+            for bucket in buckets if whole else ():
+                self.sharding.broadcast(bucket.flat.full)
+            self.states.grow(buckets)  # only now: masters are made of rank 0's values
             self.param_gather.use(self.reducer.buckets)
 
     def keep_edits(self, *, unseen: bool = False) -> None:

@@ -47,7 +47,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             is initialised, else one rank.
         mesh: a 1-D DeviceMesh, instead of ``process_group``.
         bucket_cap_mb: MiB of gradients that one collective carries, at most; never over 1/4 of the parameters
-            of one dtype. At stage 3 it carries a unit's.
+            of one dtype. None: 25, or 16,384 elements a rank where that is more. At stage 3 it carries a unit's.
         grad_reduce_dtype: dtype in which gradients are summed over ranks and accumulated in shards; None:
             their own.
         max_grad_norm: clip every step to this 2-norm, unless ``clip_grad_norm_`` was called for it.
@@ -83,7 +83,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         stage: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         mesh: dist.DeviceMesh | None = None,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float | None = None,
         grad_reduce_dtype: torch.dtype | None = None,
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = True,

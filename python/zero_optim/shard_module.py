@@ -85,7 +85,7 @@ def shard_module(
     made: list[Unit] = []
     try:
         for number, plan in enumerate(plans):
-            with comm.raising_together("shard_module"):
+            with comm.raising_together("shard_module", target):
                 _materialise(plan, target, init_fn)
             own_node = node if number else None
             made.append(Unit(plan.name, plan.module, plan.modules, own_node, keep=keep or number == 0))

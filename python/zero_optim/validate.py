@@ -32,7 +32,7 @@ def check_arguments(
     process_group: dist.ProcessGroup | None,
     mesh: dist.DeviceMesh | None,
     stage: int,
-    bucket_cap_mb: float,
+    bucket_cap_mb: float | None,
     grad_reduce_dtype: torch.dtype | None,
     max_grad_norm: float | None,
 ) -> None:
@@ -40,8 +40,8 @@ def check_arguments(
     check_group(process_group, mesh)
     if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}")
-    if not 0 < bucket_cap_mb < math.inf:
-        raise ValueError(f"bucket_cap_mb must be positive (MiB), got {bucket_cap_mb!r}")
+    if bucket_cap_mb is not None and not 0 < bucket_cap_mb < math.inf:
+        raise ValueError(f"bucket_cap_mb must be None or positive (MiB), got {bucket_cap_mb!r}")
     if grad_reduce_dtype not in (None, *PARAMETER_DTYPES):
         raise ValueError(f"grad_reduce_dtype must be None or one of {PARAMETER_DTYPES}, got {grad_reduce_dtype!r}")
     if max_grad_norm is not None and not max_grad_norm > 0:

@@ -166,7 +166,7 @@ def test_a_run_on_two_numbers_of_ranks(bench, monkeypatch):
     [
         (["stages", "--ranks", "0"], ["--ranks 0", "at least 1"]),
         (["train_step", "--ranks", "2"], ["--ranks", "stages has"]),
-        (["pack", "--ranks", "2"], ["--ranks", "only stages and memory_walkthrough"]),
+        (["pack", "--ranks", "2"], ["--ranks", "only step_overhead, stages, memory_walkthrough"]),
         (["memory_walkthrough", "--ranks", "2", "4"], ["--ranks", "one number of them"]),
         (["memory_walkthrough", "--numel", "1Mi"], ["--numel", "one model"]),
         (["memory_walkthrough", "--rounds", "3"], ["--rounds", "not timed"]),

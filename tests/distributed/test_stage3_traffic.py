@@ -102,7 +102,10 @@ def test_a_step_communicates_what_the_formula_says(world_size):
     for rank, accounts in enumerate(run_ranks(world_size, _steps, runs, timeout=120)):
         (exchange_calls, exchange_bytes) = accounts[-1][1]["exchange"]  # of stage 2
         for run, (construction, *steps) in zip(runs[:-1], accounts, strict=False):
-            assert construction == {"construction": (1 + DEPTH, (root + units) * run.dtype.itemsize)}
+            flags = 1 + DEPTH  # whether a rank has failed to make a unit
+            assert construction == {
+                "construction": (flags + 1 + DEPTH, 4 * flags + (root + units) * run.dtype.itemsize)
+            }
             exchange = {"exchange": (exchange_calls, exchange_bytes + 4 * ORDER_CODES)}
             assert steps == [expected_step(run, world_size) | exchange] * run.steps, f"{run}, rank {rank}"
 

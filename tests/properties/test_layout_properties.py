@@ -38,7 +38,7 @@ def models(draw: st.DrawFn) -> Model:
     order = draw(st.permutations(sorted(numels)))
     trainable = order[: draw(st.integers(1, len(order)))]
     if draw(st.booleans()):
-        capacities = bucket_capacities(numels, kinds, draw(st.integers(1, 2**16)), ITEMSIZES)
+        capacities = bucket_capacities(numels, kinds, draw(st.integers(1, 2**16)), ITEMSIZES, 1)
     else:
         capacities = {kind: ROW * draw(st.integers(1, 40)) for kind in ITEMSIZES}
     return Model(numels, kinds, list(trainable), capacities, draw(st.integers(1, 9)))
@@ -142,7 +142,7 @@ def test_the_world_size_moves_no_slot(model: Model, shards: int) -> None:
 def test_a_capacity_is_the_bytes_asked_for_or_a_quarter_of_its_kind(entries: list, cap_bytes: float) -> None:
     numels = {index: numel for index, (numel, _) in enumerate(entries)}
     kinds = {index: kind for index, (_, kind) in enumerate(entries)}
-    capacities = bucket_capacities(numels, kinds, cap_bytes, ITEMSIZES)
+    capacities = bucket_capacities(numels, kinds, cap_bytes, ITEMSIZES, 1)
     assert set(capacities) == set(kinds.values())
     for kind, capacity in capacities.items():
         total = sum(-(-numels[index] // ROW) * ROW for index in numels if kinds[index] == kind)

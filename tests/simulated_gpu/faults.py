@@ -257,8 +257,8 @@ _COLLECTIVES = (
     _fault(
         "the exchange is read before it has arrived",
         "comm/collectives.py",
-        'self._pending(issued, "exchange", vector).wait()',
-        'self._pending(issued, "exchange", vector)',
+        "self._pending(issued, kind, vector).wait()",
+        "self._pending(issued, kind, vector)",
         _one(2),
         _one(2, "clipped"),
     ),

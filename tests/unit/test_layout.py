@@ -11,7 +11,7 @@ def _random_layout(seed, shards):
     numels = {index: draw.choice([0, 1, 5, 127, 128, 129, 1000, 5000]) for index in range(3, 40)}
     kinds = {index: draw.choice("ab") for index in numels}
     order = draw.sample(list(numels), len(numels))
-    capacities = bucket_capacities(numels, kinds, 8192, {"a": 2, "b": 4})
+    capacities = bucket_capacities(numels, kinds, 8192, {"a": 2, "b": 4}, shards)
     return numels, kinds, order, capacities, build_layout(numels, kinds, order, capacities, shards)
 
 
@@ -63,9 +63,10 @@ def test_buckets_keep_the_order_and_the_capacity():
 
 
 def test_a_bucket_is_never_more_than_a_quarter_of_its_kind():
-    capacities = bucket_capacities({0: 6 * ROW, 1: 2 * ROW, 2: 1}, {0: "a", 1: "a", 2: "b"}, 2**20, {"a": 2, "b": 4})
+    kinds = {0: "a", 1: "a", 2: "b"}
+    capacities = bucket_capacities({0: 6 * ROW, 1: 2 * ROW, 2: 1}, kinds, 2**20, {"a": 2, "b": 4}, shards=2)
     assert capacities == {"a": 2 * ROW, "b": ROW}
-    assert bucket_capacities({0: 10**6}, {0: "a"}, 1000, {"a": 2}) == {"a": 500}
+    assert bucket_capacities({0: 10**6}, {0: "a"}, 1000, {"a": 2}, shards=2) == {"a": 500}
 
 
 def test_a_shard_without_elements_has_empty_pieces():
@@ -89,3 +90,54 @@ def test_a_policy_decides_where_shards_cut():
     assert [[piece.numel for piece in bucket.pieces(shard)] for shard in (0, 1)] == [[5 * ROW, 0], [0, 3]]
     (usual,) = build_layout({0: 5 * ROW, 1: 3}, {0: "a", 1: "a"}, [0, 1], {"a": 10**6}, 2)
     assert [[piece.numel for piece in usual.pieces(shard)] for shard in (0, 1)] == [[3 * ROW, 0], [2 * ROW, 3]]
+
+
+def _llama(layers, hidden, ffn, kv, vocab=32000):
+    """Elements of each parameter, as the Llama 2 models have them."""
+    attention = [hidden * hidden, hidden * kv, hidden * kv, hidden * hidden]
+    block = [*attention, *[hidden * ffn] * 3, hidden, hidden]
+    return [vocab * hidden, *block * layers, hidden, vocab * hidden]
+
+
+MODELS = {
+    "70 B": _llama(80, 8192, 28672, 1024),
+    "7 B": _llama(32, 4096, 11008, 4096),
+    "1.1 B": _llama(22, 2048, 5632, 256),
+    "21 M": _llama(4, 256, 1024, 256),
+}
+
+
+def _default_layout(sizes, shards):
+    """In the order in which backward makes the gradients, bf16."""
+    numels, kinds, order = dict(enumerate(sizes)), dict.fromkeys(range(len(sizes)), "bf16"), range(len(sizes))[::-1]
+    capacities = bucket_capacities(numels, kinds, None, {"bf16": 2}, shards)
+    return build_layout(numels, kinds, order, capacities, shards)
+
+
+@pytest.mark.parametrize("shards", [8, 64, 1024, 16384])
+@pytest.mark.parametrize("model", ["70 B", "7 B", "1.1 B"])
+def test_padding_stays_under_one_percent_however_many_ranks(model, shards):
+    buckets = _default_layout(MODELS[model], shards)
+    assert len(buckets) >= 4
+    assert sum(bucket.numel for bucket in buckets) < 1.01 * sum(MODELS[model])
+
+
+@pytest.mark.parametrize(
+    ("shards", "buckets", "mebibytes"), [(8, 642, 25), (64, 642, 25), (1024, 562, 32), (16384, 322, 512)]
+)
+def test_the_default_grows_with_the_ranks(shards, buckets, mebibytes):
+    sizes = MODELS["70 B"]
+    assert len(_default_layout(sizes, shards)) == buckets
+    kinds = dict.fromkeys(range(len(sizes)), "bf16")
+    of_default = bucket_capacities(dict(enumerate(sizes)), kinds, None, {"bf16": 2}, shards)
+    assert of_default == {"bf16": mebibytes * 2**20 // 2}
+    given = bucket_capacities(dict(enumerate(sizes)), kinds, 25 * 2**20, {"bf16": 2}, shards)
+    assert given == {"bf16": 25 * 2**20 // 2}, "a cap that was given holds"
+
+
+def test_a_quarter_of_a_small_model_comes_before_little_padding():
+    """21 M parameters are fewer than one bucket of 16,384 ranks may hold. Three buckets have 11 rows a shard; 10 do."""
+    sizes = MODELS["21 M"]
+    (first, middle, last) = (bucket.numel for bucket in _default_layout(sizes, 16384))
+    assert (first, middle, last) == (4 * 2**21, 3 * 2**21, 4 * 2**21)
+    assert sum(sizes) == 20_580_608

@@ -143,6 +143,52 @@ def draw_walkthrough(record: Mapping[str, Any], path: Path) -> None:
     _draw(panels, record, path, "Bytes of live tensors after each phase; whiskers: the most within it.")
 
 
+def draw_scale(record: Mapping[str, Any], path: Path) -> None:
+    """What the host does in a step, and how much of the buckets is padding, by ranks."""
+    rows = record["rows"]
+    about = f"{elements(rows[0]['numel'])} parameters, {rows[0]['dtype']}"
+
+    def ranks(row: JsonRow) -> str:
+        return f"{row['ranks']:,} ranks"
+
+    def in_step(row: JsonRow) -> float:
+        return sum(float(row["timed"][lap]) for lap in ("hooks", "step", "zero_grad"))
+
+    def alike(value: Callable[[JsonRow], float]) -> Callable[[JsonRow], tuple[float, float]]:
+        return lambda row: (value(row), value(row))
+
+    python = Panel(
+        title=f"Python in a step: {about}",
+        unit="ms, of the hooks, step and zero_grad",
+        rows=rows,
+        value=in_step,
+        whiskers=alike(in_step),
+        columns={
+            "ms": lambda row: milliseconds(in_step(row)),
+            "buckets": lambda row: f"{row['buckets']:,}",
+            "collectives": lambda row: f"{sum(row['collectives']['step'].values()):,}",
+        },
+        group=ranks,
+    )
+    padding = Panel(
+        title="Padding of the buckets",
+        unit="% of the parameters",
+        rows=rows,
+        value=lambda row: 100 * row["padding"],
+        whiskers=alike(lambda row: 100 * row["padding"]),
+        columns={
+            "%": lambda row: f"{row['padding']:.3%}",
+            "exchange": lambda row: f"{row['exchange'] / 1024:,.1f} KiB",
+        },
+        group=ranks,
+    )
+    note = (
+        "One process plays rank 0; collectives are counted and go nowhere. Times are of one thread, on as many\n"
+        "tensors, 1/4096 of their size, without kernels. Buckets, padding and the exchange are of the true shapes."
+    )
+    _draw([python, padding], record, path, note)
+
+
 def _of(record: Mapping[str, Any], op: str) -> list[JsonRow]:
     return [row for row in record["rows"] if row["op"] == op]
 
@@ -184,6 +230,8 @@ def draw_panel(panel: Panel, axes: Axes) -> None:
         y += 1
     figures(axes, -0.55, list(panel.columns), FAINT)
     axes.set_yticks(ticks, names, fontsize=8.5)
-    axes.set(ylim=(y - 0.45, -0.55), xlim=(0, 1.05 * max(max(panel.value(r), *panel.whiskers(r)) for r in panel.rows)))
+    axes.set(
+        ylim=(y - 0.45, -0.55), xlim=(0, 1.05 * (max(max(panel.value(r), *panel.whiskers(r)) for r in panel.rows) or 1))
+    )
     axes.set_xlabel(panel.unit, fontsize=8, color=INK)
     axes.tick_params(axis="y", length=0)

@@ -83,6 +83,28 @@ class PhaseRow:
     peak: int
 
 
+@dataclass(frozen=True)
+class ScaleRow:
+    """What the host does at so many ranks. ``timed`` and ``timed_buckets`` are of small tensors, all else of true
+    shapes."""
+
+    op: str
+    backend: str
+    dtype: str
+    numel: int
+    ranks: int
+    parameters: int
+    buckets: int
+    largest: int  # elements of a bucket
+    padding: float  # over numel
+    exchange: int  # bytes
+    collectives: dict[str, dict[str, int]]  # calls by kind; by when
+    object_bytes: dict[str, int]  # that a rank receives of gathered objects; by when
+    rounds: int
+    timed_buckets: int
+    timed: dict[str, float]  # ms
+
+
 def device_name(device: torch.device) -> str:
     """The GPU's name, or the processor's with the threads in use."""
     if device.type == "cuda":
@@ -138,7 +160,7 @@ def results_folder(device: torch.device, out: Path | None) -> Path:
 
 
 def make_record(
-    rows: Sequence[Row] | Sequence[PhaseRow], device: torch.device, baselines: Mapping[str, str]
+    rows: Sequence[Row] | Sequence[PhaseRow] | Sequence[ScaleRow], device: torch.device, baselines: Mapping[str, str]
 ) -> dict[str, Any]:
     """``baselines``: their versions, or why they are not in the rows."""
     on_cpu = device.type == "cpu"
@@ -178,7 +200,7 @@ def read(path: Path) -> dict[str, Any]:
         raise UsageError(f"--redraw {path}: is no record of a benchmark") from error
     if not isinstance(schema, int) or not COMPLETED <= schema <= SCHEMA:
         raise UsageError(f"--redraw {path}: has schema {schema}; this version reads {COMPLETED} to {SCHEMA}")
-    nothing = {key.name: None for kind in (Row, PhaseRow) for key in fields(kind)}
+    nothing = {key.name: None for kind in (Row, PhaseRow, ScaleRow) for key in fields(kind)}
     return {**record, "rows": [{**nothing, **row} for row in rows]}
 
 

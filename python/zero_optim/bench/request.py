@@ -11,17 +11,43 @@ from ..train.config import UsageError
 
 OPS = ("adam_step", "pack", "grad_stats", "step")
 DEFAULT_OPS = OPS[:3]
-ALONE = ("step_overhead", "train_step", "stages", "memory_walkthrough")  # each a run, a file and a plot of its own
-ON_ANY_DEVICE = ("stages", "memory_walkthrough")  # of these; the others are measured on the CPU
-WITH_CONTENDERS = ("train_step", "stages")
 DTYPES = ("fp16", "bf16")
-DTYPES_OF = {
-    "step_overhead": ("fp32", "bf16"),
-    **dict.fromkeys(ALONE[1:], ("bf16", "fp32")),
-}  # the first is the default
-SEVERAL_DTYPES = ("step_overhead",)  # all of them are
-WITH_RANKS = {"step_overhead": "1 2", "stages": "2 4; GPUs: all", "memory_walkthrough": "2"}
-SEVERAL_RANKS = ("step_overhead", "stages")
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What can be chosen of a run that measures one thing, with a file and a plot of its own.
+
+    Attributes:
+        dtypes: which there are; the first is the default.
+        every_dtype: the default is all of them, and several may be chosen.
+        ranks: the default numbers, in words; None: there is no choice.
+        several_ranks: whether more than one number may be chosen.
+        numel: whether a size may be chosen.
+        rounds: whether it is timed in rounds.
+        gpu: whether it is measured on a GPU, too.
+        contenders: whether they may be chosen.
+        steps: whether their number may be chosen.
+    """
+
+    dtypes: tuple[str, ...] = ("bf16", "fp32")
+    every_dtype: bool = False
+    ranks: str | None = None
+    several_ranks: bool = False
+    numel: bool = True
+    rounds: bool = True
+    gpu: bool = False
+    contenders: bool = False
+    steps: bool = False
+
+
+ALONE = {
+    "step_overhead": Alone(dtypes=("fp32", "bf16"), every_dtype=True, ranks="1 2", several_ranks=True),
+    "train_step": Alone(contenders=True),
+    "stages": Alone(ranks="2 4; GPUs: all", several_ranks=True, gpu=True, contenders=True),
+    "memory_walkthrough": Alone(ranks="2", numel=False, rounds=False, gpu=True),
+    "scale": Alone(dtypes=("bf16",), ranks="8 64 1024 16384", several_ranks=True, numel=False),
+}
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
@@ -80,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flag("--backends", nargs="+", metavar="NAME", help="kernel backends to measure (all but reference)")
     flag("--contenders", nargs="+", metavar="NAME", help="of train_step, stages: who trains beside the baseline (all)")
-    ranks = ", ".join(f"of {op} ({default})" for op, default in WITH_RANKS.items())
+    ranks = ", ".join(f"of {op} ({alone.ranks})" for op, alone in ALONE.items() if alone.ranks)
     flag("--ranks", nargs="+", type=int, metavar="N", help=ranks)
     flag("--rounds", type=int, metavar="N", help="timed rounds of each case (10 to 51, as 5 seconds allow)")
     flag("--threads", type=int, metavar="N", help="torch's threads on the CPU (torch's own choice)")
@@ -92,8 +118,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def read_request(parsed: argparse.Namespace) -> Request:
     """The flags, checked as far as they can be without the device. Raises UsageError."""
     for op in parsed.ops:
-        if op not in OPS + ALONE:
-            raise UsageError(f"there is no op {op!r} to measure; choose from {', '.join(OPS + ALONE)}")
+        if op not in (*OPS, *ALONE):
+            raise UsageError(f"there is no op {op!r} to measure; choose from {', '.join((*OPS, *ALONE))}")
     dtypes = _check_alone(parsed) if set(parsed.ops) & set(ALONE) else _check_ops(parsed)
     for name in ("rounds", "threads", "ranks"):
         values = getattr(parsed, name)
@@ -104,7 +130,7 @@ def read_request(parsed: argparse.Namespace) -> Request:
         raise UsageError(f"--redraw {parsed.redraw}: no such file")
     return Request(
         ops=tuple(dict.fromkeys(parsed.ops)) or DEFAULT_OPS,
-        device="cpu" if set(parsed.ops) & set(ALONE) - set(ON_ANY_DEVICE) else parsed.device,
+        device="cpu" if any(op in ALONE and not ALONE[op].gpu for op in parsed.ops) else parsed.device,
         dtypes=dtypes,
         numels=tuple(sorted(set(parsed.numel))) if parsed.numel else None,
         backends=tuple(dict.fromkeys(parsed.backends)) if parsed.backends else None,
@@ -123,9 +149,10 @@ def _check_ops(parsed: argparse.Namespace) -> tuple[str, ...]:
     if parsed.contenders:
         raise UsageError("--contenders: only train_step and stages have them")
     if parsed.ranks:
-        raise UsageError("--ranks: only stages and memory_walkthrough have a choice of them")
+        raise UsageError(f"--ranks: only {', '.join(op for op in ALONE if ALONE[op].ranks)} have a choice of them")
     if "fp32" in (parsed.dtypes or ()):
-        raise UsageError(f"--dtypes fp32: only {', '.join(ALONE)} are measured in it")
+        in_fp32 = (op for op, alone in ALONE.items() if "fp32" in alone.dtypes)
+        raise UsageError(f"--dtypes fp32: only {', '.join(in_fp32)} are measured in it")
     return tuple(dict.fromkeys(parsed.dtypes or DTYPES))
 
 
@@ -134,26 +161,22 @@ def _check_alone(parsed: argparse.Namespace) -> tuple[str, ...]:
     op = next(op for op in parsed.ops if op in ALONE)
     if set(parsed.ops) != {op}:
         raise UsageError(f"{op} is measured alone: leave out {', '.join(sorted(set(parsed.ops) - {op}))}")
-    allowed = DTYPES_OF[op]
-    several = op in SEVERAL_DTYPES
-    if parsed.dtypes and (len(set(parsed.dtypes)) > 1 and not several or not {*parsed.dtypes} <= {*allowed}):
-        choice = (" and " if several else " or ").join(allowed)
-        raise UsageError(f"--dtypes {' '.join(parsed.dtypes)}: {op} is measured in {choice}")
-    for name, values, why in (
+    alone, ranks = ALONE[op], set(parsed.ranks or ())
+    dtypes = tuple(dict.fromkeys(parsed.dtypes or (alone.dtypes if alone.every_dtype else alone.dtypes[:1])))
+    if not {*dtypes} <= {*alone.dtypes} or len(dtypes) > 1 and not alone.every_dtype:
+        choice = (" and " if alone.every_dtype else " or ").join(alone.dtypes)
+        raise UsageError(f"--dtypes {' '.join(dtypes)}: {op} is measured in {choice}")
+    for name, refused, why in (
         ("backends", parsed.backends, "measures optimizers, with the backend that they use"),
-        ("device cuda", parsed.device == "cuda" and op not in ON_ANY_DEVICE, "is measured on the CPU"),
-        ("contenders", parsed.contenders and op not in WITH_CONTENDERS, "has no choice of them; train_step has"),
-        ("numel", parsed.numel and op == "memory_walkthrough", "is of one model"),
-        ("numel", parsed.numel and len(set(parsed.numel)) > 1, "is measured at one size a run"),
-        ("rounds", parsed.rounds and op == "memory_walkthrough", "is not timed"),
-        ("ranks", parsed.ranks and op not in WITH_RANKS, "has no choice of them; stages has"),
-        (
-            "ranks",
-            len(set(parsed.ranks or ())) > 1 and op not in SEVERAL_RANKS,
-            "is measured on one number of them a run",
-        ),
+        ("device cuda", parsed.device == "cuda" and not alone.gpu, "is measured on the CPU"),
+        ("contenders", parsed.contenders and not alone.contenders, "has no choice of them; train_step has"),
+        ("numel", parsed.numel and not alone.numel, "is of one model"),
+        ("numel", len(set(parsed.numel or ())) > 1, "is measured at one size a run"),
+        ("rounds", parsed.rounds and not alone.rounds, "is not timed in rounds"),
+        ("ranks", ranks and not alone.ranks, "has no choice of them; stages has"),
+        ("ranks", len(ranks) > 1 and not alone.several_ranks, "is measured on one number of them a run"),
+        ("ranks", op == "scale" and 1 in ranks, "is of two at least"),
     ):
-        if values:
+        if refused:
             raise UsageError(f"--{name}: {op} {why}")
-    dtypes = tuple(dict.fromkeys(parsed.dtypes or allowed))
-    return dtypes if several else dtypes[:1]
+    return dtypes

@@ -20,12 +20,13 @@ from . import (
     grad_stats,
     memory_walkthrough,
     pack,
+    scale,
     stages,
     step_overhead,
     train_step,
 )
 from .case import Case, Setting, choose_backends
-from .record import PhaseRow, Row, make_record, read, results_folder, write
+from .record import PhaseRow, Row, ScaleRow, make_record, read, results_folder, write
 from .request import ALONE, Request
 from .table import table
 from .timing import Clock, Rounds, interleaved, make_clock
@@ -40,7 +41,7 @@ STEP_NUMELS = {"cpu": (2**24,), "cuda": (10**9,)}
 
 Say = Callable[[str], object]
 # The rows, and the versions of baselines, or why they are not in the rows.
-Measured = tuple[list[Row] | list[PhaseRow], Mapping[str, str]]
+Measured = tuple[list[Row] | list[PhaseRow] | list[ScaleRow], Mapping[str, str]]
 
 
 def main(request: Request) -> int:
@@ -108,6 +109,10 @@ def run_memory_walkthrough(request: Request, device: torch.device, say: Say) -> 
     return memory_walkthrough.measure(memory_walkthrough.MODEL, dtype, ranks, device, say), {}
 
 
+def run_scale(request: Request, device: torch.device, say: Say) -> Measured:
+    return scale.measure(request.ranks or scale.RANKS, request.rounds or scale.ROUNDS, say), {}
+
+
 def _check_ranks(request: Request, device: torch.device) -> None:
     gpus = torch.cuda.device_count() if device.type == "cuda" else None
     if gpus is not None and any(count > gpus for count in request.ranks or ()):
@@ -125,6 +130,7 @@ ALONE_RUNS: dict[str, Callable[[Request, torch.device, Say], Measured]] = {
     "train_step": run_train_step,
     "stages": run_stages,
     "memory_walkthrough": run_memory_walkthrough,
+    "scale": run_scale,
 }
 
 
@@ -210,10 +216,12 @@ def _draw(record: dict[str, Any], path: Path) -> str:
 
 def _drawing(record: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
     """What draws this record. Importing it needs matplotlib."""
-    from .bars import draw_overhead, draw_ranks, draw_walkthrough
+    from .bars import draw_overhead, draw_ranks, draw_scale, draw_walkthrough
     from .roofline import draw
 
     first = record["rows"][0] if record["rows"] else {"phase": None, "ranks": None, "parameters": None}
     if first.get("phase"):
         return draw_walkthrough
+    if first.get("timed"):
+        return draw_scale
     return draw_overhead if first["parameters"] else draw_ranks if first["ranks"] else draw

@@ -19,10 +19,16 @@ def table(record: Mapping[str, Any]) -> str:
     lines = [f"{record['device']}; torch {record['torch']}; commit {record['commit']}"]
     for op, ranks in dict.fromkeys((row["op"], row.get("ranks")) for row in record["rows"]):
         rows = [row for row in record["rows"] if (row["op"], row.get("ranks")) == (op, ranks)]
-        lines += ["", *(_walkthrough(rows) if rows[0].get("phase") else _block(rows))]
+        lines += ["", *_lines(rows)]
     for name, state in record["baselines"].items():
         lines += [""] * (name == next(iter(record["baselines"]))) + [f"{name}: {state}"]
     return "\n".join(lines)
+
+
+def _lines(rows: Sequence[JsonRow]) -> list[str]:
+    if rows[0].get("phase"):
+        return _walkthrough(rows)
+    return _scale(rows) if rows[0].get("timed") else _block(rows)
 
 
 def elements(numel: int) -> str:
@@ -145,6 +151,30 @@ def _walkthrough(rows: Sequence[JsonRow]) -> list[str]:
         lines.append(f"{phase:<18}" + "".join(texts))
     last = [f"{row['after'] / row['numel']:>10.2f}{row['peak'] / row['numel']:>10.2f}" for row in of_phase]
     return [*lines, f"{'bytes a parameter':<18}" + "".join(last)]
+
+
+def _scale(rows: Sequence[JsonRow]) -> list[str]:
+    """Stages of one number of ranks beside each other, a figure a line."""
+    first = rows[0]
+    about = f"{elements(first['numel'])} {first['dtype']} in {first['parameters']} parameters, {first['ranks']:,} ranks"
+    lines = [f"{first['op']}: {about}", _beside("", [row["backend"] for row in rows])]
+    lines.append(_beside("buckets", [f"{row['buckets']:,}" for row in rows]))
+    lines.append(_beside("largest, elements", [elements(row["largest"]) for row in rows]))
+    lines.append(_beside("padding", [f"{row['padding']:.4%}" for row in rows]))
+    lines.append(_beside("exchange, bytes", [f"{row['exchange']:,}" for row in rows]))
+    for when in first["collectives"]:
+        of_rows = [row["collectives"][when] for row in rows]
+        for kind in sorted({kind for calls in of_rows for kind in calls}):
+            lines.append(_beside(f"{when}: {kind}", [f"{calls.get(kind, 0):,}" for calls in of_rows]))
+        lines.append(_beside(f"{when}: bytes of objects", [f"{row['object_bytes'][when]:,}" for row in rows]))
+    lines.append(_beside("timed: buckets", [f"{row['timed_buckets']:,}" for row in rows]))
+    for what in first["timed"]:
+        lines.append(_beside(f"timed: {what}, ms", [milliseconds(row["timed"][what]) for row in rows]))
+    return lines
+
+
+def _beside(name: str, cells: Sequence[str]) -> str:
+    return f"{name:<30}" + "".join(f"{cell:>16}" for cell in cells)
 
 
 def _phase_lines(rows: Sequence[JsonRow]) -> list[str]:

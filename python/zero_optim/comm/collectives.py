@@ -300,11 +300,11 @@ class Comm:
         issued = self._transport(full.device).all_gather(full, self.own_part(full), self.own_group)
         return self._pending(issued, kind, full)
 
-    def exchange(self, vector: Tensor, *, maximum: bool = False) -> None:
+    def exchange(self, vector: Tensor, *, maximum: bool = False, kind: str = "exchange") -> None:
         """Sum (or maximise) a small vector over the ranks, in place, ordered before what follows."""
         if self.world_size > 1:
             issued = self._transport(vector.device).all_reduce(vector, self.own_group, maximum=maximum)
-            self._pending(issued, "exchange", vector).wait()
+            self._pending(issued, kind, vector).wait()
 
     def _pending(self, issued: Issued, kind: str, tensor: Tensor) -> Pending:
         return Pending(issued, self._record(kind, tensor), self if self.host_waits(tensor.device) else None)
@@ -338,22 +338,34 @@ class Comm:
         return [of_rank for _, of_rank in reports]
 
     @contextmanager
-    def raising_together(self, where: str) -> Iterator[None]:
+    def raising_together(self, where: str, device: torch.device | None = None) -> Iterator[None]:
         """Collective. An exception within it, on any rank, is raised on all: its own, or one that names the rank.
 
         A rank that failed alone would leave the others waiting for it.
+
+        Args:
+            device: for what is done often, where to ask first whether any rank has failed, over the own group: one
+                number. Else every rank gets an object of each, which takes 0.3 s among 16,384.
         """
         error: Exception | None = None
         try:
             yield
         except Exception as caught:
             error = caught
+        if device is not None and not self._any(error is not None, device):
+            return
         reports = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}", where)
         if error is not None:
             raise error
         failed = [f"rank {rank} failed with {report}" for rank, report in enumerate(reports) if report is not None]
         if failed:
             raise RankMismatchError("; ".join(failed))
+
+    def _any(self, here: bool, device: torch.device) -> bool:
+        """Collective. Whether it is so on any rank. The host waits."""
+        flag = torch.full((1,), float(here), dtype=torch.float32, device=device)
+        self.exchange(flag, maximum=True, kind="construction")
+        return bool(flag)
 
     def own_part(self, full: Tensor) -> Tensor:
         """This rank's 1/N of a flat tensor, a view."""

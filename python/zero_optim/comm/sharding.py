@@ -8,13 +8,16 @@ share and an all-reduce over those that repeat; that would change this file alon
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .collectives import Comm, Pending
+
+_TOGETHER_BYTES = 25 * 2**20
+"""Tensors are copied into one flat tensor of at most that size for a broadcast: a larger one goes as it is."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,31 @@ class Sharding:
         """Copy rank 0's ``tensor`` to every rank, in place."""
         self.everyone.broadcast(tensor, kind)
 
+    def broadcast_together(self, tensors: Sequence[Tensor]) -> None:
+        """Copy rank 0's ``tensors`` to every rank, in place; small ones of a dtype travel in one flat tensor."""
+        for run in _runs(tensors) if self.world_size > 1 else ():
+            if len(run) == 1:
+                self.broadcast(run[0])
+                continue
+            flat = torch.cat([tensor.reshape(-1) for tensor in run])
+            self.broadcast(flat)
+            for tensor, values in zip(run, flat.split([tensor.numel() for tensor in run]), strict=True):
+                tensor.copy_(values.view(tensor.shape))
+
     def exchange(self, vector: Tensor, *, maximum: bool = False) -> None:
         """Sum (or maximise) a small vector over the ranks, in place, ordered before what follows."""
         self.everyone.exchange(vector, maximum=maximum)
+
+
+def _runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """``tensors`` of one dtype at a time, as many together as are no larger than ``_TOGETHER_BYTES``."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        run: list[Tensor] = []
+        nbytes = 0
+        for tensor in (tensor for tensor in tensors if tensor.dtype == dtype):
+            if run and nbytes + tensor.nbytes > _TOGETHER_BYTES:
+                yield run
+                run, nbytes = [], 0
+            run.append(tensor)
+            nbytes += tensor.nbytes
+        yield run

@@ -17,13 +17,14 @@ def buckets_by_size(
     parameters: Mapping[int, Tensor],
     labels: Sequence[str],
     sharding: Sharding,
-    bucket_cap_mb: float,
+    bucket_cap_mb: float | None,
     order: Sequence[int],
 ) -> list[Bucket]:
     kinds = {index: parameter.dtype for index, parameter in parameters.items()}
     numels = {index: parameter.numel() for index, parameter in parameters.items()}
     itemsizes = {kind: sharding.reduce_dtype(kind).itemsize for kind in kinds.values()}
-    capacities = bucket_capacities(numels, kinds, bucket_cap_mb * 2**20, itemsizes)
+    cap_bytes = None if bucket_cap_mb is None else bucket_cap_mb * 2**20
+    capacities = bucket_capacities(numels, kinds, cap_bytes, itemsizes, sharding.shard_count)
     layouts = build_layout(numels, kinds, order, capacities, sharding.shard_count)
     flats = [FlatParams(layout, [parameters[s.param] for s in layout.slots], sharding) for layout in layouts]
     return [Bucket(layout, flat, labels, sharding) for layout, flat in zip(layouts, flats, strict=True)]

@@ -35,6 +35,7 @@ from .bucket import Bucket
 from .buckets import Buckets
 from .ddp_check import check_not_replicated
 from .hooks import GradHooks
+from .observations import merged
 from .readiness import ByCounts, ByUnits, Learned, Readiness
 from .round_grads import RoundGrads
 from .rounds import Rounds, RoundState
@@ -456,7 +457,7 @@ class Reducer:
 
     def _learn(self) -> None:
         """Collective. Agree on readiness, and lay the buckets out in the order that rank 0 has seen."""
-        reports = self.sharding.everyone.gather_objects(self._counts.observation(), "the first step")
+        reports = merged(self._counts.observation(), self.sharding, len(self.labels))
         order = self._counts.agree(reports, self.layout.order)
         if order is not None:
             self.lay_out(order)

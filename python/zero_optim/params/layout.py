@@ -104,20 +104,34 @@ class CutAtRows:
         return offsets, round_up(max(end, 1), shards * ROW)
 
 
+CAP_BYTES = 25 * 2**20
+ROWS_A_SHARD = 128
+"""A bucket is padded by less than a row a shard, and by half of one on average. Two buckets that follow each other hold
+more than one may, so a bucket holds 64 rows a shard on average, or more. Half a row is less than 1 % of that."""
+
+
 def bucket_capacities(
     numels: Mapping[int, int],
     kinds: Mapping[int, Hashable],
-    cap_bytes: float,
+    cap_bytes: float | None,
     itemsizes: Mapping[Any, int],
+    shards: int,
 ) -> dict[Hashable, int]:
     """Elements that a bucket of each kind may hold: ``cap_bytes``, never more than 1/4 of all that kind has.
 
-    A quarter leaves at least four buckets, so that reductions overlap with backward in small models too.
+    A quarter leaves at least four buckets, so that reductions overlap with backward in small models too. It comes first
+    where it is less than the default wants: then there is more padding.
+
+    Args:
+        cap_bytes: None: ``CAP_BYTES``, or ``ROWS_A_SHARD`` rows a shard where that is more, so that padding stays small
+            however many ranks there are.
     """
     totals: dict[Hashable, int] = {}
     for param, kind in kinds.items():
         totals[kind] = totals.get(kind, 0) + round_up(numels[param], ROW)
-    return {kind: max(ROW, min(int(cap_bytes) // itemsizes[kind], total // 4)) for kind, total in totals.items()}
+    least = ROWS_A_SHARD * ROW * shards if cap_bytes is None else 0
+    wanted = {kind: max(least, int(cap_bytes or CAP_BYTES) // itemsizes[kind]) for kind in totals}
+    return {kind: max(ROW, min(wanted[kind], total // 4)) for kind, total in totals.items()}
 
 
 def build_layout(

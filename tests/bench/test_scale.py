@@ -1,0 +1,113 @@
+"""``zero-optim bench scale``: what is counted follows from buckets and units, and what is timed has as many of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from zero_optim.bench import scale
+from zero_optim.bench.scale_model import LLAMA_70B, SHRINK, Shapes, layouts
+from zero_optim.comm import transport
+
+LAYERS = 4
+SMALL = Shapes(layers=LAYERS, hidden=8192, ffn=28672, kv=1024, vocab=32000)
+RANKS = (8, 16384)
+ROOT_AND_BLOCKS = 1 + LAYERS
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Of four layers, by ranks and stage."""
+    measured = scale.measure(RANKS, 2, lambda line: None, SMALL)
+    return {(row.ranks, row.backend): row for row in measured}
+
+
+def test_the_shapes_are_those_of_llama_70b():
+    assert (sum(LLAMA_70B.numels), len(LLAMA_70B.numels)) == (68_976_648_192, 723)
+    assert all(numel % SHRINK == 0 for numel in LLAMA_70B.numels)
+
+
+@pytest.mark.parametrize("ranks", scale.RANKS)
+@pytest.mark.parametrize("stage", scale.STAGES)
+def test_padding_is_under_one_percent(ranks, stage):
+    buckets = layouts(LLAMA_70B, ranks, stage)
+    assert sum(len(bucket.slots) for bucket in buckets) == 723
+    assert sum(bucket.numel for bucket in buckets) < 1.01 * sum(LLAMA_70B.numels)
+
+
+def test_what_is_timed_has_as_many_buckets_as_the_true_shapes(rows):
+    assert [(row.parameters, row.timed_buckets - row.buckets) for row in rows.values()] == [(9 * LAYERS + 3, 0)] * 4
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_stage_2_communicates_by_the_bucket(rows, ranks):
+    """Construction: three collectives connect, a broadcast a bucket. In the first step the ranks learn."""
+    row = rows[ranks, "stage2"]
+    buckets = row.buckets
+    connect = {"reduce_scatter": 1, "all_gather": 1, "all_reduce": 1}
+    assert row.collectives["construction"] == {**connect, "broadcast": buckets, "gather_objects": 3}
+    step = {"reduce_scatter": buckets, "all_gather": buckets, "all_reduce": 1}
+    assert row.collectives["step"] == step
+    assert row.collectives["first step"] == {**step, "all_reduce": 2, "gather_objects": 1}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_stage_3_communicates_by_the_unit(rows, ranks):
+    """The root is gathered once, a block for forward and for backward. Each unit is asked for failures once."""
+    row = rows[ranks, "stage3"]
+    assert row.buckets == ROOT_AND_BLOCKS
+    connect = {"reduce_scatter": 2, "all_gather": 2, "all_reduce": 2 + ROOT_AND_BLOCKS}
+    assert row.collectives["construction"] == {**connect, "broadcast": ROOT_AND_BLOCKS, "gather_objects": 6}
+    assert row.collectives["step"] == {
+        "reduce_scatter": ROOT_AND_BLOCKS,
+        "all_gather": 1 + 2 * LAYERS,
+        "all_reduce": 1,
+    }
+
+
+def test_the_exchange_has_a_number_a_parameter_and_two_a_rank(rows):
+    for (ranks, stage), row in rows.items():
+        totals, alarms = 2, 8 + (64 if stage == "stage3" else 0)
+        assert row.exchange == 4 * (totals + alarms + 9 * LAYERS + 3 + 2 * ranks)
+
+
+def test_objects_grow_with_the_ranks_and_not_with_the_parameters(rows):
+    """A step gathers none. At stage 2 what a rank sends elsewhere is at most a hash, and what it says it does."""
+    for row in rows.values():
+        assert row.object_bytes["step"] == 0
+    for when in ("construction", "first step"):
+        assert 0 < rows[16384, "stage2"].object_bytes[when] < 16384 * 200
+
+
+def test_everything_is_as_before(rows):
+    """The kernels, the transport and the process group."""
+    assert transport.used() is None and not dist.is_initialized()
+    bucket = torch.ones(256)
+    torch.ops.zero_kernels.pack([torch.full((3,), 4.0)], [0], bucket, 0.5, None)
+    assert bucket[:4].tolist() == [2.0, 2.0, 2.0, 0.0]
+
+
+def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(scale.measure, "__defaults__", (SMALL,))
+    first = bench("scale", "--ranks", "8", "64", "--rounds", "2", "--out", ".")
+    assert first.code == 0, first.err
+    (file,) = Path().glob("*-scale.json")
+    (plot,) = Path().glob("*-scale.png")
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["ranks"], row["backend"]) for row in rows] == [(n, s) for n in (8, 64) for s in ("stage2", "stage3")]
+    assert all(set(row["timed"]) == {"construction", "first step", "hooks", "step", "zero_grad"} for row in rows)
+    assert "padding" in first.out and "construction: broadcast" in first.out
+    plot.unlink()
+    again = bench("--redraw", file)
+    assert again.code == 0 and plot.exists()
+    assert again.out.splitlines()[:-1] == first.out.splitlines()[:-2]
+
+
+def test_one_rank_is_refused(bench):
+    refused = bench("scale", "--ranks", "1")
+    assert refused.code == 2 and "is of two at least" in refused.err
