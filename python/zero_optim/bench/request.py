@@ -11,11 +11,15 @@ from ..train.config import UsageError
 
 OPS = ("adam_step", "pack", "grad_stats", "step")
 DEFAULT_OPS = OPS[:3]
-ALONE = ("step_overhead", "train_step", "stages", "memory_walkthrough")  # each a run, a file and a plot of its own
+# Each a run, a file and a plot of its own.
+ALONE = ("step_overhead", "train_step", "stages", "memory_walkthrough", "endurance")
 ON_ANY_DEVICE = ("stages", "memory_walkthrough")  # of these; the others are measured on the CPU
 WITH_CONTENDERS = ("train_step", "stages")
+WITH_RANKS = ("stages", "memory_walkthrough", "endurance")
+OF_ONE_MODEL = ("memory_walkthrough", "endurance")
 DTYPES = ("fp16", "bf16")
-DTYPES_OF = {"step_overhead": ("fp32",), **dict.fromkeys(ALONE[1:], ("bf16", "fp32"))}  # the first is the default
+# The first is the default.
+DTYPES_OF = {**dict.fromkeys(ALONE, ("bf16", "fp32")), **dict.fromkeys(("step_overhead", "endurance"), ("fp32",))}
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
@@ -31,6 +35,7 @@ class Request:
     contenders: tuple[str, ...] | None = None
     ranks: tuple[int, ...] | None = None
     rounds: int | None = None
+    steps: int | None = None
     threads: int | None = None
     out: Path | None = None
     write: bool = True
@@ -73,8 +78,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flag("--backends", nargs="+", metavar="NAME", help="kernel backends to measure (all but reference)")
     flag("--contenders", nargs="+", metavar="NAME", help="of train_step, stages: who trains beside the baseline (all)")
-    flag("--ranks", nargs="+", type=int, metavar="N", help="of stages (2 4; GPUs: all) and memory_walkthrough (2)")
+    flag(
+        "--ranks",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="of stages (2 4; GPUs: all), memory_walkthrough (2), endurance (1 2)",
+    )
     flag("--rounds", type=int, metavar="N", help="timed rounds of each case (10 to 51, as 5 seconds allow)")
+    flag("--steps", type=int, metavar="N", help="of endurance: steps of each training (100000)")
     flag("--threads", type=int, metavar="N", help="torch's threads on the CPU (torch's own choice)")
     flag("--out", type=Path, metavar="DIR", help="where JSON and plot go (below benchmarks/results in a checkout)")
     flag("--no-write", action="store_true", help="print the table only")
@@ -87,7 +99,7 @@ def read_request(parsed: argparse.Namespace) -> Request:
         if op not in OPS + ALONE:
             raise UsageError(f"there is no op {op!r} to measure; choose from {', '.join(OPS + ALONE)}")
     dtypes = _check_alone(parsed) if set(parsed.ops) & set(ALONE) else _check_ops(parsed)
-    for name in ("rounds", "threads", "ranks"):
+    for name in ("rounds", "steps", "threads", "ranks"):
         values = getattr(parsed, name)
         for value in values if isinstance(values, list) else [values]:
             if value is not None and value < 1:
@@ -103,6 +115,7 @@ def read_request(parsed: argparse.Namespace) -> Request:
         contenders=tuple(dict.fromkeys(parsed.contenders)) if parsed.contenders else None,
         ranks=tuple(sorted(set(parsed.ranks))) if parsed.ranks else None,
         rounds=parsed.rounds,
+        steps=parsed.steps,
         threads=parsed.threads,
         out=parsed.out,
         write=not parsed.no_write,
@@ -115,7 +128,9 @@ def _check_ops(parsed: argparse.Namespace) -> tuple[str, ...]:
     if parsed.contenders:
         raise UsageError("--contenders: only train_step and stages have them")
     if parsed.ranks:
-        raise UsageError("--ranks: only stages and memory_walkthrough have a choice of them")
+        raise UsageError(f"--ranks: only {', '.join(WITH_RANKS)} have a choice of them")
+    if parsed.steps:
+        raise UsageError("--steps: only endurance has a choice of them")
     if "fp32" in (parsed.dtypes or ()):
         raise UsageError(f"--dtypes fp32: only {', '.join(ALONE)} are measured in it")
     return tuple(dict.fromkeys(parsed.dtypes or DTYPES))
@@ -133,11 +148,12 @@ def _check_alone(parsed: argparse.Namespace) -> tuple[str, ...]:
         ("backends", parsed.backends, "measures optimizers, with the backend that they use"),
         ("device cuda", parsed.device == "cuda" and op not in ON_ANY_DEVICE, "is measured on the CPU"),
         ("contenders", parsed.contenders and op not in WITH_CONTENDERS, "has no choice of them; train_step has"),
-        ("numel", parsed.numel and op == "memory_walkthrough", "is of one model"),
+        ("numel", parsed.numel and op in OF_ONE_MODEL, "is of one model"),
         ("numel", parsed.numel and len(set(parsed.numel)) > 1, "is measured at one size a run"),
-        ("rounds", parsed.rounds and op == "memory_walkthrough", "is not timed"),
-        ("ranks", parsed.ranks and op not in ON_ANY_DEVICE, "has no choice of them; stages has"),
-        ("ranks", len(set(parsed.ranks or ())) > 1 and op != "stages", "is measured on one number of them a run"),
+        ("rounds", parsed.rounds and op in OF_ONE_MODEL, "is not timed in rounds"),
+        ("ranks", parsed.ranks and op not in WITH_RANKS, "has no choice of them; stages has"),
+        ("ranks", len(set(parsed.ranks or ())) > 1 and op == "memory_walkthrough", "is measured on one number of them"),
+        ("steps", parsed.steps and op != "endurance", "has no choice of them; endurance has"),
     ):
         if values:
             raise UsageError(f"--{name}: {op} {why}")

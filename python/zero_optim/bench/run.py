@@ -14,7 +14,9 @@ from ..errors import ZeroOptimError
 from ..train.config import UsageError
 from . import (
     adam_step,
+    census,
     contenders,
+    endurance,
     fused_adams,
     gpt_step,
     grad_stats,
@@ -25,7 +27,7 @@ from . import (
     train_step,
 )
 from .case import Case, Setting, choose_backends
-from .record import PhaseRow, Row, make_record, read, results_folder, write
+from .record import EnduranceRow, PhaseRow, Row, make_record, read, results_folder, write
 from .request import ALONE, Request
 from .table import table
 from .timing import Clock, Rounds, interleaved, make_clock
@@ -40,7 +42,7 @@ STEP_NUMELS = {"cpu": (2**24,), "cuda": (10**9,)}
 
 Say = Callable[[str], object]
 # The rows, and the versions of baselines, or why they are not in the rows.
-Measured = tuple[list[Row] | list[PhaseRow], Mapping[str, str]]
+Measured = tuple[list[Row] | list[PhaseRow] | list[EnduranceRow], Mapping[str, str]]
 
 
 def main(request: Request) -> int:
@@ -107,6 +109,12 @@ def run_memory_walkthrough(request: Request, device: torch.device, say: Say) -> 
     return memory_walkthrough.measure(memory_walkthrough.MODEL, dtype, ranks, device, say), {}
 
 
+def run_endurance(request: Request, device: torch.device, say: Say) -> Measured:
+    if not census.can_count():
+        raise UsageError("endurance counts what /proc shows, which is there on Linux alone")
+    return endurance.measure(request.ranks or endurance.RANKS, request.steps or endurance.STEPS, say), {}
+
+
 def _check_ranks(request: Request, device: torch.device) -> None:
     gpus = torch.cuda.device_count() if device.type == "cuda" else None
     if gpus is not None and any(count > gpus for count in request.ranks or ()):
@@ -124,6 +132,7 @@ ALONE_RUNS: dict[str, Callable[[Request, torch.device, Say], Measured]] = {
     "train_step": run_train_step,
     "stages": run_stages,
     "memory_walkthrough": run_memory_walkthrough,
+    "endurance": run_endurance,
 }
 
 
@@ -210,9 +219,12 @@ def _draw(record: dict[str, Any], path: Path) -> str:
 def _drawing(record: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
     """What draws this record. Importing it needs matplotlib."""
     from .bars import draw_overhead, draw_ranks, draw_walkthrough
+    from .lines import draw_endurance
     from .roofline import draw
 
     first = record["rows"][0] if record["rows"] else {"phase": None, "ranks": None, "parameters": None}
     if first.get("phase"):
         return draw_walkthrough
+    if first.get("samples"):
+        return draw_endurance
     return draw_ranks if first["ranks"] else draw_overhead if first["parameters"] else draw

@@ -19,10 +19,14 @@ def table(record: Mapping[str, Any]) -> str:
     lines = [f"{record['device']}; torch {record['torch']}; commit {record['commit']}"]
     for op, ranks in dict.fromkeys((row["op"], row.get("ranks")) for row in record["rows"]):
         rows = [row for row in record["rows"] if (row["op"], row.get("ranks")) == (op, ranks)]
-        lines += ["", *(_walkthrough(rows) if rows[0].get("phase") else _block(rows))]
+        lines += ["", *_lines(rows)]
     for name, state in record["baselines"].items():
         lines += [""] * (name == next(iter(record["baselines"]))) + [f"{name}: {state}"]
     return "\n".join(lines)
+
+
+def _lines(rows: Sequence[JsonRow]) -> list[str]:
+    return (_walkthrough if rows[0].get("phase") else _endurance if rows[0].get("samples") else _block)(rows)
 
 
 def elements(numel: int) -> str:
@@ -145,6 +149,23 @@ def _walkthrough(rows: Sequence[JsonRow]) -> list[str]:
         lines.append(f"{phase:<18}" + "".join(texts))
     last = [f"{row['after'] / row['numel']:>10.2f}{row['peak'] / row['numel']:>10.2f}" for row in of_phase]
     return [*lines, f"{'bytes a parameter':<18}" + "".join(last)]
+
+
+def _endurance(rows: Sequence[JsonRow]) -> list[str]:
+    """A counter a line."""
+    first = rows[0]
+    about = f"{elements(first['numel'])} {first['dtype']} parameters, ranks: {first['ranks']}"
+    lines = [f"{first['op']}: {about}, {first['steps']:,} steps; growth a step in the second half"]
+    lines.append(f"{'':<10}{'':<16}{'first':>14}{'middle':>14}{'last':>14}{'a step':>14}")
+    for row in rows:
+        for counter, growth in row["growth"].items():
+            figures = row["samples"][counter]
+            shown = (figures[0], figures[len(figures) // 2], figures[-1])
+            texts = [f"{figure:>14,.3f}" if counter == "ms" else f"{figure:>14,}" for figure in shown]
+            name = row["backend"] if counter == next(iter(row["growth"])) else ""
+            unit = ", bytes" if counter == "resident" else ""
+            lines.append(f"{name:<10}{counter + unit:<16}{''.join(texts)}{growth:>14.6f}")
+    return lines
 
 
 def _phase_lines(rows: Sequence[JsonRow]) -> list[str]:
