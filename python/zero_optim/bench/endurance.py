@@ -101,8 +101,10 @@ def measure(ranks: Sequence[int], steps: int, say: Callable[[str], object]) -> l
     def endure(task: tuple[int, str]) -> EnduranceRow:
         (count, name), core = task, cores.get()
         say(f"endurance: {name}, {count} rank{'s' * (count > 1)}")
-        samples = most(on_ranks(count, endure_on_rank, name, steps, core, limit=LIMIT_SECONDS))
-        cores.put(core)
+        try:
+            samples = most(on_ranks(count, endure_on_rank, name, steps, core, limit=LIMIT_SECONDS))
+        finally:
+            cores.put(core)
         return make_row(name, count, steps, samples)
 
     tasks = [(count, name) for count in sorted(ranks, reverse=True) for name in contenders(count)]
