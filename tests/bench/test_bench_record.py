@@ -12,7 +12,7 @@ import pytest
 import torch
 from zero_optim.bench import record as records
 from zero_optim.bench.case import COPY, STREAM, TORCH, Case, Setting
-from zero_optim.bench.record import PhaseRow, Row
+from zero_optim.bench.record import EnduranceRow, PhaseRow, Row, ScaleRow
 from zero_optim.bench.table import WIDTH, elements, mebibytes, milliseconds, table
 from zero_optim.train.config import UsageError
 
@@ -56,7 +56,7 @@ def test_the_keys_are_those_of_the_readme():
 
 def test_what_the_record_says_of_a_cpu():
     record = make([])
-    assert (record["schema"], record["driver"], record["triton"]) == (4, None, None)
+    assert (record["schema"], record["driver"], record["triton"]) == (5, None, None)
     assert record["torch"] == torch.__version__ and record["threads"] == torch.get_num_threads()
     assert record["device"].endswith(f", {torch.get_num_threads()} threads")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
@@ -130,10 +130,10 @@ def test_what_an_older_file_lacks_is_null_and_what_a_newer_one_holds_is_not_read
     path = records.write(old, tmp_path, "pack")
     assert path.stem == f"{record['date']}-{record['commit']}-pack"
     read = records.read(path)
-    of_phases = {key.name: None for key in fields(PhaseRow) if key.name not in ROW_KEYS}
-    assert read["rows"] == [{**of_phases, **row} for row in record["rows"]] and table(read) == table(record)
-    (tmp_path / "new.json").write_text(json.dumps({**record, "schema": 5}))
-    with pytest.raises(UsageError, match="schema 5; this version reads 2 to 4"):
+    of_others = {key.name: None for kind in (PhaseRow, ScaleRow, EnduranceRow) for key in fields(kind)}
+    assert read["rows"] == [{**of_others, **row} for row in record["rows"]] and table(read) == table(record)
+    (tmp_path / "new.json").write_text(json.dumps({**record, "schema": 6}))
+    with pytest.raises(UsageError, match="schema 6; this version reads 2 to 5"):
         records.read(tmp_path / "new.json")
 
 

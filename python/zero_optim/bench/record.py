@@ -21,7 +21,7 @@ import zero_kernels
 from ..train.config import UsageError
 from .timing import Spread
 
-SCHEMA = 4
+SCHEMA = 5
 COMPLETED = 2  # the oldest schema that is still read: what its rows lack is null
 COMMIT_ENVIRONMENT = "ZERO_KERNELS_COMMIT"  # for sources that were copied without their .git
 
@@ -105,6 +105,25 @@ class ScaleRow:
     timed: dict[str, float]  # ms
 
 
+@dataclass(frozen=True)
+class EnduranceRow:
+    """What a rank has along a training of very many steps.
+
+    Attributes:
+        samples: by counter, a figure for each of its ``step``.
+        growth: by counter, a step, over the second half.
+    """
+
+    op: str
+    backend: str
+    dtype: str
+    numel: int
+    ranks: int
+    steps: int
+    samples: dict[str, list[float]]
+    growth: dict[str, float]
+
+
 def device_name(device: torch.device) -> str:
     """The GPU's name, or the processor's with the threads in use."""
     if device.type == "cuda":
@@ -160,7 +179,9 @@ def results_folder(device: torch.device, out: Path | None) -> Path:
 
 
 def make_record(
-    rows: Sequence[Row] | Sequence[PhaseRow] | Sequence[ScaleRow], device: torch.device, baselines: Mapping[str, str]
+    rows: Sequence[Row] | Sequence[PhaseRow] | Sequence[ScaleRow] | Sequence[EnduranceRow],
+    device: torch.device,
+    baselines: Mapping[str, str],
 ) -> dict[str, Any]:
     """``baselines``: their versions, or why they are not in the rows."""
     on_cpu = device.type == "cpu"
@@ -200,7 +221,7 @@ def read(path: Path) -> dict[str, Any]:
         raise UsageError(f"--redraw {path}: is no record of a benchmark") from error
     if not isinstance(schema, int) or not COMPLETED <= schema <= SCHEMA:
         raise UsageError(f"--redraw {path}: has schema {schema}; this version reads {COMPLETED} to {SCHEMA}")
-    nothing = {key.name: None for kind in (Row, PhaseRow, ScaleRow) for key in fields(kind)}
+    nothing = {key.name: None for kind in (Row, PhaseRow, ScaleRow, EnduranceRow) for key in fields(kind)}
     return {**record, "rows": [{**nothing, **row} for row in rows]}
 
 

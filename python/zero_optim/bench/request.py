@@ -47,6 +47,7 @@ ALONE = {
     "stages": Alone(ranks="2 4; GPUs: all", several_ranks=True, gpu=True, contenders=True),
     "memory_walkthrough": Alone(ranks="2", numel=False, rounds=False, gpu=True),
     "scale": Alone(dtypes=("bf16",), ranks="8 64 1024 16384", several_ranks=True, numel=False),
+    "endurance": Alone(dtypes=("fp32",), ranks="1 2", several_ranks=True, numel=False, rounds=False, steps=True),
 }
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
@@ -63,6 +64,7 @@ class Request:
     contenders: tuple[str, ...] | None = None
     ranks: tuple[int, ...] | None = None
     rounds: int | None = None
+    steps: int | None = None
     threads: int | None = None
     out: Path | None = None
     write: bool = True
@@ -109,6 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks = ", ".join(f"of {op} ({alone.ranks})" for op, alone in ALONE.items() if alone.ranks)
     flag("--ranks", nargs="+", type=int, metavar="N", help=ranks)
     flag("--rounds", type=int, metavar="N", help="timed rounds of each case (10 to 51, as 5 seconds allow)")
+    flag("--steps", type=int, metavar="N", help="of endurance: steps of each training (100000)")
     flag("--threads", type=int, metavar="N", help="torch's threads on the CPU (torch's own choice)")
     flag("--out", type=Path, metavar="DIR", help="where JSON and plot go (below benchmarks/results in a checkout)")
     flag("--no-write", action="store_true", help="print the table only")
@@ -121,7 +124,7 @@ def read_request(parsed: argparse.Namespace) -> Request:
         if op not in (*OPS, *ALONE):
             raise UsageError(f"there is no op {op!r} to measure; choose from {', '.join((*OPS, *ALONE))}")
     dtypes = _check_alone(parsed) if set(parsed.ops) & set(ALONE) else _check_ops(parsed)
-    for name in ("rounds", "threads", "ranks"):
+    for name in ("rounds", "steps", "threads", "ranks"):
         values = getattr(parsed, name)
         for value in values if isinstance(values, list) else [values]:
             if value is not None and value < 1:
@@ -137,6 +140,7 @@ def read_request(parsed: argparse.Namespace) -> Request:
         contenders=tuple(dict.fromkeys(parsed.contenders)) if parsed.contenders else None,
         ranks=tuple(sorted(set(parsed.ranks))) if parsed.ranks else None,
         rounds=parsed.rounds,
+        steps=parsed.steps,
         threads=parsed.threads,
         out=parsed.out,
         write=not parsed.no_write,
@@ -150,6 +154,8 @@ def _check_ops(parsed: argparse.Namespace) -> tuple[str, ...]:
         raise UsageError("--contenders: only train_step and stages have them")
     if parsed.ranks:
         raise UsageError(f"--ranks: only {', '.join(op for op in ALONE if ALONE[op].ranks)} have a choice of them")
+    if parsed.steps:
+        raise UsageError("--steps: only endurance has a choice of them")
     if "fp32" in (parsed.dtypes or ()):
         in_fp32 = (op for op, alone in ALONE.items() if "fp32" in alone.dtypes)
         raise UsageError(f"--dtypes fp32: only {', '.join(in_fp32)} are measured in it")
@@ -176,6 +182,7 @@ def _check_alone(parsed: argparse.Namespace) -> tuple[str, ...]:
         ("ranks", ranks and not alone.ranks, "has no choice of them; stages has"),
         ("ranks", len(ranks) > 1 and not alone.several_ranks, "is measured on one number of them a run"),
         ("ranks", op == "scale" and 1 in ranks, "is of two at least"),
+        ("steps", parsed.steps and not alone.steps, "has no choice of them; endurance has"),
     ):
         if refused:
             raise UsageError(f"--{name}: {op} {why}")

@@ -14,7 +14,9 @@ from ..errors import ZeroOptimError
 from ..train.config import UsageError
 from . import (
     adam_step,
+    census,
     contenders,
+    endurance,
     fused_adams,
     gpt_step,
     grad_stats,
@@ -26,7 +28,7 @@ from . import (
     train_step,
 )
 from .case import Case, Setting, choose_backends
-from .record import PhaseRow, Row, ScaleRow, make_record, read, results_folder, write
+from .record import EnduranceRow, PhaseRow, Row, ScaleRow, make_record, read, results_folder, write
 from .request import ALONE, Request
 from .table import table
 from .timing import Clock, Rounds, interleaved, make_clock
@@ -41,7 +43,7 @@ STEP_NUMELS = {"cpu": (2**24,), "cuda": (10**9,)}
 
 Say = Callable[[str], object]
 # The rows, and the versions of baselines, or why they are not in the rows.
-Measured = tuple[list[Row] | list[PhaseRow] | list[ScaleRow], Mapping[str, str]]
+Measured = tuple[list[Row] | list[PhaseRow] | list[ScaleRow] | list[EnduranceRow], Mapping[str, str]]
 
 
 def main(request: Request) -> int:
@@ -113,6 +115,12 @@ def run_scale(request: Request, device: torch.device, say: Say) -> Measured:
     return scale.measure(request.ranks or scale.RANKS, request.rounds or scale.ROUNDS, say), {}
 
 
+def run_endurance(request: Request, device: torch.device, say: Say) -> Measured:
+    if not census.can_count():
+        raise UsageError("endurance counts what /proc shows, which is there on Linux alone")
+    return endurance.measure(request.ranks or endurance.RANKS, request.steps or endurance.STEPS, say), {}
+
+
 def _check_ranks(request: Request, device: torch.device) -> None:
     gpus = torch.cuda.device_count() if device.type == "cuda" else None
     if gpus is not None and any(count > gpus for count in request.ranks or ()):
@@ -131,6 +139,7 @@ ALONE_RUNS: dict[str, Callable[[Request, torch.device, Say], Measured]] = {
     "stages": run_stages,
     "memory_walkthrough": run_memory_walkthrough,
     "scale": run_scale,
+    "endurance": run_endurance,
 }
 
 
@@ -217,6 +226,7 @@ def _draw(record: dict[str, Any], path: Path) -> str:
 def _drawing(record: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
     """What draws this record. Importing it needs matplotlib."""
     from .bars import draw_overhead, draw_ranks, draw_scale, draw_walkthrough
+    from .lines import draw_endurance
     from .roofline import draw
 
     first = record["rows"][0] if record["rows"] else {"phase": None, "ranks": None, "parameters": None}
@@ -224,4 +234,6 @@ def _drawing(record: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
         return draw_walkthrough
     if first.get("timed"):
         return draw_scale
+    if first.get("samples"):
+        return draw_endurance
     return draw_overhead if first["parameters"] else draw_ranks if first["ranks"] else draw

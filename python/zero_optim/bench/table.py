@@ -26,9 +26,8 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 def _lines(rows: Sequence[JsonRow]) -> list[str]:
-    if rows[0].get("phase"):
-        return _walkthrough(rows)
-    return _scale(rows) if rows[0].get("timed") else _block(rows)
+    kinds = {"phase": _walkthrough, "timed": _scale, "samples": _endurance}
+    return next((lines for key, lines in kinds.items() if rows[0].get(key)), _block)(rows)
 
 
 def elements(numel: int) -> str:
@@ -175,6 +174,23 @@ def _scale(rows: Sequence[JsonRow]) -> list[str]:
 
 def _beside(name: str, cells: Sequence[str]) -> str:
     return f"{name:<30}" + "".join(f"{cell:>16}" for cell in cells)
+
+
+def _endurance(rows: Sequence[JsonRow]) -> list[str]:
+    """A counter a line."""
+    first = rows[0]
+    about = f"{elements(first['numel'])} {first['dtype']} parameters, ranks: {first['ranks']}"
+    lines = [f"{first['op']}: {about}, {first['steps']:,} steps; growth a step in the second half"]
+    lines.append(f"{'':<10}{'':<16}{'first':>14}{'middle':>14}{'last':>14}{'a step':>14}")
+    for row in rows:
+        for counter, growth in row["growth"].items():
+            figures = row["samples"][counter]
+            shown = (figures[0], figures[len(figures) // 2], figures[-1])
+            texts = [f"{figure:>14,.3f}" if counter == "ms" else f"{figure:>14,}" for figure in shown]
+            name = row["backend"] if counter == next(iter(row["growth"])) else ""
+            unit = ", bytes" if counter == "resident" else ""
+            lines.append(f"{name:<10}{counter + unit:<16}{''.join(texts)}{growth:>14.6f}")
+    return lines
 
 
 def _phase_lines(rows: Sequence[JsonRow]) -> list[str]:

@@ -64,7 +64,7 @@ class Standstill:
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = list(ranks)
         self._waits = 0
-        self._seen: list[str] = []
+        self._seen: tuple[str, ...] = ()
         self._looks = 0
         self._written = False
 
@@ -81,7 +81,7 @@ class Standstill:
         keys = [self._key(rank) for rank in self._ranks]
         if not store.check(keys):
             return
-        now = [store.get(key).decode() for key in keys]
+        now = tuple(store.get(key).decode() for key in keys)
         self._looks = self._looks + 1 if now == self._seen and "" not in now else 0
         self._seen = now
         if self._looks >= LOOKS:
@@ -114,7 +114,7 @@ class Standstill:
     def ended(self) -> None:
         """This rank does not wait any more."""
         if self._written:
-            self._written, self._looks = False, 0
+            self._written, self._seen, self._looks = False, (), 0
             with contextlib.suppress(RuntimeError):  # the store has gone with its rank
                 dist.distributed_c10d._get_default_store().set(self._key(dist.get_rank()), "")
 

@@ -1,0 +1,92 @@
+"""``zero-optim bench endurance``: what is counted, the slopes, and a run of a few steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from zero_optim.bench import endurance
+from zero_optim.bench.census import take
+from zero_optim.bench.endurance import NUMEL, contenders, make_row, most, slope
+
+COUNTERS = ("resident", "objects", "tensors", "nodes", "hooks", "files", "threads", "ms")
+
+
+def test_a_slope_leaves_odd_samples_alone():
+    steps = list(range(0, 1000, 100))
+    assert slope(steps, [3 * step + 7 for step in steps]) == 3
+    assert slope(steps, [5.0] * 10) == 0
+    assert slope(steps, [5.0] * 4 + [900.0] + [5.0] * 5) == 0
+    assert slope([100], [5]) == 0
+
+
+def test_the_growth_is_that_of_the_second_half():
+    samples = {"step": [1, 2, 3, 4, 5, 6], "objects": [0, 10, 20, 20, 22, 24], "ms": [9.0, 1.0, 1.0, 1.0, 1.0, 1.0]}
+    row = make_row("stage2", 2, 6, samples)
+    assert row.growth == {"objects": 2, "ms": 0} and row.samples == samples and (row.ranks, row.steps) == (2, 6)
+
+
+def test_the_rank_that_has_most_counts_in_each_sample():
+    assert most([{"step": [1, 2], "files": [3, 9]}, {"step": [1, 2], "files": [4, 8]}]) == {
+        "step": [1, 2],
+        "files": [4, 9],
+    }
+
+
+def test_a_tensor_that_is_kept_shows_in_memory():
+    before = take()
+    kept = torch.ones(2**22)
+    after = take()
+    assert after.tensors - before.tensors == 1
+    assert after.resident - before.resident >= 0.9 * kept.nbytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["endurance", "pack"], ["endurance is measured alone", "pack"]),
+        (["endurance", "--rounds", "3"], ["--rounds", "not timed in rounds"]),
+        (["endurance", "--numel", "1Mi"], ["--numel", "of one model"]),
+        (["endurance", "--device", "cuda"], ["--device cuda", "measured on the CPU"]),
+        (["endurance", "--dtypes", "bf16"], ["--dtypes bf16", "fp32"]),
+        (["endurance", "--steps", "0"], ["--steps 0", "at least 1"]),
+        (["train_step", "--steps", "5"], ["--steps", "endurance has"]),
+        (["pack", "--steps", "5"], ["--steps", "only endurance"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else None,
+)
+def test_what_it_cannot_have(bench, arguments, parts):
+    outcome = bench(*arguments)
+    assert outcome.code == 2 and all(part in outcome.err for part in parts), outcome.err
+    assert list(Path().iterdir()) == []
+
+
+def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(endurance, "SAMPLES", 3)
+    first = bench("endurance", "--steps", "6", "--out", ".")
+    assert first.code == 0, first.err
+    (file,) = Path().glob("*-endurance.json")
+    (plot,) = Path().glob("*-endurance.png")
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["ranks"], row["backend"]) for row in rows] == [
+        (ranks, name) for ranks in (1, 2) for name in contenders(ranks)
+    ]
+    for row in rows:
+        assert (row["dtype"], row["numel"], row["steps"]) == ("fp32", NUMEL, 6)
+        assert tuple(row["growth"]) == COUNTERS and tuple(row["samples"]) == ("step", *COUNTERS)
+        assert row["samples"]["step"][-1] == 6 and row["samples"]["files"][-1] > 0
+        assert {len(figures) for figures in row["samples"].values()} == {len(row["samples"]["step"])}
+    assert "resident, bytes" in first.out and "growth a step in the second half" in first.out
+    plot.unlink()
+    again = bench("--redraw", file)
+    assert again.code == 0 and plot.exists()
+    assert again.out.splitlines()[:-1] == first.out.splitlines()[:-2]
+
+
+def test_the_script_of_the_checkout_runs_it():
+    source = (Path(__file__).parents[2] / "benchmarks" / "bench_endurance.py").read_text()
+    assert 'main(["bench", "endurance", *sys.argv[1:]])' in source
