@@ -1,4 +1,5 @@
-# Everything runs in .venv, made on first use from the pinned requirements. `make help` lists the targets.
+# Everything runs in .venv, made on first use from pinned requirements: requirements.txt, and for the targets that test
+# or lint requirements-dev.txt too. `make help` lists the targets.
 
 PYTHON ?= python3
 RANKS  ?= 2
@@ -15,38 +16,43 @@ SOURCES  := setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp 
 TRAINING := --ranks $(RANKS) --stage $(STAGE) --dtype $(DTYPE) $(if $(STEPS),--steps $(STEPS)) \
             $(if $(DATA),--data "$(DATA)") $(if $(OUT),--out "$(OUT)") $(ARGS)
 
+DEVELOPED := .venv/built .venv/developed
+# Modules are compiled when they are first imported. Most of torch's never are, and to compile all takes a minute.
+PIP      := $(BIN)/python -m pip install --no-compile
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DELETE_ON_ERROR:
 
 .PHONY: train
 train: .venv/built  ## train a GPT on RANKS ranks; RANKS STAGE DTYPE STEPS DATA OUT, and other flags in ARGS
+	@echo "starting zero-optim train"
 	@$(BIN)/zero-optim train $(TRAINING)
 
 .PHONY: test
-test: .venv/built  ## run the test suite, a file at a time on each of two workers; ARGS goes to pytest
+test: $(DEVELOPED)  ## run the test suite, a file at a time on each of two workers; ARGS goes to pytest
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 .PHONY: fuzz
-fuzz: .venv/built  ## random programs on 2 and 3 ranks against torch's AdamW, for SECONDS; a failure prints as a script
+fuzz: $(DEVELOPED)  ## random programs on 2 and 3 ranks against torch's AdamW, for SECONDS; a failure prints as a script
 	@cd tests && ../$(BIN)/python -m fuzz --seconds $(SECONDS) $(ARGS)
 
 .PHONY: race-check
-race-check: .venv/built  ## the order of everything launched, on simulated GPUs; ARGS="--only programs" is quicker
+race-check: $(DEVELOPED)  ## the order of everything launched, on simulated GPUs; ARGS="--only programs" is quicker
 	@cd tests && ../$(BIN)/python -m simulated_gpu $(ARGS)
 
 .PHONY: cuda-check
-cuda-check: .venv/built  ## look into what nvcc and Triton make of the kernels; part of `make test`, needs no GPU
+cuda-check: $(DEVELOPED)  ## look into what nvcc and Triton make of the kernels; part of `make test`, needs no GPU
 	@$(BIN)/python -m pytest tests/cuda tests/triton_backend $(ARGS)
 
 .PHONY: lint
-lint: .venv/built  ## ruff, clang-format and mypy, as CI runs them
+lint: $(DEVELOPED)  ## ruff, clang-format and mypy, as CI runs them
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/clang-format --dry-run --Werror $$(find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h')
 	@$(BIN)/mypy
 
 .PHONY: format
-format: .venv/built  ## rewrite the sources as `make lint` wants them
+format: $(DEVELOPED)  ## rewrite the sources as `make lint` wants them
 	@$(BIN)/ruff check --fix --quiet . || true
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/clang-format -i $$(find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h')
@@ -74,15 +80,21 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
 
 .venv/installed: requirements.txt
-	@echo "setting up .venv (once; torch is large)"
+	@echo "set-up, 1 of 3: an empty environment in .venv (once)"
 	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) on the PATH; name one with PYTHON=..." >&2; exit 2; }
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	@echo "set-up, 2 of 3: torch and what training needs (torch is large)"
+	@$(PIP) --requirement requirements.txt
 	@touch $@
 
 .venv/built: .venv/installed $(SOURCES)
-	@echo "building the package"
-	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@echo "set-up, 3 of 3: compiling the kernels"
+	@$(PIP) --no-deps --no-build-isolation --editable .
 	@test ! -e zero_kernels/build_error_cpu.txt || \
 	  echo "the CPU library was not built, so the slower reference backend runs: make doctor says why"
+	@touch $@
+
+.venv/developed: requirements-dev.txt .venv/installed
+	@echo "set-up for development: what tests and lint need (once)"
+	@$(PIP) --requirement requirements-dev.txt
 	@touch $@

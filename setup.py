@@ -1,25 +1,26 @@
 """Builds the compiled libraries of `zero_kernels`, with ninja; everything else is in pyproject.toml.
 
     cpu     from csrc/ops.cpp and csrc/cpu, wherever there is a C++ compiler
-    cuda    from csrc/cuda, wherever there is nvcc (CUDA_HOME, PATH, /usr/local/cuda), with or without a GPU; for the
-            architectures of TORCH_CUDA_ARCH_LIST, else 8.0, 9.0 and 10.0 with its PTX
+    cuda    from csrc/cuda, wherever there is nvcc (CUDA_HOME, PATH, /usr/local/cuda) and a torch with CUDA, with or
+            without a GPU; for the architectures of TORCH_CUDA_ARCH_LIST, else 8.0, 9.0 and 10.0 with its PTX
 
 An install never needs a compiler: when a library can't be built, the reason is kept in the package
 (`zero_kernels/build_error_<name>.txt`, shown by `zero-optim doctor`) and another backend runs instead.
-ZERO_KERNELS_NO_BUILD=1 builds nothing, ZERO_KERNELS_NO_CUDA=1 leaves out the CUDA library.
+ZERO_KERNELS_NO_BUILD=1 builds nothing, ZERO_KERNELS_NO_CUDA=1 leaves out the CUDA library. ZERO_KERNELS_CUDA=1 builds
+it beside a torch without CUDA too, for one that has CUDA.
 """
 
 import importlib.util
 import os
 import platform
 import re
+import runpy
 import shlex
 import shutil
 import site
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +46,9 @@ STAND_IN = "libtorch_cuda.so"
 NO_BUILD = "ZERO_KERNELS_NO_BUILD was set: the library was not built\n"
 NO_CUDA = "ZERO_KERNELS_NO_CUDA was set: the library was not built\n"
 NO_NVCC = "nvcc was not found in CUDA_HOME, on the PATH or in /usr/local/cuda\n"
+NO_USE = "this torch has no CUDA, so the library was left out: install a torch with CUDA, or set ZERO_KERNELS_CUDA=1, "
+NO_USE += "then install this package again\n"
+LEFT_OUT = (NO_BUILD, NO_CUDA, NO_NVCC, NO_USE)  # by choice, or for want of a use: no failures
 DEFAULT_ARCHS = "8.0 9.0 10.0+PTX"
 
 
@@ -90,6 +94,12 @@ def torch_directory() -> Path | None:
         sites.append(site.getusersitepackages())
     candidates = [Path(path) for path in found] + [Path(path) / "torch" for path in sites]
     return next((path for path in candidates if (path / "include").is_dir()), None)
+
+
+def has_cuda(torch: Path) -> bool:
+    """Whether that torch is built with CUDA: torch.version.cuda, read without importing torch."""
+    version = torch / "version.py"
+    return version.exists() and runpy.run_path(str(version)).get("cuda") is not None
 
 
 def compiler() -> list[str]:
@@ -139,23 +149,36 @@ def arch_flags() -> list[str]:
     return flags
 
 
-def libraries(torch: Path) -> Iterator[Library]:
-    """What can be built here."""
-    of_torch = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-isystem", str(torch / "include")]
+def of_torch(torch: Path) -> list[str]:
+    return ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-isystem", str(torch / "include")]
+
+
+def cpu_library(torch: Path) -> Library:
     isas = ISA_FLAGS if platform.machine().lower() in ("x86_64", "amd64") else {"scalar": []}
-    objects = {"ops": ("cxx", CSRC / "ops.cpp", of_torch), "isa": ("cxx", CSRC / "cpu/isa.cpp", [])}
+    objects = {"ops": ("cxx", CSRC / "ops.cpp", of_torch(torch)), "isa": ("cxx", CSRC / "cpu/isa.cpp", [])}
     objects |= {f"kernels_{isa}": ("cxx", CSRC / "cpu/kernels.cpp", flags) for isa, flags in isas.items()}
     if DARWIN:
-        yield Library("cpu", objects, [*compiler(), "-dynamiclib", "-undefined", "dynamic_lookup"])
-    else:
-        yield Library("cpu", objects, [*compiler(), "-shared", f"-L{torch / 'lib'}", "-ltorch_cpu"])
-    if nvcc() is not None and not asked("ZERO_KERNELS_NO_CUDA"):
-        sources = sorted((CSRC / "cuda").glob("*.cu"))
-        flags = ["-DUSE_CUDA", f'-DZK_CUDA_ARCHS="{" ".join(cuda_archs())}"', *of_torch]
-        objects = {source.stem: ("nvcc", source, flags) for source in sources}
-        # Linked against a stand-in: a torch without CUDA has no libtorch_cuda, and any torch's will do at load.
-        link = [str(nvcc()), "-shared", "-cudart", "static", "-L.", f"-L{torch / 'lib'}", "-ltorch_cpu"]
-        yield Library("cuda", objects, [*link, "-Xlinker", "--no-as-needed,-ltorch_cuda"])
+        return Library("cpu", objects, [*compiler(), "-dynamiclib", "-undefined", "dynamic_lookup"])
+    return Library("cpu", objects, [*compiler(), "-shared", f"-L{torch / 'lib'}", "-ltorch_cpu"])
+
+
+def cuda_library(torch: Path) -> Library:
+    """The same for every torch. Needs nvcc."""
+    sources = sorted((CSRC / "cuda").glob("*.cu"))
+    flags = ["-DUSE_CUDA", f'-DZK_CUDA_ARCHS="{" ".join(cuda_archs())}"', *of_torch(torch)]
+    objects = {source.stem: ("nvcc", source, flags) for source in sources}
+    # Linked against a stand-in: a torch without CUDA has no libtorch_cuda, and any torch's will do at load.
+    link = [str(nvcc()), "-shared", "-cudart", "static", "-L.", f"-L{torch / 'lib'}", "-ltorch_cpu"]
+    return Library("cuda", objects, [*link, "-Xlinker", "--no-as-needed,-ltorch_cuda"])
+
+
+def why_no_cuda(torch: Path) -> str | None:
+    """The reason to leave out the CUDA library, or None where it is to be built."""
+    if asked("ZERO_KERNELS_NO_CUDA"):
+        return NO_CUDA
+    if nvcc() is None:
+        return NO_NVCC
+    return None if asked("ZERO_KERNELS_CUDA") or has_cuda(torch) else NO_USE
 
 
 def write_ninja(library: Library, folder: Path) -> None:
@@ -219,10 +242,13 @@ def build_all(folder: Path) -> dict[str, Path | str]:
     if torch is None:
         reason = "torch's headers were not found: install torch >= 2.10, then this package again\n"
         return dict.fromkeys(("cpu", "cuda"), reason)
-    built: dict[str, Path | str] = {"cuda": NO_NVCC}
-    if asked("ZERO_KERNELS_NO_CUDA"):
-        built["cuda"] = NO_CUDA
-    for library in libraries(torch):
+    built: dict[str, Path | str] = {}
+    wanted = [cpu_library(torch)]
+    if reason := why_no_cuda(torch):
+        built["cuda"] = reason
+    else:
+        wanted.append(cuda_library(torch))
+    for library in wanted:
         try:
             built[library.name] = build(library, folder / library.name)
         except BuildError as failure:
@@ -242,7 +268,7 @@ class BuildLibraries(build_ext):
         self.built = build_all(folder.absolute())
         self.install_in(Path(self.build_lib))
         for name, built in self.built.items():
-            if isinstance(built, str) and (name == "cpu" or built not in (NO_BUILD, NO_CUDA, NO_NVCC)):
+            if isinstance(built, str) and (name == "cpu" or asked("ZERO_KERNELS_CUDA") or built not in LEFT_OUT):
                 self.warn(f"the {name} library was not built; another backend will run instead:\n{built}")
 
     def copy_extensions_to_source(self) -> None:

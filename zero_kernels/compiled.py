@@ -21,7 +21,7 @@ class Status:
 
     loaded: bool
     path: str | None
-    build_error: str | None  # first error of the build: the command and the compiler's words
+    build_error: str | None  # why the build left it out, or its first error: the command and the compiler's words
     load_error: str | None
     isa: str | None = None  # of the CPU library: the instruction set in use
     isas: tuple[str, ...] = ()  # usable on this processor, best first

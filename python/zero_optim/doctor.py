@@ -72,7 +72,7 @@ def _library(name: str) -> Iterator[tuple[str, str]]:
     if status.archs:
         yield "architectures", status.archs
     if status.build_error:
-        yield "build error", status.build_error.strip().replace("\n", "\n" + " " * 19)
+        yield "not built", status.build_error.strip().replace("\n", "\n" + " " * 19)
 
 
 def _devices() -> Iterator[tuple[str, str]]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import runpy
-import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from library_cache import cached_library
 from toolchain import ARCHS, ROOT, SOURCES, to_ptx
-
-from zero_kernels import compiled
 
 
 @pytest.fixture(scope="session")
@@ -43,16 +41,12 @@ def cuobjdump() -> Path:
 
 
 @pytest.fixture(scope="session")
-def library() -> Path:
-    """The CUDA library, which must be there wherever nvcc is."""
-    path = compiled.library("cuda")
-    if not path.exists():
-        report = compiled.FOLDER / "build_error_cuda.txt"
-        reason = report.read_text() if report.exists() else "the CUDA library is not built"
-        if shutil.which("nvcc") and not reason.startswith(("ZERO_KERNELS_", "nvcc was not found")):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return path
+def library(setup_py: SimpleNamespace, nvcc: str) -> Path:
+    """The CUDA library of these sources, whether or not the package was installed with one."""
+    try:
+        return cached_library(setup_py, nvcc, ROOT / "build/cuda-tests")
+    except setup_py.BuildError as failure:
+        pytest.fail(str(failure))
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stable_abi import check_stable_abi, needs_nm
 
 from zero_kernels import compiled
 
@@ -42,6 +43,11 @@ def test_every_op_is_registered(library: Path, tmp_path: Path) -> None:
     assert [line.split()[1] for line in registered] == ["True"] * 5
     assert archs
     assert re.fullmatch(r"built by CUDA \d+\.\d, but the driver is of CUDA 0\.0: .*", problem)
+
+
+@needs_nm
+def test_only_the_stable_abi_is_needed(library: Path) -> None:
+    check_stable_abi(library, "aoti_torch_get_current_cuda_stream")
 
 
 def test_a_torch_without_cuda_says_so() -> None:

@@ -1,4 +1,4 @@
-"""How setup.py finds nvcc and what it builds for."""
+"""When setup.py builds the CUDA library, how it finds nvcc, and what it builds for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -20,21 +21,111 @@ def places(setup_py: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path:
     return {"home": found["home"] / "bin", "path": found["path"], "usual": found["usual"]}
 
 
+def put_nvcc(folder: Path) -> None:
+    (folder / "nvcc").write_text("#!/bin/sh\n")
+    (folder / "nvcc").chmod(0o755)
+
+
 def test_nvcc_is_looked_for_in_three_places(setup_py: SimpleNamespace, places: dict[str, Path]) -> None:
     assert setup_py.nvcc() is None
     for name in ("usual", "path", "home"):  # each goes before the one that was there
-        (places[name] / "nvcc").write_text("#!/bin/sh\n")
-        (places[name] / "nvcc").chmod(0o755)
+        put_nvcc(places[name])
         assert setup_py.nvcc() == str(places[name] / "nvcc")
 
 
-def test_without_nvcc_the_rest_is_built(
-    setup_py: SimpleNamespace, places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+WITHOUT_CUDA = "from typing import Optional\n__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n"
+WITH_CUDA = "from typing import Optional\n__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n"
+LEFT_OUT = {
+    "no nvcc": "nvcc was not found in CUDA_HOME, on the PATH or in /usr/local/cuda\n",
+    "no use": "this torch has no CUDA, so the library was left out: install a torch with CUDA, "
+    "or set ZERO_KERNELS_CUDA=1, then install this package again\n",
+    "declined": "ZERO_KERNELS_NO_CUDA was set: the library was not built\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("found", "version", "asked", "left_out"),
+    [
+        (True, WITH_CUDA, {}, None),
+        (True, WITH_CUDA, {"ZERO_KERNELS_CUDA": "1"}, None),
+        (True, WITHOUT_CUDA, {}, "no use"),
+        (True, WITHOUT_CUDA, {"ZERO_KERNELS_CUDA": "0"}, "no use"),
+        (True, WITHOUT_CUDA, {"ZERO_KERNELS_CUDA": "1"}, None),
+        (True, "", {}, "no use"),
+        (False, WITH_CUDA, {}, "no nvcc"),
+        (False, WITHOUT_CUDA, {}, "no nvcc"),
+        (False, WITHOUT_CUDA, {"ZERO_KERNELS_CUDA": "1"}, "no nvcc"),
+        (True, WITH_CUDA, {"ZERO_KERNELS_NO_CUDA": "1"}, "declined"),
+        (True, WITH_CUDA, {"ZERO_KERNELS_NO_CUDA": "1", "ZERO_KERNELS_CUDA": "1"}, "declined"),
+    ],
+    ids=[
+        "both",
+        "both, forced",
+        "torch without",
+        "torch without, not forced",
+        "torch without, forced",
+        "torch without a version",
+        "no nvcc",
+        "neither",
+        "neither, forced",
+        "declined",
+        "declined and forced",
+    ],
+)
+def test_the_cuda_library_is_built_where_nvcc_and_torch_have_cuda_or_it_is_asked_for(
+    setup_py: SimpleNamespace,
+    places: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    found: bool,
+    version: str,
+    asked: dict[str, str],
+    left_out: str | None,
 ) -> None:
+    if found:
+        put_nvcc(places["path"])
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/version.py").write_text(version)
+    monkeypatch.setitem(setup_py.build_all.__globals__, "torch_directory", lambda: tmp_path / "torch")
     monkeypatch.setitem(setup_py.build_all.__globals__, "build", lambda library, folder: folder / library.file)
+    for name in ("ZERO_KERNELS_CUDA", "ZERO_KERNELS_NO_CUDA", "ZERO_KERNELS_NO_BUILD"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
     built = setup_py.build_all(tmp_path)
-    assert isinstance(built["cpu"], Path)
-    assert built["cuda"] == "nvcc was not found in CUDA_HOME, on the PATH or in /usr/local/cuda\n"
+    assert built["cpu"] == tmp_path / "cpu" / setup_py.library_file("cpu")
+    expected = LEFT_OUT[left_out] if left_out else tmp_path / "cuda" / setup_py.library_file("cuda")
+    assert built["cuda"] == expected
+
+
+def test_the_torch_that_runs_is_seen_as_it_sees_itself(setup_py: SimpleNamespace) -> None:
+    assert setup_py.has_cuda(Path(torch.__file__).parent) == (torch.version.cuda is not None)
+
+
+def test_a_torch_without_a_version_has_no_cuda(setup_py: SimpleNamespace, tmp_path: Path) -> None:
+    assert not setup_py.has_cuda(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("reason", "asked", "warned"),
+    [("no use", "0", False), ("no nvcc", "0", False), ("no nvcc", "1", True), ("declined", "0", False)],
+)
+def test_a_library_that_was_left_out_is_no_warning_unless_it_was_asked_for(
+    setup_py: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reason: str, asked: str, warned: bool
+) -> None:
+    from setuptools import Distribution
+
+    monkeypatch.setenv("ZERO_KERNELS_CUDA", asked)
+    (tmp_path / "built").touch()
+    built = {"cpu": tmp_path / "built", "cuda": LEFT_OUT[reason]}
+    monkeypatch.setitem(setup_py.build_all.__globals__, "build_all", lambda folder: built)
+    command = setup_py.BuildLibraries(Distribution())
+    command.editable_mode, command.build_temp, command.build_lib = False, str(tmp_path), str(tmp_path / "lib")
+    said: list[str] = []
+    monkeypatch.setattr(command, "warn", said.append)
+    command.build_extension(None)
+    assert (tmp_path / "lib/zero_kernels/build_error_cuda.txt").read_text() == LEFT_OUT[reason]
+    assert [LEFT_OUT[reason] in line for line in said] == [True] * warned
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ def run(*command: object) -> str:
 
 
 def to_ptx(setup_py: SimpleNamespace, nvcc: str, name: str, arch: str, out: Path, *more: str) -> Path:
-    library = next(lib for lib in setup_py.libraries(setup_py.torch_directory()) if lib.name == "cuda")
-    _, source, flags = library.compile[name]
+    _, source, flags = setup_py.cuda_library(setup_py.torch_directory()).compile[name]
     run(nvcc, *setup_py.NVCC_FLAGS, *flags, *more, "-ptx", f"-arch=compute_{arch}", source, "-o", out)
     return out

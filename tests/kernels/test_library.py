@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -11,18 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from cases import ISAS
+from stable_abi import check_stable_abi, needs_nm
 
 from zero_kernels import compiled
 
 ROOT = Path(__file__).parents[2]
-SHIMS = ("csrc/stable/c/shim.h", "csrc/inductor/aoti_torch/c/shim.h")
 
 needs_library = pytest.mark.skipif(not ISAS, reason="the CPU library is not built")
-
-
-def undefined_symbols(library: Path) -> set[str]:
-    lines = subprocess.run(["nm", "-D", "--undefined-only", str(library)], capture_output=True, text=True, check=True)
-    return {line.split()[-1] for line in lines.stdout.splitlines()}
 
 
 def test_the_library_is_built_unless_that_was_declined() -> None:
@@ -33,24 +27,10 @@ def test_the_library_is_built_unless_that_was_declined() -> None:
     assert status.isas[-1] == "scalar" and status.isa in status.isas
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda"])
-@pytest.mark.skipif(shutil.which("nm") is None, reason="nm reads the symbols")
-def test_only_the_stable_abi_is_needed(name: str) -> None:
-    if not compiled.library(name).exists():
-        pytest.skip(f"the {name} library is not built")
-    include = Path(torch.__file__).parent / "include/torch"
-    headers = "".join((include / shim).read_text() for shim in SHIMS)
-    stable = set(re.findall(r"\b((?:aoti_)?torch_\w+)\s*\(", headers))
-    needed = undefined_symbols(compiled.library(name))
-    of_torch = {name for name in needed if name.startswith(("torch_", "aoti_"))}
-    own = {"cpu": "torch_parallel_for", "cuda": "aoti_torch_get_current_cuda_stream"}
-    assert {own[name], "aoti_torch_get_data_ptr"} <= of_torch
-    assert of_torch <= stable
-    # What is left belongs to the C and C++ libraries: versioned, or the linker's own weak names.
-    others = {name for name in needed - of_torch if "@" not in name}
-    assert others <= {"_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable", "__gmon_start__"}
-    mangled_torch = re.compile(r"_Z.*(2at|3c10|5torch)")
-    assert not [name for name in needed if mangled_torch.search(name) or name.startswith(("Py", "_Py"))]
+@needs_library
+@needs_nm
+def test_only_the_stable_abi_is_needed() -> None:
+    check_stable_abi(compiled.library("cpu"), "torch_parallel_for")
 
 
 @needs_library

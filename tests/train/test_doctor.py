@@ -45,7 +45,7 @@ def test_a_failed_build_shows_its_first_error(monkeypatch: pytest.MonkeyPatch) -
     text = report()
     assert fact(text, "file") == "not there"
     assert fact(text, "not in use") == "it was not built"
-    assert fact(text, "build error") == "$ c++ -c ops.cpp"
+    assert fact(text, "not built") == "$ c++ -c ops.cpp"
     assert "ops.cpp:1: no such header" in text
 
 

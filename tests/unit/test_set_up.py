@@ -1,0 +1,64 @@
+"""What the Makefile installs before it runs a target, and what it says meanwhile."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = ("requirements.txt", "requirements-dev.txt")
+
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not here")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A clone that nothing was made in."""
+    for name in ("Makefile", "setup.py", "pyproject.toml", *FILES):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def planned(checkout: Path, target: str) -> list[str]:
+    """The commands that make would run."""
+    done = subprocess.run(["make", "--dry-run", target], cwd=checkout, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+@needs_make
+@pytest.mark.parametrize("target", ["train", "bench", "doctor"])
+def test_training_and_measuring_install_nothing_for_tests(checkout: Path, target: str) -> None:
+    commands = "\n".join(planned(checkout, target))
+    assert "--requirement requirements.txt" in commands and "requirements-dev.txt" not in commands
+
+
+@needs_make
+@pytest.mark.parametrize("target", ["test", "fuzz", "race-check", "cuda-check", "lint", "format"])
+def test_testing_installs_both_once(checkout: Path, target: str) -> None:
+    commands = "\n".join(planned(checkout, target))
+    assert [commands.count(f"--requirement {name}") for name in FILES] == [1, 1]
+    for stamp in ("installed", "built", "developed"):
+        (checkout / ".venv").mkdir(exist_ok=True)
+        (checkout / ".venv" / stamp).touch()
+    assert "pip" not in "\n".join(planned(checkout, target))
+
+
+@needs_make
+def test_every_command_that_takes_long_is_announced(checkout: Path) -> None:
+    slow = re.compile(r"-m venv|pip install|zero-optim train")
+    commands = [line for line in planned(checkout, "train") if line.startswith("echo ") or slow.search(line)]
+    assert commands[0].startswith("echo ")
+    announced = [bool(slow.search(line)) for line in commands if "echo " not in line]
+    assert announced == [True] * 4
+    assert [line.startswith("echo ") for line in commands] == [True, False] * 4
+
+
+def test_a_package_is_pinned_in_one_place() -> None:
+    pins = {name: re.findall(r"^([\w-]+)==", (ROOT / name).read_text(), re.MULTILINE) for name in FILES}
+    assert pins["requirements.txt"] and pins["requirements-dev.txt"]
+    assert not set(pins["requirements.txt"]) & set(pins["requirements-dev.txt"])
+    assert "--requirement requirements.txt\n" in (ROOT / "requirements-dev.txt").read_text()
