@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = ("--layers", "2", "--hidden", "128", "--heads", "2", "--seq", "128", "--batch", "4", "--warmup", "10")
+MODEL = ("--layers", "2", "--hidden", "128", "--heads", "2", "--seq", "128", "--batch", "4")
+MODEL += ("--lr", "2e-3", "--warmup", "10")
 TINY = ("--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "16", "--batch", "2")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}

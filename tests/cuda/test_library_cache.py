@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +36,8 @@ class Cache:
         self.nvcc.chmod(0o755)
 
     def build(self, library: object, folder: Path) -> None:
+        with (self.folder / "lock").open("w") as lock, pytest.raises(BlockingIOError):  # nobody else can build now
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.built.append(folder)
         folder.mkdir(exist_ok=True)
         (folder / library.file).write_text(f"build {len(self.built)}")

@@ -106,7 +106,7 @@ def test_fp16_on_a_cpu_is_announced_and_scaled(zero_optim: Callable, text: Path,
     flags = ["--dtype", "fp16", "--steps", "2", "--device", "cpu", "--data", text, "--seq", "16"]
     outcome = zero_optim("train", *flags, "--out", tmp_path / "run")
     assert outcome.code == 0, outcome.err
-    assert outcome.out.startswith("fp16 on a CPU: ")
+    assert "\nfp16 on a CPU: " in outcome.out
     shrunk = sum(parameter.numel() for parameter in GPT(ModelConfig(2, 128, 2, 16), torch.float16).parameters())
     assert f"model  {shrunk:,} parameters in fp16" in outcome.out
     assert read_log(tmp_path / "run")[-1]["loss_scale"] > 1

@@ -56,11 +56,19 @@ def test_the_final_table_agrees_with_its_formula(two_ranks: object) -> None:
     assert a_step == pytest.approx(2 * PARAMETERS / 1e6, abs=0.01)
 
 
+def test_what_takes_long_is_said_before_it_begins(two_ranks: object) -> None:
+    lines = two_ranks.output.splitlines()
+    assert lines[:2] == ["starting 2 ranks", "reading the text"]
+    last_step = next(number for number, line in enumerate(lines) if line.startswith("step     6/6"))
+    assert lines[last_step + 1] == "validating and sampling"
+
+
 def test_a_failure_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     command = train_ranks(2, [*TINY, "--data", "empty"], tmp_path)
     assert command.finish() == 2
-    assert command.output == "zero-optim train: --data empty: empty, no byte to train on\n"
+    failure = "zero-optim train: --data empty: empty, no byte to train on"
+    assert command.output.splitlines() == ["starting 2 ranks", "reading the text", failure]
 
 
 def test_ctrl_c_saves_and_ends_every_rank(two_ranks: object, tmp_path: Path) -> None:

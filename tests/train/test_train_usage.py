@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 from training import TINY
+from zero_optim.train.config import TrainConfig, add_arguments
 
 
 def expect_usage_error(outcome: object, *parts: str) -> None:
@@ -93,6 +97,16 @@ def test_resuming_another_model_another_text_or_nothing(zero_optim: Callable, te
     expect_usage_error(zero_optim(*again, "--data", other), str(other), "not the text")
     expect_usage_error(zero_optim("train", "--resume", run), "all 1 steps are done", "--steps")
     expect_usage_error(zero_optim("train", "--resume", tmp_path), "no complete checkpoint")
+
+
+def test_the_help_has_the_defaults() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    stated = {action.dest: re.findall(r"\(([^()]*)\)", action.help)[-1:] for action in parser._actions}
+    defaults = {field.name: field.default for field in fields(TrainConfig) if isinstance(field.default, (int, float))}
+    assert {name: [float(text) for text in stated[name]] for name in defaults} == {
+        name: [value] for name, value in defaults.items()
+    }
 
 
 def test_help_and_version(zero_optim: Callable) -> None:

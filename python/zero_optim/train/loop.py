@@ -24,6 +24,8 @@ def train(request: TrainRequest) -> int:
     device = choose_device(request.given.get("device"), local_ranks())
     with join_world(device) as world:
         stop = StopFlag()
+        if world.leads:
+            print("reading the text", flush=True)
         plan = make_plan(request, world)
         trainer = Trainer(plan, world)
         try:
@@ -86,6 +88,8 @@ def _save(trainer: Trainer, plan: Plan, world: World, step: int) -> None:
 def _finish(trainer: Trainer, plan: Plan, world: World) -> None:
     """Validates on every rank; rank 0 then tells and draws."""
     reports = world.comm.gather_objects(trainer.report(plan.config.steps - plan.steps_done), "the last report")
+    if world.leads:
+        print("validating and sampling", flush=True)
     validation_loss = trainer.validation_loss()
     with trainer.whole_model():
         if world.leads:

@@ -128,6 +128,7 @@ def launch(ranks: int, device: str | None, arguments: Sequence[str]) -> int:
     if not 1 <= ranks <= most:
         raise UsageError(f"--ranks {ranks}: from 1 to {most} on this machine ({_cores()} cores)")
     choose_device(device, ranks)
+    print(f"starting {ranks} ranks", flush=True)
     logging.disable(logging.ERROR)  # of this process, which does nothing but launch
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
     with tempfile.TemporaryDirectory(prefix="zero-optim-") as logs:
