@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
+from harness import run_ranks
 from zero_optim.comm import collectives
 from zero_optim.comm.collectives import Comm, Pending, Traffic
-from zero_optim.comm.gloo import Works
+from zero_optim.comm.gloo import GLOO, Works
 from zero_optim.comm.transport import Issued
 from zero_optim.errors import CollectiveError, RankMismatchError
 
@@ -18,7 +21,10 @@ class FakeWork:
     def __init__(self, outcome: str) -> None:
         self.outcome = outcome
 
-    def is_completed(self) -> bool:
+    def get_future(self) -> FakeWork:
+        return self
+
+    def done(self) -> bool:
         return self.outcome != "never"
 
     def wait(self, *timeout: object) -> bool:
@@ -82,7 +88,7 @@ def test_a_rank_that_gave_up_is_heard_before_its_closed_connection(monkeypatch):
     group = SimpleNamespace(group_name="own")
     comm = SimpleNamespace(own_group=group, ranks=[0, 1], rounds=1, label="an optimizer", out_of_step=False)
     comm.given_up = lambda: Comm.given_up(comm)
-    pending = Pending(Issued(FakeWork("failed")), Traffic("all_reduce"), comm=comm)
+    pending = Pending(Issued(Works([FakeWork("failed")])), Traffic("all_reduce"), comm=comm)
     with pytest.raises(RankMismatchError, match="the ranks wait for each other"):
         pending.wait()
     assert standing.told is None and comm.out_of_step
@@ -101,3 +107,20 @@ def test_where_the_stream_waits_nobody_asks():
     assert pending.arrives_within(0) and pending.arrives_within(1)
     pending.wait()
     assert pending.arrives_within(0)
+
+
+def _asked_while_they_end(rank: int, world_size: int) -> int:
+    asked = 0
+    sys.setswitchinterval(1e-4)  # the two threads then meet in almost every run
+    with torch.profiler.profile(), torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        for _ in range(3000):
+            work = GLOO.all_reduce(torch.ones(1), None).work
+            while not work.is_completed():
+                asked += 1
+    sys.setswitchinterval(5e-3)
+    return asked
+
+
+def test_asking_holds_nothing_that_the_end_of_a_collective_needs():
+    """Under a profiler gloo's thread takes the GIL there, for saved-tensor hooks, and has a lock of the work by then."""
+    assert run_ranks(1, _asked_while_they_end)[0] > 0

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .transport import Issued, Reduction, TorchTransport, Work, backends
+from .transport import Issued, Reduction, TorchTransport, backends
 
 SUMMED_AT_ONCE = 2**16
 """Elements: their fp32 sums, of a reduce-scatter, fit into a core's cache."""
@@ -47,22 +48,30 @@ class GlooTransport(TorchTransport):
         parts = enumerate(full.chunk(dist.get_world_size(group)))
         return Issued(Works([dist.broadcast(part, group_src=rank, group=group, async_op=True) for rank, part in parts]))
 
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> Issued:
+        return Issued(Works([super().all_reduce(tensor, group, maximum=maximum).work]))
+
     def barrier(self, group: dist.ProcessGroup | None) -> Issued:
         """Where the group has NCCL for its GPU, torch's own would be NCCL's, on the current stream."""
         if group is not None and "nccl" in backends(group).values():
             return self.all_reduce(torch.zeros(1, device="cpu"), group)
-        return Issued(dist.barrier(group=group, async_op=True))
+        return Issued(Works([dist.barrier(group=group, async_op=True)]))
 
 
 class Works:
-    """Several asynchronous collectives as one. It is complete when all are, or when one is known to have failed."""
+    """Several asynchronous collectives as one. It is complete when all are, or when one is known to have failed.
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    Whether one is complete, its future is asked. ``Work.is_completed`` waits, with the GIL, for a lock. The thread that
+    completes the work has that lock, and can itself wait for the GIL: to restore the hooks of ``saved_tensors_hooks``,
+    as of a checkpoint that is not re-entrant, while a profiler runs.
+    """
+
+    def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
-        self._failed: list[Work] = []
+        self._failed: list[Any] = []
 
     def is_completed(self) -> bool:
-        return bool(self._failed) or all(work.is_completed() for work in self._works)
+        return bool(self._failed) or all(map(_is_completed, self._works))
 
     def wait(self, *timeout: timedelta) -> None:
         """Raises what a work that failed raises: at once where that is known, else when its turn comes."""
@@ -74,9 +83,14 @@ class Works:
             raise
 
 
-def _has_failed(work: Work) -> bool:
+def _is_completed(work: Any) -> bool:
+    done: bool = work.get_future().done()
+    return done
+
+
+def _has_failed(work: Any) -> bool:
     try:
-        return work.is_completed() and not work.wait()
+        return _is_completed(work) and not work.wait()
     except RuntimeError:
         return True
 
