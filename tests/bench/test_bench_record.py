@@ -26,7 +26,7 @@ KEYS = [
 ROW_KEYS = [
     "op", "backend", "dtype", "numel", "rounds", "ms", "p20", "p80", "bytes", "gbps", "yardstick", "copy_gbps",
     "fraction", "vs_torch", "vs", "phases", "launches", "parameters", "ranks", "tokens_per_s", "memory", "loss",
-    "baseline", "communicated", "keeps",
+    "baseline", "communicated", "keeps", "tokens",
 ]  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def test_the_keys_are_those_of_the_readme():
 
 def test_what_the_record_says_of_a_cpu():
     record = make([])
-    assert (record["schema"], record["driver"], record["triton"]) == (5, None, None)
+    assert (record["schema"], record["driver"], record["triton"]) == (6, None, None)
     assert record["torch"] == torch.__version__ and record["threads"] == torch.get_num_threads()
     assert record["device"].endswith(f", {torch.get_num_threads()} threads")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
@@ -132,8 +132,8 @@ def test_what_an_older_file_lacks_is_null_and_what_a_newer_one_holds_is_not_read
     read = records.read(path)
     of_others = {key.name: None for kind in (PhaseRow, ScaleRow, EnduranceRow) for key in fields(kind)}
     assert read["rows"] == [{**of_others, **row} for row in record["rows"]] and table(read) == table(record)
-    (tmp_path / "new.json").write_text(json.dumps({**record, "schema": 6}))
-    with pytest.raises(UsageError, match="schema 6; this version reads 2 to 5"):
+    (tmp_path / "new.json").write_text(json.dumps({**record, "schema": 7}))
+    with pytest.raises(UsageError, match="schema 7; this version reads 2 to 6"):
         records.read(tmp_path / "new.json")
 
 

@@ -137,9 +137,9 @@ def test_a_run_on_two_numbers_of_ranks(bench, monkeypatch):
         return run_ranks(count, call, work, args)
 
     monkeypatch.setattr(train_step, "on_ranks", pooled)
-    monkeypatch.setattr(stages, "SEQ", 16)
+    monkeypatch.setattr(train_step, "SEQ", {"cpu": 16})
     flags = ["--numel", "50000", "--rounds", "1", "--ranks", "2", "1", "--device", "cpu", "--out", "."]
-    first = bench("stages", *flags, "--contenders", "stage3")
+    first = bench("stages", *flags, "--tokens", "64", "--contenders", "stage3")
     assert first.code == 0, first.err
     assert counts == [1] * 4 + [2] * 4, "three alone, and then together"
     (file,) = Path().glob("*-stages.json")
@@ -150,10 +150,11 @@ def test_a_run_on_two_numbers_of_ranks(bench, monkeypatch):
         (count, name) for count in (1, 2) for name in ("stage3", FSDP2, FSDP2_ZERO2)
     ]
     for row in rows:
-        assert row["tokens_per_s"] == pytest.approx(row["ranks"] * train_step.BATCH * 16 / row["ms"] * 1e3, rel=1e-3)
+        assert row["tokens_per_s"] == pytest.approx(row["ranks"] * 64 / row["ms"] * 1e3, rel=1e-3)
         assert row["memory"] is None or 0 < row["memory"]["rest"] <= row["memory"]["start"]
         assert (row["op"], row["rounds"], row["keeps"]) == ("stages", 1, keeps(row["backend"], torch.bfloat16))
-    assert "stages, 1 ranks: " in first.out and "stages, 2 ranks: " in first.out and "vs fsdp2\n" in first.out
+    assert all(f"stages, {count} ranks, 64 tokens each: " in first.out for count in (1, 2))
+    assert "vs fsdp2\n" in first.out
     plot.unlink()
     again = bench("--redraw", file)
     assert again.code == 0 and plot.exists()

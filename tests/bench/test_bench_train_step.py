@@ -87,35 +87,40 @@ def call(rank: int, world_size: int, work, args: tuple) -> object:
 @pytest.fixture
 def pooled(monkeypatch):
     monkeypatch.setattr(train_step, "on_ranks", lambda count, work, *args, device: run_ranks(count, call, work, args))
-    monkeypatch.setattr(train_step, "SEQ", 16)
+    monkeypatch.setattr(train_step, "SEQ", {"cpu": 16})
     monkeypatch.setattr(contenders, "PACKAGES", dict(PACKAGES))
     monkeypatch.setattr(train_step, "PACKAGES", dict.fromkeys(PACKAGES, "no_such_package"))
 
 
 def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, pooled):
     pytest.importorskip("matplotlib")
-    flags = ["--numel", "50000", "--rounds", "2", "--dtypes", "fp32", "--out", "."]
+    flags = ["--numel", "50000", "--rounds", "2", "--dtypes", "fp32", "--tokens", "64", "32", "--out", "."]
     first = bench("train_step", *flags, "--contenders", "stage2", "deepspeed1", "stage1", "ddp_autocast")
     assert first.code == 0, first.err
-    assert [line for line in first.err.splitlines() if "deepspeed" in line] == ["left out: deepspeed1: not installed"]
+    missing = [line for line in first.err.splitlines() if "deepspeed" in line]
+    assert missing == ["left out: deepspeed1: not installed"] * 2
     (file,) = Path().glob("*.json")
     (plot,) = Path().glob("*.png")
     assert file.stem.endswith("-train_step") and plot.read_bytes().startswith(b"\x89PNG")
     record = json.loads(file.read_text())
     assert record["baselines"] == {"ddp_autocast": "in fp32 it is ddp", "deepspeed1": "not installed"}
     assert "deepspeed1: not installed" in first.out
-    rows = {row["backend"]: row for row in record["rows"]}
-    assert list(rows) == ["stage1", "stage2", DDP]
-    for row in rows.values():
+    names = ["stage1", "stage2", DDP]
+    rows = {(row["tokens"], row["backend"]): row for row in record["rows"]}
+    assert [*rows] == [(tokens, name) for tokens in (32, 64) for name in names]
+    for (tokens, _), row in rows.items():
+        baseline = rows[tokens, DDP]
         assert (row["op"], row["dtype"], row["ranks"], row["rounds"]) == ("train_step", "fp32", 2, 2)
-        assert row["numel"] == rows[DDP]["numel"] > 40_000
-        assert row["tokens_per_s"] == pytest.approx(2 * train_step.BATCH * 16 / row["ms"] * 1e3, rel=1e-3)
-        assert row["vs_torch"] == pytest.approx(rows[DDP]["ms"] / row["ms"], abs=1e-3)
+        assert row["numel"] == baseline["numel"] > 40_000
+        assert row["tokens_per_s"] == pytest.approx(2 * tokens / row["ms"] * 1e3, rel=1e-3)
+        assert row["vs_torch"] == pytest.approx(baseline["ms"] / row["ms"], abs=1e-3)
         assert row["phases"].keys() == {"forward", "backward", "clip", "update", "zero_grad"}
-        assert row["loss"] == pytest.approx(rows[DDP]["loss"], rel=1e-4)
+        assert row["loss"] == pytest.approx(baseline["loss"], rel=1e-4)
         if peak_memory.can_measure():
             assert 0 < row["memory"]["steady"] <= row["memory"]["start"] < 2**30
+    assert rows[32, DDP]["loss"] != rows[64, DDP]["loss"]
     assert "tokens/s" in first.out and "vs ddp" in first.out
+    assert all(f"train_step, 2 ranks, {tokens} tokens each: " in first.out for tokens in (32, 64))
     plot.unlink()
     again = bench("--redraw", file)
     assert again.code == 0 and plot.exists()
@@ -132,6 +137,10 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, pooled):
         (["train_step", "--numel", "1Mi", "2Mi"], ["--numel", "one size"]),
         (["step_overhead", "--contenders", "ddp"], ["--contenders", "train_step has"]),
         (["step_overhead", "--backends", "cpu"], ["--backends", "step_overhead"]),
+        (["train_step", "--tokens", "100"], ["--tokens 100", "windows of 64"]),
+        (["train_step", "--tokens", "0"], ["--tokens 0", "at least 1"]),
+        (["step_overhead", "--tokens", "64"], ["--tokens", "train_step and stages have"]),
+        (["pack", "--tokens", "64"], ["--tokens", "only train_step and stages"]),
         (["pack", "--contenders", "ddp"], ["--contenders", "only train_step"]),
         (["pack", "--dtypes", "fp32"], ["--dtypes fp32", "train_step"]),
     ],

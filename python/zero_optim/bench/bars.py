@@ -67,11 +67,10 @@ def draw_ranks(record: Mapping[str, Any], path: Path) -> None:
     """Speed, and what was measured of memory and of communication."""
     rows = record["rows"]
     measured, counted = ([row for row in rows if row[name]] for name in ("memory", "communicated"))
-    counts = list(dict.fromkeys(row["ranks"] for row in rows))
-    about = f"{elements(rows[0]['numel'])} parameters, {rows[0]['dtype']}, {' and '.join(map(str, counts))} ranks"
+    about = f"{elements(rows[0]['numel'])} parameters, {rows[0]['dtype']}"
 
     def ranks(row: JsonRow) -> str:
-        return f"{row['ranks']} ranks" if len(counts) > 1 else ""
+        return f"{row['ranks']} ranks" + (f", {row['tokens']:,} tokens each" if row["tokens"] else "")
 
     def at(row: JsonRow, ms: float) -> float:
         """Tokens a second."""

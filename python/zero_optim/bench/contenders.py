@@ -44,6 +44,11 @@ class Task:
     batch: int
     device: torch.device = torch.device("cpu")
 
+    @property
+    def tokens(self) -> int:
+        """Of a rank in a step."""
+        return self.batch * self.config.seq
+
     def model(self) -> GPT:
         torch.manual_seed(0)
         with self.device:

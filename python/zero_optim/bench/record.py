@@ -21,7 +21,7 @@ import zero_kernels
 from ..train.config import UsageError
 from .timing import Spread
 
-SCHEMA = 5
+SCHEMA = 6
 COMPLETED = 2  # the oldest schema that is still read: what its rows lack is null
 COMMIT_ENVIRONMENT = "ZERO_KERNELS_COMMIT"  # for sources that were copied without their .git
 
@@ -58,6 +58,7 @@ class Row:
     baseline: str | None = None  # the backend whose time vs_torch is over this one's
     communicated: int | None = None  # bytes a step, of whole tensors
     keeps: str | None = None  # bytes a parameter of a rank of N
+    tokens: int | None = None  # of a rank in a step
 
     @classmethod
     def of_whole(

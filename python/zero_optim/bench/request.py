@@ -28,6 +28,7 @@ class Alone:
         gpu: whether it is measured on a GPU, too.
         contenders: whether they may be chosen.
         steps: whether their number may be chosen.
+        tokens: whether the size of a batch may be chosen.
     """
 
     dtypes: tuple[str, ...] = ("bf16", "fp32")
@@ -39,12 +40,13 @@ class Alone:
     gpu: bool = False
     contenders: bool = False
     steps: bool = False
+    tokens: bool = False
 
 
 ALONE = {
     "step_overhead": Alone(dtypes=("fp32", "bf16"), every_dtype=True, ranks="1 2", several_ranks=True),
-    "train_step": Alone(contenders=True),
-    "stages": Alone(ranks="2 4; GPUs: all", several_ranks=True, gpu=True, contenders=True),
+    "train_step": Alone(contenders=True, tokens=True),
+    "stages": Alone(ranks="2 4; GPUs: all", several_ranks=True, gpu=True, contenders=True, tokens=True),
     "memory_walkthrough": Alone(ranks="2", numel=False, rounds=False, gpu=True),
     "scale": Alone(dtypes=("bf16",), ranks="8 64 1024 16384", several_ranks=True, numel=False),
     "endurance": Alone(dtypes=("fp32",), ranks="1 2", several_ranks=True, numel=False, rounds=False, steps=True),
@@ -65,6 +67,7 @@ class Request:
     ranks: tuple[int, ...] | None = None
     rounds: int | None = None
     steps: int | None = None
+    tokens: tuple[int, ...] | None = None
     threads: int | None = None
     out: Path | None = None
     write: bool = True
@@ -112,6 +115,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--ranks", nargs="+", type=int, metavar="N", help=ranks)
     flag("--rounds", type=int, metavar="N", help="timed rounds of each case (10 to 51, as 5 seconds allow)")
     flag("--steps", type=int, metavar="N", help="of endurance: steps of each training (100000)")
+    flag(
+        "--tokens",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="of train_step, stages: of a rank in a step, in windows of 64 (256 512); GPUs: of 1024 (4096)",
+    )
     flag("--threads", type=int, metavar="N", help="torch's threads on the CPU (torch's own choice)")
     flag("--out", type=Path, metavar="DIR", help="where JSON and plot go (below benchmarks/results in a checkout)")
     flag("--no-write", action="store_true", help="print the table only")
@@ -124,7 +134,7 @@ def read_request(parsed: argparse.Namespace) -> Request:
         if op not in (*OPS, *ALONE):
             raise UsageError(f"there is no op {op!r} to measure; choose from {', '.join((*OPS, *ALONE))}")
     dtypes = _check_alone(parsed) if set(parsed.ops) & set(ALONE) else _check_ops(parsed)
-    for name in ("rounds", "steps", "threads", "ranks"):
+    for name in ("rounds", "steps", "tokens", "threads", "ranks"):
         values = getattr(parsed, name)
         for value in values if isinstance(values, list) else [values]:
             if value is not None and value < 1:
@@ -141,6 +151,7 @@ def read_request(parsed: argparse.Namespace) -> Request:
         ranks=tuple(sorted(set(parsed.ranks))) if parsed.ranks else None,
         rounds=parsed.rounds,
         steps=parsed.steps,
+        tokens=tuple(sorted(set(parsed.tokens))) if parsed.tokens else None,
         threads=parsed.threads,
         out=parsed.out,
         write=not parsed.no_write,
@@ -156,6 +167,8 @@ def _check_ops(parsed: argparse.Namespace) -> tuple[str, ...]:
         raise UsageError(f"--ranks: only {', '.join(op for op in ALONE if ALONE[op].ranks)} have a choice of them")
     if parsed.steps:
         raise UsageError("--steps: only endurance has a choice of them")
+    if parsed.tokens:
+        raise UsageError("--tokens: only train_step and stages have a choice of them")
     if "fp32" in (parsed.dtypes or ()):
         in_fp32 = (op for op, alone in ALONE.items() if "fp32" in alone.dtypes)
         raise UsageError(f"--dtypes fp32: only {', '.join(in_fp32)} are measured in it")
@@ -183,6 +196,7 @@ def _check_alone(parsed: argparse.Namespace) -> tuple[str, ...]:
         ("ranks", len(ranks) > 1 and not alone.several_ranks, "is measured on one number of them a run"),
         ("ranks", op == "scale" and 1 in ranks, "is of two at least"),
         ("steps", parsed.steps and not alone.steps, "has no choice of them; endurance has"),
+        ("tokens", parsed.tokens and not alone.tokens, "has no choice of them; train_step and stages have"),
     ):
         if refused:
             raise UsageError(f"--{name}: {op} {why}")

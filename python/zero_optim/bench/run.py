@@ -55,6 +55,7 @@ def main(request: Request) -> int:
     choose_backends(device, request.backends)
     _check_contenders(request.contenders or ())
     _check_ranks(request, device)
+    _tokens(request, device)
     threads = torch.get_num_threads()
     torch.set_num_threads(request.threads or threads)
     try:
@@ -94,7 +95,8 @@ def run_train_step(request: Request, device: torch.device, say: Say) -> Measured
     (dtype,) = request.dtypes
     numel = request.numels[0] if request.numels else STEP_NUMELS["cpu"][0]
     names = request.contenders or tuple(contenders.MAKERS)
-    return train_step.measure(numel, dtype, names, request.rounds or train_step.ROUNDS, say)
+    tokens = _tokens(request, device)
+    return train_step.measure(numel, dtype, names, tokens, request.rounds or train_step.ROUNDS, say)
 
 
 def run_stages(request: Request, device: torch.device, say: Say) -> Measured:
@@ -102,7 +104,8 @@ def run_stages(request: Request, device: torch.device, say: Say) -> Measured:
     numel = request.numels[0] if request.numels else stages.NUMELS[device.type]
     names = request.contenders or stages.NAMES
     ranks = request.ranks or (stages.RANKS if device.type == "cpu" else (torch.cuda.device_count(),))
-    return stages.measure(numel, dtype, names, ranks, request.rounds or stages.ROUNDS, device, say)
+    tokens = _tokens(request, device)
+    return stages.measure(numel, dtype, names, ranks, tokens, request.rounds or stages.ROUNDS, device, say)
 
 
 def run_memory_walkthrough(request: Request, device: torch.device, say: Say) -> Measured:
@@ -125,6 +128,15 @@ def _check_ranks(request: Request, device: torch.device) -> None:
     gpus = torch.cuda.device_count() if device.type == "cuda" else None
     if gpus is not None and any(count > gpus for count in request.ranks or ()):
         raise UsageError(f"--ranks {max(request.ranks or ())}: a rank needs a GPU of its own, and there are {gpus}")
+
+
+def _tokens(request: Request, device: torch.device) -> tuple[int, ...]:
+    """Those asked for, which must be whole windows, or what suits the device. Raises UsageError."""
+    seq = train_step.SEQ[device.type]
+    for count in request.tokens or ():
+        if count % seq:
+            raise UsageError(f"--tokens {count}: a rank trains on whole windows of {seq}; give a multiple of it")
+    return request.tokens or train_step.TOKENS[device.type]
 
 
 def _check_contenders(names: Sequence[str]) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from .contenders import FSDP2, FSDP2_ZERO2, OURS, STAGE3, Task
-from .gpt_step import model_config
 from .record import Row
-from .train_step import BATCH, DTYPES, SEQ, Contest, Say, hold, in_order
+from .train_step import Contest, Say, hold_all, in_order, make_task
 
 NAMES = (*OURS, FSDP2, FSDP2_ZERO2)
 ROUNDS = 11
@@ -19,22 +17,19 @@ NUMELS = {"cpu": 2**24, "cuda": 2**28}  # side by side they need about 120 bytes
 
 
 def measure(
-    numel: int, dtype: str, names: Sequence[str], ranks: Sequence[int], rounds: int, device: torch.device, say: Say
+    numel: int,
+    dtype: str,
+    names: Sequence[str],
+    ranks: Sequence[int],
+    tokens: Sequence[int],
+    rounds: int,
+    device: torch.device,
+    say: Say,
 ) -> tuple[list[Row], dict[str, str]]:
-    """Rows of ``names`` and of both FSDP2s, on each number of ``ranks``; and why one is left out."""
-    config = model_config(numel, device)
-    if device.type == "cpu":
-        config = replace(config, seq=SEQ)
-    task = Task(config, DTYPES[dtype], BATCH, device)
-    rows: list[Row] = []
-    left_out: dict[str, str] = {}
-    for count in ranks:
-        say(f"stages: {count} ranks")
-        names = in_order(names, FSDP2, FSDP2_ZERO2)
-        of_count, without = hold(contest(task, names, count), rounds, say)
-        rows += of_count
-        left_out |= without
-    return rows, left_out
+    """Rows of ``names`` and of both FSDP2s, on each number of ``ranks``, of ``tokens``; and why one is left out."""
+    tasks = [make_task(numel, dtype, count, device) for count in tokens]
+    names = in_order(names, FSDP2, FSDP2_ZERO2)
+    return hold_all([contest(task, names, count) for count in ranks for task in tasks], rounds, say)
 
 
 def contest(task: Task, names: Sequence[str], ranks: int) -> Contest:

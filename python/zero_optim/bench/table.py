@@ -15,14 +15,18 @@ Column = tuple[str, Callable[[JsonRow], str]]
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """A block of lines an op and a number of ranks; the device and the versions above."""
+    """A block of lines an op, a number of ranks and one of tokens; the device and the versions above."""
     lines = [f"{record['device']}; torch {record['torch']}; commit {record['commit']}"]
-    for op, ranks in dict.fromkeys((row["op"], row.get("ranks")) for row in record["rows"]):
-        rows = [row for row in record["rows"] if (row["op"], row.get("ranks")) == (op, ranks)]
+    for block in dict.fromkeys(map(_block_of, record["rows"])):
+        rows = [row for row in record["rows"] if _block_of(row) == block]
         lines += ["", *_lines(rows)]
     for name, state in record["baselines"].items():
         lines += [""] * (name == next(iter(record["baselines"]))) + [f"{name}: {state}"]
     return "\n".join(lines)
+
+
+def _block_of(row: JsonRow) -> tuple[Any, ...]:
+    return row["op"], row.get("ranks"), row.get("tokens")
 
 
 def _lines(rows: Sequence[JsonRow]) -> list[str]:
@@ -65,6 +69,7 @@ def _title(rows: Sequence[JsonRow]) -> str:
     counts = sorted({row["rounds"] for row in rows})
     rounds = f"medians of {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "") + " rounds"
     ranks = f", {rows[0]['ranks']} ranks" if rows[0]["ranks"] else ""
+    ranks += f", {rows[0]['tokens']:,} tokens each" if rows[0].get("tokens") else ""
     least = "" if rows[0]["bytes"] is None else f"{rows[0]['bytes']} bytes an element at the least; "
     return f"{rows[0]['op']}{ranks}: {least}{rounds}"
 

@@ -27,7 +27,8 @@ from .timing import Clock, Job, Rounds, Spread, interleaved, make_clock
 from .traffic import Traffic
 
 RANKS = 2
-BATCH, SEQ = 4, 64
+SEQ = {"cpu": 64, "cuda": 1024}  # tokens of a window
+TOKENS = {"cpu": (256, 512), "cuda": (4096,)}  # of a rank in a step
 ROUNDS = 21
 WARM_UP_STEPS, STEADY_STEPS = 2, 3  # buckets are laid out in the order of the first step
 TINY = ModelConfig(layers=1, hidden=64, heads=1, seq=16)
@@ -82,15 +83,35 @@ class Contest:
         return self.baselines.get(name, self.reference)
 
 
-def measure(numel: int, dtype: str, names: Sequence[str], rounds: int, say: Say) -> tuple[list[Row], dict[str, str]]:
-    """Rows of the contenders ``names`` and of ``ddp``; and of other packages the version, or why one is left out."""
-    task = Task(replace(model_config(numel, torch.device("cpu")), seq=SEQ), DTYPES[dtype], BATCH)
-    return hold(Contest("train_step", task, in_order(names, DDP), RANKS, DDP), rounds, say)
+def measure(
+    numel: int, dtype: str, names: Sequence[str], tokens: Sequence[int], rounds: int, say: Say
+) -> tuple[list[Row], dict[str, str]]:
+    """Rows of the contenders ``names`` and of ``ddp``, for each number of ``tokens``; and of other packages the
+    version, or why one is left out."""
+    tasks = [make_task(numel, dtype, count, torch.device("cpu")) for count in tokens]
+    return hold_all([Contest("train_step", task, in_order(names, DDP), RANKS, DDP) for task in tasks], rounds, say)
+
+
+def make_task(numel: int, dtype: str, tokens: int, device: torch.device) -> Task:
+    seq = SEQ[device.type]
+    return Task(replace(model_config(numel, device), seq=seq), DTYPES[dtype], tokens // seq, device)
+
+
+def hold_all(contests: Iterable[Contest], rounds: int, say: Say) -> tuple[list[Row], dict[str, str]]:
+    """Rows of all contests; and of other packages the version, or why one is left out."""
+    rows: list[Row] = []
+    packages: dict[str, str] = {}
+    for contest in contests:
+        of_contest, with_packages = hold(contest, rounds, say)
+        rows += of_contest
+        packages |= with_packages
+    return rows, packages
 
 
 def hold(contest: Contest, rounds: int, say: Say) -> tuple[list[Row], dict[str, str]]:
     """Rows of the contest; and of other packages the version, or why one is left out."""
     task = contest.task
+    say(f"{contest.op}: {contest.ranks} ranks, {task.tokens} tokens each")
     alone, left_out = train_alone(contest, say)
     check_losses(contest, alone)
     say(f"{contest.op}: {', '.join(alone)} in turn")
@@ -246,7 +267,6 @@ def make_rows(
 ) -> list[Row]:
     task = contest.task
     spreads = {name: Spread.of([sum(of_round.values()) for of_round in laps[name]]) for name in laps}
-    tokens = contest.ranks * task.batch * task.config.seq
     dtype = next(name for name, dtype in DTYPES.items() if dtype == task.dtype)
     return [
         Row.of_whole(
@@ -259,7 +279,8 @@ def make_rows(
             vs={},
             phases={lap: Spread.of([of_round[lap] for of_round in laps[name]]).ms for lap in laps[name][0]},
             ranks=contest.ranks,
-            tokens_per_s=round(tokens / spread.ms * 1e3, 1),
+            tokens=task.tokens,
+            tokens_per_s=round(contest.ranks * task.tokens / spread.ms * 1e3, 1),
             memory=alone[name].memory,
             loss=round(alone[name].losses[-1], 5),
             baseline=contest.baseline(name),
