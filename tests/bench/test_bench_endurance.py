@@ -47,13 +47,13 @@ def test_a_tensor_that_is_kept_shows_in_memory():
     ("arguments", "parts"),
     [
         (["endurance", "pack"], ["endurance is measured alone", "pack"]),
-        (["endurance", "--rounds", "3"], ["--rounds", "not timed in rounds"]),
-        (["endurance", "--numel", "1Mi"], ["--numel", "of one model"]),
+        (["endurance", "--rounds", "3"], ["--rounds", "endurance does not take it", "stages"]),
+        (["endurance", "--numel", "1Mi"], ["--numel", "endurance does not take it", "adam_step"]),
         (["endurance", "--device", "cuda"], ["--device cuda", "measured on the CPU"]),
         (["endurance", "--dtypes", "bf16"], ["--dtypes bf16", "fp32"]),
         (["endurance", "--steps", "0"], ["--steps 0", "at least 1"]),
-        (["train_step", "--steps", "5"], ["--steps", "endurance has"]),
-        (["pack", "--steps", "5"], ["--steps", "only endurance"]),
+        (["train_step", "--steps", "5"], ["--steps", "it is of endurance"]),
+        (["pack", "--steps", "5"], ["--steps", "it is of endurance"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else None,
 )

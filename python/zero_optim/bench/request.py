@@ -6,6 +6,7 @@ import argparse
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..train.config import UsageError
 
@@ -14,42 +15,42 @@ DEFAULT_OPS = OPS[:3]
 DTYPES = ("fp16", "bf16")
 
 
+CHOICES = ("numel", "backends", "contenders", "ranks", "rounds", "steps", "tokens")  # flags that not every op takes
+TAKEN_BY_OPS = frozenset(("numel", "backends", "rounds"))
+
+
 @dataclass(frozen=True)
 class Alone:
     """What can be chosen of a run that measures one thing, with a file and a plot of its own.
 
     Attributes:
+        taken: which of CHOICES.
         dtypes: which there are; the first is the default.
         every_dtype: the default is all of them, and several may be chosen.
-        ranks: the default numbers, in words; None: there is no choice.
-        several_ranks: whether more than one number may be chosen.
-        numel: whether a size may be chosen.
-        rounds: whether it is timed in rounds.
+        ranks: the default numbers, in words.
+        one_number: whether only one number of ranks may be chosen.
         gpu: whether it is measured on a GPU, too.
-        contenders: whether they may be chosen.
-        steps: whether their number may be chosen.
-        tokens: whether the size of a batch may be chosen.
     """
 
+    taken: frozenset[str]
     dtypes: tuple[str, ...] = ("bf16", "fp32")
     every_dtype: bool = False
-    ranks: str | None = None
-    several_ranks: bool = False
-    numel: bool = True
-    rounds: bool = True
+    ranks: str = ""
+    one_number: bool = False
     gpu: bool = False
-    contenders: bool = False
-    steps: bool = False
-    tokens: bool = False
+
+
+def _taking(*names: str, **more: Any) -> Alone:
+    return Alone(frozenset(names), **more)
 
 
 ALONE = {
-    "step_overhead": Alone(dtypes=("fp32", "bf16"), every_dtype=True, ranks="1 2", several_ranks=True),
-    "train_step": Alone(contenders=True, tokens=True),
-    "stages": Alone(ranks="2 4; GPUs: all", several_ranks=True, gpu=True, contenders=True, tokens=True),
-    "memory_walkthrough": Alone(ranks="2", numel=False, rounds=False, gpu=True),
-    "scale": Alone(dtypes=("bf16",), ranks="8 64 1024 16384", several_ranks=True, numel=False),
-    "endurance": Alone(dtypes=("fp32",), ranks="1 2", several_ranks=True, numel=False, rounds=False, steps=True),
+    "step_overhead": _taking("numel", "ranks", "rounds", dtypes=("fp32", "bf16"), every_dtype=True, ranks="1 2"),
+    "train_step": _taking("numel", "contenders", "rounds", "tokens"),
+    "stages": _taking("numel", "contenders", "ranks", "rounds", "tokens", ranks="2 4; GPUs: all", gpu=True),
+    "memory_walkthrough": _taking("ranks", ranks="2", one_number=True, gpu=True),
+    "scale": _taking("ranks", "rounds", dtypes=("bf16",), ranks="8 64 1024 16384"),
+    "endurance": _taking("ranks", "steps", dtypes=("fp32",), ranks="1 2"),
 }
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
@@ -159,16 +160,16 @@ def read_request(parsed: argparse.Namespace) -> Request:
     )
 
 
+def _check_taken(parsed: argparse.Namespace, op: str, taken: frozenset[str]) -> None:
+    for name in CHOICES:
+        if getattr(parsed, name) is not None and name not in taken:
+            takers = [*(OPS if name in TAKEN_BY_OPS else ()), *(other for other in ALONE if name in ALONE[other].taken)]
+            raise UsageError(f"--{name}: {op} does not take it; it is of {', '.join(takers)}")
+
+
 def _check_ops(parsed: argparse.Namespace) -> tuple[str, ...]:
     """The dtypes of ordinary ops. Raises UsageError for what only a run alone can have."""
-    if parsed.contenders:
-        raise UsageError("--contenders: only train_step and stages have them")
-    if parsed.ranks:
-        raise UsageError(f"--ranks: only {', '.join(op for op in ALONE if ALONE[op].ranks)} have a choice of them")
-    if parsed.steps:
-        raise UsageError("--steps: only endurance has a choice of them")
-    if parsed.tokens:
-        raise UsageError("--tokens: only train_step and stages have a choice of them")
+    _check_taken(parsed, (*parsed.ops, *DEFAULT_OPS)[0], TAKEN_BY_OPS)
     if "fp32" in (parsed.dtypes or ()):
         in_fp32 = (op for op, alone in ALONE.items() if "fp32" in alone.dtypes)
         raise UsageError(f"--dtypes fp32: only {', '.join(in_fp32)} are measured in it")
@@ -185,18 +186,12 @@ def _check_alone(parsed: argparse.Namespace) -> tuple[str, ...]:
     if not {*dtypes} <= {*alone.dtypes} or len(dtypes) > 1 and not alone.every_dtype:
         choice = (" and " if alone.every_dtype else " or ").join(alone.dtypes)
         raise UsageError(f"--dtypes {' '.join(dtypes)}: {op} is measured in {choice}")
+    _check_taken(parsed, op, alone.taken)
     for name, refused, why in (
-        ("backends", parsed.backends, "measures optimizers, with the backend that they use"),
         ("device cuda", parsed.device == "cuda" and not alone.gpu, "is measured on the CPU"),
-        ("contenders", parsed.contenders and not alone.contenders, "has no choice of them; train_step has"),
-        ("numel", parsed.numel and not alone.numel, "is of one model"),
         ("numel", len(set(parsed.numel or ())) > 1, "is measured at one size a run"),
-        ("rounds", parsed.rounds and not alone.rounds, "is not timed in rounds"),
-        ("ranks", ranks and not alone.ranks, "has no choice of them; stages has"),
-        ("ranks", len(ranks) > 1 and not alone.several_ranks, "is measured on one number of them a run"),
+        ("ranks", len(ranks) > 1 and alone.one_number, "is measured on one number of them a run"),
         ("ranks", op == "scale" and 1 in ranks, "is of two at least"),
-        ("steps", parsed.steps and not alone.steps, "has no choice of them; endurance has"),
-        ("tokens", parsed.tokens and not alone.tokens, "has no choice of them; train_step and stages have"),
     ):
         if refused:
             raise UsageError(f"--{name}: {op} {why}")
