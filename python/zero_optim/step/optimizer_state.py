@@ -48,7 +48,9 @@ class OptimizerState:
         self.started = False  # whether state may differ from what it is at construction
         self._all: list[Tensor] = []
         self._mastered: dict[int, Tensor] = {}  # those that have a master beside them
-        self._versions: list[int] = []  # of these
+        self._versions: list[int] = []  # of these, when they were last looked at one by one
+        self._updates = 0  # since then: each has counted every version up
+        self._total = 0  # that the versions have now, unless somebody else has written
 
     def grow(self, buckets: Sequence[Bucket]) -> None:
         """Make state for new buckets, whose parameters come last in ``parameters``."""
@@ -61,15 +63,23 @@ class OptimizerState:
     def record_versions(self) -> None:
         self._all = list(self.parameters.values())
         self._mastered = {index: p for index, p in self.parameters.items() if has_master(self.rule, p.dtype)}
-        self._versions = list(map(_version_of, self._mastered.values()))
+        self._look_at_versions()
+
+    def _look_at_versions(self) -> None:
+        self._versions, self._updates = list(map(_version_of, self._mastered.values())), 0
+        self._total = sum(self._versions)
 
     def refresh_edited(self) -> None:
-        """Refresh the masters of parameters written in place since the last update, as their version counters tell."""
-        versions = list(map(_version_of, self._mastered.values()))
-        if versions != self._versions:
-            pairs = zip(self._mastered, versions, self._versions, strict=True)
-            self.refresh_masters({index for index, now, before in pairs if now != before})
-            self._versions = versions
+        """Refresh the masters of parameters written in place since the last update, as their version counters tell.
+
+        Versions never go down, so their sum tells whether any has changed.
+        """
+        if sum(map(_version_of, self._mastered.values())) == self._total:
+            return
+        before, updates = self._versions, self._updates
+        self._look_at_versions()
+        pairs = zip(self._mastered, self._versions, before, strict=True)
+        self.refresh_masters({index for index, now, then in pairs if now != then + updates})
 
     def refresh_masters(self, indices: set[int]) -> None:
         for shard in self.shards:
@@ -81,7 +91,8 @@ class OptimizerState:
         """Tell autograd that the parameters were written: a backward through a graph older than this must raise."""
         self.started = True
         torch.autograd.graph.increment_version(self._all)
-        self._versions = [version + 1 for version in self._versions]
+        self._updates += 1
+        self._total += len(self._mastered)
 
     # -- update --------------------------------------------------------------------------------------------------
 
@@ -223,7 +234,7 @@ class OptimizerState:
         """State was loaded. The next step takes masters from parameters where they do not round to them: the model may
         be loaded later, and a master may be older than the parameters, when another optimizer carried it along."""
         self.started = True
-        self._versions = [-1] * len(self._versions)
+        self._versions, self._updates, self._total = [-1] * len(self._versions), 0, -1
 
 
 def state_tensor(entry: Mapping[str, Any], name: str, shape: Sequence[int], label: str) -> Tensor:
