@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -89,17 +88,6 @@ class Nowhere(StreamTransport):
         taken = dict(sorted(self.calls.items())), self.object_bytes
         self.calls, self.object_bytes = Counter(), 0
         return taken
-
-
-class ThreadClock(HostClock):
-    """Counts the time that the thread runs: not what other processes take, nor torch's other threads."""
-
-    def time(self, job: Job) -> Callable[[], list[float]]:
-        marks = [time.thread_time()]
-        for lap in job:
-            lap()
-            marks.append(time.thread_time())
-        return lambda: [(end - begin) * 1e3 for begin, end in pairwise(marks)]
 
 
 def measure(ranks: Sequence[int], rounds: int, say: Say, shapes: Shapes = LLAMA_70B) -> list[ScaleRow]:
@@ -180,7 +168,8 @@ def _row(shapes: Shapes, ranks: int, stage: int, nowhere: Nowhere, rounds: int) 
         "step": lambda: [lap() for lap in ours.job],
     }
     once = {when: _once(of_it, nowhere) for when, of_it in work.items()}
-    times = interleaved({"ours": ours.job, "plain": plain.job}, ThreadClock(), Rounds.exactly(rounds))
+    clock = HostClock(time.thread_time)  # not what other processes take, nor torch's other threads
+    times = interleaved({"ours": ours.job, "plain": plain.job}, clock, Rounds.exactly(rounds))
     laps = {name: [Spread.of(lap).ms for lap in zip(*times[name], strict=True)] for name in times}
     buckets = layouts(shapes, ranks, stage)
     stats = ours.opt.stats() if ours.opt is not None else {}

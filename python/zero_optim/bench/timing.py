@@ -33,15 +33,18 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For a CPU, where an op has done its work when it returns."""
+    """For a CPU, where an op has done its work when it returns. ``now``: seconds."""
 
     warm_up_seconds = 0.0
 
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+
     def time(self, job: Job) -> Callable[[], list[float]]:
-        marks = [time.perf_counter()]
+        marks = [self._now()]
         for lap in job:
             lap()
-            marks.append(time.perf_counter())
+            marks.append(self._now())
         return lambda: [(end - begin) * 1e3 for begin, end in pairwise(marks)]
 
 
