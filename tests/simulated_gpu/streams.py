@@ -90,6 +90,9 @@ def _collectives_of_the_program(transport: StreamsTransport) -> Iterator[None]:
         dist.all_reduce = before
 
 
+_CONSTRUCTORS = _device_constructors()
+
+
 class _OnDevice(TorchFunctionMode):
     """Tensors that are made without a word about the device are made on the host, and brought to the device.
 
@@ -97,8 +100,10 @@ class _OnDevice(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _CONSTRUCTORS:
+            return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
-        if func not in _device_constructors() or kwargs.get("device") is not None or "out" in kwargs:
+        if kwargs.get("device") is not None or "out" in kwargs:
             return func(*args, **kwargs)
         kwargs.pop("device", None)
         trains = kwargs.pop("requires_grad", False)
