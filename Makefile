@@ -30,7 +30,7 @@ train: .venv/built  ## train a GPT on RANKS ranks; RANKS STAGE DTYPE STEPS DATA 
 
 .PHONY: test
 test: $(DEVELOPED)  ## run the test suite, a file at a time on each of two workers; ARGS goes to pytest
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(DEVELOPED)  ## random programs on 2 and 3 ranks against torch's AdamW, for SECONDS; a failure prints as a script

@@ -27,3 +27,35 @@ def _rank_pool() -> Iterator[None]:
     yield
     if "harness" in sys.modules:
         sys.modules["harness"].close_pool()
+
+
+LONGEST = (
+    "simulated_gpu/test_order_programs.py",
+    "distributed/test_interrupted_programs.py",
+    "gpu_check/test_gpu_check.py",
+    "cuda/test_machine_code.py",
+    "train/test_train_ranks.py",
+    "triton_backend/test_bits.py",
+    "distributed/test_shard_module_models.py",
+    "distributed/test_stage3_parity.py",
+    "triton_backend/test_code.py",
+    "fuzz/test_random_programs_of_the_face.py",
+    "distributed/test_random_programs.py",
+    "properties/test_training_properties.py",
+    "distributed/test_parity.py",
+    "cuda/test_bodies.py",
+    "simulated_gpu/test_faults.py",
+    "distributed/test_users_habits.py",
+    "distributed/test_frozen_and_growing.py",
+    "train/test_example.py",
+    "clients/test_example_scripts.py",
+)
+"""The files that take half a minute and more, the longest first. All others take less."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first: where several workers take a file at a time, none is left with one at the end."""
+    place = {HERE / name: number for number, name in enumerate(LONGEST)}
+    assert all(path.exists() for path in place), "a file of LONGEST is not there"
+    items.sort(key=lambda item: place.get(item.path, len(place)))

@@ -102,6 +102,7 @@ def _perform(task: _Task) -> tuple[bool, Any]:
     sys.path.extend(path for path in task.sys_path if path not in sys.path)
     try:
         fn, args = pickle.loads(task.call)
+        gc.freeze()  # what is imported is neither garbage nor a module of the program's: nobody need walk it
         with _process_group(task), simulation.running(task.rank) as issued:
             return True, (fn(task.rank, task.world_size, *args), issued)  # a list, which fills up as the context ends
     except BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,33 @@ class _Raise(torch.autograd.Function):
 def raise_in_backward(x: Tensor) -> Tensor:
     """``x``; a backward that comes to it raises Planned."""
     return _Raise.apply(x)
+
+
+@contextlib.contextmanager
+def impatient(patience: float = 0.02, standstill: float = 0.2) -> Iterator[None]:
+    """On this rank: soon makes itself another buffer instead of waiting, and soon looks whether ranks wait in vain.
+
+    For programs in which one rank waits for another that has raised: there all patience is in vain.
+    """
+    from zero_optim.comm import buffers
+    from zero_optim.comm import standstill as standing
+    from zero_optim.grads import reducer
+
+    before = buffers.PATIENCE_SECONDS, standing.SECONDS
+    buffers.PATIENCE_SECONDS = reducer.PATIENCE_SECONDS = patience
+    standing.SECONDS = standstill
+    try:
+        yield
+    finally:
+        buffers.PATIENCE_SECONDS, standing.SECONDS = before
+        reducer.PATIENCE_SECONDS = before[0]
+
+
+def abandon_collectives() -> None:
+    """Ends what this rank waits for in vain, in all groups. Destroying a group with such a collective under way takes
+    until the group's time-out."""
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        group.abort()
 
 
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from library_cache import cached_library
+from library_cache import PTX, cached_library
 from toolchain import ARCHS, ROOT, SOURCES, to_ptx
 
 
@@ -51,11 +51,16 @@ def library(setup_py: SimpleNamespace, nvcc: str) -> Path:
 
 @pytest.fixture(scope="session")
 def ptx(
-    setup_py: SimpleNamespace, nvcc: str, tmp_path_factory: pytest.TempPathFactory
+    setup_py: SimpleNamespace, nvcc: str, library: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Mapping[tuple[str, str], Path]:
-    """The PTX that each op's source becomes for each architecture."""
+    """The PTX that each op's source becomes for each architecture: that of the library, or where it has another list of
+    architectures, made for the purpose."""
     folder = tmp_path_factory.mktemp("ptx")
     wanted = [(name, arch) for name in SOURCES for arch in ARCHS]
+
+    def kept_or_made(name: str, arch: str) -> Path:
+        kept = library.parent / PTX / f"{name}.compute_{arch}.ptx"
+        return kept if kept.exists() else to_ptx(setup_py, nvcc, name, arch, folder / f"{name}-{arch}.ptx")
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = pool.map(lambda of: to_ptx(setup_py, nvcc, *of, folder / "-".join((*of, ".ptx"))), wanted)
-        return dict(zip(wanted, made, strict=True))
+        return dict(zip(wanted, pool.map(lambda of: kept_or_made(*of), wanted), strict=True))

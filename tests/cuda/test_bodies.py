@@ -13,7 +13,7 @@ import pytest
 from toolchain import SOURCES
 
 HERE = Path(__file__).parent
-COMPILE = ["g++", "-std=c++20", "-O1", "-g", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
+COMPILE = ["g++", "-std=c++20", "-O0", "-g1", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
 pytestmark = pytest.mark.skipif(

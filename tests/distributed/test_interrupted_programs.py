@@ -18,7 +18,7 @@ import torch.distributed as dist
 import zero_optim
 from harness import run_ranks
 from torch import Tensor, nn
-from training_cases import Planned, raise_in_backward
+from training_cases import Planned, abandon_collectives, impatient, raise_in_backward
 
 SIZES = (700, 300, 500, 400, 600, 200)
 CAP_MB = 0.002  # several buckets
@@ -205,7 +205,7 @@ def _play(rank: int, program: Program) -> float:
 
 def _play_all(rank: int, world_size: int, programs: Sequence[Program]) -> list[str]:
     wrong = []
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), impatient():
         warnings.simplefilter("ignore")
         for program in programs:
             difference = _play(rank, program)
@@ -255,15 +255,13 @@ def test_before_the_first_gradient(stage: int, optimizers: int, raising: tuple[i
 
 def _parted(rank: int, world_size: int, stage: int, then: str) -> str:
     """A program that is wrong: the documentation asks for a zero_grad that is missing, or does not help at stage 0."""
-    from zero_optim.comm import standstill
-
-    standstill.SECONDS, seconds = 0.2, standstill.SECONDS
-    try:
-        _play(rank, Program(stage, 1, (0,), 0, then))
-    except zero_optim.ZeroOptimError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        standstill.SECONDS = seconds
+    with impatient():
+        try:
+            _play(rank, Program(stage, 1, (0,), 0, then))
+        except zero_optim.ZeroOptimError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            abandon_collectives()
     return ""
 
 

@@ -169,6 +169,7 @@ def _gloo_for_a_gpu(rank: int, world_size: int) -> list[str]:
             check_backend(group, torch.device("cuda", 0))
         except ValueError as error:
             texts.append(str(error))
+    dist.barrier()  # else a rank leaves while the other is still connecting the new group, which then fails (seen)
     return texts
 
 

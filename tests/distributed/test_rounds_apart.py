@@ -22,8 +22,7 @@ import zero_optim
 from harness import run_ranks
 from machines.tables import table
 from torch import nn
-from training_cases import Planned, raise_in_backward
-from zero_optim.comm import buffers
+from training_cases import Planned, impatient, raise_in_backward
 from zero_optim.grads import reducer, rounds
 from zero_optim.grads.rounds import RoundState
 
@@ -384,21 +383,16 @@ class Player:
 
 def _play_all(rank: int, world_size: int, stage: int, overlap: bool) -> int:
     """How many cases there were, one after another with one optimizer."""
-    patience = buffers.PATIENCE_SECONDS, reducer.PATIENCE_SECONDS
-    buffers.PATIENCE_SECONDS = reducer.PATIENCE_SECONDS = 0.01  # for a rank that has raised it would be in vain
     count = 0
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            player = Player(rank, stage, overlap)
-            for way, then, observed in cases(stage, overlap):
-                try:
-                    player.play(way, then, observed=observed)
-                except Exception as error:
-                    raise AssertionError(f"{way.states} by {way.calls}, then {then}; observed: {observed}") from error
-                count += 1
-    finally:
-        buffers.PATIENCE_SECONDS, reducer.PATIENCE_SECONDS = patience
+    with warnings.catch_warnings(), impatient(0.01):  # for a rank that has raised it would be in vain
+        warnings.simplefilter("ignore")
+        player = Player(rank, stage, overlap)
+        for way, then, observed in cases(stage, overlap):
+            try:
+                player.play(way, then, observed=observed)
+            except Exception as error:
+                raise AssertionError(f"{way.states} by {way.calls}, then {then}; observed: {observed}") from error
+            count += 1
     player.opt.close()
     return count
 

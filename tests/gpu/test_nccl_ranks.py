@@ -55,10 +55,10 @@ def _device() -> torch.device:
 
 def _train_all(rank: int, world_size: int, programs: Sequence[OrderProgram], group: Any = None) -> list[Trained]:
     trained = []
-    with few_objects():
-        for program in programs:
-            print(f"began: {program}", file=sys.stderr, flush=True)
-            trained.append(train(rank, world_size, program, _device(), group))
+    few_objects()
+    for program in programs:
+        print(f"began: {program}", file=sys.stderr, flush=True)
+        trained.append(train(rank, world_size, program, _device(), group))
     return trained
 
 

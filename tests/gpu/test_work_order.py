@@ -58,8 +58,8 @@ def group(request: pytest.FixtureRequest) -> Iterator[str]:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=seconds, **bound)
     if ON_GPU:
         dist.all_reduce(torch.ones(1, device=_device()))  # else NCCL begins with the first collective, if there is one
-    with few_objects():
-        yield request.param
+    few_objects()
+    yield request.param
     dist.destroy_process_group()
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from .transport import Entry, SimulatedTransport
 
 VARIABLE = "SIMULATED_GPU"
@@ -110,7 +112,8 @@ def _bound() -> Iterator[None]:
 
 
 def dumps(value: object) -> bytes:
-    """As ``pickle.dumps``; tensors on a simulated GPU travel as those of a CPU."""
+    """As ``pickle.dumps``; tensors on a simulated GPU travel as those of a CPU, and a whole tensor as its bytes: to
+    pickle a storage and to load it takes torch 0.2 ms (a Xeon core), and some tests return 50,000 tensors."""
     import io
     import pickle
 
@@ -119,12 +122,37 @@ def dumps(value: object) -> bytes:
     class _Pickler(pickle.Pickler):
         def reducer_override(self, thing: Any) -> Any:
             if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.is_cuda:
-                return thing.detach().cpu().__reduce_ex__(2)
-            return NotImplemented
+                thing = thing.detach().cpu()
+                return thing.__reduce_ex__(2) if not _travels_as_bytes(thing) else _by_bytes(thing)
+            return _by_bytes(thing) if type(thing) is torch.Tensor and _travels_as_bytes(thing) else NotImplemented
 
     out = io.BytesIO()
     _Pickler(out).dump(value)
     return out.getvalue()
+
+
+def _travels_as_bytes(tensor: torch.Tensor) -> bool:
+    """Plain values, that own all of their storage."""
+    return (
+        tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and not tensor.__dict__
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _by_bytes(tensor: torch.Tensor) -> tuple[Any, ...]:
+    import torch
+
+    return _of_bytes, (tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), tensor.dtype, tuple(tensor.shape))
+
+
+def _of_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 
 def different_order(by_rank: Sequence[Sequence[Entry]]) -> str:
