@@ -24,7 +24,8 @@ from zero_optim.comm.standstill import Wait, standstill_of
 
 PERIOD = 12  # steps, in which everything comes that a step may be
 WARM_UP_PERIODS, PERIODS = 2, 3
-TRIES = 20  # looks, to find the counts at rest
+LOOKS = 20  # to find the counts at rest
+MORE_LOOKS = 300  # where they are not what they were: some seconds
 CONTAINERS = (list, dict, set, deque)
 
 
@@ -120,7 +121,7 @@ def fewest() -> str:
     """The counts at rest: for some moments after a collective has arrived a tensor more may be there, or a context
     (seen). Another thread holds it, perhaps."""
     few = told()
-    for _ in range(TRIES):
+    for _ in range(LOOKS):
         os.sched_yield()
         text = told()
         few = text if json.loads(text)["objects"] < json.loads(few)["objects"] else few
@@ -130,7 +131,7 @@ def fewest() -> str:
 def same_as(before: str) -> str:
     """The counts as soon as they are those of ``before``. What is left behind stays, however often one looks."""
     text = told()
-    for _ in range(TRIES):
+    for _ in range(MORE_LOOKS):
         if text == before:
             break
         os.sched_yield()
