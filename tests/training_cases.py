@@ -97,13 +97,6 @@ def impatient(patience: float = 0.02, standstill: float = 0.2) -> Iterator[None]
         reducer.PATIENCE_SECONDS = before[0]
 
 
-def abandon_collectives() -> None:
-    """Ends what this rank waits for in vain, in all groups. Destroying a group with such a collective under way takes
-    until the group's time-out."""
-    for group in list(torch.distributed.distributed_c10d._world.pg_map):
-        group.abort()
-
-
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Detached clones."""
     return [t.detach().clone() for t in tensors]

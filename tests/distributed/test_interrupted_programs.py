@@ -18,7 +18,7 @@ import torch.distributed as dist
 import zero_optim
 from harness import run_ranks
 from torch import Tensor, nn
-from training_cases import Planned, abandon_collectives, impatient, raise_in_backward
+from training_cases import Planned, impatient, raise_in_backward
 
 SIZES = (700, 300, 500, 400, 600, 200)
 CAP_MB = 0.002  # several buckets
@@ -260,8 +260,6 @@ def _parted(rank: int, world_size: int, stage: int, then: str) -> str:
             _play(rank, Program(stage, 1, (0,), 0, then))
         except zero_optim.ZeroOptimError as error:
             return f"{type(error).__name__}: {error}"
-        finally:
-            abandon_collectives()
     return ""
 
 
