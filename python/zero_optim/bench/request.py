@@ -27,7 +27,7 @@ class Alone:
         taken: which of CHOICES.
         dtypes: which there are; the first is the default.
         every_dtype: the default is all of them, and several may be chosen.
-        ranks: the default numbers, in words.
+        ranks: the default numbers, in words; empty: there is no choice.
         one_number: whether only one number of ranks may be chosen.
         gpu: whether it is measured on a GPU, too.
     """
@@ -41,16 +41,16 @@ class Alone:
 
 
 def _taking(*names: str, **more: Any) -> Alone:
-    return Alone(frozenset(names), **more)
+    return Alone(frozenset((*names, *(["ranks"] if "ranks" in more else []))), **more)
 
 
 ALONE = {
-    "step_overhead": _taking("numel", "ranks", "rounds", dtypes=("fp32", "bf16"), every_dtype=True, ranks="1 2"),
+    "step_overhead": _taking("numel", "rounds", dtypes=("fp32", "bf16"), every_dtype=True, ranks="1 2"),
     "train_step": _taking("numel", "contenders", "rounds", "tokens"),
-    "stages": _taking("numel", "contenders", "ranks", "rounds", "tokens", ranks="2 4; GPUs: all", gpu=True),
-    "memory_walkthrough": _taking("ranks", ranks="2", one_number=True, gpu=True),
-    "scale": _taking("ranks", "rounds", dtypes=("bf16",), ranks="8 64 1024 16384"),
-    "endurance": _taking("ranks", "steps", dtypes=("fp32",), ranks="1 2"),
+    "stages": _taking("numel", "contenders", "rounds", "tokens", ranks="2 4; GPUs: all", gpu=True),
+    "memory_walkthrough": _taking(ranks="2", one_number=True, gpu=True),
+    "scale": _taking("rounds", dtypes=("bf16",), ranks="8 64 1024 16384"),
+    "endurance": _taking("steps", dtypes=("fp32",), ranks="1 2"),
 }
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
@@ -161,6 +161,7 @@ def read_request(parsed: argparse.Namespace) -> Request:
 
 
 def _check_taken(parsed: argparse.Namespace, op: str, taken: frozenset[str]) -> None:
+    """Raises UsageError for a flag that ``op`` has no use for."""
     for name in CHOICES:
         if getattr(parsed, name) is not None and name not in taken:
             takers = [*(OPS if name in TAKEN_BY_OPS else ()), *(other for other in ALONE if name in ALONE[other].taken)]
