@@ -164,7 +164,7 @@ def cpu_library(torch: Path) -> Library:
 
 def cuda_library(torch: Path) -> Library:
     """The same for every torch. Needs nvcc."""
-    sources = sorted((CSRC / "cuda").glob("*.cu"))
+    sources = sorted(path for path in (CSRC / "cuda").iterdir() if path.suffix in (".cu", ".cpp"))
     flags = ["-DUSE_CUDA", f'-DZK_CUDA_ARCHS="{" ".join(cuda_archs())}"', *of_torch(torch)]
     objects = {source.stem: ("nvcc", source, flags) for source in sources}
     # Linked against a stand-in: a torch without CUDA has no libtorch_cuda, and any torch's will do at load.

@@ -23,9 +23,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -38,7 +39,7 @@ TIMEOUT_SECONDS = {  # of a collective; ranks that share a GPU take turns on it
     "gloo": int(os.environ.get("GLOO_TIMEOUT_SECONDS", "20")),
     "nccl": 40,
 }
-PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "zero_optim"]
+PRELOADED = ["harness", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "zero_optim"]
 GRACE_SECONDS = 5  # for the other ranks to report, once one has failed
 TAIL = 4000  # characters of what a failed rank wrote to stderr
 
@@ -58,6 +59,7 @@ class _Task:
     call: bytes
     backend: str
     bound: bool
+    timeout: timedelta
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def _process_group(task: _Task):
         init_method=f"file://{task.store}",
         rank=task.rank,
         world_size=task.world_size,
-        timeout=timedelta(seconds=TIMEOUT_SECONDS[task.backend]),
+        timeout=task.timeout,
         device_id=device if task.bound else None,
     )
     # Else a rank that has connected, and does nothing with it, leaves while others are connecting: they fail (seen).
@@ -135,6 +137,8 @@ class RankPool:
 
     def __init__(self, simulated: str = "") -> None:
         self._simulated = simulated
+        self._server = forkserver.ForkServer()
+        self._server.set_forkserver_preload(PRELOADED)
         self._workers: list[_Worker] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._serial = itertools.count()
@@ -148,16 +152,18 @@ class RankPool:
         backend: str = "gloo",
         bound: bool = False,
         one_order: bool = True,
+        collective_timeout: float | None = None,
     ) -> list[Any]:
         """As :func:`run_ranks`. After a failure the next call has new workers."""
         store = os.path.join(self._directory.name, f"store-{next(self._serial)}")
         call = pickle.dumps((fn, args))
+        of_group = timedelta(seconds=collective_timeout or TIMEOUT_SECONDS[backend])
         while len(self._workers) < world_size:
             self._workers.append(self._start())
         for rank, worker in enumerate(self._workers[:world_size]):
             if worker.error_file.exists():
                 os.truncate(worker.error_file, 0)  # it is written at its end
-            task = _Task(rank, world_size, store, tuple(sys.path), call, backend, bound)
+            task = _Task(rank, world_size, store, tuple(sys.path), call, backend, bound, of_group)
             with contextlib.suppress(OSError):  # a worker that died while idle is reported by _collect
                 worker.connection.send_bytes(pickle.dumps(task))
         try:
@@ -182,19 +188,36 @@ class RankPool:
             worker.process.join()
             worker.connection.close()
 
+    def end(self) -> None:
+        """As ``close``, for good: the process that workers are forked from ends, too."""
+        self.close()
+        self._server._stop()
+
     def _start(self) -> _Worker:
-        # Outside of simulations a worker is forked from a server that has imported torch, and has done nothing with it:
-        # 0.1 seconds instead of 4. A simulated GPU has to be there before torch.
-        context = multiprocessing.get_context("spawn" if self._simulated else "forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = multiprocessing.get_context("forkserver")
         here, there = context.Pipe()
         stack_file = Path(self._directory.name, f"stack-{next(self._serial)}")
         error_file = stack_file.with_suffix(".stderr")
         process = context.Process(target=_worker_main, args=(there, str(stack_file), str(error_file)), daemon=True)
-        with simulation.starting_a_rank(self._simulated):
+        with simulation.starting_a_rank(self._simulated), self._forked_from_own_server():
             process.start()
         there.close()
         return _Worker(process, here, stack_file, error_file)
+
+    @contextlib.contextmanager
+    def _forked_from_own_server(self) -> Iterator[None]:
+        """A worker is forked from a process that has imported torch, and has done nothing with it: that takes 0.1
+        seconds instead of 4. Each pool has one of its own: a simulated GPU has to be there before torch."""
+        of_all, search = forkserver.connect_to_new_process, os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [search])])
+        forkserver.connect_to_new_process = self._server.connect_to_new_process
+        try:
+            yield
+        finally:
+            forkserver.connect_to_new_process = of_all
+            os.environ.pop("PYTHONPATH")
+            if search is not None:
+                os.environ["PYTHONPATH"] = search
 
     def _collect(self, workers: list[_Worker], timeout: float) -> dict[int, tuple[bool, Any]]:
         """Answers by rank, in rank order; a rank that gave none in time is missing."""
@@ -256,6 +279,7 @@ def run_ranks(
     bound: bool = False,
     simulated: str | None = None,
     one_order: bool = True,
+    collective_timeout: float | None = None,
 ) -> list[Any]:
     """Results of ``fn(rank, world_size, *args)`` on ``world_size`` ranks, in rank order.
 
@@ -266,19 +290,24 @@ def run_ranks(
     says, as a rule none. ``one_order``: in a simulation, whether two ranks must issue the collectives that they share
     in the same order. False is for programs in which ranks come to several optimizers in different orders.
 
+    ``collective_timeout``: seconds after which a collective gives up; None: those of ``TIMEOUT_SECONDS``. A group of
+    which a rank waits in vain is gone no sooner.
+
     Raises RankFailure with every failed rank's traceback, and the end of its stderr, when a rank raises, dies or has
     not answered after ``timeout`` seconds.
     """
     simulated = os.environ.get(simulation.VARIABLE, "") if simulated is None else simulated
     if simulated not in _POOLS:
         _POOLS[simulated] = RankPool(simulated)
-    return _POOLS[simulated].run(world_size, fn, args, timeout, backend, bound, one_order)
+    return _POOLS[simulated].run(
+        world_size, fn, args, timeout, backend, bound, one_order, collective_timeout
+    )
 
 
 def close_pool() -> None:
     """Ends the worker processes; a later call starts new ones."""
     for pool in _POOLS.values():
-        pool.close()
+        pool.end()
 
 
 atexit.register(close_pool)

@@ -1,20 +1,12 @@
 // What every launcher needs: the stream and the check of a launch. Nothing here waits for the GPU.
 #pragma once
 
-#include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
 
-#include <string>
-
 #include "../stable.h"
+#include "check.h"
 
 namespace zero_kernels {
-
-inline void check(cudaError_t error, const char* op) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // forgets it, where it can be: the next launch must not be blamed for it
-  throw std::runtime_error(std::string("zero_kernels: ") + op + " on CUDA: " + cudaGetErrorString(error));
-}
 
 // Makes the device of a tensor the current one for as long as it lives, and knows the stream that torch uses there.
 class Launch {

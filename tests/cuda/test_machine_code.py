@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,6 +45,17 @@ def sass(cuobjdump: Path, library: Path) -> Mapping[tuple[str, str], str]:
     return code
 
 
+@pytest.fixture(scope="module")
+def stacks(cuobjdump: Path, library: Path) -> Mapping[tuple[str, str], int]:
+    """The bytes of every kernel's stack frame, by architecture and mangled name."""
+    said = run(cuobjdump, "--dump-resource-usage", library)
+    sizes = {}
+    for arch, text in re.findall(r"arch = sm_(\d+)\n(.*?)(?=arch = sm_|\Z)", said, re.S):
+        for name, size in re.findall(r"Function (\S+):\n\s*REG:\d+ STACK:(\d+)", text):
+            sizes[arch, name] = int(size)
+    return sizes
+
+
 def kind(name: str) -> str:
     return next(kind for kind in KERNELS if f"{kind}_kernel" in name)
 
@@ -62,8 +72,8 @@ def instructions(body: str, pattern: str) -> int:
     return len(re.findall(rf"\b{pattern}\b", body))
 
 
-def archs_of(sass: Mapping[tuple[str, str], str]) -> set[str]:
-    return {arch for arch, _ in sass}
+def archs_of(kernels: Mapping[tuple[str, str], object]) -> set[str]:
+    return {arch for arch, _ in kernels}
 
 
 def test_every_kernel_is_there_for_every_architecture(sass: Mapping[tuple[str, str], str]) -> None:
@@ -97,15 +107,13 @@ def test_main_paths_move_16_bytes_at_a_time(sass: Mapping[tuple[str, str], str],
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", SOURCES)
-def test_ptxas_spills_nothing(
-    ptx: Mapping[tuple[str, str], Path], nvcc: str, tmp_path: Path, name: str, arch: str
-) -> None:
-    ptxas = shutil.which("ptxas") or Path(nvcc).resolve().parent / "ptxas"
-    said = run(ptxas, "-v", f"-arch=sm_{arch}", ptx[name, arch], "-o", tmp_path / "out.cubin")
-    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    assert len(spills) == said.count("Compiling entry function") >= 1
-    assert set(spills) == {("0", "0", "0")}
+@pytest.mark.parametrize("name", KERNELS)
+def test_ptxas_spills_nothing(stacks: Mapping[tuple[str, str], int], name: str, arch: str) -> None:
+    """A register that is spilled lies in the kernel's stack frame."""
+    if arch not in archs_of(stacks):
+        pytest.skip(f"this library was built for {sorted(archs_of(stacks))}")
+    frames = [size for (of, kernel), size in stacks.items() if of == arch and kind(kernel) == name]
+    assert frames == [0] * KERNELS[name]
 
 
 @pytest.mark.parametrize("arch", ARCHS)

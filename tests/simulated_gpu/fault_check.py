@@ -69,7 +69,7 @@ def verdict(fault: Fault) -> Verdict:
                 if found.caught:
                     break
         finally:
-            pool.close()
+            pool.end()
     return found
 
 
@@ -87,7 +87,7 @@ def unfaulted(faults: Sequence[Fault]) -> list[str]:
                 told.append(f"{simulated}: {found.outcome}: {found.text}")
     finally:
         for pool in pools.values():
-            pool.close()
+            pool.end()
     return told
 
 

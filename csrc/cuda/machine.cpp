@@ -1,7 +1,8 @@
-// What the library needs of the machine.
+// What the library needs of the machine. No kernel is here, so the host's compiler alone sees it, through nvcc.
 #include <string>
 
-#include "launch.h"
+#include "../stable.h"
+#include "check.h"
 
 namespace zero_kernels {
 namespace {
