@@ -17,6 +17,13 @@ if str(HERE) not in sys.path:
 # bits, and an oracle here must have those of the ranks. OpenMP reads this when torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# Ranks that share a core wake each other three times as fast as over two (an all-reduce of gloo's 0.25 ms, not 0.7). So
+# where there is a worker for every core, each keeps to its own, with all that it starts.
+if sys.platform == "linux" and (_worker := os.environ.get("PYTEST_XDIST_WORKER")):
+    _cores = sorted(os.sched_getaffinity(0))
+    if int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) >= len(_cores):
+        os.sched_setaffinity(0, {_cores[int(_worker.removeprefix("gw")) % len(_cores)]})
+
 # The loopback interface is always there; a host name that does not resolve would stop gloo.
 if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
