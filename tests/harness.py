@@ -304,6 +304,12 @@ def run_ranks(
     )
 
 
+def new_ranks() -> None:
+    """The next call has new processes, in which no thread of an earlier test runs."""
+    for pool in _POOLS.values():
+        pool.close()
+
+
 def close_pool() -> None:
     """Ends the worker processes; a later call starts new ones."""
     for pool in _POOLS.values():

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zero_optim
-from harness import run_ranks
+from harness import new_ranks, run_ranks
 from torch import Tensor, nn
 from training_cases import TINY_CAP_MB, Planned, maybe_no_sync, raise_in_backward
 from zero_optim.bench import census
@@ -155,6 +155,12 @@ def train(rank: int, world_size: int, stage: int) -> list[dict[str, int]]:
     assert loop.opt.stats()["skipped_steps"] == WARM_UP_PERIODS + PERIODS
     loop.opt.close()
     return [json.loads(text) for text in texts]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_threads_of_other_tests() -> None:
+    """One that waits with a time-out, such as tqdm's, has a lock and a method more when it waits again."""
+    new_ranks()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
