@@ -38,26 +38,26 @@ def _rank_pool() -> Iterator[None]:
 
 LONGEST = (
     "simulated_gpu/test_order_programs.py",
-    "distributed/test_interrupted_programs.py",
-    "gpu_check/test_gpu_check.py",
-    "cuda/test_machine_code.py",
     "train/test_train_ranks.py",
-    "triton_backend/test_bits.py",
+    "gpu_check/test_gpu_check.py",
+    "distributed/test_interrupted_programs.py",
+    "cuda/test_machine_code.py",
     "distributed/test_shard_module_models.py",
     "distributed/test_stage3_parity.py",
-    "triton_backend/test_code.py",
-    "fuzz/test_random_programs_of_the_face.py",
-    "distributed/test_random_programs.py",
-    "properties/test_training_properties.py",
+    "triton_backend/test_bits.py",
     "distributed/test_parity.py",
-    "cuda/test_bodies.py",
-    "simulated_gpu/test_faults.py",
-    "distributed/test_users_habits.py",
-    "distributed/test_frozen_and_growing.py",
+    "properties/test_training_properties.py",
+    "fuzz/test_random_programs_of_the_face.py",
     "train/test_example.py",
     "clients/test_example_scripts.py",
+    "train/test_train_sharded.py",
+    "cuda/test_bodies.py",
+    "distributed/test_ready_often.py",
+    "distributed/test_frozen_and_growing.py",
+    "distributed/test_random_programs.py",
+    "distributed/test_exit_with_an_error.py",
 )
-"""The files that take half a minute and more, the longest first. All others take less."""
+"""The files that take twenty seconds and more, the longest first. All others take less."""
 
 
 @pytest.hookimpl(trylast=True)
