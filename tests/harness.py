@@ -299,9 +299,7 @@ def run_ranks(
     simulated = os.environ.get(simulation.VARIABLE, "") if simulated is None else simulated
     if simulated not in _POOLS:
         _POOLS[simulated] = RankPool(simulated)
-    return _POOLS[simulated].run(
-        world_size, fn, args, timeout, backend, bound, one_order, collective_timeout
-    )
+    return _POOLS[simulated].run(world_size, fn, args, timeout, backend, bound, one_order, collective_timeout)
 
 
 def new_ranks() -> None:
