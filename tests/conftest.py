@@ -43,6 +43,7 @@ LONGEST = (
     "distributed/test_interrupted_programs.py",
     "cuda/test_machine_code.py",
     "distributed/test_shard_module_models.py",
+    "triton_backend/test_code.py",
     "distributed/test_stage3_parity.py",
     "triton_backend/test_bits.py",
     "distributed/test_parity.py",
@@ -57,7 +58,7 @@ LONGEST = (
     "distributed/test_random_programs.py",
     "distributed/test_exit_with_an_error.py",
 )
-"""The files that take twenty seconds and more, the longest first. All others take less."""
+"""The files that take twenty seconds and more from a clean checkout, the longest first. All others take less."""
 
 
 @pytest.hookimpl(trylast=True)
