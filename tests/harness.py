@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -31,6 +31,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ class _Task:
     call: bytes
     backend: str
     bound: bool
-    timeout: timedelta
+    collective_timeout: timedelta
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def _process_group(task: _Task):
         init_method=f"file://{task.store}",
         rank=task.rank,
         world_size=task.world_size,
-        timeout=task.timeout,
+        timeout=task.collective_timeout,
         device_id=device if task.bound else None,
     )
     # Else a rank that has connected, and does nothing with it, leaves while others are connecting: they fail (seen).
@@ -157,13 +158,13 @@ class RankPool:
         """As :func:`run_ranks`. After a failure the next call has new workers."""
         store = os.path.join(self._directory.name, f"store-{next(self._serial)}")
         call = pickle.dumps((fn, args))
-        of_group = timedelta(seconds=collective_timeout or TIMEOUT_SECONDS[backend])
+        in_a_collective = timedelta(seconds=collective_timeout or TIMEOUT_SECONDS[backend])
         while len(self._workers) < world_size:
             self._workers.append(self._start())
         for rank, worker in enumerate(self._workers[:world_size]):
             if worker.error_file.exists():
                 os.truncate(worker.error_file, 0)  # it is written at its end
-            task = _Task(rank, world_size, store, tuple(sys.path), call, backend, bound, of_group)
+            task = _Task(rank, world_size, store, tuple(sys.path), call, backend, bound, in_a_collective)
             with contextlib.suppress(OSError):  # a worker that died while idle is reported by _collect
                 worker.connection.send_bytes(pickle.dumps(task))
         try:
@@ -194,30 +195,22 @@ class RankPool:
         self._server._stop()
 
     def _start(self) -> _Worker:
+        """A worker is forked from a process that has imported torch, and has done nothing with it: that takes 0.1
+        seconds instead of 4. Each pool has one of its own: a simulated GPU has to be there before torch."""
         context = multiprocessing.get_context("forkserver")
         here, there = context.Pipe()
         stack_file = Path(self._directory.name, f"stack-{next(self._serial)}")
         error_file = stack_file.with_suffix(".stderr")
         process = context.Process(target=_worker_main, args=(there, str(stack_file), str(error_file)), daemon=True)
-        with simulation.starting_a_rank(self._simulated), self._forked_from_own_server():
+        found_in = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with (
+            simulation.starting_a_rank(self._simulated),
+            mock.patch.dict(os.environ, PYTHONPATH=found_in),  # it imports PRELOADED, of which some is in this folder
+            mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process),
+        ):
             process.start()
         there.close()
         return _Worker(process, here, stack_file, error_file)
-
-    @contextlib.contextmanager
-    def _forked_from_own_server(self) -> Iterator[None]:
-        """A worker is forked from a process that has imported torch, and has done nothing with it: that takes 0.1
-        seconds instead of 4. Each pool has one of its own: a simulated GPU has to be there before torch."""
-        of_all, search = forkserver.connect_to_new_process, os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [search])])
-        forkserver.connect_to_new_process = self._server.connect_to_new_process
-        try:
-            yield
-        finally:
-            forkserver.connect_to_new_process = of_all
-            os.environ.pop("PYTHONPATH")
-            if search is not None:
-                os.environ["PYTHONPATH"] = search
 
     def _collect(self, workers: list[_Worker], timeout: float) -> dict[int, tuple[bool, Any]]:
         """Answers by rank, in rank order; a rank that gave none in time is missing."""
@@ -290,8 +283,8 @@ def run_ranks(
     says, as a rule none. ``one_order``: in a simulation, whether two ranks must issue the collectives that they share
     in the same order. False is for programs in which ranks come to several optimizers in different orders.
 
-    ``collective_timeout``: seconds after which a collective gives up; None: those of ``TIMEOUT_SECONDS``. A group of
-    which a rank waits in vain is gone no sooner.
+    ``collective_timeout``: seconds after which a collective gives up; None: those of ``TIMEOUT_SECONDS``. Where a rank
+    waits in vain, its group cannot be destroyed before that.
 
     Raises RankFailure with every failed rank's traceback, and the end of its stderr, when a rank raises, dies or has
     not answered after ``timeout`` seconds.
@@ -309,7 +302,7 @@ def new_ranks() -> None:
 
 
 def close_pool() -> None:
-    """Ends the worker processes; a later call starts new ones."""
+    """Ends the worker processes, and those that they are forked from; a later call starts new ones."""
     for pool in _POOLS.values():
         pool.end()
 

@@ -25,7 +25,6 @@ from zero_optim.comm.standstill import Wait, standstill_of
 PERIOD = 12  # steps, in which everything comes that a step may be
 WARM_UP_PERIODS, PERIODS = 2, 3
 LOOKS = 20  # to find the counts at rest
-MORE_LOOKS = 300  # where they are not what they were: some seconds
 CONTAINERS = (list, dict, set, deque)
 
 
@@ -131,7 +130,7 @@ def fewest() -> str:
 def same_as(before: str) -> str:
     """The counts as soon as they are those of ``before``. What is left behind stays, however often one looks."""
     text = told()
-    for _ in range(MORE_LOOKS):
+    for _ in range(LOOKS):
         if text == before:
             break
         os.sched_yield()
@@ -159,7 +158,7 @@ def train(rank: int, world_size: int, stage: int) -> list[dict[str, int]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_threads_of_other_tests() -> None:
-    """One that waits with a time-out, such as tqdm's, has a lock and a method more when it waits again."""
+    """A thread that waits with a time-out has a lock and a method more when it waits again."""
     new_ranks()
 
 
