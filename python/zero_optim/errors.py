@@ -31,3 +31,7 @@ class CollectiveError(ZeroOptimError):
 
 class StateMismatchError(ZeroOptimError):
     """A state dict that does not fit this optimizer."""
+
+
+class CheckpointError(ZeroOptimError):
+    """A checkpoint that cannot be written or read: no space, no folder, damaged, incomplete, or of another format."""

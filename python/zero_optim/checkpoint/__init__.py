@@ -1,1 +1,12 @@
-"""State dicts: of one rank's shards, and of the whole in torch.optim.AdamW's format."""
+"""Checkpoints that load on any number of ranks, at any stage; and the state dicts of one rank and of the whole.
+
+``plain`` ← ``index`` (what is where) ← ``rank_file`` (bytes) ← ``folder`` (publishing) ← ``contents`` (what a rank
+holds) ← ``subject`` ← ``save``, ``load``. Apart from these, ``state_dict`` and ``rank_state`` are what
+``opt.state_dict()`` gives.
+"""
+
+from .folder import latest
+from .load import Loaded, load
+from .save import save
+
+__all__ = ["Loaded", "latest", "load", "save"]

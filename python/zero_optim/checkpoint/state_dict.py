@@ -56,7 +56,7 @@ def match_state(
     """
     _check_form(state_dict)
     groups, labels, saved_groups = parameters.groups, parameters.labels, state_dict["param_groups"]
-    _check_groups_fit(saved_groups, groups, rule.decoupled)
+    check_groups_fit(saved_groups, groups, rule.decoupled)
     index_of = _index_by_key(saved_groups, groups)
     unknown = [key for key in state_dict["state"] if key not in index_of]
     if unknown:
@@ -103,7 +103,8 @@ def _check_form(state_dict: Any) -> None:
         raise StateMismatchError("no optimizer state: 'state' must be a dict, 'param_groups' a list of dicts")
 
 
-def _check_groups_fit(saved: Groups, groups: Groups, decoupled: bool) -> None:
+def check_groups_fit(saved: Groups, groups: Groups, decoupled: bool) -> None:
+    """Raise StateMismatchError for saved groups of other sizes, or with options that these cannot have."""
     sizes, expected = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
     if sizes != expected:
         raise StateMismatchError(f"the state has parameter groups of sizes {sizes}, this optimizer {expected}")

@@ -398,3 +398,10 @@ def make_comm(process_group: dist.ProcessGroup | None = None) -> Comm:
     if process_group is not None and (ranks := dist.get_process_group_ranks(process_group)) != sorted(ranks):
         raise ValueError(f"process_group has its ranks in the order {ranks}: give one with ascending ranks")
     return Comm(process_group)
+
+
+def make_bystander() -> Comm:
+    """The default group's ranks, to agree among them: nothing is reduced over it, so it is in no optimizer's way."""
+    comm = make_comm()
+    _live.discard(comm)
+    return comm

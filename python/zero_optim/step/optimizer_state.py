@@ -33,6 +33,14 @@ class Copy:
     source: Tensor
 
 
+@dataclass(frozen=True)
+class Place:
+    """A parameter's part of one tensor of a shard's state."""
+
+    tensor: StateTensor
+    piece: SlotPiece
+
+
 class OptimizerState:
     """The shard states of all buckets, and the version of each parameter that the masters were last made from.
 
@@ -172,7 +180,19 @@ class OptimizerState:
             with copy.shard.opened() as state:
                 target = copy.shard.part(copy.tensor, state[copy.tensor.name], copy.piece)
                 target.copy_(_local(copy.source).reshape(-1))
-        self._distrust_masters()
+        self.distrust_masters()
+
+    def places(self) -> Iterator[Place]:
+        """What this rank holds, shard by shard: each parameter's part of every tensor, empty parts left out."""
+        for shard in self.shards:
+            yield from _places(shard)
+
+    def values(self) -> Iterator[Tensor]:
+        """Of each of ``places``, in their order, its values, flat: to be read or written before the next."""
+        for shard in self.shards:
+            with shard.opened() as state:
+                for place in _places(shard):
+                    yield shard.part(place.tensor, state[place.tensor.name], place.piece)
 
     def restart(self, indices: set[int]) -> None:
         """Make the state of these parameters what it is at construction."""
@@ -205,7 +225,7 @@ class OptimizerState:
                 given = [piece for piece in shard.bucket.pieces if tensor.name in names.get(piece.slot.param, ())]
                 if given:
                     self._distribute(shard, tensor, given, tensors)
-        self._distrust_masters()
+        self.distrust_masters()
 
     def _distribute(
         self,
@@ -230,11 +250,18 @@ class OptimizerState:
                 if piece.slot.param in indices:
                     yield shard, piece
 
-    def _distrust_masters(self) -> None:
+    def distrust_masters(self) -> None:
         """State was loaded. The next step takes masters from parameters where they do not round to them: the model may
         be loaded later, and a master may be older than the parameters, when another optimizer carried it along."""
         self.started = True
         self._versions, self._updates, self._total = [-1] * len(self._versions), 0, -1
+
+
+def _places(shard: ShardState) -> Iterator[Place]:
+    for tensor in shard.tensors:
+        for piece in shard.bucket.pieces:
+            if piece.numel or not piece.slot.numel:
+                yield Place(tensor, piece)
 
 
 def state_tensor(entry: Mapping[str, Any], name: str, shape: Sequence[int], label: str) -> Tensor:

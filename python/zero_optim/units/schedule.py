@@ -281,10 +281,10 @@ class UnitSchedule:
         for unit in self.units:
             unit.reshard()
 
-    def check_not_gathered(self) -> None:
+    def check_not_gathered(self, what: str = "step") -> None:
         """Raise ShardAccessError within ``gather_parameters``: what it shows would not be what is updated."""
         if any(unit.state is UnitState.GATHERED for unit in self.units):
-            raise ShardAccessError("step was called within gather_parameters: leave that before, on every rank")
+            raise ShardAccessError(f"{what} was called within gather_parameters: leave that before, on every rank")
 
     def prefetch_next(self) -> None:
         """Start to gather the next units of the cycle that is open, as far as their turn has come.

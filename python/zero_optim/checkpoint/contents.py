@@ -1,0 +1,165 @@
+"""What a rank holds of a model and its optimizers: named tensors, and which flat range of each is in its memory.
+
+Saving reads them and loading writes them, both by way of ``values``. Stages differ in the ranges alone.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, ParameterError
+from ..params.param_shard import ParamShard, plain_parameter
+from ..params.parameter_set import plain_name
+from .index import BUFFER, PARAMETER, Key, TensorSpec
+
+
+class Owner(enum.Enum):
+    """Which ranks have what a holding has."""
+
+    THIS_RANK = enum.auto()  # no other has any element of it
+    EVERY_RANK = enum.auto()  # all have the same
+    RANK_0 = enum.auto()  # all have it, perhaps with other values: those of rank 0 count
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A flat range of a tensor, in this rank's memory: ``length`` elements from ``start`` on."""
+
+    spec: TensorSpec
+    start: int
+    length: int
+    owner: Owner
+
+
+class Contents(Protocol):
+    """Of a model, or of an optimizer.
+
+    Attributes:
+        specs: of all tensors, the same on every rank.
+        holdings: what this rank has of them.
+    """
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]: ...
+
+    @property
+    def holdings(self) -> Sequence[Holding]: ...
+
+    def values(self) -> Iterator[Tensor]:
+        """Of each holding, in order, its elements [length]: to be read or written before the next is asked for."""
+
+
+class Names:
+    """What the parameters of a model are called.
+
+    Attributes:
+        parameters: each parameter once, under its first name.
+        aliases: the other names of tied ones, and the first of each.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters: dict[str, Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        self._of: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            name, plain = plain_name(name), plain_parameter(parameter)
+            first = self._of.setdefault(id(plain), name)
+            if first == name:
+                self.parameters[name] = parameter
+            else:
+                self.aliases[name] = first
+
+    def of(self, parameter: Tensor, label: str) -> str:
+        """Raises ParameterError for one that the model does not have."""
+        name = self._of.get(id(plain_parameter(parameter)))
+        if name is None:
+            raise ParameterError(
+                f"{label} is in the optimizer, and not in the model: a checkpoint names tensors as the model does. "
+                "Give the model that has all of them"
+            )
+        return name
+
+    def equal_to(self, name: str) -> list[str]:
+        """All names of a parameter, its first first."""
+        return [name, *(alias for alias, first in self.aliases.items() if first == name)]
+
+
+class TensorContents:
+    """Tensors by kind and name: whole on every rank, but for parameters that are sharded."""
+
+    def __init__(self, tensors: Mapping[Key, Tensor]) -> None:
+        self._tensors = list(tensors.values())
+        self.holdings = [_holding(kind, name, tensor) for (kind, name), tensor in tensors.items()]
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        return [holding.spec for holding in self.holdings]
+
+    def values(self) -> Iterator[Tensor]:
+        for tensor in self._tensors:
+            if isinstance(tensor, ParamShard):
+                yield from _shard_values(tensor)
+            else:
+                yield from _flat_values(tensor.detach())
+
+
+def contents_of_model(model: nn.Module, names: Names) -> TensorContents:
+    """Parameters, and buffers as ``state_dict`` has them: those of rank 0, since the ranks may have other values."""
+    parameters = {(PARAMETER, name): parameter for name, parameter in names.parameters.items()}
+    return TensorContents({**parameters, **{(BUFFER, name): buffer for name, buffer in _buffers(model)}})
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        for own, buffer in module._buffers.items():
+            if buffer is not None and own not in module._non_persistent_buffers_set:
+                yield plain_name(f"{prefix}.{own}" if prefix else own), buffer
+
+
+def _holding(kind: str, name: str, tensor: Any) -> Holding:
+    if not isinstance(tensor, Tensor):
+        raise CheckpointError(f"{kind} of {name!r} is a {type(tensor).__name__}, and no tensor: it cannot be saved")
+    spec = TensorSpec(name, kind, tuple(tensor.shape), tensor.dtype)
+    if isinstance(tensor, ParamShard):
+        return Holding(spec, tensor.start, tensor.local.numel(), Owner.THIS_RANK)
+    if tensor.is_meta or tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter):
+        raise CheckpointError(
+            f"the {spec.label} is a {type(tensor).__name__} on {tensor.device}, {tensor.layout}: a checkpoint holds "
+            "dense tensors with values"
+        )
+    return Holding(spec, 0, tensor.numel(), Owner.RANK_0 if kind == BUFFER else Owner.EVERY_RANK)
+
+
+def _shard_values(shard: ParamShard) -> Iterator[Tensor]:
+    if shard.flat is not None:
+        shard.flat.wait_until_copied()
+    before = shard.local._version
+    yield shard.local
+    if shard.local._version != before:
+        torch.autograd.graph.increment_version(shard.plain)  # whoever has made a master of it has to know
+
+
+def _flat_values(tensor: Tensor) -> Iterator[Tensor]:
+    if tensor.is_contiguous():
+        yield tensor.view(-1)
+        return
+    flat = tensor.contiguous().view(-1)
+    before = flat._version
+    yield flat
+    if flat._version != before:
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def modules_with_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that add something of their own to ``state_dict``, by name."""
+    return {
+        plain_name(name): module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }

@@ -1,0 +1,238 @@
+"""``index.json``: what a checkpoint holds, and where. Integers and plain values; no tensor is touched here.
+
+It holds ordinary tensors under ordinary names. Each is cut into pieces, flat ranges, of which each is one entry of one
+rank's file. How many ranks there were, their stage and their buckets show in where the cuts are, and nowhere else::
+
+    exp_avg of 'fc.weight', shape [64, 128]    |<------ rank 0: 0..5120 ------>|<-- rank 1: 5120..8192 -->|
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from .plain import dtype_name, dtype_named
+
+FORMAT = "zero-optim checkpoint"
+VERSION = 1
+NAME = "index.json"
+BLOCK_BYTES = 2**20
+"""A checksum is of so much of a piece: whoever needs a part of it reads, and can check, little more than that."""
+
+PARAMETER, BUFFER = "parameter", "buffer"
+"""Kinds of tensor, beside those that an update rule names."""
+
+Key = tuple[str, str]
+"""Kind and name of a tensor."""
+
+_FILE = re.compile(r"rank-\d+\.safetensors")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A flat range of a tensor in a file.
+
+    Attributes:
+        start, length: of the tensor, in elements.
+        offset: where it begins in the file, in bytes.
+        crc32c: of each block of ``BLOCK_BYTES``, in hexadecimal.
+    """
+
+    file: str
+    start: int
+    length: int
+    offset: int
+    crc32c: tuple[str, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor by its name and kind, wherever its elements are."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def key(self) -> Key:
+        return self.kind, self.name
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} of {self.name!r}" if self.kind not in (PARAMETER, BUFFER) else f"{self.kind} {self.name!r}"
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of a checkpoint. ``pieces`` in ascending order; together they are all of it, each element once."""
+
+    spec: TensorSpec
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """What there is of an optimizer beside its tensors.
+
+    Attributes:
+        groups: its parameter groups, as plain values; ``params`` are names.
+        steps: updates that each parameter has had, by name.
+        master: the kind of tensor that parameters are roundings of; None: they are their own.
+        order: names in the order of its buckets. A hint: with it, and as many ranks, sums come out bit for bit.
+    """
+
+    groups: Sequence[Mapping[str, Any]] = ()
+    steps: Mapping[str, int] = field(default_factory=dict)
+    master: str | None = None
+    order: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Index:
+    """All of a checkpoint but the values of its tensors.
+
+    Attributes:
+        step: of the training, as ``save`` was told.
+        tensors: by kind and name.
+        files: bytes of each.
+        aliases: other names of tied parameters, and the name that each is saved under.
+        module_states: what modules' ``get_extra_state`` gave, as plain values.
+        schedulers, scalers: their state dicts, as plain values.
+        ranks: of each rank that saved, its random states, and the position in the data that it was given.
+        extra: what the user added.
+        configuration, versions: how it came about, for people.
+    """
+
+    step: int
+    tensors: Mapping[Key, SavedTensor]
+    files: Mapping[str, int]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    optimizers: Sequence[SavedOptimizer] = ()
+    module_states: Mapping[str, Any] = field(default_factory=dict)
+    schedulers: Sequence[Any] = ()
+    scalers: Sequence[Any] = ()
+    ranks: Sequence[Mapping[str, Any]] = ()
+    extra: Any = None
+    configuration: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self, crc32c: Any) -> bytes:
+        """``crc32c``: gives the checksum of bytes, in hexadecimal."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        contents = {
+            **fields,
+            "tensors": [_tensor_to_json(tensor) for tensor in self.tensors.values()],
+            "optimizers": [asdict(optimizer) for optimizer in self.optimizers],
+        }
+        head = {"format": FORMAT, "version": VERSION, "crc32c": crc32c(_canonical(contents))}
+        return json.dumps({**head, "contents": contents}, separators=(",", ":")).encode()
+
+
+def from_json(text: bytes, crc32c: Any, path: object) -> Index:
+    """The index in ``text``, read from ``path``. Raises CheckpointError for one that is damaged or foreign."""
+    try:
+        read = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged or cut off: {error}") from error
+    if not isinstance(read, dict) or read.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not the index of a checkpoint of zero_optim")
+    if read.get("version") != VERSION:
+        written = read.get("contents", {}).get("versions", {}).get("zero_optim", "another version")
+        raise CheckpointError(
+            f"{path} has version {read.get('version')} of the format, and this zero_optim reads version {VERSION}. "
+            f"It was written by zero_optim {written}: use that one, or a later one"
+        )
+    contents = read.get("contents")
+    if crc32c(_canonical(contents)) != read.get("crc32c"):
+        raise CheckpointError(f"{path} is damaged: its checksum is not that of its contents")
+    try:
+        return _from_contents(contents)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _from_contents(contents: Any) -> Index:
+    tensors = [_tensor_from_json(entry) for entry in contents["tensors"]]
+    optimizers = [SavedOptimizer(**entry) for entry in contents["optimizers"]]
+    for tensor in tensors:
+        check_whole(tensor)
+        for piece in tensor.pieces:
+            _check_piece(tensor.spec, piece, contents["files"])
+    return Index(**{**contents, "tensors": {tensor.spec.key: tensor for tensor in tensors}, "optimizers": optimizers})
+
+
+def check_whole(tensor: SavedTensor) -> None:
+    """Raise ValueError unless the pieces are all of the tensor, each element once."""
+    end, spec = 0, tensor.spec
+    for piece in tensor.pieces:
+        if piece.start != end:
+            low, high = sorted((piece.start, end))
+            problem = "are in two pieces" if piece.start < end else "are in none"
+            raise ValueError(f"of the {spec.label}, elements {low} to {high} {problem}")
+        end = piece.end
+    if end != spec.numel:
+        raise ValueError(f"the {spec.label} has {spec.numel} elements, and its pieces {end}")
+
+
+def _check_piece(spec: TensorSpec, piece: Piece, files: Mapping[str, int]) -> None:
+    nbytes = piece.length * spec.dtype.itemsize
+    if not _FILE.fullmatch(piece.file) or piece.offset < 0 or piece.offset + nbytes > files[piece.file]:
+        raise ValueError(f"a piece of the {spec.label} lies outside of {piece.file!r}")
+    if len(piece.crc32c) != -(-nbytes // BLOCK_BYTES):
+        raise ValueError(f"a piece of the {spec.label} has {len(piece.crc32c)} checksums for {nbytes} bytes")
+
+
+def merge(tensors: Iterable[SavedTensor]) -> dict[Key, SavedTensor]:
+    """Tensors of which each rank has given its pieces, as wholes.
+
+    Raises ValueError where ranks disagree, or where an element is in no piece, or in two.
+    """
+    pieces: dict[Key, list[Piece]] = {}
+    specs: dict[Key, TensorSpec] = {}
+    for tensor in tensors:
+        spec = specs.setdefault(tensor.spec.key, tensor.spec)
+        if spec != tensor.spec:
+            raise ValueError(f"the ranks disagree on the {spec.label}: {_kind(spec)}, and {_kind(tensor.spec)}")
+        pieces.setdefault(spec.key, []).extend(tensor.pieces)
+    merged = {key: SavedTensor(specs[key], tuple(sorted(of, key=_start_of))) for key, of in pieces.items()}
+    for tensor in merged.values():
+        check_whole(tensor)
+    return merged
+
+
+_start_of = operator.attrgetter("start")
+
+
+def _kind(spec: TensorSpec) -> str:
+    return f"shape {spec.shape} and {spec.dtype}"
+
+
+def _canonical(contents: Any) -> bytes:
+    return json.dumps(contents, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
+    spec = {**vars(tensor.spec), "dtype": dtype_name(tensor.spec.dtype)}
+    return {**spec, "pieces": [vars(piece) for piece in tensor.pieces]}
+
+
+def _tensor_from_json(entry: Mapping[str, Any]) -> SavedTensor:
+    spec = TensorSpec(entry["name"], entry["kind"], tuple(entry["shape"]), dtype_named(entry["dtype"]))
+    return SavedTensor(spec, tuple(Piece(**{**piece, "crc32c": tuple(piece["crc32c"])}) for piece in entry["pieces"]))

@@ -1,0 +1,223 @@
+"""Which tensor of a checkpoint each of the model's and the optimizers' is loaded from, and what does not fit.
+
+By names alone: nothing is read or changed here, and every rank comes to the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import StateMismatchError
+from .contents import Names
+from .index import BUFFER, PARAMETER, Index, Key, SavedOptimizer, SavedTensor, TensorSpec
+
+_NAMED = 5  # of what does not fit; the others are counted
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an optimizer is to be given.
+
+    Attributes:
+        specs: its tensors.
+        groups: of each parameter group, the names.
+        master: the kind of tensor that parameters are roundings of; None: they are their own.
+        spared: names of parameters that may be without state in the checkpoint: they are frozen.
+    """
+
+    specs: Sequence[TensorSpec]
+    groups: Sequence[Sequence[str]]
+    master: str | None = None
+    spared: frozenset[str] = frozenset()
+
+
+@dataclass
+class Match:
+    """How a checkpoint fits.
+
+    Attributes:
+        saved_name: of each parameter here, what the checkpoint calls it.
+        source: of each tensor here, by kind and name, the saved one; those without are not loaded.
+        fresh: names of parameters whose state begins anew.
+        groups: of each optimizer, of each of its groups, the number of the saved one; None: it keeps its options.
+        misfits: a sentence each.
+    """
+
+    saved_name: Mapping[str, str]
+    source: dict[Key, SavedTensor] = field(default_factory=dict)
+    fresh: set[str] = field(default_factory=set)
+    groups: list[list[int | None]] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)
+
+
+def match(
+    index: Index,
+    names: Names,
+    saved_name: Mapping[str, str],
+    model: Sequence[TensorSpec],
+    optimizers: Sequence[Wanted],
+) -> Match:
+    """``model``: its parameters and buffers. ``saved_name``: what ``saved_names`` gave.
+
+    Raises StateMismatchError where a tensor has another shape, or numbers of another kind: that is never loaded.
+    """
+    matched = Match(saved_name=saved_name)
+    masters = {optimizer.master for optimizer in index.optimizers if optimizer.master is not None}
+    _match_model(index, model, masters, matched)
+    _note_leftover_weights(index, names, matched)
+    if optimizers:
+        for number, wanted in enumerate(optimizers):
+            _match_state(index, wanted, masters, matched)
+            saved = index.optimizers[number] if number < len(index.optimizers) else None
+            matched.groups.append(_match_groups(number, wanted, saved, matched))
+        _note_leftover_state(index, matched)
+    _check_shapes([*model, *(spec for wanted in optimizers for spec in wanted.specs)], matched)
+    return matched
+
+
+def saved_names(index: Index, names: Names) -> dict[str, str]:
+    """Of each parameter, what the checkpoint calls it: tied ones may be saved under another of their names."""
+    return {name: _saved_name(index, names, name) for name in names.parameters}
+
+
+def _saved_name(index: Index, names: Names, name: str) -> str:
+    for known in names.equal_to(name):
+        first = index.aliases.get(known, known)
+        if (PARAMETER, first) in index.tensors:
+            return first
+    return name
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def _match_model(index: Index, model: Sequence[TensorSpec], masters: Collection[str], matched: Match) -> None:
+    missing: dict[str, list[str]] = {PARAMETER: [], BUFFER: []}
+    for spec in model:
+        name = matched.saved_name.get(spec.name, spec.name) if spec.kind == PARAMETER else spec.name
+        saved = index.tensors.get((spec.kind, name))
+        if saved is None:
+            missing[spec.kind].append(spec.name)
+            continue
+        if spec.kind == PARAMETER and saved.spec.dtype != spec.dtype:
+            precise = [index.tensors[master, name] for master in masters if (master, name) in index.tensors]
+            saved = next(iter(precise), saved)  # rounded once, and not twice
+        matched.source[spec.key] = saved
+    for kind, those in missing.items():
+        if those:
+            matched.misfits.append(f"missing in the checkpoint: {_counted(those, kind)}, {_listed(those)}")
+
+
+def _match_state(index: Index, wanted: Wanted, masters: Collection[str], matched: Match) -> None:
+    lacking: dict[str, list[str]] = {}
+    for spec in wanted.specs:
+        name = matched.saved_name[spec.name]
+        kinds = [*masters, PARAMETER] if spec.kind == wanted.master else [spec.kind]
+        saved = next((index.tensors[kind, name] for kind in kinds if (kind, name) in index.tensors), None)
+        if saved is not None:
+            matched.source[spec.key] = saved
+        else:
+            lacking.setdefault(spec.name, []).append(spec.kind)
+    matched.fresh |= set(lacking)
+    for spec in wanted.specs:
+        if spec.name in lacking and spec.kind != wanted.master:
+            matched.source.pop(spec.key, None)
+    missed = [name for name in lacking if name not in wanted.spared]
+    if missed:
+        kinds = list(dict.fromkeys(kind for name in missed for kind in lacking[name]))
+        matched.misfits.append(
+            f"missing in the checkpoint: the state ({', '.join(kinds)}) of {_counted(missed, PARAMETER)}, "
+            f"{_listed(missed)}"
+        )
+
+
+def _note_leftover_weights(index: Index, names: Names, matched: Match) -> None:
+    used = {source.spec.name for key, source in matched.source.items() if key[0] == PARAMETER}
+    known = {key for key in matched.source if key[0] == BUFFER}
+    left: dict[str, list[str]] = {PARAMETER: [], BUFFER: []}
+    for kind, name in index.tensors:
+        if (kind == PARAMETER and name not in used) or (kind == BUFFER and (kind, name) not in known):
+            left[kind].append(name if name not in names.aliases else f"{name} (tied to {names.aliases[name]} here)")
+    for kind, those in left.items():
+        if those:
+            matched.misfits.append(f"left over in the checkpoint: {_counted(those, kind)}, {_listed(those)}")
+
+
+def _note_leftover_state(index: Index, matched: Match) -> None:
+    """Of parameters that were never updated there is none to speak of."""
+    used = {(source.spec.kind, source.spec.name) for source in matched.source.values()}
+    masters = {optimizer.master for optimizer in index.optimizers}
+    updated = {name for optimizer in index.optimizers for name, count in optimizer.steps.items() if count > 0}
+    left: dict[str, list[str]] = {}
+    for kind, name in index.tensors:
+        if kind not in (PARAMETER, BUFFER, *masters) and (kind, name) not in used and name in updated:
+            left.setdefault(name, []).append(kind)
+    if left:
+        kinds = list(dict.fromkeys(kind for of in left.values() for kind in of))
+        matched.misfits.append(
+            f"left over in the checkpoint, and not trained or not kept here: the state ({', '.join(kinds)}) of "
+            f"{_counted([*left], PARAMETER)}, {_listed([*left])}"
+        )
+
+
+def _check_shapes(specs: Sequence[TensorSpec], matched: Match) -> None:
+    wrong = []
+    for spec in specs:
+        source = matched.source.get(spec.key)
+        if source is not None and (
+            source.spec.shape != spec.shape
+            or source.spec.dtype.is_floating_point != spec.dtype.is_floating_point
+            or source.spec.dtype.is_complex != spec.dtype.is_complex
+        ):
+            there = f"{list(source.spec.shape)} of {source.spec.dtype}"
+            wrong.append(f"{spec.label} has shape {list(spec.shape)} of {spec.dtype} here, and {there} there")
+    if wrong:
+        raise StateMismatchError(f"{len(wrong)} of the tensors in the checkpoint cannot be loaded: {_listed(wrong)}")
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def _match_groups(number: int, wanted: Wanted, saved: SavedOptimizer | None, matched: Match) -> list[int | None]:
+    """The saved group of each: the one of the same parameters."""
+    if saved is None:
+        matched.misfits.append(f"the checkpoint holds no options of optimizer {number}: it has fewer optimizers")
+        return [None] * len(wanted.groups)
+    there = [frozenset(group["params"]) for group in saved.groups]
+    here = [frozenset(matched.saved_name[name] for name in group) for group in wanted.groups]
+    found: list[int | None] = [there.index(group) if group in there else None for group in here]
+    # Groups without parameters are told apart by their places alone.
+    for place, group in enumerate(here):
+        if not group:
+            found[place] = place if place < len(there) and not there[place] else None
+    if None in found or len(here) != len(there):
+        matched.misfits.append(_difference(here, there))
+    return found
+
+
+def _difference(here: Sequence[frozenset[str]], there: Sequence[frozenset[str]]) -> str:
+    place_here = {name: place for place, group in enumerate(here) for name in group}
+    place_there = {name: place for place, group in enumerate(there) for name in group}
+    moved = [
+        f"{name!r} is in group {place} here and in group {place_there[name]} there"
+        for name, place in place_here.items()
+        if name in place_there and here[place] != there[place_there[name]] and place != place_there[name]
+    ]
+    new = [f"{name!r} is in no group there" for name in place_here if name not in place_there]
+    gone = [f"{name!r} is in no group here" for name in place_there if name not in place_here]
+    sizes = f"sizes {[len(group) for group in here]} here, {[len(group) for group in there]} there"
+    return f"the parameter groups differ ({sizes}): {_listed([*moved, *new, *gone] or ['their number'])}"
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _counted(those: Sequence[Any], what: str) -> str:
+    return f"{len(those)} {what}{'s' if len(those) != 1 else ''}"
+
+
+def _listed(those: Sequence[str]) -> str:
+    more = f", and {len(those) - _NAMED} more" if len(those) > _NAMED else ""
+    return f"{', '.join(sorted(those)[:_NAMED])}{more}"

@@ -1,0 +1,222 @@
+"""What a checkpoint needs of an optimizer: of a sharded one, and of one of torch's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ..engine import Engine
+from ..rules.update_rule import StateTensor, master_of, tensors_for
+from .contents import Contents, Holding, Names, Owner, TensorContents
+from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec
+from .matching import Match, Wanted
+from .plain import decode, encode
+from .state_dict import check_groups_fit, load_groups
+
+
+class OptimizerPart(Contents, Protocol):
+    """An optimizer among what is saved and loaded. As ``Contents`` it is what there is to save."""
+
+    def steps(self) -> dict[str, int]:
+        """Updates that each parameter with state has had, by name. The host waits for the device."""
+
+    def describe(self) -> SavedOptimizer:
+        """What the index says of it beside tensors."""
+
+    def wanted(self, index: Index, saved_name: Mapping[str, str]) -> Wanted:
+        """What it is to be given. ``saved_name``: of each parameter, what the checkpoint calls it."""
+
+    def groups_of(self, saved: SavedOptimizer, numbers: Sequence[int | None]) -> list[dict[str, Any]]:
+        """The options that its groups are to have: of each the saved group of that number, or else its own.
+
+        Raises StateMismatchError for options that it cannot have.
+        """
+
+    def prepare(self, saved: SavedOptimizer, matched: Match) -> Contents:
+        """Collective. What there is to be filled. Gradients may be dropped; nothing else is changed."""
+
+    def take_over(self, saved: SavedOptimizer, matched: Match, groups: Sequence[dict[str, Any]]) -> None:
+        """The tensors have been filled: steps and options follow."""
+
+
+class ShardedPart:
+    """A ``ShardedAdamW``: the state that its update rule names, in the ranges that this rank holds."""
+
+    def __init__(self, engine: Engine, groups: list[dict[str, Any]], names: Names) -> None:
+        self._engine, self._groups, parameters = engine, groups, engine.parameters
+        self._names = [names.of(p, label) for p, label in zip(parameters.all, parameters.labels, strict=True)]
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        return [
+            self._spec(index, tensor)
+            for index, parameter in self._engine.parameters.trained.items()
+            for tensor in tensors_for(self._engine.rule, parameter.dtype)
+        ]
+
+    def _spec(self, index: int, tensor: StateTensor) -> TensorSpec:
+        parameter = self._engine.parameters.all[index]
+        shape = tensor.shape(parameter.shape, parameter.numel())
+        return TensorSpec(self._names[index], tensor.name, tuple(shape), tensor.dtype)
+
+    @property
+    def holdings(self) -> list[Holding]:
+        owner = Owner.THIS_RANK if self._engine.sharding.shard_count > 1 else Owner.EVERY_RANK
+        found = []
+        for place in self._engine.states.places():
+            start, length = place.tensor.span(place.piece.in_param, place.piece.numel)
+            found.append(Holding(self._spec(place.piece.slot.param, place.tensor), start, length, owner))
+        return found
+
+    def values(self) -> Iterator[Tensor]:
+        return self._engine.states.values()
+
+    def steps(self) -> dict[str, int]:
+        counts = self._engine.hyper.steps.tolist()
+        return {self._names[index]: int(counts[index]) for index in self._engine.parameters.trained}
+
+    def describe(self) -> SavedOptimizer:
+        order = [self._names[index] for index in self._engine.reducer.layout.order]
+        groups = _described(self._groups, self._names_of_groups())
+        return SavedOptimizer(groups, self.steps(), master_of(self._engine.rule), order)
+
+    def _names_of_groups(self) -> list[list[str]]:
+        names = iter(self._names)
+        return [[next(names) for _ in group["params"]] for group in self._groups]
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    def wanted(self, index: Index, saved_name: Mapping[str, str]) -> Wanted:
+        trained = self._engine.parameters.trained
+        frozen = frozenset(self._names[number] for number, p in trained.items() if not p.requires_grad)
+        return Wanted(self.specs, self._names_of_groups(), master_of(self._engine.rule), frozen)
+
+    def groups_of(self, saved: SavedOptimizer, numbers: Sequence[int | None]) -> list[dict[str, Any]]:
+        groups = _chosen(self._groups, saved, numbers)
+        check_groups_fit(groups, self._groups, self._engine.rule.decoupled)
+        return groups
+
+    def prepare(self, saved: SavedOptimizer, matched: Match) -> Contents:
+        index_of = {matched.saved_name[name]: index for index, name in enumerate(self._names)}
+        order = [index_of[name] for name in saved.order if index_of.get(name) in self._engine.parameters.trained]
+        self._engine.reducer.restore_order(order)
+        fresh = {index for index in self._engine.parameters.trained if self._names[index] in matched.fresh}
+        self._engine.states.restart(fresh)
+        return self
+
+    def take_over(self, saved: SavedOptimizer, matched: Match, groups: Sequence[dict[str, Any]]) -> None:
+        engine = self._engine
+        steps = torch.zeros(len(self._names), dtype=torch.float64, device="cpu")
+        for index in engine.parameters.trained:
+            if self._names[index] not in matched.fresh:
+                steps[index] = saved.steps.get(matched.saved_name[self._names[index]], 0)
+        engine.hyper.steps.copy_(steps)
+        load_groups(self._groups, groups)
+        engine.states.distrust_masters()
+        engine.exchange.outdate()
+
+
+class TorchPart(TensorContents):
+    """An optimizer of torch's: whatever tensors its state has, whole on every rank."""
+
+    def __init__(self, opt: torch.optim.Optimizer, names: Names) -> None:
+        self._opt = opt
+        self._names = {
+            id(parameter): names.of(parameter, f"a parameter of group {number}")
+            for number, group in enumerate(opt.param_groups)
+            for parameter in group["params"]
+        }
+        found: dict[tuple[str, str], Tensor] = {}
+        for parameter, entry in opt.state.items():
+            for kind, value in entry.items():
+                if kind != "step":
+                    found[kind, self._names[id(parameter)]] = value
+        super().__init__(found)
+
+    def steps(self) -> dict[str, int]:
+        return {self._names[id(p)]: int(entry["step"]) for p, entry in self._opt.state.items() if "step" in entry}
+
+    def describe(self) -> SavedOptimizer:
+        return SavedOptimizer(_described(self._opt.param_groups, self._names_of_groups()), self.steps())
+
+    def _names_of_groups(self) -> list[list[str]]:
+        return [[self._names[id(parameter)] for parameter in group["params"]] for group in self._opt.param_groups]
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    def wanted(self, index: Index, saved_name: Mapping[str, str]) -> Wanted:
+        """Whatever there is: such an optimizer has no state before its first step."""
+        masters = {optimizer.master for optimizer in index.optimizers}
+        kinds = dict.fromkeys(kind for kind, _ in index.tensors if kind not in (PARAMETER, BUFFER, *masters))
+        specs = []
+        for name in self._names.values():
+            there = [index.tensors.get((kind, saved_name[name])) for kind in kinds]
+            specs += [TensorSpec(name, saved.spec.kind, saved.spec.shape, saved.spec.dtype) for saved in there if saved]
+        return Wanted(specs, self._names_of_groups())
+
+    def groups_of(self, saved: SavedOptimizer, numbers: Sequence[int | None]) -> list[dict[str, Any]]:
+        return _chosen(self._opt.param_groups, saved, numbers)
+
+    def prepare(self, saved: SavedOptimizer, matched: Match) -> Contents:
+        self._to_fill = {
+            (source.spec.kind, name): torch.empty(source.spec.shape, dtype=source.spec.dtype, device=parameter.device)
+            for group in self._opt.param_groups
+            for parameter in group["params"]
+            if (name := self._names[id(parameter)])
+            for (kind, of), source in matched.source.items()
+            if of == name and kind not in (PARAMETER, BUFFER)
+        }
+        return TensorContents(self._to_fill)
+
+    def take_over(self, saved: SavedOptimizer, matched: Match, groups: Sequence[dict[str, Any]]) -> None:
+        state: dict[int, dict[str, Tensor]] = {}
+        flat = [name for group in self._names_of_groups() for name in group]
+        for (kind, name), tensor in self._to_fill.items():
+            state.setdefault(flat.index(name), {})[kind] = tensor
+        for index, entry in state.items():
+            entry["step"] = torch.tensor(float(saved.steps.get(matched.saved_name[flat[index]], 0)), device="cpu")
+        load_groups(self._opt.param_groups, groups)
+        self._opt.load_state_dict({"state": state, "param_groups": self._opt.state_dict()["param_groups"]})
+
+
+def make_part(opt: Any, names: Names) -> OptimizerPart:
+    if is_sharded(opt):
+        return ShardedPart(opt.engine, opt.param_groups, names)
+    return TorchPart(opt, names)
+
+
+class Sharded(Protocol):
+    """A ``ShardedAdamW``, as far as a checkpoint needs it."""
+
+    engine: Engine
+    param_groups: list[dict[str, Any]]
+
+    def check_usable(self) -> None: ...
+    def settle(self) -> None: ...
+    def call_load_hooks(self) -> None: ...
+
+
+def is_sharded(opt: object) -> TypeGuard[Sharded]:
+    return isinstance(getattr(opt, "engine", None), Engine)
+
+
+def _described(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """The groups as the index has them."""
+    described = []
+    for number, (group, own) in enumerate(zip(groups, names, strict=True)):
+        kept = {option: value for option, value in group.items() if option not in ("params", "param_names")}
+        described.append({**encode(kept, f"parameter group {number}"), "params": list(own)})
+    return described
+
+
+def _chosen(
+    groups: Sequence[dict[str, Any]], saved: SavedOptimizer, numbers: Sequence[int | None]
+) -> list[dict[str, Any]]:
+    there = [{**decode({**group, "params": None}), "params": group["params"]} for group in saved.groups]
+    return [
+        copy.copy(group) if number is None else there[number] for group, number in zip(groups, numbers, strict=True)
+    ]

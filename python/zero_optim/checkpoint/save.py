@@ -1,0 +1,216 @@
+"""``save``: every rank writes its part of a checkpoint, and rank 0 publishes it once all are on the disk.
+
+::
+
+    rank 0   begin: makes .writing-step-N     writes rank-0     checks that all is there once, index, rename
+    rank 1                                    writes rank-1
+             ------------------- all -------------------- all ------------------------------------------- all
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..comm.collectives import Comm
+from ..errors import CheckpointError
+from . import folder as folders
+from .contents import Contents, Holding, Names, Owner
+from .index import Index, SavedTensor, merge
+from .plain import encode
+from .random_states import read_random_states
+from .rank_file import Portion, check_dtype, crc32c, write_file
+from .subject import Subject, each
+from .together import gathered, on_rank_0, together
+
+_WHERE = "checkpoint.save"
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    opt: Any = None,
+    *,
+    step: int | None = None,
+    scaler: Any = None,
+    scheduler: Any = None,
+    data: Any = None,
+    extra: Any = None,
+    keep_last: int | None = None,
+) -> Path:
+    """Collective. Write ``path/step-N``, which ``load`` reads with any number of ranks, at any stage. Returns it.
+
+    Parameters, buffers (rank 0's) and the optimizer's state are written as ordinary tensors under the names that the
+    model gives them, each element by one rank. The folder appears at the end, whole, by a rename, when all of it is on
+    the disk; until then an earlier checkpoint is the newest. Gradients are not saved.
+
+    Args:
+        path: a folder that all ranks see, of one job's checkpoints. It is made where it is not there.
+        model: sharded or not. An optimizer's parameters have to be in it.
+        opt: a ``ShardedAdamW``, or several.
+        step: the N of the name; None: the most updates that a parameter has had. A checkpoint of this name is replaced.
+        scaler, scheduler: one or several, of which ``state_dict()`` is saved, that of rank 0.
+        data: what has a ``state_dict()``, each rank's own, such as a loader that knows its position.
+        extra: plain values of your own, rank 0's: numbers, strings, bytes, small tensors, lists, tuples, dicts.
+        keep_last: remove checkpoints older than the newest so many whole ones, this one counted.
+
+    Raises CheckpointError, on every rank, where it cannot be written, or where the ranks do not see one folder: then
+    earlier checkpoints are as they were. ParameterError for an optimizer with parameters that the model lacks;
+    TypeError for a value that is not plain; ClosedError; CollectiveError where a rank has died.
+    """
+    crc32c(b"")  # its package may be missing
+    subject = Subject(model, opt)
+    comm = subject.comm
+    subject.settle()
+    work = together(comm, lambda: _prepare(subject, step, keep_last, scaler, scheduler, data, extra), _WHERE)
+    writing = _begin(comm, Path(path), work.step)
+    try:
+        written = gathered(comm, lambda: _write(writing, comm.rank, work), _WHERE)
+        return on_rank_0(comm, lambda: _publish(writing, written, work, keep_last), _WHERE)
+    except BaseException:
+        if comm.rank == 0:
+            folders.give_up(writing)
+        raise
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What this rank is going to write.
+
+    Attributes:
+        cuts: of each of ``parts``, of each holding.
+        described: what the index says beside tensors. ``own``: what it says of this rank.
+    """
+
+    step: int
+    parts: Sequence[Contents]
+    cuts: Sequence[Sequence[Cut]]
+    described: Mapping[str, Any]
+    own: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a rank has written: ``nbytes`` in its file."""
+
+    step: int
+    nbytes: int
+    tensors: Sequence[SavedTensor]
+    own: Mapping[str, Any]
+
+
+def _prepare(
+    subject: Subject, step: int | None, keep_last: int | None, scaler: Any, scheduler: Any, data: Any, extra: Any
+) -> _Work:
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(f"step must be a count, got {step!r}")
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+        raise ValueError(f"keep_last must be a number of checkpoints, 1 or more, got {keep_last!r}")
+    names = Names(subject.model)
+    model, optimizers = subject.contents(names)
+    parts = [model, *optimizers]
+    own = {"random": read_random_states(subject.device), "data": None if data is None else data.state_dict()}
+    described = {
+        **subject.describe(names, optimizers),
+        "schedulers": [encode(one.state_dict(), "the scheduler") for one in each(scheduler)],
+        "scalers": [encode(one.state_dict(), "the scaler") for one in each(scaler)],
+        "extra": encode(extra, "extra"),
+    }
+    return _Work(
+        max((count for one in optimizers for count in one.steps().values()), default=0) if step is None else step,
+        parts,
+        cut_for_rank([part.holdings for part in parts], subject.comm.rank, subject.comm.world_size),
+        described,
+        encode(own, "data"),
+    )
+
+
+# -- who writes what ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cut:
+    """``portion`` is what this rank writes: of what it holds, the elements from ``first`` on."""
+
+    portion: Portion
+    first: int
+
+
+def cut_for_rank(parts: Sequence[Sequence[Holding]], rank: int, ranks: int) -> list[list[Cut]]:
+    """What this rank writes of each part's holdings. What every rank has is shared out among them, by bytes."""
+    repeated = [holding for holdings in parts for holding in holdings if holding.owner is Owner.EVERY_RANK]
+    total = sum(holding.length * holding.spec.dtype.itemsize for holding in repeated)
+    low, high = total * rank // ranks, total * (rank + 1) // ranks
+    begin = 0  # of a holding, if all that are repeated stood one after another
+    cuts: list[list[Cut]] = []
+    for holdings in parts:
+        cuts.append([])
+        for holding in holdings:
+            check_dtype(holding.spec)
+            first, last = 0, holding.length
+            if holding.owner is Owner.EVERY_RANK:
+                size = holding.spec.dtype.itemsize
+                first, last = (min(max(-(-(at - begin) // size), 0), holding.length) for at in (low, high))
+                begin += holding.length * size
+            elif holding.owner is Owner.RANK_0 and rank != 0:
+                last = 0
+            cuts[-1].append(Cut(Portion(holding.spec, holding.start + first, last - first), first))
+    return cuts
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _begin(comm: Comm, path: Path, step: int) -> Path:
+    """Collective. Make the folder that is written in, and see to it that every rank sees it."""
+    writing = on_rank_0(comm, lambda: folders.begin(path, step), _WHERE)
+    seen = gathered(comm, lambda: (writing.is_dir(), socket.gethostname()), _WHERE)
+    blind = [f"rank {rank} on {host}" for rank, (there, host) in enumerate(seen) if not there]
+    if blind:
+        if comm.rank == 0:
+            folders.give_up(writing)
+        raise CheckpointError(
+            f"{writing}, which rank 0 on {seen[0][1]} has made, is not there for {', '.join(blind[:5])}: a checkpoint "
+            "goes to one folder that all nodes share, not to one on each"
+        )
+    return writing
+
+
+def _write(writing: Path, rank: int, work: _Work) -> _Written:
+    """This rank's file, on the disk."""
+    portions = [cut.portion for of_part in work.cuts for cut in of_part]
+    # Of a tensor without elements no file has a piece. That it exists is said by every rank that has it.
+    tensors = [SavedTensor(portion.spec, ()) for portion in portions if 0 in portion.spec.shape]
+    file = writing / folders.rank_file_name(rank)
+    tensors += write_file(file, [portion for portion in portions if portion.length], _values(work))
+    return _Written(work.step, file.stat().st_size, tensors, work.own)
+
+
+def _values(work: _Work) -> Iterator[Tensor]:
+    for of_part, part in zip(work.cuts, work.parts, strict=True):
+        for cut, flat in zip(of_part, part.values(), strict=True):
+            if cut.portion.length:
+                yield flat.narrow(0, cut.first, cut.portion.length)
+
+
+def _publish(writing: Path, written: Sequence[_Written], work: _Work, keep_last: int | None) -> Path:
+    """On rank 0: check that all is there once, write the index, give the folder its name."""
+    steps = [of_rank.step for of_rank in written]
+    if len({*steps}) > 1:
+        raise CheckpointError(f"{writing}: the ranks save different steps, {steps}")
+    try:
+        tensors = merge(tensor for of_rank in written for tensor in of_rank.tensors)
+    except ValueError as error:
+        raise CheckpointError(f"{writing} was not written whole: {error}") from error
+    files = {folders.rank_file_name(rank): of_rank.nbytes for rank, of_rank in enumerate(written)}
+    ranks = [of_rank.own for of_rank in written]
+    folder = folders.publish(writing, Index(work.step, tensors, files, ranks=ranks, **work.described))
+    if keep_last is not None:
+        folders.keep_newest(folder.parent, folder, keep_last)
+    return folder

@@ -1,0 +1,143 @@
+"""What is saved and loaded together: a model and its optimizers, on the ranks that share them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm.collectives import Comm, make_bystander
+from ..errors import CheckpointError
+from ..units.sharded_model import sharded_model_of
+from .contents import Contents, Names, contents_of_model, modules_with_state
+from .index import Index, SavedOptimizer
+from .matching import Match, match, saved_names
+from .optimizers import OptimizerPart, Sharded, is_sharded, make_part
+from .plain import decode, encode
+
+
+class Subject:
+    """
+    Attributes:
+        optimizers: sharded ones, or torch's.
+        comm: the ranks that save and load together: those of the first sharded optimizer, else of the sharded model,
+            else of the default group.
+        device: where the training is.
+    """
+
+    def __init__(self, model: nn.Module, opt: Any) -> None:
+        self.model = model
+        self.optimizers = each(opt)
+        for one in self.optimizers:
+            if not isinstance(one, torch.optim.Optimizer):
+                raise CheckpointError(f"opt is a {type(one).__name__}: give an optimizer, or a list of them")
+        self._sharded: list[Sharded] = [one for one in self.optimizers if is_sharded(one)]
+        for sharded in self._sharded:
+            sharded.check_usable()
+        self._models = sharded_model_of(model.parameters())
+        comms = [sharded.engine.sharding.everyone for sharded in self._sharded]
+        comms += [sharded_model.sharding.everyone for sharded_model in self._models]
+        self.comm: Comm = comms[0] if comms else make_bystander()
+        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+    def settle(self) -> None:
+        """Collective. Leave nothing under way, and every unit sharded."""
+        for sharded in self._sharded:
+            sharded.settle()
+            sharded.engine.states.refresh_edited()
+        for model in self._models:
+            model.schedule.settle()
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def contents(self, names: Names) -> tuple[Contents, list[OptimizerPart]]:
+        """What there is to save: of the model, and of each optimizer. Call ``settle`` before."""
+        return contents_of_model(self.model, names), [make_part(one, names) for one in self.optimizers]
+
+    def describe(self, names: Names, optimizers: Sequence[OptimizerPart]) -> dict[str, Any]:
+        """What the index says beside tensors."""
+        return {
+            "aliases": names.aliases,
+            "optimizers": [optimizer.describe() for optimizer in optimizers],
+            "module_states": {
+                name: encode(module.get_extra_state(), f"the extra state of {name!r}")
+                for name, module in modules_with_state(self.model).items()
+            },
+            "configuration": {
+                "world_size": self.comm.world_size,
+                "stages": [sharded.engine.sharding.stage for sharded in self._sharded],
+            },
+            "versions": {"zero_optim": _version(), "torch": torch.__version__},
+        }
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    def check_loadable(self) -> None:
+        """Raise ShardAccessError within ``gather_parameters``: what it shows would not be what is loaded."""
+        for model in self._models:
+            model.schedule.check_not_gathered("checkpoint.load")
+
+    def plan(self, index: Index) -> LoadPlan:
+        """How ``index`` fits. Raises StateMismatchError where a tensor cannot be loaded, or an option."""
+        names = Names(self.model)
+        model, optimizers = self.contents(names)
+        saved_name = saved_names(index, names)
+        wanted = [optimizer.wanted(index, saved_name) for optimizer in optimizers]
+        matched = match(index, names, saved_name, model.specs, wanted)
+        here, there = sorted(modules_with_state(self.model)), sorted(index.module_states)
+        if here != there:
+            matched.misfits.append(f"modules with a state of their own are {here} here, and {there} there")
+        saved = [*index.optimizers, *[SavedOptimizer()] * len(optimizers)][: len(optimizers)]
+        groups = [
+            optimizer.groups_of(of, numbers)
+            for optimizer, of, numbers in zip(optimizers, saved, matched.groups, strict=True)
+        ]
+        return LoadPlan(index, matched, model, optimizers, saved, groups)
+
+    def prepare(self, plan: LoadPlan) -> list[Contents]:
+        """Collective. What there is to be filled. Gradients may be dropped; nothing else is changed."""
+        pairs = zip(plan.optimizers, plan.saved, strict=True)
+        return [plan.model, *(optimizer.prepare(of, plan.matched) for optimizer, of in pairs)]
+
+    def take_over(self, plan: LoadPlan) -> None:
+        """The tensors have been filled: all else follows."""
+        for name, module in modules_with_state(self.model).items():
+            if name in plan.index.module_states:
+                module.set_extra_state(decode(plan.index.module_states[name]))
+        for optimizer, of, groups in zip(plan.optimizers, plan.saved, plan.groups, strict=True):
+            optimizer.take_over(of, plan.matched, groups)
+        for sharded in self._sharded:
+            sharded.call_load_hooks()
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """How a checkpoint is loaded.
+
+    Attributes:
+        saved: of each of ``optimizers``, what the index says of it.
+        groups: of each of them, the options that its groups get.
+    """
+
+    index: Index
+    matched: Match
+    model: Contents
+    optimizers: Sequence[OptimizerPart]
+    saved: Sequence[SavedOptimizer]
+    groups: Sequence[Sequence[dict[str, Any]]]
+
+
+def each(value: Any) -> list[Any]:
+    """None, one, or several."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("zero-kernels")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,57 @@
+"""Work that ranks do together: what fails on one of them fails on all, with the same type of error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
+
+from ..comm.collectives import Comm
+from ..errors import CheckpointError, ParameterError, RankMismatchError, StateMismatchError
+
+T = TypeVar("T")
+
+_KEPT = {kind.__name__: kind for kind in (CheckpointError, ParameterError, StateMismatchError)}
+
+
+@dataclass(frozen=True)
+class _Report(Generic[T]):
+    """What a rank has to say: its result, or the type of its error and the message."""
+
+    result: T | None = None
+    failure: tuple[str, str] | None = None
+
+
+def gathered(comm: Comm, work: Callable[[], T], where: str) -> list[T]:
+    """Collective. Do ``work`` on every rank. Returns what it gave on each, in rank order; it is pickled.
+
+    Where it raised on any rank, all raise: that rank its own error, the others one of the same type that names it.
+    """
+    error: Exception | None = None
+    report: _Report[T]
+    try:
+        report = _Report(work())
+    except Exception as caught:
+        error, report = caught, _Report(failure=(type(caught).__name__, str(caught)))
+    reports = comm.gather_objects(report, where)
+    if error is not None:
+        raise error
+    failures = [(rank, *of_rank.failure) for rank, of_rank in enumerate(reports) if of_rank.failure is not None]
+    if failures:
+        rank, kind, message = failures[0]
+        if kind in _KEPT:
+            raise _KEPT[kind](f"on rank {rank}: {message}")
+        raise RankMismatchError(f"rank {rank} failed with {kind}: {message}")
+    return [cast(T, of_rank.result) for of_rank in reports]
+
+
+def together(comm: Comm, work: Callable[[], T], where: str) -> T:
+    """Collective. Do ``work`` on every rank. Returns what it gave on this one; raises as ``gathered`` does."""
+    done: list[T] = []
+    gathered(comm, lambda: done.append(work()), where)
+    return done[0]
+
+
+def on_rank_0(comm: Comm, work: Callable[[], T], where: str) -> T:
+    """Collective. Do ``work`` on rank 0. Returns what it gave, on every rank; raises as ``gathered`` does."""
+    return cast(T, gathered(comm, lambda: work() if comm.rank == 0 else None, where)[0])
