@@ -6,7 +6,8 @@ holds) ← ``subject`` ← ``save``, ``load``. Apart from these, ``state_dict`` 
 """
 
 from .folder import latest
+from .info import Info, info
 from .load import Loaded, load
 from .save import save
 
-__all__ = ["Loaded", "latest", "load", "save"]
+__all__ = ["Info", "Loaded", "info", "latest", "load", "save"]

@@ -48,6 +48,11 @@ def checkpoints(path: Path) -> list[Path]:
     return [folder for _, folder in sorted(found, reverse=True)]
 
 
+def candidates(path: Path) -> list[Path]:
+    """What to load where a user names ``path``, one after another: that itself, or the checkpoints in it."""
+    return [path] if step_of(path) is not None or (path / index.NAME).exists() else checkpoints(path)
+
+
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from ..comm.collectives import Comm
 from ..errors import CheckpointError, StateMismatchError
 from . import folder as folders
 from .contents import Contents
-from .index import NAME, Index
+from .index import Index
 from .matching import Match
 from .plain import decode
 from .random_states import set_random_states
@@ -86,7 +86,7 @@ def load(
     subject.settle()
     together(subject.comm, subject.check_loadable, _WHERE)
     problems: list[str] = []
-    for folder in on_rank_0(subject.comm, lambda: _candidates(Path(path)), _WHERE):
+    for folder in on_rank_0(subject.comm, lambda: folders.candidates(Path(path)), _WHERE):
         try:
             loaded = _load(folder, subject, others, strict=strict)
         except CheckpointError as error:
@@ -97,13 +97,6 @@ def load(
             warnings.warn(message, stacklevel=2)
         return loaded
     raise CheckpointError("; ".join(problems) or f"{path} holds no checkpoint")
-
-
-def _candidates(path: Path) -> list[Path]:
-    """What to try, in this order."""
-    if folders.step_of(path) is not None or (path / NAME).exists():
-        return [path]
-    return folders.checkpoints(path)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.collectives import Comm, make_bystander
+from ..comm.collectives import Comm, make_comm
 from ..errors import CheckpointError
 from ..units.sharded_model import sharded_model_of
 from .contents import Contents, Names, contents_of_model, modules_with_state
@@ -41,7 +41,7 @@ class Subject:
         self._models = sharded_model_of(model.parameters())
         comms = [sharded.engine.sharding.everyone for sharded in self._sharded]
         comms += [sharded_model.sharding.everyone for sharded_model in self._models]
-        self.comm: Comm = comms[0] if comms else make_bystander()
+        self.comm: Comm = comms[0] if comms else make_comm()
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
     def settle(self) -> None:

@@ -41,7 +41,7 @@ class Traffic:
     wait_seconds: float = 0.0
 
 
-_live: weakref.WeakSet[Comm] = weakref.WeakSet()
+_live: weakref.WeakSet[Comm] = weakref.WeakSet()  # of optimizers, which reduce of their own accord
 # Groups made for optimizers that are closed, by ranks. torch names a group after its ranks and how many there are, so
 # one that is made where another was destroyed could be given that one's name, and find its addresses.
 _spare: dict[tuple[int, ...], list[weakref.ref[dist.ProcessGroup]]] = {}
@@ -136,7 +136,6 @@ class Comm:
         self.rounds = 0  # of reductions that this rank has launched
         self.label = "an optimizer"  # whose collectives these are, for people
         self.traffic: dict[str, Traffic] = {}
-        _live.add(self)
 
     @property
     def shared(self) -> bool:
@@ -183,6 +182,7 @@ class Comm:
         """
         if self.world_size == 1:
             return
+        _live.add(self)
         ranks = dist.get_process_group_ranks(self.group)
         others = [other for other in _live if other is not self and len({*ranks} & {*other._ranks()}) > 1]
         for other in others:
@@ -193,7 +193,6 @@ class Comm:
     def take_own_group(self) -> None:
         """Collective. Take a group of its own for a sharded model: its gathers run beside all else."""
         self.label = "a sharded model"
-        _live.discard(self)  # so that no optimizer looks on it as another
         if self.world_size > 1:
             self._take_group(dist.get_process_group_ranks(self.group), "shard_module", needed=True)
 
@@ -237,7 +236,6 @@ class Comm:
         """Collective. The ``count`` consecutive ranks among which this one is, a divisor of all; traffic is one."""
         ranks = dist.get_process_group_ranks(self.group)
         node = Comm(self._split([ranks[start : start + count] for start in range(0, len(ranks), count)]))
-        _live.discard(node)
         node.traffic = self.traffic
         return node
 
@@ -398,10 +396,3 @@ def make_comm(process_group: dist.ProcessGroup | None = None) -> Comm:
     if process_group is not None and (ranks := dist.get_process_group_ranks(process_group)) != sorted(ranks):
         raise ValueError(f"process_group has its ranks in the order {ranks}: give one with ascending ranks")
     return Comm(process_group)
-
-
-def make_bystander() -> Comm:
-    """The default group's ranks, to agree among them: nothing is reduced over it, so it is in no optimizer's way."""
-    comm = make_comm()
-    _live.discard(comm)
-    return comm

@@ -17,8 +17,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # There fp16 matrix products are ~60 times slower than bf16 ones (seen on 2 cores with AMX): a smaller default.
 _FP16_ON_CPU = {"layers": 2, "hidden": 128, "heads": 2, "seq": 128, "batch": 4, "steps": 400, "lr": 2e-3}
 
+RESUME_AUTO = Path("auto")
 # A resumed run takes everything from its checkpoint; these flags alone may differ from it.
-_FREE_ON_RESUME = {"steps", "data", "out", "save_every", "device"}
+_FREE_ON_RESUME = {"steps", "data", "out", "save_every", "keep_last", "device", "stage", "dtype", "batch", "accumulate"}
 
 
 class UsageError(Exception):
@@ -51,6 +52,7 @@ class TrainConfig:
     data: str | None = None
     out: str | None = None
     save_every: int = 0
+    keep_last: int = 0
 
     @property
     def model(self) -> ModelConfig:
@@ -69,7 +71,13 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """The command line: the flags that were given, where to resume from, how many ranks to start (None: no more)."""
+    """The command line.
+
+    Attributes:
+        given: the flags that were.
+        resume: where to resume from; ``RESUME_AUTO``: ``--out``, if that holds a checkpoint; None: from nowhere.
+        ranks: how many to start; None: no more.
+    """
 
     given: Mapping[str, Any]
     resume: Path | None
@@ -106,7 +114,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--data", str, "a file or a folder of text (the Python standard library of this interpreter)")
     flag("--out", str, "run directory: log.jsonl, loss.png, sample.txt, checkpoint/ (runs/<date>)")
     flag("--save-every", int, "steps between checkpoints; 0: at the end alone (0)")
-    flag("--resume", Path, "run directory or checkpoint to go on from; what came after it is written anew")
+    flag("--keep-last", int, "of the checkpoints keep so many, the newest; 0: all (0)")
+    resume = "run directory or checkpoint to go on from; what came after it is written anew. auto: the newest in --out,"
+    flag("--resume", Path, f"{resume} or from the start where there is none")
     flag("--ranks", int, "start this many ranks on this machine, as torchrun would")
 
 
@@ -115,9 +125,11 @@ def read_request(arguments: argparse.Namespace) -> TrainRequest:
     names = [field.name for field in fields(TrainConfig)]
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     _check_ranges(given)
+    if arguments.resume == RESUME_AUTO and arguments.out is None:
+        raise UsageError("--resume auto: looks for checkpoints in --out, which is not given")
     for name in ("data", "resume"):
         path = getattr(arguments, name)
-        if path is not None and not Path(path).exists():
+        if path not in (None, RESUME_AUTO) and not Path(path).exists():
             raise UsageError(f"--{name} {path}: no such file or folder")
     return TrainRequest(given, arguments.resume, arguments.ranks)
 
@@ -152,7 +164,7 @@ def _check_ranges(given: Mapping[str, Any]) -> None:
     for name in at_least_one:
         if given.get(name, 1) < 1:
             raise UsageError(f"{_flag(name)} {given[name]}: at least 1")
-    for name in ("warmup", "weight_decay", "seed", "save_every"):
+    for name in ("warmup", "weight_decay", "seed", "save_every", "keep_last"):
         if not given.get(name, 0) >= 0:
             raise UsageError(f"{_flag(name)} {given[name]}: not below 0")
     for name in ("lr", "clip"):

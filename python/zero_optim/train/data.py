@@ -80,12 +80,14 @@ def split(texts: list[tuple[str, bytes]]) -> tuple[bytes, bytes]:
     return b"".join(train), b"".join(validation)
 
 
-def draw_windows(text: Tensor, seq: int, batch: int, *, seed: int, step: int, micro: int, rank: int) -> Tensor:
-    """Random windows ``[batch, seq + 1]`` int64: a pure function of its arguments, so that resuming replays nothing."""
-    key = hashlib.sha256(f"{seed}/{step}/{micro}/{rank}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
-    starts = torch.randint(0, text.numel() - seq, (batch,), generator=generator)
-    return _windows_at(text, starts, seq)
+def draw_windows(text: Tensor, seq: int, numbers: range, *, seed: int, step: int) -> Tensor:
+    """Random windows ``[len(numbers), seq + 1]`` int64: a pure function of its arguments, so resuming replays nothing.
+
+    ``numbers``: which of the step's. Those of a step are the same, however many ranks and micro-batches share them.
+    """
+    keys = (hashlib.sha256(f"{seed}/{step}/{number}".encode()).digest() for number in numbers)
+    starts = [int.from_bytes(key[:8], "little") % (text.numel() - seq) for key in keys]
+    return _windows_at(text, torch.tensor(starts), seq)
 
 
 def fixed_windows(text: Tensor, seq: int, count: int) -> Tensor:

@@ -6,12 +6,12 @@ import os
 
 import torch
 
-from .config import TrainRequest, UsageError
+from .config import TrainRequest
 from .data import unigram_entropy
 from .model import generate
-from .plan import Plan, make_plan, together
+from .plan import Plan, make_plan
 from .report import Progress, final_table, plot_losses
-from .run_dir import LogFile, rank_part
+from .run_dir import LogFile
 from .trainer import Trainer
 from .world import INTERRUPTED, StopFlag, World, choose_device, join_world, local_ranks
 
@@ -30,7 +30,11 @@ def train(request: TrainRequest) -> int:
         trainer = Trainer(plan, world)
         try:
             if world.leads:
+                if plan.own_folder:
+                    plan.run_dir.rewind(trainer.steps_done)
                 _print_header(trainer, plan, world)
+            if trainer.steps_done >= plan.config.steps:
+                return _say_done(trainer, plan, world)
             stopped_at = _run_steps(trainer, plan, world, stop)
             if stopped_at is not None:
                 return _say_interrupted(plan, world, stopped_at)
@@ -43,16 +47,16 @@ def train(request: TrainRequest) -> int:
 def _run_steps(trainer: Trainer, plan: Plan, world: World, stop: StopFlag) -> int | None:
     """Trains to the last step and saves. Returns the step at which the ranks agreed to stop, if they did."""
     config = plan.config
-    log, progress = _open_outputs(plan, world)
+    log, progress = _open_outputs(trainer, plan, world)
     try:
-        for step in range(plan.steps_done + 1, config.steps + 1):
+        for step in range(trainer.steps_done + 1, config.steps + 1):
             outcome = trainer.step(step, asked_to_stop=bool(stop))
             if log and progress:
                 log.write(outcome.record)
                 progress.show(outcome.record)
             last = outcome.stop or step == config.steps
             if last or (config.save_every and step % config.save_every == 0):
-                _save(trainer, plan, world, step)
+                trainer.save(plan.run_dir.checkpoints, step)
             if outcome.stop and step < config.steps:
                 return step
     finally:
@@ -62,32 +66,15 @@ def _run_steps(trainer: Trainer, plan: Plan, world: World, stop: StopFlag) -> in
     return None
 
 
-def _open_outputs(plan: Plan, world: World) -> tuple[LogFile | None, Progress | None]:
+def _open_outputs(trainer: Trainer, plan: Plan, world: World) -> tuple[LogFile | None, Progress | None]:
     if not world.leads:
         return None, None
-    return plan.run_dir.open_log(), Progress(plan.steps_done, plan.config.steps)
-
-
-def _save(trainer: Trainer, plan: Plan, world: World, step: int) -> None:
-    """Every rank writes its part; once all are on disk, rank 0 makes the checkpoint count."""
-
-    def write() -> None:
-        try:
-            if world.leads:
-                plan.run_dir.save_part(step, "model.pt", trainer.model.state_dict())
-            plan.run_dir.save_part(step, rank_part(world.rank, world.size), trainer.state(step))
-        except (OSError, RuntimeError) as error:
-            raise UsageError(f"--out {plan.run_dir.path}: the checkpoint can't be written ({error})") from error
-
-    with trainer.whole_model():
-        together(world.comm, write)
-    if world.leads:
-        plan.run_dir.complete(step)
+    return plan.run_dir.open_log(), Progress(trainer.steps_done, plan.config.steps)
 
 
 def _finish(trainer: Trainer, plan: Plan, world: World) -> None:
     """Validates on every rank; rank 0 then tells and draws."""
-    reports = world.comm.gather_objects(trainer.report(plan.config.steps - plan.steps_done), "the last report")
+    reports = world.comm.gather_objects(trainer.report(plan.config.steps - trainer.steps_done), "the last report")
     if world.leads:
         print("validating and sampling", flush=True)
     validation_loss = trainer.validation_loss()
@@ -127,6 +114,12 @@ def _say_interrupted(plan: Plan, world: World, step: int) -> int:
     return INTERRUPTED
 
 
+def _say_done(trainer: Trainer, plan: Plan, world: World) -> int:
+    if world.leads:
+        print(f"all {plan.config.steps} steps are done; a larger --steps goes on", flush=True)
+    return 0
+
+
 def _print_header(trainer: Trainer, plan: Plan, world: World) -> None:
     config, text = plan.config, plan.corpus
     gpus = torch.cuda.device_count()
@@ -141,5 +134,5 @@ def _print_header(trainer: Trainer, plan: Plan, world: World) -> None:
     units = f": {config.layers} blocks, each gathered when it is used" if config.stage >= 3 and world.size > 1 else ""
     ranks = f"{world.size} on {config.device} ({world.backend or 'no process group'}, {each})"
     print(f"ranks  {ranks}, stage {config.stage}{units}")
-    resumed = f", after step {plan.steps_done}" if plan.saved else ""
+    resumed = f", after step {trainer.steps_done}" if plan.saved else ""
     print(f"run    {plan.run_dir.path}, process {os.getpid()}{resumed}", flush=True)

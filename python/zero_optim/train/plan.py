@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
-
+from .. import checkpoint
+from ..checkpoint.folder import checkpoints
 from ..comm.collectives import Comm
-from .config import TrainConfig, TrainRequest, UsageError, fresh_config, resumed_config
+from ..errors import CheckpointError
+from .config import RESUME_AUTO, TrainConfig, TrainRequest, UsageError, fresh_config, resumed_config
 from .data import Corpus, load_corpus
-from .run_dir import Checkpoint, RunDir, find_checkpoint
+from .run_dir import RunDir, find_checkpoint
 from .world import World
 
 T = TypeVar("T")
@@ -20,29 +21,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Saved:
-    """What a rank resumes from, on the CPU: the model's state dict and its own part of the checkpoint."""
+    """What a run resumes from.
 
-    checkpoint: Checkpoint
-    weights: dict[str, Any]
-    part: dict[str, Any]
+    Attributes:
+        source: one checkpoint, or the folder of all, of which the newest whole one is loaded.
+        run_dir: where it was found.
+        info: what it says of itself; of several the newest.
+    """
 
-    @property
-    def step(self) -> int:
-        return self.part["step"]
+    source: Path
+    run_dir: Path
+    info: checkpoint.Info
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One run. ``saved`` is None for a fresh one."""
+    """One run. ``saved`` is None for a fresh one. ``own_folder``: whether it goes on where its checkpoint is."""
 
     config: TrainConfig
     corpus: Corpus
     run_dir: RunDir
     saved: Saved | None
-
-    @property
-    def steps_done(self) -> int:
-        return self.saved.step if self.saved else 0
+    own_folder: bool
 
 
 def together(comm: Comm, work: Callable[[], T]) -> T:
@@ -60,45 +60,53 @@ def together(comm: Comm, work: Callable[[], T]) -> T:
 def make_plan(request: TrainRequest, world: World) -> Plan:
     """Reads checkpoint and data on every rank, makes the run directory on rank 0. Raises UsageError, on all alike."""
     config, corpus, saved = together(world.comm, lambda: _read_inputs(request, world))
-    path = together(world.comm, lambda: _open_run_dir(request, config, saved) if world.leads else None)
-    return Plan(config, corpus, RunDir(world.comm.gather_objects(path, "the plan")[0]), saved)
+    opened = together(world.comm, lambda: _open_run_dir(request, config, saved) if world.leads else None)
+    path, own_folder = world.comm.gather_objects(opened, "the plan")[0]
+    return Plan(config, corpus, RunDir(path), saved, own_folder)
 
 
 def _read_inputs(request: TrainRequest, world: World) -> tuple[TrainConfig, Corpus, Saved | None]:
     device = world.device.type
-    if request.resume is None:
+    saved = _find(request)
+    if saved is None:
         config = fresh_config(request.given, device)
         return config, load_corpus(config.data, config.seq), None
-    checkpoint = find_checkpoint(request.resume)
-    saved = Saved(checkpoint, *checkpoint.load(world.rank, world.size))
-    config = resumed_config(saved.part["config"], request.given, device)
-    if config.steps <= saved.step:
+    if not isinstance(saved.info.extra, dict) or "config" not in saved.info.extra:
+        raise UsageError(f"--resume {saved.info.folder}: was not written by zero-optim train")
+    config = resumed_config(saved.info.extra["config"], request.given, device)
+    if config.steps <= saved.info.step and request.resume != RESUME_AUTO:
         raise UsageError(f"--resume {request.resume}: all {config.steps} steps are done; a larger --steps goes on")
     corpus = load_corpus(config.data, config.seq)
-    if saved.part["data_digest"] != corpus.digest:
+    if saved.info.extra["data_digest"] != corpus.digest:
         raise UsageError(
             f"--resume {request.resume}: {corpus.name} is not the text that it was trained on; name that by --data"
         )
     return config, corpus, saved
 
 
-def _open_run_dir(request: TrainRequest, config: TrainConfig, saved: Saved | None) -> Path:
+def _find(request: TrainRequest) -> Saved | None:
+    if request.resume is None:
+        return None
+    path = request.resume
+    if path == RESUME_AUTO:
+        path = Path(request.given["out"])
+        if not checkpoints(RunDir(path).checkpoints):
+            return None
+    source, run_dir = find_checkpoint(path)
+    try:
+        return Saved(source, run_dir, checkpoint.info(source))
+    except CheckpointError as error:
+        raise UsageError(f"--resume {request.resume}: {error}") from error
+
+
+def _open_run_dir(request: TrainRequest, config: TrainConfig, saved: Saved | None) -> tuple[Path, bool]:
+    """The folder, and whether it is that of the checkpoint."""
     out = request.given.get("out")
-    if saved is not None and (out is None or Path(out).resolve() == saved.checkpoint.run_dir.resolve()):
-        RunDir(saved.checkpoint.run_dir).rewind(saved.step)
-        return saved.checkpoint.run_dir
+    if saved is not None and (out is None or Path(out).resolve() == saved.run_dir.resolve()):
+        return saved.run_dir, True
     path = Path(out) if out is not None else RunDir.default_name(f"{config.dtype}-stage{config.stage}")
-    RunDir(path).create()
-    return path
-
-
-def read_random_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """torch's generators, of the CPU and of this rank's GPU, as uint8 tensors."""
-    states = {"cpu": torch.get_rng_state()}
-    return {**states, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else states
-
-
-def set_random_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    if request.resume == RESUME_AUTO:
+        RunDir(path).create_anew()
+    else:
+        RunDir(path).create()
+    return path, False

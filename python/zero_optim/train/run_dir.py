@@ -1,11 +1,9 @@
-"""What a run leaves on disk: a log, a plot, a sample, and checkpoints of one file a rank plus the model.
+"""What a run leaves on disk: a log, a plot, a sample, and checkpoints.
 
 ::
 
     RUN_DIR/log.jsonl  loss.png  sample.txt
-    RUN_DIR/checkpoint/latest                       name of the newest complete checkpoint
-    RUN_DIR/checkpoint/step-000500/model.pt         rank 0: the model's state dict
-    RUN_DIR/checkpoint/step-000500/rank-0-of-2.pt   each rank: optimizer, scaler, schedule, random states, step, config
+    RUN_DIR/checkpoint/step-500/    see ``zero_optim.checkpoint``
 """
 
 from __future__ import annotations
@@ -18,14 +16,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from .config import UsageError
 
 _CHECKPOINTS = "checkpoint"
-_LATEST = "latest"
 _LOG = "log.jsonl"
 _STEP_NAME = re.compile(r"step-(\d+)")
 
@@ -48,6 +42,11 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / _CHECKPOINTS
+
     @staticmethod
     def default_name(label: str) -> Path:
         """``runs/<date>-<label>``, numbered where that is taken."""
@@ -57,13 +56,17 @@ class RunDir:
 
     def create(self) -> None:
         """Makes the folder for a new run. Raises UsageError where it can't be written or already holds a run."""
-        if (self.path / _LOG).exists() or (self.path / _CHECKPOINTS).exists():
+        if (self.path / _LOG).exists() or self.checkpoints.exists():
             raise UsageError(
                 f"--out {self.path} already holds a run: give another folder, or continue it with --resume"
             )
+        self.create_anew()
+
+    def create_anew(self) -> None:
+        """Makes the folder; the log of a run that died before its first checkpoint is emptied. Raises UsageError."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / _LOG).touch()
+            (self.path / _LOG).write_text("")
         except OSError as error:
             raise UsageError(f"--out {self.path}: {error.strerror}") from error
 
@@ -73,9 +76,9 @@ class RunDir:
         lines = log.read_text().splitlines(keepends=True) if log.exists() else []
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
         _write_atomically(log, lambda temporary: temporary.write_text("".join(kept)))
-        self._mark_latest(step)
-        for folder in self._checkpoint(step).parent.glob("step-*"):
-            if _step_of(folder) > step:
+        for folder in self.checkpoints.glob("step-*"):
+            match = _STEP_NAME.fullmatch(folder.name)
+            if match and int(match[1]) > step:
                 shutil.rmtree(folder)
 
     def open_log(self) -> LogFile:
@@ -83,25 +86,6 @@ class RunDir:
 
     def read_log(self) -> list[StepRecord]:
         return [StepRecord(**json.loads(line)) for line in (self.path / _LOG).read_text().splitlines()]
-
-    def save_part(self, step: int, name: str, content: dict[str, Any]) -> None:
-        """Writes one file of a checkpoint. The checkpoint counts only once ``complete`` was called."""
-        folder = self._checkpoint(step)
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_atomically(folder / name, lambda temporary: torch.save(content, temporary))
-
-    def complete(self, step: int) -> Path:
-        """Makes the checkpoint of ``step`` the one to resume from, after every rank has saved its part."""
-        self._mark_latest(step)
-        return self._checkpoint(step)
-
-    def _mark_latest(self, step: int) -> None:
-        marker = self._checkpoint(step).parent / _LATEST
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        _write_atomically(marker, lambda temporary: temporary.write_text(self._checkpoint(step).name + "\n"))
-
-    def _checkpoint(self, step: int) -> Path:
-        return self.path / _CHECKPOINTS / f"step-{step:06d}"
 
 
 class LogFile:
@@ -118,52 +102,17 @@ class LogFile:
         self._file.close()
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint to resume from; ``run_dir`` is the folder that it was found in."""
+def find_checkpoint(path: Path) -> tuple[Path, Path]:
+    """What ``path`` stands for, a run directory or something in it: what to load from, and the run directory.
 
-    folder: Path
-    run_dir: Path
-
-    def load(self, rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The model's state dict and this rank's own part, on the CPU. Raises UsageError where there are none."""
-        saved = sorted(self.folder.glob("rank-*-of-*.pt"))
-        name = rank_part(rank, world_size)
-        if saved and not (self.folder / name).exists():
-            ranks = saved[0].stem.rpartition("-")[2]
-            raise UsageError(
-                f"--resume {self.folder}: saved by {ranks} ranks, this run has {world_size}; start {ranks} to resume"
-            )
-        return _load(self.folder / "model.pt"), _load(self.folder / name)
-
-
-def find_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint that ``path`` (a run directory, or one of its checkpoints) stands for. Raises UsageError."""
+    To be loaded from is one checkpoint, or the folder of all. Raises UsageError where there is none.
+    """
     if _STEP_NAME.fullmatch(path.name):
-        return Checkpoint(path, path.resolve().parent.parent)
+        return path, path.resolve().parent.parent
     run_dir = path.parent if path.name == _CHECKPOINTS else path
-    marker = run_dir / _CHECKPOINTS / _LATEST
-    if not marker.is_file():
+    if not any((run_dir / _CHECKPOINTS).glob("step-*")):
         raise UsageError(f"--resume {path}: holds no complete checkpoint")
-    return Checkpoint(marker.parent / marker.read_text().strip(), run_dir)
-
-
-def rank_part(rank: int, world_size: int) -> str:
-    return f"rank-{rank}-of-{world_size}.pt"
-
-
-def _load(file: Path) -> dict[str, Any]:
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise UsageError(f"--resume {file}: no such file; the checkpoint is incomplete") from error
-    except Exception as error:  # torch reports a damaged file by many types
-        raise UsageError(f"--resume {file}: can't be read ({str(error).splitlines()[0]})") from error
-
-
-def _step_of(folder: Path) -> int:
-    match = _STEP_NAME.fullmatch(folder.name)
-    return int(match[1]) if match else -1
+    return run_dir / _CHECKPOINTS, run_dir
 
 
 def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import GradScaler, ShardedAdamW, gather_parameters, shard_module
+from .. import GradScaler, ShardedAdamW, checkpoint, gather_parameters, shard_module
 from ..units.sharded_model import sharded_model_of
 from .data import draw_windows, fixed_windows
 from .model import GPT, Block, next_byte_loss
-from .plan import Plan, read_random_states, set_random_states
+from .plan import Plan
 from .report import PhaseClock, RankReport
 from .run_dir import StepRecord
 from .world import World
@@ -42,8 +44,6 @@ class Trainer:
         self.config, self.corpus, self.world = plan.config, plan.corpus, world
         torch.manual_seed(self.config.seed)
         self.model = GPT(self.config.model, self.config.torch_dtype).to(world.device)
-        if plan.saved:
-            self.model.load_state_dict(plan.saved.weights)
         if self.config.stage >= 3:
             shard_module(self.model, units=(Block,), prefetch=_PREFETCH)
             self._watch_unsharded()
@@ -56,8 +56,7 @@ class Trainer:
         self.scaler = GradScaler(enabled=self.config.dtype == "fp16")
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self.clock = PhaseClock(world.device)
-        if plan.saved:
-            self._load(plan.saved.part)
+        self.steps_done = self._load(plan.saved.source) if plan.saved else 0
 
     def step(self, step: int, *, asked_to_stop: bool) -> StepOutcome:
         """One optimizer step over ``accumulate`` micro-batches. The host waits for the device once, after it."""
@@ -117,24 +116,27 @@ class Trainer:
         memory = stats["memory"] | ({"unsharded": self._most_unsharded} if self.config.stage >= 3 else {})
         return RankReport(memory, stats["collectives"], dict(self.clock.seconds), steps)
 
-    def state(self, step: int) -> dict[str, Any]:
-        """This rank's part of a checkpoint: tensors and plain values, readable with ``weights_only=True``."""
-        return {
-            "step": step,
-            "config": self.config.to_dict(),
-            "data_digest": self.corpus.digest,
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "random": read_random_states(self.world.device),
-        }
+    def save(self, folder: Path, step: int) -> None:
+        """Collective. Write the checkpoint of ``step`` into ``folder``."""
+        extra = {"config": self.config.to_dict(), "data_digest": self.corpus.digest}
+        checkpoint.save(
+            folder,
+            self.model,
+            self.optimizer,
+            step=step,
+            scaler=self.scaler,
+            scheduler=self.schedule,
+            extra=extra,
+            keep_last=self.config.keep_last or None,
+        )
 
-    def _load(self, part: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(part["optimizer"])
-        if self.scaler.is_enabled():
-            self.scaler.load_state_dict(part["scaler"])
-        self.schedule.load_state_dict(part["schedule"])
-        set_random_states(part["random"], self.world.device)
+    def _load(self, source: Path) -> int:
+        """Collective. Go on from a checkpoint, or from the newest whole one of a folder. Returns its step."""
+        with warnings.catch_warnings(record=True) as told:
+            loaded = checkpoint.load(source, self.model, self.optimizer, scaler=self.scaler, scheduler=self.schedule)
+        for line in (*map(str, (one.message for one in told)), *loaded.notes) if self.world.leads else ():
+            print(line, flush=True)
+        return loaded.step
 
     def _watch_unsharded(self) -> None:
         """Note how many bytes are unsharded as each block begins: by then it and the next are."""
@@ -154,15 +156,9 @@ class Trainer:
         last = micro == config.accumulate - 1
         with contextlib.nullcontext() if last else self.optimizer.no_sync():
             with self.clock.phase("data and forward"):
-                windows = draw_windows(
-                    self.corpus.train,
-                    config.seq,
-                    config.batch,
-                    seed=config.seed,
-                    step=step,
-                    micro=micro,
-                    rank=self.world.rank,
-                )
+                first = (micro * self.world.size + self.world.rank) * config.batch
+                numbers = range(first, first + config.batch)
+                windows = draw_windows(self.corpus.train, config.seq, numbers, seed=config.seed, step=step)
                 loss = next_byte_loss(self.model, windows.to(self.world.device)) / config.accumulate
             with self.clock.phase("backward"):
                 self.scaler.scale(loss).backward()
