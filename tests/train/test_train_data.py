@@ -11,7 +11,8 @@ from zero_optim.train.config import UsageError
 from zero_optim.train.data import draw_windows, fixed_windows, load_corpus, split, unigram_entropy
 
 TEXT = torch.arange(1000).remainder(251).to(torch.uint8)
-WHERE = {"seed": 0, "step": 5, "micro": 0, "rank": 1}
+WHERE = {"seed": 0, "step": 5}
+NUMBERS = range(4, 8)
 
 
 def named(*sizes: int) -> list[tuple[str, bytes]]:
@@ -79,21 +80,29 @@ def test_too_little_text_names_the_window(tmp_path: Path) -> None:
 
 
 def test_windows_are_contiguous_text_and_a_function_of_where_they_are_drawn() -> None:
-    windows = draw_windows(TEXT, 32, 4, **WHERE)
+    windows = draw_windows(TEXT, 32, NUMBERS, **WHERE)
     assert windows.shape == (4, 33) and windows.dtype == torch.int64
     assert torch.equal((windows[:, 1:] - windows[:, :-1]).remainder(251), torch.ones(4, 32, dtype=torch.int64))
-    assert torch.equal(windows, draw_windows(TEXT, 32, 4, **WHERE))
+    assert torch.equal(windows, draw_windows(TEXT, 32, NUMBERS, **WHERE))
 
 
-@pytest.mark.parametrize("changed", ["seed", "step", "micro", "rank"])
-def test_windows_differ_by_seed_step_micro_batch_and_rank(changed: str) -> None:
+@pytest.mark.parametrize("changed", ["seed", "step"])
+def test_windows_differ_by_seed_and_step(changed: str) -> None:
     other = {**WHERE, changed: WHERE[changed] + 1}
-    assert not torch.equal(draw_windows(TEXT, 32, 4, **WHERE), draw_windows(TEXT, 32, 4, **other))
+    assert not torch.equal(draw_windows(TEXT, 32, NUMBERS, **WHERE), draw_windows(TEXT, 32, NUMBERS, **other))
+
+
+def test_a_step_has_the_same_windows_whoever_shares_them() -> None:
+    whole = draw_windows(TEXT, 32, range(12), **WHERE)
+    assert whole.unique(dim=0).shape[0] == 12
+    for size in (1, 2, 3, 6):
+        parts = [draw_windows(TEXT, 32, range(first, first + size), **WHERE) for first in range(0, 12, size)]
+        assert torch.equal(torch.cat(parts), whole)
 
 
 def test_every_position_can_be_drawn() -> None:
     text = torch.arange(12, dtype=torch.uint8)
-    starts = draw_windows(text, 9, 300, **WHERE)[:, 0]
+    starts = draw_windows(text, 9, range(300), **WHERE)[:, 0]
     assert set(starts.tolist()) == {0, 1, 2}
 
 

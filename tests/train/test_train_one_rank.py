@@ -6,13 +6,16 @@ import functools
 import itertools
 import json
 import math
+import os
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from training import TINY, read_log, without_speed
+from checkpoint_files import read_tensors, weights_in
+from training import TINY, read_log, saved_steps, without_speed
 from zero_optim import GradScaler
 from zero_optim.train import trainer
 from zero_optim.train.data import draw_windows, load_corpus, unigram_entropy
@@ -34,13 +37,14 @@ def test_a_resumed_run_repeats_the_whole_one(
     whole, again = tmp_path / "whole", tmp_path / "again"
     common = ["--steps", "6", "--save-every", "3", "--data", text, "--out", whole]
     assert zero_optim("train", *TINY, *flags, *common).code == 0
-    resumed = zero_optim("train", "--resume", whole / "checkpoint" / "step-000003", "--out", again)
+    resumed = zero_optim("train", "--resume", whole / "checkpoint" / "step-3", "--out", again)
     assert resumed.code == 0, resumed.err
     records = read_log(whole)
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
     assert without_speed(read_log(again)) == without_speed(records[3:])
-    weights = [torch.load(run / "checkpoint/step-000006/model.pt", weights_only=True) for run in (whole, again)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    saved = [read_tensors(run / "checkpoint" / "step-6") for run in (whole, again)]
+    assert saved[0].keys() == saved[1].keys() and len(saved[0]) > 20
+    assert all(torch.equal(saved[0][key], saved[1][key]) for key in saved[0])
 
 
 def test_a_run_resumed_in_its_own_folder_rewrites_what_came_after(
@@ -49,9 +53,9 @@ def test_a_run_resumed_in_its_own_folder_rewrites_what_came_after(
     run = tmp_path / "run"
     assert zero_optim("train", *TINY, "--steps", "4", "--save-every", "2", "--data", text, "--out", run).code == 0
     before = read_log(run)
-    assert zero_optim("train", "--resume", run / "checkpoint" / "step-000002").code == 0
+    assert zero_optim("train", "--resume", run / "checkpoint" / "step-2").code == 0
     assert without_speed(read_log(run)) == without_speed(before)
-    assert (run / "checkpoint" / "latest").read_text() == "step-000004\n"
+    assert saved_steps(run) == [2, 4]
 
 
 def test_what_a_run_writes_and_says(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
@@ -76,8 +80,7 @@ def test_a_step_averages_its_micro_batches(zero_optim: Callable, text: Path, tmp
     torch.manual_seed(4)
     model = GPT(ModelConfig(layers=1, hidden=32, heads=2, seq=16), torch.float32)
     corpus = load_corpus(str(text), 16)
-    batches = [draw_windows(corpus.train, 16, 2, seed=4, step=1, micro=micro, rank=0) for micro in range(3)]
-    loss = next_byte_loss(model, torch.cat(batches))
+    loss = next_byte_loss(model, draw_windows(corpus.train, 16, range(6), seed=4, step=1))
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     (record,) = read_log(tmp_path / "run")
@@ -115,18 +118,19 @@ def test_fp16_on_a_cpu_is_announced_and_scaled(zero_optim: Callable, text: Path,
 def test_a_save_that_fails_leaves_the_checkpoint_before_it(
     zero_optim: Callable, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, save, calls = tmp_path / "run", torch.save, itertools.count()
+    run, write = tmp_path / "run", os.pwrite
 
-    def fill_the_disk(content: Any, file: Path) -> None:
-        if next(calls) == 3:  # rank 0's part of the second checkpoint
+    def fill_the_disk(file: int, data: bytes, offset: int) -> int:
+        if saved_steps(run) == [2] and offset > 0:
             raise OSError(28, "No space left on device")
-        save(content, file)
+        return write(file, data, offset)
 
-    monkeypatch.setattr(torch, "save", fill_the_disk)
+    monkeypatch.setattr(os, "pwrite", fill_the_disk)
     flags = ["--steps", "4", "--save-every", "2", "--data", text, "--out", run]
     outcome = zero_optim("train", *TINY, *flags)
-    assert outcome.code == 2 and "No space left on device" in outcome.err
-    assert (run / "checkpoint" / "latest").read_text() == "step-000002\n"
+    assert outcome.code == 1 and re.search(r"step-4/rank-0.safetensors: No space left on device after [\d,]+ of [\d,]+ "
+                                           r"bytes\n", outcome.err)  # fmt: skip
+    assert saved_steps(run) == [2]
     assert not list(run.rglob(".*"))  # no temporary file stays
     monkeypatch.undo()
     assert zero_optim("train", "--resume", run).code == 0
@@ -136,9 +140,54 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(
 def test_a_damaged_checkpoint_is_one_line(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert zero_optim("train", *TINY, "--steps", "1", "--data", text, "--out", run).code == 0
-    (run / "checkpoint" / "step-000001" / "model.pt").write_bytes(b"no archive")
+    (run / "checkpoint" / "step-1" / "rank-0.safetensors").write_bytes(b"no tensors")
     outcome = zero_optim("train", "--resume", run, "--steps", "2")
-    assert outcome.code == 2 and outcome.err.count("\n") == 1 and "model.pt: can't be read" in outcome.err
+    assert outcome.code == 2 and outcome.err.count("\n") == 1 and "rank-0.safetensors has 10 bytes" in outcome.err
+
+
+def test_a_damaged_checkpoint_is_left_for_the_one_before_it(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ["--steps", "4", "--save-every", "2", "--data", text, "--out", run]
+    assert zero_optim("train", *TINY, *flags).code == 0
+    whole = read_log(run)
+    file = run / "checkpoint" / "step-4" / "rank-0.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1  # its length is right: only a checksum shows it
+    file.write_bytes(data)
+    outcome = zero_optim("train", "--resume", "auto", *flags)
+    assert outcome.code == 0, outcome.err
+    assert re.search(r"step-2 was loaded, and none that is newer: .*rank-0.safetensors is damaged", outcome.out)
+    assert ", after step 2\n" in outcome.out
+    assert without_speed(read_log(run)) == without_speed(whole)
+    assert saved_steps(run) == [2, 4]
+
+
+def test_resume_auto_begins_where_there_is_nothing_and_ends_where_all_is_done(
+    zero_optim: Callable, text: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    flags = [*TINY, "--resume", "auto", "--steps", "5", "--save-every", "1", "--keep-last", "2", "--data", text]
+    first = zero_optim("train", *flags, "--out", run)
+    assert first.code == 0 and ", after step" not in first.out
+    assert saved_steps(run) == [4, 5]
+    records = read_log(run)
+    again = zero_optim("train", *flags, "--out", run)
+    assert again.code == 0 and "all 5 steps are done" in again.out
+    assert read_log(run) == records
+    # Died before its first checkpoint: the log begins anew.
+    shutil.rmtree(run / "checkpoint")
+    assert zero_optim("train", *flags, "--out", run).code == 0
+    assert without_speed(read_log(run)) == without_speed(records)
+
+
+def test_resuming_at_another_stage_and_dtype(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ["--steps", "2", "--data", text, "--out", run]
+    assert zero_optim("train", *TINY, *flags, "--dtype", "bf16").code == 0
+    outcome = zero_optim("train", "--resume", run, "--steps", "3", "--dtype", "fp32", "--stage", "0")
+    assert outcome.code == 0, outcome.err
+    assert {tensor.dtype for tensor in weights_in(run / "checkpoint" / "step-3").values()} == {torch.float32}
+    assert [record["step"] for record in read_log(run)] == [1, 2, 3]
 
 
 def test_the_model_never_looks_ahead() -> None:

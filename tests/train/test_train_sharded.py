@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -13,10 +14,11 @@ from typing import Any
 import harness
 import pytest
 import torch
+from checkpoint_files import weights_in
 from training import TINY, Command, read_log, table_row, without_speed
 from zero_optim.cli import main
 from zero_optim.comm.collectives import make_comm
-from zero_optim.train import loop, run_dir
+from zero_optim.train import loop
 from zero_optim.train.model import GPT, ModelConfig
 from zero_optim.train.trainer import _parts_of_rank
 from zero_optim.train.world import World
@@ -56,7 +58,7 @@ def train_here(rank: int, world_size: int, arguments: list[str], fails: int | No
     def join(device: str) -> Iterator[World]:
         yield World(make_comm(), torch.device(device), "gloo")
 
-    def refuse(content: Any, file: Path) -> None:
+    def refuse(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -66,7 +68,7 @@ def train_here(rank: int, world_size: int, arguments: list[str], fails: int | No
         patch.setattr(loop, "_SAMPLE_LENGTH", 20)
         patch.setattr(loop, "plot_losses", lambda *_: None)
         if rank == fails:
-            patch.setattr(run_dir.torch, "save", refuse)
+            patch.setattr(os, "pwrite", refuse)
         code = main(["train", *arguments])
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -86,7 +88,7 @@ def of_both_stages(text: Path, folder: Path, *flags: str) -> list[str]:
 
 
 def weights(run: Path, step: int = 6) -> dict[str, torch.Tensor]:
-    return torch.load(run / "checkpoint" / f"step-{step:06}" / "model.pt", weights_only=True)
+    return weights_in(run / "checkpoint" / f"step-{step}")
 
 
 def assert_same_run(ours: Path, theirs: Path, *, but: str = "tokens_per_s") -> None:
@@ -104,7 +106,7 @@ def assert_same_run(ours: Path, theirs: Path, *, but: str = "tokens_per_s") -> N
 def assert_stage_3_is_stage_2(folder: Path) -> None:
     """Bit for bit in the runs 3 and 2 of ``folder``, but for the last bits of the norms."""
     assert_same_run(folder / "3", folder / "2", but="grad_norm")
-    norms = [[record["grad_norm"] for record in read_log(folder / stage)] for stage in ("2", "3")]
+    norms = [[record["grad_norm"] or 0.0 for record in read_log(folder / stage)] for stage in ("2", "3")]  # None: inf
     assert norms[1] == pytest.approx(norms[0], rel=3e-7)
 
 
@@ -129,7 +131,7 @@ def test_clipped_it_is_close(text: Path, tmp_path: Path) -> None:
 def test_a_resumed_run_repeats_the_whole_one(text: Path, tmp_path: Path) -> None:
     whole, again = tmp_path / "whole", tmp_path / "again"
     train(["--stage", "3", *SHAPE, *STEPS, "--data", str(text), "--out", str(whole)])
-    resumed = train(["--resume", str(whole / "checkpoint" / "step-000003"), "--out", str(again)])
+    resumed = train(["--resume", str(whole / "checkpoint" / "step-3"), "--out", str(again)])
     assert "stage 3" in resumed and "after step 3" in resumed
     log = whole / "log.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[3:]))
@@ -165,7 +167,7 @@ def test_under_torchrun_memory_and_traffic_are_those_of_the_formula(text: Path, 
     assert calls == 6 * (1 + 2 * 3) and a_step == pytest.approx(2 * (root + 6 * block) / 1e6, rel=0.02)
     calls, _, a_step, _ = table_row(command.output, "reduce_scatter")
     assert calls == 6 * (1 + 3) and a_step == pytest.approx(2 * whole / 1e6, rel=0.02)
-    assert re.search(r"^  gather_parameters +8 .* at saves ", command.output, re.MULTILINE)
+    assert "gather_parameters" not in command.output  # saving gathers nothing
     assert "stage 3: 3 blocks, each gathered when it is used\n" in command.output
     # The gathers' own group too: gloo's threads would end after the interpreter.
     assert command.output.count("of 3 groups alive 0\n") == 2, command.output
@@ -174,9 +176,9 @@ def test_under_torchrun_memory_and_traffic_are_those_of_the_formula(text: Path, 
 def test_a_save_that_fails_on_one_rank_ends_all(text: Path, tmp_path: Path) -> None:
     flags = ["--stage", "3", *SHAPE, "--steps", "1", "--data", str(text), "--out", str(tmp_path / "run")]
     outcomes = harness.run_ranks(2, train_here, flags, 1)
-    assert [code for code, *_ in outcomes] == [2, 2]
+    assert [code for code, *_ in outcomes] == [1, 1]
     assert all("No space left on device" in err for *_, err in outcomes)
-    assert not (tmp_path / "run" / "checkpoint" / "latest").exists()
+    assert not list((tmp_path / "run" / "checkpoint").iterdir())
 
 
 def test_ranks_validate_in_step_on_any_text(tmp_path: Path) -> None:

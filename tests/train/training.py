@@ -84,6 +84,11 @@ def read_log(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
+def saved_steps(run: Path) -> list[int]:
+    """Of the checkpoints that there are."""
+    return sorted(int(folder.name.removeprefix("step-")) for folder in (run / "checkpoint").glob("step-*"))
+
+
 def table_row(output: str, name: str) -> list[float]:
     """The figures of a line of the final table."""
     row = re.search(rf"^  {name} +([\d., ]+)$", output, re.MULTILINE)

@@ -199,19 +199,21 @@ def _check_piece(spec: TensorSpec, piece: Piece, files: Mapping[str, int]) -> No
         raise ValueError(f"a piece of the {spec.label} has {len(piece.crc32c)} checksums for {nbytes} bytes")
 
 
-def merge(tensors: Iterable[SavedTensor]) -> dict[Key, SavedTensor]:
-    """Tensors of which each rank has given its pieces, as wholes.
+def merge(specs: Iterable[TensorSpec], tensors: Iterable[SavedTensor]) -> dict[Key, SavedTensor]:
+    """Tensors of which each rank has given its pieces, as wholes, in the order of ``specs``, which are all there are.
 
     Raises ValueError where ranks disagree, or where an element is in no piece, or in two.
     """
-    pieces: dict[Key, list[Piece]] = {}
-    specs: dict[Key, TensorSpec] = {}
+    known = {spec.key: spec for spec in specs}
+    pieces: dict[Key, list[Piece]] = {key: [] for key in known}
     for tensor in tensors:
-        spec = specs.setdefault(tensor.spec.key, tensor.spec)
+        spec = known.get(tensor.spec.key)
+        if spec is None:
+            raise ValueError(f"rank 0 has no {tensor.spec.label}")
         if spec != tensor.spec:
             raise ValueError(f"the ranks disagree on the {spec.label}: {_kind(spec)}, and {_kind(tensor.spec)}")
-        pieces.setdefault(spec.key, []).extend(tensor.pieces)
-    merged = {key: SavedTensor(specs[key], tuple(sorted(of, key=_start_of))) for key, of in pieces.items()}
+        pieces[spec.key].extend(tensor.pieces)
+    merged = {key: SavedTensor(known[key], tuple(sorted(of, key=_start_of))) for key, of in pieces.items()}
     for tensor in merged.values():
         check_whole(tensor)
     return merged

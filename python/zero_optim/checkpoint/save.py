@@ -185,10 +185,8 @@ def _begin(comm: Comm, path: Path, step: int) -> Path:
 def _write(writing: Path, rank: int, work: _Work) -> _Written:
     """This rank's file, on the disk."""
     portions = [cut.portion for of_part in work.cuts for cut in of_part]
-    # Of a tensor without elements no file has a piece. That it exists is said by every rank that has it.
-    tensors = [SavedTensor(portion.spec, ()) for portion in portions if 0 in portion.spec.shape]
     file = writing / folders.rank_file_name(rank)
-    tensors += write_file(file, [portion for portion in portions if portion.length], _values(work))
+    tensors = write_file(file, [portion for portion in portions if portion.length], _values(work))
     return _Written(work.step, file.stat().st_size, tensors, work.own)
 
 
@@ -205,7 +203,8 @@ def _publish(writing: Path, written: Sequence[_Written], work: _Work, keep_last:
     if len({*steps}) > 1:
         raise CheckpointError(f"{writing}: the ranks save different steps, {steps}")
     try:
-        tensors = merge(tensor for of_rank in written for tensor in of_rank.tensors)
+        specs = (spec for part in work.parts for spec in part.specs)
+        tensors = merge(specs, (tensor for of_rank in written for tensor in of_rank.tensors))
     except ValueError as error:
         raise CheckpointError(f"{writing} was not written whole: {error}") from error
     files = {folders.rank_file_name(rank): of_rank.nbytes for rank, of_rank in enumerate(written)}

@@ -260,7 +260,7 @@ class OptimizerState:
 def _places(shard: ShardState) -> Iterator[Place]:
     for tensor in shard.tensors:
         for piece in shard.bucket.pieces:
-            if piece.numel or not piece.slot.numel:
+            if piece.numel:
                 yield Place(tensor, piece)
 
 

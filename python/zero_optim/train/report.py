@@ -17,7 +17,7 @@ from .run_dir import StepRecord
 _STATE_KINDS = ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq")
 _SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "master": 1, "exp_avg": 1, "exp_avg_sq": 1}
 # Collectives outside of steps, and when they are made.
-_NOT_OF_STEPS = {"construction": "once", "gather_parameters": "for the sample"}
+_NOT_OF_STEPS = {"construction": "once"}
 _MOST_COLUMNS = 4
 _SECONDS_BETWEEN_LINES = 10.0
 
