@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .checkpoint.state_dict import load_groups, match_state, pack_groups, step_counts
+from .checkpoint.state_dict import load_groups, match_state, pack_groups, step_counts, with_torch_options
 from .engine import Engine
 from .errors import StateMismatchError
 from .optimizer import ShardedAdamW
@@ -67,9 +67,8 @@ def _gather_state(engine: Engine, wanted: bool) -> dict[int, dict[str, Tensor]]:
 
 def _torch_groups(opt: ShardedAdamW) -> list[dict[str, Any]]:
     """The groups with every option that torch's have, tensors as copies on the CPU."""
-    options = torch.optim.AdamW([torch.empty(0)]).defaults
-    decoupled = {"decoupled_weight_decay": opt.engine.rule.decoupled}
-    return [_on_cpu({**options, **group, **decoupled}) for group in pack_groups(opt.param_groups)]
+    groups = with_torch_options(opt.param_groups, decoupled=opt.engine.rule.decoupled)
+    return [_on_cpu(group) for group in pack_groups(groups)]
 
 
 def _on_cpu(options: Any) -> Any:

@@ -29,6 +29,8 @@ from .rules.adamw import AdamW
 from .units.hooks import tensors_in
 from .units.sharded_model import sharded_model_of
 
+_DCP_STATE_DICT = "torch.distributed.checkpoint.state_dict"
+
 
 class ShardedAdamW(torch.optim.Optimizer):
     """AdamW with fp32 master weights, its state (and gradients) sharded over data-parallel ranks.
@@ -256,7 +258,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
         Lightning asks too, to leave out ``unscale_``: told no, it clips gradients that are unscaled.
         """
-        if sys._getframe(1).f_globals.get("__name__") != TorchGradScaler.__module__:
+        if not _asked_by(TorchGradScaler.__module__):
             return False
         if self.engine.sharding.reduces:
             raise ZeroOptimError(
@@ -273,7 +275,14 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """Empty: ``state_dict()`` has what there is. An empty dict assigned to it begins anew, as in torch."""
+        """Empty: ``state_dict()`` has what there is. An empty dict assigned to it begins anew, as in torch.
+
+        ``torch.distributed.checkpoint.state_dict`` makes a step of zero gradients where it finds none. To it, the names
+        of the state are shown.
+        """
+        if _asked_by(_DCP_STATE_DICT):
+            kinds = dict.fromkeys((*(tensor.name for tensor in self.engine.rule.tensors), "step"))
+            return defaultdict(dict, dict.fromkeys(self.engine.parameters.trained.values(), kinds))
         return self._empty_state
 
     @state.setter
@@ -364,7 +373,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.check_usable()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        state = rank_state.save(self.engine, self.param_groups)
+        as_torch = _asked_by(_DCP_STATE_DICT)  # it gives parameters their names itself
+        state = rank_state.save(self.engine, self.param_groups, as_torch=as_torch)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state)
             state = state if changed is None else changed
@@ -444,3 +454,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         """Raise ClosedError after ``close()``."""
         if self._closed:
             raise ClosedError("this optimizer was closed: make a new one")
+
+
+def _asked_by(module: str) -> bool:
+    """Whether the caller of what calls this is code of ``module``."""
+    return sys._getframe(2).f_globals.get("__name__") == module

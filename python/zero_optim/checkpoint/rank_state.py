@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..engine import Engine
+from ..errors import StateMismatchError
 from ..step.optimizer_state import Copy
-from .state_dict import Groups, load_groups, make_state_dict, match_state, saved_order, step_counts
+from .state_dict import Groups, load_groups, make_state_dict, match_state, saved_order, step_counts, with_torch_options
 
 
-def save(engine: Engine, groups: Groups) -> dict[str, Any]:
-    """Tensors are views of the live state."""
+def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
+    """Tensors are views of the live state. ``as_torch``: with the options of ``torch.optim.AdamW``, and no names."""
     engine.keep_edits()
+    if as_torch:
+        groups = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
+        groups = with_torch_options(groups, decoupled=engine.rule.decoupled)
     return make_state_dict(groups, engine.states.export(), engine.hyper.steps.float())
 
 
@@ -23,7 +27,12 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     copies: list[Copy] = []
     with everyone.raising_together("load_state_dict"):
         saved = match_state(state_dict, parameters, engine.rule)
-    engine.reducer.restore_order(everyone.gather_objects(saved_order(saved), "load_state_dict")[0])
+    # The keys stand in the order of the layout, unless another has sorted them: a state that fits needs no other.
+    fits, orders = zip(
+        *everyone.gather_objects((_fits(engine, saved), saved_order(saved)), "load_state_dict"), strict=True
+    )
+    if not all(fits):
+        engine.reducer.restore_order(orders[0])
     with everyone.raising_together("load_state_dict"):
         copies = engine.states.plan_load(saved, parameters.labels)
     engine.states.load(copies)
@@ -31,3 +40,12 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     engine.hyper.steps.copy_(step_counts(saved, len(engine.hyper.steps)))
     load_groups(groups, state_dict["param_groups"])
     engine.exchange.outdate()  # gradients may have been dropped
+
+
+def _fits(engine: Engine, saved: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Whether the state is of the ranges that this rank has."""
+    try:
+        engine.states.plan_load(saved, engine.parameters.labels)
+    except StateMismatchError:
+        return False
+    return True

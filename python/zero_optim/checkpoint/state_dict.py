@@ -39,6 +39,12 @@ def pack_groups(groups: Groups) -> list[dict[str, Any]]:
     return packed
 
 
+def with_torch_options(groups: Groups, *, decoupled: bool) -> list[dict[str, Any]]:
+    """The groups with every option that those of ``torch.optim.AdamW`` have."""
+    options = torch.optim.AdamW([torch.empty(0)]).defaults
+    return [{**options, **group, "decoupled_weight_decay": decoupled} for group in groups]
+
+
 def make_state_dict(groups: Groups, state: Mapping[int, dict[str, Tensor]], steps: Tensor) -> dict[str, Any]:
     """Put ``state`` (by parameter index) and ``steps`` [parameters] into torch's format, in the order of ``state``."""
     keys = state_keys(groups)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..comm.arrivals import Arrivals
 from ..errors import ShardAccessError
+from . import dcp
 
 aten = torch.ops.aten
 _SAME_SHARD = {aten.detach.default, aten.alias.default}
@@ -25,9 +26,9 @@ class FlatShard(Tensor):
         label: what it is, for messages ("gradient of 'fc.weight'").
         arrivals: what is on its way to ``local``; None: nothing ever is.
 
-    Metadata, ``detach``, ``zero_`` and ``to`` work. Everything that would read or change values raises
-    ``ShardAccessError``: no rank has the whole tensor, and an answer from a shard alone would be silently
-    wrong.
+    Metadata, ``detach``, ``zero_`` and ``to`` work, and ``torch.distributed.checkpoint`` takes it. Everything else that
+    would read or change values raises ``ShardAccessError``: no rank has the whole tensor, and an answer from a shard
+    alone would be silently wrong.
     """
 
     start: int
@@ -60,6 +61,8 @@ class FlatShard(Tensor):
     ) -> Any:
         if func in _SAME_SHARD:
             return args[0]._again()
+        if func is aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
+            return args[0]._unfilled(kwargs)
         if func is aten._to_copy.default:
             return args[0]._moved(kwargs)
         if func is aten.zero_.default:
@@ -104,12 +107,28 @@ class FlatShard(Tensor):
         local = self.local.to(options.get("device"), options.get("dtype"), copy=True)
         return FlatShard(local, self.start, self.shape, self.label, options.get("dtype") or self.dtype)
 
+    def _unfilled(self, options: Mapping[str, Any]) -> FlatShard:
+        """As ``new_empty`` of the same shape: for ``dcp.async_save``, which then fills it."""
+        local = torch.empty_like(self._local, dtype=options.get("dtype"), device=options.get("device"))
+        return FlatShard(local, self.start, self.shape, self.label, options.get("dtype") or self.dtype)
+
     def _zero(self) -> FlatShard:
         if self.arrivals is not None:
             self.arrivals.zero(self._local)
         else:
             self._local.zero_()
         return self
+
+    # -- what torch.distributed.checkpoint asks for --------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, tensor: object) -> list[Any]:
+        return dcp.write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return dcp.chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return dcp.chunk_at(self, index.offset)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = f"[{self.start}:{self.start + self._local.numel()}]"

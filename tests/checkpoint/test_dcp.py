@@ -1,0 +1,212 @@
+"""``torch.distributed.checkpoint`` takes sharded models and optimizers, and takes them to other engines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from harness import run_ranks
+from sharded_cases import Block, Net, Run, full_state, gathered, make, train_step
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from zero_optim.errors import ShardAccessError
+from zero_optim.params.dcp import rectangles
+
+STEPS = 3
+Snapshot = tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 3, 2)])
+def test_rectangles_are_the_flat_range(shape: tuple[int, ...]) -> None:
+    numel = math.prod(shape)
+    whole = torch.arange(numel).reshape(shape)
+    for start in range(numel + 1):
+        for end in range(start, numel + 1):
+            parts = list(rectangles(shape, start, end - start))
+            assert len(parts) <= max(2 * len(shape) - 1, 1)
+            taken = []
+            for part in parts:
+                assert part.first == len(taken)
+                place = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))
+                taken += whole[place].reshape(-1).tolist()
+            assert taken == list(range(start, end))
+
+
+def test_a_tensor_without_elements_is_one_rectangle() -> None:
+    assert [(part.offsets, part.sizes) for part in rectangles((3, 0), 0, 0)] == [((0, 0), (3, 0))]
+
+
+def snapshot(model: nn.Module, opt: Any) -> Snapshot:
+    return gathered(model), full_state(opt)
+
+
+def assert_same(ours: Snapshot, theirs: Snapshot) -> None:
+    """``theirs`` may have masters beside what ours has."""
+    for here, there in ((ours[0], theirs[0]), *((ours[1][key], theirs[1][key]) for key in ours[1])):
+        assert here.keys() <= there.keys()
+        assert all(torch.equal(here[name], there[name].to(here[name].dtype)) for name in here)
+    assert ours[1].keys() == theirs[1].keys() and len(ours[1]) > 10
+
+
+def trained(rank: int, run: Run) -> tuple[nn.Module, Any]:
+    torch.manual_seed(rank)
+    model, opt = make(run, Net())
+    for step in range(STEPS):
+        train_step(run, rank, model, opt, step)
+    return model, opt
+
+
+def save(rank: int, world_size: int, folder: str, run: Run, how: str) -> Snapshot:
+    model, opt = trained(rank, run)
+    if how == "async_save":
+        # DCP's thread agrees with those of other ranks over it, while this one does other things.
+        group = torch.distributed.new_group()
+        saving = dcp.async_save({"model": model, "optim": opt}, checkpoint_id=folder, process_group=group)
+        before = snapshot(model, opt)
+        train_step(run, rank, model, opt, STEPS)  # what is saved is what was
+        saving.result()
+        return before
+    content: dict[str, Any] = {"model": model, "optim": opt}
+    if how == "get_state_dict":
+        content = dict(zip(("model", "optim"), get_state_dict(model, opt), strict=True))
+    dcp.save(content, checkpoint_id=folder)
+    return snapshot(model, opt)
+
+
+def load(rank: int, world_size: int, folder: str, run: Run, how: str) -> Snapshot:
+    torch.manual_seed(100 + rank)
+    model, opt = make(run, Net())
+    if how == "get_state_dict":
+        of_model, of_optimizer = get_state_dict(model, opt)
+        assert all(int(entry["step"]) == 0 for entry in of_optimizer["state"].values())  # it has made no step
+        dcp.load({"model": of_model, "optim": of_optimizer}, checkpoint_id=folder)
+        set_state_dict(model, opt, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    else:
+        dcp.load({"model": model, "optim": opt}, checkpoint_id=folder)
+    loaded = snapshot(model, opt)
+    train_step(run, rank, model, opt, STEPS)
+    return loaded
+
+
+@pytest.mark.parametrize("how", ["save", "async_save", "get_state_dict"])
+@pytest.mark.parametrize(
+    ("ranks", "stage", "ranks_then", "stage_then", "dtype"),
+    [
+        (2, 2, 2, 2, torch.bfloat16),
+        (2, 2, 4, 3, torch.bfloat16),
+        (4, 3, 2, 3, torch.float32),
+        (3, 3, 2, 0, torch.float16),
+        (4, 1, 1, 3, torch.bfloat16),
+        (1, 0, 3, 2, torch.float32),
+    ],
+)
+def test_it_is_saved_and_loaded_at_another_scale(
+    tmp_path: Path, how: str, ranks: int, stage: int, ranks_then: int, stage_then: int, dtype: torch.dtype
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    saved = run_ranks(ranks, save, folder, Run(stage=stage, dtype=dtype), how)
+    small = {"bucket_cap_mb": 0.001} if stage_then < 3 else {}
+    loaded = run_ranks(ranks_then, load, folder, Run(stage=stage_then, dtype=dtype, options=small), how)
+    for of_rank in loaded:
+        assert_same(saved[0], of_rank)
+
+
+# -- other engines -----------------------------------------------------------------------------------------------------
+
+
+def _fsdp2(world_size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of FSDP2 with torch's AdamW; on one rank a plain one."""
+    model = Net()
+    if world_size > 1:
+        mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
+        for module in (*(module for module in model.modules() if isinstance(module, Block)), model):
+            fully_shard(module, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _torch_snapshot(model: nn.Module, opt: torch.optim.Optimizer) -> Snapshot:
+    weights = {name: _whole(value).detach().clone() for name, value in model.state_dict().items()}
+    state = get_optimizer_state_dict(model, opt)["state"]
+    return weights, {
+        name: {key: _whole(value).clone() for key, value in entry.items()} for name, entry in state.items()
+    }
+
+
+def theirs(rank: int, world_size: int, folder: str, saves: bool) -> Snapshot:
+    """AdamW, alone or on FSDP2, that saves or loads."""
+    torch.manual_seed(7 if saves else 8)
+    model, opt = _fsdp2(world_size)
+    for step in range(STEPS if saves else 0):
+        model(torch.arange(9)[None] + rank + step).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    of_model, of_optimizer = get_state_dict(model, opt)
+    if saves:
+        dcp.save({"model": of_model, "optim": of_optimizer}, checkpoint_id=folder)
+    else:
+        dcp.load({"model": of_model, "optim": of_optimizer}, checkpoint_id=folder)
+        set_state_dict(model, opt, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    return _torch_snapshot(model, opt)
+
+
+def ours(rank: int, world_size: int, folder: str, stage: int, saves: bool) -> Snapshot:
+    how = "get_state_dict"
+    run = Run(stage=stage)
+    model_and_state = (save if saves else load)(rank, world_size, folder, run, how)
+    names = [name for name, _ in Net().named_parameters()]
+    return model_and_state[0], {names[index]: entry for index, entry in model_and_state[1].items()}
+
+
+def _kinds(state: dict[str, dict[str, Tensor]], kinds: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    return {name: {kind: entry[kind] for kind in kinds} for name, entry in state.items()}
+
+
+@pytest.mark.parametrize(("ranks", "ranks_then"), [(2, 4), (4, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_it_goes_over_to_fsdp2_and_to_torch_and_comes_back(
+    tmp_path: Path, ranks: int, ranks_then: int, stage: int
+) -> None:
+    """On one rank it is a plain model with ``torch.optim.AdamW``."""
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    kinds = ("step", "exp_avg", "exp_avg_sq")
+    weights, state = run_ranks(ranks, ours, there, stage, True)[0]
+    for of_rank in run_ranks(ranks_then, theirs, there, False):
+        assert_same((weights, _kinds(state, kinds)), (of_rank[0], _kinds(of_rank[1], kinds)))
+    weights, state = run_ranks(ranks_then, theirs, back, True)[0]
+    for of_rank in run_ranks(ranks, ours, back, stage, False):
+        assert_same((weights, _kinds(state, kinds)), (of_rank[0], _kinds(of_rank[1], kinds)))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def save_to_hugging_face(rank: int, world_size: int, folder: str, stage: int) -> str:
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+    model, opt = trained(rank, Run(stage=stage))
+    content = {"model": model} if stage == 3 else {"optim": opt}
+    writer = HuggingFaceStorageWriter(folder, save_distributed=True)
+    with pytest.raises(dcp.api.CheckpointException) as raised:
+        dcp.save(content, storage_writer=writer)
+    failure = raised.value.failures[rank][0]
+    assert isinstance(failure, ShardAccessError)
+    return str(failure)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_storage_that_would_lose_pieces_is_refused(tmp_path: Path, stage: int) -> None:
+    for message in run_ranks(2, save_to_hugging_face, str(tmp_path / "checkpoint"), stage):
+        assert "HuggingFaceStorageWriter keeps one piece of a tensor" in message
+        assert "zero_optim.checkpoint.save" in message
+    assert not list(tmp_path.rglob("*.safetensors"))
