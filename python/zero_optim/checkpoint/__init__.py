@@ -5,9 +5,10 @@ holds) ← ``subject`` ← ``save``, ``load``. Apart from these, ``state_dict`` 
 ``opt.state_dict()`` gives.
 """
 
+from .background import wait
 from .folder import latest
 from .info import Info, info
 from .load import Loaded, load
 from .save import save
 
-__all__ = ["Info", "Loaded", "info", "latest", "load", "save"]
+__all__ = ["Info", "Loaded", "info", "latest", "load", "save", "wait"]

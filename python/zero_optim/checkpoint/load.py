@@ -23,6 +23,7 @@ from torch import nn
 from ..comm.collectives import Comm
 from ..errors import CheckpointError, StateMismatchError
 from . import folder as folders
+from .background import wait
 from .contents import Contents
 from .index import Index
 from .matching import Match
@@ -81,6 +82,7 @@ def load(
     checkpoint, or make them anew.
     """
     crc32c(b"")  # its package may be missing
+    wait()
     subject = Subject(model, opt)
     others = _Others(each(scaler), each(scheduler), data)
     subject.settle()

@@ -11,23 +11,26 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..comm.collectives import Comm
+from ..comm.host_ranks import HostRanks
 from ..errors import CheckpointError
 from . import folder as folders
+from .background import SLAB, Slab, start, wait
 from .contents import Contents, Holding, Names, Owner
-from .index import Index, SavedTensor, merge
+from .index import Index, SavedTensor, TensorSpec, merge
 from .plain import encode
 from .random_states import read_random_states
 from .rank_file import Portion, check_dtype, crc32c, write_file
 from .subject import Subject, each
-from .together import gathered, on_rank_0, together
+from .together import Ranks, gathered, on_rank_0, together
 
 _WHERE = "checkpoint.save"
 
@@ -43,6 +46,7 @@ def save(
     data: Any = None,
     extra: Any = None,
     keep_last: int | None = None,
+    background: bool = False,
 ) -> Path:
     """Collective. Write ``path/step-N``, which ``load`` reads with any number of ranks, at any stage. Returns it.
 
@@ -59,6 +63,9 @@ def save(
         data: what has a ``state_dict()``, each rank's own, such as a loader that knows its position.
         extra: plain values of your own, rank 0's: numbers, strings, bytes, small tensors, lists, tuples, dicts.
         keep_last: remove checkpoints older than the newest so many whole ones, this one counted.
+        background: return when what this rank writes is copied to host memory, and write it while training goes on. The
+            memory is kept for the next time. The folder is there after ``wait()``, or the next ``save`` or ``load``:
+            these wait, and raise what went wrong.
 
     Raises CheckpointError, on every rank, where it cannot be written, or where the ranks do not see one folder: then
     earlier checkpoints are as they were. ParameterError for an optimizer with parameters that the model lacks;
@@ -67,16 +74,17 @@ def save(
     crc32c(b"")  # its package may be missing
     subject = Subject(model, opt)
     comm = subject.comm
+    wait()
     subject.settle()
     work = together(comm, lambda: _prepare(subject, step, keep_last, scaler, scheduler, data, extra), _WHERE)
     writing = _begin(comm, Path(path), work.step)
-    try:
-        written = gathered(comm, lambda: _write(writing, comm.rank, work), _WHERE)
-        return on_rank_0(comm, lambda: _publish(writing, written, work, keep_last), _WHERE)
-    except BaseException:
-        if comm.rank == 0:
-            folders.give_up(writing)
-        raise
+    if not background:
+        return _save(comm, writing, work)
+    with _given_up_on_failure(comm, writing):
+        copied = together(comm, lambda: work.with_values_copied(SLAB), _WHERE)
+        ranks = HostRanks(comm)
+    start(comm, lambda: _save(ranks, writing, copied))
+    return folders.step_folder(Path(path), work.step)
 
 
 @dataclass(frozen=True)
@@ -84,15 +92,23 @@ class _Work:
     """What this rank is going to write.
 
     Attributes:
-        cuts: of each of ``parts``, of each holding.
+        specs: of all tensors, whoever writes them.
+        portions: what this rank writes of them. ``values``: gives the elements of each.
         described: what the index says beside tensors. ``own``: what it says of this rank.
     """
 
     step: int
-    parts: Sequence[Contents]
-    cuts: Sequence[Sequence[Cut]]
+    specs: Sequence[TensorSpec]
+    portions: Sequence[Portion]
+    values: Callable[[], Iterable[Tensor]]
     described: Mapping[str, Any]
     own: Mapping[str, Any]
+    keep_last: int | None
+
+    def with_values_copied(self, slab: Slab) -> _Work:
+        """The same work, which training may go on beside."""
+        copied = slab.hold([portion.nbytes for portion in self.portions], self.values())
+        return replace(self, values=lambda: copied)
 
 
 @dataclass(frozen=True)
@@ -122,12 +138,15 @@ def _prepare(
         "scalers": [encode(one.state_dict(), "the scaler") for one in each(scaler)],
         "extra": encode(extra, "extra"),
     }
+    cuts = cut_for_rank([part.holdings for part in parts], subject.comm.rank, subject.comm.world_size)
     return _Work(
         max((count for one in optimizers for count in one.steps().values()), default=0) if step is None else step,
-        parts,
-        cut_for_rank([part.holdings for part in parts], subject.comm.rank, subject.comm.world_size),
+        [spec for part in parts for spec in part.specs],
+        [cut.portion for of_part in cuts for cut in of_part if cut.portion.length],
+        lambda: _values(parts, cuts),
         described,
         encode(own, "data"),
+        keep_last,
     )
 
 
@@ -182,34 +201,50 @@ def _begin(comm: Comm, path: Path, step: int) -> Path:
     return writing
 
 
+@contextmanager
+def _given_up_on_failure(ranks: Ranks, writing: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if ranks.rank == 0:
+            folders.give_up(writing)
+        raise
+
+
+def _save(ranks: Ranks, writing: Path, work: _Work) -> Path:
+    """Collective. Write what there is, and publish it."""
+    with _given_up_on_failure(ranks, writing):
+        written = gathered(ranks, lambda: _write(writing, ranks.rank, work), _WHERE)
+        return on_rank_0(ranks, lambda: _publish(writing, written, work), _WHERE)
+
+
 def _write(writing: Path, rank: int, work: _Work) -> _Written:
     """This rank's file, on the disk."""
-    portions = [cut.portion for of_part in work.cuts for cut in of_part]
     file = writing / folders.rank_file_name(rank)
-    tensors = write_file(file, [portion for portion in portions if portion.length], _values(work))
+    tensors = write_file(file, work.portions, work.values())
     return _Written(work.step, file.stat().st_size, tensors, work.own)
 
 
-def _values(work: _Work) -> Iterator[Tensor]:
-    for of_part, part in zip(work.cuts, work.parts, strict=True):
+def _values(parts: Sequence[Contents], cuts: Sequence[Sequence[Cut]]) -> Iterator[Tensor]:
+    """Of each portion that is not empty."""
+    for of_part, part in zip(cuts, parts, strict=True):
         for cut, flat in zip(of_part, part.values(), strict=True):
             if cut.portion.length:
                 yield flat.narrow(0, cut.first, cut.portion.length)
 
 
-def _publish(writing: Path, written: Sequence[_Written], work: _Work, keep_last: int | None) -> Path:
+def _publish(writing: Path, written: Sequence[_Written], work: _Work) -> Path:
     """On rank 0: check that all is there once, write the index, give the folder its name."""
     steps = [of_rank.step for of_rank in written]
     if len({*steps}) > 1:
         raise CheckpointError(f"{writing}: the ranks save different steps, {steps}")
     try:
-        specs = (spec for part in work.parts for spec in part.specs)
-        tensors = merge(specs, (tensor for of_rank in written for tensor in of_rank.tensors))
+        tensors = merge(work.specs, (tensor for of_rank in written for tensor in of_rank.tensors))
     except ValueError as error:
         raise CheckpointError(f"{writing} was not written whole: {error}") from error
     files = {folders.rank_file_name(rank): of_rank.nbytes for rank, of_rank in enumerate(written)}
     ranks = [of_rank.own for of_rank in written]
     folder = folders.publish(writing, Index(work.step, tensors, files, ranks=ranks, **work.described))
-    if keep_last is not None:
-        folders.keep_newest(folder.parent, folder, keep_last)
+    if work.keep_last is not None:
+        folders.keep_newest(folder.parent, folder, work.keep_last)
     return folder

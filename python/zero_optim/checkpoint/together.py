@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
-from ..comm.collectives import Comm
 from ..errors import CheckpointError, ParameterError, RankMismatchError, StateMismatchError
 
 T = TypeVar("T")
 
 _KEPT = {kind.__name__: kind for kind in (CheckpointError, ParameterError, StateMismatchError)}
+
+
+class Ranks(Protocol):
+    """``Comm``, or ``HostRanks``."""
+
+    rank: int
+    world_size: int
+
+    def gather_objects(self, value: Any, where: str) -> list[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,7 @@ class _Report(Generic[T]):
     failure: tuple[str, str] | None = None
 
 
-def gathered(comm: Comm, work: Callable[[], T], where: str) -> list[T]:
+def gathered(ranks: Ranks, work: Callable[[], T], where: str) -> list[T]:
     """Collective. Do ``work`` on every rank. Returns what it gave on each, in rank order; it is pickled.
 
     Where it raised on any rank, all raise: that rank its own error, the others one of the same type that names it.
@@ -33,7 +41,7 @@ def gathered(comm: Comm, work: Callable[[], T], where: str) -> list[T]:
         report = _Report(work())
     except Exception as caught:
         error, report = caught, _Report(failure=(type(caught).__name__, str(caught)))
-    reports = comm.gather_objects(report, where)
+    reports = ranks.gather_objects(report, where)
     if error is not None:
         raise error
     failures = [(rank, *of_rank.failure) for rank, of_rank in enumerate(reports) if of_rank.failure is not None]
@@ -45,13 +53,13 @@ def gathered(comm: Comm, work: Callable[[], T], where: str) -> list[T]:
     return [cast(T, of_rank.result) for of_rank in reports]
 
 
-def together(comm: Comm, work: Callable[[], T], where: str) -> T:
+def together(ranks: Ranks, work: Callable[[], T], where: str) -> T:
     """Collective. Do ``work`` on every rank. Returns what it gave on this one; raises as ``gathered`` does."""
     done: list[T] = []
-    gathered(comm, lambda: done.append(work()), where)
+    gathered(ranks, lambda: done.append(work()), where)
     return done[0]
 
 
-def on_rank_0(comm: Comm, work: Callable[[], T], where: str) -> T:
+def on_rank_0(ranks: Ranks, work: Callable[[], T], where: str) -> T:
     """Collective. Do ``work`` on rank 0. Returns what it gave, on every rank; raises as ``gathered`` does."""
-    return cast(T, gathered(comm, lambda: work() if comm.rank == 0 else None, where)[0])
+    return cast(T, gathered(ranks, lambda: work() if ranks.rank == 0 else None, where)[0])

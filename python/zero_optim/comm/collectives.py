@@ -202,9 +202,7 @@ class Comm:
         spare = {group.group_name: group for group in alive}
         reports = self.gather_objects((needed, set(spare), len(dist.distributed_c10d._world.pg_names)), where)
         common = sorted(set.intersection(*(names for _, names, _ in reports)))
-        # torch names a group of some of the ranks after how many groups there are: ranks that count differently would
-        # wait for each other under different names.
-        if not common and len({groups for _, _, groups in reports}) > 1 and len(ranks) < dist.get_world_size():
+        if not common and not _same_names([groups for _, _, groups in reports]):
             if any(of_rank for of_rank, _, _ in reports):
                 raise RankMismatchError(
                     "another optimizer, or a sharded model, communicates between these ranks, and a process group of "
@@ -215,6 +213,17 @@ class Comm:
         own = spare.pop(common[0]) if common else self._split([ranks])
         _spare[tuple(ranks)] = [weakref.ref(group) for group in spare.values()]
         self._own = weakref.ref(own)
+
+    def new_host_group(self) -> dist.ProcessGroup:
+        """Collective. A new group of these ranks over gloo."""
+        counts = self.gather_objects(len(dist.distributed_c10d._world.pg_names), "making a process group")
+        if not _same_names(counts):
+            raise RankMismatchError(
+                "a process group for saving in the background cannot be made here: some ranks are in more groups than "
+                "others. Save without background=True"
+            )
+        assert self.group is not None
+        return self._transport(ON_HOST).host_group(self.group)
 
     def connect(self, device: torch.device) -> None:
         """Collective. Let NCCL connect the ranks of the own group now, for tensors on ``device``.
@@ -379,6 +388,15 @@ class Comm:
         traffic.calls += 1
         traffic.bytes += tensor.nbytes
         return traffic
+
+
+def _same_names(groups: list[int]) -> bool:
+    """Whether ranks that are in so many groups would give a new one the same name.
+
+    torch names a group of some of the ranks after how many groups there are. Ranks that count differently would wait
+    for each other under different names.
+    """
+    return len({*groups}) == 1 or len(groups) == dist.get_world_size()
 
 
 def _dereference(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup | None:

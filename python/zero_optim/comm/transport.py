@@ -92,6 +92,9 @@ class Transport(Protocol):
         Collective over the ranks of ``group`` and no others. ``parts``: ranks as the whole job numbers them.
         """
 
+    def host_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """A new group of the ranks of ``group`` over gloo, with its time-out. Collective over these alone."""
+
 
 class TorchTransport:
     """What is the same over every back-end."""
@@ -121,6 +124,12 @@ class TorchTransport:
             assert split is not None
             return split
         return dist.new_group(own, timeout, backend, use_local_synchronization=True)
+
+    def host_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """A new group of the ranks of ``group`` over gloo, with its time-out. Collective over these alone."""
+        ranks = dist.get_process_group_ranks(group)
+        some = len(ranks) < dist.get_world_size()
+        return dist.new_group(ranks, _timeout(group), "gloo", use_local_synchronization=some)
 
     def splits_communicators(self, group: dist.ProcessGroup) -> bool:
         """Whether torch makes groups of this kind by ``ncclCommSplit``: after ``init_process_group(device_id=...)``."""

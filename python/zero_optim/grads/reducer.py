@@ -148,7 +148,7 @@ class Reducer:
         """Lay the buckets out in a saved order; parameters not in it follow. Gradients are dropped."""
         known = set(order)
         order = [*order, *(index for index in self.layout.order if index not in known)]
-        if self.sharding.shard_count > 1 and self._schedule is None and order != self.layout.order:
+        if self.sharding.reduces and self._schedule is None and order != self.layout.order:
             self.clear()
             self.lay_out(order)
 

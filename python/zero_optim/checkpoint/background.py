@@ -1,0 +1,127 @@
+"""Saving while training goes on: a copy of what a rank writes, in host memory, and a thread that writes it.
+
+::
+
+    program   save: copy to the slab | train ... train | save: waits for the thread, then copies again
+    thread                           | write, agree with the other ranks' threads, publish
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import Comm
+from ..errors import CheckpointError
+from .together import together
+
+_WHERE = "checkpoint.wait"
+
+
+class Slab:
+    """Host memory for the values of one save. It is allocated once, as large as is asked for, and kept; pinned where
+    values come from a GPU."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def hold(self, sizes: Sequence[int], values: Iterable[Tensor]) -> CopiedValues:
+        """Copy ``values``, of so many bytes each. From a GPU they are on their way when this returns."""
+        copied: list[Tensor] = []
+        place = 0
+        on_gpu = False
+        for size, flat in zip(sizes, values, strict=True):
+            on_gpu = on_gpu or flat.device.type == "cuda"
+            if not copied:
+                self._allocate(sum(sizes), pinned=on_gpu)
+            copied.append(self._memory.narrow(0, place, size))
+            copied[-1].copy_(flat.detach().view(torch.uint8), non_blocking=True)
+            place += size
+        arrived = torch.cuda.Event() if on_gpu else None
+        if arrived is not None:
+            arrived.record()
+        return CopiedValues(copied, arrived)
+
+    def _allocate(self, nbytes: int, *, pinned: bool) -> None:
+        if self._memory.numel() < nbytes or (pinned and not self._memory.is_pinned()):
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old goes before the new comes
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+
+@dataclass(frozen=True)
+class CopiedValues:
+    """Values in the slab, as bytes, once ``arrived`` has passed."""
+
+    values: Sequence[Tensor]
+    arrived: torch.cuda.Event | None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return iter(self.values)
+
+
+SLAB = Slab()
+
+
+class Saving:
+    """A save in the background. ``comm``: of the program, over which the ranks learn how it went."""
+
+    def __init__(self, comm: Comm, work: Callable[[], Path]) -> None:
+        self.comm = comm
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="zero_optim checkpoint")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> None:
+        """The host waits for the thread. Raises what it raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise CheckpointError(f"the save in the background has failed: {self._error}") from self._error
+
+    def tell(self) -> None:
+        """At the end of a program that has not asked."""
+        self._thread.join()
+        if self._error is not None:
+            print(f"zero_optim: a save in the background has failed, and nobody asked: {self._error}", file=sys.stderr)
+
+
+_saving: Saving | None = None
+
+
+def start(comm: Comm, work: Callable[[], Path]) -> None:
+    """Do ``work`` in a thread. Call ``wait`` before."""
+    global _saving
+    _saving = Saving(comm, work)
+
+
+def wait() -> None:
+    """Collective. Wait until what ``save(..., background=True)`` began is published.
+
+    Raises CheckpointError, on every rank, where it has failed; then earlier checkpoints are as they were. No effect
+    where nothing is under way.
+    """
+    global _saving
+    saving, _saving = _saving, None
+    if saving is not None:
+        together(saving.comm, saving.result, _WHERE)
+
+
+@atexit.register
+def _tell() -> None:
+    if _saving is not None:
+        _saving.tell()

@@ -1,0 +1,44 @@
+"""The ranks of a ``Comm`` for a thread that agrees with those of other ranks while the program goes on."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import ClosedError, CollectiveError
+from .collectives import Comm
+from .transport import TorchTransport
+
+# By ranks, as the whole job numbers them. Held weakly, as a Comm's.
+_groups: dict[tuple[int, ...], weakref.ref[dist.ProcessGroup]] = {}
+
+
+class HostRanks:
+    """Over gloo, whatever serves the devices, and over a group that nothing else uses: a thread's collectives have no
+    place in the order of the program's. Nobody looks whether it stands still: the thread may wait for a slow disk.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        """Collective, where these ranks have no such group yet."""
+        self.rank, self.world_size = comm.rank, comm.world_size
+        self._group: weakref.ref[dist.ProcessGroup] | None = None
+        if self.world_size > 1:
+            key = tuple(comm.ranks)
+            group = _groups.get(key, lambda: None)()
+            if group is None or group not in dist.distributed_c10d._world.pg_names:
+                _groups[key] = weakref.ref(comm.new_host_group())
+            self._group = _groups[key]
+
+    def gather_objects(self, value: Any, where: str) -> list[Any]:
+        """Every rank's ``value``, in rank order. Raises CollectiveError where a rank has died."""
+        if self._group is None:
+            return [value]
+        group = self._group()
+        if group is None:
+            raise ClosedError(f"the process group was destroyed during {where}: call checkpoint.wait() before")
+        try:
+            return TorchTransport().gather_objects(value, group)
+        except RuntimeError as error:
+            raise CollectiveError(f"{where}: {error}. Another rank died, or was too slow") from error
