@@ -1,6 +1,9 @@
 """ZeRO for PyTorch: a drop-in ``torch.optim.AdamW`` that shards its state and gradients over data-parallel ranks."""
 
+from . import checkpoint
+from .checkpoint.hugging_face import load_safetensors
 from .errors import (
+    CheckpointError,
     ClosedError,
     CollectiveError,
     GradientError,
@@ -10,6 +13,7 @@ from .errors import (
     StateMismatchError,
     ZeroOptimError,
 )
+from .full_parameters import iter_full_parameters
 from .full_state import full_state_dict, load_full_state_dict
 from .gather_parameters import gather_parameters
 from .grad_scaler import GradScaler
@@ -19,6 +23,7 @@ from .shard_module import shard_module
 from .verify import Verifier, VerifyReport, verify
 
 __all__ = [
+    "CheckpointError",
     "ClosedError",
     "CollectiveError",
     "FlatShard",
@@ -32,9 +37,12 @@ __all__ = [
     "Verifier",
     "VerifyReport",
     "ZeroOptimError",
+    "checkpoint",
     "full_state_dict",
     "gather_parameters",
+    "iter_full_parameters",
     "load_full_state_dict",
+    "load_safetensors",
     "shard_module",
     "verify",
 ]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from .bench.request import add_arguments as add_bench_arguments
 from .bench.request import read_request as read_bench_request
 from .errors import ZeroOptimError
-from .train.config import UsageError, add_arguments, read_request
+from .train.config import DTYPES, UsageError, add_arguments, read_request
 
 USAGE_ERROR = 2
 FAILURE = 1
@@ -65,7 +67,71 @@ def _make_parser() -> _Parser:
     )
     add_bench_arguments(bench)
     bench.set_defaults(run=_bench)
+    _add_checkpoint_commands(commands)
     return parser
+
+
+def _add_checkpoint_commands(commands: Any) -> None:
+    which = "a checkpoint; or a folder of several, or a run of zero-optim train: the newest whole one"
+    inspect = commands.add_parser(
+        "inspect",
+        help="list what is in a checkpoint, and verify every checksum",
+        description="Lists names, shapes, dtypes, updates and sizes, and reads every byte. Exit code 1: it is damaged.",
+        allow_abbrev=False,
+    )
+    inspect.add_argument(
+        "checkpoint", type=Path, help="a checkpoint, or a folder of several: the newest whole one; or a run"
+    )
+    inspect.add_argument("--quick", action="store_true", help="do not read the tensors")
+    inspect.set_defaults(run=_inspect)
+    export = commands.add_parser(
+        "export",
+        help="write a checkpoint's weights as Hugging Face's safetensors",
+        description="Writes parameters and buffers, offline, in one process, with memory for one tensor.",
+        allow_abbrev=False,
+    )
+    export.add_argument(
+        "checkpoint", type=Path, help="a checkpoint, or a folder of several: the newest whole one; or a run"
+    )
+    export.add_argument("out", type=Path, help="a folder that is not there yet")
+    export.add_argument("--dtype", choices=tuple(DTYPES), help="of the parameters, made of the masters (as saved)")
+    export.add_argument("--max-shard-size", type=_nbytes, default="5GB", help="of a file, as in 500MB (5GB)")
+    export.set_defaults(run=_export)
+
+
+def _nbytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMGT]?)B?", text)
+    if not match or not float(match[1]) > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB or 500MB")
+    return int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
+
+
+def _checkpoints_in(path: Path) -> Path:
+    """Of a run of ``zero-optim train`` the folder that its checkpoints are in; else the path itself."""
+    from .train.run_dir import LOG, RunDir
+
+    return RunDir(path).checkpoints if (path / LOG).exists() else path
+
+
+def _inspect(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from .checkpoint.inspection import inspect
+
+    text, problems = inspect(_checkpoints_in(parsed.checkpoint), quick=parsed.quick)
+    print(text)
+    if problems:
+        _complain("\n".join(f"zero-optim inspect: {problem}" for problem in problems))
+        return FAILURE
+    print("lengths are right" if parsed.quick else "all checksums are right")
+    return 0
+
+
+def _export(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from .checkpoint.hugging_face import export
+
+    dtype = DTYPES[parsed.dtype] if parsed.dtype else None
+    done = export(_checkpoints_in(parsed.checkpoint), parsed.out, dtype=dtype, max_shard_bytes=parsed.max_shard_size)
+    print(f"{done.tensors} tensors, {done.nbytes:,} bytes, in {len(done.files)} file(s) in {done.folder}")
+    return 0
 
 
 def _train(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -26,7 +26,7 @@ ORDER = (
     {"engine"},
     {"checkpoint"},
     {"optimizer", "shard_module", "gather_parameters"},
-    {"full_state", "verify"},
+    {"full_parameters", "full_state", "verify"},
     {"cli", "train", "bench", "doctor", "__main__", "__init__"},
 )
 COLLECTIVES = {

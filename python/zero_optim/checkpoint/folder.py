@@ -72,21 +72,31 @@ def begin(path: Path, step: int) -> Path:
 
 def publish(writing: Path, written: Index) -> Path:
     """Write the index, and give the folder its name: from then on the checkpoint is there, and whole."""
-    path, folder = writing.parent, step_folder(writing.parent, written.step)
+    folder = step_folder(writing.parent, written.step)
     try:
-        with (writing / index.NAME).open("wb") as file:
-            file.write(written.to_json(crc32c))
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(writing)
-        replaced = _rename_away(folder) if folder.exists() else None
-        writing.rename(folder)
-        _sync_folder(path)
-        if replaced is not None:
-            shutil.rmtree(replaced, ignore_errors=True)
+        write_synced(writing / index.NAME, written.to_json(crc32c))
+        publish_folder(writing, folder)
     except OSError as error:
         raise CheckpointError(f"{folder} could not be published: {error.strerror}") from error
     return folder
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """A small file, on the disk when this returns."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def publish_folder(writing: Path, folder: Path) -> None:
+    """Give what is in ``writing``, each file synced, its name. What had it before is removed."""
+    _sync_folder(writing)
+    replaced = _rename_away(folder) if folder.exists() else None
+    writing.rename(folder)
+    _sync_folder(folder.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def give_up(writing: Path) -> None:

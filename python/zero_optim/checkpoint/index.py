@@ -20,12 +20,11 @@ import torch
 
 from ..errors import CheckpointError
 from .plain import dtype_name, dtype_named
+from .safetensors_file import BLOCK_BYTES
 
 FORMAT = "zero-optim checkpoint"
 VERSION = 1
 NAME = "index.json"
-BLOCK_BYTES = 2**20
-"""A checksum is of so much of a piece: whoever needs a part of it reads, and can check, little more than that."""
 
 PARAMETER, BUFFER = "parameter", "buffer"
 """Kinds of tensor, beside those that an update rule names."""
@@ -43,7 +42,7 @@ class Piece:
     Attributes:
         start, length: of the tensor, in elements.
         offset: where it begins in the file, in bytes.
-        crc32c: of each block of ``BLOCK_BYTES``, in hexadecimal.
+        crc32c: of each block of ``BLOCK_BYTES``, in hexadecimal: whoever needs a part reads, and checks, little more.
     """
 
     file: str

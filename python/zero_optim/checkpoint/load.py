@@ -86,7 +86,7 @@ def load(
     subject = Subject(model, opt)
     others = _Others(each(scaler), each(scheduler), data)
     subject.settle()
-    together(subject.comm, subject.check_loadable, _WHERE)
+    together(subject.comm, lambda: subject.check_loadable(_WHERE), _WHERE)
     problems: list[str] = []
     for folder in on_rank_0(subject.comm, lambda: folders.candidates(Path(path)), _WHERE):
         try:

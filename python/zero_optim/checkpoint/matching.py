@@ -107,7 +107,7 @@ def _match_model(index: Index, model: Sequence[TensorSpec], masters: Collection[
         matched.source[spec.key] = saved
     for kind, those in missing.items():
         if those:
-            matched.misfits.append(f"missing in the checkpoint: {_counted(those, kind)}, {_listed(those)}")
+            matched.misfits.append(f"missing in the checkpoint: {counted(those, kind)}, {listed(those)}")
 
 
 def _match_state(index: Index, wanted: Wanted, masters: Collection[str], matched: Match) -> None:
@@ -128,8 +128,8 @@ def _match_state(index: Index, wanted: Wanted, masters: Collection[str], matched
     if missed:
         kinds = list(dict.fromkeys(kind for name in missed for kind in lacking[name]))
         matched.misfits.append(
-            f"missing in the checkpoint: the state ({', '.join(kinds)}) of {_counted(missed, PARAMETER)}, "
-            f"{_listed(missed)}"
+            f"missing in the checkpoint: the state ({', '.join(kinds)}) of {counted(missed, PARAMETER)}, "
+            f"{listed(missed)}"
         )
 
 
@@ -142,7 +142,7 @@ def _note_leftover_weights(index: Index, names: Names, matched: Match) -> None:
             left[kind].append(name if name not in names.aliases else f"{name} (tied to {names.aliases[name]} here)")
     for kind, those in left.items():
         if those:
-            matched.misfits.append(f"left over in the checkpoint: {_counted(those, kind)}, {_listed(those)}")
+            matched.misfits.append(f"left over in the checkpoint: {counted(those, kind)}, {listed(those)}")
 
 
 def _note_leftover_state(index: Index, matched: Match) -> None:
@@ -158,7 +158,7 @@ def _note_leftover_state(index: Index, matched: Match) -> None:
         kinds = list(dict.fromkeys(kind for of in left.values() for kind in of))
         matched.misfits.append(
             f"left over in the checkpoint, and not trained or not kept here: the state ({', '.join(kinds)}) of "
-            f"{_counted([*left], PARAMETER)}, {_listed([*left])}"
+            f"{counted([*left], PARAMETER)}, {listed([*left])}"
         )
 
 
@@ -174,7 +174,7 @@ def _check_shapes(specs: Sequence[TensorSpec], matched: Match) -> None:
             there = f"{list(source.spec.shape)} of {source.spec.dtype}"
             wrong.append(f"{spec.label} has shape {list(spec.shape)} of {spec.dtype} here, and {there} there")
     if wrong:
-        raise StateMismatchError(f"{len(wrong)} of the tensors in the checkpoint cannot be loaded: {_listed(wrong)}")
+        raise StateMismatchError(f"{len(wrong)} of the tensors in the checkpoint cannot be loaded: {listed(wrong)}")
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -208,16 +208,18 @@ def _difference(here: Sequence[frozenset[str]], there: Sequence[frozenset[str]])
     new = [f"{name!r} is in no group there" for name in place_here if name not in place_there]
     gone = [f"{name!r} is in no group here" for name in place_there if name not in place_here]
     sizes = f"sizes {[len(group) for group in here]} here, {[len(group) for group in there]} there"
-    return f"the parameter groups differ ({sizes}): {_listed([*moved, *new, *gone] or ['their number'])}"
+    return f"the parameter groups differ ({sizes}): {listed([*moved, *new, *gone] or ['their number'])}"
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
-def _counted(those: Sequence[Any], what: str) -> str:
+def counted(those: Sequence[Any], what: str) -> str:
+    """``"2 parameters"``."""
     return f"{len(those)} {what}{'s' if len(those) != 1 else ''}"
 
 
-def _listed(those: Sequence[str]) -> str:
+def listed(those: Sequence[str]) -> str:
+    """The first few, and how many there are beside."""
     more = f", and {len(those) - _NAMED} more" if len(those) > _NAMED else ""
     return f"{', '.join(sorted(those)[:_NAMED])}{more}"

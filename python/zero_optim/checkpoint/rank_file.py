@@ -1,17 +1,13 @@
-"""A rank's file of a checkpoint: safetensors, of flat pieces, written and read a block at a time.
+"""A rank's file of a checkpoint: flat pieces of tensors, with a checksum for each block.
 
-The format is that of ``safetensors``: 8 bytes with the length of the header, the header in JSON, the values. It is
-written here, since the package's own writer wants every tensor in host memory at once. It is read by the places in the
-index: no rank looks into the header of another's file.
+It is read by the places in the index: no rank looks into the header of another's file.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
-import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -20,29 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .index import BLOCK_BYTES, Piece, SavedTensor, TensorSpec
-
-_STAGED_BYTES = 16 * 2**20
-"""Of values that are not in host memory, so many are brought there at a time; as many again meanwhile."""
-
-_SAFETENSORS_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
+from .index import Piece, SavedTensor, TensorSpec
+from .safetensors_file import BLOCK_BYTES, NAMES, Entry, write_entries
 
 
 @dataclass(frozen=True)
@@ -56,6 +31,11 @@ class Portion:
     @property
     def nbytes(self) -> int:
         return self.length * self.spec.dtype.itemsize
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return f"{self.spec.kind}:{self.spec.name}:{self.start}"
 
 
 def crc32c(data: bytes) -> str:
@@ -71,11 +51,8 @@ def crc32c(data: bytes) -> str:
 
 def check_dtype(spec: TensorSpec) -> None:
     """Raise CheckpointError for a dtype that safetensors has no name for."""
-    if spec.dtype not in _SAFETENSORS_NAMES:
+    if spec.dtype not in NAMES:
         raise CheckpointError(f"the {spec.label} has {spec.dtype}, which safetensors cannot hold")
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def write_file(path: Path, portions: Sequence[Portion], values: Iterable[Tensor]) -> list[SavedTensor]:
@@ -86,87 +63,15 @@ def write_file(path: Path, portions: Sequence[Portion], values: Iterable[Tensor]
 
     Raises CheckpointError where the system refuses, naming file and bytes.
     """
-    header, offsets = _layout(portions)
-    total = len(header) + sum(portion.nbytes for portion in portions)
-    written: list[SavedTensor] = []
-    done = 0
-    try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            done += _write(file, header, 0)
-            for portion, offset, flat in zip(portions, offsets, values, strict=True):
-                checksums = []
-                for block in _blocks_on_host(flat):
-                    checksums.append(crc32c(block))
-                    done += _write(file, block, offset + len(checksums) * BLOCK_BYTES - BLOCK_BYTES)
-                piece = Piece(path.name, portion.start, portion.length, offset, tuple(checksums))
-                written.append(SavedTensor(portion.spec, (piece,)))
-            os.fsync(file)
-        finally:
-            os.close(file)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror} after {done:,} of {total:,} bytes") from error
+    entries = [Entry(portion.key, portion.spec.dtype, (portion.length,)) for portion in portions]
+    checksums: list[str] = []
+    offsets = write_entries(path, entries, values, lambda block: checksums.append(crc32c(block)))
+    each = iter(checksums)
+    written = []
+    for portion, offset in zip(portions, offsets, strict=True):
+        own = tuple(next(each) for _ in range(-(-portion.nbytes // BLOCK_BYTES)))
+        written.append(SavedTensor(portion.spec, (Piece(path.name, portion.start, portion.length, offset, own),)))
     return written
-
-
-def _layout(portions: Sequence[Portion]) -> tuple[bytes, list[int]]:
-    """The file's beginning, up to the values, and where the values of each portion are.
-
-    Those of larger elements come first, so that all are aligned.
-    """
-    order = sorted(range(len(portions)), key=lambda place: -portions[place].spec.dtype.itemsize)
-    starts, end = [0] * len(portions), 0
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for place in order:
-        portion = portions[place]
-        starts[place], end = end, end + portion.nbytes
-        entries[f"{portion.spec.kind}:{portion.spec.name}:{portion.start}"] = {
-            "dtype": _SAFETENSORS_NAMES[portion.spec.dtype],
-            "shape": [portion.length],
-            "data_offsets": [starts[place], end],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    return header, [len(header) + start for start in starts]
-
-
-def _write(file: int, data: bytes, offset: int) -> int:
-    """Returns the bytes written, which is all."""
-    done = 0
-    while done < len(data):
-        count = os.pwrite(file, data[done:] if done else data, offset + done)
-        if count == 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        done += count
-    return done
-
-
-def _blocks_on_host(flat: Tensor) -> Iterator[bytes]:
-    for part in _on_host(flat.detach().view(torch.uint8)):
-        for start in range(0, part.numel(), BLOCK_BYTES):
-            yield ctypes.string_at(part.data_ptr() + start, min(BLOCK_BYTES, part.numel() - start))
-
-
-def _on_host(flat: Tensor) -> Iterator[Tensor]:
-    """``flat`` [bytes], a part after another; from a device the next is on its way meanwhile."""
-    if flat.device.type != "cuda":
-        yield flat.cpu()
-        return
-    parts = flat.split(_STAGED_BYTES)
-    staging = [torch.empty(parts[0].numel(), dtype=torch.uint8, pin_memory=True) for _ in parts[:2]]
-    copied = [torch.cuda.Event() for _ in staging]
-
-    def bring(place: int) -> None:
-        staging[place % 2][: parts[place].numel()].copy_(parts[place], non_blocking=True)
-        copied[place % 2].record()
-
-    bring(0)
-    for place, part in enumerate(parts):
-        if place + 1 < len(parts):
-            bring(place + 1)
-        copied[place % 2].synchronize()
-        yield staging[place % 2][: part.numel()]
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -76,10 +76,10 @@ class Subject:
 
     # -- loading -------------------------------------------------------------------------------------------------
 
-    def check_loadable(self) -> None:
+    def check_loadable(self, what: str) -> None:
         """Raise ShardAccessError within ``gather_parameters``: what it shows would not be what is loaded."""
         for model in self._models:
-            model.schedule.check_not_gathered("checkpoint.load")
+            model.schedule.check_not_gathered(what)
 
     def plan(self, index: Index) -> LoadPlan:
         """How ``index`` fits. Raises StateMismatchError where a tensor cannot be loaded, or an option."""

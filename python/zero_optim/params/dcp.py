@@ -13,15 +13,25 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import ShardAccessError
 
-if TYPE_CHECKING:
-    from .flat_shard import FlatShard
+
+class Shard(Protocol):
+    """``FlatShard``, as far as it is looked at here."""
+
+    start: int
+    label: str
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def local(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ def rectangles(shape: Sequence[int], start: int, numel: int) -> Iterator[Rectang
         at += count * strides[dim]
 
 
-def write_items(shard: FlatShard, fqn: str) -> list[Any]:
+def write_items(shard: Shard, fqn: str) -> list[Any]:
     """What DCP is to write of ``shard``. Raises ShardAccessError for a storage that would lose some of it."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -68,13 +78,13 @@ def write_items(shard: FlatShard, fqn: str) -> list[Any]:
         WriteItem(
             index=MetadataIndex(fqn, chunk.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=shard.size()),
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=shard.shape),
         )
         for chunk in chunks(shard)
     ]
 
 
-def chunks(shard: FlatShard) -> list[Any]:
+def chunks(shard: Shard) -> list[Any]:
     """What ``shard`` has, as DCP says it."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
@@ -84,7 +94,7 @@ def chunks(shard: FlatShard) -> list[Any]:
     ]
 
 
-def chunk_at(shard: FlatShard, offsets: Sequence[int]) -> Tensor:
+def chunk_at(shard: Shard, offsets: Sequence[int]) -> Tensor:
     """The part that begins at ``offsets``, a view of the shard's memory."""
     for part in rectangles(shard.shape, shard.start, shard.local.numel()):
         if part.offsets == tuple(offsets):
@@ -92,7 +102,7 @@ def chunk_at(shard: FlatShard, offsets: Sequence[int]) -> Tensor:
     raise ShardAccessError(f"this rank has no part of the {shard.label} that begins at {tuple(offsets)}")
 
 
-def _check_storage(shard: FlatShard) -> None:
+def _check_storage(shard: Shard) -> None:
     """DCP asks for what is to be written without saying where to. The call that asks knows."""
     frame = sys._getframe(1)
     while frame is not None:

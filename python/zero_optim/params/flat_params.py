@@ -159,12 +159,17 @@ class FlatParams:
 
     # -- for the user to read and write --------------------------------------------------------------------------
 
-    def copy_out(self) -> Tensor:
-        """Collective. Give the plain parameters memory of their own: what views it may outlive ``hide``."""
+    def gathered(self) -> Tensor:
+        """Collective. [numel] all parameters, in memory of their own."""
         whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
         self._sharding.own_part(whole).copy_(self.shard)
         if (gather := self._sharding.all_gather(whole, "gather_parameters")) is not None:
             gather.wait()
+        return whole
+
+    def copy_out(self) -> Tensor:
+        """Collective. Give the plain parameters memory of their own: what views it may outlive ``hide``."""
+        whole = self.gathered()
         for parameter, view in zip(self.params, self.slot_views(whole), strict=True):
             parameter.data = as_own_storage(view)
         self._locate(whole)

@@ -208,10 +208,23 @@ class OptimizerState:
         self.refresh_edited()
         for shard in self.shards:
             for tensor in shard.tensors:
-                with shard.opened() as state:
-                    full = self.sharding.whole_of(state[tensor.name], "state")
-                for slot in shard.bucket.layout.slots:
-                    yield slot.param, tensor, full.narrow(0, *tensor.span(slot.offset, slot.numel))
+                for index, whole in self._whole_of(shard, tensor).items():
+                    yield index, tensor, whole
+
+    def whole_masters(self) -> Iterator[dict[int, Tensor]]:
+        """Collective. Of one bucket after another, the whole masters of those parameters that have one, by index."""
+        self.refresh_edited()
+        for shard in self.shards:
+            for tensor in shard.tensors:
+                if tensor.begins is Begins.PARAMETER:
+                    yield self._whole_of(shard, tensor)
+
+    def _whole_of(self, shard: ShardState, tensor: StateTensor) -> dict[int, Tensor]:
+        """Collective. A tensor of every parameter of a bucket, whole and flat, by index."""
+        with shard.opened() as state:
+            full = self.sharding.whole_of(state[tensor.name], "state")
+        slots = shard.bucket.layout.slots
+        return {slot.param: full.narrow(0, *tensor.span(slot.offset, slot.numel)) for slot in slots}
 
     def distribute(self, names: Mapping[int, Sequence[str]], tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Collective. Take over whole tensors that rank 0 has, those of one bucket at a time.

@@ -20,7 +20,7 @@ from pathlib import Path
 from .config import UsageError
 
 _CHECKPOINTS = "checkpoint"
-_LOG = "log.jsonl"
+LOG = "log.jsonl"
 _STEP_NAME = re.compile(r"step-(\d+)")
 
 
@@ -56,7 +56,7 @@ class RunDir:
 
     def create(self) -> None:
         """Makes the folder for a new run. Raises UsageError where it can't be written or already holds a run."""
-        if (self.path / _LOG).exists() or self.checkpoints.exists():
+        if (self.path / LOG).exists() or self.checkpoints.exists():
             raise UsageError(
                 f"--out {self.path} already holds a run: give another folder, or continue it with --resume"
             )
@@ -66,13 +66,13 @@ class RunDir:
         """Makes the folder; the log of a run that died before its first checkpoint is emptied. Raises UsageError."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / _LOG).write_text("")
+            (self.path / LOG).write_text("")
         except OSError as error:
             raise UsageError(f"--out {self.path}: {error.strerror}") from error
 
     def rewind(self, step: int) -> None:
         """Forgets what the log and the checkpoints hold of later steps, so that the run goes on from ``step``."""
-        log = self.path / _LOG
+        log = self.path / LOG
         lines = log.read_text().splitlines(keepends=True) if log.exists() else []
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
         _write_atomically(log, lambda temporary: temporary.write_text("".join(kept)))
@@ -82,10 +82,10 @@ class RunDir:
                 shutil.rmtree(folder)
 
     def open_log(self) -> LogFile:
-        return LogFile(self.path / _LOG)
+        return LogFile(self.path / LOG)
 
     def read_log(self) -> list[StepRecord]:
-        return [StepRecord(**json.loads(line)) for line in (self.path / _LOG).read_text().splitlines()]
+        return [StepRecord(**json.loads(line)) for line in (self.path / LOG).read_text().splitlines()]
 
 
 class LogFile:

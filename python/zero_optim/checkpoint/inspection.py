@@ -1,0 +1,144 @@
+"""What is in a checkpoint, as a table, and whether every checksum of it is right."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from . import folder as folders
+from .index import BUFFER, PARAMETER, Index, Piece, SavedTensor
+from .plain import decode, dtype_name
+from .rank_file import Files
+from .safetensors_file import BLOCK_BYTES
+
+_THREADS = 8
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    shape: str
+    dtype: str
+    state: str
+    steps: str
+    nbytes: int
+
+
+def describe(folder: Path, index: Index) -> str:
+    """A line for each parameter and buffer, and what there is beside them."""
+    rows = list(_rows(index))
+    head = _Row("name", "shape", "dtype", "state", "updates", 0)
+    widths = [max(len(getattr(row, field)) for row in (head, *rows)) for field in ("name", "shape", "dtype", "state")]
+    lines = [f"{folder}: step {index.step}, {_size(sum(index.files.values()))} in {len(index.files)} file(s)"]
+    lines += [f"  {name}: {value}" for name, value in (*index.configuration.items(), *index.versions.items())]
+    lines += [""]
+    for row in (head, *rows):
+        fields = zip((row.name, row.shape, row.dtype, row.state), widths, strict=True)
+        size = "size" if row is head else _size(row.nbytes)
+        lines.append("  ".join(value.ljust(width) for value, width in fields) + f"  {row.steps:>8}  {size:>9}")
+    lines += ["", *_others(index)]
+    return "\n".join(lines)
+
+
+def _rows(index: Index) -> Iterator[_Row]:
+    steps = {name: count for optimizer in index.optimizers for name, count in optimizer.steps.items()}
+    beside: dict[str, list[SavedTensor]] = {}
+    for (kind, name), tensor in index.tensors.items():
+        if kind not in (PARAMETER, BUFFER):
+            beside.setdefault(name, []).append(tensor)
+    for (kind, name), tensor in index.tensors.items():
+        if kind in (PARAMETER, BUFFER):
+            state = beside.get(name, []) if kind == PARAMETER else []
+            spec = tensor.spec
+            yield _Row(
+                name,
+                str(list(spec.shape)),
+                dtype_name(spec.dtype) if kind == PARAMETER else f"{dtype_name(spec.dtype)}, buffer",
+                ", ".join(f"{of.spec.kind} {dtype_name(of.spec.dtype)}" for of in state),
+                str(steps[name]) if name in steps and kind == PARAMETER else "",
+                sum(of.spec.numel * of.spec.dtype.itemsize for of in (tensor, *state)),
+            )
+
+
+def _others(index: Index) -> Iterator[str]:
+    for alias, first in index.aliases.items():
+        yield f"{alias} is tied to {first}"
+    for number, optimizer in enumerate(index.optimizers):
+        for place, group in enumerate(optimizer.groups):
+            options = {name: decode(value) for name, value in group.items() if name != "params"}
+            yield f"optimizer {number}, group {place} of {len(group['params'])} parameters: {options}"
+    for what, there in (("scaler", index.scalers), ("scheduler", index.schedulers)):
+        for state in there:
+            yield f"{what}: {decode(state)}"
+    if index.extra is not None:
+        yield f"extra: {decode(index.extra)}"
+
+
+def verify(folder: Path, index: Index) -> list[str]:
+    """Read every byte, several files at a time, and compare the checksums. Returns what is wrong, a line each."""
+    pieces: dict[str, list[tuple[SavedTensor, Piece]]] = {}
+    for tensor in index.tensors.values():
+        for piece in tensor.pieces:
+            pieces.setdefault(piece.file, []).append((tensor, piece))
+    total = sum(piece.length * tensor.spec.dtype.itemsize for of in pieces.values() for tensor, piece in of)
+    problems: list[str] = []
+    with _progress(total) as see, ThreadPoolExecutor(_THREADS) as pool:
+        running = [pool.submit(_verify_file, folder, of, see) for of in pieces.values()]
+        for done in as_completed(running):
+            problems += done.result()
+    return sorted(problems)
+
+
+def _verify_file(folder: Path, pieces: list[tuple[SavedTensor, Piece]], see: Any) -> list[str]:
+    problems = []
+    with Files(folder) as files:
+        for tensor, piece in sorted(pieces, key=lambda of: of[1].offset):
+            for number in range(-(-piece.length * tensor.spec.dtype.itemsize // BLOCK_BYTES)):
+                try:
+                    see(len(files.read_block(tensor, piece, number)))
+                except CheckpointError as error:
+                    problems.append(str(error))
+    return problems
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    """A bar in a terminal that has tqdm."""
+    if sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
+
+            with tqdm(total=total, unit="B", unit_scale=True, desc="checking", dynamic_ncols=True) as bar:
+                yield bar.update
+                return
+    yield lambda count: None
+
+
+def inspect(path: Path, *, quick: bool) -> tuple[str, list[str]]:
+    """The description of a checkpoint, or of the newest whole one of several, and what is wrong with its bytes.
+
+    ``quick``: without reading the tensors. Raises CheckpointError where there is none.
+    """
+    problems: list[str] = []
+    for folder in folders.candidates(path):
+        try:
+            index = folders.read_index(folder)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        return describe(folder, index), problems + ([] if quick else verify(folder, index))
+    raise CheckpointError("; ".join(problems) or f"{path} holds no checkpoint")
+
+
+def _size(nbytes: float) -> str:
+    if nbytes < 1000:
+        return f"{nbytes:.0f} B"
+    power = min(int(math.log10(nbytes)) // 3, 4)
+    return f"{nbytes / 1000**power:.1f} {' kMGT'[power]}B"

@@ -1,0 +1,202 @@
+"""A file of the ``safetensors`` format, written and read piecemeal.
+
+The format is 8 bytes with the length of the header, the header in JSON, the values. The package's own writer wants
+every tensor in host memory at once, and its reader cuts along the first dimension alone. Here a tensor is written while
+the next is on its way, and any flat range of one is read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+BLOCK_BYTES = 2**20
+"""So much is read or written at a time."""
+
+_STAGED_BYTES = 16 * 2**20
+"""Of values that are not in host memory, so many are brought there at a time; as many again meanwhile."""
+_MOST_HEADER = 2**30
+
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+
+
+_DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file, by its name there."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write_entries(
+    path: Path,
+    entries: Sequence[Entry],
+    values: Iterable[Tensor],
+    see: Callable[[bytes], None] = lambda block: None,
+    metadata: Mapping[str, str] | None = None,
+) -> list[int]:
+    """Write a new file, synced to the disk. Returns where each entry's values begin in it, in bytes.
+
+    Args:
+        values: of each entry, flat, in the same order; each is written before the next is asked for.
+        see: given every block, of ``BLOCK_BYTES`` but for the last of an entry.
+
+    Raises CheckpointError where the system refuses, naming file and bytes.
+    """
+    header, offsets = _layout(entries, metadata or {})
+    total = len(header) + sum(entry.nbytes for entry in entries)
+    done = 0
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            done += _write(file, header, 0)
+            for offset, flat in zip(offsets, values, strict=True):
+                for block in _blocks_on_host(flat):
+                    see(block)
+                    done += _write(file, block, offset)
+                    offset += len(block)
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror} after {done:,} of {total:,} bytes") from error
+    return offsets
+
+
+def _layout(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
+    """The file's beginning, up to the values, and where those of each entry are.
+
+    Those of larger elements come first, so that all are aligned.
+    """
+    order = sorted(range(len(entries)), key=lambda place: -entries[place].dtype.itemsize)
+    starts, end = [0] * len(entries), 0
+    described: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    for place in order:
+        entry = entries[place]
+        starts[place], end = end, end + entry.nbytes
+        described[entry.name] = {
+            "dtype": NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [starts[place], end],
+        }
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, [len(header) + start for start in starts]
+
+
+def _write(file: int, data: bytes, offset: int) -> int:
+    """Returns the bytes written, which is all."""
+    done = 0
+    while done < len(data):
+        count = os.pwrite(file, data[done:] if done else data, offset + done)
+        if count == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done += count
+    return done
+
+
+def _blocks_on_host(flat: Tensor) -> Iterator[bytes]:
+    for part in _on_host(flat.detach().view(torch.uint8)):
+        for start in range(0, part.numel(), BLOCK_BYTES):
+            yield ctypes.string_at(part.data_ptr() + start, min(BLOCK_BYTES, part.numel() - start))
+
+
+def _on_host(flat: Tensor) -> Iterator[Tensor]:
+    """``flat`` [bytes], a part after another; from a device the next is on its way meanwhile."""
+    if flat.device.type != "cuda":
+        yield flat.cpu()
+        return
+    parts = flat.split(_STAGED_BYTES)
+    staging = [torch.empty(parts[0].numel(), dtype=torch.uint8, pin_memory=True) for _ in parts[:2]]
+    copied = [torch.cuda.Event() for _ in staging]
+
+    def bring(place: int) -> None:
+        staging[place % 2][: parts[place].numel()].copy_(parts[place], non_blocking=True)
+        copied[place % 2].record()
+
+    bring(0)
+    for place, part in enumerate(parts):
+        if place + 1 < len(parts):
+            bring(place + 1)
+        copied[place % 2].synchronize()
+        yield staging[place % 2][: part.numel()]
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where an entry's values begin in its file, in bytes."""
+
+    path: Path
+    entry: Entry
+    offset: int
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """What a file holds, by name. Raises CheckpointError for one that is damaged, cut off, or of another format."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MOST_HEADER):
+                raise CheckpointError(f"{path} is no safetensors file, or was cut off")
+            described: dict[str, Any] = json.loads(file.read(length))
+            stored = {
+                name: _stored(path, name, of, 8 + length, size) for name, of in described.items() if name[:2] != "__"
+            }
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no safetensors file, or is damaged: {error}") from error
+    return stored
+
+
+def _stored(path: Path, name: str, described: Mapping[str, Any], values: int, size: int) -> Stored:
+    entry = Entry(name, _DTYPES[described["dtype"]], tuple(described["shape"]))
+    begin, end = described["data_offsets"]
+    if begin < 0 or end - begin != entry.nbytes or values + end > size:
+        raise CheckpointError(f"{path} was cut off, or is damaged: {name!r} is not in it")
+    return Stored(path, entry, values + begin)

@@ -1,0 +1,88 @@
+"""Whole parameters one after another: to write them out, or for an inference engine, without a whole model's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint.contents import Names
+from .errors import ShardAccessError
+from .optimizer import ShardedAdamW
+from .params.flat_params import FlatParams
+from .params.param_shard import plain_parameter
+from .units.schedule import in_backward
+from .units.sharded_model import ShardedModel, sharded_model_of
+
+
+def iter_full_parameters(
+    model: nn.Module, opt: ShardedAdamW | None = None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Collective. Every parameter's name and whole value, in one order that is the same on every rank.
+
+    A rank needs memory for one unit beside what it has, or for one bucket of masters, and for the tensor that it is
+    given. That may be the parameter itself, where it is whole here: copy what is to be kept. A tied parameter comes
+    once, under its first name. All ranks have to go through to the end, or to the same place. Between steps, not within
+    a forward or backward.
+
+    Args:
+        opt: whose masters are read where ``dtype`` is not that of a 16-bit parameter: they are rounded once.
+        dtype: what to give; None: the parameters' own.
+
+    Raises ShardAccessError within a forward or backward; ClosedError.
+    """
+    sharded = sharded_model_of(model.parameters())
+    if in_backward() or any(of.schedule.running for of in sharded):
+        raise ShardAccessError("iter_full_parameters was called in a forward or backward: call it between steps")
+    if opt is not None:
+        opt.check_usable()
+        opt.settle()
+    for of in sharded:
+        of.schedule.settle()
+    return _parameters(model, sharded, opt, dtype)
+
+
+@torch.no_grad()
+def _parameters(
+    model: nn.Module, sharded: list[ShardedModel], opt: ShardedAdamW | None, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    names = Names(model)
+    given: set[int] = set()  # ids of plain parameters
+    if opt is not None and dtype is not None:
+        for parameter, master in _masters(opt, dtype):
+            given.add(id(parameter))
+            yield names.of(parameter, "a parameter"), master
+    flats = [flat for of in sharded if of.sharded for unit in of.units for flat in unit.flats]
+    for flat in flats:
+        wanted = [parameter for parameter in flat.params if id(parameter) not in given]
+        given |= set(map(id, wanted))
+        for parameter, whole in _copies(flat, wanted, dtype):
+            yield names.of(parameter, "a parameter"), whole
+    for name, parameter in names.parameters.items():
+        if id(plain_parameter(parameter)) not in given:
+            yield name, parameter.detach().to(dtype or parameter.dtype)
+
+
+def _copies(flat: FlatParams, wanted: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Collective. These parameters of ``flat``, whole. What is gathered is gone before the last of them is given."""
+    if not wanted:
+        return
+    views = dict(zip(map(id, flat.params), flat.slot_views(flat.gathered()), strict=True))
+    for parameter in wanted[:-1]:
+        yield parameter, views[id(parameter)].to(dtype or parameter.dtype, copy=True)
+    last = views[id(wanted[-1])].to(dtype or flat.dtype, copy=True)
+    views.clear()
+    yield wanted[-1], last
+
+
+def _masters(opt: ShardedAdamW, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of parameters that have one and are to be of another dtype than they are."""
+    parameters = opt.engine.parameters.all
+    for masters in opt.engine.states.whole_masters():
+        wanted = [index for index in masters if parameters[index].dtype != dtype]
+        for place, index in enumerate(wanted):
+            whole = masters[index].to(dtype, copy=True).view(parameters[index].shape)
+            if place == len(wanted) - 1:
+                masters.clear()  # before the last is given: the next bucket is gathered after it
+            yield parameters[index], whole
