@@ -79,9 +79,7 @@ def _add_checkpoint_commands(commands: Any) -> None:
         description="Lists names, shapes, dtypes, updates and sizes, and reads every byte. Exit code 1: it is damaged.",
         allow_abbrev=False,
     )
-    inspect.add_argument(
-        "checkpoint", type=Path, help="a checkpoint, or a folder of several: the newest whole one; or a run"
-    )
+    inspect.add_argument("checkpoint", type=Path, help=which)
     inspect.add_argument("--quick", action="store_true", help="do not read the tensors")
     inspect.set_defaults(run=_inspect)
     export = commands.add_parser(
@@ -90,9 +88,7 @@ def _add_checkpoint_commands(commands: Any) -> None:
         description="Writes parameters and buffers, offline, in one process, with memory for one tensor.",
         allow_abbrev=False,
     )
-    export.add_argument(
-        "checkpoint", type=Path, help="a checkpoint, or a folder of several: the newest whole one; or a run"
-    )
+    export.add_argument("checkpoint", type=Path, help=which)
     export.add_argument("out", type=Path, help="a folder that is not there yet")
     export.add_argument("--dtype", choices=tuple(DTYPES), help="of the parameters, made of the masters (as saved)")
     export.add_argument("--max-shard-size", type=_nbytes, default="5GB", help="of a file, as in 500MB (5GB)")

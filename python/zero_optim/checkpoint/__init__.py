@@ -1,14 +1,14 @@
 """Checkpoints that load on any number of ranks, at any stage; and the state dicts of one rank and of the whole.
 
 ``safetensors_file`` ← ``plain`` ← ``index`` (what is where) ← ``rank_file`` (bytes) ← ``folder`` (publishing) ←
-``contents`` (what a rank holds) ← ``subject`` ← ``save``, ``load``. Apart from these, ``state_dict`` and ``rank_state``
-are what ``opt.state_dict()`` gives.
+``contents`` (what a rank holds) ← ``subject`` ← ``saving``, ``loading``. Apart from these, ``state_dict`` and
+``rank_state`` are what ``opt.state_dict()`` gives.
 """
 
 from .background import wait
 from .folder import latest
-from .info import Info, info
-from .load import Loaded, load
-from .save import save
+from .loading import Loaded, load
+from .newest import Info, info
+from .saving import save
 
 __all__ = ["Info", "Loaded", "info", "latest", "load", "save", "wait"]

@@ -20,8 +20,8 @@ from ..errors import CheckpointError, StateMismatchError
 from . import folder as folders
 from .contents import Holding, Names, contents_of_model
 from .index import BUFFER, PARAMETER, Index, SavedTensor
-from .info import newest
 from .matching import counted, listed
+from .newest import newest
 from .rank_file import Files
 from .safetensors_file import BLOCK_BYTES, Entry, Stored, read_header, write_entries
 from .subject import Subject

@@ -1,0 +1,339 @@
+"""What is published is whole; damage is named, with file and tensor; and a failure leaves what was there before."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import pytest
+import torch
+from checkpoint_cases import flip
+from checkpoint_files import read_contents
+from harness import run_ranks
+from torch import nn
+from zero_optim import ShardedAdamW, checkpoint
+from zero_optim.checkpoint import saving
+from zero_optim.errors import CheckpointError, RankMismatchError
+
+
+def job(seed: int = 0) -> tuple[nn.Module, ShardedAdamW]:
+    """[3, 5] and [3], after a step."""
+    torch.manual_seed(seed)
+    model = nn.Linear(5, 3)
+    opt = ShardedAdamW(model.named_parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    return model, opt
+
+
+def values(model: nn.Module, opt: ShardedAdamW) -> list[torch.Tensor]:
+    state = opt.state_dict()["state"]
+    tensors = [*model.state_dict().values(), *(state[name][kind] for name in state for kind in ("exp_avg", "step"))]
+    return [tensor.clone() for tensor in tensors]
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """A folder with checkpoints of steps 1 and 2."""
+    model, opt = job()
+    for step in (1, 2):
+        checkpoint.save(tmp_path, model, opt, step=step)
+    opt.close()
+    return tmp_path
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the index, and give it the checksum of what it says then."""
+    path = folder / "index.json"
+    index = json.loads(path.read_text())
+    change(index)
+    text = json.dumps(index["contents"], sort_keys=True, separators=(",", ":")).encode()
+    index["crc32c"] = f"{google_crc32c.value(text):08x}"
+    path.write_text(json.dumps(index))
+
+
+def _place(folder: Path, kind: str, name: str) -> int:
+    """Where in rank 0's file a tensor begins."""
+    (entry,) = (of for of in read_contents(folder)["tensors"] if (of["kind"], of["name"]) == (kind, name))
+    return entry["pieces"][0]["offset"]
+
+
+def _cut_pieces(index: dict[str, Any]) -> None:
+    for entry in index["contents"]["tensors"]:
+        if entry["name"] == "bias":
+            del entry["pieces"][:]
+
+
+def _double_pieces(index: dict[str, Any]) -> None:
+    for entry in index["contents"]["tensors"]:
+        entry["pieces"] *= 2
+
+
+def _outside(index: dict[str, Any]) -> None:
+    index["contents"]["tensors"][0]["pieces"][0]["file"] = "../../etc/passwd"
+
+
+def _edit(folder: Path, old: str, new: str) -> None:
+    text = (folder / "index.json").read_text()
+    assert old in text
+    (folder / "index.json").write_text(text.replace(old, new))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a bit of a tensor": (
+        lambda folder: flip(folder / "rank-0.safetensors", _place(folder, "exp_avg", "weight") + 7),
+        r"rank-0.safetensors is damaged: bytes [\d,]+ to [\d,]+, of the exp_avg of 'weight', have another checksum",
+    ),
+    "cut off": (
+        lambda folder: os.truncate(folder / "rank-0.safetensors", 300),
+        r"rank-0.safetensors has 300 bytes, and was written with [\d,]+: it was cut off",
+    ),
+    "a file is gone": (lambda folder: (folder / "rank-0.safetensors").unlink(), "rank-0.safetensors is missing"),
+    "no index": (lambda folder: (folder / "index.json").unlink(), "step-2 holds no checkpoint: index.json is missing"),
+    "an empty index": (lambda folder: (folder / "index.json").write_bytes(b""), "index.json is damaged or cut off"),
+    "half an index": (
+        lambda folder: os.truncate(folder / "index.json", (folder / "index.json").stat().st_size // 2),
+        "index.json is damaged or cut off",
+    ),
+    "another digit": (
+        lambda folder: _edit(folder, '"lr":0.001', '"lr":0.1'),
+        "index.json is damaged: its checksum",
+    ),
+    "foreign": (lambda folder: (folder / "index.json").write_text('{"a": 1}'), "is not the index of a checkpoint"),
+    "a list": (lambda folder: (folder / "index.json").write_text("[1]"), "is not the index of a checkpoint"),
+    "too new": (
+        lambda folder: _rewrite(folder, lambda index: index.update(version=2)),
+        r"has version 2 of the format, and this zero_optim reads version 1. It was written by zero_optim .*: use",
+    ),
+    "a tensor in no piece": (
+        lambda folder: _rewrite(folder, _cut_pieces),
+        "the parameter 'bias' has 3 elements, and its",
+    ),
+    "a tensor twice": (lambda folder: _rewrite(folder, _double_pieces), "are in two pieces"),
+    "outside of the folder": (lambda folder: _rewrite(folder, _outside), "lies outside of"),
+    "a key is missing": (
+        lambda folder: _rewrite(folder, lambda index: index["contents"].pop("tensors")),
+        "index.json cannot be read: KeyError: 'tensors'",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named_and_the_one_before_is_loaded(two: Path, damage: str) -> None:
+    harm, message = DAMAGE[damage]
+    model, opt = job(seed=1)
+    checkpoint.load(two / "step-1", model, opt)
+    whole = values(model, opt)
+    harm(two / "step-2")
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(two / "step-2", model, opt)
+    model, opt = job(seed=1)
+    with pytest.warns(UserWarning, match=rf"step-1 was loaded, and none that is newer: .*{message}"):
+        assert checkpoint.load(two, model, opt).step == 1
+    assert all(torch.equal(*pair) for pair in zip(whole, values(model, opt), strict=True))
+    # With the one before gone, too, there is none.
+    shutil.rmtree(two / "step-1")
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(two, model, opt)
+
+
+def test_latest_is_the_newest_whole_one(two: Path) -> None:
+    assert checkpoint.latest(two) == two / "step-2"
+    os.truncate(two / "step-2" / "rank-0.safetensors", 10)
+    assert checkpoint.latest(two) == two / "step-1"
+    assert checkpoint.latest(two / "nothing") is None
+    assert checkpoint.info(two).step == 1
+    (two / "step-x").mkdir()
+    (two / ".writing-step-9").mkdir()
+    assert checkpoint.latest(two) == two / "step-1"
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch exploded",)
+
+
+def test_nothing_is_unpickled(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(two)
+    bomb = pickle.dumps(Bomb())
+    for name in ("data.pkl", ".metadata", "extra.pt", "rank-1.safetensors", "optimizer.bin"):
+        (two / "step-2" / name).write_bytes(bomb)
+    model, opt = job(seed=1)
+    assert checkpoint.load(two, model, opt).step == 2
+    for name in ("rank-0.safetensors", "index.json"):
+        (two / "step-2" / name).write_bytes(bomb)
+        with pytest.raises(CheckpointError):
+            checkpoint.load(two / "step-2", model, opt)
+    assert not (two / "exploded").exists()
+    pickle.loads(bomb)
+    assert (two / "exploded").exists()
+
+
+@pytest.mark.parametrize("value", [object(), {"a": [print]}, {1, 2}, torch.empty(2**19), torch.empty(1, device="meta")])
+def test_what_is_not_plain_is_refused_by_name(tmp_path: Path, value: Any) -> None:
+    model, opt = job()
+    with pytest.raises(TypeError, match="extra"):
+        checkpoint.save(tmp_path, model, opt, extra={"deep": value})
+    assert not tmp_path.joinpath("step-1").exists()
+
+
+def test_keep_last(tmp_path: Path) -> None:
+    model, opt = job()
+    for step in range(1, 6):
+        checkpoint.save(tmp_path, model, opt, step=step)
+    os.truncate(tmp_path / "step-4" / "rank-0.safetensors", 10)
+    checkpoint.save(tmp_path, model, opt, step=3, keep_last=2)  # the later ones are another branch
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-2", "step-3", "step-4", "step-5"]
+    checkpoint.save(tmp_path, model, opt, step=6, keep_last=3)  # the damaged one does not count
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-3", "step-5", "step-6"]
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="keep_last"):
+            checkpoint.save(tmp_path, model, opt, step=7, keep_last=wrong)
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(two: Path) -> None:
+    model, opt = job(seed=5)
+    checkpoint.save(two, model, opt, step=2)
+    saved = values(model, opt)
+    model, opt = job(seed=6)
+    checkpoint.load(two, model, opt)
+    assert all(torch.equal(*pair) for pair in zip(saved, values(model, opt), strict=True))
+    assert sorted(folder.name for folder in two.iterdir()) == ["step-1", "step-2"]
+
+
+def test_what_a_dead_job_has_left_is_cleared(two: Path) -> None:
+    for name in (".writing-step-3", ".removing-step-1"):
+        (two / name).mkdir()
+        (two / name / "rank-0.safetensors").write_bytes(bytes(100))
+    model, opt = job()
+    checkpoint.save(two, model, opt, step=3)
+    assert sorted(folder.name for folder in two.iterdir()) == ["step-1", "step-2", "step-3"]
+
+
+# -- disks and ranks that fail -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def small_disk(place: Path, size: str) -> Iterator[Path]:
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.decode()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def fill(rank: int, world_size: int, folder: str) -> list[str]:
+    """Saves until the disk is full, then once more in the background. Returns what was raised."""
+    torch.manual_seed(0)
+    model = nn.Linear(200, 300)  # 1 MB of state
+    opt = ShardedAdamW(model.named_parameters())
+    checkpoint.save(folder, model, opt, step=1)
+    raised = []
+    for background in (False, True):
+        with pytest.raises(CheckpointError) as error:
+            for step in range(2, 20):
+                checkpoint.save(folder, model, opt, step=step, background=background)
+            checkpoint.wait()
+        raised.append(str(error.value))
+    assert checkpoint.load(folder, model, opt).step > 1
+    return raised
+
+
+def test_a_full_disk_leaves_what_is_there(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "5M") as disk:
+        for messages in run_ranks(2, fill, str(disk)):
+            for message in messages:
+                assert "rank-" in message and "No space left on device after " in message and " bytes" in message
+            assert "in the background has failed" in messages[1]
+        assert not list(disk.glob(".*"))
+        model = nn.Linear(200, 300)
+        assert checkpoint.load(disk, model).step > 1
+
+
+def test_a_read_only_folder(tmp_path: Path) -> None:
+    model, opt = job()
+    with small_disk(tmp_path / "disk", "5M") as disk:
+        checkpoint.save(disk, model, opt, step=1)
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        with pytest.raises(CheckpointError, match=rf"no checkpoint can be written to {disk}: Read-only file system"):
+            checkpoint.save(disk, model, opt, step=2)
+        assert checkpoint.load(disk, model, opt).step == 1
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        checkpoint.save(tmp_path / "file" / "here", model, opt)
+
+
+class Loader:
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.fails:
+            raise KeyError("no position")
+        return {"at": 3}
+
+
+def differ(rank: int, world_size: int, folder: str) -> list[str]:
+    """What only rank 1 does wrong. Returns what each case raises here."""
+    model, opt = job()
+    checkpoint.save(folder, model, opt, step=1)
+    one = rank == 1
+    raised = []
+
+    def expect(kind: type[Exception], **arguments: Any) -> None:
+        with pytest.raises(kind) as error:
+            checkpoint.save(folder, model, opt, **arguments)
+        raised.append(str(error.value))
+
+    expect(CheckpointError, step=2 + one)
+    expect(TypeError if one else RankMismatchError, step=2, extra=object() if one else None)
+    expect(KeyError if one else RankMismatchError, step=2, data=Loader(one))
+    expect(ValueError if one else RankMismatchError, step=2, keep_last=0 if one else 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "is_dir", lambda path: not one)
+        expect(CheckpointError, step=2)
+    with pytest.MonkeyPatch.context() as patch:
+        pwrite = os.pwrite
+        patch.setattr(os, "pwrite", (lambda *_: 0) if one else pwrite)
+        expect(CheckpointError, step=2)
+    with pytest.MonkeyPatch.context() as patch:  # a piece that is lost
+        write = saving.write_file
+        patch.setattr(saving, "write_file", lambda path, portions, values: write(path, portions, values)[one:])
+        expect(CheckpointError, step=2)
+    assert checkpoint.load(folder, model, opt).step == 1
+    assert [path.name for path in Path(folder).iterdir()] == ["step-1"]
+    return raised
+
+
+def test_one_rank_that_differs_or_fails_fails_all(tmp_path: Path) -> None:
+    for rank, (step, plain, data, keep, blind, full, lost) in enumerate(run_ranks(2, differ, str(tmp_path))):
+        assert "the ranks save different steps, [2, 3]" in step
+        assert "extra is a builtins.object, which cannot be written without pickle" in plain
+        assert "no position" in data and "keep_last must be" in keep
+        assert "is not there for rank 1 on " in blind and "one folder that all nodes share" in blind
+        assert "rank-1.safetensors: No space left on device after 0 of " in full
+        assert "was not written whole: the parameter 'weight' has 15 elements, and its pieces 9" in lost
+        assert all(message.startswith("rank 1 failed with") for message in (plain, data, keep)) == (rank == 0)
+
+
+def test_without_its_extra_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+    model, opt = job()
+    with pytest.raises(CheckpointError, match=r"pip install zero-kernels\[checkpoint\]"):
+        checkpoint.save(tmp_path, model, opt)
+    with pytest.raises(CheckpointError, match=r"pip install zero-kernels\[checkpoint\]"):
+        checkpoint.load(tmp_path, model, opt)
+    assert not list(tmp_path.iterdir())
