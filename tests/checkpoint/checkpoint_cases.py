@@ -98,7 +98,7 @@ def train_zoo(model: nn.Module, opt: Any, steps: range, rank: int, world_size: i
         opt.clip_grad_norm_(1.0)
         opt.step()
         opt.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 

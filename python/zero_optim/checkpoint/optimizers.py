@@ -81,7 +81,8 @@ class ShardedPart:
 
     def describe(self) -> SavedOptimizer:
         order = [self._names[index] for index in self._engine.reducer.layout.order]
-        groups = _described(self._groups, self._names_of_groups())
+        decoupled = {"decoupled_weight_decay": self._engine.rule.decoupled}
+        groups = _described([{**group, **decoupled} for group in self._groups], self._names_of_groups())
         return SavedOptimizer(groups, self.steps(), master_of(self._engine.rule), order)
 
     def _names_of_groups(self) -> list[list[str]]:
