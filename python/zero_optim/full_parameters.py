@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint.contents import Names
+from .comm.storage import deallocate
 from .errors import ShardAccessError
 from .optimizer import ShardedAdamW
 from .params.flat_params import FlatParams
@@ -68,11 +69,12 @@ def _copies(flat: FlatParams, wanted: Sequence[Tensor], dtype: torch.dtype | Non
     """Collective. These parameters of ``flat``, whole. What is gathered is gone before the last of them is given."""
     if not wanted:
         return
-    views = dict(zip(map(id, flat.params), flat.slot_views(flat.gathered()), strict=True))
+    gathered = flat.gathered()
+    views = dict(zip(map(id, flat.params), flat.slot_views(gathered), strict=True))
     for parameter in wanted[:-1]:
         yield parameter, views[id(parameter)].to(dtype or parameter.dtype, copy=True)
     last = views[id(wanted[-1])].to(dtype or flat.dtype, copy=True)
-    views.clear()
+    deallocate(gathered)  # gloo's threads may have it for a while
     yield wanted[-1], last
 
 
@@ -81,8 +83,5 @@ def _masters(opt: ShardedAdamW, dtype: torch.dtype) -> Iterator[tuple[Tensor, Te
     parameters = opt.engine.parameters.all
     for masters in opt.engine.states.whole_masters():
         wanted = [index for index in masters if parameters[index].dtype != dtype]
-        for place, index in enumerate(wanted):
-            whole = masters[index].to(dtype, copy=True).view(parameters[index].shape)
-            if place == len(wanted) - 1:
-                masters.clear()  # before the last is given: the next bucket is gathered after it
-            yield parameters[index], whole
+        for index in wanted:
+            yield parameters[index], masters[index].to(dtype, copy=True).view(parameters[index].shape)

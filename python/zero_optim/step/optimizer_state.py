@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.sharding import Sharding
+from ..comm.storage import deallocate
 from ..errors import StateMismatchError
 from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
@@ -208,23 +209,27 @@ class OptimizerState:
         self.refresh_edited()
         for shard in self.shards:
             for tensor in shard.tensors:
-                for index, whole in self._whole_of(shard, tensor).items():
+                for index, whole in _by_index(shard, tensor, self._gathered(shard, tensor)).items():
                     yield index, tensor, whole
 
     def whole_masters(self) -> Iterator[dict[int, Tensor]]:
-        """Collective. Of one bucket after another, the whole masters of those parameters that have one, by index."""
+        """Collective. Of one bucket after another, the whole masters of those parameters that have one, by index.
+
+        They are good until the next bucket is asked for.
+        """
         self.refresh_edited()
         for shard in self.shards:
             for tensor in shard.tensors:
                 if tensor.begins is Begins.PARAMETER:
-                    yield self._whole_of(shard, tensor)
+                    full = self._gathered(shard, tensor)
+                    yield _by_index(shard, tensor, full)
+                    if self.sharding.shard_count > 1:  # then it is no state itself; gloo's threads may still have it
+                        deallocate(full)
 
-    def _whole_of(self, shard: ShardState, tensor: StateTensor) -> dict[int, Tensor]:
-        """Collective. A tensor of every parameter of a bucket, whole and flat, by index."""
+    def _gathered(self, shard: ShardState, tensor: StateTensor) -> Tensor:
+        """Collective. A tensor of a whole bucket: of its own memory, unless this rank has all of it anyway."""
         with shard.opened() as state:
-            full = self.sharding.whole_of(state[tensor.name], "state")
-        slots = shard.bucket.layout.slots
-        return {slot.param: full.narrow(0, *tensor.span(slot.offset, slot.numel)) for slot in slots}
+            return self.sharding.whole_of(state[tensor.name], "state")
 
     def distribute(self, names: Mapping[int, Sequence[str]], tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Collective. Take over whole tensors that rank 0 has, those of one bucket at a time.
@@ -268,6 +273,11 @@ class OptimizerState:
         be loaded later, and a master may be older than the parameters, when another optimizer carried it along."""
         self.started = True
         self._versions, self._updates, self._total = [-1] * len(self._versions), 0, -1
+
+
+def _by_index(shard: ShardState, tensor: StateTensor, full: Tensor) -> dict[int, Tensor]:
+    """Of each parameter of a bucket its part of ``full``, flat, a view."""
+    return {slot.param: full.narrow(0, *tensor.span(slot.offset, slot.numel)) for slot in shard.bucket.layout.slots}
 
 
 def _places(shard: ShardState) -> Iterator[Place]:
