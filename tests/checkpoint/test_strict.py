@@ -151,24 +151,21 @@ def test_what_does_not_fit_is_named(tmp_path: Path, stage: int, name: str) -> No
             assert any(re.search(part, note) for note in notes), (part, notes)
 
 
-def thawed(rank: int, world_size: int, folder: str, stage: int) -> tuple[str, tuple[str, ...], list[int]]:
+def thawed(rank: int, world_size: int, folder: str, stage: int) -> tuple[tuple[str, ...], list[int]]:
     torch.manual_seed(1)
     model = Two()
     opt = optimizer(model, one_group, stage)
-    with pytest.raises(StateMismatchError) as raised:
-        checkpoint.load(folder, model, opt)
-    notes = checkpoint.load(folder, model, opt, strict=False).notes
+    notes = checkpoint.load(folder, model, opt).notes
     model(torch.ones(2, 6)).square().sum().backward()
     opt.step()
-    return str(raised.value), notes, [int(entry["step"]) for entry in full_state(opt).values()]
+    return notes, [int(entry["step"]) for entry in full_state(opt).values()]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_was_frozen_and_is_trained_now_begins_anew(tmp_path: Path, stage: int) -> None:
     run_ranks(2, save, str(tmp_path), stage, "frozen")
-    part = r"missing in the checkpoint: the state \(exp_avg, exp_avg_sq\) of 2 parameters, second.bias, second.weight"
-    for message, notes, steps in run_ranks(2, thawed, str(tmp_path), stage):
-        assert re.search(part, message) and any(re.search(part, note) for note in notes)
+    for notes, steps in run_ranks(2, thawed, str(tmp_path), stage):
+        assert notes == ("never updated before: 2 parameters, second.bias, second.weight",)
         assert sorted(steps) == [1, 1, 2, 2]
 
 

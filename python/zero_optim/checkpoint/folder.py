@@ -19,7 +19,8 @@ from . import index
 from .index import Index
 from .rank_file import crc32c
 
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_LEFT = re.compile(r"\.(writing|removing)-step-[0-9]+")
 _WRITING, _REMOVING = ".writing-", ".removing-"
 
 
@@ -40,7 +41,7 @@ def step_of(folder: Path) -> int | None:
 def checkpoints(path: Path) -> list[Path]:
     """The checkpoints in ``path``, whole or not, the newest first."""
     try:
-        found = [(step, folder) for folder in path.iterdir() if (step := step_of(folder)) is not None]
+        found = [(step, at) for at in path.iterdir() if (step := step_of(at)) is not None and at.is_dir()]
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -62,12 +63,20 @@ def begin(path: Path, step: int) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
         for left in path.iterdir():
-            if left.name.startswith((_WRITING, _REMOVING)):
+            if _LEFT.fullmatch(left.name):
                 shutil.rmtree(left, ignore_errors=True)
         writing.mkdir()
+        there = step_folder(path, step)
+        if os.path.lexists(there) and not _is_checkpoint(there):
+            raise CheckpointError(f"{there} is there already, and is no checkpoint: remove it, or give another step")
     except OSError as error:
         raise CheckpointError(f"no checkpoint can be written to {path}: {error.strerror}") from error
     return writing
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether it is one of ours, whole or not. What is a link, or has no index, is not removed."""
+    return not folder.is_symlink() and (folder / index.NAME).exists()
 
 
 def publish(writing: Path, written: Index) -> Path:
@@ -108,7 +117,7 @@ def keep_newest(path: Path, folder: Path, count: int) -> None:
     """Remove checkpoints older than ``folder``, but for so many whole ones that there are ``count`` with it."""
     kept = 1
     for other in checkpoints(path):
-        if (step_of(other) or 0) < (step_of(folder) or 0):
+        if (step_of(other) or 0) < (step_of(folder) or 0) and _is_checkpoint(other):
             if kept < count and problem_of(other) is None:
                 kept += 1
             else:
@@ -159,7 +168,8 @@ def read_index(folder: Path) -> Index:
                 f"{file} is missing. Every rank has to see the whole checkpoint: is its folder shared by all nodes?"
             )
         if (there := file.stat().st_size) != nbytes:
-            raise CheckpointError(f"{file} has {there:,} bytes, and was written with {nbytes:,}: it was cut off")
+            what = "was cut off" if there < nbytes else "is another file"
+            raise CheckpointError(f"{file} has {there:,} bytes, and was written with {nbytes:,}: it {what}")
     return read
 
 

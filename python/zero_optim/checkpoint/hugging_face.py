@@ -24,7 +24,7 @@ from .matching import counted, listed
 from .newest import newest
 from .rank_file import Files
 from .safetensors_file import BLOCK_BYTES, Entry, Stored, read_header, write_entries
-from .subject import Subject
+from .subject import make_subject
 from .together import together
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -161,7 +161,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     Raises, on every rank and before anything is written: StateMismatchError, naming what does not fit; CheckpointError
     for files that are missing, cut off, or of another format.
     """
-    subject = Subject(model, None)
+    subject = make_subject(model, None, "load_safetensors")
     subject.settle()
     together(subject.comm, lambda: subject.check_loadable("load_safetensors"), "load_safetensors")
     names = Names(model)

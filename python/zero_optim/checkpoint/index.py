@@ -98,7 +98,7 @@ class SavedOptimizer:
     """
 
     groups: Sequence[Mapping[str, Any]] = ()
-    steps: Mapping[str, int] = field(default_factory=dict)
+    steps: Mapping[str, float] = field(default_factory=dict)
     master: str | None = None
     order: Sequence[str] = ()
 
@@ -148,7 +148,7 @@ def from_json(text: bytes, crc32c: Any, path: object) -> Index:
     """The index in ``text``, read from ``path``. Raises CheckpointError for one that is damaged or foreign."""
     try:
         read = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged or cut off: {error}") from error
     if not isinstance(read, dict) or read.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the index of a checkpoint of zero_optim")

@@ -30,8 +30,8 @@ from .matching import Match
 from .plain import decode
 from .random_states import set_random_states
 from .rank_file import Files, crc32c
-from .subject import LoadPlan, Subject, each
-from .together import on_rank_0, together
+from .subject import LoadPlan, Subject, each, make_subject
+from .together import check_agreed, on_rank_0, together
 
 _WHERE = "checkpoint.load"
 
@@ -81,12 +81,13 @@ def load(
     fit. Where a checksum shows damage in the midst of reading, model and optimizer are a mixture: load another
     checkpoint, or make them anew.
     """
-    crc32c(b"")  # its package may be missing
     wait()
-    subject = Subject(model, opt)
+    subject = make_subject(model, opt, _WHERE)
     others = _Others(each(scaler), each(scheduler), data)
+    given = {"path": str(path), "strict": strict, "scaler": len(others.scalers), "scheduler": len(others.schedulers)}
+    check_agreed(subject.comm, {**subject.described(), **given, "data": data is not None}, _WHERE)
     subject.settle()
-    together(subject.comm, lambda: subject.check_loadable(_WHERE), _WHERE)
+    together(subject.comm, lambda: _check_callable(subject), _WHERE)
     problems: list[str] = []
     for folder in on_rank_0(subject.comm, lambda: folders.candidates(Path(path)), _WHERE):
         try:
@@ -99,6 +100,11 @@ def load(
             warnings.warn(message, stacklevel=2)
         return loaded
     raise CheckpointError("; ".join(problems) or f"{path} holds no checkpoint")
+
+
+def _check_callable(subject: Subject) -> None:
+    crc32c(b"")  # its package may be missing
+    subject.check_loadable(_WHERE)
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,8 @@ def _load(folder: Path, subject: Subject, others: _Others, *, strict: bool) -> L
     together(comm, lambda: _read(folder, parts, plan.matched), _WHERE)
     together(comm, lambda: subject.take_over(plan), _WHERE)
     together(comm, lambda: others.load(index), _WHERE)
-    notes = [*plan.matched.misfits, *_take_own(index, comm, subject.device, others.data)]
+    own = together(comm, lambda: _take_own(index, comm, subject.device, others.data), _WHERE)
+    notes = [*plan.matched.misfits, *plan.matched.notes, *own]
     return Loaded(folder, index.step, decode(index.extra), tuple(notes))
 
 

@@ -42,7 +42,7 @@ class Match:
         source: of each tensor here, by kind and name, the saved one; those without are not loaded.
         fresh: names of parameters whose state begins anew.
         groups: of each optimizer, of each of its groups, the number of the saved one; None: it keeps its options.
-        misfits: a sentence each.
+        misfits: a sentence each. ``notes``: what is no misfit, but worth to be told.
     """
 
     saved_name: Mapping[str, str]
@@ -50,6 +50,7 @@ class Match:
     fresh: set[str] = field(default_factory=set)
     groups: list[list[int | None]] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def match(
@@ -124,7 +125,13 @@ def _match_state(index: Index, wanted: Wanted, masters: Collection[str], matched
     for spec in wanted.specs:
         if spec.name in lacking and spec.kind != wanted.master:
             matched.source.pop(spec.key, None)
-    missed = [name for name in lacking if name not in wanted.spared]
+    known = {name for optimizer in index.optimizers for group in optimizer.groups for name in group["params"]}
+    updated = {name for optimizer in index.optimizers for name, count in optimizer.steps.items() if count > 0}
+    trained = [name for name in lacking if name not in wanted.spared]
+    never = [name for name in trained if matched.saved_name[name] in known - updated]
+    if never:
+        matched.notes.append(f"never updated before: {counted(never, PARAMETER)}, {listed(never)}")
+    missed = [name for name in trained if name not in never]
     if missed:
         kinds = list(dict.fromkeys(kind for name in missed for kind in lacking[name]))
         matched.misfits.append(

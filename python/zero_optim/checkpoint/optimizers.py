@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..engine import Engine
+from ..errors import CheckpointError
 from ..rules.update_rule import StateTensor, master_of, tensors_for
 from .contents import Contents, Holding, Names, Owner, TensorContents
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec
@@ -21,7 +22,7 @@ from .state_dict import check_groups_fit, load_groups
 class OptimizerPart(Contents, Protocol):
     """An optimizer among what is saved and loaded. As ``Contents`` it is what there is to save."""
 
-    def steps(self) -> dict[str, int]:
+    def steps(self) -> Mapping[str, float]:
         """Updates that each parameter with state has had, by name. The host waits for the device."""
 
     def describe(self) -> SavedOptimizer:
@@ -134,12 +135,16 @@ class TorchPart(TensorContents):
         found: dict[tuple[str, str], Tensor] = {}
         for parameter, entry in opt.state.items():
             for kind, value in entry.items():
+                if kind in (PARAMETER, BUFFER):
+                    raise CheckpointError(f"an optimizer calls a part of its state {kind!r}, which has a meaning here")
                 if kind != "step":
                     found[kind, self._names[id(parameter)]] = value
         super().__init__(found)
 
-    def steps(self) -> dict[str, int]:
-        return {self._names[id(p)]: int(entry["step"]) for p, entry in self._opt.state.items() if "step" in entry}
+    def steps(self) -> dict[str, float]:
+        """A float where the optimizer has a tensor, as AdamW, else an int."""
+        counts = {self._names[id(p)]: entry["step"] for p, entry in self._opt.state.items() if "step" in entry}
+        return {name: float(count) if isinstance(count, Tensor) else int(count) for name, count in counts.items()}
 
     def describe(self) -> SavedOptimizer:
         return SavedOptimizer(_described(self._opt.param_groups, self._names_of_groups()), self.steps())
@@ -174,12 +179,15 @@ class TorchPart(TensorContents):
         return TensorContents(self._to_fill)
 
     def take_over(self, saved: SavedOptimizer, matched: Match, groups: Sequence[dict[str, Any]]) -> None:
-        state: dict[int, dict[str, Tensor]] = {}
+        state: dict[int, dict[str, Any]] = {}
         flat = [name for group in self._names_of_groups() for name in group]
         for (kind, name), tensor in self._to_fill.items():
             state.setdefault(flat.index(name), {})[kind] = tensor
         for index, entry in state.items():
-            entry["step"] = torch.tensor(float(saved.steps.get(matched.saved_name[flat[index]], 0)), device="cpu")
+            count = saved.steps.get(matched.saved_name[flat[index]])
+            if count is not None:
+                own = isinstance(count, int) and saved.master is None  # an int, as of an optimizer that has ints
+                entry["step"] = count if own else torch.tensor(float(count), device="cpu")
         load_groups(self._opt.param_groups, groups)
         self._opt.load_state_dict({"state": state, "param_groups": self._opt.state_dict()["param_groups"]})
 
@@ -219,5 +227,6 @@ def _chosen(
 ) -> list[dict[str, Any]]:
     there = [{**decode({**group, "params": None}), "params": group["params"]} for group in saved.groups]
     return [
-        copy.copy(group) if number is None else there[number] for group, number in zip(groups, numbers, strict=True)
+        copy.copy(group) if number is None else {**there[number], "params": group["params"]}
+        for group, number in zip(groups, numbers, strict=True)
     ]

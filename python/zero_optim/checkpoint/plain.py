@@ -5,7 +5,7 @@ What JSON has no form for is an object with a single key that begins with ``$``:
     (0.9, 0.999)        {"$tuple": [0.9, 0.999]}
     inf                 {"$float": "inf"}
     {3: "a"}            {"$dict": [[3, "a"]]}
-    Counter({30: 1})    {"$counter": [[30, 1]]}
+    Counter({30: 1})    {"$Counter": [[30, 1]]}
     b"ab"               {"$bytes": "YWI="}
     tensor([1, 2])      {"$tensor": "AQAAAAAAAAACAAAAAAAAAA==", "dtype": "int64", "shape": [2]}
 """
@@ -16,7 +16,7 @@ import base64
 import ctypes
 import math
 import numbers
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,26 +26,32 @@ from torch import Tensor
 MOST_BYTES = 2**20
 """Of a tensor among plain values. A larger one belongs into the model, as a buffer, where it is sharded out."""
 
-_DICTS = (dict, OrderedDict, defaultdict, Counter)
+_DEEPEST = 100
+_MOST_BITS = 10_000  # Python reads no integer from a text of more than 4300 digits
+_DICTS = (OrderedDict, Counter)
 
 
-def encode(value: Any, where: str) -> Any:
-    """What ``json.dumps`` takes. ``where`` names the value in messages. Raises TypeError for what is not plain."""
-    if value is None or isinstance(value, bool | str):
+def encode(value: Any, where: str, depth: int = 0) -> Any:
+    """What ``json.dumps`` takes. ``where`` names the value in messages. Raises TypeError for what is not plain.
+
+    Of a subclass of a number or a string, such as an enum or NumPy's, the plain value comes back.
+    """
+    if depth > _DEEPEST:
+        raise TypeError(f"{where[:100]}... is nested more than {_DEEPEST} deep, or contains itself")
+    if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, numbers.Integral):  # NumPy's too
-        return int(value)
-    if isinstance(value, numbers.Real):
-        number = float(value)
-        return number if math.isfinite(number) else {"$float": repr(number)}
-    if type(value) in (list, deque):
-        return [encode(item, f"{where}[{place}]") for place, item in enumerate(value)]
+    if isinstance(value, str):
+        return str.__str__(value)  # that of an enum is its value
+    if isinstance(value, int | float) or type(value).__module__ == "numpy" and isinstance(value, numbers.Real):
+        return _encode_number(value, where)
+    if type(value) is list:
+        return [encode(item, f"{where}[{place}]", depth + 1) for place, item in enumerate(value)]
     if type(value) is tuple:
-        return {"$tuple": [encode(item, f"{where}[{place}]") for place, item in enumerate(value)]}
-    if type(value) in _DICTS:
-        return _encode_dict(value, where)
-    if isinstance(value, bytes | bytearray):
-        return {"$bytes": base64.b64encode(value).decode()}
+        return {"$tuple": [encode(item, f"{where}[{place}]", depth + 1) for place, item in enumerate(value)]}
+    if type(value) in (dict, *_DICTS):
+        return _encode_dict(value, where, depth)
+    if type(value) in (bytes, bytearray):
+        return {f"${type(value).__name__}": base64.b64encode(value).decode()}
     if isinstance(value, Tensor):
         return _encode_tensor(value, where)
     raise TypeError(
@@ -54,24 +60,35 @@ def encode(value: Any, where: str) -> Any:
     )
 
 
-def _encode_dict(value: Mapping[Any, Any], where: str) -> Any:
-    named = {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+def _encode_number(value: Any, where: str) -> Any:
+    if isinstance(value, numbers.Integral):
+        if int(value).bit_length() > _MOST_BITS:
+            raise TypeError(
+                f"{where} is an integer of {int(value).bit_length()} bits, and here {_MOST_BITS} are the most"
+            )
+        return int(value)
+    number = float(value)
+    return number if math.isfinite(number) else {"$float": repr(number)}
+
+
+def _encode_dict(value: Mapping[Any, Any], where: str, depth: int) -> Any:
+    named = {key: encode(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
     plain = all(isinstance(key, str) and not key.startswith("$") for key in named)
-    if plain and type(value) is not Counter:
+    if plain and type(value) is dict:
         return named
-    pairs = [[encode(key, f"a key of {where}"), item] for key, item in named.items()]
-    return {"$counter" if type(value) is Counter else "$dict": pairs}
+    return {f"${type(value).__name__}": [[encode(key, f"a key of {where}"), item] for key, item in named.items()]}
 
 
 def _encode_tensor(value: Tensor, where: str) -> Any:
-    if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_meta:
+    plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    if not plain or value.is_meta or value.is_quantized:
         raise TypeError(f"{where} is a {type(value).__name__} on {value.device}: only dense tensors with values")
     if value.nbytes > MOST_BYTES:
         raise TypeError(
             f"{where} is a tensor of {value.nbytes} bytes, and here {MOST_BYTES} are the most: register it as a buffer "
             "of the model"
         )
-    flat = value.detach().to("cpu", copy=True).contiguous().reshape(-1)
+    flat = value.detach().resolve_conj().resolve_neg().to("cpu", copy=True).contiguous().reshape(-1)
     data = ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.nbytes else b""
     shape = list(value.shape)
     return {"$tensor": base64.b64encode(data).decode(), "dtype": dtype_name(value.dtype), "shape": shape}
@@ -96,8 +113,10 @@ _DECODERS: dict[str, Any] = {
     "$tuple": lambda items: tuple(map(decode, items)),
     "$float": float,
     "$dict": lambda pairs: {decode(key): decode(item) for key, item in pairs},
-    "$counter": lambda pairs: Counter({decode(key): decode(item) for key, item in pairs}),
+    "$OrderedDict": lambda pairs: OrderedDict((decode(key), decode(item)) for key, item in pairs),
+    "$Counter": lambda pairs: Counter({decode(key): decode(item) for key, item in pairs}),
     "$bytes": base64.b64decode,
+    "$bytearray": lambda text: bytearray(base64.b64decode(text)),
 }
 
 

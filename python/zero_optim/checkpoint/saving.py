@@ -29,8 +29,8 @@ from .index import Index, SavedTensor, TensorSpec, merge
 from .plain import encode
 from .random_states import read_random_states
 from .rank_file import Portion, check_dtype, crc32c, write_file
-from .subject import Subject, each
-from .together import Ranks, gathered, on_rank_0, together
+from .subject import Subject, each, make_subject
+from .together import Ranks, check_agreed, gathered, on_rank_0, together
 
 _WHERE = "checkpoint.save"
 
@@ -71,10 +71,11 @@ def save(
     earlier checkpoints are as they were. ParameterError for an optimizer with parameters that the model lacks;
     TypeError for a value that is not plain; ClosedError; CollectiveError where a rank has died.
     """
-    crc32c(b"")  # its package may be missing
-    subject = Subject(model, opt)
-    comm = subject.comm
     wait()
+    subject = make_subject(model, opt, _WHERE)
+    comm = subject.comm
+    given = {"path": str(path), "step": step, "keep_last": keep_last, "background": background}
+    check_agreed(comm, {**subject.described(), **given, "data": data is not None}, _WHERE)
     subject.settle()
     work = together(comm, lambda: _prepare(subject, step, keep_last, scaler, scheduler, data, extra), _WHERE)
     writing = _begin(comm, Path(path), work.step)
@@ -115,7 +116,6 @@ class _Work:
 class _Written:
     """What a rank has written: ``nbytes`` in its file."""
 
-    step: int
     nbytes: int
     tensors: Sequence[SavedTensor]
     own: Mapping[str, Any]
@@ -124,6 +124,7 @@ class _Written:
 def _prepare(
     subject: Subject, step: int | None, keep_last: int | None, scaler: Any, scheduler: Any, data: Any, extra: Any
 ) -> _Work:
+    crc32c(b"")  # its package may be missing
     if step is not None and (type(step) is not int or step < 0):
         raise ValueError(f"step must be a count, got {step!r}")
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
@@ -140,7 +141,7 @@ def _prepare(
     }
     cuts = cut_for_rank([part.holdings for part in parts], subject.comm.rank, subject.comm.world_size)
     return _Work(
-        max((count for one in optimizers for count in one.steps().values()), default=0) if step is None else step,
+        int(max((count for one in optimizers for count in one.steps().values()), default=0)) if step is None else step,
         [spec for part in parts for spec in part.specs],
         [cut.portion for of_part in cuts for cut in of_part if cut.portion.length],
         lambda: _values(parts, cuts),
@@ -222,7 +223,7 @@ def _write(writing: Path, rank: int, work: _Work) -> _Written:
     """This rank's file, on the disk."""
     file = writing / folders.rank_file_name(rank)
     tensors = write_file(file, work.portions, work.values())
-    return _Written(work.step, file.stat().st_size, tensors, work.own)
+    return _Written(file.stat().st_size, tensors, work.own)
 
 
 def _values(parts: Sequence[Contents], cuts: Sequence[Sequence[Cut]]) -> Iterator[Tensor]:
@@ -235,9 +236,6 @@ def _values(parts: Sequence[Contents], cuts: Sequence[Sequence[Cut]]) -> Iterato
 
 def _publish(writing: Path, written: Sequence[_Written], work: _Work) -> Path:
     """On rank 0: check that all is there once, write the index, give the folder its name."""
-    steps = [of_rank.step for of_rank in written]
-    if len({*steps}) > 1:
-        raise CheckpointError(f"{writing}: the ranks save different steps, {steps}")
     try:
         tensors = merge(work.specs, (tensor for of_rank in written for tensor in of_rank.tensors))
     except ValueError as error:

@@ -18,31 +18,64 @@ from .index import Index, SavedOptimizer
 from .matching import Match, match, saved_names
 from .optimizers import OptimizerPart, Sharded, is_sharded, make_part
 from .plain import decode, encode
+from .together import together
+
+
+def make_subject(model: nn.Module, opt: Any, where: str) -> Subject:
+    """Collective. On the ranks of the first sharded optimizer, else of the sharded model, else of the default group.
+
+    Raises TypeError, ClosedError, or CheckpointError, and what makes the other ranks raise, too.
+    """
+    comm = _comm_of(model, opt)
+    return together(comm, lambda: Subject(model, opt, comm), where)
+
+
+def _comm_of(model: Any, opt: Any) -> Comm:
+    for one in each(opt):
+        if is_sharded(one):
+            return one.engine.sharding.everyone
+    for sharded in sharded_model_of(model.parameters()) if isinstance(model, nn.Module) else ():
+        return sharded.sharding.everyone
+    return make_comm()
+
+
+def _check_apart(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    seen: set[int] = set()
+    for number, one in enumerate(optimizers):
+        own = {id(parameter) for group in one.param_groups for parameter in group["params"]}
+        if own & seen:
+            raise CheckpointError(f"optimizer {number} has parameters that one before it has, too: give each one once")
+        seen |= own
 
 
 class Subject:
     """
     Attributes:
         optimizers: sharded ones, or torch's.
-        comm: the ranks that save and load together: those of the first sharded optimizer, else of the sharded model,
-            else of the default group.
+        comm: the ranks that save and load together.
         device: where the training is.
     """
 
-    def __init__(self, model: nn.Module, opt: Any) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, opt: Any, comm: Comm) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}: give a module")
+        self.model, self.comm = model, comm
         self.optimizers = each(opt)
         for one in self.optimizers:
             if not isinstance(one, torch.optim.Optimizer):
-                raise CheckpointError(f"opt is a {type(one).__name__}: give an optimizer, or a list of them")
+                raise TypeError(f"opt is a {type(one).__name__}: give an optimizer, or a list of them")
         self._sharded: list[Sharded] = [one for one in self.optimizers if is_sharded(one)]
         for sharded in self._sharded:
             sharded.check_usable()
+        _check_apart(self.optimizers)
         self._models = sharded_model_of(model.parameters())
-        comms = [sharded.engine.sharding.everyone for sharded in self._sharded]
-        comms += [sharded_model.sharding.everyone for sharded_model in self._models]
-        self.comm: Comm = comms[0] if comms else make_comm()
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+    def described(self) -> dict[str, Any]:
+        """What has to be the same on every rank."""
+        counts = [sum(len(group["params"]) for group in one.param_groups) for one in self.optimizers]
+        kinds = [type(one).__name__ for one in self.optimizers]
+        return {"opt": list(zip(kinds, counts, strict=True)), "model": type(self.model).__name__}
 
     def settle(self) -> None:
         """Collective. Leave nothing under way, and every unit sharded."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -58,6 +58,18 @@ def together(ranks: Ranks, work: Callable[[], T], where: str) -> T:
     done: list[T] = []
     gathered(ranks, lambda: done.append(work()), where)
     return done[0]
+
+
+def check_agreed(ranks: Ranks, given: Mapping[str, Any], where: str) -> None:
+    """Collective. Raise CheckpointError, on every rank, unless all of them are given the same."""
+    reports = gathered(ranks, lambda: dict(given), where)
+    for name, value in reports[0].items():
+        rank = next((rank for rank, report in enumerate(reports) if report[name] != value), None)
+        if rank is not None:
+            raise CheckpointError(
+                f"{where} is called with {name} {value!r} on rank 0, and {reports[rank][name]!r} on rank {rank}: every "
+                "rank has to make the same call"
+            )
 
 
 def on_rank_0(ranks: Ranks, work: Callable[[], T], where: str) -> T:
