@@ -1,0 +1,85 @@
+"""Ranks that are killed: the others raise, the launcher starts all anew, and what comes of it has the same bits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from kills import MODEL, SAVE_EVERY, Death, assert_same, train
+from training import environment, write_text
+from zero_optim import checkpoint
+
+LIMIT = 240.0
+
+
+def test_a_run_that_loses_ranks_is_one_that_nobody_disturbed(tmp_path: Path) -> None:
+    """Each attempt gets a checkpoint further, or dies in saving it. ``kills.py`` does it fifty times."""
+    deaths = [
+        Death(1, "backward", SAVE_EVERY + 2, 0.001),
+        Death(0, "save", 1, 0.002),
+        Death(0, "step", SAVE_EVERY + 1, 0.001),
+    ]
+    text = write_text(tmp_path / "text")
+    flags = [*MODEL, "--stage", "3", "--steps", "8", "--data", str(text), "--save-every", str(SAVE_EVERY)]
+    train(tmp_path / "undisturbed", 2, flags, [], LIMIT)
+    said = train(tmp_path / "killed", 2, flags, deaths, LIMIT)
+    assert said.count("reading the text") == 1 + len(deaths)
+    assert ", after step 2\n" in said
+    assert_same(tmp_path / "killed" / "run", tmp_path / "undisturbed" / "run")
+
+
+SAVES = """
+import os, signal, sys
+import torch, torch.distributed as dist
+import zero_optim
+from zero_optim import checkpoint
+folder, background, rank = sys.argv[1], sys.argv[2] == "background", int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=2)
+model = torch.nn.Linear(300, 300)
+opt = zero_optim.ShardedAdamW(model.parameters())
+checkpoint.save(folder, model, opt, step=1)
+write, left = os.pwrite, [3]
+def die(*arguments):
+    left[0] -= 1
+    if dist.get_rank() == 1 and left[0] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(*arguments)
+os.pwrite = die
+try:
+    checkpoint.save(folder, model, opt, step=2, background=background)
+    checkpoint.wait()
+except zero_optim.ZeroOptimError as error:
+    print(type(error).__name__, error)
+    os._exit(3)
+"""
+
+
+def _ranks_that_save(folder: Path, how: str) -> tuple[int, int, str]:
+    """Exit codes of both, and what rank 0 said. No launcher ends the one that is left."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SAVES, str(folder), how, str(rank)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said, _ = ranks[0].communicate(timeout=LIMIT)
+        return ranks[0].returncode, ranks[1].wait(timeout=LIMIT), said
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_a_rank_that_dies_while_it_saves(tmp_path: Path) -> None:
+    for how in ("blocking", "background"):
+        folder = tmp_path / how
+        code, other, said = _ranks_that_save(folder, how)
+        assert (code, other) == (3, -9), said
+        assert "Another rank died" in said
+        assert checkpoint.latest(folder) == folder / "step-1"
+        assert [path.name for path in folder.iterdir()] == ["step-1"], said
