@@ -142,6 +142,42 @@ def draw_walkthrough(record: Mapping[str, Any], path: Path) -> None:
     _draw(panels, record, path, "Bytes of live tensors after each phase; whiskers: the most within it.")
 
 
+def draw_checkpoints(record: Mapping[str, Any], path: Path) -> None:
+    """Saving, loading, and for how long training stands still."""
+    rows = record["rows"]
+    about = f"{elements(rows[0]['numel'])} parameters, {rows[0]['dtype']}, {rows[0]['written'] / 1e6:,.0f} MB"
+
+    def ranks(row: JsonRow) -> str:
+        return f"{row['ranks']:,} ranks"
+
+    def panel(title: str, part: str, columns: Mapping[str, Callable[[JsonRow], str]]) -> Panel:
+        return Panel(
+            title=title,
+            unit="ms",
+            rows=rows,
+            value=lambda row: row[part][0],
+            whiskers=lambda row: (row[part][1], row[part][2]),
+            columns={"ms": lambda row: milliseconds(row[part][0]), **columns},
+            group=ranks,
+        )
+
+    def of_disk(part: str) -> dict[str, Callable[[JsonRow], str]]:
+        return {
+            "of disk": lambda row: f"{row['of_disk'][part]:.2f}",
+            "MiB more": lambda row: mebibytes(row["extra"][part]),
+        }
+
+    panels = [
+        panel(f"Saving, until all is on the disk: {about}", "save", of_disk("save")),
+        panel("Saving, until training may go on", "blocked", {}),
+        panel("Loading, from the disk", "load", of_disk("load")),
+    ]
+    note = (
+        "Medians of interleaved rounds, of the slower rank; whiskers: p20 to p80. 'of disk': the disk's time over it."
+    )
+    _draw(panels, record, path, note)
+
+
 def draw_scale(record: Mapping[str, Any], path: Path) -> None:
     """What the host does in a step, and how much of the buckets is padding, by ranks."""
     rows = record["rows"]

@@ -21,7 +21,7 @@ import zero_kernels
 from ..train.config import UsageError
 from .timing import Spread
 
-SCHEMA = 6
+SCHEMA = 7
 COMPLETED = 2  # the oldest schema that is still read: what its rows lack is null
 COMMIT_ENVIRONMENT = "ZERO_KERNELS_COMMIT"  # for sources that were copied without their .git
 
@@ -125,6 +125,24 @@ class EnduranceRow:
     growth: dict[str, float]
 
 
+@dataclass(frozen=True)
+class CheckpointRow:
+    """What saving and loading takes. Times are of the slower rank: median, 20th and 80th percentile, in ms."""
+
+    op: str
+    backend: str
+    dtype: str
+    numel: int
+    ranks: int
+    rounds: int
+    written: int  # bytes, of all ranks
+    save: list[float]  # until it is on the disk
+    load: list[float]
+    blocked: list[float]  # of saving, until training may go on
+    of_disk: dict[str, float]  # the disk's time over this one's: of save, of load
+    extra: dict[str, int]  # bytes of a rank beside what was there, at most: in save, in load
+
+
 def device_name(device: torch.device) -> str:
     """The GPU's name, or the processor's with the threads in use."""
     if device.type == "cuda":
@@ -180,7 +198,7 @@ def results_folder(device: torch.device, out: Path | None) -> Path:
 
 
 def make_record(
-    rows: Sequence[Row] | Sequence[PhaseRow] | Sequence[ScaleRow] | Sequence[EnduranceRow],
+    rows: Sequence[Row] | Sequence[PhaseRow] | Sequence[ScaleRow] | Sequence[EnduranceRow] | Sequence[CheckpointRow],
     device: torch.device,
     baselines: Mapping[str, str],
 ) -> dict[str, Any]:
@@ -222,7 +240,9 @@ def read(path: Path) -> dict[str, Any]:
         raise UsageError(f"--redraw {path}: is no record of a benchmark") from error
     if not isinstance(schema, int) or not COMPLETED <= schema <= SCHEMA:
         raise UsageError(f"--redraw {path}: has schema {schema}; this version reads {COMPLETED} to {SCHEMA}")
-    nothing = {key.name: None for kind in (Row, PhaseRow, ScaleRow, EnduranceRow) for key in fields(kind)}
+    nothing = {
+        key.name: None for kind in (Row, PhaseRow, ScaleRow, EnduranceRow, CheckpointRow) for key in fields(kind)
+    }
     return {**record, "rows": [{**nothing, **row} for row in rows]}
 
 

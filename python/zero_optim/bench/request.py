@@ -51,6 +51,7 @@ ALONE = {
     "memory_walkthrough": _taking(ranks="2", one_number=True, gpu=True),
     "scale": _taking("rounds", dtypes=("bf16",), ranks="8 64 1024 16384"),
     "endurance": _taking("steps", dtypes=("fp32",), ranks="1 2"),
+    "checkpoint": _taking("numel", "rounds", dtypes=("fp32",), ranks="2"),
 }
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 

@@ -15,6 +15,7 @@ from ..train.config import UsageError
 from . import (
     adam_step,
     census,
+    checkpoints,
     contenders,
     endurance,
     fused_adams,
@@ -28,7 +29,7 @@ from . import (
     train_step,
 )
 from .case import Case, Setting, choose_backends
-from .record import EnduranceRow, PhaseRow, Row, ScaleRow, make_record, read, results_folder, write
+from .record import CheckpointRow, EnduranceRow, PhaseRow, Row, ScaleRow, make_record, read, results_folder, write
 from .request import ALONE, Request
 from .table import table
 from .timing import Clock, Rounds, interleaved, make_clock
@@ -43,7 +44,9 @@ STEP_NUMELS = {"cpu": (2**24,), "cuda": (10**9,)}
 
 Say = Callable[[str], object]
 # The rows, and the versions of baselines, or why they are not in the rows.
-Measured = tuple[list[Row] | list[PhaseRow] | list[ScaleRow] | list[EnduranceRow], Mapping[str, str]]
+Measured = tuple[
+    list[Row] | list[PhaseRow] | list[ScaleRow] | list[EnduranceRow] | list[CheckpointRow], Mapping[str, str]
+]
 
 
 def main(request: Request) -> int:
@@ -124,6 +127,13 @@ def run_endurance(request: Request, device: torch.device, say: Say) -> Measured:
     return endurance.measure(request.ranks or endurance.RANKS, request.steps or endurance.STEPS, say), {}
 
 
+def run_checkpoint(request: Request, device: torch.device, say: Say) -> Measured:
+    if not census.can_count():
+        raise UsageError("checkpoint counts what /proc shows, which is there on Linux alone")
+    numel = request.numels[0] if request.numels else checkpoints.NUMEL
+    return checkpoints.measure(numel, request.ranks or checkpoints.RANKS, request.rounds or checkpoints.ROUNDS, say), {}
+
+
 def _check_ranks(request: Request, device: torch.device) -> None:
     gpus = torch.cuda.device_count() if device.type == "cuda" else None
     if gpus is not None and any(count > gpus for count in request.ranks or ()):
@@ -151,6 +161,7 @@ ALONE_RUNS: dict[str, Callable[[Request, torch.device, Say], Measured]] = {
     "stages": run_stages,
     "memory_walkthrough": run_memory_walkthrough,
     "scale": run_scale,
+    "checkpoint": run_checkpoint,
     "endurance": run_endurance,
 }
 
@@ -237,7 +248,7 @@ def _draw(record: dict[str, Any], path: Path) -> str:
 
 def _drawing(record: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
     """What draws this record. Importing it needs matplotlib."""
-    from .bars import draw_overhead, draw_ranks, draw_scale, draw_walkthrough
+    from .bars import draw_checkpoints, draw_overhead, draw_ranks, draw_scale, draw_walkthrough
     from .lines import draw_endurance
     from .roofline import draw
 
@@ -248,4 +259,6 @@ def _drawing(record: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
         return draw_scale
     if first.get("samples"):
         return draw_endurance
+    if first.get("written"):
+        return draw_checkpoints
     return draw_overhead if first["parameters"] else draw_ranks if first["ranks"] else draw

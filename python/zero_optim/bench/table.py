@@ -30,7 +30,7 @@ def _block_of(row: JsonRow) -> tuple[Any, ...]:
 
 
 def _lines(rows: Sequence[JsonRow]) -> list[str]:
-    kinds = {"phase": _walkthrough, "timed": _scale, "samples": _endurance}
+    kinds = {"phase": _walkthrough, "timed": _scale, "samples": _endurance, "written": _checkpoints}
     return next((lines for key, lines in kinds.items() if rows[0].get(key)), _block)(rows)
 
 
@@ -174,6 +174,20 @@ def _scale(rows: Sequence[JsonRow]) -> list[str]:
     lines.append(_beside("timed: buckets", [f"{row['timed_buckets']:,}" for row in rows]))
     for what in first["timed"]:
         lines.append(_beside(f"timed: {what}, ms", [milliseconds(row["timed"][what]) for row in rows]))
+    return lines
+
+
+def _checkpoints(rows: Sequence[JsonRow]) -> list[str]:
+    first = rows[0]
+    about = f"{elements(first['numel'])} parameters, {first['dtype']}, {first['written'] / 1e6:,.0f} MB"
+    heads = ("save, ms", "blocked, ms", "load, ms", "save/disk", "load/disk", "save +MiB", "load +MiB")
+    lines = [f"checkpoint: {about}, {first['ranks']} ranks; medians of {first['rounds']} rounds"]
+    lines.append(f"{'':<16}" + "".join(f"{head:>12}" for head in heads))
+    for row in rows:
+        cells = [milliseconds(row[part][0]) for part in ("save", "blocked", "load")]
+        cells += [f"{row['of_disk'][part]:.2f}" for part in ("save", "load")]
+        cells += [mebibytes(row["extra"][part]) for part in ("save", "load")]
+        lines.append(f"{row['backend']:<16}" + "".join(f"{cell:>12}" for cell in cells))
     return lines
 
 

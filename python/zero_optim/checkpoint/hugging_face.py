@@ -6,7 +6,6 @@ that says which tensor is in which.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from .contents import Holding, Names, contents_of_model
 from .index import BUFFER, PARAMETER, Index, SavedTensor
 from .matching import counted, listed
 from .newest import newest
-from .rank_file import Files
+from .rank_file import Files, fill
 from .safetensors_file import BLOCK_BYTES, Entry, Stored, read_header, write_entries
 from .subject import make_subject
 from .together import together
@@ -113,6 +112,7 @@ def _weights(index: Index, dtype: torch.dtype | None) -> Iterator[_Weight]:
 
 
 def _values(files: Files, weights: Sequence[_Weight]) -> Iterator[Tensor]:
+    files.expect((weight.source, 0, weight.source.spec.numel) for weight in weights)
     for weight in weights:
         whole = torch.empty(weight.source.spec.numel, dtype=weight.entry.dtype, device="cpu")
         files.read_into(whole, weight.source, 0)
@@ -241,12 +241,10 @@ def _read(stored: Mapping[str, Stored], holdings: Sequence[Holding], values: Ite
 def _read_range(file: int, where: Stored, start: int, target: Tensor) -> None:
     dtype = where.entry.dtype
     a_block = BLOCK_BYTES // dtype.itemsize
-    staging = torch.empty(min(a_block, target.numel()), dtype=dtype, device="cpu")
     for first in range(0, target.numel(), a_block):
         part = target[first : first + a_block]
         nbytes = part.numel() * dtype.itemsize
         data = os.pread(file, nbytes, where.offset + (start + first) * dtype.itemsize)
         if len(data) < nbytes:
             raise CheckpointError(f"{where.path} ends in the midst of {where.entry.name!r}: it was cut off")
-        ctypes.memmove(staging.data_ptr(), data, nbytes)
-        part.copy_(staging[: part.numel()])
+        fill(part, dtype, data, 0)

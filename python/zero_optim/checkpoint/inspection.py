@@ -15,8 +15,7 @@ from ..errors import CheckpointError
 from . import folder as folders
 from .index import BUFFER, PARAMETER, Index, Piece, SavedTensor
 from .plain import decode, dtype_name
-from .rank_file import Files
-from .safetensors_file import BLOCK_BYTES
+from .rank_file import Files, blocks_in
 
 _THREADS = 8
 
@@ -99,12 +98,13 @@ def verify(folder: Path, index: Index) -> list[str]:
 def _verify_file(folder: Path, pieces: list[tuple[SavedTensor, Piece]], see: Any) -> list[str]:
     problems = []
     with Files(folder) as files:
-        for tensor, piece in sorted(pieces, key=lambda of: of[1].offset):
-            for number in range(-(-piece.length * tensor.spec.dtype.itemsize // BLOCK_BYTES)):
-                try:
-                    see(len(files.read_block(tensor, piece, number)))
-                except CheckpointError as error:
-                    problems.append(str(error))
+        pieces = sorted(pieces, key=lambda of: of[1].offset)
+        files.expect((tensor, piece.start, piece.length) for tensor, piece in pieces)
+        for block in (block for tensor, piece in pieces for block in blocks_in(tensor, piece)):
+            try:
+                see(len(files.read_block(block)))
+            except CheckpointError as error:
+                problems.append(str(error))
     return problems
 
 

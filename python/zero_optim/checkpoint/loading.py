@@ -166,11 +166,12 @@ def _plan(folder: Path, index: Index, subject: Subject, others: _Others, *, stri
 
 def _read(folder: Path, parts: Sequence[Contents], matched: Match) -> None:
     with Files(folder) as files:
-        for part in parts:
-            for holding, flat in zip(part.holdings, part.values(), strict=True):
-                source = matched.source.get(holding.spec.key)
-                if source is not None and holding.length:
-                    files.read_into(flat, source, holding.start)
+        wanted = [(holding, matched.source.get(holding.spec.key)) for part in parts for holding in part.holdings]
+        files.expect((source, of.start, of.length) for of, source in wanted if source is not None)
+        values = (flat for part in parts for flat in part.values())
+        for (holding, source), flat in zip(wanted, values, strict=True):
+            if source is not None and holding.length:
+                files.read_into(flat, source, holding.start)
 
 
 def _take_own(index: Index, comm: Comm, device: torch.device, data: Any) -> list[str]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from . import disk
 from .index import Piece, SavedTensor, TensorSpec
 from .safetensors_file import BLOCK_BYTES, NAMES, Entry, write_entries
 
@@ -55,6 +56,20 @@ def check_dtype(spec: TensorSpec) -> None:
         raise CheckpointError(f"the {spec.label} has {spec.dtype}, which safetensors cannot hold")
 
 
+def fill(target: Tensor, dtype: torch.dtype, data: bytes, first: int) -> None:
+    """Give ``target`` [length] the values of ``dtype`` in ``data``, from element ``first`` on."""
+    begin, nbytes = first * dtype.itemsize, target.numel() * dtype.itemsize
+    if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
+        where = target  # the bytes as they are
+    else:
+        where = torch.empty(target.numel(), dtype=dtype, device="cpu")
+    ctypes.memmove(where.data_ptr(), data[begin : begin + nbytes] if begin or nbytes < len(data) else data, nbytes)
+    if where is target:
+        torch.autograd.graph.increment_version(target)  # torch has not seen it
+    else:
+        target.copy_(where)
+
+
 def write_file(path: Path, portions: Sequence[Portion], values: Iterable[Tensor]) -> list[SavedTensor]:
     """Write a file of ``portions``, synced to the disk. Returns what the index is to hold of it.
 
@@ -77,16 +92,18 @@ def write_file(path: Path, portions: Sequence[Portion], values: Iterable[Tensor]
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
 class Files:
     """The files of a checkpoint's ``folder``, opened as they are needed. A context: it closes them.
 
     ``nbytes``: read so far.
     """
 
-    folder: Path
-    nbytes: int = 0
-    _open: dict[str, int] = field(default_factory=dict)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.nbytes = 0
+        self._open: dict[str, int] = {}
+        self._coming: Iterator[Block] = iter(())
+        self._ahead = 0  # bytes that were announced, and not read yet
 
     def __enter__(self) -> Files:
         return self
@@ -98,48 +115,92 @@ class Files:
             os.close(file)
         self._open.clear()
 
+    def expect(self, ranges: Iterable[tuple[SavedTensor, int, int]]) -> None:
+        """What will be read, each a tensor, its first element and how many; in this order. The disk is told of some of
+        it before."""
+        self._coming = (
+            block for tensor, start, length in ranges for block in _blocks_of(tensor, start, start + length)
+        )
+        self._ahead = 0
+
     def read_into(self, target: Tensor, tensor: SavedTensor, start: int) -> None:
         """Fill ``target`` [length], of any dtype and device, with the elements of ``tensor`` from ``start`` on.
 
         Every block that is read is checked. Raises CheckpointError, naming file and tensor.
         """
         end = start + target.numel()
-        for piece in tensor.pieces:
-            low, high = max(start, piece.start), min(end, piece.end)
-            if low < high:
-                self._read_piece(target[low - start : high - start], tensor, piece, low - piece.start)
+        for block in _blocks_of(tensor, start, end):
+            data = self.read_block(block)
+            low, high = max(start, block.start), min(end, block.start + block.length)
+            fill(target[low - start : high - start], tensor.spec.dtype, data, low - block.start)
 
-    def _read_piece(self, target: Tensor, tensor: SavedTensor, piece: Piece, first: int) -> None:
-        """``first``: the element of the piece that ``target`` begins with."""
-        a_block = BLOCK_BYTES // tensor.spec.dtype.itemsize
-        last = first + target.numel()
-        staging = torch.empty(min(a_block, piece.length), dtype=tensor.spec.dtype, device="cpu")
-        for number in range(first // a_block, -(-last // a_block)):
-            length = min(a_block, piece.length - number * a_block)
-            data = self.read_block(tensor, piece, number)
-            ctypes.memmove(staging.data_ptr(), data, len(data))
-            low, high = max(first, number * a_block), min(last, number * a_block + length)
-            source = staging[low - number * a_block : high - number * a_block]
-            target[low - first : high - first].copy_(source)
-
-    def read_block(self, tensor: SavedTensor, piece: Piece, number: int) -> bytes:
-        """The bytes of a block of a piece, checked."""
-        begin = number * BLOCK_BYTES
-        length = min(BLOCK_BYTES, piece.length * tensor.spec.dtype.itemsize - begin)
-        path = self.folder / piece.file
+    def read_block(self, block: Block) -> bytes:
+        """Its bytes, checked."""
+        path = self.folder / block.piece.file
         try:
-            if piece.file not in self._open:
-                self._open[piece.file] = os.open(path, os.O_RDONLY)
-            data = os.pread(self._open[piece.file], length, piece.offset + begin)
+            self._read_ahead(block.nbytes)
+            data = os.pread(self._opened(block.piece.file), block.nbytes, block.offset)
         except OSError as error:
-            raise CheckpointError(f"{path}, which holds the {tensor.spec.label}: {error.strerror}") from error
+            raise CheckpointError(f"{path}, which holds the {block.spec.label}: {error.strerror}") from error
         self.nbytes += len(data)
-        if len(data) < length:
-            raise CheckpointError(f"{path} ends in the midst of the {tensor.spec.label}: it was cut off")
-        if crc32c(data) != piece.crc32c[number]:
-            place = piece.offset + begin
-            raise CheckpointError(
-                f"{path} is damaged: bytes {place:,} to {place + length:,}, of the {tensor.spec.label}, have another "
-                "checksum"
-            )
+        if len(data) < block.nbytes:
+            raise CheckpointError(f"{path} ends in the midst of the {block.spec.label}: it was cut off")
+        if crc32c(data) != block.crc32c:
+            bytes_of = f"bytes {block.offset:,} to {block.offset + block.nbytes:,}, of the {block.spec.label}"
+            raise CheckpointError(f"{path} is damaged: {bytes_of}, have another checksum")
         return data
+
+    def _opened(self, name: str) -> int:
+        if name not in self._open:
+            self._open[name] = os.open(self.folder / name, os.O_RDONLY)
+        return self._open[name]
+
+    def _read_ahead(self, nbytes: int) -> None:
+        """So much of what was announced is going to be read now."""
+        self._ahead = max(self._ahead - nbytes, 0)
+        while self._ahead < disk.RUN_BYTES and (block := next(self._coming, None)) is not None:
+            disk.will_read(self._opened(block.piece.file), block.offset, block.nbytes)
+            self._ahead += block.nbytes
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a piece with a checksum of its own: ``length`` elements, from the tensor's element ``start`` on."""
+
+    spec: TensorSpec
+    piece: Piece
+    number: int
+    start: int
+    length: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.length * self.spec.dtype.itemsize
+
+    @property
+    def offset(self) -> int:
+        return self.piece.offset + self.number * BLOCK_BYTES
+
+    @property
+    def crc32c(self) -> str:
+        return self.piece.crc32c[self.number]
+
+
+def _elements_a_block(tensor: SavedTensor) -> int:
+    return BLOCK_BYTES // tensor.spec.dtype.itemsize
+
+
+def _blocks_of(tensor: SavedTensor, start: int, end: int) -> Iterator[Block]:
+    """Those that hold elements from ``start`` to ``end``, in order."""
+    most = _elements_a_block(tensor)
+    for piece in tensor.pieces:
+        low, high = max(start, piece.start), min(end, piece.end)
+        if low < high:
+            for number in range((low - piece.start) // most, -(-(high - piece.start) // most)):
+                first = piece.start + number * most
+                yield Block(tensor.spec, piece, number, first, min(most, piece.end - first))
+
+
+def blocks_in(tensor: SavedTensor, piece: Piece) -> Iterator[Block]:
+    """All of a piece."""
+    return _blocks_of(tensor, piece.start, piece.end)

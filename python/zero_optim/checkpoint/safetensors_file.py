@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from . import disk
 
 BLOCK_BYTES = 2**20
 """So much is read or written at a time."""
@@ -90,11 +91,15 @@ def write_entries(
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             done += _write(file, header, 0)
+            begun = 0  # bytes that the disk was told to begin with
             for offset, flat in zip(offsets, values, strict=True):
                 for block in _blocks_on_host(flat):
                     see(block)
                     done += _write(file, block, offset)
                     offset += len(block)
+                    if done - begun > disk.RUN_BYTES:
+                        disk.start_writing(file, 0, 0)  # all there is: entries need not come in the file's order
+                        begun = done
             os.fsync(file)
         finally:
             os.close(file)
