@@ -1,9 +1,10 @@
 """Stage 3, a training loop to copy: parameters, gradients and optimizer state are shared out over the ranks.
 
 python examples/train_sharded.py [FILE ...]
-torchrun --standalone --nproc-per-node 2 examples/train_sharded.py [FILE ...] [--save CHECKPOINT] [--resume CHECKPOINT]
+torchrun --standalone --nproc-per-node 2 examples/train_sharded.py [FILE ...] [--save FOLDER] [--resume FOLDER]
 
-A byte-level GPT on the text of the files named, or on this one. docs/zero3.md explains each call.
+A byte-level GPT on the text of the files named, or on this one. docs/zero3.md explains each call. Checkpoints need
+pip install zero-kernels[checkpoint].
 """
 
 import argparse
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import zero_optim
 from torch import Tensor, nn
 from torch.nn import functional as F
+from zero_optim import checkpoint
 
 WINDOW, BATCH = 128, 8
 
@@ -77,20 +79,12 @@ def evaluate(model: nn.Module, text: Tensor, device: torch.device, batches: int 
     return total.item()
 
 
-def save(path: Path, model: nn.Module, optimizer: zero_optim.ShardedAdamW, step: int, rank: int) -> None:
-    """One file, of whole tensors: any number of ranks, and torch.optim.AdamW, can read it. Every rank takes part."""
-    state = zero_optim.full_state_dict(optimizer)  # on rank 0, in its CPU memory
-    with zero_optim.gather_parameters(model):
-        if rank == 0:
-            torch.save({"step": step, "model": model.state_dict(), "optimizer": state}, path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, default=[Path(__file__)])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--save", type=Path, help="write a checkpoint here, in the end")
-    parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
+    parser.add_argument("--save", type=Path, help="a folder to write a checkpoint into, in the end")
+    parser.add_argument("--resume", type=Path, help="such a folder to go on from, on as many ranks as you like")
     arguments = parser.parse_args()
 
     # The ranks, where torchrun has started several; one rank needs none of this.
@@ -108,10 +102,7 @@ def main() -> None:
     optimizer = zero_optim.ShardedAdamW(model.named_parameters(), lr=1e-3, weight_decay=0.1)
     done = 0
     if arguments.resume:
-        saved = torch.load(arguments.resume, map_location="cpu", mmap=True, weights_only=True)
-        model.load_state_dict(saved["model"])  # each rank copies its share
-        zero_optim.load_full_state_dict(optimizer, saved["optimizer"])
-        done = saved["step"]
+        done = checkpoint.load(arguments.resume, model, optimizer).step  # each rank reads its share
 
     data = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in arguments.files)), dtype=torch.uint8)
     text, held_out = data.split([len(data) - len(data) // 10, len(data) // 10])
@@ -128,7 +119,7 @@ def main() -> None:
 
     held_out_loss = evaluate(model, held_out, device)
     if arguments.save:
-        save(arguments.save, model, optimizer, arguments.steps, rank)
+        checkpoint.save(arguments.save, model, optimizer, step=arguments.steps)  # each rank writes its share
     if rank == 0:
         held = ", ".join(f"{kind} {size:,}" for kind, size in optimizer.stats()["memory"].items())
         print(f"held-out loss {held_out_loss:.4f}")

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
+from checkpoint_files import read_contents, weights_in
 from training import ROOT, Command
 
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
@@ -33,21 +33,21 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_sharded_on_two_ranks_and_resumed_on_one(tmp_path: Path) -> None:
-    command = Command([*TORCHRUN, str(SHARDED), "--steps", "2", "--save", "two.pt"], tmp_path)
+    command = Command([*TORCHRUN, str(SHARDED), "--steps", "2", "--save", "checkpoints"], tmp_path)
     assert command.finish() == 0, command.output
     assert 4 < final_loss(command.output) < 7
-    saved = torch.load(tmp_path / "two.pt", weights_only=True)
-    whole = sum(weight.numel() for weight in saved["model"].values())
+    whole = sum(weight.numel() for weight in weights_in(tmp_path / "checkpoints" / "step-2").values())
     held = dict(re.findall(r"(\w+) ([\d,]+)(?:, |$)", command.output.splitlines()[-1]))
     held = {kind: int(size.replace(",", "")) for kind, size in held.items()}
     state = sum(held[kind] for kind in ("parameters", "master", "exp_avg", "exp_avg_sq"))
     assert state == pytest.approx(7 * whole, rel=1e-3)  # 14 / N bytes; a rank's share is whole rows
     assert held["unsharded"] == held["gradients"] == 0
 
-    command = Command([str(SHARDED), "--steps", "3", "--resume", "two.pt", "--save", "one.pt"], tmp_path)
+    command = Command([str(SHARDED), "--steps", "3", "--resume", "checkpoints", "--save", "checkpoints"], tmp_path)
     assert command.finish() == 0, command.output
     assert 4 < final_loss(command.output, 3) < 7
-    assert torch.load(tmp_path / "one.pt", weights_only=True)["optimizer"]["state"][0]["step"] == 3
+    (optimizer,) = read_contents(tmp_path / "checkpoints" / "step-3")["optimizers"]
+    assert {*optimizer["steps"].values()} == {3}
 
 
 @pytest.mark.parametrize("script", [EXAMPLE, SHARDED], ids=lambda path: path.stem)

@@ -43,7 +43,9 @@ def test_its_snippets_run(tmp_path: Path) -> None:
     assert re.search(r"^norm of the head \d+\.\d{3}$", said, re.MULTILINE)
     assert said == other  # rank 0's values, whole on both
     assert calls["all_gather"] == 3 * (1 + 2 * 4) and calls["reduce_scatter"] == 3 * (1 + 4)
-    assert (tmp_path / "checkpoint.pt").exists()
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == [
+        "step-0"
+    ]  # the page has not trained yet
 
 
 def test_what_it_links_to_is_there() -> None:

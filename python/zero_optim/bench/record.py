@@ -21,7 +21,7 @@ import zero_kernels
 from ..train.config import UsageError
 from .timing import Spread
 
-SCHEMA = 7
+SCHEMA = 6
 COMPLETED = 2  # the oldest schema that is still read: what its rows lack is null
 COMMIT_ENVIRONMENT = "ZERO_KERNELS_COMMIT"  # for sources that were copied without their .git
 
