@@ -188,6 +188,29 @@ def test_it_goes_over_to_fsdp2_and_to_torch_and_comes_back(
         assert_same((weights, _kinds(state, kinds)), (of_rank[0], _kinds(of_rank[1], kinds)))
 
 
+def load_in_16_bits(rank: int, world_size: int, folder: str) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """A bf16 model takes over a checkpoint of fp32, which has no masters; after the step they are there."""
+    torch.manual_seed(100 + rank)
+    model, opt = make(Run(stage=2, dtype=torch.bfloat16, lr=0.0, options={"weight_decay": 0.0}), Net())
+    of_model, of_optimizer = get_state_dict(model, opt)
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load({"model": of_model, "optim": of_optimizer}, checkpoint_id=folder, planner=planner)
+    for group in of_optimizer["param_groups"]:
+        group["lr"] = 0.0
+    set_state_dict(model, opt, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    train_step(Run(stage=2, dtype=torch.bfloat16), rank, model, opt, STEPS)
+    names = [name for name, _ in Net().named_parameters()]
+    return gathered(model), {names[index]: entry for index, entry in full_state(opt).items()}
+
+
+def test_masters_that_others_do_not_have_come_from_the_parameters(tmp_path: Path) -> None:
+    weights, _ = run_ranks(2, theirs, str(tmp_path / "theirs"), True)[0]
+    for values, state in run_ranks(2, load_in_16_bits, str(tmp_path / "theirs")):
+        for name, entry in state.items():
+            assert torch.equal(values[name], weights[name].bfloat16())
+            assert torch.equal(entry["master"].bfloat16(), values[name]), name
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

@@ -17,8 +17,8 @@ from .table import baseline_of, elements, mebibytes, milliseconds
 JsonRow = Mapping[str, Any]
 
 OURS_COLOR, OTHERS_COLOR, BASELINE_COLOR = "#0072B2", "#B9B9B9", "#D55E00"
-COLORS = {"fused": BASELINE_COLOR, "foreach": "#E69F00", "ddp": BASELINE_COLOR}
-OURS = ("ours", "stage0", "stage1", "stage2", "stage3", "stage3_keep")
+COLORS = {"fused": BASELINE_COLOR, "foreach": "#E69F00", "ddp": BASELINE_COLOR, "disk": BASELINE_COLOR}
+OURS = ("ours", "ours background", "stage0", "stage1", "stage2", "stage3", "stage3_keep")
 BAR_INCHES, PANEL_WIDTH = 0.27, 6.3
 GAP = 0.6  # of a bar, between groups
 
