@@ -15,6 +15,7 @@ import torch.distributed as dist
 import zero_optim
 from torch import Tensor, nn
 from torch.nn import functional as F
+from zero_optim import checkpoint
 
 
 def build_model() -> nn.Module:
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> nn.Module:
     parser.add_argument("--backend", default="inductor", help="torch.compile's; inductor needs a C++ compiler")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--stage", type=int, default=2)
-    parser.add_argument("--checkpoint", type=Path, help="a file: resumed from if there is one, written at the end")
+    parser.add_argument("--checkpoint", type=Path, help="a folder: resumed from if there is one, written at the end")
     arguments = parser.parse_args(argv)
 
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
@@ -48,12 +49,8 @@ def main(argv: list[str] | None = None) -> nn.Module:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-2, total_steps=1000)
 
     first = 0
-    if arguments.checkpoint and arguments.checkpoint.exists():
-        saved = torch.load(arguments.checkpoint, map_location=device)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        schedule.load_state_dict(saved["schedule"])
-        first = saved["step"]
+    if arguments.checkpoint and checkpoint.latest(arguments.checkpoint):
+        first = checkpoint.load(arguments.checkpoint, model, optimizer, scheduler=schedule).step
 
     for step in range(first, arguments.steps):
         x, y = (tensor.to(device) for tensor in draw(step, rank))
@@ -67,10 +64,7 @@ def main(argv: list[str] | None = None) -> nn.Module:
             print(f"step {step + 1}  loss {loss.item():.4f}", flush=True)
 
     if arguments.checkpoint:
-        whole = zero_optim.full_state_dict(optimizer)  # every rank takes part; rank 0 gets all of it
-        if rank == 0:
-            states = {"model": model.state_dict(), "optimizer": whole, "schedule": schedule.state_dict()}
-            torch.save({**states, "step": arguments.steps}, arguments.checkpoint)
+        checkpoint.save(arguments.checkpoint, model, optimizer, scheduler=schedule, step=arguments.steps, keep_last=1)
     optimizer.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -3,8 +3,8 @@
 python examples/transformers_loop.py [--model llama] [--checkpoint DIR]
 torchrun --standalone --nproc-per-node 2 examples/transformers_loop.py
 
-Called again with the same --checkpoint and more --steps, on as many ranks, it goes on where it stopped, to the same
-bits.
+Called again with the same --checkpoint and more --steps, it goes on where it stopped, on as many ranks as you like; on
+as many as before, to the same bits.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import torch.distributed as dist
 import zero_optim
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, get_scheduler
+from zero_optim import checkpoint
 
 MICRO_BATCHES = 2
 PLACE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # what torchrun says, and what it is without
@@ -56,18 +57,9 @@ def main(argv: list[str] | None = None) -> PreTrainedModel:
     optimizer = zero_optim.ShardedAdamW(model.named_parameters(), lr=1e-3, weight_decay=0.1, stage=arguments.stage)
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=5, num_training_steps=1000)
 
-    # Each rank keeps a file of its own, with its shards; the same ranks read them again.
-    first, file = 0, arguments.checkpoint and arguments.checkpoint / f"rank-{rank}.pt"
-    saved_by = len(list(arguments.checkpoint.glob("rank-*.pt"))) if file else 0
-    if saved_by not in (0, ranks):
-        raise SystemExit(f"{arguments.checkpoint} was saved by {saved_by} ranks, these are {ranks}: resume on as many")
-    if saved_by:
-        saved = torch.load(file)
-        model.load_state_dict(saved["model"])  # before the optimizer, whose masters follow the weights
-        optimizer.load_state_dict(saved["optimizer"])
-        schedule.load_state_dict(saved["schedule"])
-        torch.set_rng_state(saved["rng"])  # dropout goes on as it would have
-        first = saved["step"]
+    first, folder = 0, arguments.checkpoint
+    if folder and checkpoint.latest(folder):  # random states, too: dropout goes on as it would have
+        first = checkpoint.load(folder, model, optimizer, scheduler=schedule).step
 
     for step in range(first, arguments.steps):
         for micro in range(MICRO_BATCHES):
@@ -82,10 +74,8 @@ def main(argv: list[str] | None = None) -> PreTrainedModel:
         if rank == 0 and (step + 1) % 10 == 0:
             print(f"step {step + 1}  loss {loss.item() * MICRO_BATCHES:.4f}  norm {norm.item():.3f}", flush=True)
 
-    if file:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
-        torch.save({**states, "rng": torch.get_rng_state(), "step": arguments.steps}, file)
+    if folder:
+        checkpoint.save(folder, model, optimizer, scheduler=schedule, step=arguments.steps, keep_last=1)
     optimizer.close()
     if dist.is_initialized():
         dist.destroy_process_group()
