@@ -1,4 +1,4 @@
-"""Hugging Face ``accelerate`` with a sharded optimizer: schedule, accumulation, clipping, save_state and load_state.
+"""Hugging Face ``accelerate`` with a sharded optimizer: schedule, accumulation, clipping, save and resume.
 
 python examples/accelerate_loop.py [--checkpoint DIR]
 torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py
@@ -12,18 +12,11 @@ from pathlib import Path
 import torch
 import zero_optim
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.nn import functional as F
+from zero_optim import checkpoint
 
 MICRO_BATCHES = 2
-
-
-class AdamW(zero_optim.ShardedAdamW):
-    """``save_state`` asks every rank for a state dict and writes the main rank's: here the whole, not its shards."""
-
-    def state_dict(self) -> dict:
-        return zero_optim.full_state_dict(self, rank=None)
 
 
 def build_model() -> nn.Module:
@@ -47,18 +40,17 @@ def main(argv: list[str] | None = None) -> nn.Module:
     accelerator = Accelerator(gradient_accumulation_steps=MICRO_BATCHES, cpu=not torch.cuda.is_available())
     # Evaluation mode: placed, with mixed precision, but not wrapped in DDP, which would reduce a second time.
     model = accelerator.prepare_model(build_model(), evaluation_mode=True).train()
-    plain = AdamW(model.named_parameters(), lr=1e-2, stage=arguments.stage)
+    plain = zero_optim.ShardedAdamW(model.named_parameters(), lr=1e-2, stage=arguments.stage)
     model.no_sync = plain.no_sync  # what accumulate() enters between two steps
     # Its state lies where the parameters lie; accelerate would move it.
     optimizer = accelerator.prepare_optimizer(plain, device_placement=False)
     schedule = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: min(1.0, (step + 1) / 10))
-    accelerator.register_for_checkpointing(schedule)
 
-    if arguments.checkpoint and (arguments.checkpoint / "optimizer.bin").exists():
-        accelerator.load_state(arguments.checkpoint)
-        (accelerator.step,) = broadcast_object_list([accelerator.step])  # a rank that did not save has none
+    first = 0  # micro-batches done
+    if arguments.checkpoint and checkpoint.latest(arguments.checkpoint):  # not load_state, which has one file a rank
+        first = checkpoint.load(arguments.checkpoint, model, plain, scheduler=schedule).step
 
-    for step in range(accelerator.step, arguments.steps * MICRO_BATCHES):
+    for step in range(first, arguments.steps * MICRO_BATCHES):
         x, y = (tensor.to(accelerator.device) for tensor in draw(step, accelerator.process_index))
         with accelerator.accumulate(model):
             loss = F.cross_entropy(model(x), y)
@@ -73,7 +65,8 @@ def main(argv: list[str] | None = None) -> nn.Module:
             accelerator.print(f"micro-batch {step + 1}  loss {loss.item():.4f}  lr {schedule.get_last_lr()[0]:.4f}")
 
     if arguments.checkpoint:
-        accelerator.save_state(arguments.checkpoint)
+        step = arguments.steps * MICRO_BATCHES
+        checkpoint.save(arguments.checkpoint, model, plain, scheduler=schedule, step=step, keep_last=1)
     plain.close()
     accelerator.end_training()
     return model

@@ -14,6 +14,7 @@ import torch
 import zero_optim
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from zero_optim import checkpoint
 
 
 class ShardedTrainer(Trainer):
@@ -40,10 +41,14 @@ class ShardedTrainer(Trainer):
         return grad_norm  # None with max_grad_norm=0, where Trainer would read the gradients
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        state = zero_optim.full_state_dict(self.optimizer.optimizer)  # every rank takes part; rank 0 gets all of it
-        if self.args.should_save:
-            torch.save(state, os.path.join(output_dir, "optimizer.pt"))  # where Trainer put rank 0's shards
+        """Every rank writes its part, and any number of ranks can read it. Trainer would write rank 0's shards."""
+        folder, optimizer = os.path.join(output_dir, "sharded"), self.optimizer.optimizer
+        checkpoint.save(folder, self.model, optimizer, scheduler=self.lr_scheduler, step=self.state.global_step)
+
+    def _load_optimizer_and_scheduler(self, output_dir: str | None) -> None:
+        if output_dir is not None:
+            folder, optimizer = os.path.join(output_dir, "sharded"), self.optimizer.optimizer
+            checkpoint.load(folder, self.model, optimizer, scheduler=self.lr_scheduler)
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, object]]:
