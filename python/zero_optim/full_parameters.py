@@ -36,10 +36,13 @@ def iter_full_parameters(
     sharded = sharded_model_of(model.parameters())
     if in_backward() or any(of.schedule.running for of in sharded):
         raise ShardAccessError("iter_full_parameters was called in a forward or backward: call it between steps")
+    if opt is not None and not isinstance(opt, ShardedAdamW):
+        raise TypeError(f"opt is a {type(opt).__name__}: only a ShardedAdamW has masters")
     if opt is not None:
         opt.check_usable()
         opt.settle()
     for of in sharded:
+        of.schedule.check_not_gathered("iter_full_parameters")
         of.schedule.settle()
     return _parameters(model, sharded, opt, dtype)
 

@@ -194,11 +194,42 @@ def test_keep_last(tmp_path: Path) -> None:
     os.truncate(tmp_path / "step-4" / "rank-0.safetensors", 10)
     checkpoint.save(tmp_path, model, opt, step=3, keep_last=2)  # the later ones are another branch
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-2", "step-3", "step-4", "step-5"]
-    checkpoint.save(tmp_path, model, opt, step=6, keep_last=3)  # the damaged one does not count
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-3", "step-5", "step-6"]
+    checkpoint.save(tmp_path, model, opt, step=6, keep_last=3)  # the damaged one does not count, and is not lost for it
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-3", "step-4", "step-5", "step-6"]
+    checkpoint.save(tmp_path, model, opt, step=7, keep_last=2)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-6", "step-7"]
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="keep_last"):
-            checkpoint.save(tmp_path, model, opt, step=7, keep_last=wrong)
+            checkpoint.save(tmp_path, model, opt, step=8, keep_last=wrong)
+
+
+def test_without_a_count_of_updates_a_step_is_asked_for(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="nothing here counts updates"):
+        checkpoint.save(tmp_path, model)
+    with pytest.raises(ValueError, match="nothing here counts updates"):
+        checkpoint.save(tmp_path, model, torch.optim.SGD(model.parameters()))
+
+
+def test_a_replacement_that_fails_loses_nothing(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, opt = job(seed=7)
+    rename = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if path.name == ".writing-step-2":
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(CheckpointError, match="step-2 could not be published: Input/output error"):
+        checkpoint.save(two, model, opt, step=2)
+    monkeypatch.undo()
+    assert sorted(folder.name for folder in two.iterdir()) == ["step-1", "step-2"]
+    # A job that was killed between the two renames: the next puts it back.
+    (two / "step-2").rename(two / ".removing-step-2")
+    checkpoint.save(two, model, opt, step=3)
+    assert sorted(folder.name for folder in two.iterdir()) == ["step-1", "step-2", "step-3"]
+    assert checkpoint.load(two / "step-2", model, opt).step == 2
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(two: Path) -> None:
@@ -298,10 +329,10 @@ def differ(rank: int, world_size: int, folder: str) -> list[str]:
             checkpoint.save(folder, model, opt, **arguments)
         raised.append(str(error.value))
 
-    expect(CheckpointError, step=2 + one)
+    expect(RankMismatchError, step=2 + one)
     expect(TypeError if one else RankMismatchError, step=2, extra=object() if one else None)
     expect(KeyError if one else RankMismatchError, step=2, data=Loader(one))
-    expect(CheckpointError, step=2, keep_last=2 if one else 1)
+    expect(RankMismatchError, step=2, keep_last=2 if one else 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "is_dir", lambda path: not one)
         expect(CheckpointError, step=2)

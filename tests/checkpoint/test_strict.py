@@ -240,6 +240,44 @@ def test_two_optimizers_of_one_model(tmp_path: Path, swapped: bool) -> None:
     assert run_ranks(2, two_optimizers, str(tmp_path), swapped) == [[0.5, 0.5] if swapped else [0.1, 0.2]] * 2
 
 
+def test_another_kind_of_optimizer_is_told(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    sgd.step()
+    checkpoint.save(tmp_path, model, sgd, step=1)
+    with pytest.raises(StateMismatchError, match="optimizer 0 was saved by a SGD"):
+        checkpoint.load(tmp_path, model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(StateMismatchError, match=r"the state \(momentum_buffer\) of 2 parameters"):
+        checkpoint.load(tmp_path, model, ShardedAdamW(model.named_parameters()))
+    other = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.1)
+    checkpoint.load(tmp_path, model, other)
+    assert other.param_groups[0]["momentum"] == 0.9
+    assert all(
+        torch.equal(other.state[p]["momentum_buffer"], sgd.state[p]["momentum_buffer"]) for p in model.parameters()
+    )
+
+
+def test_steps_follow_their_parameters_into_fewer_optimizers(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"g": nn.Linear(3, 3), "d": nn.Linear(3, 3)})
+    opts = [ShardedAdamW(model[name].named_parameters()) for name in ("g", "d")]
+    for _ in range(3):
+        model["d"](torch.ones(1, 3)).sum().backward()
+        opts[1].step()
+        opts[1].zero_grad()
+    checkpoint.save(tmp_path, model, opts)
+    for opt in opts:
+        opt.close()
+    for one in (torch.optim.AdamW(model.parameters()), ShardedAdamW(model.named_parameters())):
+        with pytest.raises(StateMismatchError, match="the checkpoint has 2 optimizers, and 1 are given here"):
+            checkpoint.load(tmp_path, model, one)
+        checkpoint.load(tmp_path, model, one, strict=False)
+        state = one.state_dict()["state"]
+        assert sorted(float(entry["step"]) for entry in state.values()) == [0, 0, 3, 3]
+        model["d"](torch.ones(1, 3)).sum().backward()
+        one.step()
+
+
 class Counting(nn.Linear):
     """A layer with a state of its own."""
 
@@ -257,7 +295,7 @@ class Counting(nn.Linear):
 def test_the_extra_state_of_modules_comes_along(tmp_path: Path) -> None:
     model = nn.Sequential(Counting(), nn.Linear(2, 2))
     model[0].count = 3
-    checkpoint.save(tmp_path, model)
+    checkpoint.save(tmp_path, model, step=1)
     again = nn.Sequential(Counting(), nn.Linear(2, 2))
     checkpoint.load(tmp_path, again)
     assert again[0].count == 3

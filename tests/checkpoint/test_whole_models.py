@@ -95,6 +95,25 @@ def test_it_is_refused_within_a_forward() -> None:
     run_ranks(2, within)
 
 
+def gathered_meanwhile(rank: int, world_size: int, folder: str) -> None:
+    import zero_optim
+
+    model, opt = make_zoo(Job(stage=3), seed=0)
+    with zero_optim.gather_parameters(model):
+        for call in (
+            lambda: next(iter_full_parameters(model)),
+            lambda: checkpoint.save(folder, model, opt),
+            lambda: checkpoint.load(folder, model, opt),
+            lambda: load_safetensors(model, folder),
+        ):
+            with pytest.raises(ShardAccessError, match="was called within gather_parameters: leave that before"):
+                call()
+
+
+def test_nothing_is_saved_or_loaded_within_gather_parameters(tmp_path: Path) -> None:
+    run_ranks(2, gathered_meanwhile, str(tmp_path))
+
+
 # -- Hugging Face's layout ---------------------------------------------------------------------------------------------
 
 
@@ -223,8 +242,11 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     assert_bits(before, dict(model.state_dict()))
     told = load_safetensors(model, tmp_path / "model.safetensors", strict=False)
     assert len(told) == 2 and torch.equal(model.weight, torch.ones(3, 5))
-    with pytest.raises(StateMismatchError, match=r"parameter 'weight' has shape \[3, 4\] here, and \[3, 5\] there"):
+    with pytest.raises(StateMismatchError, match=r"parameter 'weight' has shape \[3, 4\] of .* here, and \[3, 5\] of"):
         load_safetensors(nn.Linear(4, 3), tmp_path, strict=False)
+    safetensors.torch.save_file({"weight": torch.ones(3, 5, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(StateMismatchError, match=r"of torch.float32 here, and \[3, 5\] of torch.int8 there"):
+        load_safetensors(model, tmp_path, strict=False)
     for content in (b"", b"no tensors", (2**40).to_bytes(8, "little"), (3).to_bytes(8, "little") + b"[1]"):
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(CheckpointError, match="model.safetensors is no safetensors file"):

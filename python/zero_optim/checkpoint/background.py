@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import Comm
+from ..comm.host_ranks import forget_group
 from ..errors import CheckpointError
 from .together import together
 
@@ -36,18 +37,16 @@ class Slab:
         """Copy ``values``, of so many bytes each. From a GPU they are on their way when this returns."""
         copied: list[Tensor] = []
         place = 0
-        on_gpu = False
+        gpus: set[torch.device] = set()
         for size, flat in zip(sizes, values, strict=True):
-            on_gpu = on_gpu or flat.device.type == "cuda"
+            if flat.device.type == "cuda":
+                gpus.add(flat.device)
             if not copied:
-                self._allocate(sum(sizes), pinned=on_gpu)
+                self._allocate(sum(sizes), pinned=bool(gpus))
             copied.append(self._memory.narrow(0, place, size))
             copied[-1].copy_(flat.detach().view(torch.uint8), non_blocking=True)
             place += size
-        arrived = torch.cuda.Event() if on_gpu else None
-        if arrived is not None:
-            arrived.record()
-        return CopiedValues(copied, arrived)
+        return CopiedValues(copied, [_reached(gpu) for gpu in gpus])
 
     def _allocate(self, nbytes: int, *, pinned: bool) -> None:
         if self._memory.numel() < nbytes or (pinned and not self._memory.is_pinned()):
@@ -57,15 +56,22 @@ class Slab:
 
 @dataclass(frozen=True)
 class CopiedValues:
-    """Values in the slab, as bytes, once ``arrived`` has passed."""
+    """Values in the slab, as bytes, once every event of ``arrived`` has passed."""
 
     values: Sequence[Tensor]
-    arrived: torch.cuda.Event | None
+    arrived: Sequence[torch.cuda.Event]
 
     def __iter__(self) -> Iterator[Tensor]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        for event in self.arrived:
+            event.synchronize()
         return iter(self.values)
+
+
+def _reached(gpu: torch.device) -> torch.cuda.Event:
+    """Passes when all has been copied from it that was launched before."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(gpu))
+    return event
 
 
 SLAB = Slab()
@@ -93,6 +99,10 @@ class Saving:
         if self._error is not None:
             raise CheckpointError(f"the save in the background has failed: {self._error}") from self._error
 
+    @property
+    def over(self) -> bool:
+        return not self._thread.is_alive()
+
     def tell(self) -> None:
         """At the end of a program that has not asked."""
         self._thread.join()
@@ -104,7 +114,7 @@ _saving: Saving | None = None
 
 
 def start(comm: Comm, work: Callable[[], Path]) -> None:
-    """Do ``work`` in a thread. Call ``wait`` before."""
+    """Do ``work`` in a thread. Call ``wait`` before, and before the slab is filled."""
     global _saving
     _saving = Saving(comm, work)
 
@@ -116,9 +126,17 @@ def wait() -> None:
     where nothing is under way.
     """
     global _saving
-    saving, _saving = _saving, None
-    if saving is not None:
+    if _saving is None:
+        return
+    saving = _saving
+    try:
         together(saving.comm, saving.result, _WHERE)
+    except Exception:
+        forget_group(saving.comm)  # a collective may have failed in it
+        raise
+    finally:
+        if saving.over:  # not where Ctrl-C has ended the wait: the thread still reads the slab
+            _saving = None
 
 
 @atexit.register

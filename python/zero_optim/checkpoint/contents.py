@@ -128,10 +128,11 @@ def _holding(kind: str, name: str, tensor: Any) -> Holding:
     spec = TensorSpec(name, kind, tuple(tensor.shape), tensor.dtype)
     if isinstance(tensor, ParamShard):
         return Holding(spec, tensor.start, tensor.local.numel(), Owner.THIS_RANK)
-    if tensor.is_meta or tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter):
-        raise CheckpointError(
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    if not plain or tensor.is_conj() or tensor.is_neg():
+        raise ParameterError(
             f"the {spec.label} is a {type(tensor).__name__} on {tensor.device}, {tensor.layout}: a checkpoint holds "
-            "dense tensors with values"
+            "dense tensors with values. Give a model on meta memory by to_empty, or shard_module"
         )
     return Holding(spec, 0, tensor.numel(), Owner.RANK_0 if kind == BUFFER else Owner.EVERY_RANK)
 

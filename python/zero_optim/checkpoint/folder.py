@@ -51,7 +51,9 @@ def checkpoints(path: Path) -> list[Path]:
 
 def candidates(path: Path) -> list[Path]:
     """What to load where a user names ``path``, one after another: that itself, or the checkpoints in it."""
-    return [path] if step_of(path) is not None or (path / index.NAME).exists() else checkpoints(path)
+    if (path / index.NAME).exists():
+        return [path]
+    return checkpoints(path) or ([path] if step_of(path) is not None else [])
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -64,14 +66,23 @@ def begin(path: Path, step: int) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         for left in path.iterdir():
             if _LEFT.fullmatch(left.name):
-                shutil.rmtree(left, ignore_errors=True)
+                _clear(left)
         writing.mkdir()
         there = step_folder(path, step)
         if os.path.lexists(there) and not _is_checkpoint(there):
             raise CheckpointError(f"{there} is there already, and is no checkpoint: remove it, or give another step")
     except OSError as error:
-        raise CheckpointError(f"no checkpoint can be written to {path}: {error.strerror}") from error
+        raise CheckpointError(f"no checkpoint can be written to {path}: {error.strerror} ({error.filename})") from error
     return writing
+
+
+def _clear(left: Path) -> None:
+    """Remove what a job has died in. One that was to be replaced, by another that never came, is put back."""
+    folder = left.with_name(left.name.removeprefix(_REMOVING))
+    if left.name.startswith(_REMOVING) and not folder.exists() and problem_of(left) is None:
+        left.rename(folder)
+    else:
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -102,7 +113,12 @@ def publish_folder(writing: Path, folder: Path) -> None:
     """Give what is in ``writing``, each file synced, its name. What had it before is removed."""
     _sync_folder(writing)
     replaced = _rename_away(folder) if folder.exists() else None
-    writing.rename(folder)
+    try:
+        writing.rename(folder)
+    except OSError:
+        if replaced is not None:
+            replaced.rename(folder)
+        raise
     _sync_folder(folder.parent)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
@@ -118,10 +134,10 @@ def keep_newest(path: Path, folder: Path, count: int) -> None:
     kept = 1
     for other in checkpoints(path):
         if (step_of(other) or 0) < (step_of(folder) or 0) and _is_checkpoint(other):
-            if kept < count and problem_of(other) is None:
-                kept += 1
-            else:
+            if kept == count:
                 remove(other)
+            elif problem_of(other) is None:
+                kept += 1
 
 
 def remove(folder: Path) -> None:
@@ -163,11 +179,15 @@ def read_index(folder: Path) -> Index:
     read = index.from_json(text, crc32c, path)
     for name, nbytes in read.files.items():
         file = folder / name
-        if not file.is_file():
+        try:
+            there = file.stat().st_size
+        except FileNotFoundError as error:
             raise CheckpointError(
                 f"{file} is missing. Every rank has to see the whole checkpoint: is its folder shared by all nodes?"
-            )
-        if (there := file.stat().st_size) != nbytes:
+            ) from error
+        except OSError as error:
+            raise CheckpointError(f"{file}: {error.strerror}") from error
+        if there != nbytes:
             what = "was cut off" if there < nbytes else "is another file"
             raise CheckpointError(f"{file} has {there:,} bytes, and was written with {nbytes:,}: it {what}")
     return read

@@ -19,7 +19,7 @@ from ..errors import CheckpointError, StateMismatchError
 from . import folder as folders
 from .contents import Holding, Names, contents_of_model
 from .index import BUFFER, PARAMETER, Index, SavedTensor
-from .matching import counted, listed
+from .matching import casts, counted, listed
 from .newest import newest
 from .rank_file import Files, fill
 from .safetensors_file import BLOCK_BYTES, Entry, Stored, read_header, write_entries
@@ -73,11 +73,12 @@ def export(
     folder, index = newest(Path(path))
     weights = list(_weights(index, dtype))
     shards = _split(weights, max_shard_bytes)
-    target = Path(out)
+    target = Path(out).absolute()
     writing = target.with_name(f".writing-{target.name}")
     try:
         if target.exists() and any(target.iterdir()):
             raise CheckpointError(f"{target} is there already, and not empty: give another folder")
+        folders.give_up(writing)  # what a process has died in
         writing.mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(f"{writing}: {error.strerror}") from error
@@ -92,6 +93,9 @@ def export(
         if len(shards) > 1:
             _write_index(writing, names, shards, total)
         folders.publish_folder(writing, target)
+    except OSError as error:
+        folders.give_up(writing)
+        raise CheckpointError(f"{target} could not be written: {error.strerror}") from error
     except BaseException:
         folders.give_up(writing)
         raise
@@ -163,7 +167,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     """
     subject = make_subject(model, None, "load_safetensors")
     subject.settle()
-    together(subject.comm, lambda: subject.check_loadable("load_safetensors"), "load_safetensors")
+    together(subject.comm, lambda: subject.check_not_gathered("load_safetensors"), "load_safetensors")
     names = Names(model)
     contents = contents_of_model(model, names)
     stored, told = together(
@@ -188,9 +192,11 @@ def _match(
     if left:
         told.append(f"left over in {path}: {counted(left, 'tensor')}, {listed(left)}")
     wrong = [
-        f"{spec.label} has shape {list(spec.shape)} here, and {list(where.entry.shape)} there"
+        f"{spec.label} has shape {list(spec.shape)} of {spec.dtype} here, and {list(where.entry.shape)} of "
+        f"{where.entry.dtype} there"
         for spec in (holding.spec for holding in holdings)
-        if (where := found[spec.name]) is not None and where.entry.shape != spec.shape
+        if (where := found[spec.name]) is not None
+        and not (where.entry.shape == spec.shape and casts(where.entry.dtype, spec.dtype))
     ]
     if wrong:
         raise StateMismatchError(f"{path} does not fit: {listed(wrong)}")

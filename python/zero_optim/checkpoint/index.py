@@ -91,12 +91,14 @@ class SavedOptimizer:
     """What there is of an optimizer beside its tensors.
 
     Attributes:
+        name: of its class.
         groups: its parameter groups, as plain values; ``params`` are names.
         steps: updates that each parameter has had, by name.
         master: the kind of tensor that parameters are roundings of; None: they are their own.
         order: names in the order of its buckets. A hint: with it, and as many ranks, sums come out bit for bit.
     """
 
+    name: str = ""
     groups: Sequence[Mapping[str, Any]] = ()
     steps: Mapping[str, float] = field(default_factory=dict)
     master: str | None = None
@@ -131,6 +133,17 @@ class Index:
     extra: Any = None
     configuration: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+
+    def steps(self) -> dict[str, float]:
+        """Updates of every parameter, whichever optimizer it was in."""
+        return {name: count for optimizer in self.optimizers for name, count in optimizer.steps.items()}
+
+    def updated(self) -> set[str]:
+        """Names of parameters with a state that says something: some optimizers count no updates."""
+        steps = self.steps()
+        silent = {PARAMETER, BUFFER, *(optimizer.master for optimizer in self.optimizers)}
+        counted = {name for name, count in steps.items() if count > 0}
+        return counted | {name for kind, name in self.tensors if kind not in silent and name not in steps}
 
     def to_json(self, crc32c: Any) -> bytes:
         """``crc32c``: gives the checksum of bytes, in hexadecimal."""

@@ -47,7 +47,7 @@ def describe(folder: Path, index: Index) -> str:
 
 
 def _rows(index: Index) -> Iterator[_Row]:
-    steps = {name: count for optimizer in index.optimizers for name, count in optimizer.steps.items()}
+    steps = index.steps()
     beside: dict[str, list[SavedTensor]] = {}
     for (kind, name), tensor in index.tensors.items():
         if kind not in (PARAMETER, BUFFER):
@@ -61,7 +61,7 @@ def _rows(index: Index) -> Iterator[_Row]:
                 str(list(spec.shape)),
                 dtype_name(spec.dtype) if kind == PARAMETER else f"{dtype_name(spec.dtype)}, buffer",
                 ", ".join(f"{of.spec.kind} {dtype_name(of.spec.dtype)}" for of in state),
-                str(steps[name]) if name in steps and kind == PARAMETER else "",
+                f"{steps[name]:g}" if name in steps and kind == PARAMETER else "",
                 sum(of.spec.numel * of.spec.dtype.itemsize for of in (tensor, *state)),
             )
 

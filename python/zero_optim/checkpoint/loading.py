@@ -24,7 +24,7 @@ from ..comm.collectives import Comm
 from ..errors import CheckpointError, StateMismatchError
 from . import folder as folders
 from .background import wait
-from .contents import Contents
+from .contents import Contents, Names
 from .index import Index
 from .matching import Match
 from .plain import decode
@@ -104,7 +104,8 @@ def load(
 
 def _check_callable(subject: Subject) -> None:
     crc32c(b"")  # its package may be missing
-    subject.check_loadable(_WHERE)
+    subject.check_not_gathered(_WHERE)
+    subject.contents(Names(subject.model))  # what cannot be loaded at all is no fault of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,8 @@ def _load(folder: Path, subject: Subject, others: _Others, *, strict: bool) -> L
     comm = subject.comm
     index = together(comm, lambda: folders.read_index(folder), _WHERE)
     plan = together(comm, lambda: _plan(folder, index, subject, others, strict=strict), _WHERE)
-    parts = subject.prepare(plan)
-    together(comm, lambda: _read(folder, parts, plan.matched), _WHERE)
+    subject.use_order(plan)
+    together(comm, lambda: _read(folder, subject.to_fill(plan), plan.matched), _WHERE)
     together(comm, lambda: subject.take_over(plan), _WHERE)
     together(comm, lambda: others.load(index), _WHERE)
     own = together(comm, lambda: _take_own(index, comm, subject.device, others.data), _WHERE)
@@ -169,6 +170,7 @@ def _read(folder: Path, parts: Sequence[Contents], matched: Match) -> None:
         wanted = [(holding, matched.source.get(holding.spec.key)) for part in parts for holding in part.holdings]
         files.expect((source, of.start, of.length) for of, source in wanted if source is not None)
         values = (flat for part in parts for flat in part.values())
+        # ``strict`` asks once more after the last: only then is that one copied to where it belongs.
         for (holding, source), flat in zip(wanted, values, strict=True):
             if source is not None and holding.length:
                 files.read_into(flat, source, holding.start)

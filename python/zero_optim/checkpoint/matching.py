@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ..errors import StateMismatchError
 from .contents import Names
 from .index import BUFFER, PARAMETER, Index, Key, SavedOptimizer, SavedTensor, TensorSpec
@@ -24,6 +26,7 @@ class Wanted:
         specs: its tensors.
         groups: of each parameter group, the names.
         master: the kind of tensor that parameters are roundings of; None: they are their own.
+        takes: names of the classes whose state it can use; None: that shows by the state.
         spared: names of parameters that may be without state in the checkpoint: they are frozen.
     """
 
@@ -31,6 +34,7 @@ class Wanted:
     groups: Sequence[Sequence[str]]
     master: str | None = None
     spared: frozenset[str] = frozenset()
+    takes: frozenset[str] | None = None
 
 
 @dataclass
@@ -41,6 +45,7 @@ class Match:
         saved_name: of each parameter here, what the checkpoint calls it.
         source: of each tensor here, by kind and name, the saved one; those without are not loaded.
         fresh: names of parameters whose state begins anew.
+        steps: updates that each parameter has had, where that was counted.
         groups: of each optimizer, of each of its groups, the number of the saved one; None: it keeps its options.
         misfits: a sentence each. ``notes``: what is no misfit, but worth to be told.
     """
@@ -48,6 +53,7 @@ class Match:
     saved_name: Mapping[str, str]
     source: dict[Key, SavedTensor] = field(default_factory=dict)
     fresh: set[str] = field(default_factory=set)
+    steps: Mapping[str, float] = field(default_factory=dict)
     groups: list[list[int | None]] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -74,6 +80,11 @@ def match(
             saved = index.optimizers[number] if number < len(index.optimizers) else None
             matched.groups.append(_match_groups(number, wanted, saved, matched))
         _note_leftover_state(index, matched)
+        if len(index.optimizers) > len(optimizers):
+            told = f"the checkpoint has {counted(index.optimizers, 'optimizer')}, and {len(optimizers)} are given here"
+            matched.misfits.append(told)
+    steps = index.steps()
+    matched.steps = {name: steps[saved] for name, saved in saved_name.items() if saved in steps}
     _check_shapes([*model, *(spec for wanted in optimizers for spec in wanted.specs)], matched)
     return matched
 
@@ -126,7 +137,7 @@ def _match_state(index: Index, wanted: Wanted, masters: Collection[str], matched
         if spec.name in lacking and spec.kind != wanted.master:
             matched.source.pop(spec.key, None)
     known = {name for optimizer in index.optimizers for group in optimizer.groups for name in group["params"]}
-    updated = {name for optimizer in index.optimizers for name, count in optimizer.steps.items() if count > 0}
+    updated = index.updated()
     trained = [name for name in lacking if name not in wanted.spared]
     never = [name for name in trained if matched.saved_name[name] in known - updated]
     if never:
@@ -156,7 +167,7 @@ def _note_leftover_state(index: Index, matched: Match) -> None:
     """Of parameters that were never updated there is none to speak of."""
     used = {(source.spec.kind, source.spec.name) for source in matched.source.values()}
     masters = {optimizer.master for optimizer in index.optimizers}
-    updated = {name for optimizer in index.optimizers for name, count in optimizer.steps.items() if count > 0}
+    updated = index.updated()
     left: dict[str, list[str]] = {}
     for kind, name in index.tensors:
         if kind not in (PARAMETER, BUFFER, *masters) and (kind, name) not in used and name in updated:
@@ -173,15 +184,16 @@ def _check_shapes(specs: Sequence[TensorSpec], matched: Match) -> None:
     wrong = []
     for spec in specs:
         source = matched.source.get(spec.key)
-        if source is not None and (
-            source.spec.shape != spec.shape
-            or source.spec.dtype.is_floating_point != spec.dtype.is_floating_point
-            or source.spec.dtype.is_complex != spec.dtype.is_complex
-        ):
+        if source is not None and not (source.spec.shape == spec.shape and casts(source.spec.dtype, spec.dtype)):
             there = f"{list(source.spec.shape)} of {source.spec.dtype}"
             wrong.append(f"{spec.label} has shape {list(spec.shape)} of {spec.dtype} here, and {there} there")
     if wrong:
         raise StateMismatchError(f"{len(wrong)} of the tensors in the checkpoint cannot be loaded: {listed(wrong)}")
+
+
+def casts(there: torch.dtype, here: torch.dtype) -> bool:
+    """Whether values are taken over: a floating type from any other, all else from its own alone."""
+    return there == here or (there.is_floating_point and here.is_floating_point)
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -192,6 +204,8 @@ def _match_groups(number: int, wanted: Wanted, saved: SavedOptimizer | None, mat
     if saved is None:
         matched.misfits.append(f"the checkpoint holds no options of optimizer {number}: it has fewer optimizers")
         return [None] * len(wanted.groups)
+    if wanted.takes is not None and saved.name not in wanted.takes:
+        matched.misfits.append(f"optimizer {number} was saved by a {saved.name}, whose state it has no use for here")
     there = [frozenset(group["params"]) for group in saved.groups]
     here = [frozenset(matched.saved_name[name] for name in group) for group in wanted.groups]
     found: list[int | None] = [there.index(group) if group in there else None for group in here]

@@ -18,6 +18,10 @@ from .matching import Match, Wanted
 from .plain import decode, encode
 from .state_dict import check_groups_fit, load_groups
 
+_OURS = "ShardedAdamW"
+_ADAMS = frozenset((_OURS, "Adam", "AdamW"))
+"""Classes that have the same state."""
+
 
 class OptimizerPart(Contents, Protocol):
     """An optimizer among what is saved and loaded. As ``Contents`` it is what there is to save."""
@@ -37,8 +41,11 @@ class OptimizerPart(Contents, Protocol):
         Raises StateMismatchError for options that it cannot have.
         """
 
-    def prepare(self, saved: SavedOptimizer, matched: Match) -> Contents:
-        """Collective. What there is to be filled. Gradients may be dropped; nothing else is changed."""
+    def use_order(self, saved: SavedOptimizer, matched: Match) -> None:
+        """Collective. Lay the buckets out as they were. Gradients may be dropped; nothing else is changed."""
+
+    def to_fill(self, matched: Match) -> Contents:
+        """What there is to be filled. State that begins anew is there already."""
 
     def take_over(self, saved: SavedOptimizer, matched: Match, groups: Sequence[dict[str, Any]]) -> None:
         """The tensors have been filled: steps and options follow."""
@@ -76,15 +83,15 @@ class ShardedPart:
     def values(self) -> Iterator[Tensor]:
         return self._engine.states.values()
 
-    def steps(self) -> dict[str, int]:
+    def steps(self) -> dict[str, float]:
         counts = self._engine.hyper.steps.tolist()
-        return {self._names[index]: int(counts[index]) for index in self._engine.parameters.trained}
+        return {self._names[index]: counts[index] for index in self._engine.parameters.trained}
 
     def describe(self) -> SavedOptimizer:
         order = [self._names[index] for index in self._engine.reducer.layout.order]
         decoupled = {"decoupled_weight_decay": self._engine.rule.decoupled}
         groups = _described([{**group, **decoupled} for group in self._groups], self._names_of_groups())
-        return SavedOptimizer(groups, self.steps(), master_of(self._engine.rule), order)
+        return SavedOptimizer(_OURS, groups, self.steps(), master_of(self._engine.rule), order)
 
     def _names_of_groups(self) -> list[list[str]]:
         names = iter(self._names)
@@ -102,10 +109,12 @@ class ShardedPart:
         check_groups_fit(groups, self._groups, self._engine.rule.decoupled)
         return groups
 
-    def prepare(self, saved: SavedOptimizer, matched: Match) -> Contents:
+    def use_order(self, saved: SavedOptimizer, matched: Match) -> None:
         index_of = {matched.saved_name[name]: index for index, name in enumerate(self._names)}
         order = [index_of[name] for name in saved.order if index_of.get(name) in self._engine.parameters.trained]
         self._engine.reducer.restore_order(order)
+
+    def to_fill(self, matched: Match) -> Contents:
         fresh = {index for index in self._engine.parameters.trained if self._names[index] in matched.fresh}
         self._engine.states.restart(fresh)
         return self
@@ -115,7 +124,7 @@ class ShardedPart:
         steps = torch.zeros(len(self._names), dtype=torch.float64, device="cpu")
         for index in engine.parameters.trained:
             if self._names[index] not in matched.fresh:
-                steps[index] = saved.steps.get(matched.saved_name[self._names[index]], 0)
+                steps[index] = matched.steps.get(self._names[index], 0)
         engine.hyper.steps.copy_(steps)
         load_groups(self._groups, groups)
         engine.states.distrust_masters()
@@ -138,7 +147,7 @@ class TorchPart(TensorContents):
                 if kind in (PARAMETER, BUFFER):
                     raise CheckpointError(f"an optimizer calls a part of its state {kind!r}, which has a meaning here")
                 if kind != "step":
-                    found[kind, self._names[id(parameter)]] = value
+                    found[kind, names.of(parameter, "a parameter with state")] = value
         super().__init__(found)
 
     def steps(self) -> dict[str, float]:
@@ -147,7 +156,9 @@ class TorchPart(TensorContents):
         return {name: float(count) if isinstance(count, Tensor) else int(count) for name, count in counts.items()}
 
     def describe(self) -> SavedOptimizer:
-        return SavedOptimizer(_described(self._opt.param_groups, self._names_of_groups()), self.steps())
+        return SavedOptimizer(
+            type(self._opt).__name__, _described(self._opt.param_groups, self._names_of_groups()), self.steps()
+        )
 
     def _names_of_groups(self) -> list[list[str]]:
         return [[self._names[id(parameter)] for parameter in group["params"]] for group in self._opt.param_groups]
@@ -162,32 +173,33 @@ class TorchPart(TensorContents):
         for name in self._names.values():
             there = [index.tensors.get((kind, saved_name[name])) for kind in kinds]
             specs += [TensorSpec(name, saved.spec.kind, saved.spec.shape, saved.spec.dtype) for saved in there if saved]
-        return Wanted(specs, self._names_of_groups())
+        own = type(self._opt).__name__
+        return Wanted(specs, self._names_of_groups(), takes=_ADAMS if own in _ADAMS else frozenset((own,)))
 
     def groups_of(self, saved: SavedOptimizer, numbers: Sequence[int | None]) -> list[dict[str, Any]]:
         return _chosen(self._opt.param_groups, saved, numbers)
 
-    def prepare(self, saved: SavedOptimizer, matched: Match) -> Contents:
+    def use_order(self, saved: SavedOptimizer, matched: Match) -> None:
+        pass
+
+    def to_fill(self, matched: Match) -> Contents:
+        place = {self._names[id(p)]: p.device for group in self._opt.param_groups for p in group["params"]}
         self._to_fill = {
-            (source.spec.kind, name): torch.empty(source.spec.shape, dtype=source.spec.dtype, device=parameter.device)
-            for group in self._opt.param_groups
-            for parameter in group["params"]
-            if (name := self._names[id(parameter)])
-            for (kind, of), source in matched.source.items()
-            if of == name and kind not in (PARAMETER, BUFFER)
+            (kind, name): torch.empty(source.spec.shape, dtype=source.spec.dtype, device=place[name])
+            for (kind, name), source in matched.source.items()
+            if kind not in (PARAMETER, BUFFER) and name in place
         }
         return TensorContents(self._to_fill)
 
     def take_over(self, saved: SavedOptimizer, matched: Match, groups: Sequence[dict[str, Any]]) -> None:
+        index_of = {name: index for index, name in enumerate(name for of in self._names_of_groups() for name in of)}
         state: dict[int, dict[str, Any]] = {}
-        flat = [name for group in self._names_of_groups() for name in group]
         for (kind, name), tensor in self._to_fill.items():
-            state.setdefault(flat.index(name), {})[kind] = tensor
-        for index, entry in state.items():
-            count = saved.steps.get(matched.saved_name[flat[index]])
-            if count is not None:
-                own = isinstance(count, int) and saved.master is None  # an int, as of an optimizer that has ints
-                entry["step"] = count if own else torch.tensor(float(count), device="cpu")
+            state.setdefault(index_of[name], {})[kind] = tensor
+        for name, count in matched.steps.items():
+            if index_of.get(name) in state:
+                counted = isinstance(count, float)  # as a tensor, by those who have one
+                state[index_of[name]]["step"] = torch.tensor(count, device="cpu") if counted else count
         load_groups(self._opt.param_groups, groups)
         self._opt.load_state_dict({"state": state, "param_groups": self._opt.state_dict()["param_groups"]})
 

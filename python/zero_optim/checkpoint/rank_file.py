@@ -93,14 +93,10 @@ def write_file(path: Path, portions: Sequence[Portion], values: Iterable[Tensor]
 
 
 class Files:
-    """The files of a checkpoint's ``folder``, opened as they are needed. A context: it closes them.
-
-    ``nbytes``: read so far.
-    """
+    """The files of a checkpoint's ``folder``, opened as they are needed. A context: it closes them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.nbytes = 0
         self._open: dict[str, int] = {}
         self._coming: Iterator[Block] = iter(())
         self._ahead = 0  # bytes that were announced, and not read yet
@@ -142,7 +138,6 @@ class Files:
             data = os.pread(self._opened(block.piece.file), block.nbytes, block.offset)
         except OSError as error:
             raise CheckpointError(f"{path}, which holds the {block.spec.label}: {error.strerror}") from error
-        self.nbytes += len(data)
         if len(data) < block.nbytes:
             raise CheckpointError(f"{path} ends in the midst of the {block.spec.label}: it was cut off")
         if crc32c(data) != block.crc32c:

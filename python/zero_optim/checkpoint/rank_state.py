@@ -27,11 +27,11 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     copies: list[Copy] = []
     with everyone.raising_together("load_state_dict"):
         saved = match_state(state_dict, parameters, engine.rule)
-    # The keys stand in the order of the layout, unless another has sorted them: a state that fits needs no other.
-    fits, orders = zip(
-        *everyone.gather_objects((_fits(engine, saved), saved_order(saved)), "load_state_dict"), strict=True
-    )
-    if not all(fits):
+    # The keys stand in the order of the layout, unless another has sorted them as the groups are, as
+    # torch.distributed.checkpoint does: a state that fits as it is needs no other layout then.
+    here = (_fits(engine, saved), saved_order(saved))
+    fits, orders = zip(*everyone.gather_objects(here, "load_state_dict"), strict=True)
+    if not all(fits) or orders[0] != sorted(orders[0]):
         engine.reducer.restore_order(orders[0])
     with everyone.raising_together("load_state_dict"):
         copies = engine.states.plan_load(saved, parameters.labels)

@@ -158,7 +158,7 @@ def _on_host(flat: Tensor) -> Iterator[Tensor]:
 
     def bring(place: int) -> None:
         staging[place % 2][: parts[place].numel()].copy_(parts[place], non_blocking=True)
-        copied[place % 2].record()
+        copied[place % 2].record(torch.cuda.current_stream(flat.device))
 
     bring(0)
     for place, part in enumerate(parts):
@@ -190,7 +190,9 @@ def read_header(path: Path) -> dict[str, Stored]:
                 raise CheckpointError(f"{path} is no safetensors file, or was cut off")
             described: dict[str, Any] = json.loads(file.read(length))
             stored = {
-                name: _stored(path, name, of, 8 + length, size) for name, of in described.items() if name[:2] != "__"
+                name: _stored(path, name, of, 8 + length, size)
+                for name, of in described.items()
+                if name != "__metadata__"
             }
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error

@@ -77,6 +77,7 @@ def save(
     given = {"path": str(path), "step": step, "keep_last": keep_last, "background": background}
     check_agreed(comm, {**subject.described(), **given, "data": data is not None}, _WHERE)
     subject.settle()
+    together(comm, lambda: subject.check_not_gathered(_WHERE), _WHERE)
     work = together(comm, lambda: _prepare(subject, step, keep_last, scaler, scheduler, data, extra), _WHERE)
     writing = _begin(comm, Path(path), work.step)
     if not background:
@@ -125,7 +126,7 @@ def _prepare(
     subject: Subject, step: int | None, keep_last: int | None, scaler: Any, scheduler: Any, data: Any, extra: Any
 ) -> _Work:
     crc32c(b"")  # its package may be missing
-    if step is not None and (type(step) is not int or step < 0):
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise ValueError(f"step must be a count, got {step!r}")
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ValueError(f"keep_last must be a number of checkpoints, 1 or more, got {keep_last!r}")
@@ -139,9 +140,12 @@ def _prepare(
         "scalers": [encode(one.state_dict(), "the scaler") for one in each(scaler)],
         "extra": encode(extra, "extra"),
     }
+    counts = [count for one in optimizers for count in one.steps().values()]
+    if step is None and not counts:
+        raise ValueError("nothing here counts updates, so a checkpoint has no number: give save(..., step=)")
     cuts = cut_for_rank([part.holdings for part in parts], subject.comm.rank, subject.comm.world_size)
     return _Work(
-        int(max((count for one in optimizers for count in one.steps().values()), default=0)) if step is None else step,
+        int(max(counts)) if step is None else step,
         [spec for part in parts for spec in part.specs],
         [cut.portion for of_part in cuts for cut in of_part if cut.portion.length],
         lambda: _values(parts, cuts),

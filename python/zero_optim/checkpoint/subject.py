@@ -109,8 +109,8 @@ class Subject:
 
     # -- loading -------------------------------------------------------------------------------------------------
 
-    def check_loadable(self, what: str) -> None:
-        """Raise ShardAccessError within ``gather_parameters``: what it shows would not be what is loaded."""
+    def check_not_gathered(self, what: str) -> None:
+        """Raise ShardAccessError within ``gather_parameters``: what it shows is not what is saved, or loaded."""
         for model in self._models:
             model.schedule.check_not_gathered(what)
 
@@ -131,10 +131,14 @@ class Subject:
         ]
         return LoadPlan(index, matched, model, optimizers, saved, groups)
 
-    def prepare(self, plan: LoadPlan) -> list[Contents]:
-        """Collective. What there is to be filled. Gradients may be dropped; nothing else is changed."""
-        pairs = zip(plan.optimizers, plan.saved, strict=True)
-        return [plan.model, *(optimizer.prepare(of, plan.matched) for optimizer, of in pairs)]
+    def use_order(self, plan: LoadPlan) -> None:
+        """Collective. Lay buckets out as they were. Gradients may be dropped; nothing else is changed."""
+        for optimizer, of in zip(plan.optimizers, plan.saved, strict=True):
+            optimizer.use_order(of, plan.matched)
+
+    def to_fill(self, plan: LoadPlan) -> list[Contents]:
+        """What there is to be filled. State that begins anew does so now."""
+        return [plan.model, *(optimizer.to_fill(plan.matched) for optimizer in plan.optimizers)]
 
     def take_over(self, plan: LoadPlan) -> None:
         """The tensors have been filled: all else follows."""

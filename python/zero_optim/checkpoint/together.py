@@ -33,7 +33,8 @@ class _Report(Generic[T]):
 def gathered(ranks: Ranks, work: Callable[[], T], where: str) -> list[T]:
     """Collective. Do ``work`` on every rank. Returns what it gave on each, in rank order; it is pickled.
 
-    Where it raised on any rank, all raise: that rank its own error, the others one of the same type that names it.
+    Where it raised on any rank, all raise: the lowest such rank its own error, the others one of the same type that
+    names it. So all go on alike from there.
     """
     error: Exception | None = None
     report: _Report[T]
@@ -42,14 +43,14 @@ def gathered(ranks: Ranks, work: Callable[[], T], where: str) -> list[T]:
     except Exception as caught:
         error, report = caught, _Report(failure=(type(caught).__name__, str(caught)))
     reports = ranks.gather_objects(report, where)
-    if error is not None:
-        raise error
     failures = [(rank, *of_rank.failure) for rank, of_rank in enumerate(reports) if of_rank.failure is not None]
     if failures:
         rank, kind, message = failures[0]
+        if error is not None and (rank == ranks.rank or type(error).__name__ == kind):
+            raise error
         if kind in _KEPT:
-            raise _KEPT[kind](f"on rank {rank}: {message}")
-        raise RankMismatchError(f"rank {rank} failed with {kind}: {message}")
+            raise _KEPT[kind](f"on rank {rank}: {message}") from error
+        raise RankMismatchError(f"rank {rank} failed with {kind}: {message}") from error
     return [cast(T, of_rank.result) for of_rank in reports]
 
 
@@ -61,12 +62,12 @@ def together(ranks: Ranks, work: Callable[[], T], where: str) -> T:
 
 
 def check_agreed(ranks: Ranks, given: Mapping[str, Any], where: str) -> None:
-    """Collective. Raise CheckpointError, on every rank, unless all of them are given the same."""
+    """Collective. Raise RankMismatchError, on every rank, unless all of them are given the same."""
     reports = gathered(ranks, lambda: dict(given), where)
     for name, value in reports[0].items():
         rank = next((rank for rank, report in enumerate(reports) if report[name] != value), None)
         if rank is not None:
-            raise CheckpointError(
+            raise RankMismatchError(
                 f"{where} is called with {name} {value!r} on rank 0, and {reports[rank][name]!r} on rank {rank}: every "
                 "rank has to make the same call"
             )

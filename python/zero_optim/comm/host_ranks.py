@@ -15,6 +15,11 @@ from .transport import TorchTransport
 _groups: dict[tuple[int, ...], weakref.ref[dist.ProcessGroup]] = {}
 
 
+def forget_group(comm: Comm) -> None:
+    """On every rank, where something has failed: the next that needs one makes a new one."""
+    _groups.pop(tuple(comm.ranks), None)
+
+
 class HostRanks:
     """Over gloo, whatever serves the devices, and over a group that nothing else uses: a thread's collectives have no
     place in the order of the program's. Nobody looks whether it stands still: the thread may wait for a slow disk.

@@ -22,6 +22,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+HOST_PATIENCE = timedelta(hours=2)
+"""For a rank whose disk is slow. One that died is heard of at once."""
+
+
 class Work(Protocol):
     """A collective under way, as ``torch.distributed`` gives it."""
 
@@ -93,7 +97,7 @@ class Transport(Protocol):
         """
 
     def host_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """A new group of the ranks of ``group`` over gloo, with its time-out. Collective over these alone."""
+        """A new group of the ranks of ``group`` over gloo. Collective over these alone."""
 
 
 class TorchTransport:
@@ -126,10 +130,10 @@ class TorchTransport:
         return dist.new_group(own, timeout, backend, use_local_synchronization=True)
 
     def host_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """A new group of the ranks of ``group`` over gloo, with its time-out. Collective over these alone."""
+        """A new group of the ranks of ``group`` over gloo. Collective over these alone."""
         ranks = dist.get_process_group_ranks(group)
         some = len(ranks) < dist.get_world_size()
-        return dist.new_group(ranks, _timeout(group), "gloo", use_local_synchronization=some)
+        return dist.new_group(ranks, HOST_PATIENCE, "gloo", use_local_synchronization=some)
 
     def splits_communicators(self, group: dist.ProcessGroup) -> bool:
         """Whether torch makes groups of this kind by ``ncclCommSplit``: after ``init_process_group(device_id=...)``."""

@@ -87,13 +87,14 @@ def _read_inputs(request: TrainRequest, world: World) -> tuple[TrainConfig, Corp
 def _find(request: TrainRequest) -> Saved | None:
     if request.resume is None:
         return None
-    path = request.resume
-    if path == RESUME_AUTO:
-        path = Path(request.given["out"])
-        if not checkpoints(RunDir(path).checkpoints):
-            return None
-    source, run_dir = find_checkpoint(path)
     try:
+        if request.resume == RESUME_AUTO:
+            run_dir = Path(request.given["out"])
+            source = RunDir(run_dir).checkpoints
+            if not checkpoints(source):
+                return None
+        else:
+            source, run_dir = find_checkpoint(request.resume)
         return Saved(source, run_dir, checkpoint.info(source))
     except CheckpointError as error:
         raise UsageError(f"--resume {request.resume}: {error}") from error
