@@ -3,11 +3,12 @@
 python examples/lightning_module.py [--output DIR] [--resume]
 torchrun --standalone --nproc-per-node 2 examples/lightning_module.py
 
-One rank needs no strategy of its own; ``ShardedStrategy`` is for more.
+One rank needs no strategy of its own. ``ShardedStrategy`` is for several, and what it saves goes on with any number.
 """
 
 import argparse
 import os
+import shutil
 import tempfile
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from zero_optim import checkpoint
 
 
 class ShardedStrategy(DDPStrategy):
@@ -27,9 +29,27 @@ class ShardedStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         pass
 
+    # Rank 0 writes Lightning's file. The optimizer's state goes into a folder beside: every rank writes its part.
+
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Called on every rank for a checkpoint that rank 0 writes. Any number of ranks can load it."""
-        return zero_optim.full_state_dict(optimizer)
+        return {}
+
+    def save_checkpoint(self, content: dict[str, Any], filepath: str, storage_options: Any = None) -> None:
+        super().save_checkpoint(content, filepath, storage_options)
+        step = content["global_step"]
+        checkpoint.save(f"{filepath}.sharded", self.lightning_module, self.optimizers, step=step, keep_last=1)
+
+    def load_checkpoint(self, checkpoint_path: str, *options: Any, **more: Any) -> dict[str, Any]:
+        self._resumed_from = checkpoint_path
+        return super().load_checkpoint(checkpoint_path, *options, **more)
+
+    def load_optimizer_state_dict(self, content: Any) -> None:
+        checkpoint.load(f"{self._resumed_from}.sharded", self.lightning_module, self.optimizers)
+
+    def remove_checkpoint(self, filepath: str) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(f"{filepath}.sharded", ignore_errors=True)
 
 
 class Classifier(lightning.LightningModule):
@@ -66,11 +86,11 @@ def main(argv: list[str] | None = None) -> lightning.Trainer:
     lightning.seed_everything(0, verbose=False)
     x = torch.randn(80, 16)
     data = DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=4)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks, by_torchrun = int(os.environ.get("WORLD_SIZE", "1")), "RANK" in os.environ
     trainer = lightning.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=ranks,
-        strategy=ShardedStrategy() if ranks > 1 else "auto",
+        strategy=ShardedStrategy() if by_torchrun else "auto",
         max_epochs=arguments.epochs,
         gradient_clip_val=1.0,
         callbacks=[ModelCheckpoint(arguments.output, save_last=True)],

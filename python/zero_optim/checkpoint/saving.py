@@ -75,6 +75,7 @@ def save(
     subject = make_subject(model, opt, _WHERE)
     comm = subject.comm
     given = {"path": str(path), "step": step, "keep_last": keep_last, "background": background}
+    given |= {"scaler": len(each(scaler)), "scheduler": len(each(scheduler))}
     check_agreed(comm, {**subject.described(), **given, "data": data is not None}, _WHERE)
     subject.settle()
     together(comm, lambda: subject.check_not_gathered(_WHERE), _WHERE)
