@@ -13,6 +13,7 @@ from .errors import (
     StateMismatchError,
     ZeroOptimError,
 )
+from .full_model_state import full_model_state_dict
 from .full_parameters import iter_full_parameters
 from .full_state import full_state_dict, load_full_state_dict
 from .gather_parameters import gather_parameters
@@ -38,6 +39,7 @@ __all__ = [
     "VerifyReport",
     "ZeroOptimError",
     "checkpoint",
+    "full_model_state_dict",
     "full_state_dict",
     "gather_parameters",
     "iter_full_parameters",

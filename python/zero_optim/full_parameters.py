@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,18 +33,39 @@ def iter_full_parameters(
 
     Raises ShardAccessError within a forward or backward; ClosedError.
     """
-    sharded = sharded_model_of(model.parameters())
-    if in_backward() or any(of.schedule.running for of in sharded):
-        raise ShardAccessError("iter_full_parameters was called in a forward or backward: call it between steps")
     if opt is not None and not isinstance(opt, ShardedAdamW):
         raise TypeError(f"opt is a {type(opt).__name__}: only a ShardedAdamW has masters")
     if opt is not None:
         opt.check_usable()
         opt.settle()
-    for of in sharded:
-        of.schedule.check_not_gathered("iter_full_parameters")
-        of.schedule.settle()
+    sharded = settled_between_steps(model, "iter_full_parameters")
     return _parameters(model, sharded, opt, dtype)
+
+
+def settled_between_steps(model: nn.Module, what: str) -> list[ShardedModel]:
+    """Collective. The sharded models that have parameters of ``model``, every unit of them resharded.
+
+    Raises ShardAccessError where ``what`` was called within a forward, a backward or ``gather_parameters``.
+    """
+    sharded = sharded_model_of(model.parameters())
+    if in_backward() or any(of.schedule.running for of in sharded):
+        raise ShardAccessError(f"{what} was called in a forward or backward: call it between steps")
+    for of in sharded:
+        of.schedule.check_not_gathered(what)
+        of.schedule.settle()
+    return sharded
+
+
+@torch.no_grad()
+def gathered_one_by_one(
+    sharded: Sequence[ShardedModel], wanted: Container[int], dtype: torch.dtype | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Collective. Each plain parameter whose id is in ``wanted``, and its whole value, a tensor of its own.
+
+    A unit's memory is all that it takes, and what holds no such parameter is not gathered.
+    """
+    for flat in (flat for of in sharded if of.sharded for unit in of.units for flat in unit.flats):
+        yield from _copies(flat, [parameter for parameter in flat.params if id(parameter) in wanted], dtype)
 
 
 @torch.no_grad()
@@ -57,12 +78,10 @@ def _parameters(
         for parameter, master in _masters(opt, dtype):
             given.add(id(parameter))
             yield names.of(parameter, "a parameter"), master
-    flats = [flat for of in sharded if of.sharded for unit in of.units for flat in unit.flats]
-    for flat in flats:
-        wanted = [parameter for parameter in flat.params if id(parameter) not in given]
-        given |= set(map(id, wanted))
-        for parameter, whole in _copies(flat, wanted, dtype):
-            yield names.of(parameter, "a parameter"), whole
+    left = {id(plain_parameter(parameter)) for parameter in names.parameters.values()} - given
+    for parameter, whole in gathered_one_by_one(sharded, left, dtype):
+        given.add(id(parameter))
+        yield names.of(parameter, "a parameter"), whole
     for name, parameter in names.parameters.items():
         if id(plain_parameter(parameter)) not in given:
             yield name, parameter.detach().to(dtype or parameter.dtype)

@@ -1,0 +1,76 @@
+"""A model's whole ``state_dict()``: what a client saves as the model's weights."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .comm.collectives import Comm
+from .full_parameters import gathered_one_by_one, settled_between_steps
+from .params.param_shard import plain_parameter
+
+
+def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_only: bool = False) -> dict[str, Any]:
+    """Collective. The model's ``state_dict()`` with every tensor whole and on the CPU, under its usual names.
+
+    It has parameters, persistent buffers and extra state, and loads into an ordinary model. All names of a tied
+    parameter have the same tensor. At stage 3 units are gathered one after another, so a rank takes memory for one unit
+    beside the result. Before stage 3 nothing is communicated. Buffers are those of the rank that gets the result.
+
+    Args:
+        rank: the rank that gets it, in the group that the model is sharded over, else in the default group. The others
+            get ``{}``. None: all ranks get it.
+        trained_only: leave out buffers, and parameters that need no gradient: they are not gathered. Adapters are
+            saved so.
+
+    Raises ValueError for a rank that is not there; ShardAccessError within a forward, a backward or
+    ``gather_parameters``; and what fails on one rank, such as MemoryError, on all.
+    """
+    sharded = settled_between_steps(model, "full_model_state_dict")
+    everyone = sharded[0].sharding.everyone if sharded else None
+    here, ranks = _place(everyone)
+    if rank is not None and rank not in range(ranks):
+        raise ValueError(f"rank must be None or one of {ranks} ranks, got {rank!r}")
+    wanted = rank is None or rank == here
+    state = _chosen(model, trained_only)
+    ids = {id(plain_parameter(value)) for value in state.values() if isinstance(value, Tensor)}
+    wholes: dict[int, Tensor] = {}
+    failure: Exception | None = None
+    for parameter, whole in gathered_one_by_one(sharded, ids):  # to the end, whatever fails here: others take part
+        try:
+            if wanted and failure is None:
+                wholes[id(parameter)] = whole.to("cpu")
+        except (MemoryError, RuntimeError) as error:
+            failure = error
+    with everyone.raising_together("full_model_state_dict") if everyone is not None else nullcontext():
+        if failure is not None:
+            raise failure
+    return {key: _whole(value, wholes) for key, value in state.items()} if wanted else {}
+
+
+def _place(everyone: Comm | None) -> tuple[int, int]:
+    """This rank, and how many there are."""
+    if everyone is not None:
+        return everyone.rank, everyone.world_size
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _chosen(model: nn.Module, trained_only: bool) -> dict[str, Any]:
+    """What the state dict has, parameters as modules hold them."""
+    state = model.state_dict(keep_vars=True)
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    return {key: value for key, value in state.items() if not trained_only or id(value) in trained}
+
+
+def _whole(value: Any, wholes: dict[int, Tensor]) -> Any:
+    """``value`` of a state dict: what was gathered, else a copy. The same one for a tensor that comes again."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    key = id(plain_parameter(value))
+    if key not in wholes:
+        wholes[key] = value.detach().to("cpu", copy=True)
+    return wholes[key]
