@@ -25,6 +25,7 @@ from sharded_cases import Block, Net, gathered, loss_of, tokens
 from torch import Tensor, nn
 from training_cases import difference
 from zero_optim import FlatShard, ShardAccessError
+from zero_optim.params.param_shard import StateDictShard
 
 NAME = "blocks.0.up.weight"
 KEEP = {"reshard_after_forward": False}
@@ -390,26 +391,24 @@ def _state_dicts(rank: int, world_size: int, options: dict[str, Any]) -> None:
     model, opt = sharded_and_optimizer(**options)
     batch = tokens(rank, 0)
     assert list(model.state_dict()) == list(Net().state_dict())
-    assert _kinds(model) == {FlatShard}
+    assert _kinds(model) == {StateDictShard}
     loss = loss_of(model, batch)
-    assert _kinds(model) == {FlatShard}  # in the middle of a step
+    assert _kinds(model) == {StateDictShard}  # in the middle of a step
     loss.backward()
-    assert _kinds(model) == {FlatShard}
+    assert _kinds(model) == {StateDictShard}
     with torch.no_grad():
         loss_of(model, batch)
-    assert _kinds(model) == {FlatShard}
+    assert _kinds(model) == {StateDictShard}
     within: list[set[type]] = []
     hook = model.blocks[1].register_forward_hook(lambda *_: within.append(_kinds(model)))
     loss_of(model, batch).backward()
     hook.remove()
-    assert within == [{FlatShard}]
+    assert within == [{StateDictShard}]
     opt.step()
     opt.zero_grad()
 
-    whole, file = gathered(model), io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    shards = torch.load(file, weights_only=True)
+    whole, shards = gathered(model), copy.deepcopy(model.state_dict())
+    assert {type(value) for value in shards.values()} == {StateDictShard}
     for state in (shards, whole):
         step(model, opt, rank, 3)
         with torch.no_grad():

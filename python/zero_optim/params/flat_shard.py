@@ -89,6 +89,13 @@ class FlatShard(Tensor):
     def __dlpack__(self, **options: Any) -> Any:
         raise self._refusal("__dlpack__()")
 
+    # What would write its memory into a file asks for these: safetensors for one.
+    def untyped_storage(self) -> Any:
+        raise self._refusal("untyped_storage()")
+
+    def storage(self) -> Any:
+        raise self._refusal("storage()")
+
     def _refusal(self, what: str) -> ShardAccessError:
         return ShardAccessError(
             f"{what} on the {self.label}: this rank holds {self._local.numel()} of its {self.numel()} elements. "
@@ -96,21 +103,25 @@ class FlatShard(Tensor):
             "whole within zero_optim.gather_parameters(model); `.local` is this rank's part"
         )
 
+    def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
+        """Another of the same elements, which are in ``local``. ``dtype``: of the whole; None: this one's."""
+        return FlatShard(local, self.start, self.shape, self.label, dtype or self.dtype)
+
     def _again(self) -> FlatShard:
         with torch.inference_mode(False):  # torch gives it the version counter of this one, which one of those has not
-            again = FlatShard(self._local, self.start, self.shape, self.label, self.dtype)
+            again = self._of_same_range(self._local)
         again.arrivals = self.arrivals
         return again
 
     def _moved(self, options: Mapping[str, Any]) -> FlatShard:
         """A copy elsewhere or in another dtype, as clients move an optimizer's state about."""
         local = self.local.to(options.get("device"), options.get("dtype"), copy=True)
-        return FlatShard(local, self.start, self.shape, self.label, options.get("dtype") or self.dtype)
+        return self._of_same_range(local, options.get("dtype"))
 
     def _unfilled(self, options: Mapping[str, Any]) -> FlatShard:
         """As ``new_empty`` of the same shape: for ``dcp.async_save``, which then fills it."""
         local = torch.empty_like(self._local, dtype=options.get("dtype"), device=options.get("device"))
-        return FlatShard(local, self.start, self.shape, self.label, options.get("dtype") or self.dtype)
+        return self._of_same_range(local, options.get("dtype"))
 
     def _zero(self) -> FlatShard:
         if self.arrivals is not None:
@@ -135,7 +146,7 @@ class FlatShard(Tensor):
         return f"FlatShard({self.label}, shape={tuple(self.shape)}, dtype={self.dtype}, local={held} of {self.numel()})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
-        return FlatShard(self.local.clone(), self.start, self.shape, self.label, self.dtype)
+        return self._of_same_range(self.local.clone())
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return rebuild_flat_shard, (self.local, self.start, tuple(self.shape), self.label, self.dtype)

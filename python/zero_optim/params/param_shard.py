@@ -1,4 +1,4 @@
-"""``ParamShard``: what a module holds in place of a parameter while the parameter is sharded."""
+"""What is there in place of a parameter while it is sharded: in a module, and in a module's ``state_dict()``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,20 @@ class Shown(Protocol):
     shown: bool
 
     def wait_until_copied(self) -> None: ...
+
+
+class StateDictShard(FlatShard):
+    """What ``state_dict()`` has in place of a sharded parameter.
+
+    It loads into the same rank's shard again, and ``torch.distributed.checkpoint`` takes it. No file takes it: the one
+    that a rank writes would lack what the others have, and nothing would say so.
+    """
+
+    def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
+        return StateDictShard(local, self.start, self.shape, self.label, dtype or self.dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        raise _save_refusal(self)
 
 
 class ParamShard(FlatShard):
@@ -129,17 +143,24 @@ class ParamShard(FlatShard):
         torch.autograd.graph.increment_version(self.plain)  # here, below autograd, nothing else does
         return self
 
+    def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
+        return StateDictShard(local, self.start, self.shape, self.label, dtype or self.dtype)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
-        raise self._copy_refusal("copied")
+        raise ShardAccessError(
+            f"the {self.label} is sharded and cannot be copied: to copy the model or this module, {_REMEDY} around it"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        raise self._copy_refusal("pickled")
+        raise _save_refusal(self)
 
-    def _copy_refusal(self, what: str) -> ShardAccessError:
-        return ShardAccessError(
-            f"the {self.label} is sharded and cannot be {what}: to copy or save the whole model, {_REMEDY} around it; "
-            "to save this rank's part, save model.state_dict()"
-        )
+
+def _save_refusal(shard: FlatShard) -> ShardAccessError:
+    return ShardAccessError(
+        f"the {shard.label} is sharded and cannot be pickled or saved: this rank has {shard.local.numel()} of its "
+        f"{shard.numel()} elements. On every rank, call zero_optim.full_model_state_dict(model) for weights to save, "
+        f"or zero_optim.checkpoint.save, in which each writes its part; to pickle a module, {_REMEDY} around it"
+    )
 
 
 def plain_parameter(parameter: Tensor) -> Tensor:
