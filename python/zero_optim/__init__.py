@@ -13,6 +13,7 @@ from .errors import (
     StateMismatchError,
     ZeroOptimError,
 )
+from .forward_method import register_forward_method
 from .full_model_state import full_model_state_dict
 from .full_parameters import iter_full_parameters
 from .full_state import full_state_dict, load_full_state_dict
@@ -45,6 +46,7 @@ __all__ = [
     "iter_full_parameters",
     "load_full_state_dict",
     "load_safetensors",
+    "register_forward_method",
     "shard_module",
     "verify",
 ]

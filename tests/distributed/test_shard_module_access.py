@@ -776,8 +776,6 @@ REFUSED_OF_MODULES: dict[str, Callable[[nn.Module], Any]] = {
     "functional_call": lambda model: torch.func.functional_call(
         model, {name: torch.zeros(p.shape) for name, p in model.named_parameters()}, (tokens(0, 0),)
     ),
-    "a module within a unit": lambda model: model.blocks[0].up(torch.ones(2, 20)),
-    "a unit's forward, not called": lambda model: model.blocks[0].forward(torch.ones(2, 20)),
     "parametrize": lambda model: nn.utils.parametrizations.weight_norm(model.blocks[0].up),
     "AveragedModel": lambda model: torch.optim.swa_utils.AveragedModel(model),
 }

@@ -186,8 +186,8 @@ def about(event: str, cycle: str, place: int) -> list[int | None]:
     called, _, where = event.partition(": ")
     if not where:
         return [None]
-    if where in ("root", "frozen"):
-        return [ROOT if where == "root" else FROZEN]
+    if where in ("root", "part", "frozen"):
+        return [FROZEN if where == "frozen" else ROOT]
     name, order = ("FORWARD", FORWARD) if called == "forward" else ("BACKWARD", BACKWARD)
     if cycle != name:  # there is no place in this order yet: a unit is as good as another
         return [number for number in order if number != ROOT]
@@ -197,13 +197,15 @@ def about(event: str, cycle: str, place: int) -> list[int | None]:
 def happens(bench: Bench, event: str, number: int | None, *, again: bool = False) -> None:
     """Let it happen. ``number``: the unit that it is about. ``again``: a checkpoint computes it."""
     if number is not None and event.startswith("forward: "):
-        bench.schedule.before_forward(bench.units[number])
+        bench.schedule.before_forward(bench.units[number], part=event == "forward: part")
     elif number is not None:
         (bench.compute_again if again else bench.gradient)(number)
     elif event == "root returns":
         bench.schedule.after_forward(bench.units[ROOT], requires_grad=True)
     elif event == "unit returns":
         bench.schedule.after_forward(bench.units[A], requires_grad=True)
+    elif event == "part returns":
+        bench.schedule.after_forward(bench.units[ROOT], requires_grad=True, part=True)
     elif event == "backward begins":
         bench.begin_backward()
     elif event == "backward is over":
@@ -220,6 +222,7 @@ def test_the_tables_have_every_state_and_every_event():
     told = {"before_forward", "forward_ended", "after_forward", "before_backward", "end_backward"}  # by modules
     about_others = {
         "check_not_gathered",
+        "is_called",
         "prefetch_next",
         "reduction_begins",
         "reductions_arrived",

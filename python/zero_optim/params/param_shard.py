@@ -112,7 +112,8 @@ class ParamShard(FlatShard):
     def _refusal(self, what: str) -> ShardAccessError:
         return ShardAccessError(
             f"{what} on the {self.label}: it is sharded, this rank holds {self.local.numel()} of its {self.numel()} "
-            f"elements. Calling its module brings in the others; to read or write it, {_REMEDY}"
+            "elements. Calling a module brings in the others, and so does a method that was given to "
+            f"zero_optim.register_forward_method; to read or write it here, {_REMEDY}"
         )
 
     def _moved(self, options: Mapping[str, Any]) -> FlatShard:

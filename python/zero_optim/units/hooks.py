@@ -22,9 +22,9 @@ _FEW = 64
 def register_hooks(units: Sequence[Unit], schedule: UnitSchedule) -> None:
     for unit in units:
         module = unit.module
-        module.register_forward_pre_hook(_BeforeForward(schedule, unit), prepend=True, with_kwargs=True)
-        module.register_forward_hook(_ForwardEnded(schedule, unit), always_call=True)
-        module.register_forward_hook(_AfterForward(schedule, unit), with_kwargs=True)
+        module.register_forward_pre_hook(BeforeForward(schedule, unit), prepend=True, with_kwargs=True)
+        module.register_forward_hook(ForwardEnded(schedule, unit), always_call=True)
+        module.register_forward_hook(AfterForward(schedule, unit), with_kwargs=True)
         for module in {place.module: None for place in unit.registrations}:
             module.register_state_dict_pre_hook(_BeforeStateDict(schedule, unit))
             module.register_state_dict_post_hook(_AfterStateDict(schedule, unit))
@@ -32,26 +32,29 @@ def register_hooks(units: Sequence[Unit], schedule: UnitSchedule) -> None:
 
 
 class _Hook:
-    """A hook of one unit. A copy of its module gets one that does nothing."""
+    """Of one unit. A copy of its module gets one that does nothing.
 
-    def __init__(self, schedule: UnitSchedule, unit: Unit) -> None:
-        self.schedule, self.unit = schedule, unit
+    ``part``: what is called is not the unit's module, but one within it.
+    """
+
+    def __init__(self, schedule: UnitSchedule, unit: Unit, *, part: bool = False) -> None:
+        self.schedule, self.unit, self.part = schedule, unit, part
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _no_hook, ()
 
 
-class _BeforeForward(_Hook):
+class BeforeForward(_Hook):
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         given = (args, kwargs, _in_attributes(self.unit.modules))
         made = _made_by_autograd(given)
         self.unit.given = {id(tensor): (weakref.ref(tensor), tensor._version) for tensor in made}
         self.unit.began = _get_sequence_nr()
-        self.schedule.before_forward(self.unit)
+        self.schedule.before_forward(self.unit, part=self.part)
 
 
-class _AfterForward(_Hook):
+class AfterForward(_Hook):
     """Hooks the nodes of autograd by which a gradient can come into the unit: of what its forward returned, of those
     of its arguments that it changed in place, and of what it left in attributes of its modules."""
 
@@ -69,7 +72,7 @@ class _AfterForward(_Hook):
         }
         for node in nodes:
             node.register_prehook(self._before_backward)
-        self.schedule.after_forward(self.unit, requires_grad=bool(nodes))
+        self.schedule.after_forward(self.unit, requires_grad=bool(nodes), part=self.part)
 
     def _is_as_given(self, tensor: Tensor) -> bool:
         given, version = self.unit.given.get(id(tensor), (None, 0))  # one that is gone may have left its id to another
@@ -91,11 +94,11 @@ class _AfterForward(_Hook):
                 )
 
 
-class _ForwardEnded(_Hook):
+class ForwardEnded(_Hook):
     @torch.compiler.disable
     def __call__(self, *_: Any) -> None:
         if not in_backward():
-            self.schedule.forward_ended(self.unit)
+            self.schedule.forward_ended(self.unit, part=self.part)
 
 
 class _BeforeStateDict(_Hook):

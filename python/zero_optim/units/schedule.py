@@ -19,8 +19,10 @@ forward: root         FORWARD           ends, FORWARD     ends, FORWARD
 forward: ahead        FORWARD           FORWARD           ends, FORWARD
 forward: open         --                FORWARD           ends, FORWARD
 forward: behind       --                ends, FORWARD     ends, FORWARD
+forward: part         FORWARD           FORWARD           ends, FORWARD
 root returns          none              ends              ends
 unit returns          none              FORWARD           BACKWARD
+part returns          none              FORWARD           BACKWARD
 backward: ahead       BACKWARD          ends, BACKWARD    BACKWARD
 backward: open        --                ends, BACKWARD    BACKWARD
 backward: behind      --                ends, BACKWARD    ends, BACKWARD
@@ -35,6 +37,8 @@ record                none              FORWARD           BACKWARD
 ====================  ================  ================  ================
 
 - *forward*: a unit is called. *backward*: a gradient comes into it, or a checkpoint computes it again.
+- *part*: a module of the root is called while no forward of the root is under way. It brings in the root, as a visit
+  to any unit does. Where the root is UNSHARDED, and no BACKWARD is open, it changes nothing.
 - *ahead*, *open*, *behind*: where the unit is: later in the cycle; visited and not over; or over.
 - *frozen*: the unit is not in the backward cycle. It needed no gradient when the order was recorded.
 - *forward: root* with a cycle open: what was open has raised. So it is with *backward begins*.
@@ -123,12 +127,14 @@ class UnitSchedule:
 
     Attributes:
         listeners: the reducers of the optimizers that train the model.
+        owner: the ``ShardedModel``. Hooks hold the schedule, and so it.
     """
 
     def __init__(self, units: Sequence[Unit], sharding: Sharding, prefetch: int, *, keep_evaluating: bool) -> None:
         self.units, self._sharding, self._prefetch_count = list(units), sharding, prefetch
         self._keep_evaluating = keep_evaluating
         self.listeners: list[Listener] = []
+        self.owner: object = None
         self._reducing: set[Listener] = set()  # whose reduction is under way, and had better not be disturbed
         self.watch = BackwardWatch(self._begin_backward, self.end_backward)
         self._cycles = {
@@ -158,14 +164,28 @@ class UnitSchedule:
 
     # -- what modules and autograd call --------------------------------------------------------------------------
 
-    def before_forward(self, unit: Unit) -> None:
-        """``unit`` is called; within a backward, by a checkpoint that computes again what was not kept."""
+    def is_called(self, unit: Unit) -> bool:
+        """Whether a forward of it is under way, or a call that stands in for one."""
+        return unit in self._running
+
+    def before_forward(self, unit: Unit, *, part: bool = False) -> None:
+        """``unit`` is called; within a backward, by a checkpoint that computes again what was not kept.
+
+        ``part``: a module within it is called, and stands in for it. The root is then visited like any unit: others of
+        its parts may be called next, for the same backward.
+        """
         if unit.state is UnitState.GATHERED:
             return
         if in_backward():
             self._visit(unit, Direction.BACKWARD, closing=False)  # others of the checkpoint's wait for their backward
             return
-        if unit is self.units[0]:
+        if self._direction is Direction.FORWARD and not self.running:
+            self._trains |= torch.is_grad_enabled()  # an evaluation by parts has left the cycle open
+        root = unit is self.units[0]
+        if root and part and unit.state is UnitState.UNSHARDED and self._direction is not Direction.BACKWARD:
+            self._begin_call(unit)  # an earlier part, or the forward before it, has brought it in
+            return
+        if root and not part:
             self._forwards += 1
             if self._forwards == 1:
                 self._root_trains = torch.is_grad_enabled()
@@ -176,7 +196,11 @@ class UnitSchedule:
         if unit not in self._open:
             self._called.append(unit)
         self._visit(unit, Direction.FORWARD, closing=True)
-        self._running.append(unit)  # only now: a visit that ends a backward which has raised reshards this unit, too
+        self._begin_call(unit)  # only now: a visit that ends a backward which has raised reshards this unit, too
+
+    def _begin_call(self, unit: Unit) -> None:
+        self._running.append(unit)
+        unit.unwatch_parts()
 
     def _check_in_place(self) -> None:
         """Raise ParameterError where the model was moved or cast while an evaluation had left units unsharded."""
@@ -225,9 +249,9 @@ class UnitSchedule:
         for position in range(self._position + 1, cycle.index(unit, self._position + 1) + 1):
             self._go_to(position, closing=closing)
 
-    def after_forward(self, unit: Unit, *, requires_grad: bool) -> None:
+    def after_forward(self, unit: Unit, *, requires_grad: bool, part: bool = False) -> None:
         """A forward of ``unit`` is through; what it returned does or does not require a gradient."""
-        if unit.state is UnitState.GATHERED or in_backward():
+        if unit.state is UnitState.GATHERED or in_backward() or (part and unit is self.units[0]):
             return
         checkpointed = self._trains and not torch.is_grad_enabled()  # re-entrant: backward calls it again
         self._ended.append((unit, requires_grad or checkpointed))
@@ -236,12 +260,14 @@ class UnitSchedule:
             if not self._forward_known or (self._trains and not self._backward_known):
                 self._agree_on_order()
 
-    def forward_ended(self, unit: Unit) -> None:
+    def forward_ended(self, unit: Unit, *, part: bool = False) -> None:
         """A forward of ``unit`` is through, or has raised. To be called before ``after_forward``."""
         if unit in self._running:
             self._running.pop()
+            if unit not in self._running:
+                unit.watch_parts()
         if unit is self.units[0]:
-            self._forwards = max(0, self._forwards - 1)
+            self._forwards = max(0, self._forwards - (not part))
         elif unit not in self._open and unit.state is UnitState.UNSHARDED and not self._kept_after_forward(unit):
             self._reshard_after_forward(unit)  # a backward within its forward has gone through it
 

@@ -15,6 +15,7 @@ from ..params.flat_params import FlatParams
 from ..params.layout import build_layout
 from ..params.param_shard import plain_parameter
 from .hooks import register_hooks
+from .parts import add_parts
 from .schedule import UnitSchedule
 from .unit import Unit
 
@@ -53,9 +54,11 @@ class ShardedModel:
         for unit in units:
             for parameter in unit.parameters:
                 _model_of[parameter] = weakref.ref(self)
-        model._zero_optim_sharded = self  # type: ignore[assignment]  # any attribute
+        # It lives as long as any of its modules: one may be taken out of ``model``, as a merged adapter's base is.
+        model._zero_optim_sharded = schedule.owner = self  # type: ignore[assignment]  # any attribute
         if self.sharded:
             register_hooks(units, schedule)
+            add_parts(units, schedule)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model is an ordinary model."""

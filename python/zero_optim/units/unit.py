@@ -39,6 +39,7 @@ import enum
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -56,6 +57,14 @@ class UnitState(enum.Enum):
     UNSHARDING = enum.auto()  # all of them is allocated, and arriving; modules hold ParamShards
     UNSHARDED = enum.auto()  # all of them; modules hold plain parameters
     GATHERED = enum.auto()  # all of them, in memory of their own, for gather_parameters; modules hold plain parameters
+
+
+class Part(Protocol):
+    """``parts.Part``, as far as units ask it."""
+
+    def watch(self) -> None: ...
+
+    def unwatch(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,7 @@ class Unit:
         self.enclosing: set[Unit] = set()
         self.flats: list[FlatParams] = []
         self.registrations: list[Registration] = []
+        self._parts: list[Part] = []
         self._pending: list[Pending] = []
         self._wholes: list[Tensor] = []  # of each of ``flats``, while gathered
         self._versions: list[int] = []
@@ -187,11 +197,28 @@ class Unit:
             )
         held[place.name] = new  # type: ignore[assignment]  # setattr would check, and find it is no nn.Parameter
 
+    # -- calls of what is within -----------------------------------------------------------------------------------
+
+    def add_part(self, part: Part) -> None:
+        self._parts.append(part)
+        part.watch()
+
+    def watch_parts(self) -> None:
+        """No forward of the unit is under way: a call of a part of it stands in for one."""
+        for part in self._parts:
+            part.watch()
+
+    def unwatch_parts(self) -> None:
+        """The parameters are here for all that is called within."""
+        for part in self._parts:
+            part.unwatch()
+
     # -- for the user --------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
         """Collective. Give the modules whole parameters in memory of their own, whatever the unit's forward does."""
         self.state = UnitState.GATHERED
+        self.unwatch_parts()
         self._wholes = [flat.copy_out() for flat in self.flats]
         self.show_plain()
         self._versions = [parameter._version for parameter in self.parameters]
@@ -214,3 +241,4 @@ class Unit:
                 flat.hide()
             self._wholes = []
             self.state = UnitState.SHARDED
+            self.watch_parts()

@@ -1,0 +1,93 @@
+"""Calls of what is within a unit: of an inner module, or of a method other than ``forward``.
+
+Where no forward of the unit is under way, such a call stands in for one: the unit is gathered before it, and gradients
+come back into the unit through what it returns. So a model runs whichever of its modules is called first: one that has
+lost the wrapper that was sharded, as ``peft`` merges adapters; an embedding alone; what a method calls.
+
+While a forward of its unit is under way a part is out of the way, so that the usual call of a model costs nothing more.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .hooks import AfterForward, BeforeForward, ForwardEnded
+from .schedule import UnitSchedule, in_backward
+from .unit import Unit, UnitState
+
+
+class Part:
+    """Stands in the place of a module's method, and does the same, with the unit's parameters.
+
+    Args:
+        module: of the unit.
+        name: of the method.
+    """
+
+    def __init__(self, module: nn.Module, name: str, unit: Unit, units: Sequence[Unit], schedule: UnitSchedule) -> None:
+        self._module, self._name, self._unit, self._schedule = module, name, unit, schedule
+        self._own = module.__dict__.get(name)  # what the module had before, where that was not its class's
+        part = not _has_all(module, units)  # a call of what has all units in it is a forward of the root
+        self._before = BeforeForward(schedule, unit, part=part)
+        self._ended = ForwardEnded(schedule, unit, part=part)
+        self._after = AfterForward(schedule, unit, part=part)
+        functools.update_wrapper(self, self._method(), updated=())  # clients look at a forward's signature
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of its module is an ordinary one."""
+        return functools.partial, (getattr(type(self._module), self._name), self._module)
+
+    def _method(self) -> Callable[..., Any]:
+        return self._own or getattr(type(self._module), self._name).__get__(self._module)
+
+    def watch(self) -> None:
+        """Be called in the method's place."""
+        if self._module.__dict__.get(self._name) is self._own:  # else somebody has wrapped this, and calls it
+            self._module.__dict__[self._name] = self
+
+    def unwatch(self) -> None:
+        """Let the method be called."""
+        if self._module.__dict__.get(self._name) is self:
+            del self._module.__dict__[self._name]
+            if self._own is not None:
+                self._module.__dict__[self._name] = self._own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not self._must_gather():
+            return self._method()(*args, **kwargs)
+        try:
+            self._before(self._module, args, kwargs)
+            output = self._method()(*args, **kwargs)
+        finally:
+            self._ended()
+        self._after(self._module, args, kwargs, output)
+        return output
+
+    def _must_gather(self) -> bool:
+        unit = self._unit
+        if self._schedule.is_called(unit) or unit.state is UnitState.GATHERED:
+            return False
+        return not (in_backward() and unit.state is UnitState.UNSHARDED)  # a checkpoint within it computes again
+
+
+def add_parts(units: Sequence[Unit], schedule: UnitSchedule) -> None:
+    """Watch what may be called first: modules that register parameters, and those that have all units in them.
+
+    Any other module calls one of these, or has no use for parameters.
+    """
+    for unit in units:
+        holders = [place.module for place in unit.registrations]
+        around = [module for module in unit.modules if unit is units[0] and _has_all(module, units)]
+        for module in dict.fromkeys([*holders, *around]):
+            if module is not unit.module:
+                unit.add_part(Part(module, "forward", unit, units, schedule))
+
+
+def _has_all(module: nn.Module, units: Sequence[Unit]) -> bool:
+    within = set(module.modules())
+    return units[0].module in within or (len(units) > 1 and all(unit.module in within for unit in units[1:]))
