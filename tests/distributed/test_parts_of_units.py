@@ -55,6 +55,7 @@ class Inner(Net):
     def __init__(self) -> None:
         super().__init__(width=12, depth=0)
         self.blocks = nn.ModuleList(Scaled(12) for _ in range(3))
+        self.rest = nn.Sequential(*self.blocks)
         self.halving = Halving(12)
         self.temperature = nn.Parameter(torch.tensor(1.5))
 
@@ -129,6 +130,7 @@ CALLS: dict[str, Call] = {
     ),
     "block by block": block_by_block,
     "module by module": module_by_module,
+    "a part and the rest": lambda model, x: model.base.head(model.base.rest(model.base.embedding(x))),
     "a unit's forward itself": lambda model, x: model.base.head(
         Block.forward(model.base.blocks[2], model.base.embedding(x))
     ),
@@ -204,7 +206,9 @@ def gathers(rank: int, world_size: int, name: str) -> int:
     return calls
 
 
-@pytest.mark.parametrize("name", ["the root", "the model within", "block by block", "module by module"])
+@pytest.mark.parametrize(
+    "name", ["the root", "the model within", "block by block", "module by module", "a part and the rest"]
+)
 def test_a_step_gathers_no_more_than_by_the_root(name: str) -> None:
     """The root once, and each of three units for its forward and for its backward."""
     assert run_ranks(2, gathers, name) == [7, 7]

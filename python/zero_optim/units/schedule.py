@@ -41,7 +41,8 @@ record                none              FORWARD           BACKWARD
   to any unit does. Where the root is UNSHARDED, and no BACKWARD is open, it changes nothing.
 - *ahead*, *open*, *behind*: where the unit is: later in the cycle; visited and not over; or over.
 - *frozen*: the unit is not in the backward cycle. It needed no gradient when the order was recorded.
-- *forward: root* with a cycle open: what was open has raised. So it is with *backward begins*.
+- *forward: root* with a cycle open: what was open has raised. So it is with *backward begins*. A cycle goes on in which
+  a part has brought in the root, and nothing else was visited.
 - *end_raised_backward* of a backward that has not raised changes nothing.
 - *root returns*: its outermost forward. Where the order is not known, the ranks agree on it then.
 
@@ -148,6 +149,7 @@ class UnitSchedule:
         self._position = -1  # of the last unit visited in it
         self._open: dict[Unit, int] = {}  # visited in it and not over, and where
         self._trains = False  # whether a backward may follow the forward that is open
+        self._begun_by_part = False  # outside of a forward of the root
         self._hold = False  # create_graph: a backward may go through this one, so nothing is resharded until ``settle``
         self._over: set[FlatParams] = set()  # their gradients are complete in the open or last backward
         self._backwards_due = 0  # forward cycles that a backward may still come back through
@@ -190,13 +192,19 @@ class UnitSchedule:
             if self._forwards == 1:
                 self._root_trains = torch.is_grad_enabled()
                 end_raised_backwards()
-                self._end_open()  # a forward that raised
+                if not self._root_alone_by_part:
+                    self._end_open()  # a forward that raised
                 self._check_in_place()
                 self._called, self._ended, self._running = [], [], []
         if unit not in self._open:
             self._called.append(unit)
         self._visit(unit, Direction.FORWARD, closing=True)
         self._begin_call(unit)  # only now: a visit that ends a backward which has raised reshards this unit, too
+
+    @property
+    def _root_alone_by_part(self) -> bool:
+        """Whether the cycle that is open was begun by a part of the root, and has come no further."""
+        return self._direction is Direction.FORWARD and self._begun_by_part and self._position == 0
 
     def _begin_call(self, unit: Unit) -> None:
         self._running.append(unit)
@@ -386,6 +394,7 @@ class UnitSchedule:
         self._direction, self._position = direction, -1
         self._digest = zlib.crc32(bytes([direction.value]), self._digest)
         if direction is Direction.FORWARD:
+            self._begun_by_part = not self.running
             # A re-entrant checkpoint within the root's forward disables gradients, and still is trained.
             self._trains = torch.is_grad_enabled() or (self.running and self._root_trains)
             for unit in self.units:
