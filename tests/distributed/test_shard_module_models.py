@@ -1162,3 +1162,52 @@ def _forward_alone(rank: int, world_size: int, options: dict[str, Any]) -> None:
 def test_forward_alone(ranks: int):
     for options in ({}, KEEP, {"prefetch": 0}, {"param_offload": "cpu"}, {"param_offload": "cpu", "prefetch": 3}):
         run_ranks(ranks, _forward_alone, options)
+
+
+# -- how an optimizer is given parameters ------------------------------------------------------------------------------
+
+GIVEN: dict[str, Callable[[nn.Module], Any]] = {
+    "a list": lambda model: list(model.parameters()),
+    "an iterator": lambda model: model.parameters(),
+    "pairs": lambda model: model.named_parameters(),
+    "a view of pairs": lambda model: dict(model.named_parameters()).items(),
+    "a view": lambda model: dict(model.named_parameters()).values(),
+    "an iterable": lambda model: SimpleIterable(model.parameters()),
+    "a group": lambda model: [{"params": model.parameters()}],
+    "a group of a view": lambda model: ({"params": dict(model.named_parameters()).items()},),
+}
+
+
+class SimpleIterable:
+    """Can be iterated over again, and is neither a list nor an iterator."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._parameters)
+
+
+def _given(rank: int, world_size: int) -> list[str]:
+    """What was not taken for the parameters of a sharded model, or trained otherwise than a list of them."""
+    wrong, expected = [], []
+    for name, give in GIVEN.items():
+        torch.manual_seed(0)
+        model = zero_optim.shard_module(Chain(), (Block,))
+        opt = zero_optim.ShardedAdamW(give(model), lr=1e-2)
+        for step in range(2):
+            batch = tokens(rank, step)
+            entropy(model(batch[:, :-1]), batch).backward()
+            opt.step()
+            opt.zero_grad()
+        weights = list(gathered(model).values())
+        expected = expected or weights
+        if opt.stage != 3 or difference(weights, expected):
+            wrong.append(name)
+        opt.close()
+    return wrong
+
+
+def test_an_optimizer_is_given_parameters_by_any_iterable() -> None:
+    for wrong in run_ranks(2, _given):
+        assert not wrong

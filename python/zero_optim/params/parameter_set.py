@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -160,17 +160,21 @@ def _other_of(parameter: Tensor, own: ParameterSet | None) -> ParameterSet | Non
 
 
 def listed(params: Any) -> Any:
-    """``params`` as an optimizer takes them, its iterators as lists: it is read twice."""
-    if isinstance(params, Iterator):
-        params = list(params)
-    if not isinstance(params, list | tuple):
+    """``params`` as an optimizer takes them, every iterable as a list: it is read more than once.
+
+    That may be an iterator, a view of a dict or an ``nn.ParameterList``. What torch refuses is left to torch.
+    """
+    if isinstance(params, Tensor | dict) or not isinstance(params, Iterable):
         return params
     return [
-        {**group, "params": list(group["params"])}
-        if isinstance(group, dict) and isinstance(group.get("params"), Iterator)
-        else group
+        {**group, "params": list(group["params"])} if isinstance(group, dict) and _is_listable(group) else group
         for group in params
     ]
+
+
+def _is_listable(group: dict[str, Any]) -> bool:
+    params = group.get("params")
+    return isinstance(params, Iterable) and not isinstance(params, Tensor | set)
 
 
 def plain_name(name: str) -> str:
