@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -134,9 +133,8 @@ def test_the_example_saves_what_others_load(options: list[str], tmp_path: Path) 
         adapters = {name: value for name, value in whole.items() if "lora_" in name}
         assert adapters and all(torch.equal(loaded.state_dict()[name], value) for name, value in adapters.items())
         return
-    merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
-    assert all(torch.equal(value, whole[name]) for name, value in merged.state_dict().items())
-    tokens: Any = load_example("peft_lora").draw(0, 0, CPU)
-    with torch.no_grad():
-        by_adapter = loaded.merge_and_unload()(input_ids=tokens).logits
-        assert torch.equal(merged(input_ids=tokens).logits, by_adapter)
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16).state_dict()
+    by_adapter = loaded.merge_and_unload().state_dict()
+    assert merged.keys() == whole.keys() == by_adapter.keys()
+    for name, value in merged.items():
+        assert torch.equal(value, whole[name]) and torch.equal(value, by_adapter[name]), name
