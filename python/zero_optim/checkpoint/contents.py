@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, ParameterError
 from ..params.param_shard import ParamShard, plain_parameter
 from ..params.parameter_set import plain_name
-from .index import BUFFER, PARAMETER, Key, TensorSpec
+from .index import BUFFER, PARAMETER, FlatRange, Key, TensorSpec
 
 
 class Owner(enum.Enum):
@@ -28,12 +28,9 @@ class Owner(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Holding:
-    """A flat range of a tensor, in this rank's memory: ``length`` elements from ``start`` on."""
+class Holding(FlatRange):
+    """What this rank has in memory of a tensor."""
 
-    spec: TensorSpec
-    start: int
-    length: int
     owner: Owner
 
 

@@ -79,6 +79,19 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class FlatRange:
+    """Of a tensor, as if it were flat, the ``length`` elements from ``start`` on."""
+
+    spec: TensorSpec
+    start: int
+    length: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.length * self.spec.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class SavedTensor:
     """A tensor of a checkpoint. ``pieces`` in ascending order; together they are all of it, each element once."""
 

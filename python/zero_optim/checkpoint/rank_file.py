@@ -17,21 +17,13 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from . import disk
-from .index import Piece, SavedTensor, TensorSpec
+from .index import FlatRange, Piece, SavedTensor, TensorSpec
 from .safetensors_file import BLOCK_BYTES, NAMES, Entry, write_entries
 
 
 @dataclass(frozen=True)
-class Portion:
-    """What a rank writes of a tensor: the flat range of ``length`` elements from ``start`` on."""
-
-    spec: TensorSpec
-    start: int
-    length: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.length * self.spec.dtype.itemsize
+class Portion(FlatRange):
+    """What a rank writes of a tensor."""
 
     @property
     def key(self) -> str:
@@ -159,18 +151,11 @@ class Files:
 
 
 @dataclass(frozen=True)
-class Block:
-    """A part of a piece with a checksum of its own: ``length`` elements, from the tensor's element ``start`` on."""
+class Block(FlatRange):
+    """A part of a piece with a checksum of its own: the piece's ``number``-th."""
 
-    spec: TensorSpec
     piece: Piece
     number: int
-    start: int
-    length: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.length * self.spec.dtype.itemsize
 
     @property
     def offset(self) -> int:
@@ -193,7 +178,7 @@ def _blocks_of(tensor: SavedTensor, start: int, end: int) -> Iterator[Block]:
         if low < high:
             for number in range((low - piece.start) // most, -(-(high - piece.start) // most)):
                 first = piece.start + number * most
-                yield Block(tensor.spec, piece, number, first, min(most, piece.end - first))
+                yield Block(tensor.spec, first, min(most, piece.end - first), piece, number)
 
 
 def blocks_in(tensor: SavedTensor, piece: Piece) -> Iterator[Block]:
