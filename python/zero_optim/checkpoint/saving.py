@@ -78,7 +78,6 @@ def save(
     given |= {"scaler": len(each(scaler)), "scheduler": len(each(scheduler))}
     check_agreed(comm, {**subject.described(), **given, "data": data is not None}, _WHERE)
     subject.settle()
-    together(comm, lambda: subject.check_not_gathered(_WHERE), _WHERE)
     work = together(comm, lambda: _prepare(subject, step, keep_last, scaler, scheduler, data, extra), _WHERE)
     writing = _begin(comm, Path(path), work.step)
     if not background:
@@ -127,6 +126,7 @@ def _prepare(
     subject: Subject, step: int | None, keep_last: int | None, scaler: Any, scheduler: Any, data: Any, extra: Any
 ) -> _Work:
     crc32c(b"")  # its package may be missing
+    subject.check_not_gathered(_WHERE)
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise ValueError(f"step must be a count, got {step!r}")
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
@@ -144,12 +144,13 @@ def _prepare(
     counts = [count for one in optimizers for count in one.steps().values()]
     if step is None and not counts:
         raise ValueError("nothing here counts updates, so a checkpoint has no number: give save(..., step=)")
-    cuts = cut_for_rank([part.holdings for part in parts], subject.comm.rank, subject.comm.world_size)
+    holdings = [part.holdings for part in parts]
+    portions = cut_for_rank(holdings, subject.comm.rank, subject.comm.world_size)
     return _Work(
         int(max(counts)) if step is None else step,
         [spec for part in parts for spec in part.specs],
-        [cut.portion for of_part in cuts for cut in of_part if cut.portion.length],
-        lambda: _values(parts, cuts),
+        [portion for of_part in portions for portion in of_part if portion.length],
+        lambda: _values(parts, holdings, portions),
         described,
         encode(own, "data"),
         keep_last,
@@ -159,34 +160,28 @@ def _prepare(
 # -- who writes what ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Cut:
-    """``portion`` is what this rank writes: of what it holds, the elements from ``first`` on."""
+def cut_for_rank(parts: Sequence[Sequence[Holding]], rank: int, ranks: int) -> list[list[Portion]]:
+    """What this rank writes of each part's holdings, one portion of each. Those that it leaves to others are empty.
 
-    portion: Portion
-    first: int
-
-
-def cut_for_rank(parts: Sequence[Sequence[Holding]], rank: int, ranks: int) -> list[list[Cut]]:
-    """What this rank writes of each part's holdings. What every rank has is shared out among them, by bytes."""
-    repeated = [holding for holdings in parts for holding in holdings if holding.owner is Owner.EVERY_RANK]
-    total = sum(holding.length * holding.spec.dtype.itemsize for holding in repeated)
+    What every rank has is shared out among them, by bytes.
+    """
+    total = sum(holding.nbytes for holdings in parts for holding in holdings if holding.owner is Owner.EVERY_RANK)
     low, high = total * rank // ranks, total * (rank + 1) // ranks
     begin = 0  # of a holding, if all that are repeated stood one after another
-    cuts: list[list[Cut]] = []
+    portions: list[list[Portion]] = []
     for holdings in parts:
-        cuts.append([])
+        portions.append([])
         for holding in holdings:
             check_dtype(holding.spec)
             first, last = 0, holding.length
             if holding.owner is Owner.EVERY_RANK:
                 size = holding.spec.dtype.itemsize
                 first, last = (min(max(-(-(at - begin) // size), 0), holding.length) for at in (low, high))
-                begin += holding.length * size
+                begin += holding.nbytes
             elif holding.owner is Owner.RANK_0 and rank != 0:
                 last = 0
-            cuts[-1].append(Cut(Portion(holding.spec, holding.start + first, last - first), first))
-    return cuts
+            portions[-1].append(Portion(holding.spec, holding.start + first, last - first))
+    return portions
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -231,12 +226,14 @@ def _write(writing: Path, rank: int, work: _Work) -> _Written:
     return _Written(file.stat().st_size, tensors, work.own)
 
 
-def _values(parts: Sequence[Contents], cuts: Sequence[Sequence[Cut]]) -> Iterator[Tensor]:
+def _values(
+    parts: Sequence[Contents], holdings: Sequence[Sequence[Holding]], portions: Sequence[Sequence[Portion]]
+) -> Iterator[Tensor]:
     """Of each portion that is not empty."""
-    for of_part, part in zip(cuts, parts, strict=True):
-        for cut, flat in zip(of_part, part.values(), strict=True):
-            if cut.portion.length:
-                yield flat.narrow(0, cut.first, cut.portion.length)
+    for part, of_part, wanted in zip(parts, holdings, portions, strict=True):
+        for holding, portion, flat in zip(of_part, wanted, part.values(), strict=True):
+            if portion.length:
+                yield flat.narrow(0, portion.start - holding.start, portion.length)
 
 
 def _publish(writing: Path, written: Sequence[_Written], work: _Work) -> Path:
