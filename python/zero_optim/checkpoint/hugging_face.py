@@ -103,15 +103,13 @@ def export(
 
 
 def _weights(index: Index, dtype: torch.dtype | None) -> Iterator[_Weight]:
-    masters = {optimizer.master for optimizer in index.optimizers if optimizer.master is not None}
     for (kind, name), source in index.tensors.items():
         if kind not in (PARAMETER, BUFFER):
             continue
         spec = source.spec
         wanted = dtype if dtype is not None and kind == PARAMETER and spec.dtype.is_floating_point else spec.dtype
         if wanted != spec.dtype:
-            precise = [index.tensors[master, name] for master in masters if (master, name) in index.tensors]
-            source = next(iter(precise), source)  # rounded once, and not twice
+            source = index.precise(name) or source
         yield _Weight(Entry(name, wanted, spec.shape), source)
 
 

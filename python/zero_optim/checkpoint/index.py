@@ -147,6 +147,23 @@ class Index:
     configuration: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def masters(self) -> list[str]:
+        """Kinds of tensor that parameters are roundings of."""
+        return list(dict.fromkeys(optimizer.master for optimizer in self.optimizers if optimizer.master is not None))
+
+    def is_state(self, kind: str) -> bool:
+        """Whether an optimizer alone has such tensors: parameters, buffers and masters can be had without one."""
+        return kind not in (PARAMETER, BUFFER, *self.masters)
+
+    def precise(self, name: str) -> SavedTensor | None:
+        """What a parameter is made of in another dtype: its master, so that it is rounded once, and not twice.
+
+        The parameter itself where it has no master; None where there is no such parameter.
+        """
+        there = (self.tensors.get((kind, name)) for kind in (*self.masters, PARAMETER))
+        return next((saved for saved in there if saved is not None), None)
+
     def steps(self) -> dict[str, float]:
         """Updates of every parameter, whichever optimizer it was in."""
         return {name: count for optimizer in self.optimizers for name, count in optimizer.steps.items()}
@@ -154,9 +171,8 @@ class Index:
     def updated(self) -> set[str]:
         """Names of parameters with a state that says something: some optimizers count no updates."""
         steps = self.steps()
-        silent = {PARAMETER, BUFFER, *(optimizer.master for optimizer in self.optimizers)}
         counted = {name for name, count in steps.items() if count > 0}
-        return counted | {name for kind, name in self.tensors if kind not in silent and name not in steps}
+        return counted | {name for kind, name in self.tensors if self.is_state(kind) and name not in steps}
 
     def to_json(self, crc32c: Any) -> bytes:
         """``crc32c``: gives the checksum of bytes, in hexadecimal."""

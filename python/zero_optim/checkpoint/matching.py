@@ -5,7 +5,7 @@ By names alone: nothing is read or changed here, and every rank comes to the sam
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,12 +71,11 @@ def match(
     Raises StateMismatchError where a tensor has another shape, or numbers of another kind: that is never loaded.
     """
     matched = Match(saved_name=saved_name)
-    masters = {optimizer.master for optimizer in index.optimizers if optimizer.master is not None}
-    _match_model(index, model, masters, matched)
+    _match_model(index, model, matched)
     _note_leftover_weights(index, names, matched)
     if optimizers:
         for number, wanted in enumerate(optimizers):
-            _match_state(index, wanted, masters, matched)
+            _match_state(index, wanted, matched)
             saved = index.optimizers[number] if number < len(index.optimizers) else None
             matched.groups.append(_match_groups(number, wanted, saved, matched))
         _note_leftover_state(index, matched)
@@ -105,7 +104,7 @@ def _saved_name(index: Index, names: Names, name: str) -> str:
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
-def _match_model(index: Index, model: Sequence[TensorSpec], masters: Collection[str], matched: Match) -> None:
+def _match_model(index: Index, model: Sequence[TensorSpec], matched: Match) -> None:
     missing: dict[str, list[str]] = {PARAMETER: [], BUFFER: []}
     for spec in model:
         name = matched.saved_name.get(spec.name, spec.name) if spec.kind == PARAMETER else spec.name
@@ -114,20 +113,18 @@ def _match_model(index: Index, model: Sequence[TensorSpec], masters: Collection[
             missing[spec.kind].append(spec.name)
             continue
         if spec.kind == PARAMETER and saved.spec.dtype != spec.dtype:
-            precise = [index.tensors[master, name] for master in masters if (master, name) in index.tensors]
-            saved = next(iter(precise), saved)  # rounded once, and not twice
+            saved = index.precise(name) or saved
         matched.source[spec.key] = saved
     for kind, those in missing.items():
         if those:
             matched.misfits.append(f"missing in the checkpoint: {counted(those, kind)}, {listed(those)}")
 
 
-def _match_state(index: Index, wanted: Wanted, masters: Collection[str], matched: Match) -> None:
+def _match_state(index: Index, wanted: Wanted, matched: Match) -> None:
     lacking: dict[str, list[str]] = {}
     for spec in wanted.specs:
         name = matched.saved_name[spec.name]
-        kinds = [*masters, PARAMETER] if spec.kind == wanted.master else [spec.kind]
-        saved = next((index.tensors[kind, name] for kind in kinds if (kind, name) in index.tensors), None)
+        saved = index.precise(name) if spec.kind == wanted.master else index.tensors.get((spec.kind, name))
         if saved is not None:
             matched.source[spec.key] = saved
         else:
@@ -166,11 +163,10 @@ def _note_leftover_weights(index: Index, names: Names, matched: Match) -> None:
 def _note_leftover_state(index: Index, matched: Match) -> None:
     """Of parameters that were never updated there is none to speak of."""
     used = {(source.spec.kind, source.spec.name) for source in matched.source.values()}
-    masters = {optimizer.master for optimizer in index.optimizers}
     updated = index.updated()
     left: dict[str, list[str]] = {}
     for kind, name in index.tensors:
-        if kind not in (PARAMETER, BUFFER, *masters) and (kind, name) not in used and name in updated:
+        if index.is_state(kind) and (kind, name) not in used and name in updated:
             left.setdefault(name, []).append(kind)
     if left:
         kinds = list(dict.fromkeys(kind for of in left.values() for kind in of))

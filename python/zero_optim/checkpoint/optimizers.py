@@ -167,8 +167,7 @@ class TorchPart(TensorContents):
 
     def wanted(self, index: Index, saved_name: Mapping[str, str]) -> Wanted:
         """Whatever there is: such an optimizer has no state before its first step."""
-        masters = {optimizer.master for optimizer in index.optimizers}
-        kinds = dict.fromkeys(kind for kind, _ in index.tensors if kind not in (PARAMETER, BUFFER, *masters))
+        kinds = dict.fromkeys(kind for kind, _ in index.tensors if index.is_state(kind))
         specs = []
         for name in self._names.values():
             there = [index.tensors.get((kind, saved_name[name])) for kind in kinds]
