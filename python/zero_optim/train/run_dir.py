@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..checkpoint import folder as folders
 from .config import UsageError
 
 _CHECKPOINTS = "checkpoint"
 LOG = "log.jsonl"
-_STEP_NAME = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -71,15 +69,17 @@ class RunDir:
             raise UsageError(f"--out {self.path}: {error.strerror}") from error
 
     def rewind(self, step: int) -> None:
-        """Forgets what the log and the checkpoints hold of later steps, so that the run goes on from ``step``."""
+        """Forgets what the log and the checkpoints hold of later steps, so that the run goes on from ``step``.
+
+        Raises CheckpointError where one cannot be removed.
+        """
         log = self.path / LOG
         lines = log.read_text().splitlines(keepends=True) if log.exists() else []
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
         _write_atomically(log, lambda temporary: temporary.write_text("".join(kept)))
-        for folder in self.checkpoints.glob("step-*"):
-            match = _STEP_NAME.fullmatch(folder.name)
-            if match and int(match[1]) > step:
-                shutil.rmtree(folder)
+        for folder in folders.checkpoints(self.checkpoints):
+            if (folders.step_of(folder) or 0) > step:
+                folders.remove(folder)
 
     def open_log(self) -> LogFile:
         return LogFile(self.path / LOG)
@@ -105,12 +105,13 @@ class LogFile:
 def find_checkpoint(path: Path) -> tuple[Path, Path]:
     """What ``path`` stands for, a run directory or something in it: what to load from, and the run directory.
 
-    To be loaded from is one checkpoint, or the folder of all. Raises UsageError where there is none.
+    To be loaded from is one checkpoint, or the folder of all. Raises UsageError where there is none, CheckpointError
+    where the system does not let it be seen.
     """
-    if _STEP_NAME.fullmatch(path.name):
+    if folders.step_of(path) is not None:
         return path, path.resolve().parent.parent
     run_dir = path.parent if path.name == _CHECKPOINTS else path
-    if not any((run_dir / _CHECKPOINTS).glob("step-*")):
+    if not folders.checkpoints(run_dir / _CHECKPOINTS):
         raise UsageError(f"--resume {path}: holds no complete checkpoint")
     return run_dir / _CHECKPOINTS, run_dir
 
