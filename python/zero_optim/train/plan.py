@@ -33,16 +33,23 @@ class Saved:
     run_dir: Path
     info: checkpoint.Info
 
+    def is_in(self, run_dir: RunDir) -> bool:
+        return run_dir.path.resolve() == self.run_dir.resolve()
+
 
 @dataclass(frozen=True)
 class Plan:
-    """One run. ``saved`` is None for a fresh one. ``own_folder``: whether it goes on where its checkpoint is."""
+    """One run. ``saved`` is None for a fresh one."""
 
     config: TrainConfig
     corpus: Corpus
     run_dir: RunDir
     saved: Saved | None
-    own_folder: bool
+
+    @property
+    def own_folder(self) -> bool:
+        """Whether the run goes on where its checkpoint is."""
+        return self.saved is not None and self.saved.is_in(self.run_dir)
 
 
 def together(comm: Comm, work: Callable[[], T]) -> T:
@@ -61,8 +68,8 @@ def make_plan(request: TrainRequest, world: World) -> Plan:
     """Reads checkpoint and data on every rank, makes the run directory on rank 0. Raises UsageError, on all alike."""
     config, corpus, saved = together(world.comm, lambda: _read_inputs(request, world))
     opened = together(world.comm, lambda: _open_run_dir(request, config, saved) if world.leads else None)
-    path, own_folder = world.comm.gather_objects(opened, "the plan")[0]
-    return Plan(config, corpus, RunDir(path), saved, own_folder)
+    path = world.comm.gather_objects(opened, "the plan")[0]
+    return Plan(config, corpus, RunDir(path), saved)
 
 
 def _read_inputs(request: TrainRequest, world: World) -> tuple[TrainConfig, Corpus, Saved | None]:
@@ -100,14 +107,13 @@ def _find(request: TrainRequest) -> Saved | None:
         raise UsageError(f"--resume {request.resume}: {error}") from error
 
 
-def _open_run_dir(request: TrainRequest, config: TrainConfig, saved: Saved | None) -> tuple[Path, bool]:
-    """The folder, and whether it is that of the checkpoint."""
-    out = request.given.get("out")
-    if saved is not None and (out is None or Path(out).resolve() == saved.run_dir.resolve()):
-        return saved.run_dir, True
-    path = Path(out) if out is not None else RunDir.default_name(f"{config.dtype}-stage{config.stage}")
-    if request.resume == RESUME_AUTO:
-        RunDir(path).create_anew()
-    else:
-        RunDir(path).create()
-    return path, False
+def _open_run_dir(request: TrainRequest, config: TrainConfig, saved: Saved | None) -> Path:
+    """The folder, which is made unless it is that of the checkpoint."""
+    default = saved.run_dir if saved else RunDir.default_name(f"{config.dtype}-stage{config.stage}")
+    run_dir = RunDir(Path(request.given.get("out", default)))
+    if saved is None or not saved.is_in(run_dir):
+        if request.resume == RESUME_AUTO:
+            run_dir.create_anew()
+        else:
+            run_dir.create()
+    return run_dir.path
