@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -54,20 +54,19 @@ Extra = dict[str, dict[str, int]]
 """Bytes of memory beside what was there, at most: of each contender, in ``save`` and in ``load``."""
 
 
-class Contender:
-    """Saves to a folder, and loads from it. After ``begin`` training may go on; after ``finish`` all is written."""
+class Contender(Protocol):
+    """Saves to a folder, and loads from it."""
 
     def begin(self, folder: Path) -> None:
-        raise NotImplementedError
+        """Training may go on when this returns."""
 
     def finish(self) -> None:
-        pass
+        """All is written when this returns."""
 
-    def load(self, folder: Path) -> None:
-        raise NotImplementedError
+    def load(self, folder: Path) -> None: ...
 
 
-class Disk(Contender):
+class Disk:
     """What the disk does with as many bytes, and nothing else."""
 
     def __init__(self, nbytes: int) -> None:
@@ -81,6 +80,9 @@ class Disk(Contender):
         os.fsync(file)
         os.close(file)
 
+    def finish(self) -> None:
+        """It is written already."""
+
     def load(self, folder: Path) -> None:
         file = os.open(_own_file(folder), os.O_RDONLY)
         for start in range(0, len(self._view), CHUNK):
@@ -88,7 +90,7 @@ class Disk(Contender):
         os.close(file)
 
 
-class TorchSave(Contender):
+class TorchSave:
     """Each rank its own shards, as a list of tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -100,13 +102,16 @@ class TorchSave(Contender):
             file.flush()
             os.fsync(file.fileno())
 
+    def finish(self) -> None:
+        """It is written already."""
+
     def load(self, folder: Path) -> None:
         loaded = torch.load(_own_file(folder), weights_only=True)
         for tensor, value in zip(self._tensors, loaded, strict=True):
             tensor.copy_(value)
 
 
-class Fsdp2(Contender):
+class Fsdp2:
     """FSDP2 with fused AdamW, by ``torch.distributed.checkpoint``."""
 
     def __init__(self, numel: int, *, background: bool) -> None:
@@ -148,17 +153,16 @@ class Fsdp2(Contender):
         set_state_dict(self._model, self._opt, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
-class Ours(Contender):
+class Ours:
     """Stage 3."""
 
     def __init__(self, numel: int) -> None:
         self.model = shard_module(make_model(numel), (nn.Linear,))
         self.opt = ShardedAdamW(self.model.named_parameters())
         _step(self.model, self.opt)
-        self.background = False
 
-    def begin(self, folder: Path) -> None:
-        checkpoint.save(folder, self.model, self.opt, background=self.background)
+    def begin(self, folder: Path, *, background: bool = False) -> None:
+        checkpoint.save(folder, self.model, self.opt, background=background)
 
     def finish(self) -> None:
         checkpoint.wait()
@@ -172,16 +176,14 @@ class Ours(Contender):
         yield from self.opt.engine.states.values()
 
 
-class InBackground(Contender):
+class InBackground:
     """The same training, saved while it might go on."""
 
     def __init__(self, ours: Ours) -> None:
         self._ours = ours
 
     def begin(self, folder: Path) -> None:
-        self._ours.background = True
-        self._ours.begin(folder)
-        self._ours.background = False
+        self._ours.begin(folder, background=True)
 
     def finish(self) -> None:
         self._ours.finish()
