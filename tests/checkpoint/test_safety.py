@@ -22,6 +22,8 @@ from harness import run_ranks
 from torch import nn
 from zero_optim import ShardedAdamW, checkpoint
 from zero_optim.checkpoint import saving
+from zero_optim.checkpoint.index import TensorSpec
+from zero_optim.checkpoint.rank_file import Files, Portion, write_file
 from zero_optim.errors import CheckpointError, RankMismatchError
 
 
@@ -145,6 +147,20 @@ def test_damage_is_named_and_the_one_before_is_loaded(two: Path, damage: str) ->
     shutil.rmtree(two / "step-1")
     with pytest.raises(CheckpointError, match=message):
         checkpoint.load(two, model, opt)
+
+
+def test_a_file_that_is_gone_while_another_is_read_is_named_itself(tmp_path: Path) -> None:
+    """The disk is told of the second while the first is read."""
+    values = torch.arange(4.0)
+    saved = []
+    for rank, name in enumerate(("weight", "bias")):
+        portion = Portion(TensorSpec(name, "parameter", (4,), torch.float32), 0, 4)
+        saved += write_file(tmp_path / f"rank-{rank}.safetensors", [portion], [values])
+    (tmp_path / "rank-1.safetensors").unlink()
+    with Files(tmp_path) as files:
+        files.expect((tensor, 0, 4) for tensor in saved)
+        with pytest.raises(CheckpointError, match=r"rank-1.safetensors, which holds the parameter 'bias'"):
+            files.read_into(torch.empty(4), saved[0], 0)
 
 
 def test_latest_is_the_newest_whole_one(two: Path) -> None:

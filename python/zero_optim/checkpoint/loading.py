@@ -87,7 +87,7 @@ def load(
     given = {"path": str(path), "strict": strict, "scaler": len(others.scalers), "scheduler": len(others.schedulers)}
     check_agreed(subject.comm, {**subject.described(), **given, "data": data is not None}, _WHERE)
     subject.settle()
-    together(subject.comm, lambda: _check_callable(subject), _WHERE)
+    together(subject.comm, lambda: _check_subject(subject), _WHERE)
     problems: list[str] = []
     for folder in on_rank_0(subject.comm, lambda: folders.candidates(Path(path)), _WHERE):
         try:
@@ -102,7 +102,7 @@ def load(
     raise CheckpointError("; ".join(problems) or f"{path} holds no checkpoint")
 
 
-def _check_callable(subject: Subject) -> None:
+def _check_subject(subject: Subject) -> None:
     crc32c(b"")  # its package may be missing
     subject.check_not_gathered(_WHERE)
     subject.contents(Names(subject.model))  # what cannot be loaded at all is no fault of a checkpoint

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -104,8 +105,10 @@ class Files:
         self._open.clear()
 
     def expect(self, ranges: Iterable[tuple[SavedTensor, int, int]]) -> None:
-        """What will be read, each a tensor, its first element and how many; in this order. The disk is told of some of
-        it before."""
+        """Say what will be read, in this order: of each tensor its first element, and how many.
+
+        While a block is read, the disk is told of the next ones, ``RUN_BYTES`` ahead.
+        """
         self._coming = (
             block for tensor, start, length in ranges for block in _blocks_of(tensor, start, start + length)
         )
@@ -125,11 +128,9 @@ class Files:
     def read_block(self, block: Block) -> bytes:
         """Its bytes, checked."""
         path = self.folder / block.piece.file
-        try:
-            self._read_ahead(block.nbytes)
-            data = os.pread(self._opened(block.piece.file), block.nbytes, block.offset)
-        except OSError as error:
-            raise CheckpointError(f"{path}, which holds the {block.spec.label}: {error.strerror}") from error
+        self._read_ahead(block.nbytes)
+        with self._refusals_named(block):
+            data = os.pread(self._opened(block), block.nbytes, block.offset)
         if len(data) < block.nbytes:
             raise CheckpointError(f"{path} ends in the midst of the {block.spec.label}: it was cut off")
         if crc32c(data) != block.crc32c:
@@ -137,16 +138,27 @@ class Files:
             raise CheckpointError(f"{path} is damaged: {bytes_of}, have another checksum")
         return data
 
-    def _opened(self, name: str) -> int:
+    def _opened(self, block: Block) -> int:
+        name = block.piece.file
         if name not in self._open:
             self._open[name] = os.open(self.folder / name, os.O_RDONLY)
         return self._open[name]
+
+    @contextmanager
+    def _refusals_named(self, block: Block) -> Iterator[None]:
+        """Where the system refuses, say which file, and what it holds."""
+        try:
+            yield
+        except OSError as error:
+            path = self.folder / block.piece.file
+            raise CheckpointError(f"{path}, which holds the {block.spec.label}: {error.strerror}") from error
 
     def _read_ahead(self, nbytes: int) -> None:
         """So much of what was announced is going to be read now."""
         self._ahead = max(self._ahead - nbytes, 0)
         while self._ahead < disk.RUN_BYTES and (block := next(self._coming, None)) is not None:
-            disk.will_read(self._opened(block.piece.file), block.offset, block.nbytes)
+            with self._refusals_named(block):
+                disk.will_read(self._opened(block), block.offset, block.nbytes)
             self._ahead += block.nbytes
 
 
