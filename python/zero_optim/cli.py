@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +17,8 @@ from .train.config import DTYPES, UsageError, add_arguments, read_request
 
 USAGE_ERROR = 2
 FAILURE = 1
+
+Command = Callable[[argparse.Namespace, Sequence[str]], int]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,27 +74,29 @@ def _make_parser() -> _Parser:
 
 
 def _add_checkpoint_commands(commands: Any) -> None:
-    which = "a checkpoint; or a folder of several, or a run of zero-optim train: the newest whole one"
-    inspect = commands.add_parser(
+    def add(name: str, run: Command, **about: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, allow_abbrev=False, **about)
+        which = "a checkpoint; or a folder of several, or a run of zero-optim train: the newest whole one"
+        command.add_argument("checkpoint", type=Path, help=which)
+        command.set_defaults(run=run)
+        return command
+
+    inspect = add(
         "inspect",
+        _inspect,
         help="list what is in a checkpoint, and verify every checksum",
         description="Lists names, shapes, dtypes, updates and sizes, and reads every byte. Exit code 1: it is damaged.",
-        allow_abbrev=False,
     )
-    inspect.add_argument("checkpoint", type=Path, help=which)
     inspect.add_argument("--quick", action="store_true", help="do not read the tensors")
-    inspect.set_defaults(run=_inspect)
-    export = commands.add_parser(
+    export = add(
         "export",
+        _export,
         help="write a checkpoint's weights as Hugging Face's safetensors",
         description="Writes parameters and buffers, offline, in one process, with memory for one tensor.",
-        allow_abbrev=False,
     )
-    export.add_argument("checkpoint", type=Path, help=which)
     export.add_argument("out", type=Path, help="a folder that is not there yet")
     export.add_argument("--dtype", choices=tuple(DTYPES), help="of the parameters, made of the masters (as saved)")
     export.add_argument("--max-shard-size", type=_nbytes, default="5GB", help="of a file, as in 500MB (5GB)")
-    export.set_defaults(run=_export)
 
 
 def _nbytes(text: str) -> int:
