@@ -170,7 +170,8 @@ def _guarded(opt, params, rank, world_size):
         try:
             action()
         except zero_optim.ShardAccessError as error:
-            assert "clip_grad_norm_" in str(error), f"{use}: the remedy is named: {error}"
+            remedy = "`.local`" if use == "index" else "clip_grad_norm_"
+            assert remedy in str(error), f"{use}: the remedy is named: {error}"
             assert "layer" in str(error), f"{use}: the parameter is named: {error}"
         except Exception as error:
             raise AssertionError(f"{use} raised {type(error).__name__}: {error}") from error

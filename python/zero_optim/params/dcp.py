@@ -110,6 +110,7 @@ def _check_storage(shard: Shard) -> None:
         if any(kind.__name__ == "HuggingFaceStorageWriter" for kind in writer.__mro__):
             raise ShardAccessError(
                 f"the {shard.label} is sharded, and {writer.__name__} keeps one piece of a tensor for each name and "
-                "file: the others would be lost. Use DCP's file system storage, or zero_optim.checkpoint.save"
+                "file: the others would be lost. Use DCP's file system storage, or zero_optim.checkpoint.save; of what "
+                "that has written, `zero-optim export` makes Hugging Face's files"
             )
         frame = frame.f_back  # type: ignore[assignment]

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..comm.arrivals import Arrivals
 from ..errors import ShardAccessError
 from . import dcp
+from .remedies import REMEDIES, Use, kind_of, use_of
 
 aten = torch.ops.aten
 _SAME_SHARD = {aten.detach.default, aten.alias.default}
@@ -72,35 +73,37 @@ class FlatShard(Tensor):
                 tensor.zero_()
             return None
         shard = next(a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, FlatShard))
-        raise shard._refusal(str(func))
+        raise shard._refusal(str(func), use_of(func, args, kwargs or {}, shard))
 
     def item(self) -> Any:
-        raise self._refusal("item()")
+        raise self._refusal("item()", Use.READ)
 
     def tolist(self) -> Any:
-        raise self._refusal("tolist()")
+        raise self._refusal("tolist()", Use.READ)
 
     def numpy(self, *, force: bool = False) -> Any:
-        raise self._refusal("numpy()")
+        raise self._refusal("numpy()", Use.READ)
 
     def share_memory_(self) -> Any:
-        raise self._refusal("share_memory_()")
+        raise self._refusal("share_memory_()", Use.COPY)
 
     def __dlpack__(self, **options: Any) -> Any:
-        raise self._refusal("__dlpack__()")
+        raise self._refusal("__dlpack__()", Use.READ)
+
+    def __dlpack_device__(self) -> Any:
+        raise self._refusal("__dlpack_device__()", Use.READ)
 
     # What would write its memory into a file asks for these: safetensors for one.
     def untyped_storage(self) -> Any:
-        raise self._refusal("untyped_storage()")
+        raise self._refusal("untyped_storage()", Use.COPY)
 
     def storage(self) -> Any:
-        raise self._refusal("storage()")
+        raise self._refusal("storage()", Use.COPY)
 
-    def _refusal(self, what: str) -> ShardAccessError:
+    def _refusal(self, what: str, use: Use) -> ShardAccessError:
         return ShardAccessError(
-            f"{what} on the {self.label}: this rank holds {self._local.numel()} of its {self.numel()} elements. "
-            "To clip, call opt.clip_grad_norm_(max_norm); for loss scaling use zero_optim.GradScaler; parameters are "
-            "whole within zero_optim.gather_parameters(model); `.local` is this rank's part"
+            f"{what} on the {self.label}: it is sharded, this rank holds {self._local.numel()} of its {self.numel()} "
+            f"elements. {REMEDIES[kind_of(self.label)][use]}"
         )
 
     def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:

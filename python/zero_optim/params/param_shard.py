@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import ParameterError, ShardAccessError
 from .flat_shard import FlatShard
+from .remedies import Use
 
 aten = torch.ops.aten
 _REMEDY = "enter zero_optim.gather_parameters(model) on every rank"
@@ -66,7 +67,7 @@ class ParamShard(FlatShard):
         if func is aten.copy_.default and isinstance(args[0], ParamShard):
             return args[0]._copy(args[1])
         if func is aten.zero_.default or func is aten._foreach_zero_.default:
-            raise (args[0] if isinstance(args[0], ParamShard) else args[0][0])._refusal(str(func))
+            raise (args[0] if isinstance(args[0], ParamShard) else args[0][0])._refusal(str(func), Use.EDIT)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     # Instances, not the class, are asked for these: torch's own code in C++ never is.
@@ -97,7 +98,7 @@ class ParamShard(FlatShard):
     @data.setter
     def data(self, value: Tensor) -> None:
         if value is not self:  # as when a model is moved to where it is
-            raise self._refusal("assigning .data")
+            raise self._refusal("assigning .data", Use.EDIT)
 
     def requires_grad_(self, requires_grad: bool = True) -> ParamShard:
         self.plain.requires_grad_(requires_grad)
@@ -108,13 +109,6 @@ class ParamShard(FlatShard):
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         return self.plain.register_post_accumulate_grad_hook(hook)
-
-    def _refusal(self, what: str) -> ShardAccessError:
-        return ShardAccessError(
-            f"{what} on the {self.label}: it is sharded, this rank holds {self.local.numel()} of its {self.numel()} "
-            "elements. Calling a module brings in the others, and so does a method that was given to "
-            f"zero_optim.register_forward_method; to read or write it here, {_REMEDY}"
-        )
 
     def _moved(self, options: Mapping[str, Any]) -> FlatShard:
         raise ParameterError(

@@ -1,0 +1,103 @@
+"""What to do instead where an operation on a shard is refused: by what it is a shard of, and by what was tried."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class Kind(enum.Enum):
+    """What a shard is of."""
+
+    GRADIENT = enum.auto()
+    PARAMETER = enum.auto()
+    STATE = enum.auto()
+
+
+class Use(enum.Enum):
+    """What was tried with it."""
+
+    NORM = enum.auto()  # the norm of it, as what clips asks for
+    READ = enum.auto()  # its values, for whatever is calculated of them
+    EDIT = enum.auto()  # in place
+    VIEW = enum.auto()  # a part of it, or another shape
+    COPY = enum.auto()  # of its memory, as what saves makes it
+
+
+_LOCAL = "`.local` is this rank's part, a flat tensor"
+_NORM = "The norm over all ranks is what opt.clip_grad_norm_(max_norm) returns"
+_GATHER = "enter zero_optim.gather_parameters(model) on every rank"
+_WHOLE_STATE = f"zero_optim.full_state_dict(opt) gives whole tensors; {_LOCAL}"
+_READ_PARAMETER = (
+    "Calling a module brings in the others, and so does a method that was given to zero_optim.register_forward_method; "
+    f"to read it here, {_GATHER}"
+)
+
+REMEDIES: Mapping[Kind, Mapping[Use, str]] = {
+    Kind.GRADIENT: {
+        Use.NORM: f"{_NORM}, and step then clips",
+        Use.READ: f"{_LOCAL}. {_NORM}",
+        Use.EDIT: "To clip, call opt.clip_grad_norm_(max_norm); for loss scaling use zero_optim.GradScaler",
+        Use.VIEW: _LOCAL,
+        Use.COPY: f"To keep or save it, copy this rank's part: {_LOCAL}. No checkpoint has gradients",
+    },
+    Kind.PARAMETER: {
+        Use.NORM: _READ_PARAMETER,
+        Use.READ: _READ_PARAMETER,
+        Use.EDIT: "To write it, enter zero_optim.gather_parameters(model, writeback=True) on every rank",
+        Use.VIEW: _READ_PARAMETER,
+        Use.COPY: "To save it, call zero_optim.checkpoint.save, or zero_optim.full_model_state_dict(model) for whole "
+        f"weights, on every rank; to copy it, {_GATHER}",
+    },
+    Kind.STATE: {
+        Use.NORM: _WHOLE_STATE,
+        Use.READ: _WHOLE_STATE,
+        Use.EDIT: "To change it, load what zero_optim.full_state_dict(opt) gave, with your changes, by "
+        "zero_optim.load_full_state_dict(opt, state)",
+        Use.VIEW: _WHOLE_STATE,
+        Use.COPY: "To save it, call zero_optim.checkpoint.save, or zero_optim.full_state_dict(opt) for whole tensors, "
+        "on every rank",
+    },
+}
+
+_USES = {
+    "norm": Use.NORM,
+    "linalg_norm": Use.NORM,
+    "linalg_vector_norm": Use.NORM,
+    "_foreach_norm": Use.NORM,
+    "index": Use.VIEW,
+    "clone": Use.COPY,
+    "is_pinned": Use.COPY,
+    "pin_memory": Use.COPY,
+    "_pin_memory": Use.COPY,
+}
+"""Of operators whose signature does not say it."""
+
+
+def kind_of(label: str) -> Kind:
+    """``label``: as shards have it, such as "gradient of 'fc.weight'"."""
+    if label.startswith("gradient of "):
+        return Kind.GRADIENT
+    return Kind.PARAMETER if label.startswith("parameter ") else Kind.STATE
+
+
+def use_of(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], shard: Tensor) -> Use:
+    """What ``operator`` would do with ``shard``, which is among its arguments."""
+    name = operator._schema.name.rpartition("::")[2]
+    if name in _USES:
+        return _USES[name]
+    if _writes(operator, args, kwargs, shard):
+        return Use.EDIT
+    return Use.VIEW if operator.is_view else Use.READ
+
+
+def _writes(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], shard: Tensor) -> bool:
+    arguments = operator._schema.arguments
+    given = {**{of.name: value for of, value in zip(arguments, args, strict=False)}, **kwargs}
+    written = [given.get(of.name) for of in arguments if of.alias_info is not None and of.alias_info.is_write]
+    return any(tensor is shard for tensor in pytree.tree_leaves(written))
