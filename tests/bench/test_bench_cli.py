@@ -82,7 +82,7 @@ def test_a_run_prints_a_table_and_leaves_a_file_and_a_plot(bench):
     assert plot.stem == file.stem and plot.read_bytes().startswith(b"\x89PNG")
     assert outcome.out.endswith(f"\n{file}\n{plot}\n")
     record = json.loads(file.read_text())
-    assert file.stem == f"{record['date']}-{record['commit']}"
+    assert file.stem == "-".join([record["date"], record["commit"] or f"v{record['version']}"])
     assert record["baselines"].keys() == {"deepspeed", "apex", "te"}
     groups = {(row["op"], row["dtype"], row["numel"]) for row in record["rows"]}
     assert groups == {

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
+import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -16,12 +19,14 @@ from zero_optim.bench.record import CheckpointRow, EnduranceRow, PhaseRow, Row, 
 from zero_optim.bench.table import WIDTH, elements, mebibytes, milliseconds, table
 from zero_optim.train.config import UsageError
 
+import zero_kernels
+
 CPU = torch.device("cpu")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 KEYS = [
-    "schema", "device", "driver", "torch", "cuda", "triton", "commit", "date", "python", "load", "threads", "isa",
-    "baselines", "rows",
+    "schema", "device", "driver", "torch", "cuda", "triton", "version", "commit", "date", "python", "load", "threads",
+    "isa", "baselines", "rows",
 ]  # fmt: skip
 ROW_KEYS = [
     "op", "backend", "dtype", "numel", "rounds", "ms", "p20", "p80", "bytes", "gbps", "yardstick", "copy_gbps",
@@ -56,7 +61,7 @@ def test_the_keys_are_those_of_the_readme():
 
 def test_what_the_record_says_of_a_cpu():
     record = make([])
-    assert (record["schema"], record["driver"], record["triton"]) == (6, None, None)
+    assert (record["schema"], record["driver"], record["triton"]) == (7, None, None)
     assert record["torch"] == torch.__version__ and record["threads"] == torch.get_num_threads()
     assert record["device"].endswith(f", {torch.get_num_threads()} threads")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
@@ -89,8 +94,8 @@ def test_slugs():
     [
         ({"ls-files": "a", "rev-parse": "0123456789", "status": ""}, "0123456789"),
         ({"ls-files": "a", "rev-parse": "0123456789", "status": " M setup.py"}, "0123456789-dirty"),
-        ({"rev-parse": "feedfeedfe", "status": ""}, "nogit"),  # another project's checkout around an installed package
-        ({}, "nogit"),
+        ({"rev-parse": "feedfeedfe", "status": ""}, None),  # another project's checkout around an installed package
+        ({}, None),
     ],
 )
 def test_the_commit(monkeypatch, answers, expected):
@@ -116,6 +121,37 @@ def test_a_second_run_overwrites_nothing(tmp_path):
     assert json.loads(paths[2].read_text()) == record
 
 
+def test_where_there_is_no_commit_the_version_is_told_as_such(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "commit", lambda: None)
+    record = make(make_rows("pack", 2**20))
+    assert (record["commit"], record["version"]) == (None, zero_kernels.__version__)
+    path = records.write(record, tmp_path, "pack")
+    assert path.name == f"{record['date']}-v{zero_kernels.__version__}-pack.json"
+    assert json.loads(path.read_text())["commit"] is None
+    assert table(records.read(path)).splitlines()[0].endswith(f"; zero-kernels {zero_kernels.__version__}")
+
+
+def test_an_installed_package_says_its_version_and_no_commit(tmp_path):
+    """As after ``pip install``: the two packages in a folder of their own, called from another one."""
+    site = tmp_path / "site"
+    for source in (records.HERE.parent, Path(zero_kernels.__file__).parent):
+        shutil.copytree(source, site / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {**os.environ, "PYTHONPATH": str(site), "GIT_CEILING_DIRECTORIES": str(tmp_path)}
+    environment.pop(records.COMMIT_ENVIRONMENT, None)
+    program = """
+import pathlib, torch
+from zero_optim.bench import record
+record.write(record.make_record([], torch.device("cpu"), {}), pathlib.Path("."))
+"""
+    run = [sys.executable, "-c", program]
+    outcome = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert outcome.returncode == 0, outcome.stderr
+    (file,) = tmp_path.glob("*.json")
+    record = json.loads(file.read_text())
+    assert (record["commit"], record["version"]) == (None, zero_kernels.__version__)
+    assert file.stem == f"{record['date']}-v{zero_kernels.__version__}"
+
+
 def test_where_results_go(monkeypatch, tmp_path):
     slug = records.slug(records.device_name(CPU))
     assert records.results_folder(CPU, Path("here")) == Path("here")
@@ -125,15 +161,16 @@ def test_where_results_go(monkeypatch, tmp_path):
 
 
 def test_what_an_older_file_lacks_is_null_and_what_a_newer_one_holds_is_not_read(tmp_path):
-    record = make(make_rows("pack", 2**20))
+    record = {**make(make_rows("pack", 2**20)), "commit": "abc"}
     old = {**record, "schema": 2, "rows": [{k: row[k] for k in ROW_KEYS[:17]} for row in record["rows"]]}
     path = records.write(old, tmp_path, "pack")
-    assert path.stem == f"{record['date']}-{record['commit']}-pack"
+    assert path.stem == f"{record['date']}-abc-pack"
     read = records.read(path)
     of_others = {key.name: None for kind in (PhaseRow, ScaleRow, EnduranceRow, CheckpointRow) for key in fields(kind)}
+    assert read["version"] == record["version"]
     assert read["rows"] == [{**of_others, **row} for row in record["rows"]] and table(read) == table(record)
-    (tmp_path / "new.json").write_text(json.dumps({**record, "schema": 7}))
-    with pytest.raises(UsageError, match="schema 7; this version reads 2 to 6"):
+    (tmp_path / "new.json").write_text(json.dumps({**record, "schema": 8}))
+    with pytest.raises(UsageError, match="schema 8; this version reads 2 to 7"):
         records.read(tmp_path / "new.json")
 
 

@@ -9,6 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation, Transform
 
+from .record import sources_of
+
 ROOF, BEYOND, FAINT, INK = "#333333", "#F1F1F1", "#777777", "#222222"
 HEADER_INCHES, FOOTER_INCHES = 0.75, 0.55
 FIRST_COLUMN, COLUMN = 36, 52  # points: right edge of the first column of figures beside bars, and to the next
@@ -37,8 +39,8 @@ def figures(axes: Axes, y: float, texts: Sequence[str], color: str) -> None:
 
 def header_and_footer(figure: Figure, record: Mapping[str, Any], note: str) -> None:
     """The device and the versions above, the note below."""
-    facts = {name: record[name] for name in ("torch", "cuda", "driver", "triton", "isa", "commit") if record[name]}
-    details = "   ".join([*(f"{name} {fact}" for name, fact in facts.items()), record["date"]])
+    facts = {name: record[name] for name in ("torch", "cuda", "driver", "triton", "isa") if record[name]}
+    details = "   ".join([*(f"{name} {fact}" for name, fact in facts.items()), sources_of(record), record["date"]])
     height = figure.get_figheight()
     left = 0.18 / figure.get_figwidth()
     figure.text(left, 1 - 0.12 / height, record["device"], fontsize=13, fontweight="bold", color=INK, va="top")

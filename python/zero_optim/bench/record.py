@@ -18,10 +18,11 @@ import torch
 
 import zero_kernels
 
+from ..doctor import DISTRIBUTION
 from ..train.config import UsageError
 from .timing import Spread
 
-SCHEMA = 6
+SCHEMA = 7
 COMPLETED = 2  # the oldest schema that is still read: what its rows lack is null
 COMMIT_ENVIRONMENT = "ZERO_KERNELS_COMMIT"  # for sources that were copied without their .git
 
@@ -167,8 +168,8 @@ def driver_version(device: torch.device) -> str | None:
         return None
 
 
-def commit() -> str:
-    """The checked-out commit, with ``-dirty`` when files that git tracks differ from it; ``nogit`` outside a checkout.
+def commit() -> str | None:
+    """The checked-out commit, with ``-dirty`` when files that git tracks differ from it; None outside a checkout.
 
     An installed package may lie inside the checkout of another project: git must know this file.
     """
@@ -179,7 +180,12 @@ def commit() -> str:
         head = _git("rev-parse", "--short=10", "HEAD")
         return head + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
-        return "nogit"
+        return None
+
+
+def sources_of(record: Mapping[str, Any]) -> str:
+    """What was measured, for people: the commit where it is known, else the version of the package."""
+    return f"commit {record['commit']}" if record["commit"] else f"{DISTRIBUTION} {record['version']}"
 
 
 def _git(*words: str) -> str:
@@ -211,6 +217,7 @@ def make_record(
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "triton": None if on_cpu else _version("triton"),
+        "version": zero_kernels.__version__,
         "commit": commit(),
         "date": date.today().isoformat(),
         "python": platform.python_version(),
@@ -223,8 +230,12 @@ def make_record(
 
 
 def write(record: Mapping[str, Any], folder: Path, about: str | None = None) -> Path:
-    """Writes ``<date>-<commit>[-<about>].json``, numbered where that is taken; returns its path."""
-    stem = "-".join([record["date"], record["commit"], *([about] if about else [])])
+    """Writes ``<date>-<commit>[-<about>].json``, numbered where that is taken; returns its path.
+
+    Where there is no commit, ``v<version>`` stands in its place.
+    """
+    sources = record["commit"] or f"v{record['version']}"
+    stem = "-".join([record["date"], sources, *([about] if about else [])])
     names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
     path = next(path for path in (folder / f"{name}.json" for name in names) if not path.exists())
     path.write_text(json.dumps(record, indent=1) + "\n")
@@ -243,7 +254,7 @@ def read(path: Path) -> dict[str, Any]:
     nothing = {
         key.name: None for kind in (Row, PhaseRow, ScaleRow, EnduranceRow, CheckpointRow) for key in fields(kind)
     }
-    return {**record, "rows": [{**nothing, **row} for row in rows]}
+    return {"version": None, **record, "rows": [{**nothing, **row} for row in rows]}
 
 
 def _version(distribution: str) -> str | None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from os.path import commonprefix
 from typing import Any
 
+from .record import sources_of
+
 WIDTH = 100
 _LESS_NEEDED = ("p20", "p80")  # these columns make room where there are many baselines
 _WIDTHS = {"elements": 9, "dtype": 6, "backend": 15, "ms": 9, "p20": 9, "p80": 9, "GB/s": 9}
@@ -16,7 +18,7 @@ Column = tuple[str, Callable[[JsonRow], str]]
 
 def table(record: Mapping[str, Any]) -> str:
     """A block of lines an op, a number of ranks and one of tokens; the device and the versions above."""
-    lines = [f"{record['device']}; torch {record['torch']}; commit {record['commit']}"]
+    lines = [f"{record['device']}; torch {record['torch']}; {sources_of(record)}"]
     for block in dict.fromkeys(map(_block_of, record["rows"])):
         rows = [row for row in record["rows"] if _block_of(row) == block]
         lines += ["", *_lines(rows)]
