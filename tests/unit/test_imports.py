@@ -25,8 +25,8 @@ ORDER = (
     {"stats"},
     {"engine"},
     {"checkpoint"},
-    {"optimizer", "shard_module", "gather_parameters"},
-    {"full_parameters", "full_state", "verify"},
+    {"optimizer", "shard_module", "gather_parameters", "forward_method"},
+    {"full_parameters", "full_model_state", "full_state", "verify"},
     {"cli", "train", "bench", "doctor", "__main__", "__init__"},
 )
 COLLECTIVES = {
