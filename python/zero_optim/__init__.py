@@ -22,6 +22,7 @@ from .grad_scaler import GradScaler
 from .optimizer import ShardedAdamW
 from .params.flat_shard import FlatShard
 from .shard_module import shard_module
+from .sync_buffers import sync_buffers
 from .verify import Verifier, VerifyReport, verify
 
 __all__ = [
@@ -48,5 +49,6 @@ __all__ = [
     "load_safetensors",
     "register_forward_method",
     "shard_module",
+    "sync_buffers",
     "verify",
 ]

@@ -116,7 +116,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm)
             validate.warn_of_meaningless(meaningless)
             super().__init__(params, defaults)
-            parameters = ParameterSet(self.param_groups)
+            parameters = ParameterSet(self.param_groups, comm)
             indices = parameters.read_groups()
             validate.check_groups(self.param_groups)
             validate.check_sharded(parameters, indices, stage, comm)

@@ -58,14 +58,18 @@ def check_group(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh |
 
 def check_backend(comm: Comm, device: torch.device) -> None:
     """Raise ValueError where the group has no back-end that serves the parameters' device."""
-    if comm.world_size == 1 or used() is not None:
-        return
-    backend = comm.backend_of(device)
-    if backend is None or (device.type == "cuda" and backend == "gloo"):
+    if comm.world_size > 1 and not serves(comm, device):
+        backend = comm.backend_of(device) or "no back-end"
         raise ValueError(
-            f"the parameters are on {device}, for which the process group has {backend or 'no back-end'}: it takes "
-            'NCCL for a GPU and gloo for the CPU, as init_process_group("cpu:gloo,cuda:nccl") gives'
+            f"the parameters are on {device}, for which the process group has {backend}: it takes NCCL for a GPU and "
+            'gloo for the CPU, as init_process_group("cpu:gloo,cuda:nccl") gives'
         )
+
+
+def serves(comm: Comm, device: torch.device) -> bool:
+    """Whether the group has the back-end for tensors on ``device``: NCCL for those on a GPU, gloo for the CPU's."""
+    backend = comm.backend_of(device)
+    return used() is not None or (backend is not None and not (device.type == "cuda" and backend == "gloo"))
 
 
 def warn_of_meaningless(keywords: dict[str, bool | None]) -> None:

@@ -25,7 +25,7 @@ ORDER = (
     {"stats"},
     {"engine"},
     {"checkpoint"},
-    {"optimizer", "shard_module", "gather_parameters", "forward_method"},
+    {"optimizer", "shard_module", "gather_parameters", "forward_method", "sync_buffers"},
     {"full_parameters", "full_model_state", "full_state", "verify"},
     {"cli", "train", "bench", "doctor", "__main__", "__init__"},
 )

@@ -125,7 +125,7 @@ class Sharding:
 
     def broadcast_together(self, tensors: Sequence[Tensor]) -> None:
         """Copy rank 0's ``tensors`` to every rank, in place; small ones of a dtype travel in one flat tensor."""
-        for run in _runs(tensors) if self.world_size > 1 else ():
+        for run in runs(tensors) if self.world_size > 1 else ():
             if len(run) == 1:
                 self.broadcast(run[0])
                 continue
@@ -139,7 +139,7 @@ class Sharding:
         self.everyone.exchange(vector, maximum=maximum)
 
 
-def _runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """``tensors`` of one dtype at a time, as many together as are no larger than ``_TOGETHER_BYTES``."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         run: list[Tensor] = []

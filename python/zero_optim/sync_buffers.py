@@ -1,0 +1,117 @@
+"""``sync_buffers``: a model's buffers, such as the statistics of batch norm, made the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import validate
+from .comm.collectives import Comm, make_comm
+from .comm.sharding import runs
+from .errors import ParameterError
+from .params.parameter_set import comms_of, plain_name
+from .units.sharded_model import sharded_model_of
+
+_HOW = ("broadcast", "mean")
+
+
+@torch.no_grad()
+def sync_buffers(model: nn.Module, how: str = "broadcast", *, process_group: dist.ProcessGroup | None = None) -> None:
+    """Collective. Make the buffers of ``model`` the same on every rank, in place. On one rank it does nothing.
+
+    Neither the optimizer nor ``shard_module`` sends a buffer: each rank has what its own batches have made of it. Call
+    it where ranks are to agree, such as before an evaluation or a save; between steps. All buffers travel together: a
+    collective for each dtype and 25 MiB.
+
+    Args:
+        how: "broadcast": rank 0's values. "mean": floating-point buffers are averaged in fp64, and rounded once to
+            their own dtype, so that an fp32, bf16 or fp16 buffer that is equal on all ranks keeps its bits; all
+            others, such as ``num_batches_tracked``, have rank 0's values.
+        process_group: the ranks; None: those of the model's optimizer or of ``shard_module``, else the default group
+            where ``torch.distributed`` is initialised, else one rank.
+
+    Raises, on every rank and before a buffer is changed:
+        ValueError: ``how`` is neither; or no ``process_group`` is given, and parts of the model train on other ranks.
+        ParameterError: a buffer that is on ``meta`` or not dense.
+        RankMismatchError: ranks disagree on ``how``, or on the names, shapes or dtypes of buffers.
+    """
+    comm = _comm(model, process_group)
+    buffers: dict[str, Tensor] = {}
+    with comm.raising_together("sync_buffers"):
+        if how not in _HOW:
+            raise ValueError(f"how must be one of {_HOW}, got {how!r}")
+        buffers = _buffers(model)
+    if comm.world_size == 1:
+        return
+    device = _device(comm, list(buffers.values()))
+    description = [f"how={how}", f"buffers that travel on {device.type}"]
+    description += [f"{name!r}: {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers.items()]
+    validate.check_same(comm, description, "sync_buffers", "give sync_buffers the same model, with")
+    averaged = [buffer for buffer in buffers.values() if how == "mean" and buffer.is_floating_point()]
+    copied = [buffer for buffer in buffers.values() if how == "broadcast" or not buffer.is_floating_point()]
+    for run in runs(averaged):
+        _average(comm, run, device)
+    for run in runs(copied):
+        _broadcast(comm, run, device)
+
+
+def _comm(model: nn.Module, process_group: dist.ProcessGroup | None) -> Comm:
+    """The ranks to share buffers with, over the group that was given and not over one of the optimizer's own."""
+    if process_group is not None:
+        return make_comm(process_group)
+    parameters = list(model.parameters())
+    known = [sharded.sharding.everyone for sharded in sharded_model_of(parameters)] + comms_of(parameters)
+    of_ranks = {tuple(comm.ranks): comm for comm in known}
+    if len(of_ranks) > 1:
+        raise ValueError(f"parts of the model are trained on ranks {list(of_ranks)}: give sync_buffers a process_group")
+    return Comm(known[0].group) if known else make_comm()
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Every buffer once, as memory to write to. Raises ParameterError for one that cannot be sent."""
+    buffers = {plain_name(name): buffer for name, buffer in model.named_buffers()}
+    for name, buffer in buffers.items():
+        if buffer.is_meta:
+            raise ParameterError(f"buffer {name!r} is on the meta device, without values: materialise the model first")
+        if buffer.layout is not torch.strided:
+            raise ParameterError(f"buffer {name!r} is {buffer.layout}; only dense buffers can be sent: .to_dense() it")
+    return {name: _without_repeats(buffer) for name, buffer in buffers.items()}
+
+
+def _without_repeats(buffer: Tensor) -> Tensor:
+    """An expanded buffer has one element in several places. torch writes to none of those."""
+    for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            buffer = buffer.narrow(dim, 0, 1)
+    return buffer
+
+
+def _device(comm: Comm, buffers: Sequence[Tensor]) -> torch.device:
+    """Where buffers are put together: the first of theirs that the group serves, else one that it does."""
+    devices = dict.fromkeys(buffer.device for buffer in buffers)
+    gpu = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
+    return next((device for device in (*devices, *gpu) if validate.serves(comm, device)), torch.device("cpu"))
+
+
+def _broadcast(comm: Comm, buffers: Sequence[Tensor], device: torch.device) -> None:
+    """As bytes: no back-end knows every dtype."""
+    flat = torch.cat([buffer.reshape(-1).to(device) for buffer in buffers])
+    if flat.numel():
+        comm.broadcast(flat.view(torch.uint8), "buffers")
+    _write(flat, buffers)
+
+
+def _average(comm: Comm, buffers: Sequence[Tensor], device: torch.device) -> None:
+    """In fp64 the sum of equal fp32 values, and its quotient, are exact."""
+    flat = torch.cat([buffer.reshape(-1).to(device, torch.float64) for buffer in buffers])
+    if flat.numel():
+        comm.exchange(flat, kind="buffers")
+    _write(flat.div_(comm.world_size), buffers)
+
+
+def _write(flat: Tensor, buffers: Sequence[Tensor]) -> None:
+    for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(values.view(buffer.shape))
