@@ -411,6 +411,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def stats(self) -> dict[str, Any]:
         """Counts since construction and bytes now, on this rank. It reads device values: not for the inside of a step.
+        Bytes are of what is trained: parameters that were frozen from the start, and buffers of modules, are not counted.
 
         Keys: ``stage, world_size, buckets, steps`` (calls of ``step``), ``skipped_steps``, ``collectives`` ({kind:
         {calls, bytes, wait_seconds}}), ``memory`` ({kind: bytes}), ``non_finite`` (None, or {parameter, rank, step} of

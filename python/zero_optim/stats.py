@@ -13,8 +13,9 @@ from .units.sharded_model import ShardedModel
 def memory_by_kind(
     rule: UpdateRule, shards: Sequence[ShardState], buffers: CommBuffers, sharded: ShardedModel | None
 ) -> dict[str, int]:
-    """Bytes on this rank by what they are for. ``padding`` is what rows and equal shards add to all the others. At
-    stage 3 parameters are the shards, and ``unsharded`` what is there beside them now.
+    """Bytes on this rank by what they are for, of parameters that have a place in a bucket: not of frozen ones, nor of
+    modules' buffers. ``padding`` is what rows and equal shards add to all the others. At stage 3 parameters are the
+    shards, and ``unsharded`` what is there beside them now, of frozen ones too.
 
     Gradients count the buffers of the buckets, which at stage 2 is the shard; what autograd allocates for a
     gradient until its bucket leaves is not in it.

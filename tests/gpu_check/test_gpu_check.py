@@ -210,7 +210,7 @@ def test_the_flag_takes_a_newer_nccl(libraries: dict[int, Path], monkeypatch: py
     assert options.nccl == libraries[NEW]
     phases = gpu_check.phases(Path("scratch"), rehearse=False, nccl=options.nccl)
     preloaded = {phase.name: phase.environment["LD_PRELOAD"] for phase in phases if "LD_PRELOAD" in phase.environment}
-    names = ("test_optimizer", "test_units", "test_nccl_ranks", "nccl_one_queue", "nccl_sanitized")
+    names = ("test_optimizer", "test_units", "test_buffers", "test_nccl_ranks", "nccl_one_queue", "nccl_sanitized")
     assert preloaded == dict.fromkeys(names, str(libraries[NEW]))
     assert not any("LD_PRELOAD" in phase.environment for phase in gpu_check.phases(Path("scratch"), rehearse=False))
 

@@ -338,3 +338,11 @@ def test_importing_starts_no_process_group():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "fine", done.stderr
+
+
+def test_stats_count_what_is_trained():
+    model = nn.Sequential(nn.Linear(128, 4, bias=False), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 32, bias=False))
+    model[0].requires_grad_(False)
+    opt = zero_optim.ShardedAdamW(model.parameters())
+    memory = opt.stats()["memory"]
+    assert [memory[kind] for kind in ("parameters", "exp_avg", "exp_avg_sq")] == [4 * 128] * 3
