@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,11 +25,13 @@ from .comm.collectives import make_comm
 from .comm.sharding import Sharding
 from .engine import Engine, Overlap
 from .errors import ClosedError, ZeroOptimError
+from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, listed
 from .rules.adamw import AdamW
 from .units.hooks import tensors_in
 from .units.sharded_model import sharded_model_of
 
+_made: list[weakref.ref[ShardedAdamW]] = []  # every optimizer of this process that is alive, in order
 _DCP_STATE_DICT = "torch.distributed.checkpoint.state_dict"
 
 
@@ -116,7 +119,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm)
             validate.warn_of_meaningless(meaningless)
             super().__init__(params, defaults)
-            parameters = ParameterSet(self.param_groups, comm)
+            parameters = ParameterSet(self.param_groups)
             indices = parameters.read_groups()
             validate.check_groups(self.param_groups)
             validate.check_sharded(parameters, indices, stage, comm)
@@ -133,6 +136,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.engine = Engine(parameters, sharding, rule, sharded[0] if sharded else None, bucket_cap_mb, overlap)
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self._closed = False
+        _made[:] = [*(reference for reference in _made if reference() is not None), weakref.ref(self)]
         try:
             self.engine.take_in(indices, self.engine.to_train(indices))
         except BaseException:
@@ -411,7 +415,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def stats(self) -> dict[str, Any]:
         """Counts since construction and bytes now, on this rank. It reads device values: not for the inside of a step.
-        Bytes are of what is trained: parameters that were frozen from the start, and buffers of modules, are not counted.
+        Bytes are of what is trained: not of parameters that were frozen from the start, nor of modules' buffers.
 
         Keys: ``stage, world_size, buckets, steps`` (calls of ``step``), ``skipped_steps``, ``collectives`` ({kind:
         {calls, bytes, wait_seconds}}), ``memory`` ({kind: bytes}), ``non_finite`` (None, or {parameter, rank, step} of
@@ -455,6 +459,13 @@ class ShardedAdamW(torch.optim.Optimizer):
         """Raise ClosedError after ``close()``."""
         if self._closed:
             raise ClosedError("this optimizer was closed: make a new one")
+
+
+def optimizers_of(model: nn.Module) -> list[ShardedAdamW]:
+    """The open ones that hold parameters of ``model``, in the order in which they were made."""
+    held = {id(plain_parameter(parameter)) for parameter in model.parameters()}
+    alive = [opt for reference in _made if (opt := reference()) is not None and not opt._closed]
+    return [opt for opt in alive if any(id(parameter) in held for parameter in opt.engine.parameters.all)]
 
 
 def _asked_by(module: str) -> bool:

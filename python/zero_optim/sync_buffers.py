@@ -12,7 +12,8 @@ from . import validate
 from .comm.collectives import Comm, make_comm
 from .comm.sharding import runs
 from .errors import ParameterError
-from .params.parameter_set import comms_of, plain_name
+from .optimizer import optimizers_of
+from .params.parameter_set import plain_name
 from .units.sharded_model import sharded_model_of
 
 _HOW = ("broadcast", "mean")
@@ -62,8 +63,8 @@ def _comm(model: nn.Module, process_group: dist.ProcessGroup | None) -> Comm:
     """The ranks to share buffers with, over the group that was given and not over one of the optimizer's own."""
     if process_group is not None:
         return make_comm(process_group)
-    parameters = list(model.parameters())
-    known = [sharded.sharding.everyone for sharded in sharded_model_of(parameters)] + comms_of(parameters)
+    known = [sharded.sharding.everyone for sharded in sharded_model_of(model.parameters())]
+    known += [opt.engine.sharding.everyone for opt in optimizers_of(model)]
     of_ranks = {tuple(comm.ranks): comm for comm in known}
     if len(of_ranks) > 1:
         raise ValueError(f"parts of the model are trained on ranks {list(of_ranks)}: give sync_buffers a process_group")

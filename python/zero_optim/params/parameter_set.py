@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..comm.collectives import Comm
 from ..errors import ParameterError
 from .param_shard import plain_parameter
 
@@ -21,7 +20,7 @@ _set_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class ParameterSet:
-    """The parameters of ``groups``, which is the optimizer's live list, trained on the ranks of ``comm``.
+    """The parameters of ``groups``, which is the optimizer's live list.
 
     Attributes:
         all: every parameter, by index.
@@ -31,8 +30,8 @@ class ParameterSet:
         trained: those that have a place in a bucket, by index.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], comm: Comm) -> None:
-        self.groups, self.comm = groups, comm
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        self.groups = groups
         self.all: list[Tensor] = []
         self.names: list[str | None] = []
         self.labels: list[str] = []
@@ -158,13 +157,6 @@ def check_free(parameters: Sequence[Tensor], labels: Sequence[str], own: Paramet
 def _other_of(parameter: Tensor, own: ParameterSet | None) -> ParameterSet | None:
     other: ParameterSet | None = _set_of.get(parameter, lambda: None)()
     return other if other is not own else None
-
-
-def comms_of(parameters: Iterable[Tensor]) -> list[Comm]:
-    """Of the live optimizers that have some of these parameters, plain or as modules have them."""
-    references = [_set_of.get(plain_parameter(parameter)) for parameter in parameters]
-    sets = dict.fromkeys(found for of in references if of is not None and (found := of()) is not None)
-    return [found.comm for found in sets]
 
 
 def listed(params: Any) -> Any:
