@@ -1,4 +1,4 @@
-"""For a loop that is written around DDP: ``model.module``, ``model.no_sync()``, ``model.require_backward_grad_sync``."""
+"""For a loop written around DDP: ``model.module``, ``model.no_sync()``, ``model.require_backward_grad_sync``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..optimizer import optimizers_of
 class DistributedDataParallel(nn.Module):
     """Looks like torch's, and does nothing: ``ShardedAdamW`` averages the gradients of ``module``.
 
-    To be made before the optimizer or after it. The keys of ``state_dict()`` begin with ``module.``, as those of torch's
-    do, and the names of parameters too; ``model.module`` has both without it. Buffers are not sent: see
+    To be made before the optimizer or after it. The keys of ``state_dict()`` begin with ``module.``, as those of
+    torch's do, and the names of parameters too; ``model.module`` has both without it. Buffers are not sent: see
     ``zero_optim.sync_buffers``.
 
     Args:
