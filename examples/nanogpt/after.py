@@ -61,16 +61,21 @@ def evaluate(model: torch.nn.Module, text: Text, autocast: contextlib.AbstractCo
     return losses
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+def start() -> tuple[int, int, torch.device]:
+    """This rank, the number of ranks, and the device: what torchrun has started, else one rank."""
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    ranks, ddp = int(os.environ.get("WORLD_SIZE", "1")), "RANK" in os.environ
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if ddp:
+    if "RANK" in os.environ:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    master = rank == 0
+    return rank, int(os.environ.get("WORLD_SIZE", "1")), device
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    rank, ranks, device = start()
+    master, ddp = rank == 0, dist.is_initialized()
     micro_batches = max(1, args.accumulate // ranks)
 
     torch.manual_seed(1337)
@@ -89,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
         scaler.load_state_dict(checkpoint["scaler"])
         first, best = checkpoint["step"], checkpoint["best"]
     if ddp:
-        model = DDP(model, device_ids=[local_rank] if device.type == "cuda" else None)
+        model = DDP(model, device_ids=[device] if device.type == "cuda" else None)
 
     torch.manual_seed(1337 + rank + 1000 * first)  # each rank draws its own windows, and a resumed run new ones
     last = min(args.steps, args.stop or args.steps)

@@ -172,8 +172,8 @@ def _weights(model: Any, side: str, masters: dict[int, dict[str, Tensor]]) -> di
 )
 def test_both_sides_train_alike(heading: str, dtype: torch.dtype, tmp_path: Path) -> None:
     (rows,) = _tables()[heading]
-    theirs = run_ranks(2, _run, rows, "left", dtype, str(tmp_path / "left"))[0]
-    ours = run_ranks(2, _run, rows, "right", dtype, str(tmp_path / "right"))[0]
+    theirs = run_ranks(2, _run, rows, "left", dtype, str(tmp_path / "left"), timeout=120)[0]
+    ours = run_ranks(2, _run, rows, "right", dtype, str(tmp_path / "right"), timeout=120)[0]
     names = list(theirs["weights"])
     assert any((theirs["weights"][name] - theirs["start"][name]).abs().max() > LR for name in names)  # they train
     if dtype == torch.float32:

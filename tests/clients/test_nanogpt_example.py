@@ -18,7 +18,7 @@ from harness import run_ranks
 
 FOLDER = EXAMPLES / "nanogpt"
 README = EXAMPLES.parent / "README.md"
-LR, STEPS = 1e-3, 6
+LR, STEPS = 1e-3, 4
 SIZES = ["--layers", "1", "--width", "32", "--window", "16", "--batch", "4"]
 OPTIONS = [*SIZES, "--steps", str(STEPS), "--lr", str(LR), "--data", str(FOLDER / "model.py")]
 
@@ -75,7 +75,7 @@ def _assert_near(ours: dict[str, Any], torchs: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_both_train_alike(dtype: str, tmp_path: Path) -> None:
     """On two ranks, two micro-batches a step on each, with clipping."""
-    run_ranks(2, _run, [(name, _options(tmp_path / name, dtype)) for name in ("before", "after")])
+    run_ranks(2, _run, [(name, _options(tmp_path / name, dtype)) for name in ("before", "after")], timeout=120)
     before, after = _load(tmp_path / "before"), _load(tmp_path / "after")
     if dtype == "float32":
         _assert_alike(after, before, STEPS)
@@ -89,13 +89,15 @@ def test_both_train_alike(dtype: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_they_go_on_from_one_anothers_files(dtype: str, tmp_path: Path) -> None:
     """A step of each. Then both go on from the file of either."""
-    run_ranks(2, _run, [(name, _options(tmp_path / name, dtype, "--stop", "1")) for name in ("before", "after")])
+    run_ranks(
+        2, _run, [(name, _options(tmp_path / name, dtype, "--stop", "1")) for name in ("before", "after")], timeout=120
+    )
     _assert_alike(_load(tmp_path / "after"), _load(tmp_path / "before"), 1)
     runs = []
     for start, script in itertools.product(("before", "after"), repeat=2):
         shutil.copytree(tmp_path / start, tmp_path / f"{start}-{script}")
         runs.append((script, _options(tmp_path / f"{start}-{script}", dtype, "--stop", "2", "--resume")))
-    run_ranks(2, _run, runs)
+    run_ranks(2, _run, runs, timeout=120)
     for start in ("before", "after"):
         _assert_alike(_load(tmp_path / f"{start}-after"), _load(tmp_path / f"{start}-before"), 2, since=1)
 
