@@ -26,7 +26,6 @@ ORDER = (
     {"engine"},
     {"checkpoint"},
     {"optimizer", "shard_module", "gather_parameters", "forward_method", "sync_buffers"},
-    {"optimizer", "shard_module", "gather_parameters", "forward_method", "sync_buffers"},
     {"full_parameters", "full_model_state", "full_state", "verify"},
     {"integrations"},
     {"cli", "train", "bench", "doctor", "__main__", "__init__"},
