@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -70,7 +72,22 @@ def _make_parser() -> _Parser:
     add_bench_arguments(bench)
     bench.set_defaults(run=_bench)
     _add_checkpoint_commands(commands)
+    _add_report_command(commands)
     return parser
+
+
+def _add_report_command(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="write a page of a run, or of benchmarks, for a browser",
+        description="Writes one HTML file that needs no network: of a run its losses, speed, memory against plan, "
+        "traffic and time; of benchmarks their tables and plots.",
+        allow_abbrev=False,
+    )
+    what = "a run of zero-optim train; or a JSON file of zero-optim bench, or a folder of them"
+    report.add_argument("source", type=Path, help=what)
+    report.add_argument("--out", type=Path, metavar="FILE.html", help="(report.html in the folder, or FILE.html)")
+    report.set_defaults(run=_report)
 
 
 def _add_checkpoint_commands(commands: Any) -> None:
@@ -135,7 +152,7 @@ def _export(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _train(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
-    request = read_request(parsed)
+    request = replace(read_request(parsed), command=shlex.join(["zero-optim", *arguments]))
     started = int(os.environ.get("WORLD_SIZE", "0"))
     if request.ranks is not None and not started:
         from .train.world import launch
@@ -146,6 +163,13 @@ def _train(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     from .train.loop import train
 
     return train(request)
+
+
+def _report(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from .report.command import write_report
+
+    print(write_report(parsed.source, parsed.out))
+    return 0
 
 
 def _doctor(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:

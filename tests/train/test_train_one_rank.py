@@ -16,12 +16,13 @@ import pytest
 import torch
 from checkpoint_files import read_tensors, weights_in
 from training import TINY, read_log, saved_steps, without_speed
-from zero_optim import GradScaler
+from zero_optim import GradScaler, ZeroOptimError
+from zero_optim.report import run_page
 from zero_optim.train import trainer
 from zero_optim.train.data import draw_windows, load_corpus, unigram_entropy
 from zero_optim.train.model import GPT, ModelConfig, generate, next_byte_loss
 
-KEYS = ["step", "loss", "lr", "grad_norm", "loss_scale", "tokens_per_s"]
+KEYS = ["step", "loss", "lr", "grad_norm", "loss_scale", "tokens_per_s", "ms"]
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,67 @@ def test_what_a_run_writes_and_says(zero_optim: Callable, text: Path, tmp_path: 
     drawn = (run / "loss.png").exists()
     assert drawn != ("loss.png was not drawn: " in outcome.out)
     assert "communication, rank 0\n  none: one rank" in outcome.out
+    assert f"page of the run: {run / 'report.html'}\n" in outcome.out
+    assert "None: there was one rank." in (run / "report.html").read_text()
+
+
+def test_the_time_of_a_step_is_logged_by_phase(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert zero_optim("train", *TINY, "--steps", "3", "--accumulate", "2", "--data", text, "--out", run).code == 0
+    steps = [record["ms"] for record in read_log(run)]
+    (session,) = json.loads((run / "run.json").read_text())["sessions"]
+    phases = session["ending"]["ranks"][0]["seconds"]
+    assert list(phases) == ["data and forward", "backward", "step"]
+    for ms in steps:
+        assert list(ms) == [*phases, "whole", "exposed communication"]
+        assert 0 < sum(ms[phase] for phase in phases) <= ms["whole"] and ms["exposed communication"] == 0
+    for phase, seconds in phases.items():
+        assert sum(ms[phase] for ms in steps) == pytest.approx(1000 * seconds, abs=0.01)
+
+
+def test_run_json_says_what_was_run_and_how_it_ended(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ["--steps", "4", "--save-every", "2", "--data", text, "--out", run]
+    outcome = zero_optim("train", *TINY, *flags)
+    (first,) = json.loads((run / "run.json").read_text())["sessions"]
+    assert first["command"] == f"zero-optim train {' '.join(map(str, [*TINY, *flags]))}"
+    assert (first["after_step"], first["resumed_from"], first["config"]["hidden"]) == (0, None, 32)
+    assert f"model  {first['facts']['model']}\n" in outcome.out
+    end = first["ending"]
+    assert (end["outcome"], end["step"], end["ranks"][0]["steps"]) == ("finished", 4, 4)
+    assert f"validation loss {end['validation_loss']:.4f}\n" in outcome.out
+    assert end["ranks"][0]["peak_bytes"] > 50e6  # torch alone takes more
+    assert zero_optim("train", "--resume", run / "checkpoint" / "step-2", "--steps", "5").code == 0
+    first, second = json.loads((run / "run.json").read_text())["sessions"]
+    assert (first["taken_back_to"], second["after_step"], second["resumed_from"]) == (2, 2, str(run))
+    assert (second["ending"]["step"], second["ending"]["ranks"][0]["steps"]) == (5, 3)
+    assert "taken back to 2" in (run / "report.html").read_text()
+
+
+def test_a_run_that_fails_says_so_in_run_json(
+    zero_optim: Callable, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroOptimError("no more")
+
+    monkeypatch.setattr(trainer.Trainer, "save", fail)
+    outcome = zero_optim("train", *TINY, "--steps", "2", "--data", text, "--out", tmp_path / "run")
+    assert outcome.code == 1 and outcome.err == "zero-optim train: no more\n"
+    (session,) = json.loads((tmp_path / "run" / "run.json").read_text())["sessions"]
+    assert (session["ending"]["outcome"], session["ending"]["step"]) == ("failed", 2)
+    assert session["ending"]["why"] == "ZeroOptimError: no more"
+    assert zero_optim("report", tmp_path / "run").code == 0
+
+
+def test_a_page_that_fails_does_not_fail_the_training(
+    zero_optim: Callable, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(run: object) -> str:
+        raise ValueError("no page")
+
+    monkeypatch.setattr(run_page, "run_page", fail)
+    outcome = zero_optim("train", *TINY, "--steps", "1", "--data", text, "--out", tmp_path / "run")
+    assert outcome.code == 0 and "report.html was not written: ValueError: no page\n" in outcome.out
 
 
 def test_a_step_averages_its_micro_batches(zero_optim: Callable, text: Path, tmp_path: Path) -> None:

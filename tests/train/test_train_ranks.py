@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -87,6 +88,25 @@ def test_the_final_table_agrees_with_its_formula(two_ranks: object) -> None:
     assert a_step == pytest.approx(2 * PARAMETERS / 1e6, abs=0.01)
 
 
+def test_the_page_of_the_run_has_the_figures_of_the_final_table(two_ranks: object) -> None:
+    page = (two_ranks.folder / "report.html").read_text()
+    cells = {row[0]: row[1:] for row in map(cells_of, page.split("<tr")[1:])}
+    *of_ranks, planned, _ = table_row(two_ranks.output, "model state")
+    assert [float(cell) for cell in cells["model state"][1:3]] == [max(of_ranks), planned]
+    for kind in ("reduce_scatter", "all_gather"):
+        calls, _, a_step, blocked = table_row(two_ranks.output, kind)
+        shown = cells[kind][1:]
+        assert [float(shown[n]) for n in (0, 3, 4)] == [a_step, calls, blocked]
+        assert float(shown[1]) == pytest.approx(2 * PARAMETERS / 1e6, abs=0.001)
+    (session,) = json.loads((two_ranks.folder / "run.json").read_text())["sessions"]
+    assert len(session["ending"]["ranks"]) == 2 and "Memory of each rank" in page
+
+
+def cells_of(row: str) -> list[str]:
+    """Text of a table's row."""
+    return [re.sub("<[^>]*>", "", cell) for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row.split("</tr>")[0])]
+
+
 def test_what_takes_long_is_said_before_it_begins(two_ranks: object) -> None:
     lines = two_ranks.output.splitlines()
     assert lines[:2] == ["starting 2 ranks", "reading the text"]
@@ -109,6 +129,7 @@ def test_ctrl_c_saves_and_ends_every_rank(two_ranks: object, tmp_path: Path) -> 
     assert command.finish() == 130, command.output
     stopped = newest_step(tmp_path / "run")
     assert f"interrupted after step {stopped}; go on with --resume run\n" in command.output
+    assert f"It was interrupted after step {stopped:,} of 4,000." in (tmp_path / "run" / "report.html").read_text()
     assert "Traceback" not in command.output
     assert read_log(tmp_path / "run")[-1]["step"] == stopped < 4000
     # Its own two more steps: the shorter schedule changes rates, not what is restored.

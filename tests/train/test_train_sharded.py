@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import signal
@@ -171,6 +172,20 @@ def test_under_torchrun_memory_and_traffic_are_those_of_the_formula(text: Path, 
     assert "stage 3: 3 blocks, each gathered when it is used\n" in command.output
     # The gathers' own group too: gloo's threads would end after the interpreter.
     assert command.output.count("of 3 groups alive 0\n") == 2, command.output
+
+
+@pytest.mark.parametrize(("stage", "kinds"), [("0", ["all_reduce"]), ("3", ["all_gather", "reduce_scatter"])])
+def test_what_run_json_plans_is_what_is_measured(text: Path, tmp_path: Path, stage: str, kinds: list[str]) -> None:
+    """Of a model whose buckets have hardly any padding; micro-batches gather again, and reduce once."""
+    shape = ["--hidden", "128", "--accumulate", "2", "--steps", "3"]
+    train(["--stage", stage, *SHAPE, *shape, "--data", str(text), "--out", str(tmp_path / "run")])
+    (session,) = json.loads((tmp_path / "run" / "run.json").read_text())["sessions"]
+    planned, (rank, other) = session["forecast"], session["ending"]["ranks"]
+    assert sorted(planned["traffic"]) == kinds
+    for kind, size in planned["traffic"].items():
+        assert rank["collectives"][kind]["bytes"] / 3 == pytest.approx(size, rel=0.01), kind
+    for kind, size in planned["memory"].items():
+        assert (rank["memory"][kind] + other["memory"][kind]) / 2 == pytest.approx(size, rel=0.01), kind
 
 
 def test_a_save_that_fails_on_one_rank_ends_all(text: Path, tmp_path: Path) -> None:

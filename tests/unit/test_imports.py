@@ -28,7 +28,7 @@ ORDER = (
     {"optimizer", "shard_module", "gather_parameters", "forward_method", "sync_buffers"},
     {"full_parameters", "full_model_state", "full_state", "verify"},
     {"integrations"},
-    {"cli", "train", "bench", "doctor", "__main__", "__init__"},
+    {"cli", "train", "bench", "report", "doctor", "__main__", "__init__"},
 )
 COLLECTIVES = {
     "all_gather",

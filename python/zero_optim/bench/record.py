@@ -242,15 +242,16 @@ def write(record: Mapping[str, Any], folder: Path, about: str | None = None) -> 
     return path
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A record that ``write`` has written. Raises UsageError."""
+def read(path: Path, flag: str = "") -> dict[str, Any]:
+    """A record that ``write`` has written. Raises UsageError, which begins with ``flag``."""
+    named = f"{flag} {path}".lstrip()
     try:
         record = json.loads(path.read_text())
         schema, rows = record["schema"], record["rows"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--redraw {path}: is no record of a benchmark") from error
+        raise UsageError(f"{named}: is no record of a benchmark") from error
     if not isinstance(schema, int) or not COMPLETED <= schema <= SCHEMA:
-        raise UsageError(f"--redraw {path}: has schema {schema}; this version reads {COMPLETED} to {SCHEMA}")
+        raise UsageError(f"{named}: has schema {schema}; this version reads {COMPLETED} to {SCHEMA}")
     nothing = {
         key.name: None for kind in (Row, PhaseRow, ScaleRow, EnduranceRow, CheckpointRow) for key in fields(kind)
     }

@@ -25,6 +25,7 @@ from .figure import (
     header_and_footer,
     plain,
 )
+from .panels import bandwidth_note, speed_range, under_the_roof
 from .table import elements
 
 JsonRow = Mapping[str, Any]
@@ -58,7 +59,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     for op, line in zip(ops, panels, strict=True):
         for dtype, axes in zip(dtypes, line, strict=True):
             _panel(axes, [row for row in rows if (row["op"], row["dtype"]) == (op, dtype)])
-    header_and_footer(figure, record, _note(record))
+    header_and_footer(figure, record, bandwidth_note(record))
     figure.savefig(path, dpi=140, facecolor="white")
 
 
@@ -85,11 +86,11 @@ def _lines(axes: Axes, rows: Sequence[JsonRow]) -> None:
     axes.fill_between(sizes, ceiling, top, color=BEYOND, lw=0, zorder=0)
     axes.plot(sizes, ceiling, color=ROOF, lw=1.4, ls=(0, (5, 2)), zorder=2)
     ends = [(rows[0]["yardstick"], roof[-1][1], f"{roof[-1][1]:,.0f} GB/s", ROOF)]
-    for backend in _shown(rows):
+    for backend in under_the_roof(rows):
         points = sorted((row for row in rows if row["backend"] == backend), key=lambda row: row["numel"])
         x, y = [row["numel"] for row in points], [row["gbps"] for row in points]
         color = COLORS.get(backend, FAINT)
-        low, high = zip(*map(_range, points), strict=True)
+        low, high = zip(*map(speed_range, points), strict=True)
         axes.fill_between(x, low, high, color=color, alpha=0.15, lw=0)
         axes.plot(x, y, color=color, lw=1.8, marker="o", ms=4, mec="white", mew=0.6, zorder=3)
         ends.append((backend, y[-1], f"{points[-1]['fraction']:.2f}", color))
@@ -122,15 +123,15 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, str, str]], x: floa
 def _bars(axes: Axes, rows: Sequence[JsonRow]) -> None:
     """Bandwidth at the one size, the roof as an upright line; the figures in columns beside it."""
     roof, yardstick = rows[0]["copy_gbps"], rows[0]["yardstick"]
-    shown = [row for row in rows if row["backend"] in _shown(rows)]
-    end = 1.05 * max([roof, *(_range(row)[1] for row in shown)])
+    shown = [row for row in rows if row["backend"] in under_the_roof(rows)]
+    end = 1.05 * max([roof, *(speed_range(row)[1] for row in shown)])
     axes.axvspan(roof, end, color=BEYOND, lw=0, zorder=0)
     axes.axvline(roof, color=ROOF, lw=1.4, ls=(0, (5, 2)), zorder=1)
     name = f"{yardstick} {roof:,.1f} GB/s"
     axes.annotate(name, (roof, 1), xycoords=("data", "axes fraction"), xytext=(0, 3), textcoords="offset points",
                   ha="right", va="bottom", fontsize=8, fontweight="bold", color=ROOF)  # fmt: skip
     for y, row in enumerate(shown):
-        low, high = _range(row)
+        low, high = speed_range(row)
         whiskers = [[max(0.0, row["gbps"] - low)], [max(0.0, high - row["gbps"])]]
         axes.barh(y, row["gbps"], height=0.62, color=COLORS.get(row["backend"], FAINT), zorder=2)
         axes.errorbar(row["gbps"], y, xerr=whiskers, color=ROOF, lw=1, capsize=2.5, capthick=1, zorder=3)
@@ -140,22 +141,3 @@ def _bars(axes: Axes, rows: Sequence[JsonRow]) -> None:
     axes.set(ylim=(len(shown) - 0.45, -0.55), xlim=(0, end))
     axes.set_xlabel("GB/s", fontsize=8, color=INK)
     axes.tick_params(axis="y", length=0)
-
-
-def _shown(rows: Sequence[JsonRow]) -> list[str]:
-    """All but the yardstick, which is the roof."""
-    return [name for name in dict.fromkeys(row["backend"] for row in rows) if name != rows[0]["yardstick"]]
-
-
-def _range(row: JsonRow) -> tuple[float, float]:
-    """GB/s at the 80th and at the 20th percentile of the time."""
-    moved = row["bytes"] * row["numel"] / 1e6
-    return moved / row["p80"], moved / row["p20"]
-
-
-def _note(record: Mapping[str, Any]) -> str:
-    yardsticks = dict.fromkeys(row["yardstick"] for row in record["rows"] if row["yardstick"])
-    return (
-        "GB/s: the bytes that the op must move over the median time; p20 to p80 shaded or as whiskers.\n"
-        f"Dashed: {' or '.join(yardsticks)}, which moves as many and computes nothing; beside a line its share of that."
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from . import (
     train_step,
 )
 from .case import Case, Setting, choose_backends
+from .panels import sheet_of
 from .record import CheckpointRow, EnduranceRow, PhaseRow, Row, ScaleRow, make_record, read, results_folder, write
 from .request import ALONE, Request
 from .table import table
@@ -230,7 +232,7 @@ def _make_folder(folder: Path) -> Path:
 
 
 def _redraw(path: Path) -> int:
-    record = read(path)
+    record = read(path, "--redraw")
     print(table(record))
     print(f"\n{_draw(record, path.with_suffix('.png'))}")
     return 0
@@ -248,17 +250,12 @@ def _draw(record: dict[str, Any], path: Path) -> str:
 
 def _drawing(record: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
     """What draws this record. Importing it needs matplotlib."""
-    from .bars import draw_checkpoints, draw_overhead, draw_ranks, draw_scale, draw_walkthrough
+    from .bars import draw_bars
     from .lines import draw_endurance
     from .roofline import draw
 
-    first = record["rows"][0] if record["rows"] else {"phase": None, "ranks": None, "parameters": None}
-    if first.get("phase"):
-        return draw_walkthrough
-    if first.get("timed"):
-        return draw_scale
-    if first.get("samples"):
+    sheet = sheet_of(record)
+    if sheet is None:
         return draw_endurance
-    if first.get("written"):
-        return draw_checkpoints
-    return draw_overhead if first["parameters"] else draw_ranks if first["ranks"] else draw
+    with_roof = any(panel.roof for panel in sheet.panels)
+    return draw if with_roof else functools.partial(draw_bars, sheet)

@@ -77,11 +77,13 @@ class TrainRequest:
         given: the flags that were.
         resume: where to resume from; ``RESUME_AUTO``: ``--out``, if that holds a checkpoint; None: from nowhere.
         ranks: how many to start; None: no more.
+        command: what was typed.
     """
 
     given: Mapping[str, Any]
     resume: Path | None
     ranks: int | None
+    command: str = "zero-optim train"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "cpu", "cuda"),
     )
     flag("--data", str, "a file or a folder of text (the Python standard library of this interpreter)")
-    flag("--out", str, "run directory: log.jsonl, loss.png, sample.txt, checkpoint/ (runs/<date>)")
+    flag("--out", str, "run directory: report.html, log.jsonl, loss.png, sample.txt, checkpoint/ (runs/<date>)")
     flag("--save-every", int, "steps between checkpoints; 0: at the end alone (0)")
     flag("--keep-last", int, "of the checkpoints keep so many, the newest; 0: all (0)")
     resume = "run directory or checkpoint to go on from; what came after it is written anew. auto: the newest in --out,"

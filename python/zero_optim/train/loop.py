@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
+from .account import Account, Validation, open_account, write_page
 from .config import TrainRequest
 from .data import unigram_entropy
 from .model import generate
 from .plan import Plan, make_plan
 from .report import Progress, final_table, plot_losses
 from .run_dir import LogFile
+from .session import Outcome, RankReport
 from .trainer import Trainer
 from .world import INTERRUPTED, StopFlag, World, choose_device, join_world, local_ranks
 
@@ -35,13 +38,31 @@ def train(request: TrainRequest) -> int:
                 _print_header(trainer, plan, world)
             if trainer.steps_done >= plan.config.steps:
                 return _say_done(trainer, plan, world)
-            stopped_at = _run_steps(trainer, plan, world, stop)
-            if stopped_at is not None:
-                return _say_interrupted(plan, world, stopped_at)
-            _finish(trainer, plan, world)
-            return 0
+            return _train_on(trainer, plan, world, stop)
         finally:
             trainer.optimizer.close()
+
+
+def _train_on(trainer: Trainer, plan: Plan, world: World, stop: StopFlag) -> int:
+    """All steps that are left, or those until the ranks are asked to stop; returns the exit code."""
+    account = open_account(trainer, plan, world, _facts(trainer, plan, world)) if world.leads else None
+    begun_after = trainer.steps_done
+    try:
+        stopped_at = _run_steps(trainer, plan, world, stop)
+        last = plan.config.steps if stopped_at is None else stopped_at
+        reports = world.comm.gather_objects(trainer.report(last - begun_after), "the last report")
+        if stopped_at is None:
+            _finish(trainer, plan, world, reports, account)
+            return 0
+        if account:
+            account.end(Outcome.INTERRUPTED, stopped_at, reports)
+            print(write_page(plan.run_dir))
+            print(f"interrupted after step {stopped_at}; go on with --resume {plan.run_dir.path}", flush=True)
+        return INTERRUPTED
+    except Exception as error:
+        if account:
+            account.fail(error)
+        raise
 
 
 def _run_steps(trainer: Trainer, plan: Plan, world: World, stop: StopFlag) -> int | None:
@@ -72,33 +93,38 @@ def _open_outputs(trainer: Trainer, plan: Plan, world: World) -> tuple[LogFile |
     return plan.run_dir.open_log(), Progress(trainer.steps_done, plan.config.steps)
 
 
-def _finish(trainer: Trainer, plan: Plan, world: World) -> None:
+def _finish(trainer: Trainer, plan: Plan, world: World, reports: Sequence[RankReport], account: Account | None) -> None:
     """Validates on every rank; rank 0 then tells and draws."""
-    reports = world.comm.gather_objects(trainer.report(plan.config.steps - trainer.steps_done), "the last report")
     if world.leads:
         print("validating and sampling", flush=True)
     validation_loss = trainer.validation_loss()
     with trainer.whole_model():
         if world.leads:
             _write_sample(trainer, plan)
-    if not world.leads:
+    if account is None:
         return
     entropy = unigram_entropy(plan.corpus.validation)
+    account.end(Outcome.FINISHED, plan.config.steps, reports, Validation(validation_loss, entropy))
+    _tell(trainer, plan, world, reports, Validation(validation_loss, entropy))
+
+
+def _tell(trainer: Trainer, plan: Plan, world: World, reports: Sequence[RankReport], validation: Validation) -> None:
     table = final_table(
         reports,
         stage=plan.config.stage,
-        parameters=trainer.parameters(),
-        unsharded=trainer.unsharded_parameters(),
+        shape=trainer.shape(),
         itemsize=plan.config.torch_dtype.itemsize,
         on_gpu=world.device.type == "cuda",
     )
     print(f"\n{table}\n")
-    problem = plot_losses(plan.run_dir.path / "loss.png", plan.run_dir.read_log(), validation_loss, entropy)
+    picture = plan.run_dir.path / "loss.png"
+    problem = plot_losses(picture, plan.run_dir.read_log(), validation.loss, validation.entropy)
     if problem:
         print(problem)
-    print(f"validation loss {validation_loss:.4f}")
-    print(f"unigram entropy {entropy:.4f}")
+    print(f"validation loss {validation.loss:.4f}")
+    print(f"unigram entropy {validation.entropy:.4f}")
     print("  nats per byte of held-out text; the entropy is of that text's own byte counts")
+    print(write_page(plan.run_dir))
     print(f"written to {plan.run_dir.path}", flush=True)
 
 
@@ -108,12 +134,6 @@ def _write_sample(trainer: Trainer, plan: Plan) -> None:
     (plan.run_dir.path / "sample.txt").write_bytes(bytes(text.tolist()))
 
 
-def _say_interrupted(plan: Plan, world: World, step: int) -> int:
-    if world.leads:
-        print(f"interrupted after step {step}; go on with --resume {plan.run_dir.path}", flush=True)
-    return INTERRUPTED
-
-
 def _say_done(trainer: Trainer, plan: Plan, world: World) -> int:
     if world.leads:
         print(f"all {plan.config.steps} steps are done; a larger --steps goes on", flush=True)
@@ -121,18 +141,27 @@ def _say_done(trainer: Trainer, plan: Plan, world: World) -> int:
 
 
 def _print_header(trainer: Trainer, plan: Plan, world: World) -> None:
-    config, text = plan.config, plan.corpus
+    config = plan.config
     gpus = torch.cuda.device_count()
     if config.device == "cpu" and 0 < gpus < local_ranks():
         print(f"{local_ranks()} ranks and {gpus} GPUs on this machine: training on the CPU")
     if config.dtype == "fp16" and config.device == "cpu":
         print("fp16 on a CPU: matrix products are about 60 times slower than in bf16, so the default model is tiny")
+    for name, fact in _facts(trainer, plan, world).items():
+        print(f"{name:<6} {fact}")
+    resumed = f", after step {trainer.steps_done}" if plan.saved else ""
+    print(f"run    {plan.run_dir.path}, process {os.getpid()}{resumed}", flush=True)
+
+
+def _facts(trainer: Trainer, plan: Plan, world: World) -> dict[str, str]:
+    """What is run, for the header and for ``run.json``."""
+    config, text = plan.config, plan.corpus
     shape = f"{config.layers} layers, hidden {config.hidden}, {config.heads} heads, window of {config.seq} bytes"
-    print(f"model  {trainer.parameters():,} parameters in {config.dtype}: {shape}")
-    print(f"data   {text.name}: {text.train.numel():,} bytes to train on, {text.validation.numel():,} held out")
     each = f"{torch.get_num_threads()} threads" if config.device == "cpu" else torch.cuda.get_device_name(world.device)
     units = f": {config.layers} blocks, each gathered when it is used" if config.stage >= 3 and world.size > 1 else ""
     ranks = f"{world.size} on {config.device} ({world.backend or 'no process group'}, {each})"
-    print(f"ranks  {ranks}, stage {config.stage}{units}")
-    resumed = f", after step {trainer.steps_done}" if plan.saved else ""
-    print(f"run    {plan.run_dir.path}, process {os.getpid()}{resumed}", flush=True)
+    return {
+        "model": f"{trainer.parameters():,} parameters in {config.dtype}: {shape}",
+        "data": f"{text.name}: {text.train.numel():,} bytes to train on, {text.validation.numel():,} held out",
+        "ranks": f"{ranks}, stage {config.stage}{units}",
+    }

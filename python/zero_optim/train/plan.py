@@ -39,12 +39,13 @@ class Saved:
 
 @dataclass(frozen=True)
 class Plan:
-    """One run. ``saved`` is None for a fresh one."""
+    """One run. ``saved`` is None for a fresh one. ``command``: what was typed."""
 
     config: TrainConfig
     corpus: Corpus
     run_dir: RunDir
     saved: Saved | None
+    command: str
 
     @property
     def own_folder(self) -> bool:
@@ -69,7 +70,7 @@ def make_plan(request: TrainRequest, world: World) -> Plan:
     config, corpus, saved = together(world.comm, lambda: _read_inputs(request, world))
     opened = together(world.comm, lambda: _open_run_dir(request, config, saved) if world.leads else None)
     path = world.comm.gather_objects(opened, "the plan")[0]
-    return Plan(config, corpus, RunDir(path), saved)
+    return Plan(config, corpus, RunDir(path), saved, request.command)
 
 
 def _read_inputs(request: TrainRequest, world: World) -> tuple[TrainConfig, Corpus, Saved | None]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 
 from .run_dir import StepRecord
+from .session import Forecast, RankReport
 
-_STATE_KINDS = ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq")
+STATE_KINDS = ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq")
 _SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "master": 1, "exp_avg": 1, "exp_avg_sq": 1}
 # Collectives outside of steps, and when they are made.
-_NOT_OF_STEPS = {"construction": "once"}
+NOT_OF_STEPS = {"construction": "once"}
+EXPOSED = "exposed communication"
 _MOST_COLUMNS = 4
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -65,6 +68,7 @@ class PhaseClock:
         self._on_gpu = device.type == "cuda"
         self._open: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self.seconds: dict[str, float] = {}
+        self._of_step: dict[str, float] = {}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -76,11 +80,13 @@ class PhaseClock:
         else:
             self._add(name, end - start)
 
-    def collect(self) -> None:
-        """Reads the events of the phases so far; call it where the host has waited for the device anyhow."""
+    def collect(self) -> dict[str, float]:
+        """Seconds by phase since the last call. Make it where the host has waited for the device anyhow."""
         for name, start, end in self._open:
             self._add(name, start.elapsed_time(end) / 1000)
         self._open.clear()
+        of_step, self._of_step = self._of_step, {}
+        return of_step
 
     def _mark(self) -> Any:
         if not self._on_gpu:
@@ -90,18 +96,19 @@ class PhaseClock:
         return event
 
     def _add(self, name: str, seconds: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        for total in (self.seconds, self._of_step):
+            total[name] = total.get(name, 0.0) + seconds
 
 
 @dataclass(frozen=True)
-class RankReport:
-    """What one rank has to say at the end. ``memory`` has gradients still held, and the most that was ``unsharded``;
-    ``steps`` counts this session's."""
+class ModelShape:
+    """Elements of all ``parameters``; of those in no block (``of_root``); of those that are whole at once at stage 3
+    (``unsharded``). ``accumulate`` counts the forwards of a step."""
 
-    memory: dict[str, float]
-    collectives: dict[str, dict[str, float]]
-    seconds: dict[str, float]
-    steps: int
+    parameters: int
+    of_root: int
+    unsharded: int
+    accumulate: int
 
 
 def state_formula(stage: int, world_size: int, itemsize: int) -> dict[str, float]:
@@ -116,15 +123,28 @@ def state_formula(stage: int, world_size: int, itemsize: int) -> dict[str, float
     return {kind: size / (world_size if stage >= _SHARDED_FROM_STAGE[kind] else 1) for kind, size in whole.items()}
 
 
-def final_table(
-    reports: Sequence[RankReport], *, stage: int, parameters: int, unsharded: int, itemsize: int, on_gpu: bool
-) -> str:
-    """Model state by kind beside the formula, traffic by collective, and the time of a step.
+def forecast(stage: int, world_size: int, itemsize: int, model: ModelShape) -> Forecast:
+    """What a rank will hold and communicate, by formula."""
+    memory = {kind: size * model.parameters for kind, size in state_formula(stage, world_size, itemsize).items()}
+    if stage >= 3:
+        memory["unsharded"] = model.unsharded * itemsize
+    return Forecast(memory, _traffic_formula(stage, world_size, itemsize, model))
 
-    Args:
-        unsharded: how many of the ``parameters`` are whole on a rank at once, at most, beside its shards.
-    """
-    lines = _memory_lines(reports, stage, parameters, unsharded, itemsize)
+
+def _traffic_formula(stage: int, world_size: int, itemsize: int, model: ModelShape) -> dict[str, float]:
+    """Bytes of whole tensors in a step. At stage 3 each forward gathers all, and each backward all but the root."""
+    whole = model.parameters * itemsize
+    if world_size == 1:
+        return {}
+    if stage == 0:
+        return {"all_reduce": whole}
+    gathered = model.accumulate * (2 * whole - model.of_root * itemsize) if stage >= 3 else whole
+    return {"reduce_scatter": whole, "all_gather": gathered}
+
+
+def final_table(reports: Sequence[RankReport], *, stage: int, shape: ModelShape, itemsize: int, on_gpu: bool) -> str:
+    """Model state by kind beside the formula, traffic by collective, and the time of a step."""
+    lines = _memory_lines(reports, stage, shape.parameters, shape.unsharded, itemsize)
     lines += ["", *_traffic_lines(reports[0]), ""]
     return "\n".join(lines + _time_lines(reports, stage, on_gpu))
 
@@ -138,13 +158,13 @@ def _memory_lines(
         f"model state, MB (stage {stage}, {len(reports)} ranks, {parameters:,} parameters)",
         _row("", [*names, "formula", "bytes/param"]),
     ]
-    for kind in _STATE_KINDS:
+    for kind in STATE_KINDS:
         sizes = [column.get(kind, 0) / 1e6 for column in columns]
         lines.append(_row(kind, [*map(_mb, sizes), _mb(formula[kind] * parameters / 1e6), f"{formula[kind]:g}"]))
-    sums = [sum(column.get(kind, 0) for kind in _STATE_KINDS) / 1e6 for column in columns]
+    sums = [sum(column.get(kind, 0) for kind in STATE_KINDS) / 1e6 for column in columns]
     total = sum(formula.values())
     lines.append(_row("model state", [*map(_mb, sums), _mb(total * parameters / 1e6), f"{total:g}"]))
-    for kind in (kind for kind in reports[0].memory if kind not in _STATE_KINDS):
+    for kind in (kind for kind in reports[0].memory if kind not in STATE_KINDS):
         size = unsharded * itemsize
         theory = [_mb(size / 1e6), f"{size / parameters:.3g}"] if kind == "unsharded" else []
         name = "unsharded, at most" if kind == "unsharded" else kind
@@ -165,7 +185,7 @@ def _traffic_lines(report: RankReport) -> list[str]:
     lines = ["communication, rank 0", _row("", ["calls", "MB", "MB/step", "blocked, s"])]
     for kind, traffic in sorted(report.collectives.items()):
         size = traffic["bytes"] / 1e6
-        a_step = _NOT_OF_STEPS.get(kind) or _mb(size / report.steps)
+        a_step = NOT_OF_STEPS.get(kind) or _mb(size / report.steps)
         lines.append(_row(kind, [f"{traffic['calls']:,.0f}", _mb(size), a_step, f"{traffic['wait_seconds']:.2f}"]))
     return lines if report.collectives else [*lines[:1], "  none: one rank"]
 
@@ -184,9 +204,21 @@ def _time_lines(reports: Sequence[RankReport], stage: int, on_gpu: bool) -> list
 def _milliseconds(report: RankReport, on_gpu: bool) -> dict[str, float]:
     times = {phase: 1000 * seconds / report.steps for phase, seconds in report.seconds.items()}
     if not on_gpu:
-        blocked = sum(t["wait_seconds"] for kind, t in report.collectives.items() if kind not in _NOT_OF_STEPS)
-        times["exposed communication"] = 1000 * blocked / report.steps
+        times[EXPOSED] = 1000 * blocked_seconds(report.collectives) / report.steps
     return times
+
+
+def blocked_seconds(collectives: Mapping[str, Mapping[str, float]]) -> float:
+    """That the host was blocked on collectives of steps."""
+    return sum(traffic["wait_seconds"] for kind, traffic in collectives.items() if kind not in NOT_OF_STEPS)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that torch has allocated on the GPU; on a CPU the most that was resident of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _row(name: str, cells: Sequence[str]) -> str:

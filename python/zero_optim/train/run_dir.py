@@ -1,8 +1,8 @@
-"""What a run leaves on disk: a log, a plot, a sample, and checkpoints.
+"""What a run leaves on disk: a log, what was run, a page, a plot, a sample, and checkpoints.
 
 ::
 
-    RUN_DIR/log.jsonl  loss.png  sample.txt
+    RUN_DIR/log.jsonl  run.json  report.html  loss.png  sample.txt
     RUN_DIR/checkpoint/step-500/    see ``zero_optim.checkpoint``
 """
 
@@ -11,20 +11,29 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..checkpoint import folder as folders
 from .config import UsageError
+from .session import Session, sessions_from_text, sessions_to_text, taken_back
 
 _CHECKPOINTS = "checkpoint"
 LOG = "log.jsonl"
+RUN = "run.json"
+PAGE = "report.html"
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A line of ``log.jsonl``. ``grad_norm``: of the averaged gradients before clipping. None: not finite."""
+    """A line of ``log.jsonl``.
+
+    Attributes:
+        grad_norm: of the averaged gradients before clipping. None: not finite.
+        ms: of rank 0, by phase, and of the ``whole`` step; on a CPU also how long it was blocked on communication,
+            which is inside phases. None in logs of earlier versions.
+    """
 
     step: int
     loss: float | None
@@ -32,6 +41,7 @@ class StepRecord:
     grad_norm: float | None
     loss_scale: float
     tokens_per_s: float
+    ms: dict[str, float] | None = None
 
 
 class RunDir:
@@ -65,6 +75,7 @@ class RunDir:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / LOG).write_text("")
+            (self.path / RUN).unlink(missing_ok=True)
         except OSError as error:
             raise UsageError(f"--out {self.path}: {error.strerror}") from error
 
@@ -77,6 +88,7 @@ class RunDir:
         lines = log.read_text().splitlines(keepends=True) if log.exists() else []
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
         _write_atomically(log, lambda temporary: temporary.write_text("".join(kept)))
+        self._write_sessions(taken_back(self.sessions(), step))
         for folder in folders.checkpoints(self.checkpoints):
             if (folders.step_of(folder) or 0) > step:
                 folders.remove(folder)
@@ -85,7 +97,34 @@ class RunDir:
         return LogFile(self.path / LOG)
 
     def read_log(self) -> list[StepRecord]:
-        return [StepRecord(**json.loads(line)) for line in (self.path / LOG).read_text().splitlines()]
+        """All whole lines: the last one of a run that is under way may not be. Raises UsageError."""
+        records = []
+        for number, line in enumerate((self.path / LOG).read_text().splitlines(keepends=True), start=1):
+            if not line.endswith("\n"):
+                break
+            try:
+                records.append(StepRecord(**json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise UsageError(f"{self.path / LOG}: line {number} is no step of a run ({error})") from error
+        return records
+
+    def sessions(self) -> list[Session]:
+        """Every start of this run, the first one first; none for a run of an earlier version. Raises UsageError."""
+        file = self.path / RUN
+        try:
+            return sessions_from_text(file.read_text()) if file.exists() else []
+        except ValueError as error:
+            raise UsageError(f"{file}: {error}") from error
+
+    def write_session(self, session: Session) -> None:
+        """In the place of the last one, where that is the same start; else after it."""
+        others = self.sessions()
+        if others and others[-1].started == session.started:
+            others.pop()
+        self._write_sessions([*others, session])
+
+    def _write_sessions(self, sessions: Sequence[Session]) -> None:
+        _write_atomically(self.path / RUN, lambda temporary: temporary.write_text(sessions_to_text(sessions)))
 
 
 class LogFile:

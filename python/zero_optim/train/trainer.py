@@ -20,8 +20,9 @@ from ..units.sharded_model import sharded_model_of
 from .data import draw_windows, fixed_windows
 from .model import GPT, Block, next_byte_loss
 from .plan import Plan
-from .report import PhaseClock, RankReport
+from .report import EXPOSED, ModelShape, PhaseClock, blocked_seconds, peak_bytes
 from .run_dir import StepRecord
+from .session import RankReport
 from .world import World
 
 _VALIDATION_WINDOWS = 128
@@ -56,6 +57,7 @@ class Trainer:
         self.scaler = GradScaler(enabled=self.config.dtype == "fp16")
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self.clock = PhaseClock(world.device)
+        self._blocked = 0.0
         self.steps_done = self._load(plan.saved.source) if plan.saved else 0
 
     def step(self, step: int, *, asked_to_stop: bool) -> StepOutcome:
@@ -73,7 +75,7 @@ class Trainer:
             self.scaler.update()
         self.schedule.step()
         mean_loss, norm_value, stops = self._agree(loss, norm, asked_to_stop)
-        self.clock.collect()
+        phases = self.clock.collect()
         seconds = time.perf_counter() - start
         record = StepRecord(
             step=step,
@@ -82,6 +84,7 @@ class Trainer:
             grad_norm=_finite(norm_value),
             loss_scale=self.scaler.get_scale(),
             tokens_per_s=self.config.tokens_per_step(self.world.size) / seconds,
+            ms=_in_ms({**phases, "whole": seconds, **self._blocked_since_last_step()}),
         )
         return StepOutcome(record, stops > 0)
 
@@ -103,18 +106,27 @@ class Trainer:
         """Elements of all parameters, tied ones once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def unsharded_parameters(self) -> int:
-        """By formula, of those that are whole for a time only: the root's, a block's, and those gathered ahead."""
-        if self.config.stage < 3 or self.world.size == 1:
-            return 0
+    def shape(self) -> ModelShape:
+        """At stage 3 whole at once are by formula the root's parameters, a block's, and those gathered ahead."""
+        layers = self.config.layers
         block = sum(parameter.numel() for parameter in self.model.blocks[0].parameters())
-        return self.parameters() - (self.config.layers - min(1 + _PREFETCH, self.config.layers)) * block
+        of_root = self.parameters() - layers * block
+        shares = self.config.stage >= 3 and self.world.size > 1
+        unsharded = of_root + min(1 + _PREFETCH, layers) * block if shares else 0
+        return ModelShape(self.parameters(), of_root, unsharded, self.config.accumulate)
 
     def report(self, steps: int) -> RankReport:
         """This rank's figures after ``steps`` steps of this session, the last one's gradients still held."""
         stats = self.optimizer.stats()
         memory = stats["memory"] | ({"unsharded": self._most_unsharded} if self.config.stage >= 3 else {})
-        return RankReport(memory, stats["collectives"], dict(self.clock.seconds), steps)
+        return RankReport(
+            memory=memory,
+            collectives=stats["collectives"],
+            seconds=dict(self.clock.seconds),
+            steps=steps,
+            peak_bytes=peak_bytes(self.world.device),
+            skipped_steps=stats["skipped_steps"],
+        )
 
     def save(self, folder: Path, step: int) -> None:
         """Collective. Write the checkpoint of ``step`` into ``folder``."""
@@ -171,6 +183,13 @@ class Trainer:
         total, stops, norm_value = torch.cat((vector, norm.reshape(1))).tolist()
         return total / self.world.size, norm_value, stops
 
+    def _blocked_since_last_step(self) -> dict[str, float]:
+        """Seconds that the host was blocked on the optimizer's collectives. On a GPU it hardly ever is: none."""
+        if self.world.device.type == "cuda":
+            return {}
+        before, self._blocked = self._blocked, blocked_seconds(self.optimizer.engine.sharding.everyone.stats())
+        return {EXPOSED: self._blocked - before}
+
     def _lr_factor(self, done: int) -> float:
         """Linear warm-up, then a cosine from 1 to ``_LEAST_LR`` at the last step."""
         warmup, steps = min(self.config.warmup, self.config.steps // 4), self.config.steps
@@ -203,3 +222,8 @@ def _parts_of_rank(windows: Tensor, rank: int, ranks: int, batch: int) -> Iterat
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _in_ms(seconds: dict[str, float]) -> dict[str, float]:
+    """To the microsecond, which keeps the lines of the log short."""
+    return {phase: round(1000 * value, 3) for phase, value in seconds.items()}

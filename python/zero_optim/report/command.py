@@ -1,0 +1,29 @@
+"""``zero-optim report``: which page a path asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..train.config import UsageError
+from ..train.run_dir import LOG
+from .bench_page import results_in, write_bench_page
+from .run_page import write_run_page
+
+
+def write_report(source: Path, out: Path | None) -> Path:
+    """Writes the page of a run's folder, of a result of the bench, or of a folder of these; returns its path.
+
+    Raises UsageError for what is neither, or where the page can't be written.
+    """
+    try:
+        if (source / LOG).is_file():
+            return write_run_page(source, out)
+        if source.is_file() or results_in(source):
+            return write_bench_page(source, out)
+    except OSError as error:
+        raise UsageError(f"{error.filename or source}: {error.strerror}") from error
+    if not source.exists():
+        raise UsageError(f"{source}: no such file or folder")
+    raise UsageError(
+        f"{source}: holds no {LOG}, which every run of zero-optim train writes, and no JSON file of zero-optim bench"
+    )

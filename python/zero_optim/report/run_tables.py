@@ -1,0 +1,152 @@
+"""The tables of a run: memory against plan, traffic, time, every start, every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ..train.report import EXPOSED, NOT_OF_STEPS, STATE_KINDS, blocked_seconds
+from ..train.session import Session
+from .bar_table import Bar, Group, bar_table
+from .figures import NONE, count, duration, megabytes, percent, short
+from .html import Html, details, join, table, tag
+from .run_charts import phases
+from .run_data import Run, fullest, ranks_of, state_bytes
+
+MOST_ROWS = 1000
+_MOST_RANKS = 8
+_COLORS = {"data and forward": "one", "backward": "three", "step": "five"}
+_NAMES = {"unsharded": "unsharded, at most"}
+
+
+def memory(session: Session) -> Html:
+    """The rank with most model state beside the plan, and below it all ranks."""
+    rank = fullest(session)
+    held, planned = ranks_of(session)[rank].memory, session.forecast.memory
+    bars = [_memory_bar(kind, held.get(kind, 0.0), planned.get(kind)) for kind in STATE_KINDS]
+    total = replace(_memory_bar("model state", state_bytes(held), state_bytes(planned)), sum=True)
+    more = [_memory_bar(kind, size, planned.get(kind)) for kind, size in held.items() if kind not in STATE_KINDS]
+    headings = ("", _key("measured", "one", "plan"), "measured, MB", "plan, MB", "difference")
+    caption = f"Memory of rank {rank}, which holds most; the plan is the formula of stage {session.config['stage']}"
+    whole = bar_table(caption, headings, [Group("", [*bars, total]), Group("beside it", more)])
+    return join([whole, _memory_of_ranks(session)])
+
+
+def _key(name: str, color: str, thin: str) -> Html:
+    return join([tag("i", class_=f"key block {color}"), f"{name} ", tag("i", class_="key thin"), thin])
+
+
+def _memory_bar(kind: str, measured: float, planned: float | None) -> Bar:
+    cells = [megabytes(measured), NONE if planned is None else megabytes(planned)]
+    cells.append(percent(measured / planned - 1) if planned else NONE)
+    color = "one" if planned is not None else "six"
+    return Bar(_NAMES.get(kind, kind), measured, color, cells, of_plan=planned)
+
+
+def _memory_of_ranks(session: Session) -> Html:
+    ranks = ranks_of(session)
+    shown = range(min(len(ranks), _MOST_RANKS))
+    kinds = list(ranks[0].memory)
+    rows = [[_NAMES.get(kind, kind), *(megabytes(ranks[rank].memory.get(kind, 0)) for rank in shown)] for kind in kinds]
+    rows.append([f"peak: {session.peak_of}", *(megabytes(ranks[rank].peak_bytes) for rank in shown)])
+    left = f", the first {_MOST_RANKS} of {len(ranks)}" if len(ranks) > _MOST_RANKS else ""
+    whole = table(["", *(f"rank {rank}" for rank in shown)], rows, f"Memory of each rank, MB{left}")
+    return details(f"Every rank{left}", whole)
+
+
+def traffic(session: Session) -> Html:
+    """What rank 0 communicated, by collective. Bytes are of whole tensors."""
+    report = ranks_of(session)[0]
+    if not report.collectives:
+        return tag("p", "None: there was one rank.", class_="note")
+    planned = session.forecast.traffic
+    bars = [
+        _traffic_bar(kind, moved, planned.get(kind), report.steps) for kind, moved in sorted(report.collectives.items())
+    ]
+    headings = ("", _key("measured", "one", "formula"), "MB a step", "formula, MB", "difference", "calls", "blocked, s")
+    note = "Bytes are of whole tensors: of them a rank puts (N-1)/N on the wire, and twice that of an all-reduce. "
+    note += "Measured are padded buckets, planned is what they hold. Blocked: the host waited for that long."
+    caption = f"Communication of rank 0 in {count(report.steps, 'step')}"
+    return join([bar_table(caption, headings, [Group("", bars)]), tag("p", note, class_="note")])
+
+
+def _traffic_bar(kind: str, moved: dict[str, float], planned: float | None, steps: int) -> Bar:
+    once = kind in NOT_OF_STEPS
+    a_step = moved["bytes"] / (1 if once else steps)
+    cells = [megabytes(a_step) + (" once" if once else ""), NONE if planned is None else megabytes(planned)]
+    cells.append(percent(a_step / planned - 1) if planned else NONE)
+    cells += [f"{moved['calls']:,.0f}", f"{moved['wait_seconds']:.2f}"]
+    return Bar(kind, None if once else a_step, "one" if planned is not None else "six", cells, of_plan=planned)
+
+
+def time_of_ranks(session: Session) -> Html:
+    """Mean milliseconds a step, of each rank."""
+    ranks = ranks_of(session)[:_MOST_RANKS]
+    groups = []
+    for number, report in enumerate(ranks):
+        seconds = dict(report.seconds)
+        if session.config["device"] == "cpu":
+            seconds[EXPOSED] = blocked_seconds(report.collectives)
+        ms = {phase: 1000 * of_all / max(1, report.steps) for phase, of_all in seconds.items()}
+        bars = [Bar(phase, value, _COLORS.get(phase, "two"), [f"{value:.1f}"]) for phase, value in ms.items()]
+        groups.append(Group(f"rank {number}", bars))
+    where = "forward, backward and step" if session.config["stage"] >= 3 else "backward and step"
+    note = f"Exposed communication is host time blocked on collectives, and is inside {where}."
+    if session.config["device"] == "cuda":
+        note = f"Between events of the compute stream. Waits for communication are inside {where}, and not known apart."
+    table_ = bar_table("Mean time of a step's phases", ("", "", "ms"), groups)
+    return join([table_, tag("p", note, class_="note")])
+
+
+def sessions(run: Run) -> Html:
+    """Every start of the run."""
+    rows = [list(_session_row(session)) for session in run.sessions]
+    headings = ("started", "from step", "to step", "end", "duration", "held-out loss", "skipped steps")
+    return table(headings, rows, "Every start of zero-optim train in this folder")
+
+
+def _session_row(session: Session) -> Iterator[str]:
+    ending = session.ending
+    back = session.taken_back_to
+    yield session.started[:19].replace("T", " ")
+    yield f"{session.after_step + 1:,}"
+    yield (f"{ending.step:,}" if ending else NONE) + (f", taken back to {back:,}" if back is not None else "")
+    yield ending.outcome.value if ending else "not on record"
+    yield duration(ending.seconds) if ending else NONE
+    yield short(ending.validation_loss, 5) if ending else NONE
+    yield f"{ending.ranks[0].skipped_steps:,}" if ending and ending.ranks else NONE
+
+
+def steps(run: Run) -> Html:
+    """The log's lines. Of very many some, evenly spaced, with all that were skipped or lost."""
+    stride = -(-len(run.steps) // MOST_ROWS)
+    notable = {*run.skipped[:MOST_ROWS], *run.lost[:MOST_ROWS]}
+    shown = [s for n, s in enumerate(run.steps) if n % stride == 0 or s.step in notable or n == len(run.steps) - 1]
+    named = phases(run)[:-1] if any(step.ms for step in run.steps) else []
+    figures = ("step", "loss", "gradient norm", "learning rate", "loss scale", "tokens/s")
+    headings = (*figures, *(f"{name}, ms" for name in named))
+    rows = [
+        [
+            f"{step.step:,}",
+            "not finite" if step.loss is None else f"{step.loss:.4f}",
+            "not finite: skipped" if step.grad_norm is None else short(step.grad_norm),
+            short(step.lr),
+            f"{step.loss_scale:,g}",
+            f"{step.tokens_per_s:,.0f}",
+            *(f"{(step.ms or {}).get(name, 0.0):.1f}" for name in named),
+        ]
+        for step in shown
+    ]
+    some = f", every {stride}th and all that were skipped; log.jsonl has all" if stride > 1 else ""
+    caption = f"The log: {count(len(run.steps), 'step')}{some}"
+    return details(f"Steps as a table ({len(shown):,} rows)", table(headings, rows, caption))
+
+
+def facts(pairs: Sequence[tuple[str, str | Html]]) -> Html:
+    """Names and what they are."""
+    return tag("dl", *(join([tag("dt", name), tag("dd", fact)]) for name, fact in pairs), class_="facts card")
+
+
+def outcome_name(session: Session | None) -> str:
+    ending = session.ending if session else None
+    return ending.outcome.value if ending else "running, or killed"

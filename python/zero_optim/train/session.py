@@ -1,0 +1,125 @@
+"""What ``run.json`` says: for each start of ``zero-optim train`` what was run, what was planned, how it ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from typing import Any
+
+SCHEMA = 1
+
+
+class Outcome(str, Enum):
+    """How a session ended. One without an ending is still running, or was killed."""
+
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank has to say at the end of a session.
+
+    Attributes:
+        memory: bytes by kind, with gradients still held, and the most that was ``unsharded``.
+        collectives: calls, bytes and seconds blocked, by kind.
+        seconds: by phase, of all steps of the session.
+        steps: of the session.
+        peak_bytes: the most that the rank had, of what ``Session.peak_of`` names.
+        skipped_steps: of the session, for gradients that were not finite.
+    """
+
+    memory: dict[str, float]
+    collectives: dict[str, dict[str, float]]
+    seconds: dict[str, float]
+    steps: int
+    peak_bytes: int = 0
+    skipped_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """By formula, without padding: bytes of a rank by kind, and what it communicates in a step, bytes by collective."""
+
+    memory: dict[str, float]
+    traffic: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of a session. Losses are in nats per byte, of held-out text. ``why``: the error of one that failed."""
+
+    outcome: Outcome
+    step: int
+    seconds: float
+    ranks: tuple[RankReport, ...] = ()
+    validation_loss: float | None = None
+    entropy: float | None = None
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class Session:
+    """One start of ``zero-optim train``.
+
+    Attributes:
+        started: date and time, with the offset from UTC.
+        after_step: the step that it went on from; 0: from the start.
+        resumed_from: a checkpoint's folder.
+        facts: what ran, by name, in the order to be shown.
+        config: the flags.
+        peak_of: what the ranks' peak memory is of.
+        taken_back_to: a later session went on from this step of it, and trained what came after anew.
+    """
+
+    started: str
+    after_step: int
+    resumed_from: str | None
+    command: str
+    facts: dict[str, str]
+    config: dict[str, Any]
+    peak_of: str
+    forecast: Forecast
+    ending: Ending | None = None
+    taken_back_to: int | None = None
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Session:
+        """Raises TypeError, KeyError or ValueError for what ``asdict`` has not made of a session."""
+        ending = said["ending"]
+        if ending is not None:
+            ranks = tuple(RankReport(**rank) for rank in ending["ranks"])
+            ending = Ending(**{**ending, "ranks": ranks, "outcome": Outcome(ending["outcome"])})
+        return cls(**{**said, "forecast": Forecast(**said["forecast"]), "ending": ending})
+
+
+def sessions_to_text(sessions: Sequence[Session]) -> str:
+    """The content of ``run.json``."""
+    return json.dumps({"schema": SCHEMA, "sessions": [asdict(session) for session in sessions]}, indent=1) + "\n"
+
+
+def sessions_from_text(text: str) -> list[Session]:
+    """Raises ValueError for what ``sessions_to_text`` has not made."""
+    try:
+        said = json.loads(text)
+        if said["schema"] != SCHEMA:
+            raise ValueError(f"has schema {said['schema']}; this version reads {SCHEMA}")
+        return [Session.from_json(session) for session in said["sessions"]]
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"is not as zero-optim train writes it ({type(error).__name__}: {error})") from error
+
+
+def taken_back(sessions: Sequence[Session], step: int) -> list[Session]:
+    """The sessions of which something is left when all after ``step`` is forgotten."""
+    left = [session for session in sessions if session.after_step < step]
+    return [_taken_back(session, step) for session in left]
+
+
+def _taken_back(session: Session, step: int) -> Session:
+    """One that was killed may have gone further than ``step``, too: its end is not known."""
+    if session.ending is not None and session.ending.step <= step:
+        return session
+    return replace(session, taken_back_to=min(step, session.taken_back_to or step))
