@@ -41,7 +41,13 @@ def _gather(model: ShardedModel, module: nn.Module, writeback: bool) -> Iterator
     if in_backward() or model.schedule.running:
         raise ShardAccessError("gather_parameters was entered in a forward or backward: enter it between steps")
     wanted = {id(plain_parameter(parameter)) for parameter in module.parameters()}
-    units = [unit for unit in model.units if any(id(parameter) in wanted for parameter in unit.parameters)]
+    called = set(module.modules())  # a root without parameters of its own is to know that it need not gather either
+    units = [
+        unit
+        for unit in model.units
+        if any(id(parameter) in wanted for parameter in unit.parameters)
+        or (not unit.parameters and unit.module in called)
+    ]
     fresh = [unit for unit in units if unit.state is not UnitState.GATHERED]
     if writeback and len(fresh) < len(units):
         raise ShardAccessError("gather_parameters(writeback=True) was entered within another: write in that one")

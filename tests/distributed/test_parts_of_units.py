@@ -34,6 +34,9 @@ class Scaled(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.scale
 
+    def calling(self, x: Tensor, other: nn.Module) -> Tensor:
+        return self(other(self.up(x)[:, :, :12])) * self.scale
+
     def scaled(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x))) * self.scale
 
@@ -143,6 +146,9 @@ CALLS: dict[str, Call] = {
     "the root's alone": lambda model, x: model.adapter(F.one_hot(x % 12, 12).float()),
     "checkpoints": lambda model, x: checkpointed(model, x, reentrant=False),
     "re-entrant checkpoints": lambda model, x: checkpointed(model, x, reentrant=True),
+    "a unit that calls another": lambda model, x: model.base.head(
+        model.base.blocks[2].calling(model.base.embedding(x), model.base.blocks[0])
+    ),
     "twice": lambda model, x: model.base.head(model.base.encode(x)) + model(x),
 }
 
@@ -154,6 +160,7 @@ def make(stage: int, **options: Any) -> tuple[Wrapper, zero_optim.ShardedAdamW]:
         zero_optim.shard_module(model, (Scaled,), **options)
     zero_optim.register_forward_method(model.base, "classify")
     zero_optim.register_forward_method(model.base.blocks[1], "scaled")
+    zero_optim.register_forward_method(model.base.blocks[2], "calling")
     return model, zero_optim.ShardedAdamW(model.named_parameters(), lr=1e-2, stage=stage)
 
 

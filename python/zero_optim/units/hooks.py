@@ -48,10 +48,20 @@ class BeforeForward(_Hook):
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         given = (args, kwargs, _in_attributes(self.unit.modules))
-        made = _made_by_autograd(given)
+        made = list(_made_by_autograd(given))
+        caller = None if in_backward() else self.schedule.caller_of(self.unit)
+        if caller is not None:
+            for node in dict.fromkeys(tensor.grad_fn for tensor in made):
+                if node is not None and node._sequence_nr() >= caller.began:
+                    node.register_prehook(_BackIn(self.schedule, caller))  # from this unit into the one that calls it
         self.unit.given = {id(tensor): (weakref.ref(tensor), tensor._version) for tensor in made}
         self.unit.began = _get_sequence_nr()
         self.schedule.before_forward(self.unit, part=self.part)
+
+
+class _BackIn(_Hook):
+    def __call__(self, grads: Any) -> None:
+        self.schedule.before_backward(self.unit)
 
 
 class AfterForward(_Hook):

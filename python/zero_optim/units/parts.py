@@ -33,6 +33,7 @@ class Part:
         self._module, self._name, self._unit, self._schedule = module, name, unit, schedule
         self._own = module.__dict__.get(name)  # what the module had before, where that was not its class's
         part = not _has_all(module, units)  # a call of what has all units in it is a forward of the root
+        self._others = [] if part else units[1:]
         self._before = BeforeForward(schedule, unit, part=part)
         self._ended = ForwardEnded(schedule, unit, part=part)
         self._after = AfterForward(schedule, unit, part=part)
@@ -72,6 +73,8 @@ class Part:
         unit = self._unit
         if self._schedule.is_called(unit) or unit.state is UnitState.GATHERED:
             return False
+        if self._others and all(other.state is UnitState.GATHERED for other in self._others):
+            return False  # what it holds of the root itself are parts of their own
         return not (in_backward() and unit.state is UnitState.UNSHARDED)  # a checkpoint within it computes again
 
 

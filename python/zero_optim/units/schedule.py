@@ -153,6 +153,8 @@ class UnitSchedule:
         self._hold = False  # create_graph: a backward may go through this one, so nothing is resharded until ``settle``
         self._over: set[FlatParams] = set()  # their gradients are complete in the open or last backward
         self._backwards_due = 0  # forward cycles that a backward may still come back through
+        self._begun = 0  # forward cycles, since none was due
+        self._begun_apart = False  # whether one of those was outside of a forward of the root
         self._digest = 0
         self._called: list[Unit] = []  # in the forward that is open, but for a unit called twice in a row
         self._ended: list[tuple[Unit, bool]] = []  # with whether what it gave requires a gradient
@@ -165,6 +167,11 @@ class UnitSchedule:
         return self._sharding.everyone.out_of_step
 
     # -- what modules and autograd call --------------------------------------------------------------------------
+
+    def caller_of(self, unit: Unit) -> Unit | None:
+        """The unit whose forward is under way and calls this one, which is not within it; None: there is none."""
+        caller = self._running[-1] if self._running else unit
+        return None if caller is unit or caller in unit.enclosing else caller
 
     def is_called(self, unit: Unit) -> bool:
         """Whether a forward of it is under way, or a call that stands in for one."""
@@ -288,7 +295,9 @@ class UnitSchedule:
         """Collective, where one is open: join what is left of it."""
         if self._direction is Direction.BACKWARD:
             self._end_cycle()
-            self._backwards_due = max(0, self._backwards_due - 1)
+            self._backwards_due -= 1
+            if self._backwards_due <= 0:
+                self._none_due()
 
     def end_raised_backward(self) -> None:
         """Collective, where one has raised here, and no other has begun since."""
@@ -365,7 +374,7 @@ class UnitSchedule:
         return flat in self._over
 
     def end_step(self) -> None:
-        self._backwards_due = 0
+        self._none_due()
 
     def record(self) -> None:
         """Learn the order anew, from the next forward of the root, and that of backward from the next that trains."""
@@ -395,6 +404,8 @@ class UnitSchedule:
         self._digest = zlib.crc32(bytes([direction.value]), self._digest)
         if direction is Direction.FORWARD:
             self._begun_by_part = not self.running
+            self._begun += 1
+            self._begun_apart |= self._begun_by_part
             # A re-entrant checkpoint within the root's forward disables gradients, and still is trained.
             self._trains = torch.is_grad_enabled() or (self.running and self._root_trains)
             for unit in self.units:
@@ -449,12 +460,23 @@ class UnitSchedule:
             again = unit in self._cycles[Direction.BACKWARD][self._position + 1 :]
             if not held and not (unit.keep and again):
                 unit.reshard()
-            # With two forwards before one backward, the first cycle back is not the last. The second brings more
-            # gradients to the same parameters: a bucket that was launched by then would miss them.
-            if not again and not self._hold and self._backwards_due <= 1:
+            if not again and not self._hold and self._is_last_backward_cycle:
                 self._over.update(unit.flats)
                 for listener in self.listeners:
                     listener.units_over()
+
+    @property
+    def _is_last_backward_cycle(self) -> bool:
+        """Whether the cycle that is open is known to be the last before backward ends.
+
+        With two forwards before one backward, the first cycle back is not the last. The second brings more gradients to
+        the same parameters: a bucket that was launched by then would miss them. Nothing is known of a graph that is
+        gone through again, and where parts were called in several cycles: a re-entrant checkpoint makes none due.
+        """
+        return self._backwards_due == 1 and not (self._begun_apart and self._begun > 1)
+
+    def _none_due(self) -> None:
+        self._backwards_due, self._begun, self._begun_apart = 0, 0, False
 
     def _kept_after_forward(self, unit: Unit) -> bool:
         """Whether it is left unsharded after its forward."""
