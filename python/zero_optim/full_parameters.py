@@ -106,4 +106,4 @@ def _masters(opt: ShardedAdamW, dtype: torch.dtype) -> Iterator[tuple[Tensor, Te
     for masters in opt.engine.states.whole_masters():
         wanted = [index for index in masters if parameters[index].dtype != dtype]
         for index in wanted:
-            yield parameters[index], masters[index].to(dtype, copy=True).view(parameters[index].shape)
+            yield parameters[index], masters[index].to(dtype, copy=True)

@@ -52,12 +52,10 @@ def _gather_state(engine: Engine, wanted: bool) -> dict[int, dict[str, Tensor]]:
     as_tensor = partial(torch.tensor, dtype=torch.float32, device="cpu")
     state = {index: {"step": as_tensor(step)} for index, step in enumerate(steps) if step > 0}
     failure: Exception | None = None
-    for index, tensor, whole in engine.states.whole_tensors():
+    for index, name, whole in engine.states.whole_tensors():
         if wanted and index in state and failure is None:
-            parameter = engine.parameters.all[index]
             try:
-                shape = tensor.shape(parameter.shape, parameter.numel())
-                state[index][tensor.name] = whole.to("cpu", copy=True).view(shape)
+                state[index][name] = whole.to("cpu", copy=True)
             except (MemoryError, RuntimeError) as error:
                 failure = error
     if failure is not None:

@@ -16,6 +16,7 @@ from .comm.sharding import Sharding
 from .errors import ParameterError
 from .params.param_shard import ParamShard
 from .params.parameter_set import check_free, plain_name
+from .params.storage_order import described
 from .units.schedule import UnitSchedule
 from .units.sharded_model import ShardedModel, flatten, sharded_model_of
 from .units.unit import Registration, Unit
@@ -182,7 +183,7 @@ def _describe(plans: Sequence[_UnitPlan], options: Mapping[str, object]) -> list
     description = [f"{name}={value}" for name, value in options.items()]
     for plan in plans:
         for key, parameter in plan.parameters.items():
-            kind = f"{tuple(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ', frozen'}"
+            kind = f"{described(parameter)}{'' if parameter.requires_grad else ', frozen'}"
             description.append(f"{plan.registrations[key][0][2]!r}: {kind} in unit {plan.name!r}")
     return description
 

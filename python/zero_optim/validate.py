@@ -20,6 +20,7 @@ from .comm.collectives import Comm
 from .comm.transport import used
 from .errors import ParameterError, RankMismatchError
 from .params.parameter_set import ParameterSet, check_free
+from .params.storage_order import described, storage_order
 from .units.sharded_model import sharded_model_of
 
 _SMALLEST = 2.0**-150
@@ -182,7 +183,7 @@ def check_memory(parameters: Sequence[Tensor], labels: Sequence[str]) -> None:
 
 def _span(parameter: Tensor, label: str) -> tuple[int, int, str]:
     """First address and the one after the last; of a tensor with gaps its first element's, others may lie between."""
-    numel = parameter.numel() if parameter.is_contiguous() else 1
+    numel = parameter.numel() if parameter.is_contiguous() or storage_order(parameter) else 1
     start = parameter.data_ptr()
     return start, start + numel * parameter.itemsize, label
 
@@ -216,7 +217,7 @@ def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, opti
         values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         description.append(f"group {number} with {values}" if not _has_tensor(values) else f"group {number}")
     description += [
-        f"{label}: {tuple(p.shape)} {p.dtype} of group {number}{'' if p.requires_grad else ', frozen'}"
+        f"{label}: {described(p)} of group {number}{'' if p.requires_grad else ', frozen'}"
         for number, p, label in zip(parameters.group_of, parameters.all, parameters.labels, strict=True)
         if number >= first_group
     ]

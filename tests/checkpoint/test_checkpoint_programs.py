@@ -308,7 +308,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {  # by name: what the e
     "another learning rate": (INDEX, _edit_index(lambda i: i["contents"]["optimizers"][0]["groups"][0].update(lr=9.0))),
     "another step": (INDEX, _edit_index(lambda i: i["contents"].update(step=9))),
     "no checksum": (INDEX, _edit_index(lambda i: i.pop("crc32c"))),
-    "another version": (INDEX, _edit_index(lambda i: i.update(version=2))),
+    "another version": (INDEX, _edit_index(lambda i: i.update(version=3))),
     "another format": (INDEX, _edit_index(lambda i: i.update(format="something"))),
     "an index that is a list": (INDEX, _write(INDEX, b"[]")),
     "rank 1 of the checkpoint before": (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -124,6 +124,7 @@ def _holding(kind: str, name: str, tensor: Any) -> Holding:
         raise CheckpointError(f"{kind} of {name!r} is a {type(tensor).__name__}, and no tensor: it cannot be saved")
     spec = TensorSpec(name, kind, tuple(tensor.shape), tensor.dtype)
     if isinstance(tensor, ParamShard):
+        spec = replace(spec, order=tensor.order)
         return Holding(spec, tensor.start, tensor.local.numel(), Owner.THIS_RANK)
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
     if not plain or tensor.is_conj() or tensor.is_neg():

@@ -10,12 +10,14 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, StateMismatchError
+from ..params.storage_order import read_in_order
 from . import folder as folders
 from .contents import Holding, Names, contents_of_model
 from .index import BUFFER, PARAMETER, Index, SavedTensor
@@ -234,7 +236,9 @@ def _read(stored: Mapping[str, Stored], holdings: Sequence[Holding], values: Ite
             if where is not None and holding.length:
                 if where.path not in opened:
                     opened[where.path] = os.open(where.path, os.O_RDONLY)
-                _read_range(opened[where.path], where, holding.start, flat)
+                orders = (holding.spec.order, None)  # its tensors lie with their dimensions as they are
+                read = partial(_read_range, opened[where.path], where)
+                read_in_order(flat, holding.start, holding.spec.shape, orders, read)
     except OSError as error:
         raise CheckpointError(f"weights cannot be read: {error.filename or ''} {error.strerror}") from error
     finally:
@@ -242,7 +246,7 @@ def _read(stored: Mapping[str, Stored], holdings: Sequence[Holding], values: Ite
             os.close(file)
 
 
-def _read_range(file: int, where: Stored, start: int, target: Tensor) -> None:
+def _read_range(file: int, where: Stored, target: Tensor, start: int) -> None:
     dtype = where.entry.dtype
     a_block = BLOCK_BYTES // dtype.itemsize
     for first in range(0, target.numel(), a_block):

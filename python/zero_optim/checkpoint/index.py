@@ -19,11 +19,14 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..params.storage_order import StorageOrder, is_storage_order
 from .plain import dtype_name, dtype_named
 from .safetensors_file import BLOCK_BYTES
 
 FORMAT = "zero-optim checkpoint"
-VERSION = 1
+VERSIONS = (1, 2)
+"""Those that are read. 2 is written where a tensor has an ``order``, which 1 does not know, and 1 elsewhere."""
+
 NAME = "index.json"
 
 PARAMETER, BUFFER = "parameter", "buffer"
@@ -58,12 +61,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor by its name and kind, wherever its elements are."""
+    """A tensor by its name and kind, wherever its elements are.
+
+    ``order``: in which its flat ranges are counted; see ``storage_order``. What several ranks have of a channels_last
+    tensor are ranges of it as it lies in memory. None: of the tensor with its dimensions as they are.
+    """
 
     name: str
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    order: StorageOrder = None
 
     @property
     def key(self) -> Key:
@@ -182,7 +190,8 @@ class Index:
             "tensors": [_tensor_to_json(tensor) for tensor in self.tensors.values()],
             "optimizers": [asdict(optimizer) for optimizer in self.optimizers],
         }
-        head = {"format": FORMAT, "version": VERSION, "crc32c": crc32c(_canonical(contents))}
+        version = 2 if any(tensor.spec.order for tensor in self.tensors.values()) else 1
+        head = {"format": FORMAT, "version": version, "crc32c": crc32c(_canonical(contents))}
         return json.dumps({**head, "contents": contents}, separators=(",", ":")).encode()
 
 
@@ -194,10 +203,11 @@ def from_json(text: bytes, crc32c: Any, path: object) -> Index:
         raise CheckpointError(f"{path} is damaged or cut off: {error}") from error
     if not isinstance(read, dict) or read.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the index of a checkpoint of zero_optim")
-    if read.get("version") != VERSION:
+    if read.get("version") not in VERSIONS:
         written = read.get("contents", {}).get("versions", {}).get("zero_optim", "another version")
         raise CheckpointError(
-            f"{path} has version {read.get('version')} of the format, and this zero_optim reads version {VERSION}. "
+            f"{path} has version {read.get('version')} of the format, and this zero_optim "
+            f"reads versions {' and '.join(map(str, VERSIONS))}. "
             f"It was written by zero_optim {written}: use that one, or a later one"
         )
     contents = read.get("contents")
@@ -264,7 +274,7 @@ _start_of = operator.attrgetter("start")
 
 
 def _kind(spec: TensorSpec) -> str:
-    return f"shape {spec.shape} and {spec.dtype}"
+    return f"shape {spec.shape} and {spec.dtype}" + (f" in order {spec.order}" if spec.order else "")
 
 
 def _canonical(contents: Any) -> bytes:
@@ -273,9 +283,14 @@ def _canonical(contents: Any) -> bytes:
 
 def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
     spec = {**vars(tensor.spec), "dtype": dtype_name(tensor.spec.dtype)}
+    if tensor.spec.order is None:
+        del spec["order"]
     return {**spec, "pieces": [vars(piece) for piece in tensor.pieces]}
 
 
 def _tensor_from_json(entry: Mapping[str, Any]) -> SavedTensor:
-    spec = TensorSpec(entry["name"], entry["kind"], tuple(entry["shape"]), dtype_named(entry["dtype"]))
+    order = tuple(entry["order"]) if "order" in entry else None
+    spec = TensorSpec(entry["name"], entry["kind"], tuple(entry["shape"]), dtype_named(entry["dtype"]), order)
+    if not is_storage_order(order, len(spec.shape)):
+        raise ValueError(f"the {spec.label} of shape {spec.shape} has dimensions in an unknown order, {order}")
     return SavedTensor(spec, tuple(Piece(**{**piece, "crc32c": tuple(piece["crc32c"])}) for piece in entry["pieces"]))

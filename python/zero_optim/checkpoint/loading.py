@@ -173,7 +173,7 @@ def _read(folder: Path, parts: Sequence[Contents], matched: Match) -> None:
         # ``strict`` asks once more after the last: only then is that one copied to where it belongs.
         for (holding, source), flat in zip(wanted, values, strict=True):
             if source is not None and holding.length:
-                files.read_into(flat, source, holding.start)
+                files.read_into(flat, source, holding.start, holding.spec.order)
 
 
 def _take_own(index: Index, comm: Comm, device: torch.device, data: Any) -> list[str]:

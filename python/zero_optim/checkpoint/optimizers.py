@@ -69,7 +69,9 @@ class ShardedPart:
     def _spec(self, index: int, tensor: StateTensor) -> TensorSpec:
         parameter = self._engine.parameters.all[index]
         shape = tensor.shape(parameter.shape, parameter.numel())
-        return TensorSpec(self._names[index], tensor.name, tuple(shape), tensor.dtype)
+        bucket, _, slot = self._engine.reducer.layout.slot_of[index]
+        order = tensor.order(bucket.flat.orders[slot])
+        return TensorSpec(self._names[index], tensor.name, tuple(shape), tensor.dtype, order)
 
     @property
     def holdings(self) -> list[Holding]:

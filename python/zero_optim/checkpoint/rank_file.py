@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..params.storage_order import StorageOrder, read_in_order
 from . import disk
 from .index import FlatRange, Piece, SavedTensor, TensorSpec
 from .safetensors_file import BLOCK_BYTES, NAMES, Entry, write_entries
@@ -114,11 +116,16 @@ class Files:
         )
         self._ahead = 0
 
-    def read_into(self, target: Tensor, tensor: SavedTensor, start: int) -> None:
-        """Fill ``target`` [length], of any dtype and device, with the elements of ``tensor`` from ``start`` on.
+    def read_into(self, target: Tensor, tensor: SavedTensor, start: int, order: StorageOrder = None) -> None:
+        """Fill ``target`` [length], of any dtype and device, with the elements of ``tensor`` from ``start`` on, in
+        ``order``, whichever they were saved in.
 
         Every block that is read is checked. Raises CheckpointError, naming file and tensor.
         """
+        orders = (order, tensor.spec.order)
+        read_in_order(target, start, tensor.spec.shape, orders, partial(self._read_as_saved, tensor))
+
+    def _read_as_saved(self, tensor: SavedTensor, target: Tensor, start: int) -> None:
         end = start + target.numel()
         for block in _blocks_of(tensor, start, end):
             data = self.read_block(block)

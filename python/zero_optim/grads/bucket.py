@@ -26,6 +26,7 @@ from ..errors import GradientError
 from ..params.flat_params import FlatParams
 from ..params.flat_shard import FlatShard
 from ..params.layout import BucketLayout, Slot
+from ..params.storage_order import as_stored
 from .handed_out import HandedOut
 from .slots import GradState, Slots, Zeroed
 
@@ -158,6 +159,7 @@ class Bucket:
                 parameter.shape,
                 f"{what} of {self.label(index)}",
                 dtype,
+                self.flat.orders[index],
             )
             for index, (piece, parameter) in enumerate(zip(self.pieces, self.params, strict=True))
         ]
@@ -177,7 +179,7 @@ class Bucket:
 
     def take_over(self, index: int, whole: Tensor, *, shown: bool, used: bool) -> None:
         """Hold this gradient of slot ``index``."""
-        piece, part = self.pieces[index], self._part_of(index).view(-1)
+        piece, part = self.pieces[index], self._part_of(index)
         part.copy_(whole if self.sharding.shard_count == 1 else whole[piece.in_param :][: len(part)])
         self.slots.take_over(index, self._reduced_handles()[index] if shown else None, used=used)
 
@@ -393,8 +395,6 @@ class Bucket:
 
     def _part_of(self, index: int) -> Tensor:
         """This rank's part of a slot's reduced gradient, flat."""
-        if not self._shards:
-            return self._views[index]
         piece = self.pieces[index]
         return self.grad_shard.narrow(0, piece.in_shard, piece.numel)
 
@@ -403,8 +403,10 @@ class Bucket:
     ) -> None:
         grads = [grad for _, grad in sources]
         usual = {*map(_dtype_of, grads)} <= {self.dtype} and {*map(_layout_of, grads)} <= {torch.strided}
+        if self.flat.permuted:  # autograd gives a gradient in the parameter's memory format, so these are contiguous
+            grads = [as_stored(grad, self.flat.orders[index]) for index, grad in sources]
         if not usual or not all(map(Tensor.is_contiguous, grads)):  # torch lets none be on another device
-            grads = [self._checked_or_refused(index, grad) for index, grad in sources]
+            grads = [self._checked_or_refused(index, grad) for (index, _), grad in zip(sources, grads, strict=True)]
         if len(grads) < len(self.params):
             present, grads = grads, [self._absent] * len(self.params)
             for (index, _), grad in zip(sources, present, strict=True):

@@ -30,6 +30,7 @@ from ..comm.buffers import PATIENCE_SECONDS, CommBuffers
 from ..comm.sharding import Sharding
 from ..comm.streams import GradStreams
 from ..errors import ParameterError, RankMismatchError, ZeroOptimError
+from ..params.storage_order import described
 from ..units.schedule import UnitSchedule, end_raised_backwards, prefetch_rest_of_backwards
 from .bucket import Bucket
 from .buckets import Buckets
@@ -206,8 +207,9 @@ class Reducer:
         if moved is not None:
             parameter = bucket.params[moved]
             raise ParameterError(
-                f"{bucket.label(moved)} was moved, cast or given new data after the optimizer was made "
-                f"(it is {parameter.dtype} on {parameter.device}): call .to() / .half() before, or make a new optimizer"
+                f"{bucket.label(moved)} was moved, cast, given new data or another memory format after the optimizer "
+                f"was made (it is {described(parameter)} on {parameter.device}): call .to() / .half() before, or make "
+                "a new optimizer"
             )
         self._in_place.add(number)
 

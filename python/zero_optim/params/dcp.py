@@ -5,6 +5,8 @@ DCP knows tensors as unions of hyper-rectangles. A flat range of an N-dimensiona
     . . . # #     the rest of a row
     # # # # #     whole rows
     # # . . .     the start of a row
+
+A flat range of a channels_last tensor is one of the tensor with its dimensions as they lie in memory.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import ShardAccessError
+from .storage_order import StorageOrder, stored_dims, tensor_dims, view_of
 
 
 class Shard(Protocol):
@@ -29,6 +32,9 @@ class Shard(Protocol):
 
     @property
     def shape(self) -> torch.Size: ...
+
+    @property
+    def order(self) -> StorageOrder: ...
 
     @property
     def local(self) -> Tensor: ...
@@ -89,17 +95,23 @@ def chunks(shard: Shard) -> list[Any]:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [
-        ChunkStorageMetadata(offsets=torch.Size(part.offsets), sizes=torch.Size(part.sizes))
-        for part in rectangles(shard.shape, shard.start, shard.local.numel())
+        ChunkStorageMetadata(offsets=torch.Size(part.offsets), sizes=torch.Size(part.sizes)) for part in _parts(shard)
     ]
 
 
 def chunk_at(shard: Shard, offsets: Sequence[int]) -> Tensor:
     """The part that begins at ``offsets``, a view of the shard's memory."""
-    for part in rectangles(shard.shape, shard.start, shard.local.numel()):
+    for part in _parts(shard):
         if part.offsets == tuple(offsets):
-            return shard.local.narrow(0, part.first, part.numel).view(part.sizes)
+            return view_of(shard.local.narrow(0, part.first, part.numel), part.sizes, shard.order)
     raise ShardAccessError(f"this rank has no part of the {shard.label} that begins at {tuple(offsets)}")
+
+
+def _parts(shard: Shard) -> Iterator[Rectangle]:
+    """The rectangles of ``shard``, in the dimensions of its tensor."""
+    order = shard.order
+    for part in rectangles(stored_dims(shard.shape, order), shard.start, shard.local.numel()):
+        yield replace(part, offsets=tensor_dims(part.offsets, order), sizes=tensor_dims(part.sizes, order))
 
 
 def _check_storage(shard: Shard) -> None:

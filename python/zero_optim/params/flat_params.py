@@ -15,6 +15,7 @@ from ..comm.storage import allocate, as_own_storage, deallocate
 from ..comm.streams import keep_for_current_stream
 from .layout import BucketLayout
 from .param_shard import ParamShard
+from .storage_order import as_stored, storage_order, view_of
 
 _version_of = operator.attrgetter("_version")
 
@@ -29,6 +30,8 @@ class FlatParams:
         shard: [shard_numel] this rank's part, always there: a view of ``full``, or memory of its own where sharded.
         param_shards: where sharded, what modules hold in place of each of ``params`` while ``full`` is empty.
         trained: whether they get gradients, and an optimizer's state.
+        orders: of each of ``params``, in which its elements lie in its slot: contiguous, or channels_last.
+        permuted: whether one of them is not contiguous.
         shown: where sharded, whether the plain parameters have values now.
         addresses: of each of ``params`` while it has values.
     """
@@ -43,6 +46,8 @@ class FlatParams:
         self.pieces = tuple(layout.pieces(sharding.shard_index))
         self.sharded = self.shown = False
         self.param_shards: list[ParamShard] = []
+        self.orders = [storage_order(parameter) for parameter in self.params]
+        self.permuted = any(self.orders)
         self.full = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self.shard = sharding.own_part(self.full)
         self._views = self.slot_views(self.full)
@@ -53,9 +58,17 @@ class FlatParams:
         self._locate(self.full)
 
     def slot_views(self, full: Tensor) -> list[Tensor]:
-        """A view of ``full`` [numel] for each parameter, in its shape."""
-        slots = zip(self.layout.slots, self.params, strict=True)
-        return [full.narrow(0, slot.offset, slot.numel).view(parameter.shape) for slot, parameter in slots]
+        """A view of ``full`` [numel] for each parameter, in its shape and its memory format."""
+        slots = zip(self.layout.slots, self.params, self.orders, strict=True)
+        return [
+            view_of(full.narrow(0, slot.offset, slot.numel), parameter.shape, order) for slot, parameter, order in slots
+        ]
+
+    def as_stored(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of a tensor for each parameter a view that is contiguous where it lies as its slot does."""
+        if not self.permuted:  # as a rule: nothing is done for each
+            return tensors
+        return [as_stored(tensor, order) for tensor, order in zip(tensors, self.orders, strict=True)]
 
     def _locate(self, full: Tensor) -> None:
         start = full.data_ptr()
@@ -114,11 +127,12 @@ class FlatParams:
 
     def first_moved(self) -> int | None:
         """Of those of ``params`` with a gradient the first, by slot, that was cast or given other memory or strides."""
-        if [*map(Tensor.data_ptr, self.params)] == self.addresses and all(map(Tensor.is_contiguous, self.params)):
+        stored = self.as_stored(self.params)
+        if [*map(Tensor.data_ptr, stored)] == self.addresses and all(map(Tensor.is_contiguous, stored)):
             return None  # a cast shows by the address
-        for slot, (parameter, place) in enumerate(zip(self.params, self.addresses, strict=True)):
-            moved = parameter.data_ptr() != place or not parameter.is_contiguous()
-            if moved and parameter.grad is not None:
+        for slot, (view, place) in enumerate(zip(stored, self.addresses, strict=True)):
+            moved = view.data_ptr() != place or not view.is_contiguous()
+            if moved and self.params[slot].grad is not None:
                 return slot
         return None
 

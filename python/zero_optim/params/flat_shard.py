@@ -12,6 +12,7 @@ from ..comm.arrivals import Arrivals
 from ..errors import ShardAccessError
 from . import dcp
 from .remedies import REMEDIES, Use, kind_of, use_of
+from .storage_order import StorageOrder, storage_order, strides_of
 
 aten = torch.ops.aten
 _SAME_SHARD = {aten.detach.default, aten.alias.default}
@@ -23,7 +24,8 @@ class FlatShard(Tensor):
     Attributes:
         local: 1-D tensor, this rank's elements; empty where the rank owns none. Its dtype may be wider than that
             of the whole: gradients can be reduced in fp32. Reading it waits for what is on its way to it.
-        start: flat index in the whole tensor of the first element of ``local``.
+        order: in which the tensor would lie in memory: its strides tell, as with any other tensor.
+        start: flat index in the whole tensor, in that order, of the first element of ``local``.
         label: what it is, for messages ("gradient of 'fc.weight'").
         arrivals: what is on its way to ``local``; None: nothing ever is.
 
@@ -40,9 +42,17 @@ class FlatShard(Tensor):
 
     @staticmethod
     def __new__(
-        cls, local: Tensor, start: int, shape: Sequence[int], label: str, dtype: torch.dtype | None = None
+        cls,
+        local: Tensor,
+        start: int,
+        shape: Sequence[int],
+        label: str,
+        dtype: torch.dtype | None = None,
+        order: StorageOrder = None,
     ) -> FlatShard:
-        shard = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype or local.dtype, device=local.device)
+        shard = Tensor._make_wrapper_subclass(
+            cls, tuple(shape), strides_of(shape, order), dtype=dtype or local.dtype, device=local.device
+        )
         shard._local, shard.start, shard.label, shard.arrivals = local, start, label, None
         return shard
 
@@ -55,6 +65,10 @@ class FlatShard(Tensor):
     @local.setter
     def local(self, local: Tensor) -> None:
         self._local = local
+
+    @property
+    def order(self) -> StorageOrder:
+        return storage_order(self)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled one, without a class
@@ -106,9 +120,14 @@ class FlatShard(Tensor):
             f"elements. {REMEDIES[kind_of(self.label)][use]}"
         )
 
+    def same_range(self, other: FlatShard) -> bool:
+        """Whether this rank's elements are those that ``other`` has."""
+        ranges = {(shard.start, shard._local.numel(), shard.order) for shard in (self, other)}
+        return self.shape == other.shape and len(ranges) == 1
+
     def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
         """Another of the same elements, which are in ``local``. ``dtype``: of the whole; None: this one's."""
-        return FlatShard(local, self.start, self.shape, self.label, dtype or self.dtype)
+        return FlatShard(local, self.start, self.shape, self.label, dtype or self.dtype, self.order)
 
     def _again(self) -> FlatShard:
         with torch.inference_mode(False):  # torch gives it the version counter of this one, which one of those has not
@@ -152,12 +171,20 @@ class FlatShard(Tensor):
         return self._of_same_range(self.local.clone())
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return rebuild_flat_shard, (self.local, self.start, tuple(self.shape), self.label, self.dtype)
+        parts = (self.local, self.start, tuple(self.shape), self.label, self.dtype, self.order)
+        return rebuild_flat_shard, parts
 
 
-def rebuild_flat_shard(local: Tensor, start: int, shape: tuple[int, ...], label: str, dtype: torch.dtype) -> FlatShard:
+def rebuild_flat_shard(
+    local: Tensor,
+    start: int,
+    shape: tuple[int, ...],
+    label: str,
+    dtype: torch.dtype,
+    order: StorageOrder = None,
+) -> FlatShard:
     """Unpickle a ``FlatShard``. Registered with torch, so ``torch.load(weights_only=True)`` accepts it."""
-    return FlatShard(local, start, shape, label, dtype)
+    return FlatShard(local, start, shape, label, dtype, order)
 
 
 torch.serialization.add_safe_globals([rebuild_flat_shard])

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import ParameterError, ShardAccessError
 from .flat_shard import FlatShard
 from .remedies import Use
+from .storage_order import flat_of, storage_order, strides_of
 
 aten = torch.ops.aten
 _REMEDY = "enter zero_optim.gather_parameters(model) on every rank"
@@ -32,7 +33,7 @@ class StateDictShard(FlatShard):
     """
 
     def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
-        return StateDictShard(local, self.start, self.shape, self.label, dtype or self.dtype)
+        return StateDictShard(local, self.start, self.shape, self.label, dtype or self.dtype, self.order)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         raise _save_refusal(self)
@@ -54,7 +55,8 @@ class ParamShard(FlatShard):
 
     @staticmethod
     def __new__(cls, local: Tensor, start: int, plain: Tensor, name: str) -> ParamShard:
-        shard = Tensor._make_wrapper_subclass(cls, tuple(plain.shape), dtype=plain.dtype, device=plain.device)
+        strides = strides_of(plain.shape, storage_order(plain))
+        shard = Tensor._make_wrapper_subclass(cls, tuple(plain.shape), strides, dtype=plain.dtype, device=plain.device)
         shard._local, shard.start, shard.label, shard.arrivals = local, start, f"parameter {name!r}", None
         shard.plain, shard.flat = plain, None
         shard._is_param = True
@@ -112,11 +114,12 @@ class ParamShard(FlatShard):
 
     def _moved(self, options: Mapping[str, Any]) -> FlatShard:
         raise ParameterError(
-            f"{self.label} is sharded: move or cast the model before zero_optim.shard_module(model, ...)"
+            f"{self.label} is sharded: move or cast the model, or change its memory format, before "
+            "zero_optim.shard_module(model, ...)"
         )
 
     def _copy(self, source: Tensor) -> ParamShard:
-        same = isinstance(source, FlatShard) and (source.start, source.local.shape) == (self.start, self.local.shape)
+        same = isinstance(source, FlatShard) and source.same_range(self)
         if source.shape != self.shape or (isinstance(source, FlatShard) and not same):
             raise ShardAccessError(
                 f"the {self.label} cannot take over {_described(source)}: give it a whole tensor of shape "
@@ -132,14 +135,14 @@ class ParamShard(FlatShard):
         else:
             if self.flat is not None:
                 self.flat.wait_until_copied()
-            whole = source.local if isinstance(source, FlatShard) else source.detach().reshape(-1)
+            whole = source.local if isinstance(source, FlatShard) else flat_of(source.detach(), self.order)
             start = 0 if same else self.start
             self.local.copy_(whole[start : start + self.local.numel()])
         torch.autograd.graph.increment_version(self.plain)  # here, below autograd, nothing else does
         return self
 
     def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
-        return StateDictShard(local, self.start, self.shape, self.label, dtype or self.dtype)
+        return StateDictShard(local, self.start, self.shape, self.label, dtype or self.dtype, self.order)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
         raise ShardAccessError(

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from zero_kernels import ROW
 
+from ..params.storage_order import StorageOrder
+
 
 class Per(enum.Enum):
     """What a state tensor has one value for."""
@@ -47,6 +49,10 @@ class StateTensor:
     def shape(self, parameter: Sequence[int], numel: int) -> tuple[int, ...]:
         """Of the state of a whole parameter, of that shape and so many elements."""
         return tuple(parameter) if self.per is Per.ELEMENT else (-(-numel // ROW),)
+
+    def order(self, parameter: StorageOrder) -> StorageOrder:
+        """In which the state of a parameter lies that lies so itself."""
+        return parameter if self.per is Per.ELEMENT else None
 
 
 @dataclass(frozen=True)

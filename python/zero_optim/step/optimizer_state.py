@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..errors import StateMismatchError
 from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
+from ..params.storage_order import flat_of, storage_order
 from ..rules.update_rule import Begins, StateTensor, UpdateRule, has_master
 from .shard_state import ShardState
 from .state_store import StateStore
@@ -26,12 +28,12 @@ _version_of = operator.attrgetter("_version")
 
 @dataclass(frozen=True)
 class Copy:
-    """A part of a load: ``source`` belongs into this piece of this tensor."""
+    """A part of a load: what ``values`` gives, flat, belongs into this piece of this tensor."""
 
     shard: ShardState
     tensor: StateTensor
     piece: SlotPiece
-    source: Tensor
+    values: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -172,15 +174,14 @@ class OptimizerState:
         for tensor in shard.tensors:
             unsaved = tensor.begins is Begins.PARAMETER and tensor.name not in entry
             target = targets[tensor.name]
-            source = shard.parameter_of(piece) if unsaved else _source(entry, tensor.name, target, label)
-            yield Copy(shard, tensor, piece, source)
+            own = partial(shard.parameter_of, piece)
+            yield Copy(shard, tensor, piece, own if unsaved else _values(entry, tensor.name, target, label))
 
     def load(self, copies: Sequence[Copy]) -> None:
         """Carry out a planned load."""
         for copy in copies:
             with copy.shard.opened() as state:
-                target = copy.shard.part(copy.tensor, state[copy.tensor.name], copy.piece)
-                target.copy_(_local(copy.source).reshape(-1))
+                copy.shard.part(copy.tensor, state[copy.tensor.name], copy.piece).copy_(copy.values())
         self.distrust_masters()
 
     def places(self) -> Iterator[Place]:
@@ -204,13 +205,13 @@ class OptimizerState:
         for shard, piece in self._pieces(indices):
             shard.restart(piece, masters_alone=True)
 
-    def whole_tensors(self) -> Iterator[tuple[int, StateTensor, Tensor]]:
-        """Collective. Every parameter's whole tensors, flat, by index: those of one bucket at a time."""
+    def whole_tensors(self) -> Iterator[tuple[int, str, Tensor]]:
+        """Collective. Every parameter's whole tensors, by index and name: those of one bucket at a time."""
         self.refresh_edited()
         for shard in self.shards:
             for tensor in shard.tensors:
                 for index, whole in _by_index(shard, tensor, self._gathered(shard, tensor)).items():
-                    yield index, tensor, whole
+                    yield index, tensor.name, whole
 
     def whole_masters(self) -> Iterator[dict[int, Tensor]]:
         """Collective. Of one bucket after another, the whole masters of those parameters that have one, by index.
@@ -254,8 +255,9 @@ class OptimizerState:
     ) -> None:
         _, numel = tensor.span(0, shard.bucket.layout.numel)
         full = torch.empty(numel, dtype=tensor.dtype, device=shard.bucket.device)
-        for slot in (piece.slot for piece in given) if self.sharding.rank == 0 else ():
-            full.narrow(0, *tensor.span(slot.offset, slot.numel)).copy_(tensors[slot.param][tensor.name].reshape(-1))
+        wholes = _by_index(shard, tensor, full)
+        for index in (piece.slot.param for piece in given) if self.sharding.rank == 0 else ():
+            wholes[index].copy_(tensors[index][tensor.name])
         self.sharding.broadcast(full, "state")
         with shard.opened() as state:
             for piece in given:
@@ -276,8 +278,11 @@ class OptimizerState:
 
 
 def _by_index(shard: ShardState, tensor: StateTensor, full: Tensor) -> dict[int, Tensor]:
-    """Of each parameter of a bucket its part of ``full``, flat, a view."""
-    return {slot.param: full.narrow(0, *tensor.span(slot.offset, slot.numel)) for slot in shard.bucket.layout.slots}
+    """Of each parameter of a bucket its part of ``full``, a view in the parameter's shape."""
+    return {
+        slot.param: shard.whole(tensor, number, full.narrow(0, *tensor.span(slot.offset, slot.numel)))
+        for number, slot in enumerate(shard.bucket.layout.slots)
+    }
 
 
 def _places(shard: ShardState) -> Iterator[Place]:
@@ -304,24 +309,22 @@ def state_tensor(entry: Mapping[str, Any], name: str, shape: Sequence[int], labe
     return saved
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.local if isinstance(tensor, FlatShard) else tensor
-
-
 def _describe(tensor: Tensor) -> str:
     return repr(tensor) if isinstance(tensor, FlatShard) else f"a whole tensor of shape {tuple(tensor.shape)}"
 
 
-def _source(entry: Mapping[str, Any], name: str, target: Tensor, label: str) -> Tensor:
-    """The part of ``entry[name]`` that belongs into ``target``."""
+def _flat_part(whole: Tensor, target: Tensor) -> Tensor:
+    flat = flat_of(whole, storage_order(target))
+    return flat.narrow(0, target.start, target.local.numel()) if isinstance(target, FlatShard) else flat
+
+
+def _values(entry: Mapping[str, Any], name: str, target: Tensor, label: str) -> Callable[[], Tensor]:
+    """Gives the part of ``entry[name]`` that belongs into ``target``, flat."""
     saved = state_tensor(entry, name, target.shape, label)
-    if isinstance(target, FlatShard):
-        if not isinstance(saved, FlatShard):
-            return saved.reshape(-1).narrow(0, target.start, target.local.numel())
-        if (saved.start, saved.local.numel()) == (target.start, target.local.numel()):
-            return saved
-    elif not isinstance(saved, FlatShard):
-        return saved
+    if not isinstance(saved, FlatShard):
+        return partial(_flat_part, saved, target)  # in another memory format it is a copy: not before it is wanted
+    if isinstance(target, FlatShard) and saved.same_range(target):
+        return lambda: saved.local
     raise StateMismatchError(
         f"{name} of {label} was saved as {_describe(saved)}, this rank needs {_describe(target)}: load it with as many "
         "ranks, on the same rank, at the same stage, bucket_cap_mb and grad_reduce_dtype as it was saved; or save "

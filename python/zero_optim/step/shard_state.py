@@ -11,6 +11,7 @@ from torch import Tensor
 from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
+from ..params.storage_order import StorageOrder, view_of
 from ..rules.update_rule import Begins, ShardUpdate, StateTensor, UpdateRule, master_of, tensors_for
 from .state_store import StateStore
 
@@ -89,11 +90,22 @@ class ShardState:
         made: dict[str, Tensor] = {}
         for tensor in self.tensors:
             local = self.part(tensor, state[tensor.name], piece)
-            shape = tensor.shape(bucket.params[index].shape, piece.slot.numel)
+            if bucket.sharding.shard_count == 1:
+                made[tensor.name] = self.whole(tensor, index, local)
+                continue
+            shape, order = self._shape(tensor, index)
             start, _ = tensor.span(piece.in_param, 0)
-            shard = FlatShard(local, start, torch.Size(shape), f"{tensor.name} of {bucket.label(index)}", None)
-            made[tensor.name] = local.view(shape) if bucket.sharding.shard_count == 1 else shard
+            label = f"{tensor.name} of {bucket.label(index)}"
+            made[tensor.name] = FlatShard(local, start, torch.Size(shape), label, None, order)
         return made
+
+    def whole(self, tensor: StateTensor, index: int, flat: Tensor) -> Tensor:
+        """``flat``, which is all of this tensor of slot ``index``, in its shape and the parameter's memory format."""
+        return view_of(flat, *self._shape(tensor, index))
+
+    def _shape(self, tensor: StateTensor, index: int) -> tuple[tuple[int, ...], StorageOrder]:
+        parameter = self.bucket.params[index]
+        return tensor.shape(parameter.shape, parameter.numel()), tensor.order(self.bucket.flat.orders[index])
 
     def refresh_master(self, index: int) -> None:
         """Take over what a user wrote into the parameter of slot ``index``; the rest keeps its precision."""
