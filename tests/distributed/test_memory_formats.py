@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,19 +68,18 @@ def _both(rank: int, world_size: int, run: Run) -> None:
     assert ours.skipped == contiguous.skipped == 1
 
 
-HOW = {
-    "plain": {},
-    "clipped": {"clip": 0.5},
-    "accumulated": {"micro": 2, "no_sync": True},
-    "reduced twice": {"micro": 2, "clip": 0.5},
-    "no overlap": {"options": {"overlap_grad_reduce": False}},
-    "fp32 gradients": {"options": {"grad_reduce_dtype": torch.float32}},
-}
+WAYS = (
+    Run(),
+    Run(micro=2, no_sync=True, clip=0.5),
+    Run(dtype=torch.bfloat16, micro=2, clip=0.5),
+    Run(dtype=torch.bfloat16, options={"overlap_grad_reduce": False}),
+    Run(dtype=torch.bfloat16, options={"grad_reduce_dtype": torch.float32}),
+)
 
 
 def _all_ways(rank: int, world_size: int, stage: int) -> None:
-    for options, dtype in itertools.product(HOW.values(), (torch.float32, torch.bfloat16)):
-        _both(rank, world_size, Run(stage=stage, dtype=dtype, **options))
+    for run in WAYS:
+        _both(rank, world_size, run.at(stage))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
