@@ -21,6 +21,7 @@ import zero_optim
 from oracle import adamw_bound
 from torch import Tensor, nn
 from training_cases import assert_bitwise
+from zero_optim.integrations.clients import is_sharded
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -76,7 +77,18 @@ def forget_accelerator() -> None:
 
 
 def weights(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    """Whole parameters, on every rank. Collective where the model is sharded."""
+    if not is_sharded(model):
+        return [parameter.detach().clone() for parameter in model.parameters()]
+    state = zero_optim.full_model_state_dict(model, rank=None)
+    return [state[name] for name, _ in model.named_parameters()]
+
+
+def reductions_a_step(optimizer: zero_optim.ShardedAdamW) -> float:
+    """How often each bucket was reduced for a step, on several ranks."""
+    stats = optimizer.stats()
+    calls = stats["collectives"]["reduce_scatter" if optimizer.stage else "all_reduce"]["calls"]
+    return calls / stats["buckets"] / stats["steps"]
 
 
 def close(optimizer: Any) -> None:

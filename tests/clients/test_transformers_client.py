@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from functools import partial
 from typing import Any
 
@@ -122,8 +121,7 @@ def train_with_trainer(
     arguments = TrainingArguments(str(folder), max_steps=steps, **{**settings, **quiet, **options})
     model = load_example("transformers_loop").build_model("gpt2")
     if ready:
-        groups = load_example("hf_trainer").decay_groups(model)
-        how = {"optimizers": (optimizer(groups, lr=LR, eps=EPS), None)}
+        how = {"optimizers": (optimizer(model.named_parameters(), lr=LR, eps=EPS), None)}
     else:
         model.gradient_checkpointing_enable({"use_reentrant": True})
         how = {"optimizer_cls_and_kwargs": (optimizer, {"lr": LR, "eps": EPS})}
@@ -163,35 +161,3 @@ def test_a_trainer_checkpoint_resumes(first: Any, tmp_path: Any) -> None:
     if first is zero_optim.ShardedAdamW:
         assert_bitwise(weights(resumed), weights(straight), "resumed")
     assert_like_adamw(weights(resumed), weights(straight), LR, 6)
-
-
-def run_trainer_example(folder: Any) -> dict[str, Any]:
-    main = load_example("hf_trainer").main
-    straight = main(["--steps", "12", "--output", os.path.join(folder, "straight")])
-    main(["--steps", "10", "--output", os.path.join(folder, "halves")])
-    resumed = main(["--steps", "12", "--output", os.path.join(folder, "halves"), "--resume"])
-    return {"straight": weights(straight.model), "resumed": weights(resumed.model)}
-
-
-def test_the_trainer_example(tmp_path: Any) -> None:
-    found = run_trainer_example(str(tmp_path))
-    assert_bitwise(found["resumed"], found["straight"], "resumed")
-
-
-def _trainer(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    with as_torchrun(rank, world_size):
-        from transformers import Trainer
-
-        kind = load_example("hf_trainer").ShardedTrainer
-        options = {**TRAINER_OPTIONS["a_ready_optimizer"], "ddp_backend": "gloo", "max_grad_norm": 0.5}
-        return {
-            "ours": weights(train_with_trainer(kind, zero_optim.ShardedAdamW, folder, 4, **options)),
-            "expected": weights(train_with_trainer(Trainer, torch.optim.AdamW, folder, 4, **options)),
-            **run_trainer_example(folder),
-        }
-
-
-def test_trainer_on_two_ranks(tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(2, _trainer, str(tmp_path)))
-    assert_like_adamw(found["ours"], found["expected"], LR, 4)
-    assert_bitwise(found["resumed"], found["straight"], "resumed")

@@ -1,0 +1,226 @@
+"""``accelerate`` with sharded optimizers: ``prepare``, in place of ``accelerator.prepare``.
+
+::
+
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    optimizer = zero_optim.ShardedAdamW(model.to(accelerator.device).named_parameters(), lr=1e-3)
+    model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
+
+From then on the accelerator's own calls know sharded parameters and gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import checkpoint
+from ..errors import CheckpointError, ParameterError, ZeroOptimError
+from ..optimizer import ShardedAdamW
+from ..params.param_shard import plain_parameter
+from .clients import (
+    check_optimizer,
+    is_sharded,
+    of_model,
+    plain_optimizer,
+    require,
+    same_place,
+    sharded_scaler,
+    whole_state_dict,
+    without_sync,
+)
+
+require("zero_optim.integrations.accelerate", "accelerate")
+
+from accelerate import Accelerator, DistributedType  # noqa: E402
+
+FOLDER = "sharded"  # beside what accelerate saves: model and optimizer, by zero_optim.checkpoint
+_OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+    """What ``accelerator.prepare`` returns for models, optimizers, loaders and schedulers; nothing is wrapped in DDP.
+
+    The accelerator is changed into a ``ShardedAccelerator``, whose ``accumulate``, ``no_sync``, ``unscale_gradients``,
+    ``clip_grad_norm_``, ``get_state_dict``, ``save_model``, ``save_state`` and ``load_state`` know what is sharded. The
+    last four are then calls of all ranks. An fp16 scaler is replaced by ``zero_optim.GradScaler``.
+
+    Move the model to ``accelerator.device`` before its optimizer is made; for stage 3, then give it to
+    ``zero_optim.shard_module``.
+
+    Raises:
+        ParameterError: an optimizer whose parameters are on another device than the accelerator's.
+        TypeError: on several ranks, an optimizer that is not a ``ShardedAdamW``.
+        ZeroOptimError: an accelerator with a sharding of its own, such as FSDP or DeepSpeed.
+    """
+    return adopt(accelerator).prepare(*objects, device_placement=device_placement)
+
+
+def adopt(accelerator: Accelerator) -> ShardedAccelerator:
+    """Change an accelerator into a ``ShardedAccelerator``, in place. Raises what ``prepare`` does of accelerators."""
+    if not isinstance(accelerator, ShardedAccelerator):
+        kind = type(accelerator)
+        bases = (ShardedAccelerator,) if kind is Accelerator else (ShardedAccelerator, kind)
+        accelerator.__class__ = type(f"Sharded{kind.__name__}", bases, {})
+        accelerator._know_sharding()
+    return accelerator
+
+
+class ShardedAccelerator(Accelerator):
+    """An ``Accelerator`` that leaves reducing gradients to its optimizers, each a ``ShardedAdamW``."""
+
+    scaler: Any
+    _optimizers: list[Any]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._know_sharding()
+
+    def _know_sharding(self) -> None:
+        if self.distributed_type in _OTHER_ENGINES:
+            raise ZeroOptimError(
+                f"the accelerator is set up for {self.distributed_type}, which shards by itself: launch without it"
+            )
+        if self.scaler is not None:
+            self.scaler = sharded_scaler(self.scaler)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """As accelerate's for evaluation: with autocast and torch.compile, and without DDP."""
+        if device_placement is not False:
+            device_placement = self.device_placement and not _is_in_place(model.parameters(), self.device)
+        if device_placement and (is_sharded(model) or of_model(self._sharded(), model)):
+            raise ParameterError(_remedy(model, self.device))
+        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        plain = plain_optimizer(optimizer)
+        check_optimizer(plain, self.num_processes, "zero_optim.integrations.accelerate")
+        if not isinstance(plain, ShardedAdamW):
+            return super().prepare_optimizer(optimizer, device_placement)
+        if not same_place(plain.device, self.device):
+            raise ParameterError(
+                f"the optimizer's parameters are on {plain.device}, and the accelerator is for {self.device}: "
+                "call model.to(accelerator.device) before the optimizer is made"
+            )
+        return super().prepare_optimizer(optimizer, device_placement=False)  # its state lies with its parameters
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Nothing is reduced in it. ``accumulate`` enters it between steps."""
+        with without_sync(of_model(self._sharded(), model)):
+            yield
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """With a scaler, unscale the gradients of this optimizer, of these, or of all. On a CPU too."""
+        if self.scaler is not None:
+            chosen = self._optimizers if optimizer is None else optimizer
+            for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
+                self.scaler.unscale_(plain_optimizer(one))
+
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+        """Unscale, then clip gradients at the next step. Returns the norm before, as ``ShardedAdamW.clip_grad_norm_``.
+
+        Raises ParameterError for parameters of several optimizers: clip those of each.
+        """
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        ids = {id(plain_parameter(parameter)) for parameter in listed}
+        chosen = {one: [p for p in one.engine.parameters.all if id(p) in ids] for one in self._sharded()}
+        holders = [optimizer for optimizer, held in chosen.items() if held]
+        if not holders:
+            return super().clip_grad_norm_(listed, max_norm, norm_type)
+        if len(holders) > 1:
+            raise ParameterError(
+                f"clip_grad_norm_ was given parameters of {len(holders)} optimizers: call it for those of each"
+            )
+        self.unscale_gradients()
+        held = chosen[holders[0]]
+        some = held if len(held) < len(holders[0].engine.parameters.all) else None
+        return holders[0].clip_grad_norm_(max_norm, norm_type, some)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Of a sharded model the whole state dict, on rank 0, and ``{}`` elsewhere: call it on every rank."""
+        if not is_sharded(model):
+            return super().get_state_dict(model, unwrap)
+        everywhere = self.project_configuration.save_on_each_node
+        return whole_state_dict(self.unwrap_model(model) if unwrap else model, on_all=everywhere)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
+        """As accelerate's, on every rank. The folder ``sharded`` has models and optimizers, for any number of ranks.
+
+        The file of weights that accelerate writes has whole ones: ``safetensors.torch.load_file`` reads it.
+        """
+        with self._apart() as sharded:
+            folder = super().save_state(output_dir, safe_serialization, **options)
+        if sharded:
+            checkpoint.save(Path(folder) / FOLDER, _together(self._models), sharded, keep_last=1)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
+        """What ``save_state`` wrote, on any number of ranks.
+
+        Raises CheckpointError, before anything is loaded, for what accelerate's own wrote.
+        """
+        folders: list[Path] = []
+
+        def leave_models(models: list[nn.Module], folder: str) -> None:
+            if checkpoint.latest(Path(folder) / FOLDER) is None:
+                raise CheckpointError(
+                    f"{folder} holds no {FOLDER!r}: it was not saved by zero_optim.integrations.accelerate. Load its "
+                    "model, then its optimizer.bin by zero_optim.load_full_state_dict(opt, torch.load(...))"
+                )
+            folders.append(Path(folder) / FOLDER)
+            models.clear()  # so that accelerate does not load them
+
+        with self._apart() as sharded, self._before_loading(leave_models if sharded else None):
+            super().load_state(input_dir, load_kwargs, **options)
+        for folder in folders:
+            checkpoint.load(folder, _together(self._models), sharded)
+
+    # -- the optimizers ------------------------------------------------------------------------------------------
+
+    def _sharded(self) -> list[ShardedAdamW]:
+        return [plain for plain in map(plain_optimizer, self._optimizers) if isinstance(plain, ShardedAdamW)]
+
+    @contextmanager
+    def _apart(self) -> Iterator[list[ShardedAdamW]]:
+        """The sharded optimizers, which accelerate does not see meanwhile: it would save one rank's shards."""
+        everyone, sharded = self._optimizers, self._sharded()
+        self._optimizers = [one for one in everyone if not isinstance(plain_optimizer(one), ShardedAdamW)]
+        try:
+            yield sharded
+        finally:
+            self._optimizers = everyone
+
+    @contextmanager
+    def _before_loading(self, hook: Callable[[list[nn.Module], str], None] | None) -> Iterator[None]:
+        handle = self.register_load_state_pre_hook(hook) if hook is not None else None
+        try:
+            yield
+        finally:
+            if handle is not None:
+                handle.remove()
+
+
+def _together(models: list[nn.Module]) -> nn.Module:
+    """What ``checkpoint.save`` takes: one module that holds all of them."""
+    plain = [getattr(model, "_orig_mod", model) for model in models]
+    return plain[0] if len(plain) == 1 else nn.ModuleDict({str(number): model for number, model in enumerate(plain)})
+
+
+def _is_in_place(parameters: Iterable[Tensor], device: torch.device) -> bool:
+    return all(same_place(parameter.device, device) for parameter in parameters)
+
+
+def _remedy(model: nn.Module, device: torch.device) -> str:
+    name = next(name for name, parameter in model.named_parameters() if not same_place(parameter.device, device))
+    return (
+        f"{name!r} is not on {device}, where the accelerator would move it: call model.to(accelerator.device) before "
+        "zero_optim.shard_module and before the optimizer is made"
+    )

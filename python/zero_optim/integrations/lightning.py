@@ -1,0 +1,181 @@
+"""Lightning with sharded optimizers: ``Trainer(strategy=ShardedStrategy())``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import checkpoint
+from ..optimizer import ShardedAdamW
+from ..shard_module import shard_module
+from ..units.sharded_model import sharded_model_of
+from .clients import (
+    check_optimizer,
+    is_sharded,
+    plain_optimizer,
+    require,
+    same_place,
+    sharded_scaler,
+    whole_state_dict,
+    without_sync,
+)
+
+require("zero_optim.integrations.lightning", "lightning")
+
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy, Strategy  # noqa: E402
+from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+
+
+class ShardedStrategy(DDPStrategy):
+    """Lightning's processes, samplers and barriers, without the DDP module: the optimizers reduce gradients themselves.
+
+    ``configure_optimizers`` returns a ``ShardedAdamW``, or several. Beside Lightning's ``NAME.ckpt``, which holds whole
+    weights, the folder ``NAME.ckpt.sharded`` has the optimizers' state, for any number of ranks and any stage.
+    ``gradient_clip_val`` clips by norm, an fp16 scaler is replaced by ``zero_optim.GradScaler``, and a second ``fit``
+    closes the optimizers of the first.
+
+    Args:
+        units: stage 3: the classes, or their names, of the modules to gather one at a time. The LightningModule is given
+            to ``zero_optim.shard_module`` once it is in its place, before ``configure_optimizers``.
+        sync_each_batch: reduce every micro-batch of ``accumulate_grad_batches``, instead of once a step: that
+            communicates more, and keeps no whole gradients meanwhile.
+        options: those of ``DDPStrategy``.
+
+    Raises TypeError, on several ranks, for an optimizer that is not a ``ShardedAdamW``.
+    """
+
+    def __init__(
+        self,
+        *,
+        units: Sequence[type[nn.Module] | str] | None = None,
+        sync_each_batch: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self._units, self._sync_each_batch = units, sync_each_batch
+        self._resumed_from = ""
+
+    # -- setting up ----------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        if trainer.state.fn != TrainerFn.FITTING and self._units is None and not is_sharded(self.lightning_module):
+            return super().setup(trainer)  # it wraps nothing there, and gives all ranks the weights of rank 0
+        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        Strategy.setup(self, trainer)  # not DDPStrategy's, which wraps the model
+
+    def model_to_device(self) -> None:
+        if not all(same_place(parameter.device, self.root_device) for parameter in self.model.parameters()):
+            super().model_to_device()
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        if self._units is not None and not sharded_model_of(model.parameters()):
+            shard_module(model, self._units)
+        return model
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        for optimizer in self._sharded():
+            optimizer.close()  # of a fit before
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            check_optimizer(plain_optimizer(optimizer), self.world_size, "ShardedStrategy")
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        plugin = self.precision_plugin
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+            plugin.scaler = sharded_scaler(plugin.scaler)
+        by_torch = type(plugin).clip_grad_by_norm
+
+        def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
+            plain = plain_optimizer(optimizer)
+            if isinstance(plain, ShardedAdamW):
+                plain.clip_grad_norm_(clip_val)
+            else:
+                by_torch(plugin, optimizer, clip_val)
+
+        plugin.clip_grad_by_norm = clip_grad_by_norm
+
+    def teardown(self) -> None:
+        module = self._lightning_module
+        if module is not None and is_sharded(module):
+            self._lightning_module = None  # Lightning would move it to the CPU, which shards cannot be
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module = module
+
+    def _sharded(self) -> list[ShardedAdamW]:
+        return [plain for plain in map(plain_optimizer, self.optimizers) if isinstance(plain, ShardedAdamW)]
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Nothing is reduced in it: the micro-batches of a step but the last."""
+        with without_sync([] if self._sync_each_batch else self._sharded()):
+            yield
+
+    def training_step(self, *args: Any, **options: Any) -> Any:
+        return self._through_forward("training_step", *args, **options)
+
+    def validation_step(self, *args: Any, **options: Any) -> Any:
+        return self._through_forward("validation_step", *args, **options)
+
+    def test_step(self, *args: Any, **options: Any) -> Any:
+        return self._through_forward("test_step", *args, **options)
+
+    def predict_step(self, *args: Any, **options: Any) -> Any:
+        return self._through_forward("predict_step", *args, **options)
+
+    def _through_forward(self, name: str, *args: Any, **options: Any) -> Any:
+        """Call the step as the forward of a sharded module: that gathers the parameters which no unit holds."""
+        module = self.lightning_module
+        if not is_sharded(module) or not module.automatic_optimization:  # a backward cannot be within a forward
+            return getattr(super(), name)(*args, **options)
+        with getattr(self.precision_plugin, _CONTEXTS[name])():
+            return self._forward_redirection(module, module, name, *args, **options)
+
+    # -- saving and loading --------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return whole_state_dict(self.lightning_module)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {} if isinstance(plain_optimizer(optimizer), ShardedAdamW) else super().optimizer_state(optimizer)
+
+    def save_checkpoint(self, content: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(content, filepath, storage_options)
+        if "optimizer_states" in content and self._sharded():  # else weights alone are wanted
+            step = content["global_step"]
+            checkpoint.save(f"{filepath}.sharded", self.lightning_module, self._sharded(), step=step, keep_last=1)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        self._resumed_from = f"{checkpoint_path}.sharded"
+        return super().load_checkpoint(checkpoint_path, *args, **options)
+
+    def load_optimizer_state_dict(self, content: Mapping[str, Any]) -> None:
+        if any(content["optimizer_states"]) and not os.path.isdir(self._resumed_from):
+            super().load_optimizer_state_dict(content)  # what AdamW left, in DDP or alone
+        else:
+            checkpoint.load(self._resumed_from, self.lightning_module, self._sharded())
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(f"{filepath}.sharded", ignore_errors=True)
+
+
+_CONTEXTS = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}

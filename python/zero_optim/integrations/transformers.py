@@ -1,0 +1,113 @@
+"""``transformers.Trainer`` with a sharded optimizer: ``ShardedTrainer``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import checkpoint
+from ..optimizer import ShardedAdamW
+from ..shard_module import shard_module
+from ..units.sharded_model import sharded_model_of
+from .clients import is_sharded, plain_optimizer, require, same_place, whole_state_dict
+
+require("zero_optim.integrations.transformers", "transformers", "accelerate")
+
+from transformers import Trainer  # noqa: E402
+
+from .accelerate import FOLDER, adopt  # noqa: E402
+
+
+class ShardedTrainer(Trainer):
+    """A ``Trainer`` that leaves reducing gradients to a ``ShardedAdamW``. Its other arguments are Trainer's.
+
+    Given no optimizer it makes one, from the learning rate, betas, epsilon and weight decay of the TrainingArguments.
+    Saving is a call of all ranks, ``save_model`` too: checkpoints hold whole weights, which ``from_pretrained`` reads,
+    and in the folder ``sharded`` the state of the optimizer, for any number of ranks and any stage.
+
+    Args:
+        stage: what the ranks share, as in ``ShardedAdamW``, for the optimizer that is made here. None: 2, or 3 with
+            ``units``.
+        units: stage 3: the classes, or their names, of the modules to gather one at a time, as ``("GPT2Block",)``.
+            The model is given to ``zero_optim.shard_module`` once it is in its place. To choose more than that, move
+            the model to ``arguments.device``, and shard it, before the Trainer is made.
+
+    Raises:
+        ParameterError: ``units`` beside an optimizer that is there already: shard the model before that.
+        TypeError: on several ranks, an optimizer that is not a ``ShardedAdamW``.
+        ValueError: an ``optim`` among the TrainingArguments that is not AdamW.
+    """
+
+    optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
+
+    def __init__(
+        self,
+        *args: Any,
+        stage: int | None = None,
+        units: Sequence[type[nn.Module] | str] | None = None,
+        **options: Any,
+    ) -> None:
+        self._stage, self._units = stage, units
+        super().__init__(*args, **options)
+        self._shard()
+
+    def _shard(self) -> None:
+        if self._units is not None and not sharded_model_of(self.model.parameters()):
+            shard_module(self.model, self._units)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        adopt(self.accelerator)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        self._shard()  # with model_init, each training has a model of its own
+        if self.optimizer is not None:
+            return self.optimizer
+        if self.optimizer_cls_and_kwargs is None:
+            self.optimizer_cls_and_kwargs = (ShardedAdamW, self._adamw_options())
+        optimizer = super().create_optimizer(model)
+        if isinstance(optimizer, ShardedAdamW):
+            optimizer.attach(self.model)  # Trainer's groups have no names
+        return optimizer
+
+    def _adamw_options(self) -> dict[str, Any]:
+        kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        if kind is not torch.optim.AdamW:
+            raise ValueError(
+                f"ShardedTrainer makes a ShardedAdamW, and TrainingArguments ask for optim={self.args.optim.value!r}: "
+                "leave optim out, or give optimizer_cls_and_kwargs"
+            )
+        options.pop("fused", None)
+        return {**options, "stage": self._stage}
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not all(same_place(parameter.device, device) for parameter in model.parameters()):
+            super()._move_model_to_device(model, device)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor | None:
+        return grad_norm  # None with max_grad_norm=0, where Trainer would ask for a norm to log
+
+    # -- saving and loading --------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None and is_sharded(self.model):
+            state_dict = whole_state_dict(self.model, on_all=self.args.save_on_each_node)
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Every rank writes its part. Trainer would write rank 0's shards."""
+        optimizer, step = plain_optimizer(self.optimizer), self.state.global_step
+        if not isinstance(optimizer, ShardedAdamW):
+            return super()._save_optimizer_and_scheduler(output_dir)
+        folder = os.path.join(output_dir, FOLDER)
+        checkpoint.save(folder, self.model, optimizer, scheduler=self.lr_scheduler, step=step, keep_last=1)
+
+    def _load_optimizer_and_scheduler(self, output_dir: str | None) -> None:
+        folder = None if output_dir is None else os.path.join(output_dir, FOLDER)
+        if folder is None or not os.path.isdir(folder):  # what AdamW wrote, for a plain Trainer
+            return super()._load_optimizer_and_scheduler(output_dir)
+        checkpoint.load(folder, self.model, plain_optimizer(self.optimizer), scheduler=self.lr_scheduler)

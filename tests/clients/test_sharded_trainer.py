@@ -1,0 +1,250 @@
+"""``ShardedTrainer``: stages 0 to 3 on one rank and on two, as Trainer with AdamW in DDP; what it saves and loads."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import zero_optim
+from client_cases import (
+    EPS,
+    as_torchrun,
+    assert_like_adamw,
+    assert_ranks_alike,
+    close,
+    load_example,
+    needs,
+    reductions_a_step,
+    weights,
+)
+from harness import run_ranks
+from torch import Tensor, nn
+from training_cases import assert_bitwise
+
+pytestmark = [
+    needs("transformers", "accelerate"),
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning"),  # has a new name in its version 5
+]
+
+LR, STEPS = 1e-3, 4
+
+
+def make_trainer(kind: Any, folder: str, model: nn.Module | None = None, *, how: Any = None, **options: Any) -> Any:
+    """A Trainer of class ``kind`` for GPT-2: two micro-batches a step, clipped, with gradient checkpointing.
+
+    The best of its checkpoints is the one with the highest loss, which is not the last.
+    """
+    from transformers import TrainingArguments
+
+    settings = {"max_steps": STEPS, "learning_rate": LR, "weight_decay": 0.1, "warmup_steps": 2, "adam_epsilon": EPS}
+    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    settings |= {"gradient_checkpointing": True, "eval_strategy": "steps", "save_strategy": "steps"}
+    settings |= {"eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 100, "ddp_backend": "gloo"}
+    arguments = TrainingArguments(folder, **{**settings, **quiet, **options})
+    model = model or load_example("transformers_loop").build_model("gpt2")
+    data = [{"input_ids": tokens, "labels": tokens} for tokens in (torch.arange(16) + start for start in range(64))]
+    return kind(model, arguments, train_dataset=data, eval_dataset=data[:4], **(how or {}))
+
+
+def recorder() -> Any:
+    """A callback that keeps the weights that the last step left: afterwards the best ones are loaded."""
+    from transformers import TrainerCallback
+
+    class Recorder(TrainerCallback):
+        last: list[Tensor]
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+            if state.global_step == STEPS:
+                self.last = weights(known["model"])
+
+    return Recorder()
+
+
+def train(kind: Any, folder: str, resume: str | None = None, **options: Any) -> dict[str, Any]:
+    """``last``: the weights after the last step. ``best``: those of the model in the end. ``trainer``."""
+    trainer, seen = make_trainer(kind, folder, **options), recorder()
+    trainer.add_callback(seen)
+    trainer.train(resume_from_checkpoint=resume)
+    return {"last": seen.last, "best": weights(trainer.model), "trainer": trainer}
+
+
+def from_pretrained(folder: str) -> list[Tensor]:
+    """As a process without sharding reads it."""
+    from transformers import GPT2LMHeadModel
+
+    return weights(GPT2LMHeadModel.from_pretrained(folder))
+
+
+def at_stage(stage: int) -> dict[str, Any]:
+    """What a ShardedTrainer is given for it."""
+    return {"stage": stage, "units": ("GPT2Block",) if stage == 3 else None}
+
+
+def _all_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with as_torchrun(rank, world_size):
+        from transformers import Trainer
+        from zero_optim.integrations.transformers import ShardedTrainer
+
+        expected = train(Trainer, f"{folder}/adamw")
+        found = {"expected last": expected["last"], "expected best": expected["best"]}
+        for stage in range(4):
+            place = f"{folder}/{stage}"
+            straight = train(ShardedTrainer, place, how=at_stage(stage))
+            optimizer = straight["trainer"].optimizer.optimizer
+            assert optimizer.stage == stage and optimizer.stats()["steps"] == STEPS
+            assert world_size == 1 or reductions_a_step(optimizer) == 1
+            optimizer.close()
+            resumed = train(ShardedTrainer, place, f"{place}/checkpoint-2", how=at_stage(stage))
+            close(resumed["trainer"].optimizer.optimizer)
+            assert_bitwise(resumed["last"], straight["last"], f"resumed at stage {stage}")
+            assert_bitwise(from_pretrained(f"{place}/checkpoint-4"), straight["last"], f"saved at stage {stage}")
+            assert_bitwise(from_pretrained(f"{place}/checkpoint-2"), straight["best"], f"the best at stage {stage}")
+            found |= {f"last {stage}": straight["last"], f"best {stage}": straight["best"]}
+        return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_stage_trains_saves_and_resumes(ranks: int, tmp_path: Any) -> None:
+    found = assert_ranks_alike(run_ranks(ranks, _all_stages, str(tmp_path)))
+    for stage in range(4):
+        assert_like_adamw(found[f"last {stage}"], found["expected last"], LR, STEPS)
+        assert_like_adamw(found[f"best {stage}"], found["expected best"], LR, 2)
+    assert not torch.equal(found["last 3"][0], found["best 3"][0])
+
+
+# -- precision ----------------------------------------------------------------------------------------------------
+
+
+def scaled(kind: Any, scaler: Any) -> Any:
+    """The Trainer with a scaler, which accelerate makes for fp16 on a GPU alone."""
+
+    class Scaled(kind):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.accelerator.scaler = scaler
+
+    return Scaled
+
+
+def masters(model: nn.Module, optimizer: zero_optim.ShardedAdamW) -> list[Tensor]:
+    whole = {name: tensor.clone() for name, tensor in zero_optim.iter_full_parameters(model, optimizer, torch.float32)}
+    return [whole[name] for name, _ in model.named_parameters()]
+
+
+def _precisions(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with as_torchrun(rank, world_size):
+        from transformers import Trainer
+        from zero_optim.integrations.transformers import ShardedTrainer
+
+        build = load_example("transformers_loop").build_model
+        run = partial(train, save_strategy="no", load_best_model_at_end=False)
+        found = {
+            "expected fp32": run(Trainer, folder)["last"],
+            "expected bf16": run(Trainer, folder, bf16=True)["last"],
+        }
+        for stage in (2, 3):
+            kind, how = ShardedTrainer, at_stage(stage)
+            with_scaler = scaled(kind, zero_optim.GradScaler(init_scale=2.0**10))
+            runs = {
+                "scaled": run(with_scaler, folder, how=how),
+                "bf16": run(kind, folder, bf16=True, how=how),
+                "plain bf16": run(kind, folder, model=build("gpt2").bfloat16(), how=how),
+                "plain fp16": run(with_scaler, folder, model=build("gpt2").half(), how=how),
+            }
+            for name, one in runs.items():
+                optimizer = one["trainer"].optimizer.optimizer
+                found[f"{name} {stage}"] = masters(one["trainer"].model, optimizer)
+                optimizer.close()
+        return found
+
+
+def test_every_precision(tmp_path: Any) -> None:
+    found = assert_ranks_alike(run_ranks(2, _precisions, str(tmp_path)))
+    for stage in (2, 3):
+        assert_like_adamw(found[f"scaled {stage}"], found["expected fp32"], LR, STEPS)
+        for name, expected in (("bf16", "bf16"), ("plain bf16", "fp32"), ("plain fp16", "fp32")):
+            for ours, torchs in zip(found[f"{name} {stage}"], found[f"expected {expected}"], strict=True):
+                assert (ours - torchs).abs().mean() < LR / 4  # they have moved by about STEPS * LR / 2
+
+
+# -- from and to other optimizers, and what raises -----------------------------------------------------------------
+
+
+def _continued(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with as_torchrun(rank, world_size):
+        from transformers import Trainer
+        from zero_optim.integrations.transformers import ShardedTrainer
+
+        straight = train(Trainer, folder)
+        found = {"straight": straight["last"]}
+        for stage in (2, 3):
+            here = train(ShardedTrainer, f"{folder}/{stage}", f"{folder}/checkpoint-2", how=at_stage(stage))
+            close(here["trainer"].optimizer.optimizer)
+            found[f"here {stage}"] = here["last"]
+        return found
+
+
+def test_a_run_of_adamw_in_ddp_goes_on(tmp_path: Any) -> None:
+    found = assert_ranks_alike(run_ranks(2, _continued, str(tmp_path)))
+    for stage in (2, 3):
+        assert_like_adamw(found[f"here {stage}"], found["straight"], LR, STEPS)
+
+
+def _misused(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    with as_torchrun(rank, world_size):
+        from zero_optim.integrations.transformers import ShardedTrainer
+
+        def message(**options: Any) -> str:
+            with pytest.raises((zero_optim.ZeroOptimError, TypeError, ValueError)) as raised:
+                make_trainer(ShardedTrainer, folder, **options).train()
+            return f"{type(raised.value).__name__}: {raised.value}"
+
+        model = load_example("transformers_loop").build_model("gpt2")
+        ready = zero_optim.ShardedAdamW(model.named_parameters())
+        found = {"late": message(model=model, how={"optimizers": (ready, None), "units": ("GPT2Block",)})}
+        ready.close()
+        adamw = {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {})}
+        return found | {
+            "torch's": message(how=adamw),
+            "optim": message(optim="adafactor"),
+            "unsharded": message(how={"stage": 3}),
+            "no such unit": message(how={"units": ("GPTBlock",)}),
+        }
+
+
+def test_misuse_says_what_to_do(tmp_path: Any) -> None:
+    for found in run_ranks(2, _misused, str(tmp_path)):
+        assert found["late"].startswith("ParameterError") and "before making the optimizer" in found["late"]
+        assert "make a zero_optim.ShardedAdamW" in found["torch's"]
+        assert "optim='adafactor'" in found["optim"]
+        assert found["unsharded"].startswith("ParameterError") and "shard_module" in found["unsharded"]
+        assert "no module of the model is a unit" in found["no such unit"]
+
+
+# -- the example ---------------------------------------------------------------------------------------------------
+
+
+def _example(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with as_torchrun(rank, world_size):
+        main = load_example("hf_trainer").main
+        found = {}
+        for stage in ("2", "3"):
+            place = os.path.join(folder, stage)
+            straight = main(["--steps", "12", "--output", f"{place}/straight", "--stage", stage])
+            close(straight.optimizer.optimizer)
+            close(main(["--steps", "10", "--output", f"{place}/halves", "--stage", stage]).optimizer.optimizer)
+            resumed = main(["--steps", "12", "--output", f"{place}/halves", "--stage", stage, "--resume"])
+            found |= {f"straight {stage}": weights(straight.model), f"resumed {stage}": weights(resumed.model)}
+            close(resumed.optimizer.optimizer)
+        return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_example(ranks: int, tmp_path: Any) -> None:
+    found = assert_ranks_alike(run_ranks(ranks, _example, str(tmp_path)))
+    for stage in (2, 3):
+        assert_bitwise(found[f"resumed {stage}"], found[f"straight {stage}"], f"resumed at stage {stage}")
