@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -67,6 +69,16 @@ def as_torchrun(rank: int, world_size: int) -> Iterator[None]:
             forget_accelerator()
 
 
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Without what Lightning says of itself."""
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logging.disable(logging.NOTSET)
+
+
 def forget_accelerator() -> None:
     """accelerate keeps for the whole process what it first found out about devices and ranks."""
     if "accelerate" in sys.modules:
@@ -84,11 +96,11 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [state[name] for name, _ in model.named_parameters()]
 
 
-def reductions_a_step(optimizer: zero_optim.ShardedAdamW) -> float:
-    """How often each bucket was reduced for a step, on several ranks."""
+def reductions_a_step(optimizer: zero_optim.ShardedAdamW) -> int:
+    """How often each bucket was reduced for a step, on several ranks. Before a step ranks may compare rounds, too."""
     stats = optimizer.stats()
     calls = stats["collectives"]["reduce_scatter" if optimizer.stage else "all_reduce"]["calls"]
-    return calls / stats["buckets"] / stats["steps"]
+    return calls // (stats["buckets"] * stats["steps"])
 
 
 def close(optimizer: Any) -> None:

@@ -42,8 +42,8 @@ class ShardedStrategy(DDPStrategy):
     closes the optimizers of the first.
 
     Args:
-        units: stage 3: the classes, or their names, of the modules to gather one at a time. The LightningModule is given
-            to ``zero_optim.shard_module`` once it is in its place, before ``configure_optimizers``.
+        units: stage 3: the classes, or their names, of the modules to gather one at a time. The LightningModule is
+            given to ``zero_optim.shard_module`` once it is in its place, before ``configure_optimizers``.
         sync_each_batch: reduce every micro-batch of ``accumulate_grad_batches``, instead of once a step: that
             communicates more, and keeps no whole gradients meanwhile.
         options: those of ``DDPStrategy``.

@@ -1,0 +1,224 @@
+"""``ShardedStrategy``: stages 0 to 3 on one rank and on two, as AdamW with Lightning's DDP; what it saves and loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import zero_optim
+from client_cases import (
+    EPS,
+    as_torchrun,
+    assert_like_adamw,
+    assert_ranks_alike,
+    close,
+    load_example,
+    needs,
+    reductions_a_step,
+    silent,
+    weights,
+)
+from harness import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from training_cases import assert_bitwise
+
+pytestmark = needs("lightning")
+
+LR, STEPS = 1e-2, 10
+
+
+def module_class(base: Any) -> type[Any]:
+    """A module whose step calls its own forward, and which has a parameter that no unit holds."""
+
+    class Module(base):
+        def __init__(self, make_optimizer: Any = None) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+            self.scale = nn.Parameter(torch.ones(4))
+            self.make_optimizer = make_optimizer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x) * self.scale
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            return F.cross_entropy(self(batch[0]), batch[1])
+
+        def validation_step(self, batch: list[Tensor], index: int) -> None:
+            self.log("validation", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = self.make_optimizer(self.parameters(), lr=LR, eps=EPS)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=100, div_factor=1)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    return Module
+
+
+def data() -> DataLoader:
+    x = torch.randn(80, 16, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=4)
+
+
+def fit(strategy: Any, make_optimizer: Any, folder: str, resume: str | None = None, **options: Any) -> Any:
+    """The Trainer after ``fit``: two micro-batches a step, clipped, a validation and a checkpoint after each epoch."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    lightning.seed_everything(0, verbose=False)
+    ranks = int(os.environ["WORLD_SIZE"])
+    settings = {"accelerator": "cpu", "devices": ranks, "max_epochs": ranks, "accumulate_grad_batches": 2}
+    settings |= {"gradient_clip_val": 0.1, "callbacks": [ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)]}
+    quiet = {"logger": False, "enable_model_summary": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(strategy=strategy, default_root_dir=folder, **{**settings, **quiet, **options})
+    trainer.fit(module_class(lightning.LightningModule)(make_optimizer), data(), data(), ckpt_path=resume)
+    return trainer
+
+
+def sharded(stage: int, **options: Any) -> dict[str, Any]:
+    from zero_optim.integrations.lightning import ShardedStrategy
+
+    units = (nn.Linear,) if stage == 3 else None
+    strategy = ShardedStrategy(units=units, process_group_backend="gloo", **options)
+    return {"strategy": strategy, "make_optimizer": partial(zero_optim.ShardedAdamW, stage=stage)}
+
+
+def closed(trainer: Any) -> list[Tensor]:
+    """The weights of a run that is over."""
+    for optimizer in trainer.optimizers:
+        close(optimizer)
+    return weights(trainer.lightning_module)
+
+
+def from_file(path: str) -> list[Tensor]:
+    """As a process without sharding reads it."""
+    import lightning
+
+    return weights(module_class(lightning.LightningModule).load_from_checkpoint(path))
+
+
+def _all_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with as_torchrun(rank, world_size), silent():
+        adamw = fit("ddp", torch.optim.AdamW, f"{folder}/adamw")
+        found, last = {"expected": weights(adamw.lightning_module)}, f"epoch={world_size - 1}.ckpt"
+        for stage in range(4):
+            place = f"{folder}/{stage}"
+            trainer = fit(**sharded(stage), folder=place)
+            optimizer = trainer.optimizers[0]
+            assert optimizer.stage == stage and optimizer.stats()["steps"] == STEPS
+            assert world_size == 1 or reductions_a_step(optimizer) == 1
+            there = trainer.callback_metrics["validation"]
+            again = trainer.validate(dataloaders=data(), ckpt_path=f"{place}/{last}", verbose=False)
+            assert again[0]["validation"] == there.item()
+            found[f"stage {stage}"] = closed(trainer)
+            assert_bitwise(from_file(f"{place}/{last}"), found[f"stage {stage}"], f"saved at stage {stage}")
+            if world_size > 1:
+                resumed = closed(fit(**sharded(stage), folder=place, resume=f"{place}/epoch=0.ckpt"))
+                assert_bitwise(resumed, found[f"stage {stage}"], f"resumed at stage {stage}")
+        return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_stage_trains_saves_and_resumes(ranks: int, tmp_path: Any) -> None:
+    found = assert_ranks_alike(run_ranks(ranks, _all_stages, str(tmp_path)))
+    for stage in range(4):
+        assert_like_adamw(found[f"stage {stage}"], found["expected"], LR, STEPS)
+
+
+# -- precision, accumulation, and what else a strategy is asked for ------------------------------------------------
+
+
+def _precisions(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    with as_torchrun(rank, world_size), silent():
+        found = {}
+        for name, options in (("", {}), ("bf16-mixed ", {"precision": "bf16-mixed"})):
+            found[f"{name}expected"] = weights(fit("ddp", torch.optim.AdamW, folder, **options).lightning_module)
+        scaled = [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))]
+        found["16-mixed expected"] = weights(fit("ddp", torch.optim.AdamW, folder, plugins=scaled).lightning_module)
+        for stage in (2, 3):
+            scaled = [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**12))]
+            trainer = fit(**sharded(stage), folder=folder, plugins=scaled)
+            assert isinstance(trainer.precision_plugin.scaler, zero_optim.GradScaler)
+            found[f"16-mixed {stage}"] = closed(trainer)
+            found[f"bf16-mixed {stage}"] = closed(fit(**sharded(stage), folder=folder, precision="bf16-mixed"))
+            trainer = fit(**sharded(stage), folder=folder, precision="bf16-true")
+            whole = zero_optim.iter_full_parameters(trainer.lightning_module, trainer.optimizers[0], torch.float32)
+            masters = {name: tensor.clone() for name, tensor in whole}
+            found[f"bf16-true {stage}"] = [masters[name] for name, _ in trainer.lightning_module.named_parameters()]
+            closed(trainer)
+        return found
+
+
+def test_every_precision(tmp_path: Any) -> None:
+    found = assert_ranks_alike(run_ranks(2, _precisions, str(tmp_path)))
+    for stage in (2, 3):
+        for name, expected in (("16-mixed", "16-mixed "), ("bf16-mixed", "bf16-mixed "), ("bf16-true", "")):
+            for ours, torchs in zip(found[f"{name} {stage}"], found[f"{expected}expected"], strict=True):
+                assert (ours - torchs).abs().mean() < LR / 4  # they have moved by about STEPS * LR / 2
+
+
+def _further(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with as_torchrun(rank, world_size), silent():
+        straight = fit("ddp", torch.optim.AdamW, f"{folder}/adamw")
+        found = {"straight": weights(straight.lightning_module)}
+        for stage in (2, 3):
+            resume = f"{folder}/adamw/epoch=0.ckpt"
+            found[f"from ddp {stage}"] = closed(fit(**sharded(stage), folder=f"{folder}/{stage}", resume=resume))
+        each = fit(**sharded(2, sync_each_batch=True), folder=folder)
+        assert reductions_a_step(each.optimizers[0]) == 2
+        first = each.optimizers[0]
+        each.fit_loop.max_epochs += 1
+        each.fit(each.lightning_module, data())  # closes the first optimizer
+        with pytest.raises(zero_optim.ClosedError):
+            first.step()
+        closed(each)
+        with pytest.raises(TypeError, match=r"make a zero_optim\.ShardedAdamW"):
+            fit(sharded(2)["strategy"], torch.optim.AdamW, folder)
+        with pytest.raises(zero_optim.ShardAccessError, match="clip_grad_norm_"):
+            fit(**sharded(2), folder=folder, gradient_clip_algorithm="value")
+        return found
+
+
+def test_runs_of_ddp_go_on_and_misuse_says_what_to_do(tmp_path: Any) -> None:
+    found = assert_ranks_alike(run_ranks(2, _further, str(tmp_path)))
+    for stage in (2, 3):
+        assert_like_adamw(found[f"from ddp {stage}"], found["straight"], LR, STEPS)
+
+
+# -- the example ---------------------------------------------------------------------------------------------------
+
+
+def _example(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with as_torchrun(rank, world_size), silent():
+        main, found = load_example("lightning_module").main, {}
+        for stage in ("2", "3"):
+            place, options = os.path.join(folder, stage), ["--stage", stage, "--output"]
+            found[f"straight {stage}"] = closed(main(["--epochs", "2", *options, f"{place}/straight"]))
+            closed(main(["--epochs", "1", *options, f"{place}/halves"]))
+            shutil.copytree(f"{place}/halves", f"{place}/{rank} of {world_size}")  # for other numbers of ranks
+            found[f"resumed {stage}"] = closed(main(["--epochs", "2", *options, f"{place}/halves", "--resume"]))
+        return found
+
+
+def _example_goes_on(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with as_torchrun(rank, world_size), silent():
+        trainer = load_example("lightning_module").main(["--epochs", "2", "--output", folder, "--resume"])
+        return {"weights": closed(trainer)}
+
+
+def test_the_example(tmp_path: Any) -> None:
+    found = assert_ranks_alike(run_ranks(2, _example, str(tmp_path)))
+    for stage in (2, 3):
+        assert_bitwise(found[f"resumed {stage}"], found[f"straight {stage}"], f"resumed at stage {stage}")
+    for ranks in (1, 3):  # at stage 2, from what stage 3 saved
+        folder = shutil.copytree(tmp_path / "3" / "0 of 2", tmp_path / f"on {ranks}")
+        elsewhere = assert_ranks_alike(run_ranks(ranks, _example_goes_on, str(folder)))["weights"]
+        for after, before in zip(elsewhere, found["straight 3"], strict=True):  # other batches, by Adam's steps
+            assert 0 < (after - before).abs().max() < 40 * LR
