@@ -1,7 +1,8 @@
 """Hugging Face ``accelerate`` with a sharded optimizer: schedule, accumulation, clipping, save and resume.
 
-python examples/accelerate_loop.py [--checkpoint DIR]
+python examples/accelerate_loop.py [--stage 3] [--checkpoint DIR]
 torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py
+accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py  # on CPUs too
 
 Called again with the same --checkpoint and more --steps, it goes on where it stopped, on as many ranks as you like.
 """
@@ -14,7 +15,7 @@ import zero_optim
 from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
-from zero_optim import checkpoint
+from zero_optim.integrations.accelerate import prepare
 
 MICRO_BATCHES = 2
 
@@ -33,30 +34,29 @@ def draw(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 def main(argv: list[str] | None = None) -> nn.Module:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--stage", type=int, default=2, choices=range(4))
     parser.add_argument("--checkpoint", type=Path, help="a folder: resumed from if there is one, written at the end")
     arguments = parser.parse_args(argv)
 
     accelerator = Accelerator(gradient_accumulation_steps=MICRO_BATCHES, cpu=not torch.cuda.is_available())
-    # Evaluation mode: placed, with mixed precision, but not wrapped in DDP, which would reduce a second time.
-    model = accelerator.prepare_model(build_model(), evaluation_mode=True).train()
+    model = build_model().to(accelerator.device)  # in its place before the optimizer is made
+    if arguments.stage == 3:
+        zero_optim.shard_module(model, units=(nn.Linear,))  # what is gathered at a time
     plain = zero_optim.ShardedAdamW(model.named_parameters(), lr=1e-2, stage=arguments.stage)
-    model.no_sync = plain.no_sync  # what accumulate() enters between two steps
-    # Its state lies where the parameters lie; accelerate would move it.
-    optimizer = accelerator.prepare_optimizer(plain, device_placement=False)
+    model, optimizer = prepare(accelerator, model, plain)
     schedule = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: min(1.0, (step + 1) / 10))
+    accelerator.register_for_checkpointing(schedule)  # prepared, it would step once a rank
 
-    first = 0  # micro-batches done
-    if arguments.checkpoint and checkpoint.latest(arguments.checkpoint):  # not load_state, which has one file a rank
-        first = checkpoint.load(arguments.checkpoint, model, plain, scheduler=schedule).step
+    if arguments.checkpoint and arguments.checkpoint.exists():  # random states, too, and accelerator.step
+        accelerator.load_state(arguments.checkpoint)
 
-    for step in range(first, arguments.steps * MICRO_BATCHES):
+    for step in range(accelerator.step, arguments.steps * MICRO_BATCHES):
         x, y = (tensor.to(accelerator.device) for tensor in draw(step, accelerator.process_index))
         with accelerator.accumulate(model):
             loss = F.cross_entropy(model(x), y)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                plain.clip_grad_norm_(0.1)  # not accelerator.clip_grad_norm_: gradients are sharded
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
@@ -65,9 +65,7 @@ def main(argv: list[str] | None = None) -> nn.Module:
             accelerator.print(f"micro-batch {step + 1}  loss {loss.item():.4f}  lr {schedule.get_last_lr()[0]:.4f}")
 
     if arguments.checkpoint:
-        step = arguments.steps * MICRO_BATCHES
-        checkpoint.save(arguments.checkpoint, model, plain, scheduler=schedule, step=step, keep_last=1)
-    plain.close()
+        accelerator.save_state(arguments.checkpoint)  # on every rank
     accelerator.end_training()
     return model
 

@@ -34,7 +34,7 @@ LR, STEPS = 1e-2, 10
 
 
 def module_class(base: Any) -> type[Any]:
-    """A module whose step calls its own forward, and which has a parameter that no unit holds."""
+    """A module whose steps read a parameter that no unit holds, and call its own forward."""
 
     class Module(base):
         def __init__(self, make_optimizer: Any = None) -> None:
@@ -44,13 +44,13 @@ def module_class(base: Any) -> type[Any]:
             self.make_optimizer = make_optimizer
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layers(x) * self.scale
+            return self.layers(x)
 
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-            return F.cross_entropy(self(batch[0]), batch[1])
+            return F.cross_entropy(self(batch[0]) * self.scale, batch[1])
 
         def validation_step(self, batch: list[Tensor], index: int) -> None:
-            self.log("validation", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+            self.log("validation", F.cross_entropy(self(batch[0]) * self.scale, batch[1]), sync_dist=True)
 
         def configure_optimizers(self) -> Any:
             optimizer = self.make_optimizer(self.parameters(), lr=LR, eps=EPS)
@@ -125,7 +125,7 @@ def _all_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_stage_trains_saves_and_resumes(ranks: int, tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(ranks, _all_stages, str(tmp_path)))
+    found = assert_ranks_alike(run_ranks(ranks, _all_stages, str(tmp_path), timeout=180))
     for stage in range(4):
         assert_like_adamw(found[f"stage {stage}"], found["expected"], LR, STEPS)
 
@@ -157,11 +157,35 @@ def _precisions(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_every_precision(tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(2, _precisions, str(tmp_path)))
+    found = assert_ranks_alike(run_ranks(2, _precisions, str(tmp_path), timeout=180))
     for stage in (2, 3):
         for name, expected in (("16-mixed", "16-mixed "), ("bf16-mixed", "bf16-mixed "), ("bf16-true", "")):
             for ours, torchs in zip(found[f"{name} {stage}"], found[f"{expected}expected"], strict=True):
                 assert (ours - torchs).abs().mean() < LR / 4  # they have moved by about STEPS * LR / 2
+
+
+def by_hand(strategy: Any, make_optimizer: Any) -> list[Tensor]:
+    """Weights after manual optimisation: a step whose backward is in ``training_step``."""
+    import lightning
+
+    class ByHand(module_class(lightning.LightningModule)):
+        automatic_optimization = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x) * self.scale
+
+        def training_step(self, batch: list[Tensor], index: int) -> None:
+            self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    quiet = {"logger": False, "enable_model_summary": False, "enable_progress_bar": False}
+    lightning.seed_everything(0, verbose=False)
+    trainer = lightning.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, enable_checkpointing=False, **quiet
+    )
+    trainer.fit(ByHand(make_optimizer), data())
+    return closed(trainer)
 
 
 def _further(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -179,6 +203,9 @@ def _further(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         with pytest.raises(zero_optim.ClosedError):
             first.step()
         closed(each)
+        found["by hand 0"] = by_hand("ddp", torch.optim.AdamW)
+        for stage in (2, 3):
+            found[f"by hand {stage}"] = by_hand(**sharded(stage))
         with pytest.raises(TypeError, match=r"make a zero_optim\.ShardedAdamW"):
             fit(sharded(2)["strategy"], torch.optim.AdamW, folder)
         with pytest.raises(zero_optim.ShardAccessError, match="clip_grad_norm_"):
@@ -187,9 +214,10 @@ def _further(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_runs_of_ddp_go_on_and_misuse_says_what_to_do(tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(2, _further, str(tmp_path)))
+    found = assert_ranks_alike(run_ranks(2, _further, str(tmp_path), timeout=180))
     for stage in (2, 3):
         assert_like_adamw(found[f"from ddp {stage}"], found["straight"], LR, STEPS)
+        assert_like_adamw(found[f"by hand {stage}"], found["by hand 0"], LR, STEPS)
 
 
 # -- the example ---------------------------------------------------------------------------------------------------
@@ -214,7 +242,7 @@ def _example_goes_on(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_the_example(tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(2, _example, str(tmp_path)))
+    found = assert_ranks_alike(run_ranks(2, _example, str(tmp_path), timeout=180))
     for stage in (2, 3):
         assert_bitwise(found[f"resumed {stage}"], found[f"straight {stage}"], f"resumed at stage {stage}")
     for ranks in (1, 3):  # at stage 2, from what stage 3 saved

@@ -109,7 +109,7 @@ def _all_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_stage_trains_saves_and_resumes(ranks: int, tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(ranks, _all_stages, str(tmp_path)))
+    found = assert_ranks_alike(run_ranks(ranks, _all_stages, str(tmp_path), timeout=180))
     for stage in range(4):
         assert_like_adamw(found[f"last {stage}"], found["expected last"], LR, STEPS)
         assert_like_adamw(found[f"best {stage}"], found["expected best"], LR, 2)
@@ -163,7 +163,7 @@ def _precisions(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_every_precision(tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(2, _precisions, str(tmp_path)))
+    found = assert_ranks_alike(run_ranks(2, _precisions, str(tmp_path), timeout=180))
     for stage in (2, 3):
         assert_like_adamw(found[f"scaled {stage}"], found["expected fp32"], LR, STEPS)
         for name, expected in (("bf16", "bf16"), ("plain bf16", "fp32"), ("plain fp16", "fp32")):
@@ -245,6 +245,6 @@ def _example(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_example(ranks: int, tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(ranks, _example, str(tmp_path)))
+    found = assert_ranks_alike(run_ranks(ranks, _example, str(tmp_path), timeout=180))
     for stage in (2, 3):
         assert_bitwise(found[f"resumed {stage}"], found[f"straight {stage}"], f"resumed at stage {stage}")

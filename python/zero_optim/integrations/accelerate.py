@@ -159,7 +159,8 @@ class ShardedAccelerator(Accelerator):
         with self._apart() as sharded:
             folder = super().save_state(output_dir, safe_serialization, **options)
         if sharded:
-            checkpoint.save(Path(folder) / FOLDER, _together(self._models), sharded, keep_last=1)
+            done = {"micro_batches": self.step}  # accelerate writes it beside the random states of each rank it has
+            checkpoint.save(Path(folder) / FOLDER, _together(self._models), sharded, extra=done, keep_last=1)
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
@@ -181,7 +182,7 @@ class ShardedAccelerator(Accelerator):
         with self._apart() as sharded, self._before_loading(leave_models if sharded else None):
             super().load_state(input_dir, load_kwargs, **options)
         for folder in folders:
-            checkpoint.load(folder, _together(self._models), sharded)
+            self.step = checkpoint.load(folder, _together(self._models), sharded).extra["micro_batches"]
 
     # -- the optimizers ------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .. import checkpoint
+from ..forward_method import register_forward_method
 from ..optimizer import ShardedAdamW
 from ..shard_module import shard_module
 from ..units.sharded_model import sharded_model_of
@@ -31,6 +32,8 @@ require("zero_optim.integrations.lightning", "lightning")
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, Strategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+
+_EVALUATION = ("validation_step", "test_step", "predict_step")
 
 
 class ShardedStrategy(DDPStrategy):
@@ -78,6 +81,10 @@ class ShardedStrategy(DDPStrategy):
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if self._units is not None and not sharded_model_of(model.parameters()):
             shard_module(model, self._units)
+        # Lightning calls these instead of the module. Where training_step has the backward in it, it is no forward.
+        for name in (*_EVALUATION, "training_step") if model.automatic_optimization else _EVALUATION:
+            if name not in vars(model):  # of a fit before
+                register_forward_method(model, name)
         return model
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -123,26 +130,6 @@ class ShardedStrategy(DDPStrategy):
         with without_sync([] if self._sync_each_batch else self._sharded()):
             yield
 
-    def training_step(self, *args: Any, **options: Any) -> Any:
-        return self._through_forward("training_step", *args, **options)
-
-    def validation_step(self, *args: Any, **options: Any) -> Any:
-        return self._through_forward("validation_step", *args, **options)
-
-    def test_step(self, *args: Any, **options: Any) -> Any:
-        return self._through_forward("test_step", *args, **options)
-
-    def predict_step(self, *args: Any, **options: Any) -> Any:
-        return self._through_forward("predict_step", *args, **options)
-
-    def _through_forward(self, name: str, *args: Any, **options: Any) -> Any:
-        """Call the step as the forward of a sharded module: that gathers the parameters which no unit holds."""
-        module = self.lightning_module
-        if not is_sharded(module) or not module.automatic_optimization:  # a backward cannot be within a forward
-            return getattr(super(), name)(*args, **options)
-        with getattr(self.precision_plugin, _CONTEXTS[name])():
-            return self._forward_redirection(module, module, name, *args, **options)
-
     # -- saving and loading --------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -171,11 +158,3 @@ class ShardedStrategy(DDPStrategy):
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             shutil.rmtree(f"{filepath}.sharded", ignore_errors=True)
-
-
-_CONTEXTS = {
-    "training_step": "train_step_context",
-    "validation_step": "val_step_context",
-    "test_step": "test_step_context",
-    "predict_step": "predict_step_context",
-}
