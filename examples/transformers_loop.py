@@ -1,6 +1,6 @@
 """A Hugging Face model in a loop of one's own: schedule, accumulation, clipping, save and resume.
 
-python examples/transformers_loop.py [--model llama] [--checkpoint DIR]
+python examples/transformers_loop.py [--model llama] [--stage 3] [--checkpoint DIR]
 torchrun --standalone --nproc-per-node 2 examples/transformers_loop.py
 
 Called again with the same --checkpoint and more --steps, it goes on where it stopped, on as many ranks as you like; on
@@ -20,6 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from zero_optim import checkpoint
 
 MICRO_BATCHES = 2
+BLOCKS = ("GPT2Block", "LlamaDecoderLayer")  # at stage 3 these are gathered one at a time
 PLACE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # what torchrun says, and what it is without
 
 
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> PreTrainedModel:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("gpt2", "llama"), default="gpt2")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--stage", type=int, default=2, choices=range(4))
     parser.add_argument("--checkpoint", type=Path, help="a folder: resumed from if there is one, written at the end")
     arguments = parser.parse_args(argv)
 
@@ -54,6 +55,8 @@ def main(argv: list[str] | None = None) -> PreTrainedModel:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
     model = build_model(arguments.model).to(device).train()
+    if arguments.stage == 3:
+        zero_optim.shard_module(model, units=BLOCKS)
     optimizer = zero_optim.ShardedAdamW(model.named_parameters(), lr=1e-3, weight_decay=0.1, stage=arguments.stage)
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=5, num_training_steps=1000)
 

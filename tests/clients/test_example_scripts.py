@@ -13,22 +13,39 @@ from client_cases import EXAMPLES, needs
 SCRIPTS = ("accelerate_loop", "compile_model", "hf_trainer", "lightning_module", "transformers_loop")
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# With --cpu it starts one process. --multi_gpu starts two, on CPUs too, where there is no GPU or the script says so.
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+ACCELERATE += ["--main_process_port", "0"]  # any that is free
+ACCELERATE_LOOP = ("accelerate_loop", ["--steps", "10", "--checkpoint"], "micro-batch 20")
+
+
 @pytest.mark.parametrize(
-    ("name", "options", "sign"),
+    ("launcher", "name", "options", "sign"),
     [
-        pytest.param("accelerate_loop", ["--steps", "10"], "micro-batch 20", marks=needs("accelerate")),
-        pytest.param("lightning_module", ["--epochs", "1", "--output"], "world_size=2", marks=needs("lightning")),
+        pytest.param(TORCHRUN, *ACCELERATE_LOOP, marks=needs("accelerate"), id="torchrun-accelerate"),
+        pytest.param(ACCELERATE, *ACCELERATE_LOOP, marks=needs("accelerate"), id="accelerate-launch"),
+        pytest.param(
+            TORCHRUN,
+            *("lightning_module", ["--epochs", "1", "--output"], "world_size=2"),
+            marks=needs("lightning"),
+            id="torchrun-lightning",
+        ),
+        pytest.param(
+            TORCHRUN,
+            *("hf_trainer", ["--steps", "10", "--output"], "'train_loss'"),
+            marks=needs("transformers", "accelerate"),
+            id="torchrun-trainer",
+        ),
     ],
 )
-def test_torchrun(name: str, options: list[str], sign: str, tmp_path: Any) -> None:
-    """The launchers are as they are, not as the other tests imitate them."""
-    options = [*options, str(tmp_path)] if options[-1] == "--output" else options
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, str(EXAMPLES / f"{name}.py"), *options], capture_output=True, text=True, timeout=120, cwd=tmp_path
-    )
+def test_two_processes(launcher: list[str], name: str, options: list[str], sign: str, tmp_path: Any) -> None:
+    """At stage 3. The launchers are as they are, not as the other tests imitate them."""
+    command = [*launcher, str(EXAMPLES / f"{name}.py"), "--stage", "3", *options, str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(sign) == 1, done.stdout  # rank 0 alone speaks
+    assert list(tmp_path.glob("out/**/rank-1.safetensors"))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

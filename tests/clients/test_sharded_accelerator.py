@@ -128,6 +128,7 @@ def test_every_stage_trains_saves_and_resumes(ranks: int, tmp_path: Any) -> None
 
 
 def _further(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    from accelerate import Accelerator, DistributedType
     from zero_optim.integrations.accelerate import prepare
 
     with as_torchrun(rank, world_size):
@@ -153,6 +154,9 @@ def _further(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         everything = [*each.model.parameters(), *other.param_groups[0]["params"]]
         with pytest.raises(zero_optim.ParameterError, match="parameters of 2 optimizers"):
             each.accelerator.clip_grad_norm_(everything, 0.1)
+        each.accelerator.state.distributed_type = DistributedType.FSDP
+        with pytest.raises(zero_optim.ZeroOptimError, match="FSDP, which shards by itself"):
+            prepare(Accelerator(cpu=True), nn.Linear(1, 1))
         return found
 
 

@@ -39,7 +39,7 @@ def module_class(base: Any) -> type[Any]:
     class Module(base):
         def __init__(self, make_optimizer: Any = None) -> None:
             super().__init__()
-            self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+            self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 4))
             self.scale = nn.Parameter(torch.ones(4))
             self.make_optimizer = make_optimizer
 

@@ -243,8 +243,22 @@ def _example(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         return found
 
 
+def _example_goes_on(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with as_torchrun(rank, world_size):
+        saved = from_pretrained(f"{folder}/checkpoint-12")
+        trainer = load_example("hf_trainer").main(["--steps", "14", "--output", folder, "--resume"])
+        optimizer = trainer.optimizer.optimizer
+        assert optimizer.state_dict()["state"]["transformer.wte.weight"]["step"] == 14
+        optimizer.close()
+        return {"saved": saved, "weights": weights(trainer.model)}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_example(ranks: int, tmp_path: Any) -> None:
     found = assert_ranks_alike(run_ranks(ranks, _example, str(tmp_path), timeout=180))
     for stage in (2, 3):
         assert_bitwise(found[f"resumed {stage}"], found[f"straight {stage}"], f"resumed at stage {stage}")
+    folder = str(tmp_path / "3" / "straight")  # on another number of ranks, at stage 2
+    elsewhere = assert_ranks_alike(run_ranks(3 - ranks, _example_goes_on, folder, timeout=180))
+    for after, before in zip(elsewhere["weights"], elsewhere["saved"], strict=True):
+        assert 0 < (after - before).abs().max() < 4 * LR

@@ -89,6 +89,7 @@ def _loop(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             "ours": weights(train_in_loop(example, "gpt2", zero_optim.ShardedAdamW, 4, rank)),
             "expected": weights(train_in_loop(example, "gpt2", torch.optim.AdamW, 4, rank)),
             "straight": weights(example.main(["--model", "llama", "--steps", "4"])),
+            "stage 3": weights(example.main(["--model", "llama", "--steps", "4", "--stage", "3"])),
         }
         example.main(["--model", "llama", "--steps", "2", "--checkpoint", folder])
         resumed = example.main(["--model", "llama", "--steps", "4", "--checkpoint", folder])
@@ -100,6 +101,7 @@ def test_the_loop_on_two_ranks(tmp_path: Any) -> None:
     assert_like_adamw(found["ours"], found["expected"], LR, 4)
     assert_bitwise(found["overlapped"], found["ours"], "gathered during the forward")
     assert_bitwise(found["resumed"], found["straight"], "resumed")
+    assert_like_adamw(found["stage 3"], found["straight"], LR, 4)  # it adds up clipping norms in another order
     alone = load_example("transformers_loop").main(["--model", "llama", "--steps", "4", "--checkpoint", str(tmp_path)])
     assert_bitwise(weights(alone), found["straight"], "two ranks' checkpoint on one")
 
