@@ -154,9 +154,10 @@ def _further(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         everything = [*each.model.parameters(), *other.param_groups[0]["params"]]
         with pytest.raises(zero_optim.ParameterError, match="parameters of 2 optimizers"):
             each.accelerator.clip_grad_norm_(everything, 0.1)
-        each.accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator = Accelerator(cpu=True)
+        accelerator.state.distributed_type = DistributedType.FSDP
         with pytest.raises(zero_optim.ZeroOptimError, match="FSDP, which shards by itself"):
-            prepare(Accelerator(cpu=True), nn.Linear(1, 1))
+            prepare(accelerator, nn.Linear(1, 1))
         return found
 
 

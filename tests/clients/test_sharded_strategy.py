@@ -37,9 +37,9 @@ def module_class(base: Any) -> type[Any]:
     """A module whose steps read a parameter that no unit holds, and call its own forward."""
 
     class Module(base):
-        def __init__(self, make_optimizer: Any = None) -> None:
+        def __init__(self, make_optimizer: Any = None, dropout: float = 0.1) -> None:
             super().__init__()
-            self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 4))
+            self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, 4))
             self.scale = nn.Parameter(torch.ones(4))
             self.make_optimizer = make_optimizer
 
@@ -65,7 +65,9 @@ def data() -> DataLoader:
     return DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=4)
 
 
-def fit(strategy: Any, make_optimizer: Any, folder: str, resume: str | None = None, **options: Any) -> Any:
+def fit(
+    strategy: Any, make_optimizer: Any, folder: str, resume: str | None = None, dropout: float = 0.1, **options: Any
+) -> Any:
     """The Trainer after ``fit``: two micro-batches a step, clipped, a validation and a checkpoint after each epoch."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -76,7 +78,8 @@ def fit(strategy: Any, make_optimizer: Any, folder: str, resume: str | None = No
     settings |= {"gradient_clip_val": 0.1, "callbacks": [ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)]}
     quiet = {"logger": False, "enable_model_summary": False, "enable_progress_bar": False}
     trainer = lightning.Trainer(strategy=strategy, default_root_dir=folder, **{**settings, **quiet, **options})
-    trainer.fit(module_class(lightning.LightningModule)(make_optimizer), data(), data(), ckpt_path=resume)
+    module = module_class(lightning.LightningModule)(make_optimizer, dropout)
+    trainer.fit(module, data(), data(), ckpt_path=resume)
     return trainer
 
 
@@ -190,11 +193,14 @@ def by_hand(strategy: Any, make_optimizer: Any) -> list[Tensor]:
 
 def _further(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     with as_torchrun(rank, world_size), silent():
-        straight = fit("ddp", torch.optim.AdamW, f"{folder}/adamw")
+        plain: dict[str, Any] = {"dropout": 0.0}  # Lightning's own checkpoint has no random states
+        straight = fit("ddp", torch.optim.AdamW, f"{folder}/adamw", **plain)
         found = {"straight": weights(straight.lightning_module)}
         for stage in (2, 3):
             resume = f"{folder}/adamw/epoch=0.ckpt"
-            found[f"from ddp {stage}"] = closed(fit(**sharded(stage), folder=f"{folder}/{stage}", resume=resume))
+            found[f"from ddp {stage}"] = closed(
+                fit(**sharded(stage), folder=f"{folder}/{stage}", resume=resume, **plain)
+            )
         each = fit(**sharded(2, sync_each_batch=True), folder=folder)
         assert reductions_a_step(each.optimizers[0]) == 2
         first = each.optimizers[0]
