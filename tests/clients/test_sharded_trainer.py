@@ -171,6 +171,42 @@ def test_every_precision(tmp_path: Any) -> None:
                 assert (ours - torchs).abs().mean() < LR / 4  # they have moved by about STEPS * LR / 2
 
 
+# -- adapters ------------------------------------------------------------------------------------------------------
+
+
+def lora() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    model = load_example("transformers_loop").build_model("gpt2")
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False))
+
+
+def _adapters(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    with as_torchrun(rank, world_size):
+        from zero_optim.integrations.transformers import ShardedTrainer
+
+        options = {"how": at_stage(3), "gradient_checkpointing": False}
+        straight = train(ShardedTrainer, folder, model=lora(), **options)
+        close(straight["trainer"].optimizer.optimizer)
+        resumed = train(ShardedTrainer, folder, f"{folder}/checkpoint-2", model=lora(), **options)
+        close(resumed["trainer"].optimizer.optimizer)
+        assert_bitwise(resumed["last"], straight["last"], "resumed")
+        names = [name.replace(".default", "") for name, _ in straight["trainer"].model.named_parameters()]
+        for number, when in ((2, "best"), (4, "last")):
+            trained = dict(zip(names, straight[when], strict=True))
+            saved = load_file(f"{folder}/checkpoint-{number}/adapter_model.safetensors")
+            assert_bitwise(list(saved.values()), [trained[name] for name in saved], f"{when} adapters in the file")
+            assert len(saved) == 4  # and nothing of the base
+        return {"last": straight["last"]}
+
+
+@needs("peft")
+def test_adapters_on_a_sharded_base(tmp_path: Any) -> None:
+    assert_ranks_alike(run_ranks(2, _adapters, str(tmp_path), timeout=180))
+
+
 # -- from and to other optimizers, and what raises -----------------------------------------------------------------
 
 

@@ -54,6 +54,9 @@ class ShardedStrategy(DDPStrategy):
     Raises TypeError, on several ranks, for an optimizer that is not a ``ShardedAdamW``.
     """
 
+    model: Any
+    _lightning_module: Any
+
     def __init__(
         self,
         *,
