@@ -42,14 +42,18 @@ def module_class(base: Any) -> type[Any]:
             self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, 4))
             self.scale = nn.Parameter(torch.ones(4))
             self.make_optimizer = make_optimizer
+            self.register_buffer("seen", torch.zeros(()))  # the sum of this rank's inputs
+            self.validated: list[float] = []
 
         def forward(self, x: Tensor) -> Tensor:
             return self.layers(x)
 
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            self.seen += batch[0].sum()
             return F.cross_entropy(self(batch[0]) * self.scale, batch[1])
 
         def validation_step(self, batch: list[Tensor], index: int) -> None:
+            self.validated.append(self.seen.item())
             self.log("validation", F.cross_entropy(self(batch[0]) * self.scale, batch[1]), sync_dist=True)
 
         def configure_optimizers(self) -> Any:
@@ -201,7 +205,9 @@ def _further(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             found[f"from ddp {stage}"] = closed(
                 fit(**sharded(stage), folder=f"{folder}/{stage}", resume=resume, **plain)
             )
-        each = fit(**sharded(2, sync_each_batch=True), folder=folder)
+        each = fit(**sharded(2, sync_each_batch=True, sync_buffers="mean"), folder=folder)
+        found["validated with"] = [torch.tensor(each.lightning_module.validated)]
+        found["buffer"] = [each.lightning_module.seen]
         assert reductions_a_step(each.optimizers[0]) == 2
         first = each.optimizers[0]
         each.fit_loop.max_epochs += 1

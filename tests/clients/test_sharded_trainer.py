@@ -230,6 +230,42 @@ def test_a_run_of_adamw_in_ddp_goes_on(tmp_path: Any) -> None:
         assert_like_adamw(found[f"here {stage}"], found["straight"], LR, STEPS)
 
 
+class Counting(nn.Module):
+    """A model with a buffer that each rank makes what it likes of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = load_example("transformers_loop").build_model("gpt2")
+        self.register_buffer("seen", torch.zeros(()))
+        self.evaluated: list[float] = []
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        if self.training:
+            self.seen += input_ids.sum()
+        else:
+            self.evaluated.append(self.seen.item())
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
+def _buffers(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with as_torchrun(rank, world_size):
+        from zero_optim.integrations.transformers import ShardedTrainer
+
+        found = {}
+        for stage in (2, 3):
+            how = {**at_stage(stage), "sync_buffers": "mean"}
+            options = {"load_best_model_at_end": False, "save_strategy": "no", "gradient_checkpointing": False}
+            trainer = train(ShardedTrainer, folder, model=Counting(), how=how, **options)["trainer"]
+            found[f"evaluated {stage}"] = [torch.tensor(trainer.model.evaluated)]
+            close(trainer.optimizer.optimizer)
+        return found
+
+
+def test_buffers_are_the_same_on_all_ranks(tmp_path: Any) -> None:
+    found = assert_ranks_alike(run_ranks(2, _buffers, str(tmp_path), timeout=180))
+    assert all(found[f"evaluated {stage}"][0].min() > 0 for stage in (2, 3))
+
+
 def _misused(rank: int, world_size: int, folder: str) -> dict[str, str]:
     with as_torchrun(rank, world_size):
         from zero_optim.integrations.transformers import ShardedTrainer

@@ -15,6 +15,7 @@ from .. import checkpoint
 from ..forward_method import register_forward_method
 from ..optimizer import ShardedAdamW
 from ..shard_module import shard_module
+from ..sync_buffers import sync_buffers
 from ..units.sharded_model import sharded_model_of
 from .clients import (
     check_optimizer,
@@ -49,6 +50,8 @@ class ShardedStrategy(DDPStrategy):
             given to ``zero_optim.shard_module`` once it is in its place, before ``configure_optimizers``.
         sync_each_batch: reduce every micro-batch of ``accumulate_grad_batches``, instead of once a step: that
             communicates more, and keeps no whole gradients meanwhile.
+        sync_buffers: "broadcast" or "mean": give all ranks the same buffers, by ``zero_optim.sync_buffers``, before
+            they evaluate and save. None: each rank keeps its own, and those of rank 0 are saved.
         options: those of ``DDPStrategy``.
 
     Raises TypeError, on several ranks, for an optimizer that is not a ``ShardedAdamW``.
@@ -62,10 +65,11 @@ class ShardedStrategy(DDPStrategy):
         *,
         units: Sequence[type[nn.Module] | str] | None = None,
         sync_each_batch: bool = False,
+        sync_buffers: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self._units, self._sync_each_batch = units, sync_each_batch
+        self._units, self._sync_each_batch, self._sync_buffers = units, sync_each_batch, sync_buffers
         self._resumed_from = ""
 
     # -- setting up ----------------------------------------------------------------------------------------------
@@ -135,7 +139,21 @@ class ShardedStrategy(DDPStrategy):
 
     # -- saving and loading --------------------------------------------------------------------------------------
 
+    def _agree_on_buffers(self) -> None:
+        if self._sync_buffers is not None:
+            sync_buffers(self.lightning_module, self._sync_buffers)
+
+    def on_validation_start(self) -> None:
+        self._agree_on_buffers()
+
+    def on_test_start(self) -> None:
+        self._agree_on_buffers()
+
+    def on_predict_start(self) -> None:
+        self._agree_on_buffers()
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._agree_on_buffers()
         return whole_state_dict(self.lightning_module)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import checkpoint
 from ..optimizer import ShardedAdamW
 from ..shard_module import shard_module
+from ..sync_buffers import sync_buffers
 from ..units.sharded_model import sharded_model_of
 from .clients import is_sharded, plain_optimizer, require, same_place, whole_state_dict
 
@@ -35,6 +36,8 @@ class ShardedTrainer(Trainer):
         units: stage 3: the classes, or their names, of the modules to gather one at a time, as ``("GPT2Block",)``.
             The model is given to ``zero_optim.shard_module`` once it is in its place. To choose more than that, move
             the model to ``arguments.device``, and shard it, before the Trainer is made.
+        sync_buffers: "broadcast" or "mean": give all ranks the same buffers, by ``zero_optim.sync_buffers``, before
+            they evaluate and save. None: each rank keeps its own, and those of rank 0 are saved.
 
     Raises:
         ParameterError: ``units`` beside an optimizer that is there already: shard the model before that.
@@ -49,15 +52,20 @@ class ShardedTrainer(Trainer):
         *args: Any,
         stage: int | None = None,
         units: Sequence[type[nn.Module] | str] | None = None,
+        sync_buffers: str | None = None,
         **options: Any,
     ) -> None:
-        self._stage, self._units = stage, units
+        self._stage, self._units, self._sync_buffers = stage, units, sync_buffers
         super().__init__(*args, **options)
         self._shard()
 
     def _shard(self) -> None:
         if self._units is not None and not sharded_model_of(self.model.parameters()):
             shard_module(self.model, self._units)
+
+    def _agree_on_buffers(self) -> None:
+        if self._sync_buffers is not None:
+            sync_buffers(self.model, self._sync_buffers)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -91,9 +99,14 @@ class ShardedTrainer(Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor | None:
         return grad_norm  # None with max_grad_norm=0, where Trainer would ask for a norm to log
 
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        self._agree_on_buffers()
+        return super().evaluation_loop(*args, **options)
+
     # -- saving and loading --------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        self._agree_on_buffers()
         if state_dict is None and is_sharded(self.model):
             state_dict = whole_state_dict(self.model, on_all=self.args.save_on_each_node)
         super()._save(output_dir, state_dict)
