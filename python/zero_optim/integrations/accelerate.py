@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from .. import checkpoint
 from ..errors import CheckpointError, ParameterError, ZeroOptimError
-from ..optimizer import ShardedAdamW
+from ..optimizer import ShardedAdamW, optimizers_of
 from ..params.param_shard import plain_parameter
 from .clients import (
     check_optimizer,
     is_sharded,
-    of_model,
     plain_optimizer,
     require,
     same_place,
@@ -95,7 +94,7 @@ class ShardedAccelerator(Accelerator):
         """As accelerate's for evaluation: with autocast and torch.compile, and without DDP."""
         if device_placement is not False:
             device_placement = self.device_placement and not _is_in_place(model.parameters(), self.device)
-        if device_placement and (is_sharded(model) or of_model(self._sharded(), model)):
+        if device_placement and (is_sharded(model) or optimizers_of(model)):
             raise ParameterError(_remedy(model, self.device))
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
 
@@ -114,7 +113,7 @@ class ShardedAccelerator(Accelerator):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Nothing is reduced in it. ``accumulate`` enters it between steps."""
-        with without_sync(of_model(self._sharded(), model)):
+        with without_sync(optimizers_of(model)):
             yield
 
     def unscale_gradients(self, optimizer: Any = None) -> None:

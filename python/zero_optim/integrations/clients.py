@@ -14,7 +14,6 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from ..full_model_state import full_model_state_dict
 from ..grad_scaler import GradScaler
 from ..optimizer import ShardedAdamW
-from ..params.param_shard import plain_parameter
 from ..units.sharded_model import sharded_model_of
 
 
@@ -52,12 +51,6 @@ def check_optimizer(optimizer: Any, ranks: int, integration: str) -> None:
             f"{integration} on {ranks} ranks leaves averaging gradients to the optimizer, and "
             f"{type(optimizer).__name__} does not do that: make a zero_optim.ShardedAdamW"
         )
-
-
-def of_model(optimizers: Iterable[ShardedAdamW], model: nn.Module) -> list[ShardedAdamW]:
-    """Those that train a parameter of ``model``."""
-    ids = {id(plain_parameter(parameter)) for parameter in model.parameters()}
-    return [optimizer for optimizer in optimizers if any(id(p) in ids for p in optimizer.engine.parameters.all)]
 
 
 def without_sync(optimizers: Iterable[ShardedAdamW]) -> AbstractContextManager[Any]:
