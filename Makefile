@@ -69,6 +69,11 @@ gpu-check:  ## on a GPU: build, test, train, measure with PYTHON as it is; JSON 
 doctor: .venv/built  ## say what is installed, what is active, and why the rest is not
 	@$(BIN)/zero-optim doctor
 
+.PHONY: browser
+browser:  ## Debian's chromium, for the tests that open a page in it; needs root, and without it they are skipped
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	  { apt-get -qq update && apt-get -qq install --yes --no-install-recommends chromium chromium-driver; }
+
 .PHONY: clean
 clean:  ## remove the environment, builds and caches; runs/ stays
 	rm -rf .venv build dist *.egg-info python/*.egg-info .pytest_cache .ruff_cache .mypy_cache
