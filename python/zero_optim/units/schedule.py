@@ -251,8 +251,8 @@ class UnitSchedule:
                 self._close([other for other, position in self._open.items() if position < self._open[unit]], unit)
             return
         if unit not in cycle:  # it needed no gradient when the order was recorded
-            if closing:
-                self._close([*self._open], unit)
+            if closing:  # not what is within it: where both have returned the same tensor, that may have come first
+                self._close([other for other in self._open if unit not in other.enclosing], unit)
             # This unit is in no cycle, so its gather has no turn of its own. Some ranks have prefetched already, others
             # have not. Now all have, and this unit comes next on each.
             self.prefetch_next()
@@ -471,9 +471,11 @@ class UnitSchedule:
 
         With two forwards before one backward, the first cycle back is not the last. The second brings more gradients to
         the same parameters: a bucket that was launched by then would miss them. Nothing is known of a graph that is
-        gone through again, and where parts were called in several cycles: a re-entrant checkpoint makes none due.
+        gone through again; where parts were called in several cycles, as a re-entrant checkpoint makes none due; and
+        where the order is known of the forward alone: it may have a unit twice, for which backward takes two cycles.
         """
-        return self._backwards_due == 1 and not (self._begun_apart and self._begun > 1)
+        one_of_one = self._backwards_due == 1 and not (self._begun_apart and self._begun > 1)
+        return one_of_one and (self._backward_known or not self._forward_known)
 
     def _none_due(self) -> None:
         self._backwards_due, self._begun, self._begun_apart = 0, 0, False
