@@ -53,8 +53,7 @@ def _train(rank: int, world_size: int, stage: int, by_attribute: bool, wrapped_f
     optimizer = zero_optim.ShardedAdamW(parameters, lr=LR, eps=EPS, stage=None if stage == 3 else stage)
     _loop(model, optimizer, rank, by_attribute)
     calls = {kind: of["calls"] for kind, of in optimizer.stats()["collectives"].items()}
-    with zero_optim.gather_parameters(module):
-        found = {"weights": weights(model.module), "keys": list(model.state_dict()), "calls": calls}
+    found = {"weights": weights(model.module), "keys": list(model.state_dict()), "calls": calls}
     found["buckets"] = optimizer.stats()["buckets"]
     optimizer.close()
     return found

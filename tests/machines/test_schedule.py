@@ -223,6 +223,7 @@ def test_the_tables_have_every_state_and_every_event():
     about_others = {
         "check_not_gathered",
         "is_called",
+        "is_open",
         "caller_of",
         "prefetch_next",
         "reduction_begins",

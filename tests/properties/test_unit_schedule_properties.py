@@ -55,6 +55,12 @@ class FakeUnit:
     def moved(self) -> list[str]:
         return []
 
+    def watch_parts(self) -> None:
+        pass
+
+    def unwatch_parts(self) -> None:
+        pass
+
     def reshard(self, *, to_node: bool = False) -> None:
         self.log.whole -= self.state is not UnitState.SHARDED
         self.state = UnitState.SHARDED

@@ -60,8 +60,11 @@ class BeforeForward(_Hook):
 
 
 class _BackIn(_Hook):
+    """A unit within the one that calls may have returned the same tensor, and then both are there already."""
+
     def __call__(self, grads: Any) -> None:
-        self.schedule.before_backward(self.unit)
+        if not self.schedule.is_open(self.unit):
+            self.schedule.before_backward(self.unit)
 
 
 class AfterForward(_Hook):

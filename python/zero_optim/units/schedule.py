@@ -155,6 +155,7 @@ class UnitSchedule:
         self._backwards_due = 0  # forward cycles that a backward may still come back through
         self._begun = 0  # forward cycles, since none was due
         self._begun_apart = False  # whether one of those was outside of a forward of the root
+        self._calls_across = False  # whether a unit has called another in one of those, that is not within it
         self._digest = 0
         self._called: list[Unit] = []  # in the forward that is open, but for a unit called twice in a row
         self._ended: list[tuple[Unit, bool]] = []  # with whether what it gave requires a gradient
@@ -172,6 +173,10 @@ class UnitSchedule:
         """The unit whose forward is under way and calls this one, which is not within it; None: there is none."""
         caller = self._running[-1] if self._running else unit
         return None if caller is unit or caller in unit.enclosing else caller
+
+    def is_open(self, unit: Unit) -> bool:
+        """Whether it was visited in the cycle that is open, and is not over."""
+        return unit in self._open
 
     def is_called(self, unit: Unit) -> bool:
         """Whether a forward of it is under way, or a call that stands in for one."""
@@ -205,6 +210,7 @@ class UnitSchedule:
                 self._called, self._ended, self._running = [], [], []
         if unit not in self._open:
             self._called.append(unit)
+        self._calls_across |= self.caller_of(unit) is not None
         self._visit(unit, Direction.FORWARD, closing=True)
         self._begin_call(unit)  # only now: a visit that ends a backward which has raised reshards this unit, too
 
@@ -470,15 +476,19 @@ class UnitSchedule:
         """Whether the cycle that is open is known to be the last before backward ends.
 
         With two forwards before one backward, the first cycle back is not the last. The second brings more gradients to
-        the same parameters: a bucket that was launched by then would miss them. Nothing is known of a graph that is
-        gone through again; where parts were called in several cycles, as a re-entrant checkpoint makes none due; and
-        where the order is known of the forward alone: it may have a unit twice, for which backward takes two cycles.
+        the same parameters: a bucket that was launched by then would miss them. How many come is not known
+
+        - of a graph that is gone through again;
+        - where parts were called in several cycles: a re-entrant checkpoint makes none due;
+        - where a unit has called another: backward comes back to the first;
+        - where the order of the forward alone is known: a unit that is in it twice takes two cycles back.
         """
         one_of_one = self._backwards_due == 1 and not (self._begun_apart and self._begun > 1)
-        return one_of_one and (self._backward_known or not self._forward_known)
+        return one_of_one and not self._calls_across and (self._backward_known or not self._forward_known)
 
     def _none_due(self) -> None:
-        self._backwards_due, self._begun, self._begun_apart = 0, 0, False
+        self._backwards_due = self._begun = 0
+        self._begun_apart = self._calls_across = False
 
     def _kept_after_forward(self, unit: Unit) -> bool:
         """Whether it is left unsharded after its forward."""
