@@ -221,6 +221,25 @@ def test_a_step_gathers_no_more_than_by_the_root(name: str) -> None:
     assert run_ranks(2, gathers, name) == [7, 7]
 
 
+def noted(rank: int, world_size: int) -> list[int]:
+    """How many calls the schedule has noted, after each step."""
+    model, opt = make(3)
+    counts = []
+    for number in range(4):
+        block_by_block(model, tokens(rank, number)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        schedule = model._zero_optim_sharded.schedule
+        counts.append(len(schedule._called) + len(schedule._ended))
+    opt.close()
+    return counts
+
+
+def test_steps_by_parts_leave_nothing_behind() -> None:
+    first, *others = run_ranks(2, noted)[0]
+    assert all(count == first for count in others)
+
+
 def without_wrapper(rank: int, world_size: int) -> None:
     """The wrapper goes, and with it what ``shard_module`` was given. The model within trains on."""
     torch.manual_seed(0)

@@ -410,6 +410,8 @@ class UnitSchedule:
         self._digest = zlib.crc32(bytes([direction.value]), self._digest)
         if direction is Direction.FORWARD:
             self._begun_by_part = not self.running
+            if self._begun_by_part:
+                self._called, self._ended = [], []  # a model that is called by parts alone agrees on no order
             self._begun += 1
             self._begun_apart |= self._begun_by_part
             # A re-entrant checkpoint within the root's forward disables gradients, and still is trained.
