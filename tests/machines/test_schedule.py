@@ -12,11 +12,12 @@ import torch
 from tables import table
 from torch import nn
 from zero_optim.units import schedule as module
-from zero_optim.units.schedule import Direction, UnitSchedule
+from zero_optim.units.schedule import Course, Direction, UnitSchedule
 from zero_optim.units.unit import Unit, UnitState
 
 CYCLE = table(module.__doc__, "cycle")
 OWED = table(module.__doc__, "owed")
+COURSE = table(module.__doc__, "course")
 CLOSED = table(module.__doc__, "closed in")
 ROOT, A, B, C, FROZEN = range(5)
 FORWARD, BACKWARD = [ROOT, A, B, C, FROZEN], [ROOT, C, B, A]  # the root is around the others
@@ -234,8 +235,29 @@ def test_the_tables_have_every_state_and_every_event():
     about_others |= {"prefetch_rest_of_backward"}
     assert {event for event, _ in CYCLE} >= methods - told - about_others
     assert methods >= told | about_others
+    assert {course for _, course in COURSE} == {course.name for course in Course}
     assert {text for (row, _), text in CLOSED.items() if row == "held"} == {"UNSHARDED"}
     assert set(CLOSED.values()) <= {state.name for state in UnitState}
+
+
+@pytest.mark.parametrize(("event", "before", "after"), [(*cell, after) for cell, after in COURSE.items()])
+def test_a_cell_of_the_course(monkeypatch: pytest.MonkeyPatch, event: str, before: str, after: str):
+    """And a unit's gradients are complete early just where the cycles can be counted."""
+    bench = Bench(monkeypatch)
+    bench.schedule._course = Course[before]
+    if event == "FORWARD begins, root":
+        bench.forward_to(0)
+    elif event == "FORWARD begins, part":
+        bench.call(A)
+    elif event == "a unit calls another":
+        bench.forward_to(0)
+        for number in (A, B):
+            bench.schedule.before_forward(bench.units[number])
+    else:
+        bench.schedule.end_step()
+    assert bench.schedule._course is Course[after]
+    bench.schedule._backwards_due = 1
+    assert bench.schedule._is_last_backward_cycle is (after != "TANGLED")
 
 
 @pytest.mark.parametrize(

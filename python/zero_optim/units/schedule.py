@@ -60,6 +60,17 @@ end_step              0
 
 ``end_all_backwards`` ends the cycle that is open, and goes through what is owed, one cycle for each.
 
+Whether backward takes as many cycles as were counted depends on the *course* of the forward cycles:
+
+====================  ============  ============  ============  ============
+course                NONE          ROOT          PART          TANGLED
+====================  ============  ============  ============  ============
+FORWARD begins, root  ROOT          ROOT          TANGLED       TANGLED
+FORWARD begins, part  PART          TANGLED       TANGLED       TANGLED
+a unit calls another  TANGLED       TANGLED       TANGLED       TANGLED
+none is due           NONE          NONE          NONE          NONE
+====================  ============  ============  ============  ============
+
 The third part is each unit's own state. What it becomes as the cycle leaves it behind depends on what the unit keeps:
 
 ====================  ============  ============  ============
@@ -103,6 +114,19 @@ _schedules: list[weakref.ref[UnitSchedule]] = []  # of this process, in the orde
 class Direction(enum.Enum):
     FORWARD = 1
     BACKWARD = 2
+
+
+class Course(enum.Enum):
+    """How the forward cycles went that a backward may come back through: whether it takes as many as they were."""
+
+    NONE = enum.auto()
+    ROOT = enum.auto()  # each within a forward of the root
+    PART = enum.auto()  # one, of parts or units that were called by themselves
+    TANGLED = enum.auto()  # that cannot be told
+
+    def begin(self, by: Course) -> Course:
+        """Another cycle begins, ``by`` the ROOT or a PART."""
+        return by if self is Course.NONE or (self is by is Course.ROOT) else Course.TANGLED
 
 
 class Listener(Protocol):
@@ -153,9 +177,7 @@ class UnitSchedule:
         self._hold = False  # create_graph: a backward may go through this one, so nothing is resharded until ``settle``
         self._over: set[FlatParams] = set()  # their gradients are complete in the open or last backward
         self._backwards_due = 0  # forward cycles that a backward may still come back through
-        self._begun = 0  # forward cycles, since none was due
-        self._begun_apart = False  # whether one of those was outside of a forward of the root
-        self._calls_across = False  # whether a unit has called another in one of those, that is not within it
+        self._course = Course.NONE  # of the forward cycles since no backward was due
         self._digest = 0
         self._called: list[Unit] = []  # in the forward that is open, but for a unit called twice in a row
         self._ended: list[tuple[Unit, bool]] = []  # with whether what it gave requires a gradient
@@ -210,7 +232,8 @@ class UnitSchedule:
                 self._called, self._ended, self._running = [], [], []
         if unit not in self._open:
             self._called.append(unit)
-        self._calls_across |= self.caller_of(unit) is not None
+        if self.caller_of(unit) is not None:
+            self._course = Course.TANGLED
         self._visit(unit, Direction.FORWARD, closing=True)
         self._begin_call(unit)  # only now: a visit that ends a backward which has raised reshards this unit, too
 
@@ -412,8 +435,7 @@ class UnitSchedule:
             self._begun_by_part = not self.running
             if self._begun_by_part:
                 self._called, self._ended = [], []  # a model that is called by parts alone agrees on no order
-            self._begun += 1
-            self._begun_apart |= self._begun_by_part
+            self._course = self._course.begin(Course.PART if self._begun_by_part else Course.ROOT)
             # A re-entrant checkpoint within the root's forward disables gradients, and still is trained.
             self._trains = torch.is_grad_enabled() or (self.running and self._root_trains)
             for unit in self.units:
@@ -485,12 +507,11 @@ class UnitSchedule:
         - where a unit has called another: backward comes back to the first;
         - where the order of the forward alone is known: a unit that is in it twice takes two cycles back.
         """
-        one_of_one = self._backwards_due == 1 and not (self._begun_apart and self._begun > 1)
-        return one_of_one and not self._calls_across and (self._backward_known or not self._forward_known)
+        counted = self._course is not Course.TANGLED and (self._backward_known or not self._forward_known)
+        return counted and self._backwards_due == 1
 
     def _none_due(self) -> None:
-        self._backwards_due = self._begun = 0
-        self._begun_apart = self._calls_across = False
+        self._backwards_due, self._course = 0, Course.NONE
 
     def _kept_after_forward(self, unit: Unit) -> bool:
         """Whether it is left unsharded after its forward."""
