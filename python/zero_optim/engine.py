@@ -32,7 +32,7 @@ from .step.exchange import Exchange
 from .step.hyper_table import HyperTable
 from .step.optimizer_state import OptimizerState
 from .step.param_gather import ParamGather
-from .step.state_store import DeviceStore
+from .stores.state_store import DeviceStore
 from .units.sharded_model import ShardedModel
 
 Groups = Sequence[Mapping[str, Any]]

@@ -62,7 +62,7 @@ def test_any_order_on_any_rank_gives_the_same_parameters(stage, orders):
 def _states_at_once(rank: int, world_size: int, stage: int) -> tuple[int, int]:
     """How many states of shards there are at once in the first step, at most; and how many buckets."""
     import zero_optim
-    from zero_optim.step.state_store import DeviceStore
+    from zero_optim.stores.state_store import DeviceStore
 
     kept = []
 

@@ -172,7 +172,7 @@ _MEMORY = (
     ),
     _fault(
         "state that was moved is dropped",
-        "step/state_store.py",
+        "stores/state_store.py",
         "        keep_for_current_stream(*self._pages.pop(number).values())",
         "        self._pages.pop(number)",
         _two(1, "thawed"),

@@ -16,7 +16,7 @@ KERNELS = ROOT / "zero_kernels"
 ORDER = (
     {"errors", "backward_watch"},
     {"comm"},
-    {"params"},
+    {"params", "stores"},
     {"rules"},
     {"units"},
     {"validate"},

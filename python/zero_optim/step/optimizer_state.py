@@ -20,8 +20,8 @@ from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
 from ..params.storage_order import flat_of, storage_order
 from ..rules.update_rule import Begins, StateTensor, UpdateRule, has_master
+from ..stores.state_store import StateStore
 from .shard_state import ShardState
-from .state_store import StateStore
 
 _version_of = operator.attrgetter("_version")
 

@@ -13,7 +13,7 @@ from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
 from ..params.storage_order import StorageOrder, view_of
 from ..rules.update_rule import Begins, ShardUpdate, StateTensor, UpdateRule, master_of, tensors_for
-from .state_store import StateStore
+from ..stores.state_store import StateStore
 
 
 class ShardState:

@@ -1,0 +1,120 @@
+"""What ``state_offload`` and ``device_budget`` mean, and what they take of each memory. Integers only, no tensors."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SLOTS = 2
+"""Places on the device that pages take turns in: one is updated while another comes in, or goes out."""
+
+HOST_BUFFERS = 6
+"""Host memory for so many pages on a disk: what is being read, updated and written at a time."""
+
+_NVME = "nvme:"
+_CHOICES = "None, 'paged', 'cpu' or 'nvme:DIR'"
+
+
+class Tier(enum.Enum):
+    """Where a page is while no update uses it, and where it is updated."""
+
+    DEVICE = None  # on the device; updated there
+    PAGED = "paged"  # in host memory, but for those within the budget; updated on the device
+    CPU = "cpu"  # in host memory; updated there
+    NVME = "nvme"  # in a file; updated on the device
+
+
+@dataclass(frozen=True)
+class Offload:
+    """The choice.
+
+    Attributes:
+        device_budget: bytes of state that stay on the device, at most; None: as many as there is room for. Of
+            ``Tier.PAGED`` alone, else 0.
+        folder: where ``Tier.NVME`` keeps its file.
+        speculate: of ``Tier.CPU``, whether updates begin before the norm is known.
+    """
+
+    tier: Tier = Tier.DEVICE
+    device_budget: int | None = 0
+    folder: Path | None = None
+    speculate: bool = False
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one rank's state, by where they are, with the places that pages take turns in."""
+
+    device: int
+    host: int
+    disk: int
+
+
+def read_offload(state_offload: str | None, device_budget: int | str | None = None, speculate: bool = False) -> Offload:
+    """The arguments as one record. Raises ValueError, naming the argument."""
+    if state_offload is not None and not isinstance(state_offload, str):
+        raise ValueError(f"state_offload must be {_CHOICES}, got {state_offload!r}")
+    if device_budget is not None and state_offload != Tier.PAGED.value:
+        raise ValueError(f"device_budget is for state_offload='paged', not for {state_offload!r}: leave it out")
+    if speculate and state_offload != Tier.CPU.value:
+        raise ValueError(f"speculate is for state_offload='cpu', not for {state_offload!r}: leave it out")
+    if state_offload is None:
+        return Offload()
+    if state_offload == Tier.PAGED.value:
+        return Offload(Tier.PAGED, _read_budget("auto" if device_budget is None else device_budget))
+    if state_offload == Tier.CPU.value:
+        return Offload(Tier.CPU, speculate=bool(speculate))
+    if state_offload.startswith(_NVME) and len(state_offload) > len(_NVME):
+        return Offload(Tier.NVME, folder=Path(state_offload.removeprefix(_NVME)).expanduser())
+    raise ValueError(f"state_offload must be {_CHOICES}, got {state_offload!r}")
+
+
+def _read_budget(budget: int | str) -> int | None:
+    if budget == "auto":
+        return None
+    if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0:
+        return budget
+    nbytes = read_nbytes(budget) if isinstance(budget, str) else None
+    if nbytes is None:
+        raise ValueError(f"device_budget must be bytes, a size such as '8GB', or 'auto', got {budget!r}")
+    return nbytes
+
+
+def read_nbytes(text: str) -> int | None:
+    """Of a size such as ``8GB`` (10^9), ``500MiB`` (2^20) or ``4096``; None where it is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kKMGT]?)(i?)B?", text.strip())
+    if match is None or (match[3] and not match[2]):
+        return None
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+
+
+def resident(pages: Sequence[int], budget: int) -> list[bool]:
+    """Of pages of so many bytes, in the order in which they were made, which stay on the device: all that still fit."""
+    left, stays = budget, []
+    for nbytes in pages:
+        stays.append(nbytes <= left)
+        left -= nbytes if stays[-1] else 0
+    return stays
+
+
+def footprint(offload: Offload, pages: Sequence[int], mirrors: int = 0, *, room: int = 0) -> Footprint:
+    """What the state takes.
+
+    Args:
+        pages: bytes of the state of each shard.
+        mirrors: bytes of this rank's shards of gradients and of parameters, which ``Tier.CPU`` has on the host, too.
+        room: on the device, for state, where the budget is what there is room for.
+    """
+    total, largest = sum(pages), max(pages, default=0)
+    if offload.tier is Tier.DEVICE:
+        return Footprint(total, 0, 0)
+    if offload.tier is Tier.CPU:
+        return Footprint(0, total + mirrors, 0)
+    if offload.tier is Tier.NVME:
+        return Footprint(SLOTS * largest, HOST_BUFFERS * largest, total)
+    budget = room if offload.device_budget is None else offload.device_budget
+    away = [nbytes for nbytes, stays in zip(pages, resident(pages, budget), strict=True) if not stays]
+    return Footprint(total - sum(away) + SLOTS * max(away, default=0), sum(away), 0)
