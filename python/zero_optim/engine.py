@@ -11,12 +11,14 @@ A step has four phases, each a method of ``Engine``::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from zero_kernels import is_capturing
 
 from . import validate
 from .comm.sharding import Sharding
@@ -32,7 +34,9 @@ from .step.exchange import Exchange
 from .step.hyper_table import HyperTable
 from .step.optimizer_state import OptimizerState
 from .step.param_gather import ParamGather
-from .stores.state_store import DeviceStore
+from .step.workplace import Coefficients
+from .stores.make_store import make_store
+from .stores.offload import Offload, Tier
 from .units.sharded_model import ShardedModel
 
 Groups = Sequence[Mapping[str, Any]]
@@ -59,6 +63,8 @@ class Engine:
     Args:
         sharded_model: at stage 3, the model.
         bucket_cap_mb: MiB of gradients in a bucket at most; None: as the layout has it.
+        offload: where the state lives.
+        threads: that updates on the host take.
 
     Attributes:
         parameters: which there are, what they are called, which are trained.
@@ -80,6 +86,8 @@ class Engine:
         sharded_model: ShardedModel | None,
         bucket_cap_mb: float | None,
         overlap: Overlap,
+        offload: Offload,
+        threads: int = 1,
     ) -> None:
         self.parameters, self.sharding, self.rule, self.sharded_model = parameters, sharding, rule, sharded_model
         self.max_grad_norm: float | None = None
@@ -90,7 +98,10 @@ class Engine:
             make_buckets = partial(buckets_of_units, sharded_model, trained, labels, sharding)
         schedule = None if sharded_model is None else sharded_model.schedule
         self.reducer = Reducer(trained, labels, sharding, make_buckets, overlap.grad_reduce, schedule)
-        self.states = OptimizerState(trained, sharding, rule, DeviceStore())
+        params_on_host = sharded_model is not None and sharded_model.offload
+        self.offload = offload
+        self.store = make_store(offload, sharding.device, params_on_host=params_on_host)
+        self.states = OptimizerState(trained, sharding, rule, self.store, threads)
         self.exchange = Exchange(sharding, labels, trained, by_units=schedule is not None)
         self.clip = Clip(sharding, labels)
         self.hyper = HyperTable([], 0, sharding.device, rule)
@@ -106,6 +117,11 @@ class Engine:
 
     def check_step(self, groups: Groups) -> None:
         """Raise what can be known before anything is communicated."""
+        if self.offload.tier is not Tier.DEVICE and is_capturing(self.sharding.device):
+            raise ValueError(
+                f"state_offload={self.offload.tier.value!r}: such a step cannot be captured in a CUDA graph, since the "
+                "host takes part in it. Leave state_offload out, or capture forward and backward alone"
+            )
         self.sharding.everyone.check_alone()
         self.parameters.check_groups_unedited()
         self.hyper.check(groups)
@@ -198,8 +214,8 @@ class Engine:
         self.hyper.advance(groups, self.exchange.used & (found_inf == 0), self.clip.factor)
         for watcher in self.watchers:
             watcher.before_update(grad_scale, found_inf)
-        for shard in self.states.updating():
-            shard.update(self.hyper.table, grad_scale, found_inf, self.exchange.nonfinite.marks)
+        by = Coefficients(self.hyper.table, grad_scale, found_inf, self.exchange.nonfinite.marks)
+        for shard in self.states.update(by, self.exchange.used):
             shard.bucket.unshard()
         self.param_gather.after_step()
         for watcher in self.watchers:
@@ -325,6 +341,7 @@ class Engine:
             "collectives": everyone.stats(),
             "memory": memory_by_kind(self.rule, self.states.shards, self.reducer.buffers, self.sharded_model),
             "non_finite": self.first_non_finite(),
+            "state_offload": {**self.store.footprint(), **asdict(self.store.copied)},
         }
 
     def first_non_finite(self) -> dict[str, Any] | None:
@@ -338,5 +355,6 @@ class Engine:
         """``collective``: complete what a backward that raised has begun, for the ranks on which it did not."""
         self.param_gather.close()
         self.reducer.close(collective=collective)
+        self.states.close()
         self.parameters.release()
         self.sharding.everyone.close()

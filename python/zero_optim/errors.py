@@ -35,3 +35,7 @@ class StateMismatchError(ZeroOptimError):
 
 class CheckpointError(ZeroOptimError):
     """A checkpoint that cannot be written or read: no space, no folder, damaged, incomplete, or of another format."""
+
+
+class OffloadError(ZeroOptimError):
+    """State that lives off the device could not be written or read: no space, no folder, a damaged or lost file."""

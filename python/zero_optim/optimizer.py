@@ -21,13 +21,15 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from . import validate
 from .checkpoint import rank_state
-from .comm.collectives import make_comm
+from .comm.collectives import Comm, make_comm
 from .comm.sharding import Sharding
 from .engine import Engine, Overlap
 from .errors import ClosedError, ZeroOptimError
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, listed
 from .rules.adamw import AdamW
+from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
+from .stores.offload import Offload, Tier, read_offload
 from .units.hooks import tensors_in
 from .units.sharded_model import sharded_model_of
 
@@ -63,6 +65,10 @@ class ShardedAdamW(torch.optim.Optimizer):
             module waits for its own as it is called. Else read them only after ``opt.wait_for_parameters()``. At
             stage 3 nothing is gathered by ``step``.
         decoupled_weight_decay: False makes it ``torch.optim.Adam``, with L2 in the gradient.
+        state_offload: where the state lives. None: on the device. "paged": in host memory, copied to the device around
+            its update. "cpu": in host memory, and updated there. All give the same bits.
+        device_budget: of "paged", how much of the state stays on the device: bytes, or a size such as "8GB"; "auto",
+            as None: as much as is free after the second step.
         fused, foreach, capturable: accepted for torch's sake; it is always all of them.
 
     Raises:
@@ -95,6 +101,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = False,
         decoupled_weight_decay: bool = True,
+        state_offload: str | None = None,
+        device_budget: int | str | None = None,
     ) -> None:
         self._closed = True  # until the constructor is through
         params = listed(params)
@@ -102,7 +110,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         group = process_group if process_group is not None or mesh is None else mesh.get_group(mesh.ndim - 1)
         comm = make_comm(sharded[0].process_group() if group is None and sharded else group)
         stage = (3 if sharded else 2) if stage is None else stage
-        options = {
+        options: dict[str, Any] = {
             "stage": stage,
             "bucket_cap_mb": bucket_cap_mb,
             "grad_reduce_dtype": grad_reduce_dtype,
@@ -112,12 +120,16 @@ class ShardedAdamW(torch.optim.Optimizer):
             "overlap_param_gather": overlap_param_gather,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
+        choice = {"state_offload": state_offload, "device_budget": device_budget}
+        options |= {name: value for name, value in choice.items() if value is not None}
+        offload = Offload()
         meaningless = {"fused": fused, "foreach": foreach, "capturable": capturable}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"maximize": maximize, "amsgrad": amsgrad, "differentiable": differentiable}
         with comm.raising_together("the constructor"):
             validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm)
             validate.warn_of_meaningless(meaningless)
+            offload = read_offload(state_offload, device_budget)
             super().__init__(params, defaults)
             parameters = ParameterSet(self.param_groups)
             indices = parameters.read_groups()
@@ -133,7 +145,10 @@ class ShardedAdamW(torch.optim.Optimizer):
             comm.traffic = sharded[0].sharding.everyone.traffic
         sharding = Sharding(comm, stage, grad_reduce_dtype, parameters.all[0].device)
         rule, overlap = AdamW(decoupled_weight_decay), Overlap(overlap_grad_reduce, overlap_param_gather)
-        self.engine = Engine(parameters, sharding, rule, sharded[0] if sharded else None, bucket_cap_mb, overlap)
+        threads = _host_threads(comm) if offload.tier is Tier.CPU else 1
+        self.engine = Engine(
+            parameters, sharding, rule, sharded[0] if sharded else None, bucket_cap_mb, overlap, offload, threads
+        )
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self._closed = False
         _made[:] = [*(reference for reference in _made if reference() is not None), weakref.ref(self)]
@@ -466,6 +481,14 @@ def optimizers_of(model: nn.Module) -> list[ShardedAdamW]:
     held = {id(plain_parameter(parameter)) for parameter in model.parameters()}
     alive = [opt for reference in _made if (opt := reference()) is not None and not opt._closed]
     return [opt for opt in alive if any(id(parameter) in held for parameter in opt.engine.parameters.all)]
+
+
+def _host_threads(comm: Comm) -> int:
+    """Collective. Of this rank, with the ranks beside it on its machine."""
+    everyone = comm.gather_objects(own_cores(), "the constructor")
+    threads = threads_of(comm.rank, everyone)
+    warn_of_one_thread(threads, everyone[comm.rank])
+    return threads
 
 
 def _asked_by(module: str) -> bool:

@@ -147,8 +147,6 @@ def check_sharded(parameters: ParameterSet, indices: Sequence[int], stage: int, 
     if len(models) > 1 or other is not None:
         odd = "several sharded models" if len(models) > 1 else f"{parameters.labels[other or 0]}, which is in none"
         raise ParameterError(f"an optimizer's parameters must be those of one sharded model; they are of {odd}")
-    if models[0].offload:
-        raise ParameterError("a model sharded with param_offload cannot be trained: leave it out")
     ranks = models[0].sharding.everyone.ranks
     if ranks != comm.ranks:
         raise ValueError(f"the model was sharded over ranks {ranks}, the optimizer is of {comm.ranks}")

@@ -213,7 +213,8 @@ class _Shadow:
 
     def held_of(self, shard: Tensor, piece: SlotPiece) -> Tensor:
         """The elements of a flat shard that are shadowed, a copy."""
-        return shard[self.positions[self.held] + (piece.in_shard - piece.in_param)]
+        places = self.positions[self.held] + (piece.in_shard - piece.in_param)
+        return shard[places.to(shard.device)].to(places.device)
 
     def follow(self, shard: ShardState, piece: SlotPiece) -> int:
         """Take over elements that have come to this rank, and masters of edited ones. Returns how many were edited."""

@@ -77,6 +77,14 @@ class Pending:
                 self._work.wait(timedelta(seconds=seconds))
         return self._work.is_completed()
 
+    def order_current(self) -> bool:
+        """Order what follows on the current stream after the collective, though another stream will ``wait`` for it.
+        False where that cannot be: where the host waits, or something else is to be done as it arrives."""
+        if self._comm is not None or self._on_arrival is not None or self._work is None:
+            return False
+        self._work.wait()
+        return True
+
     def wait(self) -> None:
         if self._work is None:
             return

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class Flight:
     """A reduction under way, and the buffers that it was lent."""
 
     def __init__(
-        self, pending: Pending, buffers: CommBuffers, lent: Sequence[Tensor], then: Callable[[], None]
+        self, pending: Pending, buffers: CommBuffers, lent: Sequence[Tensor], then: Sequence[Callable[[], None]]
     ) -> None:
         self.pending, self._buffers, self._lent, self._then = pending, buffers, lent, then
 
@@ -46,10 +47,25 @@ class Flight:
         for buffer in self._lent:
             self._buffers.give_back(buffer)
         self._lent = ()
-        self._then()
+        for act in self._then:
+            act()
+        self._then = ()
 
     def arrives_within(self, seconds: float) -> bool:
         return self.pending.arrives_within(seconds)
+
+
+class Follower(Protocol):
+    """Who takes the reduced gradient elsewhere, as it arrives."""
+
+    def reduction_begins(self) -> None:
+        """The shard is about to be written."""
+
+    def reduction_launched(self, pending: Pending) -> bool:
+        """Whether it has been seen to, without waiting, that the sum is taken as it arrives."""
+
+    def reduction_arrived(self) -> None:
+        """The sum is there, and nobody has seen to it."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +104,7 @@ class Bucket:
         slots: what is known of each parameter's gradient.
         offsets: where each slot starts, in elements.
         nonfinite: [slots] int32, 1 where the gradient that this rank last packed was not finite. Given by the reducer.
+        follower: is told of reductions; None: nobody is.
         unsharding: brings in the other ranks' parts of the parameters after a step, while it is under way.
     """
 
@@ -105,6 +122,7 @@ class Bucket:
         self._zeroings = 0  # by the user, as the last reduction left
         self._zeroings_noted = 0  # by the user, as ``note_writes`` was last called
         self.unsharding: Pending | None = None
+        self.follower: Follower | None = None
         self.slots = Slots(self.params)
         self._allocate_gradients()
 
@@ -256,11 +274,14 @@ class Bucket:
         streams.keep(grad for _, grad in sources)
         del sources, found  # what was packed goes before memory is taken to receive into
         allocate(self.grad_buffer)
+        if self.follower is not None:
+            self.follower.reduction_begins()
         pending = self.sharding.reduce(full, self.grad_shard, lend, accumulate=accumulate)
         self._zeroings = self._zeroings_now()
-        self.arrivals.expect(
-            Flight(pending, buffers, lent, self._poison_others if in_place and buffers.poison else _nothing)
-        )
+        then = [self._poison_others] if in_place and buffers.poison else []
+        if self.follower is not None and not self.follower.reduction_launched(pending):
+            then.append(self.follower.reduction_arrived)
+        self.arrivals.expect(Flight(pending, buffers, lent, then))
 
     def zeroed_since_launch(self) -> Zeroed | None:
         """How the user has zeroed every gradient of this bucket since it left; None: not all of them."""
@@ -442,7 +463,3 @@ def _zero(*tensors: Tensor) -> None:
 def _keep_where(tensor: Tensor, keep: Tensor) -> None:
     tensor.copy_(torch.where(keep, tensor, torch.zeros_like(tensor)))
     keep_for_current_stream(keep)  # it may be of the stream on which it was decided
-
-
-def _nothing() -> None:
-    pass

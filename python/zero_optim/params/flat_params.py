@@ -32,6 +32,7 @@ class FlatParams:
         trained: whether they get gradients, and an optimizer's state.
         orders: of each of ``params``, in which its elements lie in its slot: contiguous, or channels_last.
         permuted: whether one of them is not contiguous.
+        offloaded: whether the shard rests in host memory.
         shown: where sharded, whether the plain parameters have values now.
         addresses: of each of ``params`` while it has values.
     """
@@ -44,10 +45,11 @@ class FlatParams:
         self._sharding = sharding
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.pieces = tuple(layout.pieces(sharding.shard_index))
-        self.sharded = self.shown = False
+        self.sharded = self.shown = self.offloaded = False
         self.param_shards: list[ParamShard] = []
         self.orders = [storage_order(parameter) for parameter in self.params]
         self.permuted = any(self.orders)
+        self._copied: torch.cuda.Event | None = None
         self.full = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self.shard = sharding.own_part(self.full)
         self._views = self.slot_views(self.full)
@@ -89,7 +91,7 @@ class FlatParams:
         shard = torch.empty(self.shard.numel(), dtype=self.dtype, device=home, pin_memory=home != self.device)
         self.shard = shard.copy_(self.shard)
         self._copied = torch.cuda.Event() if offload and self.device.type == "cuda" else None
-        self.sharded, self.param_shards = True, list(shards)
+        self.sharded, self.offloaded, self.param_shards = True, offload, list(shards)
         self._node_part: Tensor | None = None  # [numel / ranks of a node]
         self._poison = "poison" in debug_options()
         # Reads as NaN and refuses writes: for who holds a plain parameter while it is sharded.

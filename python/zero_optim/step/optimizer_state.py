@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,8 +21,11 @@ from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
 from ..params.storage_order import flat_of, storage_order
 from ..rules.update_rule import Begins, StateTensor, UpdateRule, has_master
+from ..stores.host_store import HostStore
+from ..stores.host_threads import host_threads
 from ..stores.state_store import StateStore
 from .shard_state import ShardState
+from .workplace import Coefficients
 
 _version_of = operator.attrgetter("_version")
 
@@ -49,12 +53,19 @@ class OptimizerState:
 
     Args:
         parameters: all trained parameters, by index.
+        threads: that an update on the host takes.
     """
 
     def __init__(
-        self, parameters: Mapping[int, Tensor], sharding: Sharding, rule: UpdateRule, store: StateStore
+        self,
+        parameters: Mapping[int, Tensor],
+        sharding: Sharding,
+        rule: UpdateRule,
+        store: StateStore,
+        threads: int = 1,
     ) -> None:
         self.parameters, self.sharding, self.rule, self._store = parameters, sharding, rule, store
+        self._threads = threads
         self.shards: list[ShardState] = []
         self.started = False  # whether state may differ from what it is at construction
         self._all: list[Tensor] = []
@@ -68,6 +79,11 @@ class OptimizerState:
         self.refresh_edited()
         self.shards += [ShardState(bucket, self.rule, self._store) for bucket in buckets]
         self.record_versions()
+
+    def close(self) -> None:
+        while self.shards:
+            self.shards.pop().release()
+        self._store.close()
 
     # -- edits of parameters -------------------------------------------------------------------------------------
 
@@ -93,10 +109,8 @@ class OptimizerState:
         self.refresh_masters({index for index, now, then in pairs if now != then + updates})
 
     def refresh_masters(self, indices: set[int]) -> None:
-        for shard in self.shards:
-            for number, slot in enumerate(shard.bucket.layout.slots):
-                if slot.param in indices:
-                    shard.refresh_master(number)
+        for shard, pieces in self._pieces(indices):
+            shard.refresh_masters(pieces)
 
     def mark_updated(self) -> None:
         """Tell autograd that the parameters were written: a backward through a graph older than this must raise."""
@@ -107,16 +121,26 @@ class OptimizerState:
 
     # -- update --------------------------------------------------------------------------------------------------
 
-    def updating(self) -> Iterator[ShardState]:
-        """Every shard, in the order in which the next forward wants the parameters; the state of the next is on its way
-        meanwhile."""
-        order = self.shards[::-1]
-        for first in order[:1]:
-            first.prefetch()
-        for shard, after in itertools.zip_longest(order, order[1:]):
-            if after is not None:
-                after.prefetch()
-            yield shard
+    def update(self, by: Coefficients, used: Tensor) -> Iterator[ShardState]:
+        """Update every shard, in the order in which the next forward wants the parameters, and yield each once its
+        parameters can be sent out. The state of those that follow is on its way meanwhile.
+
+        ``used``: [parameters] bool, which are updated.
+        """
+        order, ahead = self.shards[::-1], self._store.lookahead
+        for shard in order[:ahead]:
+            shard.prefetch()
+        on_host = self._store.works_on.type == "cpu" and isinstance(self._store, HostStore)
+        here = by.on_host(used) if on_host else by
+        with host_threads(self._threads) if on_host else nullcontext():
+            for number, shard in enumerate(order):
+                for later in order[number + ahead : number + ahead + 1] if ahead else ():
+                    later.prefetch()
+                shard.update(here)
+                yield shard
+        if on_host:
+            by.marks.copy_(here.marks, non_blocking=True)
+        self._store.end_step()
 
     # -- another layout ------------------------------------------------------------------------------------------
 
@@ -132,23 +156,26 @@ class OptimizerState:
             old.pop().release()
 
     def _move(self, old: ShardState, places: Mapping[int, tuple[ShardState, SlotPiece]]) -> None:
-        for tensor in old.tensors:
-            with old.opened() as state:
-                full = self.sharding.whole_of(state[tensor.name], "construction")
-            for slot in old.bucket.layout.slots:
-                shard, piece = places[slot.param]
-                source = full.narrow(0, *tensor.span(slot.offset + piece.in_param, piece.numel))
-                with shard.opened() as state:
-                    shard.part(tensor, state[tensor.name], piece).copy_(source)
+        with old.opened() as state:
+            for tensor in old.tensors:
+                full = self.sharding.whole_of(state[tensor.name].to(self.sharding.device), "construction")
+                for shard, slots in itertools.groupby(old.bucket.layout.slots, lambda slot: places[slot.param][0]):
+                    with shard.opened() as new:
+                        for slot in slots:
+                            _, piece = places[slot.param]
+                            source = full.narrow(0, *tensor.span(slot.offset + piece.in_param, piece.numel))
+                            shard.part(tensor, new[tensor.name], piece).copy_(source)
 
     # -- state dicts ---------------------------------------------------------------------------------------------
 
     def export(self) -> dict[int, dict[str, Tensor]]:
-        """State by parameter index. Tensors are views of live state; the order of the keys is that of the layout."""
+        """State by parameter index; the order of the keys is that of the layout. Tensors are views of live state, or
+        copies in host memory where the store does not keep it in one place."""
         self.refresh_edited()
         exported = {}
         for shard in self.shards:
-            with shard.opened() as state:
+            with shard.opened() as opened:
+                state = opened if shard.keeps_views else {name: _host_copy(tensor) for name, tensor in opened.items()}
                 for number, slot in enumerate(shard.bucket.layout.slots):
                     exported[slot.param] = shard.views(number, state)
         return exported
@@ -179,9 +206,10 @@ class OptimizerState:
 
     def load(self, copies: Sequence[Copy]) -> None:
         """Carry out a planned load."""
-        for copy in copies:
-            with copy.shard.opened() as state:
-                copy.shard.part(copy.tensor, state[copy.tensor.name], copy.piece).copy_(copy.values())
+        for shard, of_shard in itertools.groupby(copies, lambda copy: copy.shard):
+            with shard.opened() as state:
+                for copy in of_shard:
+                    shard.part(copy.tensor, state[copy.tensor.name], copy.piece).copy_(copy.values())
         self.distrust_masters()
 
     def places(self) -> Iterator[Place]:
@@ -198,12 +226,12 @@ class OptimizerState:
 
     def restart(self, indices: set[int]) -> None:
         """Make the state of these parameters what it is at construction."""
-        for shard, piece in self._pieces(indices):
-            shard.restart(piece)
+        for shard, pieces in self._pieces(indices):
+            shard.restart(pieces)
 
     def restart_masters(self, indices: set[int]) -> None:
-        for shard, piece in self._pieces(indices):
-            shard.restart(piece, masters_alone=True)
+        for shard, pieces in self._pieces(indices):
+            shard.restart(pieces, masters_alone=True)
 
     def whole_tensors(self) -> Iterator[tuple[int, str, Tensor]]:
         """Collective. Every parameter's whole tensors, by index and name: those of one bucket at a time."""
@@ -230,7 +258,10 @@ class OptimizerState:
     def _gathered(self, shard: ShardState, tensor: StateTensor) -> Tensor:
         """Collective. A tensor of a whole bucket: of its own memory, unless this rank has all of it anyway."""
         with shard.opened() as state:
-            return self.sharding.whole_of(state[tensor.name], "state")
+            here = state[tensor.name].to(self.sharding.device)
+            if self.sharding.shard_count == 1 and not shard.keeps_views:
+                here = here.clone()
+            return self.sharding.whole_of(here, "state")
 
     def distribute(self, names: Mapping[int, Sequence[str]], tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Collective. Take over whole tensors that rank 0 has, those of one bucket at a time.
@@ -264,17 +295,22 @@ class OptimizerState:
                 source = full.narrow(0, *tensor.span(piece.slot.offset + piece.in_param, piece.numel))
                 shard.part(tensor, state[tensor.name], piece).copy_(source)
 
-    def _pieces(self, indices: set[int]) -> Iterator[tuple[ShardState, SlotPiece]]:
+    def _pieces(self, indices: set[int]) -> Iterator[tuple[ShardState, list[SlotPiece]]]:
+        """Of these parameters, by shard; shards without any are left out."""
         for shard in self.shards:
-            for piece in shard.bucket.pieces:
-                if piece.slot.param in indices:
-                    yield shard, piece
+            pieces = [piece for piece in shard.bucket.pieces if piece.slot.param in indices]
+            if pieces:
+                yield shard, pieces
 
     def distrust_masters(self) -> None:
         """State was loaded. The next step takes masters from parameters where they do not round to them: the model may
         be loaded later, and a master may be older than the parameters, when another optimizer carried it along."""
         self.started = True
         self._versions, self._updates, self._total = [-1] * len(self._versions), 0, -1
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True)
 
 
 def _by_index(shard: ShardState, tensor: StateTensor, full: Tensor) -> dict[int, Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,8 +13,10 @@ from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
 from ..params.storage_order import StorageOrder, view_of
-from ..rules.update_rule import Begins, ShardUpdate, StateTensor, UpdateRule, master_of, tensors_for
+from ..rules.update_rule import Begins, ShardUpdate, StateTensor, UpdateRule, has_master, master_of, tensors_for
+from ..stores.host_store import HostStore
 from ..stores.state_store import StateStore
+from .workplace import PARAMETER, Coefficients, OnDevice, OnHost, Workplace
 
 
 class ShardState:
@@ -27,62 +30,86 @@ class ShardState:
     def __init__(self, bucket: Bucket, rule: UpdateRule, store: StateStore) -> None:
         self.bucket, self.rule, self._store = bucket, rule, store
         self.tensors = tensors_for(rule, bucket.dtype)
-        self._page = store.allocate({tensor.name: self._first(tensor) for tensor in self.tensors})
+        self._place: Workplace = OnDevice(bucket)
+        visiting = {PARAMETER: bucket.param_shard} if bucket.flat.offloaded else {}
+        if isinstance(store, HostStore):
+            self._place = OnHost(bucket, store, reads_parameters=not has_master(rule, bucket.dtype))
+            visiting = {}
+        self._page = store.allocate({tensor.name: self._first(tensor) for tensor in self.tensors}, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
-        self.row_slot = torch.tensor(rows, dtype=torch.int32, device=bucket.device)
+        self.row_slot = torch.tensor(rows, dtype=torch.int32, device=store.works_on)
 
     def _first(self, tensor: StateTensor) -> Tensor:
         if tensor.begins is Begins.PARAMETER:
-            return self.bucket.param_shard.to(tensor.dtype)
+            return self.bucket.param_shard.to(self._store.works_on, tensor.dtype)
         _, numel = tensor.span(0, self.bucket.layout.shard_numel)
-        return torch.zeros(numel, dtype=tensor.dtype, device=self.bucket.device)
+        return torch.zeros(numel, dtype=tensor.dtype, device=self._store.works_on)
 
     def release(self) -> None:
         """The parameters have moved to other buckets, and their state with them."""
+        self._place.release()
         self._store.release(self._page)
 
     # -- the update ----------------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
         """``update`` will follow soon."""
+        self._place.prefetch()
         self._store.prefetch(self._page)
 
-    def update(self, hyper: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None, marks: Tensor) -> None:
+    def update(self, by: Coefficients) -> None:
         """One fused pass: unscale, clip, update, cast into the bucket's parameters. See ``ShardUpdate``."""
-        bucket = self.bucket
-        with self.opened() as state:
-            self.rule.update(
-                ShardUpdate(
-                    bucket.grad_shard,
-                    bucket.param_shard,
-                    state,
-                    self.row_slot,
-                    hyper,
-                    grad_scale,
-                    found_inf,
-                    marks,
-                )
+        state = self._store.fetch(self._page)
+        try:
+            parameters = self._place.parameters(state, as_they_are=not by.writes_all)
+            update = ShardUpdate(
+                self._place.gradient(),
+                parameters,
+                state,
+                self.row_slot,
+                by.hyper,
+                by.grad_scale,
+                by.found_inf,
+                by.marks,
             )
+            self.rule.update(update)
+        except BaseException:
+            self._store.discard(self._page)
+            raise
+        self._store.commit(self._page)
+        self._place.updated()
 
     # -- its parts -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def opened(self) -> Iterator[Mapping[str, Tensor]]:
-        """The tensors by name, on the device, to be read and written within. Not committed where that raises."""
-        yield self._store.fetch(self._page)
-        self._store.commit(self._page)
+        """The tensors by name, where the update has them, to be read and written within, in place. What was written
+        is kept, unless that raises."""
+        state = self._store.fetch(self._page)
+        before = [tensor._version for tensor in state.values()]
+        written = False
+        try:
+            yield state
+            written = before != [tensor._version for tensor in state.values()]
+        finally:
+            (self._store.commit if written else self._store.discard)(self._page)
 
     def part(self, tensor: StateTensor, of_shard: Tensor, piece: SlotPiece) -> Tensor:
         """What ``of_shard`` holds for a piece, a view."""
         return of_shard.narrow(0, *tensor.span(piece.in_shard, piece.numel))
 
     def parameter_of(self, piece: SlotPiece) -> Tensor:
-        """[piece.numel] the parameter itself, a view."""
-        return self.bucket.param_shard.narrow(0, piece.in_shard, piece.numel)
+        """[piece.numel] the parameter itself, a view; or a copy, where the update has its own."""
+        return self.bucket.param_shard.narrow(0, piece.in_shard, piece.numel).to(self._store.works_on)
 
     def master(self, state: Mapping[str, Tensor]) -> Tensor:
         """[shard_numel] what the parameters are roundings of; they themselves where they have no master."""
-        return state.get(master_of(self.rule), self.bucket.param_shard)
+        return state.get(master_of(self.rule), state.get(PARAMETER, self.bucket.param_shard))
+
+    @property
+    def keeps_views(self) -> bool:
+        """Whether what ``opened`` gave stays the state afterwards."""
+        return self._store.keeps_views
 
     def views(self, index: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The state of slot ``index``, by name: plain views where this rank holds all of it, else ``FlatShard``s."""
@@ -107,20 +134,19 @@ class ShardState:
         parameter = self.bucket.params[index]
         return tensor.shape(parameter.shape, parameter.numel()), tensor.order(self.bucket.flat.orders[index])
 
-    def refresh_master(self, index: int) -> None:
-        """Take over what a user wrote into the parameter of slot ``index``; the rest keeps its precision."""
-        for tensor in self.tensors:
-            if tensor.begins is Begins.PARAMETER:
-                piece = self.bucket.pieces[index]
-                with self.opened() as state:
+    def refresh_masters(self, pieces: Sequence[SlotPiece]) -> None:
+        """Take over what a user wrote into these parameters; the rest keeps its precision."""
+        with self.opened() as state:
+            for tensor in (tensor for tensor in self.tensors if tensor.begins is Begins.PARAMETER):
+                for piece in pieces:
                     master, parameter = self.part(tensor, state[tensor.name], piece), self.parameter_of(piece)
                     kept = master.to(parameter.dtype) == parameter
                     master.copy_(torch.where(kept, master, parameter.to(tensor.dtype)))
 
-    def restart(self, piece: SlotPiece, *, masters_alone: bool = False) -> None:
-        """Make the state of a piece what it is at construction."""
+    def restart(self, pieces: Sequence[SlotPiece], *, masters_alone: bool = False) -> None:
+        """Make the state of these pieces what it is at construction."""
         with self.opened() as state:
-            for tensor in self.tensors:
+            for tensor, piece in itertools.product(self.tensors, pieces):
                 part = self.part(tensor, state[tensor.name], piece)
                 if tensor.begins is Begins.PARAMETER:
                     part.copy_(self.parameter_of(piece))

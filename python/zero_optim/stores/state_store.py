@@ -3,23 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..comm.streams import keep_for_current_stream
 
 
-class StateStore(Protocol):
-    """Brings pages to the device of the update, and back. In ``step``, one page after another::
+@dataclass
+class Copied:
+    """Bytes that a store has moved since it was made."""
 
-    prefetch(0)
-    prefetch(1)   fetch(0)   update   commit(0)
-    prefetch(2)   fetch(1)   update   commit(1)
+    to_device: int = 0
+    to_host: int = 0
+    read: int = 0
+    written: int = 0
+
+
+class StateStore(Protocol):
+    """Brings pages to where they are updated, and back. In ``step``, one page after another::
+
+        prefetch(0)
+        prefetch(1)   fetch(0)   update   commit(0)
+        prefetch(2)   fetch(1)   update   commit(1)
+
+    Attributes:
+        works_on: the device of the update.
+        lookahead: how many pages are worth prefetching while one is updated.
+        keeps_views: whether what ``fetch`` gave stays the state after ``commit``.
+        copied: what has moved.
     """
 
-    def allocate(self, page: Mapping[str, Tensor]) -> int:
-        """Keep a new page, these tensors by name. Returns its number."""
+    works_on: torch.device
+    lookahead: int
+    keeps_views: bool
+    copied: Copied
+
+    def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Tensor] | None = None) -> int:
+        """Keep a new page, these tensors by name. Returns its number.
+
+        Args:
+            visiting: tensors that live elsewhere, in host memory, and come and go with the page.
+        """
 
     def release(self, number: int) -> None:
         """Forget a page."""
@@ -28,23 +55,39 @@ class StateStore(Protocol):
         """``fetch`` of this page will follow soon."""
 
     def fetch(self, number: int) -> Mapping[str, Tensor]:
-        """The page on the device, ordered before what follows; to be read and written until ``commit``.
+        """The page where it is updated, ordered before what follows; to be read and written until ``commit``.
 
-        ``state_dict`` gives views of it away, which are good for as long as the store keeps the page on the device.
+        Two may be fetched at a time. Raises OffloadError where the page is lost.
         """
 
     def commit(self, number: int) -> None:
         """What the fetched tensors hold is the state now."""
 
+    def discard(self, number: int) -> None:
+        """The fetched tensors were only read."""
+
+    def end_step(self) -> None:
+        """All pages of a step were committed. Raises OffloadError where one could not be written."""
+
+    def footprint(self) -> Mapping[str, int]:
+        """Bytes taken, by memory: device, host, disk."""
+
+    def close(self) -> None:
+        """Give everything back. The pages are gone."""
+
 
 class DeviceStore:
     """Pages stay on the device: nothing moves, and what ``fetch`` gives is the state itself."""
 
-    def __init__(self) -> None:
+    lookahead, keeps_views = 0, True
+
+    def __init__(self, device: torch.device) -> None:
+        self.works_on, self.copied = device, Copied()
         self._pages: dict[int, Mapping[str, Tensor]] = {}
         self._allocated = 0
 
-    def allocate(self, page: Mapping[str, Tensor]) -> int:
+    def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Tensor] | None = None) -> int:
+        assert not visiting, "what visits comes and goes: that takes a PagedStore"
         self._allocated += 1
         self._pages[self._allocated] = page
         return self._allocated
@@ -52,11 +95,18 @@ class DeviceStore:
     def release(self, number: int) -> None:
         keep_for_current_stream(*self._pages.pop(number).values())
 
-    def prefetch(self, number: int) -> None:
-        pass
+    def prefetch(self, number: int) -> None: ...
 
     def fetch(self, number: int) -> Mapping[str, Tensor]:
         return self._pages[number]
 
-    def commit(self, number: int) -> None:
-        pass
+    def commit(self, number: int) -> None: ...
+
+    def discard(self, number: int) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def footprint(self) -> Mapping[str, int]:
+        return {"device": sum(t.nbytes for page in self._pages.values() for t in page.values()), "host": 0, "disk": 0}
+
+    def close(self) -> None: ...

@@ -1,0 +1,196 @@
+"""Where a shard is updated, and how its gradient and its parameters get there: on the device, or on the host."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import Pending
+from ..grads.bucket import Bucket
+from ..stores.host_store import HostStore
+
+PARAMETER = "parameter"
+"""The name under which a parameter visits with the page, where its shard rests in host memory."""
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """What the updates of all shards share in a step. See ``ShardUpdate``.
+
+    Attributes:
+        writes_all: whether each update writes every parameter of its shard, as far as the host knows: nothing is
+            skipped, and no parameter left out.
+    """
+
+    hyper: Tensor
+    grad_scale: Tensor | None
+    found_inf: Tensor
+    marks: Tensor
+    writes_all: bool = False
+
+    def on_host(self, used: Tensor) -> Coefficients:
+        """The same in host memory. The host waits for the device. ``used``: [parameters] bool."""
+        skips = bool(self.found_inf.cpu() != 0)
+        return replace(
+            self,
+            hyper=self.hyper.cpu(),
+            grad_scale=None if self.grad_scale is None else self.grad_scale.cpu(),
+            found_inf=self.found_inf.cpu(),
+            marks=torch.zeros_like(self.marks, device="cpu"),
+            writes_all=not skips and bool(used.all()),
+        )
+
+
+class Workplace(Protocol):
+    """Of one shard."""
+
+    def prefetch(self) -> None:
+        """The update will follow soon."""
+
+    def gradient(self) -> Tensor:
+        """[shard_numel] the reduced gradient."""
+
+    def parameters(self, state: Mapping[str, Tensor], *, as_they_are: bool) -> Tensor:
+        """[shard_numel] to be written; ``as_they_are``: it must hold what they are, as not all of it will be."""
+
+    def updated(self) -> None:
+        """The update has been launched: let the device have the parameters."""
+
+    def release(self) -> None: ...
+
+
+class OnDevice:
+    """Everything is there, or visits with the page."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+
+    def prefetch(self) -> None: ...
+
+    def gradient(self) -> Tensor:
+        return self._bucket.grad_shard
+
+    def parameters(self, state: Mapping[str, Tensor], *, as_they_are: bool) -> Tensor:
+        return state.get(PARAMETER, self._bucket.param_shard)
+
+    def updated(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class Copy(enum.Enum):
+    """What the host has of the gradient.
+
+    STALE ── the reduction has been launched, or has arrived ──> TAKEN ── it is written again ──> STALE
+    """
+
+    STALE = enum.auto()
+    TAKEN = enum.auto()
+
+
+class OnHost:
+    """The gradient comes to the host as its reduction arrives, while backward goes on. The parameters go back.
+
+    Args:
+        reads_parameters: whether the update reads them: they have no master.
+    """
+
+    def __init__(self, bucket: Bucket, store: HostStore, *, reads_parameters: bool) -> None:
+        self._bucket, self._store, self._reads_parameters = bucket, store, reads_parameters
+        memory, lanes = store.memory, store.lanes
+        numel = bucket.layout.shard_numel
+        self._grad_run = memory.take(numel * bucket.grad_shard.element_size())
+        self._grad = self._grad_run.view(bucket.grad_shard.dtype)
+        self._param_run = None if bucket.flat.offloaded else memory.take(numel * bucket.dtype.itemsize)
+        self._param = None if self._param_run is None else self._param_run.view(bucket.dtype).zero_()
+        self._taken, self._brought, self._sent = lanes.mark(), lanes.mark(), lanes.mark()
+        self._now = lanes.mark()
+        self._copy, self._version, self._of = Copy.STALE, 0, bucket.grad_shard
+        bucket.follower = self
+
+    def release(self) -> None:
+        self._bucket.follower = None
+        for mark in (self._taken, self._brought, self._sent):
+            mark.wait()
+        for run in (self._grad_run, self._param_run):
+            if run is not None:
+                self._store.memory.give_back(run)
+
+    # -- the gradient --------------------------------------------------------------------------------------------
+
+    def reduction_begins(self) -> None:
+        """The shard is about to be written: after what the lane reads of it."""
+        self._taken.order_current()
+        self._copy = Copy.STALE
+
+    def reduction_launched(self, pending: Pending) -> bool:
+        with self._store.lanes.to_host.as_current():
+            ordered = pending.order_current()
+        if ordered:
+            self._take()
+        return ordered
+
+    def reduction_arrived(self) -> None:
+        self._now.set()
+        self._store.lanes.to_host.after(self._now)
+        self._take()
+
+    def _take(self) -> None:
+        source, lane = self._bucket.grad_shard, self._store.lanes.to_host
+        lane.copy(self._grad, source)
+        lane.set(self._taken)
+        self._store.lanes.keep(source)
+        self._store.copied.to_host += source.nbytes
+        self._copy, self._version, self._of = Copy.TAKEN, source._version, source
+
+    def prefetch(self) -> None:
+        source, sharding = self._bucket.grad_shard, self._bucket.sharding
+        current = self._copy is Copy.TAKEN and source is self._of and source._version == self._version
+        readable = sharding.stage == 0 or not sharding.reduces  # then .grad is the user's to edit in any way
+        there = source.untyped_storage().nbytes() > 0
+        if there and (readable or not current):
+            self.reduction_arrived()
+        if self._reads_parameters:
+            self._bring_parameters()
+
+    def gradient(self) -> Tensor:
+        self._taken.wait()
+        return self._grad
+
+    # -- the parameters ------------------------------------------------------------------------------------------
+
+    def _bring_parameters(self) -> None:
+        if self._param is not None:
+            self._sent.wait()
+            self._now.set()
+            lane = self._store.lanes.to_host
+            lane.after(self._now)
+            lane.copy(self._param, self._bucket.param_shard)
+            lane.set(self._brought)
+            self._store.copied.to_host += self._param.nbytes
+
+    def parameters(self, state: Mapping[str, Tensor], *, as_they_are: bool) -> Tensor:
+        self._bucket.flat.wait_until_copied()
+        if self._param is None:
+            return self._bucket.param_shard
+        if as_they_are and not self._reads_parameters:
+            self._bring_parameters()
+        self._brought.wait()
+        self._sent.wait()
+        return self._param
+
+    def updated(self) -> None:
+        if self._param is None:
+            return
+        lanes = self._store.lanes
+        self._now.set()
+        lanes.to_device.after(self._now)
+        lanes.to_device.copy(self._bucket.param_shard, self._param)
+        lanes.to_device.set(self._sent)
+        self._sent.order_current()
+        self._store.copied.to_device += self._param.nbytes

@@ -1,0 +1,88 @@
+"""Host memory for pages, in a few large slabs that are registered with the GPU as they are made.
+
+To pin one small tensor after another takes minutes for a large model, and torch's own pinned memory comes in powers of
+two: up to twice of what is needed. To pin in a hook of backward can stand still against NCCL. So slabs are taken as
+pages are laid out, at construction, and kept.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import OffloadError
+from ..params.layout import round_up
+
+ALIGNMENT = 4096  # what direct access to a disk wants, and more than any kernel does
+SLAB_BYTES = 256 * 2**20
+
+
+@dataclass
+class _Slab:
+    memory: Tensor  # [bytes] uint8
+    end: int = 0  # of what was handed out
+    live: int = 0  # runs that were not given back
+
+
+class HostMemory:
+    """Runs of bytes, taken and given back. A slab is used anew when all of it was given back.
+
+    Args:
+        pinned: whether a GPU copies from and to it.
+
+    Attributes:
+        in_use: bytes that are taken now. Slabs may have some more.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned, self.in_use = pinned, 0
+        self._slabs: list[_Slab] = []
+        self._slab_of: dict[int, _Slab] = {}  # by address of a run
+
+    def take(self, nbytes: int) -> Tensor:
+        """[nbytes] uint8, aligned to 4096 bytes, contents undefined. Raises OffloadError where there is no memory."""
+        room = max(round_up(nbytes, ALIGNMENT), ALIGNMENT)
+        slab = next((slab for slab in self._slabs if slab.memory.nbytes - slab.end >= room), None)
+        if slab is None:
+            slab = _Slab(_memory(max(room, min(SLAB_BYTES, self._slab_bytes())), pinned=self._pinned))
+            self._slabs.append(slab)
+        run = slab.memory[slab.end : slab.end + nbytes]
+        slab.end += room
+        slab.live += 1
+        self.in_use += nbytes
+        self._slab_of[slab.memory.data_ptr() + slab.end - room] = slab
+        return run
+
+    def give_back(self, run: Tensor) -> None:
+        slab = self._slab_of.pop(run.data_ptr())
+        slab.live -= 1
+        self.in_use -= run.nbytes
+        if slab.live == 0:
+            slab.end = 0
+
+    def _slab_bytes(self) -> int:
+        return sum(slab.memory.nbytes for slab in self._slabs)
+
+
+def _memory(nbytes: int, *, pinned: bool) -> Tensor:
+    try:
+        mapping = mmap.mmap(-1, nbytes)
+    except OSError as error:
+        raise OffloadError(f"no {nbytes:,} bytes of host memory for state_offload: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults; a kernel without them says no in vain
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    if pinned:
+        runtime, address = torch.cuda.cudart(), memory.data_ptr()
+        status = int(runtime.cudaHostRegister(address, nbytes, 0))
+        if status != 0:
+            raise OffloadError(
+                f"{nbytes:,} bytes of host memory for state_offload could not be pinned (CUDA error {status}): raise "
+                "the limit of locked memory (ulimit -l), or use fewer ranks a machine"
+            )
+        weakref.finalize(mapping, runtime.cudaHostUnregister, address)  # before the memory goes
+    return memory

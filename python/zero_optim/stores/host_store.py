@@ -1,0 +1,67 @@
+"""Pages that rest in host memory and are updated there: ZeRO-Offload (Ren et al., 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..params.layout import round_up
+from .host_memory import HostMemory
+from .lanes import Lanes
+from .state_store import Copied
+
+_ALIGNMENT = 512
+
+
+class HostStore:
+    """See ``StateStore``.
+
+    Attributes:
+        memory, lanes: for gradients and parameters, which the update has on the host beside its pages.
+    """
+
+    lookahead, keeps_views = 1, True
+    works_on = torch.device("cpu")
+
+    def __init__(self, memory: HostMemory, lanes: Lanes) -> None:
+        self.memory, self.lanes, self.copied = memory, lanes, Copied()
+        self._pages: dict[int, Mapping[str, Tensor]] = {}
+        self._runs: dict[int, Tensor] = {}
+        self._allocated = 0
+
+    def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Tensor] | None = None) -> int:
+        assert not visiting, "the update is where they are"
+        self._allocated += 1
+        ends, end = {}, 0
+        for name, tensor in page.items():
+            ends[name] = end = round_up(end, _ALIGNMENT) + tensor.nbytes
+        run = self._runs[self._allocated] = self.memory.take(end)
+        views = {name: run[ends[name] - t.nbytes : ends[name]].view(t.dtype) for name, t in page.items()}
+        for name, view in views.items():
+            view.copy_(page[name])
+        self._pages[self._allocated] = views
+        return self._allocated
+
+    def release(self, number: int) -> None:
+        del self._pages[number]
+        self.memory.give_back(self._runs.pop(number))
+
+    def prefetch(self, number: int) -> None: ...
+
+    def fetch(self, number: int) -> Mapping[str, Tensor]:
+        return self._pages[number]
+
+    def commit(self, number: int) -> None: ...
+
+    def discard(self, number: int) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def footprint(self) -> Mapping[str, int]:
+        return {"device": 0, "host": self.memory.in_use, "disk": 0}
+
+    def close(self) -> None:
+        for number in list(self._pages):
+            self.release(number)

@@ -1,0 +1,40 @@
+"""From the choice of ``state_offload`` to the store."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .host_homes import HostHomes
+from .host_memory import HostMemory
+from .host_store import HostStore
+from .lanes import make_lanes
+from .offload import Offload, Tier
+from .paged_store import PagedStore
+from .state_store import DeviceStore, StateStore
+
+_RESERVE = 0.05
+"""Of the device's memory, what is left free where the budget is "auto": fragments, and steps larger than the first."""
+
+
+def make_store(offload: Offload, device: torch.device, *, params_on_host: bool) -> StateStore:
+    """``params_on_host``: whether shards of parameters rest in host memory: they visit for each update."""
+    if offload.tier is Tier.DEVICE and not params_on_host:
+        return DeviceStore(device)
+    memory, lanes = HostMemory(pinned=device.type == "cuda"), make_lanes(device)
+    if offload.tier is Tier.CPU:
+        return HostStore(memory, lanes)
+    if offload.tier is Tier.DEVICE:
+        return PagedStore(device, lanes, HostHomes(memory), math.inf)
+    if offload.device_budget is not None:
+        return PagedStore(device, lanes, HostHomes(memory), offload.device_budget)
+    if device.type != "cuda":
+        return PagedStore(device, lanes, HostHomes(memory), math.inf)  # the host's memory is the device's
+    return PagedStore(device, lanes, HostHomes(memory), 0, lambda: _room(device))
+
+
+def _room(device: torch.device) -> int:
+    """Bytes that nobody has taken: two steps are over, so what activations need is with torch's allocator."""
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, free - int(_RESERVE * total))
