@@ -233,6 +233,7 @@ class Bucket:
             return False
         self._use_new_memory_if_kept()
         sources = found.local if self.state is GradState.EMPTY else self._present()
+        allocate(self.grad_buffer)
         self._pack(sources, self.grad_buffer, 1.0)
         streams.keep(grad for _, grad in sources)
         self.slots.collect(sources, self._views)

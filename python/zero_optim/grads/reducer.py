@@ -200,8 +200,8 @@ class Reducer:
             )
 
     def _check_in_place(self, bucket: Bucket, number: int) -> None:
-        """In each backward, once for every bucket: when it is full, else at the end."""
-        if number in self._in_place:
+        """In each backward, once for every bucket: when it is full, else at the end, unless it is sharded then."""
+        if number in self._in_place or (bucket.flat.sharded and not bucket.flat.shown):
             return
         moved = bucket.flat.first_moved()
         if moved is not None:

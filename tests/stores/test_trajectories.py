@@ -1,0 +1,52 @@
+"""Every store gives the bits of none: over stages, dtypes, budgets, accumulation, skipped and clipped steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import run_ranks
+
+from stores.trajectories import Store, Training, differences, train
+
+DEVICE = Store()
+STORES = (
+    Store({"state_offload": "paged", "device_budget": 0}),
+    Store({"state_offload": "paged", "device_budget": 6144}),  # one page, of the smaller ones
+    Store({"state_offload": "paged", "device_budget": "1GB"}),
+    Store({"state_offload": "cpu"}),
+)
+ON_HOST = {"param_offload": "cpu"}
+TRAININGS = (
+    Training(0, torch.float16, scaled=True),
+    Training(0, torch.float32, micro=2),
+    Training(1, torch.bfloat16, micro=2, no_sync=True),
+    Training(1, torch.float32, options={"max_grad_norm": 1.0}),
+    Training(2, torch.bfloat16),
+    Training(2, torch.float16, micro=2, scaled=True),
+    Training(2, torch.float32, options={"overlap_param_gather": True}),
+    Training(3, torch.bfloat16, micro=2),
+    Training(3, torch.float32, options={"max_grad_norm": 1.0}),
+    Training(3, torch.float16, micro=3, no_sync=True, scaled=True),
+)
+
+
+def _id(training: Training) -> str:
+    return f"stage{training.stage}-{str(training.dtype).removeprefix('torch.')}-{training.micro}"
+
+
+@pytest.mark.parametrize("training", TRAININGS, ids=_id)
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_every_store_gives_the_bits_of_none(ranks: int, training: Training) -> None:
+    small = {"bucket_cap_mb": 0.002} if training.stage < 3 else {}
+    training = Training(**{**vars(training), "options": {**training.options, **small}})
+    stores = [DEVICE, *STORES]
+    if training.stage == 3:
+        stores += [Store(store.options, ON_HOST) for store in stores]
+    for of_rank in run_ranks(ranks, train, training, stores):
+        wrong = {
+            store.name: found
+            for store, of_store in zip(stores, of_rank, strict=True)
+            if (found := differences(of_store, of_rank[0]))
+        }
+        assert not wrong
+        assert any(of_rank[0].stats["skipped_steps"] == 1 for _ in (0,))
