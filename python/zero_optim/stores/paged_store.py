@@ -185,7 +185,8 @@ class PagedStore:
 
     def release(self, number: int) -> None:
         page = self._pages.pop(number)
-        self._leave_slot(page)
+        if page.slot is not None:
+            self._send_back(page)
         if page.home is None:
             self._left += page.nbytes
             keep_for_current_stream(*page.stays.values())
@@ -292,14 +293,16 @@ class PagedStore:
 
     def _send_back(self, page: _Page) -> None:
         """A page on its way in is not wanted yet: it has to come anew."""
+        if page.state is PageState.HERE:
+            raise RuntimeError("a page would lose its slot while it is here")
         if page.home is not None:
             page.arrived.wait()
             page.home.unchanged()
         self._leave_slot(page, page.arrived)
 
-    def _leave_slot(self, page: _Page, left: Mark | None = None) -> None:
+    def _leave_slot(self, page: _Page, left: Mark) -> None:
         if page.slot is not None:
-            page.slot.left, page.slot.page = left or page.arrived, None
+            page.slot.left, page.slot.page = left, None
             page.slot, page.state = None, PageState.AWAY
 
     def _fit_slots(self, nbytes: int) -> None:
@@ -321,7 +324,6 @@ class PagedStore:
         """Let pages stay for which there is room now."""
         for page in self._pages.values():
             if page.home is not None and page.nbytes <= self._left:
-                self._leave_slot(page)
                 run = torch.empty(page.nbytes, dtype=torch.uint8, device=self.works_on)
                 page.left.wait()
                 run.copy_(page.home.incoming())
