@@ -20,7 +20,18 @@ from .own_file import create_file, remove_leftovers
 from .transfer import Transfer, wait_for_all
 
 BLOCK_BYTES = 4 * 2**20
-"""A thread reads or writes so much at a time, with a checksum of its own."""
+"""A thread reads or writes so much at a time, with a checksum of its own.
+
+Bandwidth of a 256 MiB page as a share of plain O_DIRECT reads and writes in the same run, median of 7, on a virtual
+disk that writes 5 GB/s and reads 2.4, with two cores of an AMD EPYC:
+
+    block    write, 4 threads    8 threads    read, 4 threads    8 threads
+    1 MiB    0.72                0.81         0.88               0.87
+    4 MiB    0.74                0.89         0.91               0.99
+    8 MiB    0.83                0.95         0.93               0.96
+
+Pages of 4 MiB to 16 MiB, one at a time, are a tenth faster in blocks of 4 MiB than of 8: more threads share a page.
+"""
 
 CLOSE_SECONDS = 60.0
 """So long ``close`` waits for transfers."""
@@ -55,7 +66,7 @@ class PageFile:
         removed_stale: how many files of a crash were found in the folder, and removed.
     """
 
-    def __init__(self, folder: Path, *, rank: int, threads: int = 4) -> None:
+    def __init__(self, folder: Path, *, rank: int, threads: int = 8) -> None:
         """Make a new file in ``folder``; see ``own_file`` for its name, and for what is removed there.
 
         Args:
