@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from zero_optim.stores.extents import ALIGNMENT, Extent, FreeSpace, aligned
+from zero_optim.stores.extents import Extent, FreeSpace, aligned
+from zero_optim.stores.host_memory import ALIGNMENT
 
 
 @pytest.mark.parametrize(

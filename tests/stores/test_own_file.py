@@ -6,11 +6,14 @@ import errno
 import fcntl
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,14 +75,25 @@ def test_a_missing_directory(tmp_path):
         PageFile(tmp_path / "file", rank=0)
 
 
-@pytest.mark.parametrize("mode", [0o500, 0o000])
-def test_a_directory_that_cannot_be_written(tmp_path, mode):
-    if os.getuid() == 0:
-        pytest.skip("root may write anywhere")
-    folder = tmp_path / "theirs"
-    folder.mkdir(mode=mode)
+@pytest.fixture
+def nobody() -> Iterator[None]:
+    """Root may write anywhere, and is somebody else for this test."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    yield
+    if root:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o000])
+def test_a_directory_that_cannot_be_written(mode, nobody):
+    """The temporary directories of pytest are closed to other users: this one is not."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(mode)
     with pytest.raises(OffloadError, match=f"state_offload='nvme:{folder}': .*Permission denied"):
         PageFile(folder, rank=0)
+    folder.rmdir()
 
 
 def test_no_file_can_be_made(tmp_path, monkeypatch):
@@ -212,37 +226,27 @@ def test_no_start_takes_the_file_of_another(tmp_path):
 
 # -- other processes ---------------------------------------------------------------------------------------------------
 
-LIVE = """
-import sys
-from pathlib import Path
-from zero_optim.stores.page_file import PageFile
-file = PageFile(Path(sys.argv[1]), rank=1)
-file.allocate(12345)
-print(file.path, flush=True)
-sys.stdin.read()
-"""
-
-FORK = """
-import gc, os, sys
+FORKS = """
+import os, sys
 from pathlib import Path
 from zero_optim import ClosedError
-from zero_optim.stores.direct_file import aligned_buffer
+from zero_optim.stores.host_memory import HostMemory
 from zero_optim.stores.page_file import PageFile
 file = PageFile(Path(sys.argv[1]), rank=0)
-extent, buffer = file.allocate(9), aligned_buffer(9, pinned=False).fill_(7)
+extent, buffer = file.allocate(9), HostMemory(pinned=False).take(4096).fill_(7)
 file.write(extent, buffer).wait(60)
-child = os.fork()
-if child == 0:
-    try:
-        file.read(extent, buffer)
-    except ClosedError as error:
-        print(error, flush=True)
-    file.close()
-    if sys.argv[2] == "drop":
-        del file
-        gc.collect()
-    sys.exit(7)  # runs what is to run at a process's end
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+for end in ("exit", "drop"):
+    child = os.fork()
+    if child == 0:
+        try:
+            file.read(extent, buffer)
+        except ClosedError as error:
+            print(error, flush=True)
+        file.close()
+        if end == "drop":
+            del file
+        sys.exit(7)  # runs what is to run at a process's end
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 file.read(extent, buffer.zero_()).wait(60)
 assert buffer.eq(7).all() and file.path.stat().st_size == 4096
 print("still there", flush=True)
@@ -250,13 +254,25 @@ print("still there", flush=True)
 
 
 def test_a_killed_process_leaves_a_file_that_the_next_start_removes(tmp_path):
-    with subprocess.Popen(
-        [sys.executable, "-c", LIVE, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        path = Path(process.stdout.readline().strip())
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            file = PageFile(tmp_path, rank=1)
+            file.allocate(12345)
+            os.write(write, bytes(file.path))
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(write)
+    path = Path(os.fsdecode(os.read(read, 4096)))
+    os.close(read)
+    try:
         assert quietly_removed(tmp_path) == 0, "its owner lives"
         assert path.exists()
-        process.kill()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     assert path.stat().st_size == 16384
     with pytest.warns(UserWarning, match="removed 1 files, 16,384 bytes"):
         file = PageFile(tmp_path, rank=0)
@@ -265,13 +281,13 @@ def test_a_killed_process_leaves_a_file_that_the_next_start_removes(tmp_path):
     file.close()
 
 
-@pytest.mark.parametrize("end", ["exit", "drop"])
-def test_a_forked_process_ends_and_the_file_stays(tmp_path, end):
+def test_forked_processes_end_and_the_file_stays(tmp_path):
     """Until its owner ends, which had no time to close it."""
-    run = subprocess.run([sys.executable, "-c", FORK, str(tmp_path), end], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    refusal, outcome = run.stdout.splitlines()
-    assert "of which this one is a fork" in refusal
+    *refusals, outcome = run.stdout.splitlines()
+    assert len(refusals) == 2
+    assert all("of which this one is a fork" in refusal for refusal in refusals)
     assert outcome == "still there"
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""Reading and writing past the system's cache: aligned host memory, and a file that takes it as it is."""
+"""Reading and writing past the system's cache, from aligned host memory as it is."""
 
 from __future__ import annotations
 
@@ -11,29 +11,12 @@ import os
 import zlib
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from .extents import ALIGNMENT, aligned
+from .host_memory import ALIGNMENT, HostMemory
 
 Memory = ctypes.Array
 """The bytes of a buffer, which whoever uses them keeps alive."""
-
-
-def aligned_buffer(nbytes: int, *, pinned: bool) -> Tensor:
-    """Host memory for O_DIRECT: uint8 [``nbytes`` rounded up to 4096], its address a multiple of 4096.
-
-    Pinned memory begins on a page of the system. Where it does not, and for memory that is not pinned, 4096 bytes more
-    are allocated, of which the first are left out.
-    """
-    nbytes = aligned(nbytes)
-    if pinned:
-        buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        if buffer.data_ptr() % ALIGNMENT == 0:
-            return buffer
-    buffer = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
-    skipped = -buffer.data_ptr() % ALIGNMENT
-    return buffer[skipped : skipped + nbytes]
 
 
 def memory_of(buffer: Tensor) -> Memory:
@@ -88,7 +71,7 @@ class DirectFile:
         return direct and flag != 0
 
     def _try_out(self) -> None:
-        buffer = aligned_buffer(ALIGNMENT, pinned=False).zero_()
+        buffer = _zeros(ALIGNMENT)
         memory = memory_of(buffer)
         self.write(memory, 0)
         self.read(memory, 0)
@@ -111,7 +94,7 @@ class DirectFile:
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
                     raise
-        zeros = aligned_buffer(min(nbytes, 2**20), pinned=False).zero_()
+        zeros = _zeros(min(nbytes, 2**20))
         for start in range(0, nbytes, zeros.numel()):
             self.write(memory_of(zeros[: nbytes - start]), offset + start)
 
@@ -147,3 +130,7 @@ class DirectFile:
         if not self.direct and hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self.file, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def _zeros(nbytes: int) -> Tensor:
+    return HostMemory(pinned=False).take(nbytes).zero_()

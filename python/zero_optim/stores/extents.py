@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ALIGNMENT = 4096
-"""Offsets in the file, lengths and addresses of buffers are multiples of it: O_DIRECT asks for no more on any disk."""
+from ..params.layout import round_up
+from .host_memory import ALIGNMENT
 
 
 def aligned(nbytes: int) -> int:
     """``nbytes`` and what is added to end on a multiple of ``ALIGNMENT``; an empty page takes one, too."""
-    return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
+    return max(round_up(nbytes, ALIGNMENT), ALIGNMENT)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..errors import ClosedError, OffloadError
 from .direct_file import DirectFile, checksum_function, memory_of
-from .extents import ALIGNMENT, Extent, FreeSpace
+from .extents import Extent, FreeSpace
+from .host_memory import ALIGNMENT
 from .own_file import create_file, remove_leftovers
 from .transfer import Transfer, wait_for_all
 
@@ -133,8 +134,8 @@ class PageFile:
         """Begin to write a page.
 
         Args:
-            buffer: uint8 [at least ``extent.space``] from ``aligned_buffer``, or an aligned part of one; not to be
-                changed until the transfer is done.
+            buffer: uint8 [at least ``extent.space``], its address a multiple of 4096, as ``HostMemory`` gives it. It is
+                not to be changed until the transfer is done.
             after: called first, in a thread of the pool; for instance, it waits until a GPU has filled the buffer. It
                 may block, and it must not wait for another transfer.
 
