@@ -132,9 +132,7 @@ def differences(ours: Trajectory, theirs: Trajectory) -> list[str]:
             found.append(f"{what} of {list(mine)} and {list(other)}")
             continue
         for name, entry in mine.items():
-            wrong = [
-                kind for kind, value in entry.items() if not torch.equal(_bits(value), _bits(other[name][kind]))
-            ]
+            wrong = [kind for kind, value in entry.items() if not torch.equal(_bits(value), _bits(other[name][kind]))]
             found += [f"{what} of {name}: {wrong}"] if wrong else []
     return found
 

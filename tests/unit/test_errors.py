@@ -146,6 +146,7 @@ def test_errors_share_a_base():
         "ParameterError",
         "RankMismatchError",
         "GradientError",
+        "OffloadError",
         "ShardAccessError",
         "ClosedError",
         "StateMismatchError",

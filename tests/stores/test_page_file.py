@@ -1,0 +1,501 @@
+"""Pages in a file: values, space, transfers, and every fault that a disk has in store."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from zero_optim import ClosedError, OffloadError
+from zero_optim.stores import direct_file, page_file
+from zero_optim.stores.direct_file import checksum_function, memory_of
+from zero_optim.stores.extents import Extent, aligned
+from zero_optim.stores.host_memory import ALIGNMENT, HostMemory
+from zero_optim.stores.page_file import PageFile
+
+SECONDS = 60.0
+
+
+@pytest.fixture
+def pages(tmp_path, monkeypatch) -> Iterator[PageFile]:
+    """Blocks are small, so that small pages have several."""
+    monkeypatch.setattr(page_file, "BLOCK_BYTES", 2 * ALIGNMENT)
+    file = PageFile(tmp_path, rank=0, threads=2)
+    yield file
+    file.close()
+
+
+def aligned_buffer(nbytes: int) -> torch.Tensor:
+    return HostMemory(pinned=False).take(aligned(nbytes))
+
+
+def random_buffer(nbytes: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return aligned_buffer(nbytes).random_(0, 256, generator=generator)
+
+
+def put(file: PageFile, nbytes: int, seed: int = 0) -> tuple[Extent, torch.Tensor]:
+    extent, buffer = file.allocate(nbytes), random_buffer(nbytes, seed)
+    file.write(extent, buffer).wait(SECONDS)
+    return extent, buffer
+
+
+def get(file: PageFile, extent: Extent) -> torch.Tensor:
+    buffer = aligned_buffer(extent.nbytes)
+    file.read(extent, buffer).wait(SECONDS)
+    return buffer
+
+
+def failing(number: int):
+    """In place of a function of the system: it fails."""
+
+    def fail(*arguments: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [1, 37, 4095, 4096, 4097, 8192, 8193, 100_001])
+def test_a_page_comes_back(pages, nbytes):
+    extent, buffer = put(pages, nbytes)
+    assert torch.equal(get(pages, extent), buffer)
+    assert pages.nbytes == pages.path.stat().st_size == -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def test_a_page_of_the_real_block_size(tmp_path):
+    file = PageFile(tmp_path, rank=0)
+    extent, buffer = put(file, page_file.BLOCK_BYTES + 5)
+    assert torch.equal(get(file, extent), buffer)
+    file.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_programs(pages, seed):
+    """Pages come, change and go; after each change all that is there is as it was written."""
+    generator = random.Random(seed)
+    model: dict[Extent, torch.Tensor] = {}
+    for number in range(60):
+        action = generator.random()
+        if not model or action < 0.5:
+            extent, buffer = put(pages, generator.randint(0, 9 * ALIGNMENT), number)
+            model[extent] = buffer
+        elif action < 0.75:
+            pages.release(extent := generator.choice(list(model)))
+            del model[extent]
+        else:
+            extent = generator.choice(list(model))
+            model[extent] = random_buffer(extent.nbytes, number)
+            pages.write(extent, model[extent]).wait(SECONDS)
+        at = {extent: aligned_buffer(extent.nbytes) for extent in model}
+        for transfer in [pages.read(extent, at[extent]) for extent in model]:
+            transfer.wait(SECONDS)
+        assert all(torch.equal(at[extent], model[extent]) for extent in model)
+    assert pages.nbytes == pages.path.stat().st_size
+
+
+def test_space_is_used_again(pages):
+    first, _ = put(pages, 3 * ALIGNMENT)
+    put(pages, 1)
+    pages.release(first)
+    assert put(pages, 2 * ALIGNMENT)[0].offset == 0
+    assert pages.nbytes == 4 * ALIGNMENT
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        aligned_buffer(2 * ALIGNMENT)[512 : 512 + ALIGNMENT],
+        aligned_buffer(ALIGNMENT)[:4095],
+        aligned_buffer(2 * ALIGNMENT)[::2],
+        aligned_buffer(4 * ALIGNMENT).view(torch.float32),
+    ],
+    ids=["not aligned", "too short", "not contiguous", "not bytes"],
+)
+def test_other_buffers_are_refused(pages, buffer):
+    with pytest.raises(ValueError, match="buffer must be"):
+        pages.write(pages.allocate(4096), buffer)
+
+
+def test_checksums_do_not_need_a_package(monkeypatch):
+    digits = torch.tensor(list(b"123456789"), dtype=torch.uint8)
+    memory = memory_of(digits)
+    assert checksum_function()(memory) == 0xE3069283, "CRC-32C of these digits"
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+    assert checksum_function.__wrapped__() is zlib.crc32
+    assert zlib.crc32(memory) == 0xCBF43926
+
+
+# -- ways into the file ------------------------------------------------------------------------------------------------
+
+
+def refuse_when_asked(monkeypatch) -> None:
+    real = fcntl.fcntl
+
+    def fcntl_(file: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return real(file, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", fcntl_)
+
+
+def refuse_when_used(monkeypatch) -> None:
+    real = os.pwritev
+
+    def pwritev(file: int, buffers: list[memoryview], offset: int) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return real(file, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+
+
+@pytest.mark.parametrize("refuse", [refuse_when_asked, refuse_when_used])
+def test_without_o_direct(tmp_path, monkeypatch, refuse):
+    """The file goes through the cache, which is told to forget each block."""
+    refuse(monkeypatch)
+    forgotten = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *arguments: forgotten.append(arguments))
+    file = PageFile(tmp_path, rank=0)
+    assert not file.direct
+    forgotten.clear()
+    extent, buffer = put(file, 10_000)
+    assert torch.equal(get(file, extent), buffer)
+    assert forgotten == [(0, 3 * ALIGNMENT, os.POSIX_FADV_DONTNEED)] * 2
+    file.close()
+
+
+def test_with_o_direct(tmp_path):
+    """Where a plain open takes the flag, so does the file."""
+    try:
+        os.close(os.open(tmp_path / "plain", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("the file system of the temporary directory has no O_DIRECT")
+    file = PageFile(tmp_path, rank=0)
+    assert file.direct
+    assert fcntl.fcntl(file._file.file, fcntl.F_GETFL) & os.O_DIRECT
+    file.close()
+
+
+def test_calls_that_do_a_part(pages, monkeypatch):
+    """The system may read and write less than it was asked for: the rest follows."""
+    read, write = os.preadv, os.pwritev
+    calls = []
+
+    def part(memory: list[memoryview]) -> list[memoryview]:
+        calls.append(len(memory[0]))
+        return [memory[0][:ALIGNMENT]]
+
+    monkeypatch.setattr(os, "pwritev", lambda file, memory, offset: write(file, part(memory), offset))
+    monkeypatch.setattr(os, "preadv", lambda file, memory, offset: read(file, part(memory), offset))
+    extent, buffer = put(pages, 4 * ALIGNMENT)
+    assert torch.equal(get(pages, extent), buffer)
+    assert len(calls) == 8
+
+
+def test_a_write_that_stops_off_a_multiple_goes_on_at_one(pages, monkeypatch):
+    write, offsets = os.pwritev, []
+
+    def pwritev(file: int, memory: list[memoryview], offset: int) -> int:
+        offsets.append(offset)
+        return min(write(file, memory, offset), ALIGNMENT + 100)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    extent, buffer = put(pages, 2 * ALIGNMENT)
+    assert torch.equal(get(pages, extent), buffer)
+    assert offsets == [0, ALIGNMENT]
+
+
+def test_a_file_system_that_cannot_reserve_is_written_to(pages, monkeypatch):
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.EOPNOTSUPP))
+    pages.allocate(2**20 + ALIGNMENT)
+    about = pages.path.stat()
+    assert about.st_size == 2**20 + ALIGNMENT
+    assert about.st_blocks * 512 >= about.st_size
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_in_flight_are_bounded(pages, monkeypatch):
+    """Two threads, sixteen blocks: two are in flight at a time, and the others have not begun."""
+    write, lock, both = os.pwritev, threading.Lock(), threading.Barrier(2)
+    flying, most = 0, 0
+
+    def pwritev(file: int, memory: list[memoryview], offset: int) -> int:
+        nonlocal flying, most
+        with lock:
+            flying += 1
+            most = max(most, flying)
+        both.wait(SECONDS)
+        with lock:
+            flying -= 1
+        both.wait(SECONDS)
+        return write(file, memory, offset)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    put(pages, 32 * ALIGNMENT)
+    assert most == 2
+
+
+def test_a_write_begins_after_what_it_waits_for(pages):
+    """And reads do not wait behind it."""
+    other, expected = put(pages, 50_000)
+    extent, buffer = pages.allocate(50_000), aligned_buffer(50_000)
+    filled, values = threading.Event(), random_buffer(50_000, 7)
+
+    def after() -> None:
+        assert filled.wait(SECONDS)
+        buffer.copy_(values)
+
+    transfer = pages.write(extent, buffer, after)
+    assert torch.equal(get(pages, other), expected)
+    assert not transfer.done
+    with pytest.raises(OffloadError, match=r"writing 50,000 bytes at 53,248 of .*pages: 7 of 7 blocks .* after 0 s"):
+        transfer.wait(0)
+    for misuse in (pages.write, pages.read):
+        with pytest.raises(OffloadError, match="still being written or read; this is a bug"):
+            misuse(extent, aligned_buffer(50_000))
+    with pytest.raises(OffloadError, match="still being"):
+        pages.release(extent)
+    filled.set()
+    transfer.wait(SECONDS)
+    assert transfer.done
+    assert torch.equal(get(pages, extent), values)
+
+
+def test_what_a_write_waits_for_may_fail(pages):
+    extent, buffer = put(pages, 30_000)
+
+    def after() -> None:
+        raise ZeroDivisionError("the device is gone")
+
+    with pytest.raises(ZeroDivisionError, match="device is gone"):
+        pages.write(extent, buffer, after).wait(SECONDS)
+    with pytest.raises(ZeroDivisionError):
+        get(pages, extent)
+    pages.write(extent, buffer).wait(SECONDS)
+    assert torch.equal(get(pages, extent), buffer)
+
+
+# -- misuse ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_that_was_never_written(pages):
+    with pytest.raises(OffloadError, match="nothing was ever written there; this is a bug"):
+        get(pages, pages.allocate(10))
+
+
+def test_a_page_that_was_released(pages):
+    extent, buffer = put(pages, 10)
+    pages.release(extent)
+    assert put(pages, 10)[0].offset == extent.offset
+    for misuse in (lambda: pages.release(extent), lambda: get(pages, extent), lambda: pages.write(extent, buffer)):
+        with pytest.raises(OffloadError, match="was released; this is a bug"):
+            misuse()
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_found_by_allocate(pages, monkeypatch, number):
+    extent, buffer = put(pages, 3 * ALIGNMENT)
+    with monkeypatch.context() as full:
+        full.setattr(os, "posix_fallocate", failing(number))
+        with pytest.raises(OffloadError) as caught:
+            pages.allocate(100_000)
+    for words in (str(pages.path), "12,288 bytes and needs 102,400 more", os.strerror(number), " bytes free"):
+        assert words in str(caught.value)
+    assert pages.nbytes == pages.path.stat().st_size == 3 * ALIGNMENT
+    assert torch.equal(get(pages, extent), buffer)
+    put(pages, 100_000)
+
+
+def test_what_could_not_be_reserved_whole_is_given_back(pages, monkeypatch):
+    """The zeros fill the disk: it must not stay full of them."""
+    write, written = os.pwritev, []
+
+    def pwritev(file: int, memory: list[memoryview], offset: int) -> int:
+        if written:
+            raise OSError(errno.ENOSPC, "full")
+        written.append(offset)
+        return write(file, memory, offset)
+
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.EOPNOTSUPP))
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    with pytest.raises(OffloadError, match="full"):
+        pages.allocate(2**21)
+    assert pages.path.stat().st_size == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_write_fails(pages, monkeypatch, number):
+    extent, buffer = put(pages, 100_000)
+    kept = buffer.clone()
+    with monkeypatch.context() as fault:
+        fault.setattr(os, "pwritev", failing(number))
+        transfer = pages.write(extent, buffer)
+        with pytest.raises(OffloadError) as caught:
+            transfer.wait(SECONDS)
+    assert transfer.done
+    for words in (f"{pages.path}: 8,192 bytes at 0", os.strerror(number), "file system is at fault", "bytes free"):
+        assert words in str(caught.value)
+    assert torch.equal(buffer, kept)
+    with pytest.raises(OffloadError, match="could not be written"):
+        get(pages, extent)
+    pages.write(extent, buffer).wait(SECONDS)
+    assert torch.equal(get(pages, extent), buffer)
+
+
+def test_a_file_system_that_takes_nothing(pages, monkeypatch):
+    monkeypatch.setattr(os, "pwritev", lambda *arguments: 0)
+    with pytest.raises(OffloadError, match="took 0 bytes of 4,096"):
+        put(pages, 10)
+
+
+def test_a_read_fails(pages, monkeypatch):
+    extent, _ = put(pages, 10_000)
+    monkeypatch.setattr(os, "preadv", failing(errno.EIO))
+    with pytest.raises(OffloadError, match=r"8,192 bytes at 0 could not be read: .*; the state that was there is lost"):
+        get(pages, extent)
+
+
+@pytest.mark.parametrize(("length", "found"), [(0, 0), (5_000, 5_000), (8_192, 0), (9_000, 808), (12_000, 3_808)])
+def test_a_file_that_is_cut_off(pages, length, found):
+    extent, _ = put(pages, 10_000)
+    os.truncate(pages.path, length)
+    nbytes, offset = (8_192, 0) if length < 8_192 else (4_096, 8_192)
+    words = f"was cut off: of {nbytes:,} bytes at {offset:,}, {found:,} are there; the state that was there is lost"
+    with pytest.raises(OffloadError, match=words) as caught:
+        get(pages, extent)
+    assert str(pages.path) in str(caught.value)
+
+
+def test_a_file_that_is_cut_off_and_grows_again(pages):
+    """A later page is written beyond the end: the hole before it reads as zeros, which is not what was there."""
+    first, _ = put(pages, 10_000)
+    second, buffer = put(pages, 10_000)
+    os.truncate(pages.path, 0)
+    pages.write(second, buffer).wait(SECONDS)
+    assert torch.equal(get(pages, second), buffer)
+    with pytest.raises(OffloadError, match="damaged: the 8,192 bytes at 0 have the checksum"):
+        get(pages, first)
+
+
+@pytest.mark.parametrize("place", [0, 4_999, 8_192, 9_999])
+def test_a_flipped_bit(pages, place):
+    extent, buffer = put(pages, 10_000)
+    with open(pages.path, "r+b") as file:
+        file.seek(place)
+        file.write(bytes([int(buffer[place]) ^ 1]))
+    with pytest.raises(OffloadError, match="damaged.*; the state that was there is lost") as caught:
+        get(pages, extent)
+    assert f"{str(pages.path)} is damaged" in str(caught.value)
+
+
+def test_an_older_page_in_place_of_the_newer(pages, monkeypatch):
+    """A disk that says it wrote, and did not."""
+    extent, _ = put(pages, 10_000)
+    with monkeypatch.context() as fault:
+        fault.setattr(os, "pwritev", lambda file, memory, offset: len(memory[0]))
+        pages.write(extent, random_buffer(10_000, 1)).wait(SECONDS)
+    with pytest.raises(OffloadError, match="damaged"):
+        get(pages, extent)
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    """A file system of 1 MiB, where the user may mount one."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(tmp_path)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no file system can be mounted here")
+    try:
+        file = PageFile(tmp_path, rank=0)
+        extent, buffer = put(file, 2**19)
+        with pytest.raises(OffloadError, match=r"needs 1,048,576 more: No space left.* has 524,288 bytes free"):
+            file.allocate(2**20)
+        assert torch.equal(get(file, extent), buffer)
+        put(file, 2**19)
+        file.close()
+        (Path(tmp_path) / "full").write_bytes(b"x" * 2**20)
+        with pytest.raises(OffloadError, match=f"state_offload='nvme:{tmp_path}'.*No space left"):
+            PageFile(tmp_path, rank=0)
+        assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_close_removes_the_file(tmp_path):
+    file = PageFile(tmp_path, rank=0)
+    extent, buffer = put(file, 10)
+    file.close()
+    file.close()
+    assert not list(tmp_path.iterdir())
+    for use in (
+        lambda: file.allocate(1),
+        lambda: file.release(extent),
+        lambda: file.read(extent, buffer),
+        lambda: file.write(extent, buffer),
+    ):
+        with pytest.raises(ClosedError, match="was closed"):
+            use()
+
+
+def test_close_waits_for_transfers(tmp_path):
+    file = PageFile(tmp_path, rank=0)
+    begun, order = threading.Event(), []
+
+    def after() -> None:
+        begun.set()
+        order.append("written" if file.path.exists() else "too late")
+
+    transfer = file.write(file.allocate(10), aligned_buffer(10), after)
+    file.close()
+    assert transfer.done
+    assert order == ["written"]
+
+
+def test_close_does_not_wait_for_ever(tmp_path):
+    file = PageFile(tmp_path, rank=0)
+    stop = threading.Event()
+    transfer = file.write(file.allocate(10), aligned_buffer(10), lambda: stop.wait(SECONDS))
+    with pytest.raises(OffloadError, match="not over after 0 s"):
+        file.close(0)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ClosedError):
+        file.allocate(1)
+    file.close()
+    stop.set()
+    transfer.wait(SECONDS)
+
+
+def test_a_file_that_is_dropped_is_removed(tmp_path):
+    file = PageFile(tmp_path, rank=0)
+    put(file, 10)
+    assert list(tmp_path.iterdir()) == [file.path]
+    del file
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_start_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(direct_file.os, "pwritev", failing(errno.EROFS))
+    with pytest.raises(OffloadError, match=f"state_offload='nvme:{tmp_path}': it cannot be written: Read-only"):
+        PageFile(tmp_path, rank=0)
+    assert not list(tmp_path.iterdir())
