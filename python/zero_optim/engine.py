@@ -11,6 +11,7 @@ A step has four phases, each a method of ``Engine``::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -35,8 +36,8 @@ from .step.hyper_table import HyperTable
 from .step.optimizer_state import OptimizerState
 from .step.param_gather import ParamGather
 from .step.workplace import Coefficients
-from .stores.make_store import make_store
 from .stores.offload import Offload, Tier
+from .stores.state_store import DeviceStore, StateStore
 from .units.sharded_model import ShardedModel
 
 Groups = Sequence[Mapping[str, Any]]
@@ -63,7 +64,7 @@ class Engine:
     Args:
         sharded_model: at stage 3, the model.
         bucket_cap_mb: MiB of gradients in a bucket at most; None: as the layout has it.
-        offload: where the state lives.
+        offload, store: where the state lives.
         threads: that updates on the host take.
 
     Attributes:
@@ -87,6 +88,7 @@ class Engine:
         bucket_cap_mb: float | None,
         overlap: Overlap,
         offload: Offload,
+        store: StateStore,
         threads: int = 1,
     ) -> None:
         self.parameters, self.sharding, self.rule, self.sharded_model = parameters, sharding, rule, sharded_model
@@ -98,10 +100,8 @@ class Engine:
             make_buckets = partial(buckets_of_units, sharded_model, trained, labels, sharding)
         schedule = None if sharded_model is None else sharded_model.schedule
         self.reducer = Reducer(trained, labels, sharding, make_buckets, overlap.grad_reduce, schedule)
-        params_on_host = sharded_model is not None and sharded_model.offload
-        self.offload = offload
-        self.store = make_store(offload, sharding.device, params_on_host=params_on_host)
-        self.states = OptimizerState(trained, sharding, rule, self.store, threads)
+        self.offload, self.store = offload, store
+        self.states = OptimizerState(trained, sharding, rule, store, threads)
         self.exchange = Exchange(sharding, labels, trained, by_units=schedule is not None)
         self.clip = Clip(sharding, labels)
         self.hyper = HyperTable([], 0, sharding.device, rule)
@@ -123,6 +123,8 @@ class Engine:
                 "host takes part in it. Leave state_offload out, or capture forward and backward alone"
             )
         self.sharding.everyone.check_alone()
+        if not self.sharding.reduces:  # else all ranks raise together, in the exchange
+            self.states.check_whole()
         self.parameters.check_groups_unedited()
         self.hyper.check(groups)
         if self.sharded_model is not None:
@@ -169,7 +171,14 @@ class Engine:
     def _run_exchange(self, used: bytearray, norm_type: float | None, thawed: Sequence[int]) -> None:
         reducer = self.reducer
         refused = reducer.layout.refused
-        about = {"late": reducer.late, "refused": {*refused}, "thawed": {*thawed}, "leftover": {*reducer.leftover}}
+        self.states.note_problems()
+        about = {
+            "offload": self.states.troubled,
+            "late": reducer.late,
+            "refused": {*refused},
+            "thawed": {*thawed},
+            "leftover": {*reducer.leftover},
+        }
         try:
             self.exchange.run(
                 reducer.buckets,
@@ -178,7 +187,7 @@ class Engine:
                 stats=self._wants_stats,
                 about=about,
                 order_code=0 if self.sharded_model is None else self.sharded_model.schedule.order_code,
-                own=[*refused.values()],
+                own={"refused": [*refused.values()], "offload": self.states.troubles},
                 flags=(reducer.layout.nonfinite, reducer.layout.slot_params),
             )
         except ZeroOptimError:
@@ -289,8 +298,14 @@ class Engine:
             buckets = self.reducer.grow(trained)
             for bucket in buckets if whole else ():
                 self.sharding.broadcast(bucket.flat.full)
-            self.states.grow(buckets)  # only now: masters are made of rank 0's values
+            with self._allocating("making the state"):
+                self.states.grow(buckets)  # only now: masters are made of rank 0's values
             self.param_gather.use(self.reducer.buckets)
+
+    def _allocating(self, where: str) -> AbstractContextManager[object]:
+        """Collective where host memory, or a disk, can run out: a failure of one rank is one of all."""
+        may_fail = not isinstance(self.store, DeviceStore)
+        return self.sharding.everyone.raising_together(where) if may_fail else nullcontext()
 
     def keep_edits(self, *, unseen: bool = False) -> None:
         """At stage 3, copy what the user wrote into unsharded parameters to the shards, of which masters are made."""
@@ -327,6 +342,9 @@ class Engine:
         if self.sharded_model is not None:
             self.sharded_model.schedule.settle()
         self.exchange.check_alarms()
+        if self.offload.tier is Tier.NVME:  # a rank that has lost its part must not be alone in what follows
+            with self.sharding.everyone.raising_together("reading the state"):
+                self.states.check_not_lost()
 
     # -- statistics, and the end ---------------------------------------------------------------------------------
 

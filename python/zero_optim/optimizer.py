@@ -29,7 +29,9 @@ from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, listed
 from .rules.adamw import AdamW
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
+from .stores.make_store import make_store
 from .stores.offload import Offload, Tier, read_offload
+from .stores.state_store import DeviceStore, StateStore
 from .units.hooks import tensors_in
 from .units.sharded_model import sharded_model_of
 
@@ -66,7 +68,8 @@ class ShardedAdamW(torch.optim.Optimizer):
             stage 3 nothing is gathered by ``step``.
         decoupled_weight_decay: False makes it ``torch.optim.Adam``, with L2 in the gradient.
         state_offload: where the state lives. None: on the device. "paged": in host memory, copied to the device around
-            its update. "cpu": in host memory, and updated there. All give the same bits.
+            its update. "cpu": in host memory, and updated there. "nvme:DIR": in a file in that folder, read and written
+            around the update. All give the same bits.
         device_budget: of "paged", how much of the state stays on the device: bytes, or a size such as "8GB"; "auto",
             as None: as much as is free after the second step.
         fused, foreach, capturable: accepted for torch's sake; it is always all of them.
@@ -144,10 +147,14 @@ class ShardedAdamW(torch.optim.Optimizer):
             parameters.take_names(sharded[0].model)
             comm.traffic = sharded[0].sharding.everyone.traffic
         sharding = Sharding(comm, stage, grad_reduce_dtype, parameters.all[0].device)
+        store: StateStore = DeviceStore(sharding.device)
+        with comm.raising_together("the constructor"):
+            on_host = bool(sharded) and sharded[0].offload
+            store = make_store(offload, sharding.device, comm.rank, params_on_host=on_host)
         rule, overlap = AdamW(decoupled_weight_decay), Overlap(overlap_grad_reduce, overlap_param_gather)
         threads = _host_threads(comm) if offload.tier is Tier.CPU else 1
         self.engine = Engine(
-            parameters, sharding, rule, sharded[0] if sharded else None, bucket_cap_mb, overlap, offload, threads
+            parameters, sharding, rule, sharded[0] if sharded else None, bucket_cap_mb, overlap, offload, store, threads
         )
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self._closed = False

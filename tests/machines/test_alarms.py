@@ -12,7 +12,7 @@ import torch
 from tables import table
 from torch import Tensor
 from zero_optim.comm.sharding import Sharding
-from zero_optim.errors import GradientError, RankMismatchError, ZeroOptimError
+from zero_optim.errors import GradientError, OffloadError, RankMismatchError, ZeroOptimError
 from zero_optim.step import alarms as module
 from zero_optim.step import exchange
 from zero_optim.step.alarms import About, Alarm, AlarmColumns, Combine, alarms, width
@@ -122,7 +122,8 @@ def test_what_each_alarm_raises_has_a_type_and_names_what_it_is_about(of: tuple[
     assert len({alarm.name for alarm in of}) == len(of)
     for alarm in of:
         error = alarm.error(ABOUT)
-        assert isinstance(error, RankMismatchError if alarm.name in ("parted", "thawed", "edited") else GradientError)
+        kinds = {"offload": OffloadError, **dict.fromkeys(("parted", "thawed", "edited"), RankMismatchError)}
+        assert isinstance(error, kinds.get(alarm.name, GradientError))
         assert ("units" if alarm.name == "parted" else "weight") in str(error)
     refused = next(alarm for alarm in of if alarm.name == "refused")
     assert str(refused.error(About("weight", own=["mine", "too"]))) == "mine; too"
@@ -172,7 +173,7 @@ def test_the_exchange_carries_a_new_alarm(
             about = {"invented": {*range(1, 1 + number)}}
             flags = torch.zeros(3, dtype=torch.int32), torch.arange(3)
             try:
-                carries.run([], bytearray(3), norm_type, stats=True, about=about, order_code=0, own=(), flags=flags)
+                carries.run([], bytearray(3), norm_type, stats=True, about=about, order_code=0, own={}, flags=flags)
                 raised.append(None)
             except ZeroOptimError as error:
                 raised.append(error)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import GradientError, RankMismatchError, ZeroOptimError
+from ..errors import GradientError, OffloadError, RankMismatchError, ZeroOptimError
 from ..units.schedule import ORDER_CODES
 
 
@@ -129,6 +129,11 @@ def _edited(about: About) -> ZeroOptimError:
     )
 
 
+def _offload(about: About) -> ZeroOptimError:
+    other = f"the state of {about.names}, which is off the device of another rank, is in trouble: that rank says why"
+    return OffloadError("; ".join(about.own or [other]))
+
+
 def _parted(about: About) -> ZeroOptimError:
     return RankMismatchError(
         "the ranks have gathered units in different orders, and may have computed with wrong values: each must "
@@ -142,6 +147,7 @@ def alarms(*, by_units: bool) -> tuple[Alarm, ...]:
     return (
         *parted,
         Alarm("late", Combine.ANY, _late_for_its_unit if by_units else _late),
+        Alarm("offload", Combine.ANY, _offload),
         Alarm("refused", Combine.ANY, _refused),
         Alarm("thawed", Combine.DIVIDED, _thawed),
         Alarm("leftover", Combine.DIVIDED, _leftover),

@@ -97,7 +97,7 @@ class Exchange:
         stats: bool,
         about: Mapping[str, Set[int]],
         order_code: int,
-        own: Sequence[str],
+        own: Mapping[str, Sequence[str]],
         flags: tuple[Tensor, Tensor],
     ) -> None:
         """Collective. Fill in the norm and what is used.
@@ -108,7 +108,7 @@ class Exchange:
             stats: False: nor is the non-finite count, so that no gradient is read.
             about: by alarm, the parameters that this rank raises it for.
             order_code: what this rank says for the alarm "parted".
-            own: this rank's reasons for the alarm "refused".
+            own: by alarm, this rank's reasons in words.
             flags: which slots were not finite as they were packed, and the parameters of the slots.
 
         Raises what the alarms raise, on every rank, before anything is updated. On CUDA a rank without a part in it
@@ -135,9 +135,9 @@ class Exchange:
     def check_alarms(self) -> None:
         """Raise what a GPU has reported of the last step. It has arrived, or the host is a step ahead and waits."""
         if self._on_host is not None and not is_capturing(self.sharding.device):
-            self._raise_alarm(())
+            self._raise_alarm({})
 
-    def _raise_alarm(self, own: Sequence[str]) -> None:
+    def _raise_alarm(self, own: Mapping[str, Sequence[str]]) -> None:
         values = self._on_host.read(wait=True) if self._on_host is not None else None
         alarm = self._columns.first_raised(values) if values is not None else None
         if alarm is not None:
@@ -145,7 +145,7 @@ class Exchange:
             names = ", ".join(self.labels[index] for index in named) or "a parameter"
             dtypes = {str(self._parameters[index].dtype) for index in named if index in self._parameters}
             self.outdate()
-            raise alarm.error(About(names, own, " or ".join(sorted(dtypes))))
+            raise alarm.error(About(names, own.get(alarm.name, ()), " or ".join(sorted(dtypes))))
 
     def _on_device(self, used: bytearray) -> Tensor:
         """``used`` as fp32 on the device, [parameters]. As a rule it is that of the step before, and is there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from ..comm.sharding import Sharding
 from ..comm.storage import deallocate
-from ..errors import StateMismatchError
+from ..errors import OffloadError, StateMismatchError
 from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
@@ -66,6 +67,9 @@ class OptimizerState:
     ) -> None:
         self.parameters, self.sharding, self.rule, self._store = parameters, sharding, rule, store
         self._threads = threads
+        self.troubled: set[int] = set()  # parameters whose state is lost, or could not be written
+        self.troubles: list[str] = []  # what has happened to it, in words
+        self._lost = False
         self.shards: list[ShardState] = []
         self.started = False  # whether state may differ from what it is at construction
         self._all: list[Tensor] = []
@@ -134,13 +138,41 @@ class OptimizerState:
         here = by.on_host(used) if on_host else by
         with host_threads(self._threads) if on_host else nullcontext():
             for number, shard in enumerate(order):
-                for later in order[number + ahead : number + ahead + 1] if ahead else ():
-                    later.prefetch()
-                shard.update(here)
+                try:
+                    for later in order[number + ahead : number + ahead + 1] if ahead else ():
+                        later.prefetch()
+                    shard.update(here)
+                except OffloadError as error:
+                    self._lose(shard, error)
                 yield shard
         if on_host:
             by.marks.copy_(here.marks, non_blocking=True)
         self._store.end_step()
+
+    # -- state that is lost --------------------------------------------------------------------------------------
+
+    def _lose(self, shard: ShardState, error: OffloadError) -> None:
+        """In the middle of a step other ranks count on this one: it goes on, and all raise in the next."""
+        self._lost = True
+        self.troubled |= {slot.param for slot in shard.bucket.layout.slots}
+        self.troubles.append(f"{error}. This step did not update them, and others it did")
+        warnings.warn(f"{error}. The next step will raise, on every rank", stacklevel=2)
+
+    def note_problems(self) -> None:
+        """Before a step: those of writing since the last. Nothing is lost by them, and they are told once."""
+        if not self._lost:
+            self.troubles = [f"{problem}. Save a checkpoint: state is whole" for problem in self._store.take_problems()]
+            self.troubled = set(self.parameters) if self.troubles else set()
+
+    def check_whole(self) -> None:
+        """Raise where state is in trouble: for a rank alone."""
+        self.note_problems()
+        if self.troubles:
+            raise OffloadError("; ".join(self.troubles))
+
+    def check_not_lost(self) -> None:
+        if self._lost:
+            raise OffloadError("; ".join(self.troubles))
 
     # -- another layout ------------------------------------------------------------------------------------------
 

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from ..errors import OffloadError
 from .host_memory import HostMemory
 from .lanes import Mark
 from .paged_store import Home
+from .state_store import Copied
 
 
 class _HostHome:
@@ -20,7 +22,7 @@ class _HostHome:
     def incoming(self) -> Tensor:
         return self._run
 
-    def unchanged(self) -> None: ...
+    def unchanged(self, mark: Mark) -> None: ...
 
     def outgoing(self) -> Tensor:
         return self._run
@@ -37,12 +39,13 @@ class HostHomes:
     lookahead, at_once = 1, True
 
     def __init__(self, memory: HostMemory) -> None:
-        self._memory = memory
+        self._memory, self.copied = memory, Copied()
 
     def make(self, nbytes: int) -> Home:
         return _HostHome(self._memory, nbytes)
 
-    def end_step(self) -> None: ...
+    def take_problems(self) -> list[OffloadError]:
+        return []
 
     def footprint(self) -> Mapping[str, int]:
         return {"host": self._memory.in_use, "disk": 0}

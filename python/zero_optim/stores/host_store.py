@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..errors import OffloadError
 from ..params.layout import round_up
 from .host_memory import HostMemory
 from .lanes import Lanes
@@ -58,6 +59,9 @@ class HostStore:
     def discard(self, number: int) -> None: ...
 
     def end_step(self) -> None: ...
+
+    def take_problems(self) -> list[OffloadError]:
+        return []
 
     def footprint(self) -> Mapping[str, int]:
         return {"device": 0, "host": self.memory.in_use, "disk": 0}

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from .disk_homes import make_disk_homes
 from .host_homes import HostHomes
 from .host_memory import HostMemory
 from .host_store import HostStore
@@ -18,13 +19,18 @@ _RESERVE = 0.05
 """Of the device's memory, what is left free where the budget is "auto": fragments, and steps larger than the first."""
 
 
-def make_store(offload: Offload, device: torch.device, *, params_on_host: bool) -> StateStore:
-    """``params_on_host``: whether shards of parameters rest in host memory: they visit for each update."""
+def make_store(offload: Offload, device: torch.device, rank: int, *, params_on_host: bool) -> StateStore:
+    """``params_on_host``: whether shards of parameters rest in host memory: they visit for each update.
+
+    Raises OffloadError where there is no such folder, or no room in it.
+    """
     if offload.tier is Tier.DEVICE and not params_on_host:
         return DeviceStore(device)
     memory, lanes = HostMemory(pinned=device.type == "cuda"), make_lanes(device)
     if offload.tier is Tier.CPU:
         return HostStore(memory, lanes)
+    if offload.folder is not None:
+        return PagedStore(device, lanes, make_disk_homes(offload.folder, rank, memory), 0)
     if offload.tier is Tier.DEVICE:
         return PagedStore(device, lanes, HostHomes(memory), math.inf)
     if offload.device_budget is not None:

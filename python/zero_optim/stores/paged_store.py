@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..comm.streams import keep_for_current_stream
+from ..errors import OffloadError
 from ..params.layout import round_up
 from .lanes import Lanes, Mark
 from .offload import SLOTS
@@ -53,8 +54,8 @@ class Home(Protocol):
     def incoming(self) -> Tensor:
         """[nbytes] uint8 in host memory: the page, to be copied from. Raises OffloadError where it is lost."""
 
-    def unchanged(self) -> None:
-        """What was incoming was only read, and has been copied."""
+    def unchanged(self, mark: Mark) -> None:
+        """What was incoming was only read: it is of no use once the mark has passed."""
 
     def outgoing(self) -> Tensor:
         """[nbytes] uint8 in host memory, to be copied to."""
@@ -72,15 +73,17 @@ class Homes(Protocol):
     Attributes:
         lookahead: how many pages are worth expecting while one is updated.
         at_once: whether an expected page can be copied in at once, or has to be read first.
+        copied: what has moved.
     """
 
     lookahead: int
     at_once: bool
+    copied: Copied
 
     def make(self, nbytes: int) -> Home: ...
 
-    def end_step(self) -> None:
-        """Raises OffloadError where a page could not be written."""
+    def take_problems(self) -> list[OffloadError]:
+        """Why pages could not be written since this was last asked."""
 
     def footprint(self) -> Mapping[str, int]:
         """Bytes, by memory: host, disk."""
@@ -147,7 +150,7 @@ class PagedStore:
         budget: float,
         room: Callable[[], int] | None = None,
     ) -> None:
-        self.works_on, self.lookahead, self.copied = device, homes.lookahead, Copied()
+        self.works_on, self.lookahead, self.copied = device, homes.lookahead, homes.copied
         self._lanes, self._homes, self._room = lanes, homes, room
         self._left = budget
         self._pages: dict[int, _Page] = {}
@@ -240,18 +243,20 @@ class PagedStore:
         if page.slot is not None:
             page.used.set()
             if page.home is not None:
-                page.home.unchanged()
+                page.home.unchanged(page.arrived)
             self._leave_slot(page, page.used)
 
     def end_step(self) -> None:
         for page in self._pages.values():
             if page.visiting:
                 page.left.wait()  # the host may read them now
-        self._homes.end_step()
         self._steps += 1
         if self._room is not None and self._steps == 2:
             self._left += self._room()
             self._take_in()
+
+    def take_problems(self) -> list[OffloadError]:
+        return self._homes.take_problems()
 
     def footprint(self) -> Mapping[str, int]:
         resident = sum(page.nbytes for page in self._pages.values() if page.home is None)
@@ -295,9 +300,9 @@ class PagedStore:
         """A page on its way in is not wanted yet: it has to come anew."""
         if page.state is PageState.HERE:
             raise RuntimeError("a page would lose its slot while it is here")
+        page.arrived.wait()
         if page.home is not None:
-            page.arrived.wait()
-            page.home.unchanged()
+            page.home.unchanged(page.arrived)
         self._leave_slot(page, page.arrived)
 
     def _leave_slot(self, page: _Page, left: Mark) -> None:

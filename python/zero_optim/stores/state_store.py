@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm.streams import keep_for_current_stream
+from ..errors import OffloadError
 
 
 @dataclass
@@ -67,7 +68,10 @@ class StateStore(Protocol):
         """The fetched tensors were only read."""
 
     def end_step(self) -> None:
-        """All pages of a step were committed. Raises OffloadError where one could not be written."""
+        """All pages of a step were committed."""
+
+    def take_problems(self) -> list[OffloadError]:
+        """Why pages could not be written since this was last asked. They are in host memory, and nothing is lost."""
 
     def footprint(self) -> Mapping[str, int]:
         """Bytes taken, by memory: device, host, disk."""
@@ -105,6 +109,9 @@ class DeviceStore:
     def discard(self, number: int) -> None: ...
 
     def end_step(self) -> None: ...
+
+    def take_problems(self) -> list[OffloadError]:
+        return []
 
     def footprint(self) -> Mapping[str, int]:
         return {"device": sum(t.nbytes for page in self._pages.values() for t in page.values()), "host": 0, "disk": 0}

@@ -1,0 +1,251 @@
+"""Pages that rest in a file: ZeRO-Infinity's tier (Rajbhandari et al., 2021).
+
+A few buffers in host memory are lent to the pages that are on their way. While page 4 is updated, the pages that follow
+are read, and the ones before are written::
+
+    read      | 6 | 7 |
+    buffers     5   4   3
+    update          4
+    written             | 3 | 2 |
+
+What a page is doing::
+
+    ON_DISK ── expect, incoming ──> READING ── incoming ──> HELD ── unchanged ──> ON_DISK
+                                       └── damaged, cut off ──> LOST
+    ON_DISK or HELD ── outgoing ──> HELD ── left ──> WRITING ── written ──> ON_DISK
+                                                        └── could not be written ──> KEPT
+    KEPT ── left ──> WRITING
+
+A page that could not be written stays in host memory, and is written again the next time. One that could not be read is
+lost.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from ..errors import OffloadError
+from .extents import Extent
+from .host_memory import HostMemory
+from .lanes import Mark
+from .offload import HOST_BUFFERS
+from .page_file import PageFile
+from .paged_store import Home
+from .state_store import Copied
+from .transfer import Transfer
+
+PATIENCE_SECONDS = 600.0
+"""How long a page may take. A disk that other jobs keep busy is slow, and one that has died does not answer at all."""
+
+LOOKAHEAD = 3
+
+
+class PagePlace(enum.Enum):
+    """Where the only good copy of a page is. READING, HELD and WRITING, it has a buffer; KEPT, memory of its own."""
+
+    ON_DISK = enum.auto()
+    READING = enum.auto()
+    HELD = enum.auto()
+    WRITING = enum.auto()
+    KEPT = enum.auto()
+    LOST = enum.auto()
+
+
+class DiskHomes:
+    """See ``Homes``."""
+
+    lookahead, at_once = LOOKAHEAD, False
+
+    def __init__(self, file: PageFile, memory: HostMemory) -> None:
+        self.file, self.memory, self.copied = file, memory, Copied()
+        self._homes: list[_DiskHome] = []
+        self._buffer_bytes = 0
+        self._free: list[Tensor] = []
+        self._writing: list[_DiskHome] = []  # the one that began first in front
+        self.problems: list[OffloadError] = []  # that were not told yet
+
+    def make(self, nbytes: int) -> Home:
+        home = _DiskHome(self, self.file.allocate(nbytes))
+        self._homes.append(home)
+        self._fit_buffers(home.extent.space)
+        return home
+
+    def take_problems(self) -> list[OffloadError]:
+        for home in [home for home in self._writing if home.transfer is not None and home.transfer.done]:
+            home.end_write()
+        problems, self.problems = self.problems, []
+        return problems
+
+    def footprint(self) -> Mapping[str, int]:
+        return {"host": self.memory.in_use, "disk": self.file.nbytes}
+
+    def close(self) -> None:
+        self.file.close()
+
+    # -- buffers -------------------------------------------------------------------------------------------------
+
+    def _fit_buffers(self, nbytes: int) -> None:
+        if nbytes <= self._buffer_bytes:
+            return
+        for home in self._homes:
+            home.let_go_of_buffer()
+        for buffer in self._free:
+            self.memory.give_back(buffer)
+        self._free = [self.memory.take(nbytes) for _ in range(HOST_BUFFERS)]
+        self._buffer_bytes = nbytes
+
+    @property
+    def has_free_buffer(self) -> bool:
+        return bool(self._free)
+
+    def lend(self, to: _DiskHome) -> Tensor:
+        """A buffer; of those that are lent, the one whose page is written soonest, or is not wanted yet."""
+        while not self._free:
+            if self._writing:
+                self._writing[0].end_write()
+            else:
+                expected = [home for home in self._homes if home.place is PagePlace.READING and home is not to]
+                if not expected:
+                    raise RuntimeError("more pages are in use at a time than there are buffers")
+                expected[-1].let_go_of_buffer()
+        return self._free.pop()
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._free.append(buffer)
+
+    def began_to_write(self, home: _DiskHome) -> None:
+        self._writing.append(home)
+
+    def ended_to_write(self, home: _DiskHome) -> None:
+        self._writing.remove(home)
+
+    def forget(self, home: _DiskHome) -> None:
+        self._homes.remove(home)
+
+
+class _DiskHome:
+    """One page. See the module."""
+
+    def __init__(self, homes: DiskHomes, extent: Extent) -> None:
+        self._homes, self.extent = homes, extent
+        self.place = PagePlace.ON_DISK
+        self.transfer: Transfer | None = None
+        self._buffer: Tensor | None = None
+        self._kept: Tensor | None = None  # where it could not be written
+        self._why_lost = ""
+
+    def expect(self) -> None:
+        if self.place is PagePlace.WRITING and self.transfer is not None and self.transfer.done:
+            self.end_write()
+        if self.place is PagePlace.ON_DISK and self._homes.has_free_buffer:
+            self._begin_read()
+
+    def incoming(self) -> Tensor:
+        if self.place is PagePlace.WRITING:
+            self.end_write()
+        if self.place is PagePlace.ON_DISK:
+            self._begin_read()
+        if self.place is PagePlace.READING:
+            self._end_read()
+        if self.place is PagePlace.LOST:
+            raise OffloadError(self._why_lost)
+        return self._run()
+
+    def unchanged(self, mark: Mark) -> None:
+        if self.place is PagePlace.HELD:
+            mark.wait()  # else the next page would be read into what the device still copies
+            self._give_back_buffer()
+            self.place = PagePlace.ON_DISK
+
+    def outgoing(self) -> Tensor:
+        if self.place is PagePlace.ON_DISK:
+            self._buffer, self.place = self._homes.lend(self), PagePlace.HELD
+        return self._run()
+
+    def left(self, mark: Mark) -> None:
+        whole = self._kept if self._kept is not None else self._buffer
+        assert whole is not None
+        self.transfer, self.place = self._homes.file.write(self.extent, whole, mark.wait), PagePlace.WRITING
+        self._homes.copied.written += self.extent.nbytes
+        self._homes.began_to_write(self)
+
+    def release(self) -> None:
+        self.let_go_of_buffer()
+        self._forget_kept()
+        self._homes.file.release(self.extent)
+        self._homes.forget(self)
+
+    def let_go_of_buffer(self) -> None:
+        """Wait for what is under way."""
+        if self.place is PagePlace.WRITING:
+            self.end_write()
+        elif self.place is PagePlace.READING:
+            self._end_read()
+        if self.place is PagePlace.HELD:
+            self._give_back_buffer()
+            self.place = PagePlace.ON_DISK
+
+    # -- transfers -----------------------------------------------------------------------------------------------
+
+    def end_write(self) -> None:
+        """Where it fails, the page is kept, and the problem noted."""
+        assert self.transfer is not None
+        try:
+            self.transfer.wait(PATIENCE_SECONDS)
+        except OffloadError as error:
+            if not self.transfer.done:
+                raise  # the disk does not answer: a thread may still read the buffer, which stays as it is
+            self._homes.problems.append(error)
+            if self._kept is None:
+                self._kept = self._homes.memory.take(self.extent.space)
+                self._kept.copy_(self._whole_buffer())
+            self.place = PagePlace.KEPT
+        else:
+            self._forget_kept()
+            self.place = PagePlace.ON_DISK
+        self._homes.ended_to_write(self)
+        self._give_back_buffer()
+
+    def _begin_read(self) -> None:
+        self._buffer = self._homes.lend(self)
+        self.transfer, self.place = self._homes.file.read(self.extent, self._buffer), PagePlace.READING
+        self._homes.copied.read += self.extent.nbytes
+
+    def _end_read(self) -> None:
+        assert self.transfer is not None
+        try:
+            self.transfer.wait(PATIENCE_SECONDS)
+        except OffloadError as error:
+            if self.transfer.done:  # else a thread may still write the buffer, which is not given back
+                self._give_back_buffer()
+            self._why_lost, self.place = str(error), PagePlace.LOST
+        else:
+            self.place = PagePlace.HELD
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> Tensor:
+        whole = self._kept if self._kept is not None else self._whole_buffer()
+        return whole[: self.extent.nbytes]
+
+    def _whole_buffer(self) -> Tensor:
+        assert self._buffer is not None
+        return self._buffer[: self.extent.space]
+
+    def _give_back_buffer(self) -> None:
+        if self._buffer is not None:
+            self._homes.give_back(self._buffer)
+            self._buffer = None
+
+    def _forget_kept(self) -> None:
+        if self._kept is not None:
+            self._homes.memory.give_back(self._kept)
+            self._kept = None
+
+
+def make_disk_homes(folder: Path, rank: int, memory: HostMemory) -> DiskHomes:
+    return DiskHomes(PageFile(folder, rank=rank), memory)
