@@ -35,6 +35,7 @@ from .step.exchange import Exchange
 from .step.hyper_table import HyperTable
 from .step.optimizer_state import OptimizerState
 from .step.param_gather import ParamGather
+from .step.speculation import Speculator
 from .step.workplace import Coefficients
 from .stores.offload import Offload, Tier
 from .stores.state_store import DeviceStore, StateStore
@@ -101,7 +102,10 @@ class Engine:
         schedule = None if sharded_model is None else sharded_model.schedule
         self.reducer = Reducer(trained, labels, sharding, make_buckets, overlap.grad_reduce, schedule)
         self.offload, self.store = offload, store
-        self.states = OptimizerState(trained, sharding, rule, store, threads)
+        self.speculator: Speculator | None = None
+        if offload.speculate and sharding.reduces and sharding.stage >= 1:  # else gradients are the user's to edit
+            self.speculator = Speculator(rule, parameters, threads)
+        self.states = OptimizerState(trained, sharding, rule, store, threads, self.speculator)
         self.exchange = Exchange(sharding, labels, trained, by_units=schedule is not None)
         self.clip = Clip(sharding, labels)
         self.hyper = HyperTable([], 0, sharding.device, rule)
@@ -223,8 +227,9 @@ class Engine:
         self.hyper.advance(groups, self.exchange.used & (found_inf == 0), self.clip.factor)
         for watcher in self.watchers:
             watcher.before_update(grad_scale, found_inf)
-        by = Coefficients(self.hyper.table, grad_scale, found_inf, self.exchange.nonfinite.marks)
-        for shard in self.states.update(by, self.exchange.used):
+        marks = self.exchange.nonfinite.marks
+        by = Coefficients(self.hyper.table, grad_scale, self.clip.inverse_scale, found_inf, marks)
+        for shard in self.states.update(by, self.exchange.used, self.hyper.steps):
             shard.bucket.unshard()
         self.param_gather.after_step()
         for watcher in self.watchers:
@@ -359,7 +364,11 @@ class Engine:
             "collectives": everyone.stats(),
             "memory": memory_by_kind(self.rule, self.states.shards, self.reducer.buffers, self.sharded_model),
             "non_finite": self.first_non_finite(),
-            "state_offload": {**self.store.footprint(), **asdict(self.store.copied)},
+            "state_offload": {
+                **self.store.footprint(),
+                **asdict(self.store.copied),
+                **({} if self.speculator is None else {"speculated": asdict(self.speculator.guesses)}),
+            },
         }
 
     def first_non_finite(self) -> dict[str, Any] | None:

@@ -72,6 +72,9 @@ class ShardedAdamW(torch.optim.Optimizer):
             around the update. All give the same bits.
         device_budget: of "paged", how much of the state stays on the device: bytes, or a size such as "8GB"; "auto",
             as None: as much as is free after the second step.
+        speculate: of "cpu", update shards as their gradients arrive in backward, as if nothing were clipped or skipped,
+            and again where that was wrong. True unless given; it takes the state's size of host memory once more. Of
+            16-bit parameters on several ranks, from the third step on.
         fused, foreach, capturable: accepted for torch's sake; it is always all of them.
 
     Raises:
@@ -106,6 +109,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         decoupled_weight_decay: bool = True,
         state_offload: str | None = None,
         device_budget: int | str | None = None,
+        speculate: bool | None = None,
     ) -> None:
         self._closed = True  # until the constructor is through
         params = listed(params)
@@ -123,7 +127,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             "overlap_param_gather": overlap_param_gather,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        choice = {"state_offload": state_offload, "device_budget": device_budget}
+        choice = {"state_offload": state_offload, "device_budget": device_budget, "speculate": speculate}
         options |= {name: value for name, value in choice.items() if value is not None}
         offload = Offload()
         meaningless = {"fused": fused, "foreach": foreach, "capturable": capturable}
@@ -132,7 +136,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         with comm.raising_together("the constructor"):
             validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm)
             validate.warn_of_meaningless(meaningless)
-            offload = read_offload(state_offload, device_budget)
+            offload = read_offload(state_offload, device_budget, speculate)
             super().__init__(params, defaults)
             parameters = ParameterSet(self.param_groups)
             indices = parameters.read_groups()

@@ -26,6 +26,7 @@ from ..stores.host_store import HostStore
 from ..stores.host_threads import host_threads
 from ..stores.state_store import StateStore
 from .shard_state import ShardState
+from .speculation import Speculator
 from .workplace import Coefficients
 
 _version_of = operator.attrgetter("_version")
@@ -55,6 +56,7 @@ class OptimizerState:
     Args:
         parameters: all trained parameters, by index.
         threads: that an update on the host takes.
+        speculator: None: updates on the host wait for the step.
     """
 
     def __init__(
@@ -64,9 +66,10 @@ class OptimizerState:
         rule: UpdateRule,
         store: StateStore,
         threads: int = 1,
+        speculator: Speculator | None = None,
     ) -> None:
         self.parameters, self.sharding, self.rule, self._store = parameters, sharding, rule, store
-        self._threads = threads
+        self._threads, self._speculator = threads, speculator
         self.troubled: set[int] = set()  # parameters whose state is lost, or could not be written
         self.troubles: list[str] = []  # what has happened to it, in words
         self._lost = False
@@ -81,13 +84,15 @@ class OptimizerState:
     def grow(self, buckets: Sequence[Bucket]) -> None:
         """Make state for new buckets, whose parameters come last in ``parameters``."""
         self.refresh_edited()
-        self.shards += [ShardState(bucket, self.rule, self._store) for bucket in buckets]
+        self.shards += [self._shard_state(bucket) for bucket in buckets]
         self.record_versions()
 
     def close(self) -> None:
         while self.shards:
             self.shards.pop().release()
         self._store.close()
+        if self._speculator is not None:
+            self._speculator.close()
 
     # -- edits of parameters -------------------------------------------------------------------------------------
 
@@ -125,11 +130,16 @@ class OptimizerState:
 
     # -- update --------------------------------------------------------------------------------------------------
 
-    def update(self, by: Coefficients, used: Tensor) -> Iterator[ShardState]:
+    def _shard_state(self, bucket: Bucket) -> ShardState:
+        return ShardState(bucket, self.rule, self._store, self._speculator)
+
+    def update(self, by: Coefficients, used: Tensor, steps: Tensor) -> Iterator[ShardState]:
         """Update every shard, in the order in which the next forward wants the parameters, and yield each once its
         parameters can be sent out. The state of those that follow is on its way meanwhile.
 
-        ``used``: [parameters] bool, which are updated.
+        Args:
+            used: [parameters] bool, which are updated.
+            steps: [parameters] float64, updates that each has had with this one.
         """
         order, ahead = self.shards[::-1], self._store.lookahead
         for shard in order[:ahead]:
@@ -147,6 +157,8 @@ class OptimizerState:
                 yield shard
         if on_host:
             by.marks.copy_(here.marks, non_blocking=True)
+            if self._speculator is not None:
+                self._speculator.step_is(here, used.cpu(), steps.cpu())
         self._store.end_step()
 
     # -- state that is lost --------------------------------------------------------------------------------------
@@ -181,7 +193,7 @@ class OptimizerState:
         old, self.shards = self.shards, []
         while old and not self.started:  # they hold nothing that is not made anew
             old.pop().release()
-        self.shards = [ShardState(bucket, self.rule, self._store) for bucket in buckets]
+        self.shards = [self._shard_state(bucket) for bucket in buckets]
         places = {piece.slot.param: (shard, piece) for shard in self.shards for piece in shard.bucket.pieces}
         while old:
             self._move(old[-1], places)

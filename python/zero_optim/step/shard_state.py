@@ -16,6 +16,7 @@ from ..params.storage_order import StorageOrder, view_of
 from ..rules.update_rule import Begins, ShardUpdate, StateTensor, UpdateRule, has_master, master_of, tensors_for
 from ..stores.host_store import HostStore
 from ..stores.state_store import StateStore
+from .speculation import Speculation, Speculator
 from .workplace import PARAMETER, Coefficients, OnDevice, OnHost, Workplace
 
 
@@ -27,7 +28,9 @@ class ShardState:
         row_slot: [shard_numel / ROW] int32, the parameter index of each row; -1 for padding.
     """
 
-    def __init__(self, bucket: Bucket, rule: UpdateRule, store: StateStore) -> None:
+    def __init__(
+        self, bucket: Bucket, rule: UpdateRule, store: StateStore, speculator: Speculator | None = None
+    ) -> None:
         self.bucket, self.rule, self._store = bucket, rule, store
         self.tensors = tensors_for(rule, bucket.dtype)
         self._place: Workplace = OnDevice(bucket)
@@ -35,9 +38,13 @@ class ShardState:
         if isinstance(store, HostStore):
             self._place = OnHost(bucket, store, reads_parameters=not has_master(rule, bucket.dtype))
             visiting = {}
+        self._speculation: Speculation | None = None
         self._page = store.allocate({tensor.name: self._first(tensor) for tensor in self.tensors}, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=store.works_on)
+        if speculator is not None and isinstance(self._place, OnHost) and has_master(rule, bucket.dtype):
+            assert isinstance(store, HostStore)
+            self._speculation = Speculation(speculator, rule, store, self._page, self._place, self.row_slot)
 
     def _first(self, tensor: StateTensor) -> Tensor:
         if tensor.begins is Begins.PARAMETER:
@@ -47,6 +54,8 @@ class ShardState:
 
     def release(self) -> None:
         """The parameters have moved to other buckets, and their state with them."""
+        if self._speculation is not None:
+            self._speculation.drop()
         self._place.release()
         self._store.release(self._page)
 
@@ -59,6 +68,8 @@ class ShardState:
 
     def update(self, by: Coefficients) -> None:
         """One fused pass: unscale, clip, update, cast into the bucket's parameters. See ``ShardUpdate``."""
+        if self._speculation is not None and self._speculation.settle(by):
+            return
         state = self._store.fetch(self._page)
         try:
             parameters = self._place.parameters(state, as_they_are=not by.writes_all)
@@ -85,6 +96,8 @@ class ShardState:
     def opened(self) -> Iterator[Mapping[str, Tensor]]:
         """The tensors by name, where the update has them, to be read and written within, in place. What was written
         is kept, unless that raises."""
+        if self._speculation is not None:
+            self._speculation.drop()
         state = self._store.fetch(self._page)
         before = [tensor._version for tensor in state.values()]
         written = False

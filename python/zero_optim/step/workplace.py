@@ -23,26 +23,32 @@ class Coefficients:
     """What the updates of all shards share in a step. See ``ShardUpdate``.
 
     Attributes:
+        inverse_scale: what ``grad_scale`` is where nothing is clipped.
+        updates: whether anything is updated, as far as the host knows.
         writes_all: whether each update writes every parameter of its shard, as far as the host knows: nothing is
             skipped, and no parameter left out.
     """
 
     hyper: Tensor
     grad_scale: Tensor | None
+    inverse_scale: Tensor | None
     found_inf: Tensor
     marks: Tensor
+    updates: bool = True
     writes_all: bool = False
 
     def on_host(self, used: Tensor) -> Coefficients:
         """The same in host memory. The host waits for the device. ``used``: [parameters] bool."""
-        skips = bool(self.found_inf.cpu() != 0)
+        updates = bool(self.found_inf.cpu() == 0)
         return replace(
             self,
             hyper=self.hyper.cpu(),
             grad_scale=None if self.grad_scale is None else self.grad_scale.cpu(),
+            inverse_scale=None if self.inverse_scale is None else self.inverse_scale.cpu(),
             found_inf=self.found_inf.cpu(),
             marks=torch.zeros_like(self.marks, device="cpu"),
-            writes_all=not skips and bool(used.all()),
+            updates=updates,
+            writes_all=updates and bool(used.all()),
         )
 
 
@@ -83,6 +89,16 @@ class OnDevice:
     def release(self) -> None: ...
 
 
+class Guesser(Protocol):
+    """Who updates a shard as soon as its gradient is on the host."""
+
+    def gradient_taken(self) -> None:
+        """The gradient is on its way to the host, or there, after as many reductions as in the last step."""
+
+    def gradient_changes(self) -> None:
+        """What was taken is about to be overwritten."""
+
+
 class Copy(enum.Enum):
     """What the host has of the gradient.
 
@@ -98,6 +114,9 @@ class OnHost:
 
     Args:
         reads_parameters: whether the update reads them: they have no master.
+
+    Attributes:
+        guesser: None: the update waits for the step.
     """
 
     def __init__(self, bucket: Bucket, store: HostStore, *, reads_parameters: bool) -> None:
@@ -108,16 +127,19 @@ class OnHost:
         self._grad = self._grad_run.view(bucket.grad_shard.dtype)
         self._param_run = None if bucket.flat.offloaded else memory.take(numel * bucket.dtype.itemsize)
         self._param = None if self._param_run is None else self._param_run.view(bucket.dtype).zero_()
+        self._guess_run: Tensor | None = None
         self._taken, self._brought, self._sent = lanes.mark(), lanes.mark(), lanes.mark()
         self._now = lanes.mark()
         self._copy, self._version, self._of = Copy.STALE, 0, bucket.grad_shard
+        self._reductions = self._last_reductions = 0  # in this step, and in the one before
+        self.guesser: Guesser | None = None
         bucket.follower = self
 
     def release(self) -> None:
         self._bucket.follower = None
         for mark in (self._taken, self._brought, self._sent):
             mark.wait()
-        for run in (self._grad_run, self._param_run):
+        for run in (self._grad_run, self._param_run, self._guess_run):
             if run is not None:
                 self._store.memory.give_back(run)
 
@@ -127,20 +149,32 @@ class OnHost:
         """The shard is about to be written: after what the lane reads of it."""
         self._taken.order_current()
         self._copy = Copy.STALE
+        self._reductions += 1
 
     def reduction_launched(self, pending: Pending) -> bool:
         with self._store.lanes.to_host.as_current():
             ordered = pending.order_current()
         if ordered:
             self._take()
+            self._offer()
         return ordered
 
     def reduction_arrived(self) -> None:
+        self._take_from_current()
+        self._offer()
+
+    def _offer(self) -> None:
+        if self.guesser is not None and self._reductions == self._last_reductions and not self._readable:
+            self.guesser.gradient_taken()
+
+    def _take_from_current(self) -> None:
         self._now.set()
         self._store.lanes.to_host.after(self._now)
         self._take()
 
     def _take(self) -> None:
+        if self.guesser is not None:
+            self.guesser.gradient_changes()
         source, lane = self._bucket.grad_shard, self._store.lanes.to_host
         lane.copy(self._grad, source)
         lane.set(self._taken)
@@ -149,14 +183,19 @@ class OnHost:
         self._copy, self._version, self._of = Copy.TAKEN, source._version, source
 
     def prefetch(self) -> None:
-        source, sharding = self._bucket.grad_shard, self._bucket.sharding
+        self._last_reductions, self._reductions = self._reductions, 0
+        source = self._bucket.grad_shard
         current = self._copy is Copy.TAKEN and source is self._of and source._version == self._version
-        readable = sharding.stage == 0 or not sharding.reduces  # then .grad is the user's to edit in any way
         there = source.untyped_storage().nbytes() > 0
-        if there and (readable or not current):
-            self.reduction_arrived()
+        if there and (self._readable or not current):
+            self._take_from_current()
         if self._reads_parameters:
             self._bring_parameters()
+
+    @property
+    def _readable(self) -> bool:
+        """Whether ``.grad`` is the user's to edit in any way, up to the step."""
+        return self._bucket.sharding.stage == 0 or not self._bucket.sharding.reduces
 
     def gradient(self) -> Tensor:
         self._taken.wait()
@@ -183,6 +222,22 @@ class OnHost:
         self._brought.wait()
         self._sent.wait()
         return self._param
+
+    def parameters_to_guess(self) -> Tensor:
+        """[shard_numel] where an update may write what the parameters will be; ``updated`` sends it where it holds."""
+        if self._param is None:
+            if self._guess_run is None:
+                self._guess_run = self._store.memory.take(self._bucket.param_shard.nbytes)
+            return self._guess_run.view(self._bucket.dtype)
+        self._sent.wait()
+        return self._param
+
+    def guessed(self) -> None:
+        """What was written to ``parameters_to_guess`` is what they are."""
+        if self._param is None:
+            self._bucket.flat.wait_until_copied()
+            self._bucket.param_shard.copy_(self.parameters_to_guess())
+        self.updated()
 
     def updated(self) -> None:
         if self._param is None:

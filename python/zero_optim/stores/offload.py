@@ -53,20 +53,22 @@ class Footprint:
     disk: int
 
 
-def read_offload(state_offload: str | None, device_budget: int | str | None = None, speculate: bool = False) -> Offload:
+def read_offload(
+    state_offload: str | None, device_budget: int | str | None = None, speculate: bool | None = None
+) -> Offload:
     """The arguments as one record. Raises ValueError, naming the argument."""
     if state_offload is not None and not isinstance(state_offload, str):
         raise ValueError(f"state_offload must be {_CHOICES}, got {state_offload!r}")
     if device_budget is not None and state_offload != Tier.PAGED.value:
         raise ValueError(f"device_budget is for state_offload='paged', not for {state_offload!r}: leave it out")
-    if speculate and state_offload != Tier.CPU.value:
+    if speculate is not None and state_offload != Tier.CPU.value:
         raise ValueError(f"speculate is for state_offload='cpu', not for {state_offload!r}: leave it out")
     if state_offload is None:
         return Offload()
     if state_offload == Tier.PAGED.value:
         return Offload(Tier.PAGED, _read_budget("auto" if device_budget is None else device_budget))
     if state_offload == Tier.CPU.value:
-        return Offload(Tier.CPU, speculate=bool(speculate))
+        return Offload(Tier.CPU, speculate=speculate is not False)
     if state_offload.startswith(_NVME) and len(state_offload) > len(_NVME):
         return Offload(Tier.NVME, folder=Path(state_offload.removeprefix(_NVME)).expanduser())
     raise ValueError(f"state_offload must be {_CHOICES}, got {state_offload!r}")
@@ -100,19 +102,20 @@ def resident(pages: Sequence[int], budget: int) -> list[bool]:
     return stays
 
 
-def footprint(offload: Offload, pages: Sequence[int], mirrors: int = 0, *, room: int = 0) -> Footprint:
+def footprint(offload: Offload, pages: Sequence[int], mirrors: int = 0, spares: int = 0, *, room: int = 0) -> Footprint:
     """What the state takes.
 
     Args:
         pages: bytes of the state of each shard.
         mirrors: bytes of this rank's shards of gradients and of parameters, which ``Tier.CPU`` has on the host, too.
+        spares: bytes of those pages that ``speculate`` has twice: of 16-bit parameters, where ranks share the state.
         room: on the device, for state, where the budget is what there is room for.
     """
     total, largest = sum(pages), max(pages, default=0)
     if offload.tier is Tier.DEVICE:
         return Footprint(total, 0, 0)
     if offload.tier is Tier.CPU:
-        return Footprint(0, total + mirrors, 0)
+        return Footprint(0, total + mirrors + (spares if offload.speculate else 0), 0)
     if offload.tier is Tier.NVME:
         return Footprint(SLOTS * largest, HOST_BUFFERS * largest, total)
     budget = room if offload.device_budget is None else offload.device_budget

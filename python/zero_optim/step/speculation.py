@@ -1,0 +1,177 @@
+"""Updates on the host before the norm is known, while backward still runs.
+
+A clip factor below 1 and an overflow are rare. So each shard is updated as its gradient arrives, as if neither came:
+into spare buffers, by a thread of its own. When ``step`` knows better it compares what was assumed with what is. Where
+all is the same, bit for bit, live and spare change places. Else the update is made again, from the live state, which
+nothing has touched::
+
+    backward   | bucket 2 | bucket 1 | bucket 0 |
+    thread                | update 2 | update 1 | update 0 |
+    step                                        norm | as assumed? | send 2, 1, 0
+
+What is assumed: gradients are multiplied by what they were multiplied by last time, unclipped; every parameter that was
+updated last time is updated; and as many reductions come before ``step`` as last time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..params.parameter_set import ParameterSet
+from ..rules.update_rule import ShardUpdate, UpdateRule
+from ..stores.host_store import HostStore
+from .workplace import Coefficients, OnHost
+
+
+@dataclass
+class Guesses:
+    """How many updates of shards were assumed right, and how many were made again."""
+
+    right: int = 0
+    redone: int = 0
+
+
+@dataclass(frozen=True)
+class Guess:
+    """An update under way, or over, in a thread. ``by``: what it assumes."""
+
+    by: Coefficients
+    over: Future[None]
+
+    def holds(self, by: Coefficients, parameters: Tensor) -> bool:
+        """Whether it assumes, of these ``parameters`` [n] int64, what is true."""
+        if not by.updates:
+            return False
+        rows, assumed = by.hyper[parameters], self.by.hyper[parameters]
+        same = torch.equal(rows.view(torch.int32), assumed.view(torch.int32))
+        return same and _factor(by.grad_scale) == _factor(self.by.grad_scale)
+
+
+class Speculation:
+    """Of one shard that has masters: its parameters are only written.
+
+    NONE ── gradient_taken ──> a ``Guess`` ── settle: it holds, or not; drop ──> NONE
+    """
+
+    def __init__(
+        self, speculator: Speculator, rule: UpdateRule, store: HostStore, page: int, place: OnHost, row_slot: Tensor
+    ) -> None:
+        self._speculator, self._rule, self._store, self._page = speculator, rule, store, page
+        self._place, self._row_slot = place, row_slot
+        self._parameters = torch.unique(row_slot[row_slot >= 0]).long()  # [n] those in this shard
+        self._guess: Guess | None = None
+        store.allocate_spare(page)
+        place.guesser = self
+
+    def gradient_taken(self) -> None:
+        by = self._speculator.assumed(self._parameters)
+        if by is not None:
+            self._guess = self._speculator.begin(by, partial(self._update_spare, by))
+
+    def gradient_changes(self) -> None:
+        self.drop()
+
+    def _update_spare(self, by: Coefficients) -> None:
+        """In the thread."""
+        gradient = self._place.gradient()
+        live, spare = self._store.fetch(self._page), self._store.spare(self._page)
+        for name, tensor in spare.items():
+            tensor.copy_(live[name])
+        parameters = self._place.parameters_to_guess()
+        self._rule.update(
+            ShardUpdate(gradient, parameters, spare, self._row_slot, by.hyper, by.grad_scale, by.found_inf, by.marks)
+        )
+
+    def settle(self, by: Coefficients) -> bool:
+        """In the step: whether the update is made, and sent on its way."""
+        guess, self._guess = self._guess, None
+        if guess is None:
+            return False
+        guess.over.result()
+        right = guess.holds(by, self._parameters)
+        self._speculator.count(right=right)
+        if right:
+            self._store.swap(self._page)
+            self._place.guessed()
+        return right
+
+    def drop(self) -> None:
+        """The live state, or the gradient, is about to change, or to go."""
+        guess, self._guess = self._guess, None
+        if guess is not None and not guess.over.cancel():
+            guess.over.result()
+
+
+class Speculator:
+    """Knows what to assume of the next step, and has the thread.
+
+    Args:
+        parameters: whose groups, and which of them each is in, are read anew for every step.
+        threads: that an update takes.
+    """
+
+    def __init__(self, rule: UpdateRule, parameters: ParameterSet, threads: int) -> None:
+        self._rule, self._parameters, self._threads = rule, parameters, threads
+        self.guesses = Guesses()
+        self._pool: ThreadPoolExecutor | None = None
+        self._next: Coefficients | None = None  # what is assumed; made when it is first asked for
+        self._steps: Tensor | None = None  # [parameters] float64, as after the next step
+        self._used = torch.zeros(0, dtype=torch.bool)  # [parameters]
+        self._scale: Tensor | None = None
+
+    def step_is(self, by: Coefficients, used: Tensor, steps: Tensor) -> None:
+        """What is true of this step, on the host. The next is assumed to be alike.
+
+        ``used``: [parameters] bool; ``steps``: [parameters] float64, updates that each has had with this one.
+        """
+        self._used, self._scale = used, by.inverse_scale
+        self._steps = steps + used
+        self._next = None
+
+    def assumed(self, parameters: Tensor) -> Coefficients | None:
+        """Of the next step; None where there is nothing to go by, or these [n] int64 are not all updated."""
+        known = self._steps is not None and len(self._used) == len(self._parameters.group_of)
+        if self._steps is None or not known or not bool(self._used[parameters].all()):
+            return None
+        if self._next is None:
+            self._next = self._make(self._steps)
+        return self._next
+
+    def _make(self, steps: Tensor) -> Coefficients | None:
+        rows = [self._rule.read_group(group) for group in self._parameters.groups]
+        if any(isinstance(value, Tensor) and value.device.type != "cpu" for row in rows for value in row):
+            self._steps = None  # to read it, the host would wait for the device
+            return None
+        columns = [[float(value) for value in column] for column in zip(*rows, strict=True)]
+        count = len(self._used)
+        table = torch.zeros(count, len(self._rule.columns), dtype=torch.float32, device="cpu")
+        by_group = torch.tensor(columns, dtype=torch.float64, device="cpu")
+        group_of = torch.tensor(self._parameters.group_of, dtype=torch.int32, device="cpu")
+        self._rule.fill_table(by_group, group_of, steps, self._used, table)
+        found_inf = torch.zeros(1, device="cpu")
+        marks = torch.zeros(count, dtype=torch.int32, device="cpu")
+        return Coefficients(table, self._scale, self._scale, found_inf, marks, updates=True, writes_all=True)
+
+    def begin(self, by: Coefficients, update: Callable[[], None]) -> Guess:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "zero-optim-update", torch.set_num_threads, (self._threads,))
+        return Guess(by, self._pool.submit(update))
+
+    def count(self, *, right: bool) -> None:
+        self.guesses.right += right
+        self.guesses.redone += not right
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+
+
+def _factor(scale: Tensor | None) -> float:
+    return 1.0 if scale is None else float(scale)
