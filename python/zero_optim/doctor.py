@@ -13,6 +13,8 @@ import torch.distributed as dist
 import zero_kernels
 from zero_kernels import compiled, dispatch
 
+from .stores.host_threads import own_cores, threads_of
+
 DISTRIBUTION = "zero-kernels"
 
 
@@ -78,12 +80,23 @@ def _library(name: str) -> Iterator[tuple[str, str]]:
 def _devices() -> Iterator[tuple[str, str]]:
     capability = torch.backends.cpu.get_cpu_capability()
     yield "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in torch, {capability}"
+    yield "updates on it", _host_threads()
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"compute capability {properties.major}.{properties.minor}"
         yield f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {capability}"
     if not torch.cuda.is_available():
         yield "cuda", "none" if torch.version.cuda else "none; this torch is built without CUDA"
+
+
+def _host_threads() -> str:
+    """Of ``state_offload="cpu"``, as many ranks as torchrun says there are on this machine."""
+    own, ranks = own_cores(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    quota = "no limit of its cgroup" if own.quota is None else f"{own.quota:g} granted by its cgroup"
+    return (
+        f'{threads_of(0, [own] * ranks)} threads a rank, with {ranks} here, for state_offload="cpu": '
+        f"{len(own.mask)} cores in the affinity mask, {quota}"
+    )
 
 
 def _process_groups() -> Iterator[tuple[str, str]]:

@@ -127,14 +127,20 @@ def differences(ours: Trajectory, theirs: Trajectory) -> list[str]:
     if ours.norms != theirs.norms:
         found.append(f"norms {ours.norms} and {theirs.norms}")
     for what in ("state", "saved"):
-        mine, other = getattr(ours, what), getattr(theirs, what)
-        if list(mine) != list(other):
-            found.append(f"{what} of {list(mine)} and {list(other)}")
-            continue
-        for name, entry in mine.items():
-            wrong = [kind for kind, value in entry.items() if not torch.equal(_bits(value), _bits(other[name][kind]))]
-            found += [f"{what} of {name}: {wrong}"] if wrong else []
+        found += [f"{what}: {different}" for different in different_state(getattr(ours, what), getattr(theirs, what))]
     return found
+
+
+def different_state(state: dict[str, dict[str, Tensor]], other: dict[str, dict[str, Tensor]]) -> list[str]:
+    """Which tensors are not the same bit by bit, as "exp_avg of weight"."""
+    if list(state) != list(other):
+        return [f"names {list(state)} and {list(other)}"]
+    return [
+        f"{kind} of {name}"
+        for name, entry in state.items()
+        for kind, value in entry.items()
+        if not torch.equal(_bits(value), _bits(other[name][kind]))
+    ]
 
 
 def _bits(value: Any) -> Tensor:

@@ -54,11 +54,11 @@ class HostMemory:
         slab.end += room
         slab.live += 1
         self.in_use += nbytes
-        self._slab_of[slab.memory.data_ptr() + slab.end - room] = slab
+        self._slab_of[_address(run)] = slab
         return run
 
     def give_back(self, run: Tensor) -> None:
-        slab = self._slab_of.pop(run.data_ptr())
+        slab = self._slab_of.pop(_address(run))
         slab.live -= 1
         self.in_use -= run.nbytes
         if slab.live == 0:
@@ -66,6 +66,11 @@ class HostMemory:
 
     def _slab_bytes(self) -> int:
         return sum(slab.memory.nbytes for slab in self._slabs)
+
+
+def _address(run: Tensor) -> int:
+    """Of an empty one, too, for which ``data_ptr`` is 0."""
+    return run.untyped_storage().data_ptr() + run.storage_offset()
 
 
 def _memory(nbytes: int, *, pinned: bool) -> Tensor:

@@ -1,0 +1,198 @@
+"""A disk that fails under an optimizer: what is lost is said to be, on every rank, and what is not is not."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from harness import run_ranks
+from sharded_cases import full_state
+from torch import nn
+from training_cases import bits, make_gradients, make_parameters
+
+from stores.trajectories import different_state
+
+SHAPES = ((33, 40), (7,), (129, 3))
+STEPS = 3
+
+
+def _parameters() -> list[nn.Parameter]:
+    return make_parameters(SHAPES, torch.bfloat16)
+
+
+def _make(folder: str | None, params: list[nn.Parameter], stage: int = 2) -> Any:
+    import zero_optim
+
+    store = {} if folder is None else {"state_offload": f"nvme:{folder}"}
+    return zero_optim.ShardedAdamW(params, lr=0.02, stage=stage, bucket_cap_mb=0.0005, **store)
+
+
+def _step(opt: Any, params: list[nn.Parameter], rank: int, step: int) -> None:
+    grads = make_gradients(params, rank, step)
+    sum((p.float() * g.float()).sum() for p, g in zip(params, grads, strict=True)).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def _error_of(call: Callable[[], object]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _only_file(folder: str, rank: int) -> Path:
+    (path,) = (path for path in Path(folder).iterdir() if f"-rank{rank}-" in path.name)
+    return path
+
+
+# ---- at construction -------------------------------------------------------------------------------------------------
+
+
+def _constructed(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    return _error_of(lambda: _make(folder, _parameters()))
+
+
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_a_missing_folder_is_named_on_every_rank(ranks: int, tmp_path: Path) -> None:
+    missing = str(tmp_path / "nowhere")
+    for kind, message in run_ranks(ranks, _constructed, missing):
+        assert kind == "OffloadError"
+        assert missing in message
+        assert "state_offload" in message
+
+
+def _with_a_full_disk(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with mock.patch("os.posix_fallocate", full) if rank == world_size - 1 else contextlib.nullcontext():
+        return _error_of(lambda: _make(folder, _parameters()))
+
+
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_a_full_disk_is_found_at_construction_and_leaves_nothing(ranks: int, tmp_path: Path) -> None:
+    *others, last = run_ranks(ranks, _with_a_full_disk, str(tmp_path))
+    assert last[0] == "OffloadError"
+    for word in (str(tmp_path), "No space left", "bytes free"):
+        assert word in last[1]
+    for kind, message in others:
+        assert kind == "RankMismatchError"
+        assert "rank 1" in message
+        assert "OffloadError" in message
+    assert not list(tmp_path.iterdir())
+
+
+# ---- pages that cannot be read ---------------------------------------------------------------------------------------
+
+
+def _cut_off(path: Path) -> None:
+    os.truncate(path, 4096)
+
+
+def _damaged(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(64)
+        byte = file.read(1)[0]
+        file.seek(64)
+        file.write(bytes([byte ^ 1]))
+
+
+def _after_a_loss(rank: int, world_size: int, folder: str, damage: Callable[[Path], None]) -> dict[str, Any]:
+    params = _parameters()
+    opt = _make(folder, params)
+    _step(opt, params, rank, 0)
+    full_state(opt)  # the writes are over
+    if rank == world_size - 1:
+        damage(_only_file(folder, rank))
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _step(opt, params, rank, 1)
+    found["warned"] = [str(warning.message) for warning in caught if "next step" in str(warning.message)]
+    found["parameters"] = [p.detach().clone() for p in params]
+    found["read"] = _error_of(lambda: full_state(opt))
+    found["step"] = _error_of(lambda: _step(opt, params, rank, 2))
+    found["untouched"] = all(
+        torch.equal(bits(p.detach()), bits(q)) for p, q in zip(params, found["parameters"], strict=True)
+    )
+    opt.zero_grad()
+    found["again"] = _error_of(lambda: _step(opt, params, rank, 2))
+    opt.close()
+    return found
+
+
+@pytest.mark.parametrize("damage", (_cut_off, _damaged))
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_a_lost_page_is_told_on_every_rank(ranks: int, damage: Callable[[Path], None], tmp_path: Path) -> None:
+    found = run_ranks(ranks, _after_a_loss, str(tmp_path), damage)
+    last = found[-1]
+    assert len(last["warned"]) >= 1
+    for what in ("step", "again", "read"):
+        kind, message = last[what]
+        assert kind == "OffloadError", what
+        for word in (str(tmp_path), "bytes", "lost", "checkpoint"):
+            assert word in message
+        for other in found[:-1]:
+            assert other[what][0] in ("OffloadError", "RankMismatchError"), what
+    for other in found:
+        assert other["untouched"]
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(other["parameters"], last["parameters"], strict=True))
+    assert not list(tmp_path.iterdir())
+
+
+# ---- pages that cannot be written ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _failing_writes(active: bool) -> Iterator[None]:
+    def failing(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with mock.patch("os.pwritev", failing) if active else contextlib.nullcontext():
+        yield
+
+
+def _after_failed_writes(rank: int, world_size: int, folder: str | None) -> dict[str, Any]:
+    params = _parameters()
+    opt = _make(folder, params)
+    _step(opt, params, rank, 0)
+    with _failing_writes(folder is not None and rank == 0):
+        _step(opt, params, rank, 1)
+        state = full_state(opt)  # reads every page, after its write
+    found: dict[str, Any] = {"state": state}
+    before = [p.detach().clone() for p in params]
+    if folder is not None:
+        found["told"] = _error_of(lambda: _step(opt, params, rank, 2))
+        found["untouched"] = all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+        opt.zero_grad()
+    for step in range(2, 2 + STEPS):
+        _step(opt, params, rank, step)
+    found["parameters"] = [p.detach().clone() for p in params]
+    found["end"] = full_state(opt)
+    opt.close()
+    return found
+
+
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_a_page_that_cannot_be_written_is_kept_and_training_goes_on(ranks: int, tmp_path: Path) -> None:
+    expected = run_ranks(ranks, _after_failed_writes, None)
+    failed = run_ranks(ranks, _after_failed_writes, str(tmp_path))
+    for rank, (found, plain) in enumerate(zip(failed, expected, strict=True)):
+        kind, message = found["told"]
+        assert kind == "OffloadError"
+        assert "Input/output error" in message if rank == 0 else "another rank" in message
+        assert found["untouched"]
+        assert not different_state(found["state"], plain["state"])
+        assert all(torch.equal(a, b) for a, b in zip(found["parameters"], plain["parameters"], strict=True))
+        assert not different_state(found["end"], plain["end"])
+    assert not list(tmp_path.iterdir())

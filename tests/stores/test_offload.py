@@ -1,0 +1,135 @@
+"""What ``state_offload`` and its arguments mean, and what they take: integers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_cases import make_parameters
+from zero_optim.stores.offload import Footprint, Offload, Tier, footprint, read_nbytes, read_offload, resident
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((None,), Offload()),
+        (("paged",), Offload(Tier.PAGED, None)),
+        (("paged", "auto"), Offload(Tier.PAGED, None)),
+        (("paged", 0), Offload(Tier.PAGED, 0)),
+        (("paged", "8GB"), Offload(Tier.PAGED, 8 * 10**9)),
+        (("paged", "1.5MiB"), Offload(Tier.PAGED, 3 * 2**19)),
+        (("cpu",), Offload(Tier.CPU, speculate=True)),
+        (("cpu", None, False), Offload(Tier.CPU, speculate=False)),
+        (("nvme:/mnt/disk",), Offload(Tier.NVME, folder=Path("/mnt/disk"))),
+    ],
+)
+def test_a_choice_is_read(arguments: tuple[Any, ...], expected: Offload) -> None:
+    assert read_offload(*arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("gpu",), ("state_offload", "'paged', 'cpu' or 'nvme:DIR'", "'gpu'")),
+        (("nvme:",), ("state_offload", "'nvme:'")),
+        ((True,), ("state_offload", "True")),
+        (("paged", -1), ("device_budget", "-1")),
+        (("paged", True), ("device_budget", "True")),
+        (("paged", "8 apples"), ("device_budget", "8 apples")),
+        (("paged", 1.5), ("device_budget", "1.5")),
+        (("cpu", "8GB"), ("device_budget", "'paged'", "'cpu'")),
+        ((None, 0), ("device_budget", "'paged'", "None")),
+        (("paged", None, True), ("speculate", "'cpu'", "'paged'")),
+        ((None, None, False), ("speculate", "'cpu'", "None")),
+    ],
+)
+def test_a_wrong_choice_names_the_argument(arguments: tuple[Any, ...], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as caught:
+        read_offload(*arguments)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_optimizer_refuses_a_wrong_choice() -> None:
+    import zero_optim
+
+    with pytest.raises(ValueError, match="state_offload"):
+        zero_optim.ShardedAdamW(make_parameters(), state_offload="disk")
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("10B", 10),
+        ("2kB", 2000),
+        ("2KiB", 2048),
+        ("0.5GB", 5 * 10**8),
+        ("1 TB", 10**12),
+        ("3M", 3 * 10**6),
+    ],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert read_nbytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1XB", "1iB", "nan"])
+def test_no_sizes(text: str) -> None:
+    assert read_nbytes(text) is None
+
+
+def test_pages_stay_as_long_as_they_fit() -> None:
+    assert resident([5, 10, 3, 2], 10) == [True, False, True, True]
+    assert resident([5, 10], 0) == [False, False]
+    assert resident([0], 0) == [True]
+
+
+PAGES = [600, 1200, 300]
+
+
+@pytest.mark.parametrize(
+    ("offload", "expected"),
+    [
+        (Offload(), Footprint(2100, 0, 0)),
+        (Offload(Tier.PAGED, 0), Footprint(2400, 2100, 0)),
+        (Offload(Tier.PAGED, 900), Footprint(900 + 2400, 1200, 0)),
+        (Offload(Tier.PAGED, 5000), Footprint(2100, 0, 0)),
+        (Offload(Tier.PAGED, None), Footprint(600 + 300 + 2400, 1200, 0)),
+        (Offload(Tier.CPU), Footprint(0, 2107, 0)),
+        (Offload(Tier.CPU, speculate=True), Footprint(0, 2107 + 1100, 0)),
+        (Offload(Tier.NVME, folder=Path("/")), Footprint(2400, 7200, 2100)),
+    ],
+)
+def test_what_a_store_takes(offload: Offload, expected: Footprint) -> None:
+    assert footprint(offload, PAGES, mirrors=7, spares=1100, room=1000) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"state_offload": "paged", "device_budget": 0},
+        {"state_offload": "paged", "device_budget": 200_000},
+        {"state_offload": "paged", "device_budget": "1GB"},
+        {"state_offload": "cpu"},
+        {"state_offload": "nvme"},
+    ],
+    ids=str,
+)
+def test_a_store_takes_what_is_foretold(options: dict[str, Any], tmp_path: Path) -> None:
+    """One rank, so nothing is spare. A disk's pages, and buffers, are whole blocks of 4096 bytes."""
+    import zero_optim
+
+    if options["state_offload"] == "nvme":
+        options = {"state_offload": f"nvme:{tmp_path}"}
+    params = make_parameters(((128, 128),) * 5, torch.bfloat16)
+    opt = zero_optim.ShardedAdamW(params, bucket_cap_mb=0.04, **options)
+    numels = [bucket.layout.shard_numel for bucket in opt.engine.reducer.buckets]
+    assert len(numels) == 5
+    offload = read_offload(options["state_offload"], options.get("device_budget"))
+    expected = footprint(offload, [12 * numel for numel in numels], mirrors=4 * sum(numels))
+    measured = opt.stats()["state_offload"]
+    assert {name: measured[name] for name in ("device", "host", "disk")} == vars(expected)
+    opt.close()
