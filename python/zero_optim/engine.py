@@ -228,8 +228,16 @@ class Engine:
         for watcher in self.watchers:
             watcher.before_update(grad_scale, found_inf)
         marks = self.exchange.nonfinite.marks
-        by = Coefficients(self.hyper.table, grad_scale, self.clip.inverse_scale, found_inf, marks)
-        for shard in self.states.update(by, self.exchange.used, self.hyper.steps):
+        by = Coefficients(
+            self.hyper.table,
+            grad_scale,
+            self.clip.inverse_scale,
+            found_inf,
+            marks,
+            self.exchange.used,
+            self.hyper.steps,
+        )
+        for shard in self.states.update(by):
             shard.bucket.unshard()
         self.param_gather.after_step()
         for watcher in self.watchers:

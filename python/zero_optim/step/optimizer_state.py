@@ -27,7 +27,7 @@ from ..stores.host_threads import host_threads
 from ..stores.state_store import StateStore
 from .shard_state import ShardState
 from .speculation import Speculator
-from .workplace import Coefficients
+from .workplace import Coefficients, HostCoefficients
 
 _version_of = operator.attrgetter("_version")
 
@@ -133,35 +133,33 @@ class OptimizerState:
     def _shard_state(self, bucket: Bucket) -> ShardState:
         return ShardState(bucket, self.rule, self._store, self._speculator)
 
-    def update(self, by: Coefficients, used: Tensor, steps: Tensor) -> Iterator[ShardState]:
+    def update(self, by: Coefficients) -> Iterator[ShardState]:
         """Update every shard, in the order in which the next forward wants the parameters, and yield each once its
-        parameters can be sent out. The state of those that follow is on its way meanwhile.
-
-        Args:
-            used: [parameters] bool, which are updated.
-            steps: [parameters] float64, updates that each has had with this one.
-        """
+        parameters can be sent out. The state of those that follow is on its way meanwhile."""
         order, ahead = self.shards[::-1], self._store.lookahead
         for shard in order[:ahead]:
-            shard.prefetch()
-        on_host = self._store.works_on.type == "cpu" and isinstance(self._store, HostStore)
-        here = by.on_host(used) if on_host else by
+            self._try(shard, shard.prefetch)
+        on_host = isinstance(self._store, HostStore)
+        here = by.on_host() if on_host else by
         with host_threads(self._threads) if on_host else nullcontext():
             for number, shard in enumerate(order):
-                try:
-                    for later in order[number + ahead : number + ahead + 1] if ahead else ():
-                        later.prefetch()
-                    shard.update(here)
-                except OffloadError as error:
-                    self._lose(shard, error)
+                for later in order[number + ahead : number + ahead + 1] if ahead else ():
+                    self._try(later, later.prefetch)
+                self._try(shard, partial(shard.update, here))
                 yield shard
-        if on_host:
+        if isinstance(here, HostCoefficients):
             by.marks.copy_(here.marks, non_blocking=True)
             if self._speculator is not None:
-                self._speculator.step_is(here, used.cpu(), steps.cpu())
+                self._speculator.step_is(here)
         self._store.end_step()
 
     # -- state that is lost --------------------------------------------------------------------------------------
+
+    def _try(self, shard: ShardState, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except OffloadError as error:
+            self._lose(shard, error)
 
     def _lose(self, shard: ShardState, error: OffloadError) -> None:
         """In the middle of a step other ranks count on this one: it goes on, and all raise in the next."""

@@ -72,7 +72,7 @@ class ShardState:
             return
         state = self._store.fetch(self._page)
         try:
-            parameters = self._place.parameters(state, as_they_are=not by.writes_all)
+            parameters = self._place.parameters(state, by)
             update = ShardUpdate(
                 self._place.gradient(),
                 parameters,

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..params.parameter_set import ParameterSet
 from ..rules.update_rule import ShardUpdate, UpdateRule
 from ..stores.host_store import HostStore
-from .workplace import Coefficients, OnHost
+from .workplace import Coefficients, HostCoefficients, OnHost
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Guess:
 
     def holds(self, by: Coefficients, parameters: Tensor) -> bool:
         """Whether it assumes, of these ``parameters`` [n] int64, what is true."""
-        if not by.updates:
+        if not isinstance(by, HostCoefficients) or not by.updates:
             return False
         rows, assumed = by.hyper[parameters], self.by.hyper[parameters]
         same = torch.equal(rows.view(torch.int32), assumed.view(torch.int32))
@@ -125,13 +125,10 @@ class Speculator:
         self._used = torch.zeros(0, dtype=torch.bool)  # [parameters]
         self._scale: Tensor | None = None
 
-    def step_is(self, by: Coefficients, used: Tensor, steps: Tensor) -> None:
-        """What is true of this step, on the host. The next is assumed to be alike.
-
-        ``used``: [parameters] bool; ``steps``: [parameters] float64, updates that each has had with this one.
-        """
-        self._used, self._scale = used, by.inverse_scale
-        self._steps = steps + used
+    def step_is(self, by: HostCoefficients) -> None:
+        """What is true of this step. The next is assumed to be alike."""
+        self._used, self._scale = by.used, by.inverse_scale
+        self._steps = by.steps + by.used
         self._next = None
 
     def assumed(self, parameters: Tensor) -> Coefficients | None:
@@ -156,7 +153,7 @@ class Speculator:
         self._rule.fill_table(by_group, group_of, steps, self._used, table)
         found_inf = torch.zeros(1, device="cpu")
         marks = torch.zeros(count, dtype=torch.int32, device="cpu")
-        return Coefficients(table, self._scale, self._scale, found_inf, marks, updates=True, writes_all=True)
+        return Coefficients(table, self._scale, self._scale, found_inf, marks, self._used, steps)
 
     def begin(self, by: Coefficients, update: Callable[[], None]) -> Guess:
         if self._pool is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,9 +24,8 @@ class Coefficients:
 
     Attributes:
         inverse_scale: what ``grad_scale`` is where nothing is clipped.
-        updates: whether anything is updated, as far as the host knows.
-        writes_all: whether each update writes every parameter of its shard, as far as the host knows: nothing is
-            skipped, and no parameter left out.
+        used: [parameters] bool, which have a gradient.
+        steps: [parameters] float64, updates that each has had with this one.
     """
 
     hyper: Tensor
@@ -34,22 +33,36 @@ class Coefficients:
     inverse_scale: Tensor | None
     found_inf: Tensor
     marks: Tensor
-    updates: bool = True
-    writes_all: bool = False
+    used: Tensor
+    steps: Tensor
 
-    def on_host(self, used: Tensor) -> Coefficients:
-        """The same in host memory. The host waits for the device. ``used``: [parameters] bool."""
-        updates = bool(self.found_inf.cpu() == 0)
-        return replace(
-            self,
-            hyper=self.hyper.cpu(),
-            grad_scale=None if self.grad_scale is None else self.grad_scale.cpu(),
-            inverse_scale=None if self.inverse_scale is None else self.inverse_scale.cpu(),
-            found_inf=self.found_inf.cpu(),
-            marks=torch.zeros_like(self.marks, device="cpu"),
+    def on_host(self) -> HostCoefficients:
+        """The same in host memory, with marks of its own. The host waits for the device."""
+        found_inf, used = self.found_inf.cpu(), self.used.cpu()
+        updates = bool(found_inf == 0)
+        return HostCoefficients(
+            self.hyper.cpu(),
+            None if self.grad_scale is None else self.grad_scale.cpu(),
+            None if self.inverse_scale is None else self.inverse_scale.cpu(),
+            found_inf,
+            torch.zeros_like(self.marks, device="cpu"),
+            used,
+            self.steps.cpu(),
             updates=updates,
             writes_all=updates and bool(used.all()),
         )
+
+
+@dataclass(frozen=True)
+class HostCoefficients(Coefficients):
+    """
+    Attributes:
+        updates: whether anything is updated.
+        writes_all: whether each update writes every parameter of its shard: none is left out.
+    """
+
+    updates: bool
+    writes_all: bool
 
 
 class Workplace(Protocol):
@@ -61,8 +74,8 @@ class Workplace(Protocol):
     def gradient(self) -> Tensor:
         """[shard_numel] the reduced gradient."""
 
-    def parameters(self, state: Mapping[str, Tensor], *, as_they_are: bool) -> Tensor:
-        """[shard_numel] to be written; ``as_they_are``: it must hold what they are, as not all of it will be."""
+    def parameters(self, state: Mapping[str, Tensor], by: Coefficients) -> Tensor:
+        """[shard_numel] to be written; where not all of it will be, it holds what they are."""
 
     def updated(self) -> None:
         """The update has been launched: let the device have the parameters."""
@@ -81,7 +94,7 @@ class OnDevice:
     def gradient(self) -> Tensor:
         return self._bucket.grad_shard
 
-    def parameters(self, state: Mapping[str, Tensor], *, as_they_are: bool) -> Tensor:
+    def parameters(self, state: Mapping[str, Tensor], by: Coefficients) -> Tensor:
         return state.get(PARAMETER, self._bucket.param_shard)
 
     def updated(self) -> None: ...
@@ -183,7 +196,6 @@ class OnHost:
         self._copy, self._version, self._of = Copy.TAKEN, source._version, source
 
     def prefetch(self) -> None:
-        self._last_reductions, self._reductions = self._reductions, 0
         source = self._bucket.grad_shard
         current = self._copy is Copy.TAKEN and source is self._of and source._version == self._version
         there = source.untyped_storage().nbytes() > 0
@@ -213,11 +225,12 @@ class OnHost:
             lane.set(self._brought)
             self._store.copied.to_host += self._param.nbytes
 
-    def parameters(self, state: Mapping[str, Tensor], *, as_they_are: bool) -> Tensor:
+    def parameters(self, state: Mapping[str, Tensor], by: Coefficients) -> Tensor:
         self._bucket.flat.wait_until_copied()
         if self._param is None:
             return self._bucket.param_shard
-        if as_they_are and not self._reads_parameters:
+        writes_all = isinstance(by, HostCoefficients) and by.writes_all
+        if not writes_all and not self._reads_parameters:
             self._bring_parameters()
         self._brought.wait()
         self._sent.wait()
@@ -240,6 +253,7 @@ class OnHost:
         self.updated()
 
     def updated(self) -> None:
+        self._last_reductions, self._reductions = self._reductions, 0
         if self._param is None:
             return
         lanes = self._store.lanes

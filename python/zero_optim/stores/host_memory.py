@@ -70,7 +70,7 @@ class HostMemory:
 
 def _address(run: Tensor) -> int:
     """Of an empty one, too, for which ``data_ptr`` is 0."""
-    return run.untyped_storage().data_ptr() + run.storage_offset()
+    return run.untyped_storage().data_ptr() + int(run.storage_offset())
 
 
 def _memory(nbytes: int, *, pinned: bool) -> Tensor:
