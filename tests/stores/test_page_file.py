@@ -458,18 +458,26 @@ def test_close_removes_the_file(tmp_path):
             use()
 
 
-def test_close_waits_for_transfers(tmp_path):
+def test_close_waits_for_transfers(tmp_path, monkeypatch):
+    """The write goes on only once ``close`` waits for it, and is over when the file goes."""
+    waited_for, wait, unlink = threading.Event(), page_file.wait_for_all, page_file._unlink
+    over = []
+
+    def wait_for_all(*arguments: object) -> bool:
+        waited_for.set()
+        return wait(*arguments)
+
+    def unlink_(path: Path) -> None:
+        over.append(transfer.done)
+        unlink(path)
+
+    monkeypatch.setattr(page_file, "wait_for_all", wait_for_all)
+    monkeypatch.setattr(page_file, "_unlink", unlink_)
     file = PageFile(tmp_path, rank=0)
-    begun, order = threading.Event(), []
-
-    def after() -> None:
-        begun.set()
-        order.append("written" if file.path.exists() else "too late")
-
-    transfer = file.write(file.allocate(10), aligned_buffer(10), after)
+    transfer = file.write(file.allocate(10), aligned_buffer(10), lambda: waited_for.wait(SECONDS))
     file.close()
-    assert transfer.done
-    assert order == ["written"]
+    assert over == [True]
+    transfer.wait(0)
 
 
 def test_close_does_not_wait_for_ever(tmp_path):
