@@ -504,6 +504,23 @@ def test_a_file_that_is_dropped_is_removed(tmp_path):
 
 def test_a_failed_start_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(direct_file.os, "pwritev", failing(errno.EROFS))
-    with pytest.raises(OffloadError, match=f"state_offload='nvme:{tmp_path}': it cannot be written: Read-only"):
+    with pytest.raises(
+        OffloadError, match=f"state_offload='nvme:{tmp_path}': it cannot be written: Read-only"
+    ) as caught:
         PageFile(tmp_path, rank=0)
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir()), "while the error, and all that it refers to, is still there"
+    del caught
+
+
+def test_a_fork_waits_for_no_transfers(tmp_path, monkeypatch):
+    """They are its parent's: it has no threads that could end them."""
+    file, go_on = PageFile(tmp_path, rank=0), threading.Event()
+    file.write(file.allocate(10), aligned_buffer(10), lambda: go_on.wait(SECONDS))
+    with monkeypatch.context() as fork:
+        fork.setattr(os, "getpid", lambda: -1)
+        file.close(0)
+        with pytest.raises(ClosedError, match="of which this one is a fork"):
+            file.allocate(1)
+    assert file.path.exists()
+    go_on.set()
+    file.close()
