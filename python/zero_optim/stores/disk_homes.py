@@ -8,16 +8,21 @@ are read, and the ones before are written::
     update          4
     written             | 3 | 2 |
 
-What a page is doing::
+What each call makes of a page. One that is written to comes in first, unless it is new:
 
-    ON_DISK ── expect, incoming ──> READING ── incoming ──> HELD ── unchanged ──> ON_DISK
-                                       └── damaged, cut off ──> LOST
-    ON_DISK or HELD ── outgoing ──> HELD ── left ──> WRITING ── written ──> ON_DISK
-                                                        └── could not be written ──> KEPT
-    KEPT ── left ──> WRITING
+==========  =======  =======  =======  =======  =======  =====
+event       ON_DISK  READING  HELD     WRITING  KEPT     LOST
+==========  =======  =======  =======  =======  =======  =====
+expect      READING  READING  HELD     WRITING  KEPT     LOST
+incoming    HELD     HELD     HELD     HELD     KEPT     error
+outgoing    HELD     error    HELD     error    KEPT     error
+left        error    error    WRITING  error    WRITING  error
+unchanged   error    error    ON_DISK  error    KEPT     error
+end_write   error    error    error    ON_DISK  error    error
+==========  =======  =======  =======  =======  =======  =====
 
-A page that could not be written stays in host memory, and is written again the next time. One that could not be read is
-lost.
+Where the disk fails, ``end_write`` makes it KEPT: the page stays in host memory, and is written again the next time.
+``incoming`` makes it LOST then, and raises.
 """
 
 from __future__ import annotations
@@ -156,19 +161,21 @@ class _DiskHome:
         return self._run()
 
     def unchanged(self, mark: Mark) -> None:
+        self._check("unchanged", PagePlace.HELD, PagePlace.KEPT)
         if self.place is PagePlace.HELD:
             mark.wait()  # else the next page would be read into what the device still copies
             self._give_back_buffer()
             self.place = PagePlace.ON_DISK
 
     def outgoing(self) -> Tensor:
+        self._check("outgoing", PagePlace.ON_DISK, PagePlace.HELD, PagePlace.KEPT)
         if self.place is PagePlace.ON_DISK:
             self._buffer, self.place = self._homes.lend(self), PagePlace.HELD
         return self._run()
 
     def left(self, mark: Mark) -> None:
-        whole = self._kept if self._kept is not None else self._buffer
-        assert whole is not None
+        self._check("left", PagePlace.HELD, PagePlace.KEPT)
+        whole = self._kept if self._kept is not None else self._whole_buffer()
         self.transfer, self.place = self._homes.file.write(self.extent, whole, mark.wait), PagePlace.WRITING
         self._homes.copied.written += self.extent.nbytes
         self._homes.began_to_write(self)
@@ -193,6 +200,7 @@ class _DiskHome:
 
     def end_write(self) -> None:
         """Where it fails, the page is kept, and the problem noted."""
+        self._check("end_write", PagePlace.WRITING)
         assert self.transfer is not None
         try:
             self.transfer.wait(PATIENCE_SECONDS)
@@ -225,6 +233,10 @@ class _DiskHome:
             self._why_lost, self.place = str(error), PagePlace.LOST
         else:
             self.place = PagePlace.HELD
+
+    def _check(self, event: str, *allowed: PagePlace) -> None:
+        if self.place not in allowed:
+            raise RuntimeError(f"{event} of a page that is {self.place.name}")
 
     # -- memory --------------------------------------------------------------------------------------------------
 

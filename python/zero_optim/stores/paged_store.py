@@ -10,11 +10,19 @@ Two slots on the device are lent in turn. While page 1 is updated, page 2 comes 
 The update is that of the device, so what it gives is what it would give without a store, bit by bit. As many pages as
 the budget holds never leave the device.
 
-What a page is doing::
+What each call makes of a page that comes and goes:
 
-    AWAY ── prefetch ──> COMING ── fetch ──> HERE ── commit or discard ──> AWAY
-      └──────────────── fetch ────────────────┘
-    COMING ── its slot is wanted for another ──> AWAY
+==========  ======  ======  =====
+event       AWAY    COMING  HERE
+==========  ======  ======  =====
+prefetch    COMING  COMING  HERE
+fetch       HERE    HERE    error
+commit      error   error   AWAY
+discard     error   error   AWAY
+send_back   AWAY    AWAY    error
+==========  ======  ======  =====
+
+``send_back`` is the store's own: another page wants the slot.
 """
 
 from __future__ import annotations
@@ -188,8 +196,7 @@ class PagedStore:
 
     def release(self, number: int) -> None:
         page = self._pages.pop(number)
-        if page.slot is not None:
-            self._send_back(page)
+        self._send_back(page)
         if page.home is None:
             self._left += page.nbytes
             keep_for_current_stream(*page.stays.values())
@@ -212,6 +219,8 @@ class PagedStore:
         page = self._pages[number]
         if not page.moved:
             return page.stays
+        if page.state is PageState.HERE:
+            raise RuntimeError(f"fetch of page {number}, which is here")
         if page.state is PageState.AWAY:
             self._bring(page)
         page.arrived.order_current()
@@ -223,10 +232,11 @@ class PagedStore:
 
     def commit(self, number: int) -> None:
         page = self._pages[number]
-        if page.slot is None:
+        if not page.moved:
             return
+        run = self._slot_of(page, "commit").run
         page.used.set()
-        lane, run = self._lanes.to_host, page.slot.run
+        lane = self._lanes.to_host
         lane.after(page.used)
         if page.home is not None:
             lane.copy(page.home.outgoing(), run[: page.nbytes])
@@ -240,11 +250,13 @@ class PagedStore:
 
     def discard(self, number: int) -> None:
         page = self._pages[number]
-        if page.slot is not None:
-            page.used.set()
-            if page.home is not None:
-                page.home.unchanged(page.arrived)
-            self._leave_slot(page, page.used)
+        if not page.moved:
+            return
+        self._slot_of(page, "discard")
+        page.used.set()
+        if page.home is not None:
+            page.home.unchanged(page.arrived)
+        self._leave_slot(page, page.used)
 
     def end_step(self) -> None:
         for page in self._pages.values():
@@ -266,6 +278,9 @@ class PagedStore:
         for number in list(self._pages):
             self.release(number)
         self._homes.close()
+
+    def state_of(self, number: int) -> PageState:
+        return self._pages[number].state
 
     # -- slots ---------------------------------------------------------------------------------------------------
 
@@ -298,12 +313,19 @@ class PagedStore:
 
     def _send_back(self, page: _Page) -> None:
         """A page on its way in is not wanted yet: it has to come anew."""
+        if page.state is PageState.AWAY:
+            return
         if page.state is PageState.HERE:
             raise RuntimeError("a page would lose its slot while it is here")
         page.arrived.wait()
         if page.home is not None:
             page.home.unchanged(page.arrived)
         self._leave_slot(page, page.arrived)
+
+    def _slot_of(self, page: _Page, event: str) -> _Slot:
+        if page.state is not PageState.HERE or page.slot is None:
+            raise RuntimeError(f"{event} of a page that is {page.state.name}")
+        return page.slot
 
     def _leave_slot(self, page: _Page, left: Mark) -> None:
         if page.slot is not None:
