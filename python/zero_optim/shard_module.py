@@ -55,8 +55,8 @@ def shard_module(
         init_fn: called with each module that holds parameters or buffers on ``meta``, after they have been given
             memory, to give them values; None: its ``reset_parameters()``. One unit after another, so that no rank ever
             holds the whole model.
-        param_offload: "cpu": shards rest in host memory, pinned for a GPU, and units are copied from there. The model
-            cannot be trained then.
+        param_offload: "cpu": shards rest in host memory, pinned for a GPU, and units are copied from there. They are
+            updated there with ``ShardedAdamW(..., state_offload="cpu")``, else on the device.
 
     Raises, on every rank, and what fails later than these, such as ``init_fn``, leaves a model to be made anew:
         ParameterError: a parameter that cannot be sharded; no such unit; a model that is sharded already.

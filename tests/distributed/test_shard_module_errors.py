@@ -224,7 +224,6 @@ def _out_of_turn(rank: int, world_size: int) -> list[str]:
     model, plain, other = sharded(), Net(), sharded()
     made = Net()
     opt = zero_optim.ShardedAdamW(made.parameters())
-    offloaded = sharded(param_offload="cpu")
     half = [parameter for name, parameter in model.named_parameters() if name != "blocks.1.up.bias"]
     adamw = zero_optim.ShardedAdamW
     cases: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
@@ -256,7 +255,6 @@ def _out_of_turn(rank: int, world_size: int) -> list[str]:
             "ParameterError",
             ("plain.embedding.weight", "in none"),
         ),
-        "offloaded": (lambda: adamw(offloaded.parameters()), "ParameterError", ("param_offload",)),
         "a parameter twice": (lambda: adamw([*model.parameters(), model.head.weight]), "ParameterError", ("once",)),
     }
     wrong = []

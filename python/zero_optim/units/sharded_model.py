@@ -29,7 +29,7 @@ class ShardedModel:
     Attributes:
         sharding: who shares the parameters. Its group is its own: while backward runs, reductions are under way in
             another.
-        offload: whether shards rest in host memory; such a model is not trained.
+        offload: whether shards rest in host memory.
     """
 
     def __init__(
