@@ -17,6 +17,7 @@ from .errors import ParameterError
 from .params.param_shard import ParamShard
 from .params.parameter_set import check_free, plain_name
 from .params.storage_order import described
+from .stores.host_memory import HostMemory
 from .units.schedule import UnitSchedule
 from .units.sharded_model import ShardedModel, flatten, sharded_model_of
 from .units.unit import Registration, Unit
@@ -83,6 +84,7 @@ def shard_module(
     if node is not None:
         node.connect(target)
     sharding = Sharding(comm, stage=3, grad_reduce_dtype=None, device=target)
+    host_memory = None if param_offload is None else HostMemory(pinned=target.type == "cuda")
     made: list[Unit] = []
     try:
         for number, plan in enumerate(plans):
@@ -90,14 +92,14 @@ def shard_module(
                 _materialise(plan, target, init_fn)
             own_node = node if number else None
             made.append(Unit(plan.name, plan.module, plan.modules, own_node, keep=keep or number == 0))
-            _fill(made[-1], plan, sharding, offload=param_offload is not None)
+            _fill(made[-1], plan, sharding, host_memory)
     except BaseException:
         comm.close()
         raise
     for unit, plan in zip(made, plans, strict=True):
         unit.enclosing = {made[outer] for outer in plan.enclosing}
     schedule = UnitSchedule(made, sharding, prefetch, keep_evaluating=keep)
-    ShardedModel(model, made, sharding, schedule, process_group, offload=param_offload is not None)
+    ShardedModel(model, made, sharding, schedule, process_group, host_memory)
     return model
 
 
@@ -257,7 +259,7 @@ def _materialise(plan: _UnitPlan, device: torch.device, init_fn: Callable[[nn.Mo
         initialise(module)
 
 
-def _fill(unit: Unit, plan: _UnitPlan, sharding: Sharding, *, offload: bool) -> None:
+def _fill(unit: Unit, plan: _UnitPlan, sharding: Sharding, host_memory: HostMemory | None) -> None:
     """Collective. Shard the unit's parameters: one flat tensor for each dtype, and for what is trained and what not."""
     shards = {key: _shard_of(parameter, plan.registrations[key][0][2]) for key, parameter in plan.parameters.items()}
     shard_of = {id(plan.parameters[key]): shard for key, shard in shards.items()}
@@ -271,9 +273,9 @@ def _fill(unit: Unit, plan: _UnitPlan, sharding: Sharding, *, offload: bool) -> 
         kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
     for (_, trained), parameters in kinds.items():
         unit.flats.append(flatten(parameters, sharding, trained=trained))
-        if sharding.shard_count > 1 or offload:
-            unit.flats[-1].split([shard_of[id(parameter)] for parameter in parameters], offload=offload)
-    if sharding.shard_count > 1 or offload:
+        if sharding.shard_count > 1 or host_memory is not None:
+            unit.flats[-1].split([shard_of[id(parameter)] for parameter in parameters], host_memory=host_memory)
+    if sharding.shard_count > 1 or host_memory is not None:
         unit.show_shards()
 
 

@@ -13,6 +13,7 @@ from ..comm.collectives import Comm, Pending
 from ..comm.sharding import Sharding
 from ..comm.storage import allocate, as_own_storage, deallocate
 from ..comm.streams import keep_for_current_stream
+from ..stores.host_memory import HostMemory
 from .layout import BucketLayout
 from .param_shard import ParamShard
 from .storage_order import as_stored, storage_order, view_of
@@ -79,19 +80,22 @@ class FlatParams:
 
     # -- where they are sharded ----------------------------------------------------------------------------------
 
-    def split(self, shards: Sequence[ParamShard], *, offload: bool) -> None:
+    def split(self, shards: Sequence[ParamShard], *, host_memory: HostMemory | None) -> None:
         """Collective. From rank 0's values keep this rank's shard, and empty ``full``.
 
         Args:
             shards: of each parameter, to show the rank's range of it from now on.
-            offload: keep the shard in host memory, pinned where the parameters are on a GPU.
+            host_memory: where the shard is to rest; None: on the device.
         """
         self._sharding.broadcast(self.full)
-        home = torch.device("cpu") if offload else self.device
-        shard = torch.empty(self.shard.numel(), dtype=self.dtype, device=home, pin_memory=home != self.device)
+        self.offloaded = host_memory is not None
+        if host_memory is not None:
+            shard = host_memory.take(self.shard.nbytes).view(self.dtype)
+        else:
+            shard = torch.empty_like(self.shard)
         self.shard = shard.copy_(self.shard)
-        self._copied = torch.cuda.Event() if offload and self.device.type == "cuda" else None
-        self.sharded, self.offloaded, self.param_shards = True, offload, list(shards)
+        self._copied = torch.cuda.Event() if self.offloaded and self.device.type == "cuda" else None
+        self.sharded, self.param_shards = True, list(shards)
         self._node_part: Tensor | None = None  # [numel / ranks of a node]
         self._poison = "poison" in debug_options()
         # Reads as NaN and refuses writes: for who holds a plain parameter while it is sharded.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..comm.storage import as_own_storage
 from ..errors import OffloadError
 from ..params.layout import round_up
 
@@ -44,21 +45,28 @@ class HostMemory:
         self._slab_of: dict[int, _Slab] = {}  # by address of a run
 
     def take(self, nbytes: int) -> Tensor:
-        """[nbytes] uint8, aligned to 4096 bytes, contents undefined. Raises OffloadError where there is no memory."""
-        room = max(round_up(nbytes, ALIGNMENT), ALIGNMENT)
+        """[nbytes] uint8, aligned to 4096 bytes, contents undefined. Raises OffloadError where there is no memory.
+
+        It has a storage of its own: what views it can be saved without the rest of the slab.
+        """
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        room = round_up(nbytes, ALIGNMENT)
         slab = next((slab for slab in self._slabs if slab.memory.nbytes - slab.end >= room), None)
         if slab is None:
             slab = _Slab(_memory(max(room, min(SLAB_BYTES, self._slab_bytes())), pinned=self._pinned))
             self._slabs.append(slab)
-        run = slab.memory[slab.end : slab.end + nbytes]
+        run = as_own_storage(slab.memory[slab.end : slab.end + nbytes])
         slab.end += room
         slab.live += 1
         self.in_use += nbytes
-        self._slab_of[_address(run)] = slab
+        self._slab_of[run.data_ptr()] = slab
         return run
 
     def give_back(self, run: Tensor) -> None:
-        slab = self._slab_of.pop(_address(run))
+        if run.nbytes == 0:
+            return
+        slab = self._slab_of.pop(run.data_ptr())
         slab.live -= 1
         self.in_use -= run.nbytes
         if slab.live == 0:
@@ -66,11 +74,6 @@ class HostMemory:
 
     def _slab_bytes(self) -> int:
         return sum(slab.memory.nbytes for slab in self._slabs)
-
-
-def _address(run: Tensor) -> int:
-    """Of an empty one, too, for which ``data_ptr`` is 0."""
-    return run.untyped_storage().data_ptr() + int(run.storage_offset())
 
 
 def _memory(nbytes: int, *, pinned: bool) -> Tensor:

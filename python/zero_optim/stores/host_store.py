@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from ..errors import OffloadError
-from ..params.layout import round_up
 from .host_memory import HostMemory
 from .lanes import Lanes
 from .state_store import Copied
-
-_ALIGNMENT = 512
 
 
 class HostStore:
@@ -23,54 +20,43 @@ class HostStore:
         memory, lanes: for gradients and parameters, which the update has on the host beside its pages.
     """
 
-    lookahead = 1
+    lookahead, keeps_views = 1, False  # memory that was given back holds another page soon
     works_on = torch.device("cpu")
 
     def __init__(self, memory: HostMemory, lanes: Lanes) -> None:
         self.memory, self.lanes, self.copied = memory, lanes, Copied()
-        self.keeps_views = True
         self._pages: dict[int, Mapping[str, Tensor]] = {}
-        self._runs: dict[int, Tensor] = {}
-        self._spares: dict[int, tuple[Mapping[str, Tensor], Tensor]] = {}
+        self._spares: dict[int, Mapping[str, Tensor]] = {}
         self._allocated = 0
 
     def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Tensor] | None = None) -> int:
         assert not visiting, "the update is where they are"
         self._allocated += 1
-        views, self._runs[self._allocated] = self._memory_for(page)
-        for name, view in views.items():
-            view.copy_(page[name])
-        self._pages[self._allocated] = views
+        self._pages[self._allocated] = self._like(page)
+        for name, tensor in self._pages[self._allocated].items():
+            tensor.copy_(page[name])
         return self._allocated
 
-    def _memory_for(self, page: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Tensor]:
-        ends, end = {}, 0
-        for name, tensor in page.items():
-            ends[name] = end = round_up(end, _ALIGNMENT) + tensor.nbytes
-        run = self.memory.take(end)
-        return {name: run[ends[name] - t.nbytes : ends[name]].view(t.dtype) for name, t in page.items()}, run
+    def _like(self, page: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {name: self.memory.take(tensor.nbytes).view(tensor.dtype) for name, tensor in page.items()}
 
     def release(self, number: int) -> None:
-        del self._pages[number]
-        self.memory.give_back(self._runs.pop(number))
-        if number in self._spares:
-            self.memory.give_back(self._spares.pop(number)[1])
+        for page in (self._pages.pop(number), self._spares.pop(number, {})):
+            for tensor in page.values():
+                self.memory.give_back(tensor.view(torch.uint8))
 
     # -- spares --------------------------------------------------------------------------------------------------
 
     def allocate_spare(self, number: int) -> None:
         """A second page of that size, contents undefined."""
-        self._spares[number] = self._memory_for(self._pages[number])
-        self.keeps_views = False
+        self._spares[number] = self._like(self._pages[number])
 
     def spare(self, number: int) -> Mapping[str, Tensor]:
-        return self._spares[number][0]
+        return self._spares[number]
 
     def swap(self, number: int) -> None:
         """The spare is the page from now on, and the page the spare."""
-        spare, run = self._spares[number]
-        self._spares[number] = self._pages[number], self._runs[number]
-        self._pages[number], self._runs[number] = spare, run
+        self._pages[number], self._spares[number] = self._spares[number], self._pages[number]
 
     # -- pages, as every store has them --------------------------------------------------------------------------
 

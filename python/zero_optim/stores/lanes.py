@@ -69,7 +69,7 @@ class Lanes(Protocol):
 
 class _CudaMark:
     def __init__(self, device: torch.device) -> None:
-        self.event, self._device = torch.cuda.Event(), device
+        self.event, self._device = torch.cuda.Event(blocking=True), device  # a host that waits leaves its core alone
 
     def set(self) -> None:
         self.event.record(torch.cuda.current_stream(self._device))

@@ -14,6 +14,7 @@ from ..comm.sharding import Sharding
 from ..params.flat_params import FlatParams
 from ..params.layout import build_layout
 from ..params.param_shard import plain_parameter
+from ..stores.host_memory import HostMemory
 from .hooks import register_hooks
 from .parts import add_parts
 from .schedule import UnitSchedule
@@ -29,7 +30,7 @@ class ShardedModel:
     Attributes:
         sharding: who shares the parameters. Its group is its own: while backward runs, reductions are under way in
             another.
-        offload: whether shards rest in host memory.
+        host_memory: where shards rest; None: on the device.
     """
 
     def __init__(
@@ -39,18 +40,12 @@ class ShardedModel:
         sharding: Sharding,
         schedule: UnitSchedule,
         process_group: dist.ProcessGroup | None,
-        *,
-        offload: bool,
+        host_memory: HostMemory | None,
     ) -> None:
         self._process_group = weakref.ref(process_group) if process_group is not None else None
-        self.model, self.units, self.sharding, self.schedule, self.offload = (
-            model,
-            list(units),
-            sharding,
-            schedule,
-            offload,
-        )
-        self.sharded = sharding.shard_count > 1 or offload
+        self.model, self.units, self.sharding, self.schedule = model, list(units), sharding, schedule
+        self.host_memory = host_memory
+        self.sharded = sharding.shard_count > 1 or self.offload
         for unit in units:
             for parameter in unit.parameters:
                 _model_of[parameter] = weakref.ref(self)
@@ -66,6 +61,11 @@ class ShardedModel:
 
     def __del__(self) -> None:
         self.sharding.everyone.close()
+
+    @property
+    def offload(self) -> bool:
+        """Whether shards rest in host memory."""
+        return self.host_memory is not None
 
     # -- what the optimizer asks for -----------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class ShardedModel:
             if params:
                 new = flatten(params, self.sharding, trained=trained)
                 if flat.sharded:
-                    new.split([shards[id(p)] for p in params], offload=self.offload)
+                    new.split([shards[id(p)] for p in params], host_memory=self.host_memory)
                 unit.flats.append(new)
         del whole
 
