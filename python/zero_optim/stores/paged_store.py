@@ -111,14 +111,14 @@ class _Part:
         return run[self.offset : self.offset + self.numel * self.dtype.itemsize].view(self.dtype)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Slot:
     run: Tensor  # [bytes] uint8 on the device
     left: Mark  # what was in it last is not needed there any more
     page: _Page | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Page:
     """``own`` and ``visiting`` lie in one slot, one after the other. Resident, only what visits does."""
 
