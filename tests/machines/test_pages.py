@@ -168,3 +168,20 @@ def test_more_pages_than_buffers_are_written_and_read(homes: DiskHomes):
     for number, home in reversed(list(enumerate(made))):
         assert torch.equal(home.incoming(), VALUES + number)
         home.unchanged(_Mark(passed=True))
+
+
+def test_two_pages_are_here_at_a_time_and_a_third_takes_the_place_of_either():
+    device = torch.device("cpu")
+    for first_to_go in (0, 1):
+        store = PagedStore(device, HostLanes(), HostHomes(HostMemory(pinned=False)), 0)
+        pages = [store.allocate({"state": torch.full((300,), float(value))}) for value in range(3)]
+        here = [store.fetch(number)["state"] for number in pages[:2]]
+        with pytest.raises(RuntimeError, match="slots"):
+            store.fetch(pages[2])
+        here[first_to_go].add_(10)
+        store.commit(pages[first_to_go])
+        assert torch.equal(store.fetch(pages[2])["state"], torch.full((300,), 2.0))
+        stays = 1 - first_to_go
+        assert torch.equal(here[stays], torch.full((300,), float(stays)))
+        store.discard(pages[2])
+        assert torch.equal(store.fetch(pages[first_to_go])["state"], torch.full((300,), 10.0 + first_to_go))
