@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -110,40 +111,42 @@ def test_a_right_optimizer_differs_by_rounding_alone(world_size, stage, dtype):
     assert report.edited == 128 * copies_held
 
 
-def _on_update(change: Callable[[Any, dict[str, Any]], object], of_step: int = 3) -> Callable[[Any], None]:
-    """Wraps ``ShardState.update`` of every bucket: ``change`` sees the shard and the arguments, and may return True to
-    leave the update out."""
+def _on_update(change: Callable[[Any, Any], Any], of_step: int = 3) -> Callable[[Any], None]:
+    """Wraps ``ShardState.update`` of every bucket: ``change`` sees the shard and the coefficients, and returns others;
+    None leaves the update out."""
 
     def corrupt(opt: Any) -> None:
         for shard in opt.engine.states.shards:
 
-            def update(hyper, grad_scale, found_inf, marks, shard=shard, right=shard.update):
-                arguments = {"hyper": hyper, "grad_scale": grad_scale, "found_inf": found_inf, "marks": marks}
-                if opt.engine.steps != of_step or change(shard, arguments) is not True:
-                    right(**arguments)
+            def update(by, shard=shard, right=shard.update):
+                changed = by if opt.engine.steps != of_step else change(shard, by)
+                if changed is not None:
+                    right(changed)
 
             shard.update = update
 
     return corrupt
 
 
-def _scale_column(name: str, factor: float) -> Callable[[Any, dict[str, Any]], object]:
-    def change(shard: Any, arguments: dict[str, Any]) -> None:
-        arguments["hyper"] = arguments["hyper"].clone()
-        arguments["hyper"][:, zero_kernels.HYPER_COLUMNS.index(name)] *= factor
+def _scale_column(name: str, factor: float) -> Callable[[Any, Any], Any]:
+    def change(shard: Any, by: Any) -> Any:
+        table = by.hyper.clone()
+        table[:, zero_kernels.HYPER_COLUMNS.index(name)] *= factor
+        return replace(by, hyper=table)
 
     return change
 
 
-def _decay_twice(shard: Any, arguments: dict[str, Any]) -> None:
+def _decay_twice(shard: Any, by: Any) -> Any:
     with shard.opened() as state:
         shard.master(state).mul_(1 - 1e-2 * 1e-2)
+    return by
 
 
-def _unskip(shard: Any, arguments: dict[str, Any]) -> None:
-    arguments["found_inf"] = None
-    arguments["hyper"] = arguments["hyper"].clone()
-    arguments["hyper"][:, zero_kernels.HYPER_COLUMNS.index("active")] = 1.0
+def _unskip(shard: Any, by: Any) -> Any:
+    table = by.hyper.clone()
+    table[:, zero_kernels.HYPER_COLUMNS.index("active")] = 1.0
+    return replace(by, hyper=table, found_inf=None)
 
 
 def _between(change: Callable[[dict[str, Any]], object]) -> Callable[[Any], None]:
@@ -162,12 +165,12 @@ def _between(change: Callable[[dict[str, Any]], object]) -> Callable[[Any], None
 
 
 CORRUPTIONS: dict[str, Callable[[Any], None]] = {
-    "an update left out": _on_update(lambda shard, arguments: True),
+    "an update left out": _on_update(lambda shard, by: None),
     "decay applied twice": _on_update(_decay_twice),
     "a wrong lr": _on_update(_scale_column("step_size", 1.01)),
     "a wrong bias correction": _on_update(_scale_column("bias_correction2_sqrt", 1.01)),
     "a wrong beta": _on_update(_scale_column("beta1", 0.98)),
-    "no clipping": _on_update(lambda shard, arguments: arguments.update(grad_scale=None)),
+    "no clipping": _on_update(lambda shard, by: replace(by, grad_scale=None)),
     "a step not skipped": _on_update(_unskip, of_step=4),
     "a step count lost": _between(lambda state: None),
     "exp_avg overwritten": _between(lambda state: state["exp_avg"].mul_(0.99)),
