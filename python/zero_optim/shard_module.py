@@ -65,11 +65,11 @@ def shard_module(
         RankMismatchError: ranks disagree on model or arguments, or one of them failed.
     """
     comm = make_comm(process_group if process_group is not None or mesh is None else mesh.get_group(mesh.ndim - 1))
-    plans: list[_UnitPlan] = []
+    plans: list[UnitPlan] = []
     with comm.raising_together("shard_module"):
         validate.check_group(process_group, mesh)
         _check_arguments(reshard_after_forward, prefetch, param_offload, comm.world_size)
-        plans = _plan(model, units)
+        plans = plan_units(model, units)
         _check_plans(plans)
         target = _device(plans, device)
         validate.check_backend(comm, target)
@@ -104,7 +104,7 @@ def shard_module(
 
 
 @dataclass
-class _UnitPlan:
+class UnitPlan:
     """A unit to be.
 
     ``registrations``: of each parameter, by its id, where it is registered: module, name there, full name.
@@ -117,11 +117,18 @@ class _UnitPlan:
     parameters: dict[int, nn.Parameter] = field(default_factory=dict)
     registrations: dict[int, list[tuple[nn.Module, str, str]]] = field(default_factory=dict)
 
+    def flats(self) -> dict[tuple[torch.dtype, bool], list[nn.Parameter]]:
+        """What goes into one flat tensor each: the parameters by dtype, and by whether they are trained."""
+        kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+        for parameter in self.parameters.values():
+            kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+        return kinds
 
-def _plan(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list[_UnitPlan]:
+
+def plan_units(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list[UnitPlan]:
     """The units of ``model``, the root first. Raises ParameterError where there are none."""
     kinds = [kinds] if isinstance(kinds, type | str) else list(kinds)
-    plans = [_UnitPlan("", model)]
+    plans = [UnitPlan("", model)]
     number_of: dict[nn.Module, int] = {model: 0, _within(model): 0}
     users: dict[int, set[int]] = {}  # of each parameter, by id, the units that reach it
     registrations: dict[int, list[tuple[nn.Module, str, str]]] = {}
@@ -131,7 +138,7 @@ def _plan(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list[_Uni
     def walk(module: nn.Module, name: str, number: int) -> None:
         if module not in number_of and _is_unit(module, kinds):
             number_of[module] = number_of[_within(module)] = len(plans)
-            plans.append(_UnitPlan(plain_name(name), module))
+            plans.append(UnitPlan(plain_name(name), module))
         inner = number_of.get(module, number)
         if inner != number:
             plans[inner].enclosing |= {number, *plans[number].enclosing}
@@ -160,7 +167,7 @@ def _plan(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list[_Uni
     return _without_empty(plans)
 
 
-def _without_empty(plans: Sequence[_UnitPlan]) -> list[_UnitPlan]:
+def _without_empty(plans: Sequence[UnitPlan]) -> list[UnitPlan]:
     """Without units that hold nothing themselves, such as a container of others."""
     kept = [number for number, plan in enumerate(plans) if plan.parameters or number == 0]
     new = {number: place for place, number in enumerate(kept)}
@@ -181,7 +188,7 @@ def _is_unit(module: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> bool:
     return any(type(inner).__name__ == kind if isinstance(kind, str) else isinstance(inner, kind) for kind in kinds)
 
 
-def _describe(plans: Sequence[_UnitPlan], options: Mapping[str, object]) -> list[str]:
+def _describe(plans: Sequence[UnitPlan], options: Mapping[str, object]) -> list[str]:
     description = [f"{name}={value}" for name, value in options.items()]
     for plan in plans:
         for key, parameter in plan.parameters.items():
@@ -203,7 +210,7 @@ def _check_arguments(reshard_after_forward: bool | int, prefetch: int, param_off
         raise ValueError(f"param_offload must be None or 'cpu', got {param_offload!r}")
 
 
-def _check_plans(plans: Sequence[_UnitPlan]) -> None:
+def _check_plans(plans: Sequence[UnitPlan]) -> None:
     parameters = [parameter for plan in plans for parameter in plan.parameters.values()]
     names = [plan.registrations[key][0][2] for plan in plans for key in plan.parameters]
     if not parameters:
@@ -220,7 +227,7 @@ def _check_plans(plans: Sequence[_UnitPlan]) -> None:
     check_free(parameters, [repr(name) for name in names])
 
 
-def _device(plans: Sequence[_UnitPlan], device: torch.device | str | None) -> torch.device:
+def _device(plans: Sequence[UnitPlan], device: torch.device | str | None) -> torch.device:
     if device is not None:
         target = torch.device(device)
         return torch.device("cuda", torch.cuda.current_device()) if str(target) == "cuda" else target
@@ -230,7 +237,7 @@ def _device(plans: Sequence[_UnitPlan], device: torch.device | str | None) -> to
 
 
 @torch.no_grad()
-def _materialise(plan: _UnitPlan, device: torch.device, init_fn: Callable[[nn.Module], object] | None) -> None:
+def _materialise(plan: UnitPlan, device: torch.device, init_fn: Callable[[nn.Module], object] | None) -> None:
     """Bring the unit's parameters, and the buffers of its modules, to ``device``; give those on ``meta`` values."""
     empty: dict[nn.Module, None] = {}
     for key, parameter in plan.parameters.items():
@@ -259,7 +266,7 @@ def _materialise(plan: _UnitPlan, device: torch.device, init_fn: Callable[[nn.Mo
         initialise(module)
 
 
-def _fill(unit: Unit, plan: _UnitPlan, sharding: Sharding, host_memory: HostMemory | None) -> None:
+def _fill(unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemory | None) -> None:
     """Collective. Shard the unit's parameters: one flat tensor for each dtype, and for what is trained and what not."""
     shards = {key: _shard_of(parameter, plan.registrations[key][0][2]) for key, parameter in plan.parameters.items()}
     shard_of = {id(plan.parameters[key]): shard for key, shard in shards.items()}
@@ -268,10 +275,7 @@ def _fill(unit: Unit, plan: _UnitPlan, sharding: Sharding, host_memory: HostMemo
         for key, registrations in plan.registrations.items()
         for module, name, _ in registrations
     ]
-    kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
-    for parameter in plan.parameters.values():
-        kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
-    for (_, trained), parameters in kinds.items():
+    for (_, trained), parameters in plan.flats().items():
         unit.flats.append(flatten(parameters, sharding, trained=trained))
         if sharding.shard_count > 1 or host_memory is not None:
             unit.flats[-1].split([shard_of[id(parameter)] for parameter in parameters], host_memory=host_memory)

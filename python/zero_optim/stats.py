@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from .comm.buffers import CommBuffers
-from .rules.update_rule import UpdateRule
+from .params.layout import BucketLayout, SlotPiece
+from .rules.update_rule import StateTensor, UpdateRule
 from .step.shard_state import ShardState
 from .units.sharded_model import ShardedModel
+
+
+@dataclass(frozen=True)
+class FlatBytes:
+    """A flat tensor along a bucket, or along one shard of it: what it is for, its elements with padding, their bytes."""
+
+    kind: str
+    numel: int
+    itemsize: int
 
 
 def memory_by_kind(
@@ -20,26 +31,59 @@ def memory_by_kind(
     Gradients count the buffers of the buckets, which at stage 2 is the shard; what autograd allocates for a
     gradient until its bucket leaves is not in it.
     """
-    memory = dict.fromkeys(("parameters", "gradients", *(tensor.name for tensor in rule.tensors)), 0)
-    padding = 0
+    memory = no_memory(rule)
     for shard in shards:
         bucket = shard.bucket
-        whole = sum(slot.numel for slot in bucket.layout.slots)
-        own = sum(piece.numel for piece in bucket.pieces)
         parameters = bucket.param_shard if bucket.flat.sharded else bucket.flat.full
-        for kind, tensor in (("parameters", parameters), ("gradients", bucket.grad_buffer)):
-            if tensor.untyped_storage().nbytes() == 0:
-                continue
-            used = whole if tensor.numel() == bucket.layout.numel else own
-            memory[kind] += used * tensor.element_size()
-            padding += (tensor.numel() - used) * tensor.element_size()
-        for state in shard.tensors:
-            used = sum(state.span(piece.in_shard, piece.numel)[1] for piece in bucket.pieces)
-            _, there = state.span(0, bucket.layout.shard_numel)
-            memory[state.name] += used * state.dtype.itemsize
-            padding += (there - used) * state.dtype.itemsize
+        there = (("parameters", parameters), ("gradients", bucket.grad_buffer))
+        flats = [
+            FlatBytes(kind, tensor.numel(), tensor.element_size())
+            for kind, tensor in there
+            if tensor.untyped_storage().nbytes()
+        ]
+        count_bucket(memory, bucket.layout, bucket.pieces, flats, shard.tensors)
     memory["communication"] = buffers.nbytes()
-    memory["padding"] = padding
     if sharded is not None:
         memory["unsharded"] = sum(flat.nbytes() for unit in sharded.units for flat in unit.flats)
     return memory
+
+
+def no_memory(rule: UpdateRule) -> dict[str, int]:
+    """Every kind that there is at each stage, at 0 bytes."""
+    state = (tensor.name for tensor in rule.tensors)
+    return dict.fromkeys(("parameters", "gradients", *state, "communication", "padding"), 0)
+
+
+def count_bucket(
+    memory: dict[str, int],
+    layout: BucketLayout,
+    pieces: Sequence[SlotPiece],
+    flats: Iterable[FlatBytes],
+    states: Iterable[StateTensor],
+    *,
+    ranks: int = 1,
+) -> None:
+    """Add what is held of a bucket to ``memory``: bytes in use by kind, and the rest to ``padding``.
+
+    Args:
+        pieces: what this rank has of every slot.
+        flats: the tensors of parameters and of gradients, whole or this rank's shard.
+        states: the rule's tensors along the shard.
+        ranks: where ``pieces`` are of several ranks together, how many: the mean is added.
+    """
+    whole = sum(slot.numel for slot in layout.slots)
+    own = sum(piece.numel for piece in pieces) // ranks
+    for flat in flats:
+        used = whole if flat.numel == layout.numel else own
+        memory[flat.kind] += used * flat.itemsize
+        memory["padding"] += (flat.numel - used) * flat.itemsize
+    for state in states:
+        used = sum(state.span(piece.in_shard, piece.numel)[1] for piece in pieces) // ranks
+        memory[state.name] += used * state.dtype.itemsize
+        memory["padding"] += state_nbytes(state, layout) - used * state.dtype.itemsize
+
+
+def state_nbytes(state: StateTensor, layout: BucketLayout) -> int:
+    """Of a state tensor of one shard, padding included."""
+    _, there = state.span(0, layout.shard_numel)
+    return there * state.dtype.itemsize

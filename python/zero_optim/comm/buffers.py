@@ -15,6 +15,10 @@ PATIENCE_SECONDS = 2.0
 """How long a rank waits for a buffer before it makes itself another. Far longer than ranks differ in a healthy job."""
 
 
+COUNT = 2
+"""How many buffers there are: one is packed into, or received in, while what is in the other is on its way."""
+
+
 class Borrower(Protocol):
     """A bucket, as far as it borrows."""
 
@@ -40,10 +44,11 @@ class CommBuffers:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.storages = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._borrowers: list[Borrower | None] = [None, None]
+        self.storages = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(COUNT)]
+        self._borrowers: list[Borrower | None] = [None] * COUNT
         self._given_up: Borrower | None = None  # who was waited for in vain
         self._extra = 0  # bytes lent beside the two
+        self.peak = 0  # the most bytes that there were when one was taken
         self.allocated = True
         self.poison = "poison" in debug_options()
 
@@ -52,6 +57,7 @@ class CommBuffers:
         nbytes = numel * dtype.itemsize
         if not may_wait or not self._arrives(self._borrowers[1]):
             self._extra += nbytes
+            self.peak = max(self.peak, self.nbytes())
             return torch.empty(numel, dtype=dtype, device=self.storages[0].device)
         self.storages.reverse()
         self._borrowers.reverse()
@@ -60,6 +66,7 @@ class CommBuffers:
         self._borrowers[0] = bucket
         allocate(self.storages[0], nbytes)
         self.allocated = True
+        self.peak = max(self.peak, self.nbytes())
         return self.storages[0][:nbytes].view(dtype)
 
     def deallocate_once_arrived(self) -> None:
@@ -96,7 +103,7 @@ class CommBuffers:
         for user in self._borrowers:
             if user is not None:
                 user.wait()
-        self._borrowers = [None, None]
+        self._borrowers = [None] * COUNT
         self.allocated = False
         for storage in self.storages:
             deallocate(storage)

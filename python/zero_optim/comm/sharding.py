@@ -83,6 +83,15 @@ class Sharding:
         """The dtype in which gradients of ``dtype`` parameters are communicated. Alone, a rank widens nothing."""
         return self.grad_reduce_dtype or dtype if self.reduces else dtype
 
+    @property
+    def keeps_full_gradients(self) -> bool:
+        """Whether gradients rest in full on this rank: at stages 0 and 1, and on one rank."""
+        return self.stage <= 1 or not self.reduces
+
+    def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of ``dtype`` parameters rest. At stage 0 ``.grad`` shows what is applied."""
+        return dtype if self.stage == 0 else self.reduce_dtype(dtype)
+
     def own_part(self, full: Tensor) -> Tensor:
         """This rank's shard of a flat tensor [shard_count * shard], a view."""
         shard_numel = full.numel() // self.shard_count

@@ -136,9 +136,9 @@ class Bucket:
 
     def _allocate_gradients(self) -> None:
         stage, reduces = self.sharding.stage, self.sharding.reduces
-        self.keeps_full = stage <= 1 or not reduces
+        self.keeps_full = self.sharding.keeps_full_gradients
         numel = self.layout.numel if self.keeps_full else self.layout.shard_numel
-        dtype = self.dtype if stage == 0 else self.reduce_dtype  # at stage 0 `.grad` shows what is applied
+        dtype = self.sharding.grad_dtype(self.dtype)
         self.grad_buffer = torch.zeros(numel, dtype=dtype, device=self.device)
         self.grad_shard = self.sharding.own_part(self.grad_buffer) if self.keeps_full else self.grad_buffer
         self._views: Sequence[Tensor] = ()

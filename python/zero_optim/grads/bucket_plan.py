@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from ..comm.sharding import Sharding
 from ..params.flat_params import FlatParams
-from ..params.layout import bucket_capacities, build_layout
+from ..params.layout import BucketLayout, bucket_capacities, build_layout
 from ..units.sharded_model import ShardedModel
 from .bucket import Bucket
 
@@ -20,14 +21,31 @@ def buckets_by_size(
     bucket_cap_mb: float | None,
     order: Sequence[int],
 ) -> list[Bucket]:
-    kinds = {index: parameter.dtype for index, parameter in parameters.items()}
+    dtypes = {index: parameter.dtype for index, parameter in parameters.items()}
     numels = {index: parameter.numel() for index, parameter in parameters.items()}
-    itemsizes = {kind: sharding.reduce_dtype(kind).itemsize for kind in kinds.values()}
-    cap_bytes = None if bucket_cap_mb is None else bucket_cap_mb * 2**20
-    capacities = bucket_capacities(numels, kinds, cap_bytes, itemsizes, sharding.shard_count)
-    layouts = build_layout(numels, kinds, order, capacities, sharding.shard_count)
+    layouts = layouts_by_size(numels, dtypes, sharding, bucket_cap_mb, order)
     flats = [FlatParams(layout, [parameters[s.param] for s in layout.slots], sharding) for layout in layouts]
     return [Bucket(layout, flat, labels, sharding) for layout, flat in zip(layouts, flats, strict=True)]
+
+
+def layouts_by_size(
+    numels: Mapping[int, int],
+    dtypes: Mapping[int, torch.dtype],
+    sharding: Sharding,
+    bucket_cap_mb: float | None,
+    order: Sequence[int],
+) -> list[BucketLayout]:
+    """Of parameters of so many elements, by index: as many in a bucket as fit. Without any tensors."""
+    itemsizes = {dtype: sharding.reduce_dtype(dtype).itemsize for dtype in dtypes.values()}
+    cap_bytes = None if bucket_cap_mb is None else bucket_cap_mb * 2**20
+    capacities = bucket_capacities(numels, dtypes, cap_bytes, itemsizes, sharding.shard_count)
+    return build_layout(numels, dtypes, order, capacities, sharding.shard_count)
+
+
+def buffer_nbytes(buckets: Iterable[tuple[int, torch.dtype]], sharding: Sharding) -> int:
+    """Of one communication buffer, which gradients of any bucket of so many elements go through."""
+    sizes = (numel * sharding.reduce_dtype(dtype).itemsize for numel, dtype in buckets)
+    return max(sizes, default=0) if sharding.reduces else 0
 
 
 def buckets_of_units(

@@ -33,6 +33,7 @@ from ..errors import ParameterError, RankMismatchError, ZeroOptimError
 from ..params.storage_order import described
 from ..units.schedule import UnitSchedule, end_raised_backwards, prefetch_rest_of_backwards
 from .bucket import Bucket
+from .bucket_plan import buffer_nbytes
 from .buckets import Buckets
 from .ddp_check import check_not_replicated
 from .hooks import GradHooks
@@ -132,8 +133,8 @@ class Reducer:
 
     def _use_layout(self) -> None:
         self.buffers.deallocate()
-        sizes = (bucket.layout.numel * bucket.reduce_dtype.itemsize for bucket in self.buckets)
-        self.buffers = CommBuffers(max(sizes, default=0) if self.sharding.reduces else 0, self.sharding.device)
+        buckets = ((bucket.layout.numel, bucket.dtype) for bucket in self.buckets)
+        self.buffers = CommBuffers(buffer_nbytes(buckets, self.sharding), self.sharding.device)
         self._deallocate_idle_buffers()
         self._use_readiness()
 

@@ -168,6 +168,13 @@ def build_layout(
     return [_layout(params, numels, shards, policy or CutAtRows()) for _, params in filled]
 
 
+def one_bucket(numels: Sequence[int], shards: int) -> BucketLayout:
+    """All of these parameters in one bucket, as a unit has them."""
+    indexed = dict(enumerate(numels))
+    (layout,) = build_layout(indexed, dict.fromkeys(indexed, 0), list(indexed), {0: 2**63}, shards)
+    return layout
+
+
 def _layout(params: Sequence[int], numels: Mapping[int, int], shards: int, policy: LayoutPolicy) -> BucketLayout:
     sizes = [numels[param] for param in params]
     offsets, numel = policy.place(sizes, shards)

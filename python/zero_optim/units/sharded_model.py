@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm.sharding import Sharding
 from ..params.flat_params import FlatParams
-from ..params.layout import build_layout
+from ..params.layout import one_bucket
 from ..params.param_shard import plain_parameter
 from ..stores.host_memory import HostMemory
 from .hooks import register_hooks
@@ -113,9 +113,7 @@ class ShardedModel:
 
 def flatten(params: Sequence[Tensor], sharding: Sharding, *, trained: bool) -> FlatParams:
     """One flat tensor for parameters of one dtype."""
-    numels = {index: parameter.numel() for index, parameter in enumerate(params)}
-    kinds = dict.fromkeys(numels, 0)
-    (layout,) = build_layout(numels, kinds, list(numels), {0: 2**63}, sharding.shard_count)
+    layout = one_bucket([parameter.numel() for parameter in params], sharding.shard_count)
     return FlatParams(layout, params, sharding, trained=trained)
 
 
