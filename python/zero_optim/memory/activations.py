@@ -1,0 +1,47 @@
+"""What a forward keeps for its backward, by formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .decoders import Width
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a rank computes at a time.
+
+    Attributes:
+        sequences, tokens: of a micro-batch, and in each of its sequences.
+        checkpointing: a layer keeps its input alone, and is computed again in backward.
+        flash: attention keeps no matrix of [tokens, tokens], as ``scaled_dot_product_attention`` does where it can.
+    """
+
+    sequences: int
+    tokens: int
+    checkpointing: bool = False
+    flash: bool = True
+
+
+def activation_bytes(width: Width, batch: Batch, itemsize: int) -> int:
+    """Bytes that a decoder transformer keeps, at most at a time.
+
+    Of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.1, without
+    tensor parallelism. With s tokens, b sequences, width h, a heads, v rows of the head, in 16 bits:
+
+    - a layer s·b·h·(34 + 5·a·s/h); with ``flash`` without the second term, which is of [s, s] matrices;
+    - after the layers 4·s·b·h·(1 + v/h): inputs of norm and head, logits in fp32.
+
+    All layers are counted, or, with ``checkpointing``, the input of each (2·s·b·h) and what one layer keeps. For
+    another ``itemsize`` its bytes take the place of 2, but for dropout's masks, of one byte. It is an estimate: a model
+    without dropout, with another MLP or with fused ops keeps something else.
+    """
+    positions = batch.sequences * batch.tokens
+    layer_input = positions * width.hidden * itemsize
+    layer = positions * width.hidden * (16 * itemsize + 2)
+    if not batch.flash:
+        layer += width.heads * positions * batch.tokens * (2 * itemsize + 1)
+    after = 2 * layer_input + 4 * positions * width.vocabulary
+    if batch.checkpointing:
+        return width.layers * layer_input + layer + after
+    return width.layers * layer + after

@@ -1,0 +1,103 @@
+"""What fits: the largest model, the smallest stage and bucket, and the cheapest change that makes a job fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..stores.offload import Offload, Tier
+from .decoders import gpt_of
+from .plan import Job, Plan, plan
+from .shapes import ModelShapes, of_decoder
+
+BUCKET_MB = (None, 16, 8, 4, 2, 1)
+"""Sizes that are tried: the default first."""
+
+_MOST_TIMES = 64  # ranks are added up to so many times as many
+_FEWEST, _MOST = 10**6, 10**15  # parameters
+_STORES = (Tier.PAGED, Tier.CPU)
+
+
+@dataclass(frozen=True)
+class Change:
+    """``what`` to change, as a user writes it, and the plan that then holds."""
+
+    what: str
+    plan: Plan
+
+
+def largest_model(job: Job, dtype: torch.dtype, device_memory: int) -> int:
+    """Parameters of the largest GPT (``gpt_of``) of which ``job`` needs no more than that; 0: none. To 3 digits."""
+    low, high = _FEWEST, _MOST
+    if not _fits(low, job, dtype, device_memory):
+        return 0
+    while high > low * 1.001:
+        middle = int((low * high) ** 0.5)
+        low, high = (middle, high) if _fits(middle, job, dtype, device_memory) else (low, middle)
+    digits = 10 ** (len(str(low)) - 3)
+    return low // digits * digits
+
+
+def _fits(parameters: int, job: Job, dtype: torch.dtype, device_memory: int) -> bool:
+    return plan(of_decoder(gpt_of(parameters), dtype), job).most <= device_memory
+
+
+def smallest_stage(model: ModelShapes, job: Job, device_memory: int) -> Plan | None:
+    """Of the stages the first that fits, with the largest of ``BUCKET_MB`` with which it does; None: no stage does."""
+    for stage in _stages(model, 0):
+        for bucket_cap_mb in (job.bucket_cap_mb,) if job.bucket_cap_mb is not None else BUCKET_MB:
+            made = plan(model, replace(job, stage=stage, bucket_cap_mb=bucket_cap_mb))
+            if made.most <= device_memory:
+                return made
+    return None
+
+
+def _stages(model: ModelShapes, first: int) -> range:
+    return range(first, 4 if model.units else 3)
+
+
+def changes(model: ModelShapes, job: Job) -> Iterator[Change]:
+    """What would take less memory on the device, the cheapest first: what is shared, what is computed again, where the
+    state is, how many ranks there are."""
+    stages = _stages(model, job.stage + 1 if job.world > 1 else 4)
+    for stage in stages:
+        yield _change(model, replace(job, stage=stage), _stage(stage))
+    most = stages[-1] if stages else job.stage
+    shared = f"{_stage(most)} and " if most != job.stage else ""
+    best = replace(job, stage=most)
+    if job.batch is not None and not job.batch.checkpointing:
+        best = replace(best, batch=replace(job.batch, checkpointing=True))
+        shared += "activation checkpointing"
+        yield _change(model, best, shared)
+        shared += " and "
+    if job.offload.tier is Tier.DEVICE:
+        for tier in _STORES:
+            budget = None if tier is Tier.PAGED else 0
+            offloaded = replace(best, offload=Offload(tier, budget))
+            yield _change(model, offloaded, f'{shared}state_offload="{tier.value}"')
+    times = 2
+    while times <= _MOST_TIMES and (most >= 1 or model.units):
+        more = replace(best, world=job.world * times, stage=max(most, _stages(model, 0)[-1]), rank=None)
+        yield _change(model, more, f"{_stage(more.stage)} and {more.world:,} ranks")
+        times *= 2
+
+
+def _stage(stage: int) -> str:
+    return "zero_optim.shard_module (stage 3)" if stage == 3 else f"stage={stage}"
+
+
+def _change(model: ModelShapes, job: Job, what: str) -> Change:
+    return Change(what, plan(model, job))
+
+
+def cheapest_change(made: Plan, device_memory: int | None) -> Change | None:
+    """The first of ``changes`` that fits into ``device_memory`` and takes less than ``made``; None: none does.
+
+    ``device_memory``: None: it is not known, and the first that takes less is given.
+    """
+    for change in changes(made.model, made.job):
+        if change.plan.most < made.most and (device_memory is None or change.plan.most <= device_memory):
+            return change
+    return None

@@ -1,0 +1,345 @@
+"""A rank's memory and traffic, from shapes alone: by the layout that the optimizer runs, without a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ..comm.buffers import COUNT
+from ..comm.collectives import Comm
+from ..comm.sharding import Sharding
+from ..grads.bucket_plan import buffer_nbytes, layouts_by_size
+from ..params.layout import BucketLayout, SlotPiece, one_bucket
+from ..rules.adamw import AdamW
+from ..rules.update_rule import UpdateRule, tensors_for
+from ..stats import FlatBytes, count_bucket, no_memory, state_nbytes
+from ..stores.offload import SLOTS, Footprint, Offload, Tier, footprint, resident
+from .activations import Batch, activation_bytes
+from .shapes import ModelShapes
+
+STATE_AWAY = "pages"
+LOCAL = "local_gradients"
+_ON_WIRE = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "node_all_gather": 1}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned: the arguments of ``ShardedAdamW`` and ``shard_module``, and what they run on.
+
+    Attributes:
+        world: ranks.
+        rank: which one; None: the mean of all. They differ in how much of their shards is padding, and in no sum.
+        device_memory: bytes of a rank's device, which ``device_budget="auto"`` fills; None: the budget is then 0.
+        accumulate: micro-batches in a step, all but the last within ``no_sync``.
+        batch: what activations are computed from; None: they are not counted.
+    """
+
+    world: int = 1
+    stage: int = 2
+    rank: int | None = None
+    bucket_cap_mb: float | None = None
+    grad_reduce_dtype: torch.dtype | None = None
+    offload: Offload = Offload()
+    device_memory: int | None = None
+    prefetch: int = 1
+    reshard_after_forward: bool | int = True
+    accumulate: int = 1
+    batch: Batch | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes of a rank.
+
+    Attributes:
+        memory: on the device while a backward runs, by the kinds of ``stats()["memory"]``, and by
+
+            - ``parameters``: frozen ones and the modules' buffers, too, where they are known;
+            - ``local_gradients``: what autograd has computed of buckets that have not left yet;
+            - ``activations``: by the formula of ``activation_bytes``; 0 where no batch was given;
+            - ``unsharded``: at stage 3, the root and the units gathered ahead, of which there are most at a time;
+            - ``pages``: for state that is not on the device, the places it takes turns in.
+        first_step: more than that in the first backward at stages 0 to 2 of several ranks. It finds out in which order
+            gradients become ready, so no bucket leaves before its end, and all gradients are local.
+        host, disk: of the state, where it is offloaded.
+        traffic: bytes of whole tensors that a step communicates, by collective, as ``stats()["collectives"]`` counts.
+        buckets: how many there are.
+        state_kinds: which of the kinds are of the model's state, ZeRO's word for parameters, gradients and optimizer
+            state.
+    """
+
+    model: ModelShapes
+    job: Job
+    memory: Mapping[str, int]
+    first_step: int
+    host: int
+    disk: int
+    traffic: Mapping[str, int]
+    buckets: int
+    state_kinds: tuple[str, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device while a backward runs."""
+        return sum(self.memory.values())
+
+    @property
+    def most(self) -> int:
+        """Bytes on the device at most, the first step included."""
+        return self.total + self.first_step
+
+    @property
+    def model_state(self) -> int:
+        """Bytes of parameters, gradients and state, without padding: what the table of the ZeRO paper has."""
+        return sum(self.memory[kind] for kind in self.state_kinds)
+
+    @property
+    def communicated(self) -> int:
+        """Bytes that a rank sends in a step, and as many that it receives: (N-1)/N of whole tensors, and twice that of
+        an all-reduce."""
+        world = self.job.world
+        return sum(_ON_WIRE[kind] * nbytes for kind, nbytes in self.traffic.items()) * (world - 1) // world
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """A flat tensor of parameters to be."""
+
+    layout: BucketLayout
+    dtype: torch.dtype
+    trained: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """All flat tensors: of each unit at stage 3, the root's first; of the model as a whole at the others."""
+
+    units: list[list[_Flat]] = field(default_factory=list)
+
+    @property
+    def flats(self) -> list[_Flat]:
+        return [flat for unit in self.units for flat in unit]
+
+    @property
+    def buckets(self) -> list[_Flat]:
+        return [flat for flat in self.flats if flat.trained]
+
+
+class _Ranks(Comm):
+    """Ranks that are not there."""
+
+    def __init__(self, world: int, rank: int) -> None:
+        super().__init__(None)
+        self.world_size, self.rank = world, rank
+
+
+def plan(model: ModelShapes, job: Job, rule: UpdateRule | None = None) -> Plan:
+    """What a rank of ``job`` holds and communicates.
+
+    ``rule``: whose state tensors; None: AdamW's. Raises ValueError for a job that cannot be.
+    """
+    _check(model, job)
+    rule = rule or AdamW()
+    ranks = _Ranks(job.world, job.rank or 0)
+    sharding = Sharding(ranks, job.stage, job.grad_reduce_dtype, torch.device("meta"))
+    laid = _lay_out(model, job, sharding)
+    pages = [sum(state_nbytes(state, flat.layout) for state in tensors_for(rule, flat.dtype)) for flat in laid.buckets]
+    memory = no_memory(rule)
+    _count_flats(memory, laid, job, sharding)
+    memory["parameters"] += model.buffers
+    sizes = ((flat.layout.numel, flat.dtype) for flat in laid.buckets)
+    memory["communication"] = COUNT * buffer_nbytes(sizes, sharding)
+    if job.stage >= 3:
+        memory["unsharded"] = _unsharded(laid, job, sharding)
+    memory[LOCAL] = _local_gradients(laid, job, sharding)
+    memory["activations"] = _activations(model, job)
+    every = sum(flat.nbytes for flat in laid.buckets)
+    learns = sharding.reduces and job.stage < 3
+    first_step = every - memory[LOCAL] if learns else 0
+    foot, stay = _place_state(pages, job, sum(memory.values()) + first_step, _mirrors(laid, sharding))
+    for flat, stays in zip(laid.buckets, stay, strict=True):
+        if stays:
+            _count(memory, flat, (), job, sharding, rule)
+    kept = sum(nbytes for nbytes, stays in zip(pages, stay, strict=True) if stays)
+    if job.offload.tier is not Tier.DEVICE:
+        memory[STATE_AWAY] = foot.device - kept
+    kinds = ("parameters", "gradients", *(tensor.name for tensor in rule.tensors))
+    traffic = _traffic(laid, job, sharding)
+    return Plan(model, job, memory, first_step, foot.host, foot.disk, traffic, len(laid.buckets), kinds)
+
+
+def _check(model: ModelShapes, job: Job) -> None:
+    if job.stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage must be 0, 1, 2 or 3, got {job.stage!r}")
+    if job.world < 1:
+        raise ValueError(f"world must be 1 rank or more, got {job.world!r}")
+    if job.rank is not None and not 0 <= job.rank < job.world:
+        raise ValueError(f"rank must be one of {job.world}, got {job.rank!r}")
+    if job.stage == 3 and not model.units:
+        raise ValueError("stage 3 is planned by units, and those of the model are not known: name their class")
+    if job.batch is not None and model.width is None:
+        raise ValueError(
+            "activations are computed from a decoder's layers, hidden size, heads and vocabulary, and the model has no "
+            "config with them"
+        )
+
+
+# -- the layout ----------------------------------------------------------------------------------------------------
+
+
+def _lay_out(model: ModelShapes, job: Job, sharding: Sharding) -> _Laid:
+    parameters = model.parameters
+    if job.stage >= 3:
+        return _Laid([list(_of_unit(model, unit, sharding.shard_count)) for unit in model.units])
+    order = range(len(parameters))[::-1] if model.order is None else model.order
+    order = [index for index in order if parameters[index].trained]
+    numels = {index: parameters[index].numel for index in order}
+    dtypes = {index: parameters[index].dtype for index in order}
+    layouts = layouts_by_size(numels, dtypes, sharding, job.bucket_cap_mb, order) if order else []
+    flats = [_Flat(layout, dtypes[layout.slots[0].param], True) for layout in layouts]
+    return _Laid([flats, [_alone(p.numel, p.dtype) for p in parameters if not p.trained]])
+
+
+def _of_unit(model: ModelShapes, unit: Sequence[int], shards: int) -> Iterator[_Flat]:
+    """A flat tensor for each dtype, and for what is trained and what is frozen, as ``UnitPlan.flats`` has them."""
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for parameter in (model.parameters[index] for index in unit):
+        kinds.setdefault((parameter.dtype, parameter.trained), []).append(parameter.numel)
+    for (dtype, trained), numels in kinds.items():
+        yield _Flat(one_bucket(numels, shards), dtype, trained)
+
+
+def _alone(numel: int, dtype: torch.dtype) -> _Flat:
+    """A frozen parameter, which has no place in a bucket below stage 3: no padding."""
+    return _Flat(BucketLayout((), 1, numel), dtype, False)
+
+
+# -- the kinds -----------------------------------------------------------------------------------------------------
+
+
+def _count_flats(memory: dict[str, int], laid: _Laid, job: Job, sharding: Sharding) -> None:
+    """Parameters and gradients."""
+    for flat in laid.flats:
+        layout = flat.layout
+        if not flat.trained and job.stage < 3:
+            memory["parameters"] += flat.nbytes
+            continue
+        numel = layout.shard_numel if job.stage >= 3 else layout.numel
+        held = [FlatBytes("parameters", numel, flat.dtype.itemsize)]
+        if flat.trained:
+            numel = layout.numel if sharding.keeps_full_gradients else layout.shard_numel
+            held.append(FlatBytes("gradients", numel, sharding.grad_dtype(flat.dtype).itemsize))
+        _count(memory, flat, held, job, sharding, None)
+
+
+def _count(
+    memory: dict[str, int],
+    flat: _Flat,
+    held: Sequence[FlatBytes],
+    job: Job,
+    sharding: Sharding,
+    rule: UpdateRule | None,
+) -> None:
+    """``rule``: whose state is counted, too."""
+    states = tensors_for(rule, flat.dtype) if rule is not None else ()
+    if job.rank is None:
+        pieces = list(_all_pieces(flat.layout))
+        count_bucket(memory, flat.layout, pieces, held, states, ranks=sharding.shard_count)
+    else:
+        pieces = list(flat.layout.pieces(sharding.shard_index))
+        count_bucket(memory, flat.layout, pieces, held, states)
+
+
+def _all_pieces(layout: BucketLayout) -> Iterator[SlotPiece]:
+    """What all ranks together hold of every slot."""
+    return replace(layout, shards=1).pieces(0)
+
+
+def _unsharded(laid: _Laid, job: Job, sharding: Sharding) -> int:
+    """The root, and the largest run of a unit and those gathered ahead of it, whole; of what is kept, all."""
+    if not sharding.reduces:
+        return 0
+    root, *units = (sum(flat.nbytes for flat in unit) for unit in laid.units)
+    if (keepers := _keepers(job)) == 1:
+        return root + sum(units)
+    at_a_time = 1 + job.prefetch
+    ahead = max((sum(units[start : start + at_a_time]) for start in range(len(units))), default=0)
+    return root + ahead + (sum(units) // keepers if keepers else 0)
+
+
+def _keepers(job: Job) -> int:
+    """Over how many ranks a unit is kept between its forward and its backward: 1, where each has all; 0: it is not."""
+    if isinstance(job.reshard_after_forward, bool):
+        return int(not job.reshard_after_forward)
+    return job.reshard_after_forward if job.reshard_after_forward < job.world else 0
+
+
+def _local_gradients(laid: _Laid, job: Job, sharding: Sharding) -> int:
+    """Of one bucket; at stage 3 of the root, which is over last, and of a unit. All, where micro-batches add up on the
+    rank, and no memory for full gradients is there to add up in."""
+    if job.accumulate > 1 and not sharding.keeps_full_gradients:
+        return sum(flat.nbytes for flat in laid.buckets)
+    if job.stage < 3 or not sharding.reduces:
+        return max((flat.nbytes for flat in laid.buckets), default=0)
+    root, *units = (sum(flat.nbytes for flat in unit if flat.trained) for unit in laid.units)
+    return root + max(units, default=0)
+
+
+def _activations(model: ModelShapes, job: Job) -> int:
+    if job.batch is None or model.width is None:
+        return 0
+    itemsize = max((parameter.dtype.itemsize for parameter in model.parameters), default=2)
+    return activation_bytes(model.width, job.batch, itemsize)
+
+
+# -- where the state is --------------------------------------------------------------------------------------------
+
+
+def _mirrors(laid: _Laid, sharding: Sharding) -> int:
+    """Bytes of this rank's shards of gradients and parameters."""
+    return sum(
+        flat.layout.shard_numel * (flat.dtype.itemsize + sharding.grad_dtype(flat.dtype).itemsize)
+        for flat in laid.buckets
+    )
+
+
+def _place_state(pages: Sequence[int], job: Job, others: int, mirrors: int) -> tuple[Footprint, list[bool]]:
+    """What the state takes, and of each page whether it stays on the device. ``others``: bytes of all else there."""
+    offload = job.offload
+    if offload.tier is Tier.PAGED and offload.device_budget is None:
+        left = max(0, (job.device_memory or 0) - others)
+        room = left if sum(pages) <= left else max(0, left - SLOTS * max(pages, default=0))
+        offload = replace(offload, device_budget=room)
+    stay = [offload.tier is Tier.DEVICE] * len(pages)
+    if offload.tier is Tier.PAGED:
+        stay = resident(pages, offload.device_budget or 0)
+    return footprint(offload, pages, mirrors), stay
+
+
+# -- what is communicated ------------------------------------------------------------------------------------------
+
+
+def _traffic(laid: _Laid, job: Job, sharding: Sharding) -> dict[str, int]:
+    """Of a step. At stage 3 each forward gathers all units, and each backward all but the root."""
+    if not sharding.reduces:
+        return {}
+    reduced = sum(flat.layout.numel * sharding.reduce_dtype(flat.dtype).itemsize for flat in laid.buckets)
+    if job.stage == 0:
+        return {"all_reduce": reduced}
+    if job.stage < 3:
+        return {"reduce_scatter": reduced, "all_gather": sum(flat.nbytes for flat in laid.buckets)}
+    root, *units = (sum(flat.nbytes for flat in unit) for unit in laid.units)
+    forwards = backwards = job.accumulate * sum(units)
+    traffic = {"reduce_scatter": reduced, "all_gather": job.accumulate * root + forwards}
+    keepers = _keepers(job)
+    if keepers == 0:
+        traffic["all_gather"] += backwards
+    elif keepers > 1:
+        traffic["node_all_gather"] = backwards
+    return traffic

@@ -1,0 +1,98 @@
+"""What a plan has to know of a model: the size and dtype of every parameter, and which of them are a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..shard_module import plan_units
+from .decoders import Decoder, Width
+
+_NAMES = {  # of what ``Width`` has, in configurations
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "hidden"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "heads"),
+    "vocabulary": ("vocab_size",),
+}
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """``trained``: whether it has gradients and state."""
+
+    numel: int
+    dtype: torch.dtype
+    trained: bool = True
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """A model without its tensors.
+
+    Attributes:
+        parameters: in the order of ``model.parameters()``; tied ones once.
+        units: indices of the parameters of each unit, the root's first; empty: none are known, and no stage 3.
+        buffers: bytes of the modules' buffers.
+        order: in which gradients become ready; None: the last parameter's first.
+        width: where it is a decoder, what its activations are computed from.
+    """
+
+    name: str
+    parameters: tuple[ParameterShape, ...]
+    units: tuple[tuple[int, ...], ...] = ()
+    buffers: int = 0
+    order: tuple[int, ...] | None = None
+    width: Width | None = field(default=None)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+def of_decoder(decoder: Decoder, dtype: torch.dtype) -> ModelShapes:
+    """The blocks are the units."""
+    first, block = len(decoder.before), len(decoder.block)
+    starts = range(first, first + decoder.layers * block, block)
+    last = first + decoder.layers * block
+    units = ((*range(first), *range(last, last + len(decoder.after))), *(tuple(range(s, s + block)) for s in starts))
+    parameters = tuple(ParameterShape(numel, dtype) for numel in decoder.numels)
+    return ModelShapes(decoder.name, parameters, units, width=decoder.width)
+
+
+def of_module(model: nn.Module, units: Sequence[type[nn.Module] | str] = (), name: str = "") -> ModelShapes:
+    """Of a model, which may be on the ``meta`` device.
+
+    Args:
+        units: as ``shard_module`` takes them; empty: no stage 3.
+
+    Raises ParameterError where the model has no such module.
+    """
+    index_of = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+    plans = plan_units(model, units) if units else []
+    buffers = {id(buffer): buffer.nbytes for buffer in model.buffers()}
+    return ModelShapes(
+        name or type(model).__name__,
+        tuple(ParameterShape(p.numel(), p.dtype, p.requires_grad) for p in model.parameters()),
+        tuple(tuple(index_of[key] for key in plan.parameters) for plan in plans),
+        sum(buffers.values()),
+        width=_width(getattr(model, "config", None)),
+    )
+
+
+def usual_units(model: nn.Module) -> list[str]:
+    """The class of what the longest list of modules holds, as the blocks of a transformer are; none without a list."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    longest = max(lists, key=len, default=None)
+    return [] if longest is None else sorted({type(module).__name__ for module in longest})
+
+
+def _width(config: object) -> Width | None:
+    found = {}
+    for what, names in _NAMES.items():
+        values = (getattr(config, name, None) for name in names)
+        found[what] = next((value for value in values if isinstance(value, int)), None)
+    return None if None in found.values() else Width(**found)  # type: ignore[arg-type]  # none is None
