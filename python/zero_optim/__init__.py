@@ -1,6 +1,6 @@
 """ZeRO for PyTorch: a drop-in ``torch.optim.AdamW`` that shards its state and gradients over data-parallel ranks."""
 
-from . import checkpoint
+from . import checkpoint, memory
 from .checkpoint.hugging_face import load_safetensors
 from .errors import (
     CheckpointError,
@@ -8,6 +8,7 @@ from .errors import (
     CollectiveError,
     GradientError,
     OffloadError,
+    OutOfMemoryError,
     ParameterError,
     RankMismatchError,
     ShardAccessError,
@@ -34,6 +35,7 @@ __all__ = [
     "GradScaler",
     "GradientError",
     "OffloadError",
+    "OutOfMemoryError",
     "ParameterError",
     "RankMismatchError",
     "ShardAccessError",
@@ -49,6 +51,7 @@ __all__ = [
     "iter_full_parameters",
     "load_full_state_dict",
     "load_safetensors",
+    "memory",
     "register_forward_method",
     "shard_module",
     "sync_buffers",

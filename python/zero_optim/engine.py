@@ -10,6 +10,7 @@ A step has four phases, each a method of ``Engine``::
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from zero_kernels import is_capturing
 from . import validate
 from .comm.sharding import Sharding
 from .errors import GradientError, ZeroOptimError
+from .grads.bucket import Bucket
 from .grads.bucket_plan import buckets_by_size, buckets_of_units
 from .grads.reducer import Reducer
 from .grads.slots import GradState
@@ -42,6 +44,7 @@ from .stores.state_store import DeviceStore, StateStore
 from .units.sharded_model import ShardedModel
 
 Groups = Sequence[Mapping[str, Any]]
+_open: weakref.WeakSet[Engine] = weakref.WeakSet()  # of this process
 
 
 class Watcher(Protocol):
@@ -77,7 +80,7 @@ class Engine:
         exchange, clip, hyper, param_gather: the phases' own.
         steps: calls of ``step`` so far.
         watchers: told of every update; ``zero_optim.verify`` adds one.
-        max_grad_norm, skip_nonfinite: as the optimizer was given them.
+        bucket_cap_mb, max_grad_norm, skip_nonfinite: as the optimizer was given them.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Engine:
         threads: int = 1,
     ) -> None:
         self.parameters, self.sharding, self.rule, self.sharded_model = parameters, sharding, rule, sharded_model
+        self.bucket_cap_mb = bucket_cap_mb
         self.max_grad_norm: float | None = None
         self.skip_nonfinite = True
         trained, labels = parameters.trained, parameters.labels
@@ -116,6 +120,7 @@ class Engine:
         self.reducer.on_change = [self.clip.discard, self.exchange.outdate]
         self.steps = 0
         self.watchers: list[Watcher] = []
+        _open.add(self)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -308,7 +313,9 @@ class Engine:
         self.clip.resize()
         self.hyper.grow(self.parameters.group_of, len(self.parameters.groups))
         if trained:
-            buckets = self.reducer.grow(trained)
+            buckets: list[Bucket] = []
+            with self._allocating("making the buckets"):
+                buckets = self.reducer.grow(trained)
             for bucket in buckets if whole else ():
                 self.sharding.broadcast(bucket.flat.full)
             with self._allocating("making the state"):
@@ -316,9 +323,8 @@ class Engine:
             self.param_gather.use(self.reducer.buckets)
 
     def _allocating(self, where: str) -> AbstractContextManager[object]:
-        """Collective where host memory, or a disk, can run out: a failure of one rank is one of all."""
-        may_fail = not isinstance(self.store, DeviceStore)
-        return self.sharding.everyone.raising_together(where) if may_fail else nullcontext()
+        """Collective. Memory, or a disk, can run out: a failure of one rank is one of all."""
+        return self.sharding.everyone.raising_together(where, self.sharding.device)
 
     def keep_edits(self, *, unseen: bool = False) -> None:
         """At stage 3, copy what the user wrote into unsharded parameters to the shards, of which masters are made."""
@@ -388,8 +394,14 @@ class Engine:
 
     def close(self, *, collective: bool) -> None:
         """``collective``: complete what a backward that raised has begun, for the ranks on which it did not."""
+        _open.discard(self)
         self.param_gather.close()
         self.reducer.close(collective=collective)
         self.states.close()
         self.parameters.release()
         self.sharding.everyone.close()
+
+
+def open_engines() -> list[Engine]:
+    """Of the optimizers of this process that are open."""
+    return list(_open)

@@ -1,5 +1,7 @@
 """The errors that users meet. Each message names the culprit (parameter, rank, argument) and the remedy."""
 
+import torch
+
 
 class ZeroOptimError(RuntimeError):
     """Base of every error raised by ``zero_optim``."""
@@ -7,6 +9,10 @@ class ZeroOptimError(RuntimeError):
 
 class ParameterError(ZeroOptimError):
     """A parameter that the optimizer cannot hold: its dtype, device, layout or place in the groups."""
+
+
+class OutOfMemoryError(ZeroOptimError, torch.OutOfMemoryError):
+    """The memory for an optimizer is not there: what it needs, and the cheapest change that needs less."""
 
 
 class RankMismatchError(ZeroOptimError):

@@ -25,6 +25,7 @@ from .comm.collectives import Comm, make_comm
 from .comm.sharding import Sharding
 from .engine import Engine, Overlap
 from .errors import ClosedError, ZeroOptimError
+from .memory.out_of_memory import explaining_out_of_memory
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, listed
 from .rules.adamw import AdamW
@@ -81,6 +82,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         ParameterError: a parameter that it cannot hold, or that another live ``ShardedAdamW`` holds.
         ValueError: an argument out of range.
         RankMismatchError: on every rank, when ranks disagree or one of them failed.
+        OutOfMemoryError: the memory is not there; here, or in the first ``step``.
     """
 
     def __init__(
@@ -164,7 +166,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._closed = False
         _made[:] = [*(reference for reference in _made if reference() is not None), weakref.ref(self)]
         try:
-            self.engine.take_in(indices, self.engine.to_train(indices))
+            with explaining_out_of_memory(self.engine, "as the optimizer was made"):
+                self.engine.take_in(indices, self.engine.to_train(indices))
         except BaseException:
             self._close(collective=False)
             raise
@@ -214,7 +217,8 @@ class ShardedAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         self._adopt_torch_scale()
-        self.engine.step(self.param_groups)
+        with explaining_out_of_memory(self.engine, "in the first step"):
+            self.engine.step(self.param_groups)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -14,7 +14,7 @@ from .units.sharded_model import ShardedModel
 
 @dataclass(frozen=True)
 class FlatBytes:
-    """A flat tensor along a bucket, or along one shard of it: what it is for, its elements with padding, their bytes."""
+    """A flat tensor along a bucket, or along one shard of it: its use, its elements with padding, bytes of each."""
 
     kind: str
     numel: int

@@ -23,12 +23,13 @@ ORDER = (
     {"grads"},
     {"step", "grad_scaler"},
     {"stats"},
-    {"engine"},
+    {"engine", "shard_module"},
+    {"memory"},
     {"checkpoint"},
-    {"optimizer", "shard_module", "gather_parameters", "forward_method", "sync_buffers"},
+    {"optimizer", "gather_parameters", "forward_method", "sync_buffers"},
     {"full_parameters", "full_model_state", "full_state", "verify"},
     {"integrations"},
-    {"cli", "train", "bench", "report", "doctor", "__main__", "__init__"},
+    {"cli", "memory.command", "train", "bench", "report", "doctor", "__main__", "__init__"},
 )
 COLLECTIVES = {
     "all_gather",

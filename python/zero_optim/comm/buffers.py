@@ -48,7 +48,7 @@ class CommBuffers:
         self._borrowers: list[Borrower | None] = [None] * COUNT
         self._given_up: Borrower | None = None  # who was waited for in vain
         self._extra = 0  # bytes lent beside the two
-        self.peak = 0  # the most bytes that there were when one was taken
+        self._peak = 0  # the most bytes that there were as one was taken
         self.allocated = True
         self.poison = "poison" in debug_options()
 
@@ -57,7 +57,7 @@ class CommBuffers:
         nbytes = numel * dtype.itemsize
         if not may_wait or not self._arrives(self._borrowers[1]):
             self._extra += nbytes
-            self.peak = max(self.peak, self.nbytes())
+            self._peak = self.peak_nbytes()
             return torch.empty(numel, dtype=dtype, device=self.storages[0].device)
         self.storages.reverse()
         self._borrowers.reverse()
@@ -66,7 +66,7 @@ class CommBuffers:
         self._borrowers[0] = bucket
         allocate(self.storages[0], nbytes)
         self.allocated = True
-        self.peak = max(self.peak, self.nbytes())
+        self._peak = self.peak_nbytes()
         return self.storages[0][:nbytes].view(dtype)
 
     def deallocate_once_arrived(self) -> None:
@@ -97,6 +97,10 @@ class CommBuffers:
 
     def nbytes(self) -> int:
         return self._extra + sum(storage.untyped_storage().nbytes() for storage in self.storages)
+
+    def peak_nbytes(self) -> int:
+        """The most bytes that there were so far."""
+        return max(self._peak, self.nbytes())
 
     def deallocate(self) -> None:
         """Leave the memory to others until a buffer is taken again. What was lent has to have arrived."""

@@ -126,10 +126,12 @@ class Reducer:
 
     def lay_out(self, order: Sequence[int]) -> None:
         """Build all buckets anew for ``order``. Collective where they hold reduced gradients, which move along."""
-        self.layout.lay_out(order)
-        self._use_layout()
-        for follow in self.on_layout:
-            follow(self.buckets)
+        everyone = self.sharding.everyone
+        with everyone.raising_together("laying out the buckets", self.sharding.device):  # the memory may not be there
+            self.layout.lay_out(order)
+            self._use_layout()
+            for follow in self.on_layout:
+                follow(self.buckets)
 
     def _use_layout(self) -> None:
         self.buffers.deallocate()

@@ -3,6 +3,7 @@
 from .activations import Batch, activation_bytes
 from .decoders import KNOWN, Decoder, gpt_of
 from .fit import largest_model, smallest_stage
+from .live import Tracker, plan_of, track
 from .plan import Job, Plan, plan
 from .shapes import ModelShapes, ParameterShape, of_decoder, of_module
 
@@ -14,11 +15,14 @@ __all__ = [
     "ModelShapes",
     "ParameterShape",
     "Plan",
+    "Tracker",
     "activation_bytes",
     "gpt_of",
     "largest_model",
     "of_decoder",
     "of_module",
     "plan",
+    "plan_of",
     "smallest_stage",
+    "track",
 ]

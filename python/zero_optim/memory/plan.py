@@ -34,6 +34,7 @@ class Job:
         device_memory: bytes of a rank's device, which ``device_budget="auto"`` fills; None: the budget is then 0.
         accumulate: micro-batches in a step, all but the last within ``no_sync``.
         batch: what activations are computed from; None: they are not counted.
+        host_waits: whether the host waits for collectives, as under gloo.
     """
 
     world: int = 1
@@ -47,6 +48,7 @@ class Job:
     reshard_after_forward: bool | int = True
     accumulate: int = 1
     batch: Batch | None = None
+    host_waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,8 +155,7 @@ def plan(model: ModelShapes, job: Job, rule: UpdateRule | None = None) -> Plan:
     memory = no_memory(rule)
     _count_flats(memory, laid, job, sharding)
     memory["parameters"] += model.buffers
-    sizes = ((flat.layout.numel, flat.dtype) for flat in laid.buckets)
-    memory["communication"] = COUNT * buffer_nbytes(sizes, sharding)
+    memory["communication"] = _communication(laid, job, sharding)
     if job.stage >= 3:
         memory["unsharded"] = _unsharded(laid, job, sharding)
     memory[LOCAL] = _local_gradients(laid, job, sharding)
@@ -197,8 +198,8 @@ def _lay_out(model: ModelShapes, job: Job, sharding: Sharding) -> _Laid:
     parameters = model.parameters
     if job.stage >= 3:
         return _Laid([list(_of_unit(model, unit, sharding.shard_count)) for unit in model.units])
-    order = range(len(parameters))[::-1] if model.order is None else model.order
-    order = [index for index in order if parameters[index].trained]
+    every = range(len(parameters))[::-1] if model.order is None else model.order
+    order = [index for index in every if parameters[index].trained]
     numels = {index: parameters[index].numel for index in order}
     dtypes = {index: parameters[index].dtype for index in order}
     layouts = layouts_by_size(numels, dtypes, sharding, job.bucket_cap_mb, order) if order else []
@@ -259,6 +260,18 @@ def _count(
 def _all_pieces(layout: BucketLayout) -> Iterator[SlotPiece]:
     """What all ranks together hold of every slot."""
     return replace(layout, shards=1).pieces(0)
+
+
+def _communication(laid: _Laid, job: Job, sharding: Sharding) -> int:
+    """Two buffers as large as the largest bucket. At stage 3 they get memory as a bucket takes one, so that they are as
+    large as the two largest; under gloo one reduction waits for the one before, and what the other ranks but one send
+    of a bucket is received beside it."""
+    sizes = sorted(buffer_nbytes([(flat.layout.numel, flat.dtype)], sharding) for flat in laid.buckets)[-COUNT:]
+    if job.stage < 3:
+        return COUNT * max(sizes, default=0)
+    if job.host_waits and sharding.reduces:
+        return max(sizes, default=0) * (2 * job.world - 2) // job.world
+    return sum(sizes)
 
 
 def _unsharded(laid: _Laid, job: Job, sharding: Sharding) -> int:

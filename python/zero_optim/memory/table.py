@@ -54,7 +54,12 @@ def memory_lines(plans: Sequence[Plan]) -> list[str]:
 
 def _line(kind: str, plans: Sequence[Plan]) -> str:
     cells = [gigabytes(made.memory[kind]) if kind in made.memory else "-" for made in plans]
-    return row(_NAMES.get(kind, kind), cells)
+    return row(name_of(kind), cells)
+
+
+def name_of(kind: str) -> str:
+    """Of a kind of memory, for people."""
+    return _NAMES.get(kind, kind)
 
 
 def of_one(made: Plan) -> str:
@@ -70,23 +75,21 @@ def of_one(made: Plan) -> str:
 def advice(made: Plan, device_memory: int | None) -> str:
     """A sentence: whether the job fits, and else the cheapest change with which it does."""
     if device_memory is not None and made.most <= device_memory:
-        return (
-            f"Stage {made.job.stage} fits: {figure(made.most)} of {figure(device_memory)}, so {_left(made, device_memory)} are left."
-        )
+        left = figure(device_memory - made.most)
+        return f"Stage {made.job.stage} fits, with {left} of {figure(device_memory)} to spare."
     return said(cheapest_change(made, device_memory), device_memory)
 
 
-def _left(made: Plan, device_memory: int) -> str:
-    return figure(device_memory - made.most)
-
-
 def said(change: Change | None, device_memory: int | None) -> str:
-    """Of the cheapest change."""
+    """Of the cheapest change, a sentence."""
     if change is None:
-        room = "" if device_memory is None else f" fit into {figure(device_memory)}"
-        return f"No stage, no store and no number of ranks makes it{room or ' smaller'}: take a smaller model or batch."
-    whole = f"{figure(change.plan.most)} a rank"
-    more = [f"{figure(change.plan.host)} on the host" if change.plan.host else ""]
-    more += [f"{figure(change.plan.disk)} on the disk" if change.plan.disk else ""]
-    beside = "".join(f", {one}" for one in more if one)
-    return f"The cheapest change that {'takes less' if device_memory is None else 'fits'}: {change.what}: {whole}{beside}."
+        less = "takes less" if device_memory is None else f"fits into {figure(device_memory)}"
+        return f"No stage, no store and no number of ranks {less}: take a smaller model, or a smaller batch."
+    less = "takes less" if device_memory is None else "fits"
+    return f"The cheapest change that {less}: {change.what}. It takes {_whole(change.plan)}."
+
+
+def _whole(made: Plan) -> str:
+    """What a rank takes of every memory."""
+    where = (("on the device", made.most), ("on the host", made.host), ("on the disk", made.disk))
+    return ", ".join(f"{figure(nbytes)} a rank {place}" for place, nbytes in where if nbytes)

@@ -151,12 +151,13 @@ class UnitSchedule:
         keep_evaluating: whether units that are kept unsharded after a forward are so where no backward can follow, too.
 
     Attributes:
+        prefetch_count: as given.
         listeners: the reducers of the optimizers that train the model.
         owner: the ``ShardedModel``. Hooks hold the schedule, and so it.
     """
 
     def __init__(self, units: Sequence[Unit], sharding: Sharding, prefetch: int, *, keep_evaluating: bool) -> None:
-        self.units, self._sharding, self._prefetch_count = list(units), sharding, prefetch
+        self.units, self._sharding, self.prefetch_count = list(units), sharding, prefetch
         self._keep_evaluating = keep_evaluating
         self.listeners: list[Listener] = []
         self.owner: object = None
@@ -364,7 +365,7 @@ class UnitSchedule:
         Ranks need not do so at the same time: whenever it is, each unit is gathered in its turn. One that also
         has an earlier turn may be resharded after that, and gathered again: it waits, and so do those behind it.
         """
-        self._prefetch_units(self._prefetch_count)
+        self._prefetch_units(self.prefetch_count)
 
     def prefetch_rest_of_backward(self) -> None:
         """Start the gathers that are left of a backward that is open, as far as units are not gathered twice in it."""

@@ -1,0 +1,180 @@
+"""What a running job holds: the plan of an optimizer that is there, and the same kinds measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..engine import Engine, open_engines
+from ..stats import memory_by_kind
+from ..units.unit import Unit
+from .plan import Job, Plan, plan
+from .shapes import ModelShapes, ParameterShape
+from .table import figure, gigabytes, name_of, row
+
+
+class HasEngine(Protocol):
+    """A ``ShardedAdamW``."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+
+def plan_of(optimizer: HasEngine, *, mean: bool = False) -> Plan:
+    """What this rank holds of the optimizer's parameters, gradients and state, planned from their shapes alone.
+
+    ``mean``: of all ranks, in place of this one. Activations are not in it, nor are the buffers of modules.
+    """
+    return plan_of_engine(optimizer.engine, mean=mean)
+
+
+def plan_of_engine(engine: Engine, *, mean: bool = False) -> Plan:
+    sharding, sharded = engine.sharding, engine.sharded_model
+    units = [] if sharded is None else sharded.units
+    job = Job(
+        world=sharding.world_size,
+        stage=sharding.stage,
+        rank=None if mean else sharding.rank,
+        bucket_cap_mb=engine.bucket_cap_mb,
+        grad_reduce_dtype=sharding.grad_reduce_dtype,
+        prefetch=1 if sharded is None else sharded.schedule.prefetch_count,
+        reshard_after_forward=_reshards(units),
+        host_waits=sharding.host_waits,
+    )
+    return plan(_shapes_of(engine) if sharded is None else _shapes_of_units(units), job, engine.rule)
+
+
+def _shapes_of(engine: Engine) -> ModelShapes:
+    trained = engine.parameters.trained
+    shapes = [
+        ParameterShape(p.numel(), p.dtype, index in trained or p.requires_grad)
+        for index, p in enumerate(engine.parameters.all)
+    ]
+    order = engine.reducer.layout.order
+    whole = set(order) == {index for index, shape in enumerate(shapes) if shape.trained}
+    return ModelShapes("the optimizer's parameters", tuple(shapes), order=tuple(order) if whole else None)
+
+
+def _shapes_of_units(units: Sequence[Unit]) -> ModelShapes:
+    shapes: list[ParameterShape] = []
+    of_units = []
+    for unit in units:
+        first = len(shapes)
+        shapes += [ParameterShape(p.numel(), flat.dtype, flat.trained) for flat in unit.flats for p in flat.params]
+        of_units.append(tuple(range(first, len(shapes))))
+    return ModelShapes("the sharded model", tuple(shapes), tuple(of_units))
+
+
+def _reshards(units: Sequence[Unit]) -> bool | int:
+    """As ``shard_module`` was told, of the units but the root, which is always kept."""
+    for unit in units[1:]:
+        return not unit.keep if unit.node is None else unit.node.world_size
+    return True
+
+
+def held(engine: Engine) -> dict[str, int]:
+    """Bytes now, by kind: ``stats()["memory"]``, with frozen parameters among the parameters."""
+    memory = memory_by_kind(engine.rule, engine.states.shards, engine.reducer.buffers, engine.sharded_model)
+    if engine.sharded_model is None:
+        frozen = (p for index, p in enumerate(engine.parameters.all) if index not in engine.parameters.trained)
+        memory["parameters"] += sum(parameter.nbytes for parameter in frozen)
+        return memory
+    for flat in (flat for unit in engine.sharded_model.units for flat in unit.flats if not flat.trained):
+        used = sum(piece.numel for piece in flat.pieces) * flat.dtype.itemsize
+        memory["parameters"] += used
+        memory["padding"] += flat.shard.nbytes - used
+    return memory
+
+
+class Tracker:
+    """Measures what the open optimizers of this process hold, together; see ``track``.
+
+    Attributes:
+        peak: by kind, the most bytes that were seen of it; not all at one time.
+    """
+
+    def __init__(self) -> None:
+        self.peak: dict[str, int] = {}
+        self._hooks: list[Any] = []
+        self._watched: set[int] = set()  # ids of units
+
+    def __enter__(self) -> Tracker:
+        for device in _gpus():
+            torch.cuda.reset_peak_memory_stats(device)
+        self._hooks.append(register_optimizer_step_post_hook(self._look))
+        self.now()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.now()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def now(self) -> dict[str, int]:
+        """Bytes now, by kind."""
+        memory: dict[str, int] = {}
+        engines = open_engines()
+        for engine in engines:
+            self._watch(engine)
+            for kind, nbytes in held(engine).items():
+                memory[kind] = memory.get(kind, 0) + nbytes
+        seen = memory | {"communication": sum(engine.reducer.buffers.peak_nbytes() for engine in engines)}
+        for kind, nbytes in seen.items():
+            self.peak[kind] = max(nbytes, self.peak.get(kind, 0))
+        return memory
+
+    def allocated(self) -> dict[str, int]:
+        """Of torch's allocator, on the GPUs of the open optimizers: bytes ``now``, and the ``peak`` since the block was
+        entered. Empty on a CPU, where torch keeps no account."""
+        gpus = _gpus()
+        if not gpus:
+            return {}
+        now, peak = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
+        return {"now": sum(map(now, gpus)), "peak": sum(map(peak, gpus))}
+
+    def table(self, planned: Plan | None = None) -> str:
+        """What was measured at most, by kind, in GB; beside it what ``planned`` has, and the difference."""
+        lines = [row("GB a rank", ["measured", *(["planned", ""] if planned else [])])]
+        for kind, nbytes in self.peak.items():
+            wanted = planned.memory.get(kind) if planned is not None else None
+            lines.append(row(name_of(kind), [gigabytes(nbytes), *_beside(nbytes, wanted)]))
+        lines += [f"  allocated by torch, {when}: {figure(nbytes)}" for when, nbytes in self.allocated().items()]
+        return "\n".join(lines)
+
+    def _watch(self, engine: Engine) -> None:
+        """Units are whole while they compute: look as each begins, when it and those gathered ahead are there."""
+        for unit in engine.sharded_model.units if engine.sharded_model is not None else ():
+            if id(unit) not in self._watched:
+                self._watched.add(id(unit))
+                self._hooks.append(unit.module.register_forward_pre_hook(self._look))
+
+    def _look(self, *_: Any) -> None:
+        self.now()
+
+
+def _beside(measured: int, planned: int | None) -> list[str]:
+    if planned is None:
+        return []
+    return [gigabytes(planned), f"{measured / planned - 1:+.2%}" if planned else ""]
+
+
+def _gpus() -> list[torch.device]:
+    return list(dict.fromkeys(e.sharding.device for e in open_engines() if e.sharding.device.type == "cuda"))
+
+
+def track() -> Tracker:
+    """A context manager that measures what a running job holds, by the kinds of a plan::
+
+        with zero_optim.memory.track() as memory:
+            train()
+        print(memory.table(zero_optim.memory.plan_of(opt)))
+
+    It looks at all open optimizers of the process, also those that are made within the block: after every step, as
+    each unit's forward begins, and at every call of ``now()``. It reads sizes alone, nothing from the device.
+    ``peak`` has the most of each kind, ``allocated()`` what torch's allocator says on a GPU, whose peak it resets.
+    """
+    return Tracker()

@@ -1,0 +1,52 @@
+"""Where an optimizer runs out of memory, what it needs, and the cheapest change that needs less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..engine import Engine
+from ..errors import OutOfMemoryError
+from .fit import cheapest_change
+from .live import plan_of_engine
+from .table import figure, of_one, said
+
+_OF_THE_CPU = ("can't allocate memory", "not enough memory")
+"""What torch's allocator of the CPU says, in a RuntimeError: of Linux, and of other systems."""
+
+
+@contextmanager
+def explaining_out_of_memory(engine: Engine, doing: str) -> Iterator[None]:
+    """Until the first step is over, raise ``OutOfMemoryError`` with the plan, from what the allocator raised.
+
+    Later the optimizer takes no new memory, and whatever is raised passes. ``doing``: for people, as in "in step".
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if engine.steps or not ran_out(error):
+            raise
+        raise OutOfMemoryError(_message(engine, doing, error)) from error
+
+
+def ran_out(error: RuntimeError) -> bool:
+    """Whether an allocator has raised it, for want of memory."""
+    if isinstance(error, OutOfMemoryError):
+        return False  # it says already what there is to say
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OF_THE_CPU)
+
+
+def _message(engine: Engine, doing: str, error: RuntimeError) -> str:
+    device = engine.sharding.device
+    there = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+    made = plan_of_engine(engine)
+    lines = [f"out of memory on {device}, {doing}: {str(error).splitlines()[0]}", "", of_one(made), ""]
+    if there is not None and made.most <= there:
+        lines.append(
+            f"The plan takes {figure(made.most)} of {figure(there)}. Activations, other tensors or other processes "
+            f"have the rest: torch has {figure(torch.cuda.memory_allocated(device))} in use. A smaller batch, or:"
+        )
+    lines.append(said(cheapest_change(made, there), there))
+    return "\n".join(lines)
