@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from .bench.request import add_arguments as add_bench_arguments
 from .bench.request import read_request as read_bench_request
 from .errors import ZeroOptimError
+from .memory import command as planner
 from .train.config import DTYPES, UsageError, add_arguments, read_request
 
 USAGE_ERROR = 2
@@ -71,9 +72,21 @@ def _make_parser() -> _Parser:
     )
     add_bench_arguments(bench)
     bench.set_defaults(run=_bench)
+    _add_plan_command(commands)
     _add_checkpoint_commands(commands)
     _add_report_command(commands)
     return parser
+
+
+def _add_plan_command(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="what a rank needs of memory, before there is a job: by stage and by kind",
+        description="Lays a model out as the optimizer does, from shapes alone, and adds up. Defaults in brackets.",
+        allow_abbrev=False,
+    )
+    planner.add_arguments(plan)
+    plan.set_defaults(run=planner.run)
 
 
 def _add_report_command(commands: Any) -> None:

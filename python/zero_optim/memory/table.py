@@ -10,6 +10,7 @@ from .plan import LOCAL, STATE_AWAY, Plan
 
 GB = 1e9
 _NAMES = {LOCAL: "gradients not yet reduced", "unsharded": "units in flight", STATE_AWAY: "places for pages"}
+_LAST = ("unsharded", LOCAL, STATE_AWAY, "activations", "padding")
 _WIDTH = 28
 
 
@@ -32,13 +33,18 @@ def figure(nbytes: float) -> str:
     return f"{nbytes:.0f} bytes"
 
 
+def kinds_of(plans: Sequence[Plan]) -> list[str]:
+    """All kinds that any of the plans has, in the order to be shown."""
+    known = list(dict.fromkeys(kind for made in plans for kind in made.memory))
+    return sorted(known, key=lambda kind: _LAST.index(kind) if kind in _LAST else -1)
+
+
 def memory_lines(plans: Sequence[Plan]) -> list[str]:
     """A column a plan, a line a kind: those that a rank of any of them has."""
-    kinds = list(dict.fromkeys(kind for made in plans for kind in made.memory))
     state = plans[0].state_kinds
     lines = [_line(kind, plans) for kind in state]
     lines.append(row("model state", [gigabytes(made.model_state) for made in plans]))
-    shown = [kind for kind in kinds if kind not in state and any(made.memory.get(kind) for made in plans)]
+    shown = [kind for kind in kinds_of(plans) if kind not in state and any(made.memory.get(kind) for made in plans)]
     lines += [_line(kind, plans) for kind in shown]
     lines.append(row("on the device", [gigabytes(made.total) for made in plans]))
     if any(made.first_step for made in plans):
@@ -78,6 +84,16 @@ def advice(made: Plan, device_memory: int | None) -> str:
         left = figure(device_memory - made.most)
         return f"Stage {made.job.stage} fits, with {left} of {figure(device_memory)} to spare."
     return said(cheapest_change(made, device_memory), device_memory)
+
+
+def said_smallest(smallest: Plan | None, device_memory: int) -> str:
+    """The smallest stage that fits, and its buckets, a sentence."""
+    room = figure(device_memory)
+    if smallest is None:
+        return f"No stage fits into {room}."
+    size = smallest.job.bucket_cap_mb
+    buckets = "the default size" if size is None else f"{size:g} MiB (bucket_cap_mb={size:g})"
+    return f"The smallest stage that fits into {room} is {smallest.job.stage}, with buckets of {buckets}."
 
 
 def said(change: Change | None, device_memory: int | None) -> str:

@@ -1,0 +1,318 @@
+"""``zero-optim plan``: its flags, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ParameterError
+from ..stores.offload import Offload, Tier, read_nbytes, read_offload
+from ..train.config import DTYPES, UsageError
+from .activations import Batch
+from .decoders import KNOWN, gpt_of
+from .fit import largest_model, smallest_stage
+from .plan import Job, Plan, plan
+from .shapes import ModelShapes, of_decoder, of_module, usual_units
+from .table import advice, figure, gigabytes, memory_lines, row, said_smallest
+
+STAGES = (0, 1, 2, 3)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``zero-optim plan``."""
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--params", type=_count, help="parameters, as in 7.5e9, of a GPT that is invented for them")
+    known = f"{', '.join(KNOWN)}; module:factory, called on the meta device; or a config.json of transformers"
+    model.add_argument("--model", help=f"one of {known}")
+
+    def flag(name: str, kind: Any, text: str, **more: Any) -> None:
+        parser.add_argument(name, type=kind, help=text, **more)
+
+    flag("--world", int, "ranks (1)", default=1)
+    flag("--nodes", int, "machines that share the ranks evenly: says what each takes of host memory and disk")
+    flag("--stage", _stages, "stages to compare, as in 1,2 (0,1,2,3)", metavar="STAGES")
+    flag("--dtype", str, "of parameters and gradients (bf16; of module:factory as they are)", choices=tuple(DTYPES))
+    flag("--grad-reduce-dtype", str, "in which gradients are reduced (--dtype)", choices=tuple(DTYPES))
+    flag("--offload", _offload, "where the state is: none, paged, paged:BUDGET, cpu or nvme (none)", default=Offload())
+    flag("--gpu-memory", _size, "of each rank's device (80GB)", default="80GB", metavar="SIZE")
+    flag("--seq", int, "tokens of a sequence; with --batch activations are counted")
+    flag("--batch", int, "sequences of a micro-batch on each rank")
+    flag("--accumulate", int, "micro-batches in a step (1)", default=1)
+    parser.add_argument("--checkpointing", action="store_true", help="layers are computed again in backward")
+    parser.add_argument("--no-flash", action="store_true", help="attention keeps its matrices of [seq, seq]")
+    flag("--units", str, "stage 3: the class of module that is gathered at a time (that of the longest ModuleList)")
+    flag("--prefetch", int, "stage 3: units gathered ahead (1)", default=1)
+    flag("--bucket-cap-mb", float, "as ShardedAdamW's (25, or 16,384 elements a rank)")
+    flag("--rank", int, "plan this one, in place of the mean of all: they differ in padding")
+    parser.add_argument("--json", action="store_true", help="print a list, an object a stage, in bytes")
+    flag("--png", Path, "draw stacked bars, a stage each", metavar="FILE")
+
+
+def run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Print the plans. Raises UsageError."""
+    _check_ranges(parsed)
+    model, dtype = _model(parsed)
+    stages = _stages_of(parsed, model)
+    plans = [_plan(model, _job(parsed, stage)) for stage in stages]
+    largest = [largest_model(made.job, dtype, parsed.gpu_memory) for made in plans]
+    if parsed.json:
+        described = zip(plans, largest, strict=True)
+        print(json.dumps([_as_json(made, most, parsed.gpu_memory) for made, most in described], indent=1))
+    else:
+        print("\n".join(_report(parsed, plans, largest)))
+    if parsed.png:
+        _draw(parsed, plans)
+    return 0
+
+
+# -- the flags -----------------------------------------------------------------------------------------------------
+
+
+def _count(text: str) -> int:
+    try:
+        count = int(float(text))
+    except (ValueError, OverflowError):
+        count = 0
+    if count < 10**6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters such as 7.5e9, at least 1e6")
+    return count
+
+
+def _stages(text: str) -> tuple[int, ...]:
+    stages = tuple(int(part) if part in ("0", "1", "2", "3") else -1 for part in text.split(","))
+    if -1 in stages:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of stages such as 0,1,2,3")
+    return tuple(sorted(set(stages)))
+
+
+def _size(text: str) -> int:
+    nbytes = read_nbytes(text)
+    if not nbytes:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 80GB or 40GiB")
+    return nbytes
+
+
+def _offload(text: str) -> Offload:
+    kind, _, budget = text.partition(":")
+    if kind == "none" and not budget:
+        return Offload()
+    if kind == Tier.NVME.value:  # a plan needs no folder
+        return Offload(Tier.NVME)
+    try:
+        return read_offload(kind, int(budget) if budget.isdecimal() else budget or None)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of none, paged, paged:BUDGET (as in paged:8GB), cpu and nvme"
+        ) from error
+
+
+def _check_ranges(parsed: argparse.Namespace) -> None:
+    least = {"world": 1, "nodes": 1, "seq": 1, "batch": 1, "accumulate": 1, "prefetch": 0, "rank": 0}
+    for name, lowest in least.items():
+        if getattr(parsed, name) is not None and getattr(parsed, name) < lowest:
+            raise UsageError(f"--{name} {getattr(parsed, name)}: at least {lowest}")
+    if parsed.rank is not None and parsed.rank >= parsed.world:
+        raise UsageError(f"--rank {parsed.rank}: ranks are 0 to {parsed.world - 1}")
+    if parsed.nodes is not None and parsed.world % parsed.nodes:
+        raise UsageError(f"--nodes {parsed.nodes}: {parsed.world} ranks do not share them evenly")
+    if (parsed.seq is None) != (parsed.batch is None):
+        raise UsageError("--seq and --batch: activations need both")
+    if parsed.checkpointing and parsed.batch is None:
+        raise UsageError("--checkpointing: changes activations alone, which need --seq and --batch")
+    if parsed.bucket_cap_mb is not None and not parsed.bucket_cap_mb > 0:
+        raise UsageError(f"--bucket-cap-mb {parsed.bucket_cap_mb}: a positive number")
+
+
+def _job(parsed: argparse.Namespace, stage: int) -> Job:
+    batch = None
+    if parsed.batch is not None:
+        batch = Batch(parsed.batch, parsed.seq, parsed.checkpointing, not parsed.no_flash)
+    return Job(
+        world=parsed.world,
+        stage=stage,
+        rank=parsed.rank,
+        bucket_cap_mb=parsed.bucket_cap_mb,
+        grad_reduce_dtype=DTYPES[parsed.grad_reduce_dtype] if parsed.grad_reduce_dtype else None,
+        offload=parsed.offload,
+        device_memory=parsed.gpu_memory,
+        prefetch=parsed.prefetch,
+        accumulate=parsed.accumulate,
+        batch=batch,
+    )
+
+
+def _plan(model: ModelShapes, job: Job) -> Plan:
+    try:
+        return plan(model, job)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _stages_of(parsed: argparse.Namespace, model: ModelShapes) -> tuple[int, ...]:
+    """Those asked for; else all that there are of the model."""
+    if parsed.stage is None:
+        return STAGES if model.units else STAGES[:3]
+    if 3 in parsed.stage and not model.units:
+        raise UsageError("--stage 3: name the class of the model's units by --units; it has no ModuleList to go by")
+    return tuple(parsed.stage)
+
+
+# -- the model -----------------------------------------------------------------------------------------------------
+
+
+def _model(parsed: argparse.Namespace) -> tuple[ModelShapes, torch.dtype]:
+    """Its shapes, and the dtype of the larger models that are looked for."""
+    dtype = DTYPES[parsed.dtype or "bf16"]
+    if parsed.params is not None:
+        return of_decoder(gpt_of(parsed.params), dtype), dtype
+    name = parsed.model
+    if name in KNOWN:
+        return of_decoder(KNOWN[name], dtype), dtype
+    if name.endswith(".json") or Path(name).is_dir():
+        return _shapes(parsed, _from_config(Path(name)).to(dtype)), dtype
+    if ":" in name:
+        model = _from_factory(name)
+        shapes = _shapes(parsed, model.to(dtype) if parsed.dtype else model)
+        return shapes, max((p.dtype for p in shapes.parameters), key=lambda of: of.itemsize, default=dtype)
+    near = difflib.get_close_matches(name, KNOWN, 1)
+    meant = f"; did you mean {near[0]}?" if near else f": it knows {', '.join(KNOWN)}"
+    raise UsageError(f"--model {name}: no name that it knows, no module:factory and no config.json{meant}")
+
+
+def _shapes(parsed: argparse.Namespace, model: nn.Module) -> ModelShapes:
+    units = parsed.units.split(",") if parsed.units else usual_units(model)
+    try:
+        return of_module(model, units, parsed.model)
+    except ParameterError as error:
+        raise UsageError(f"--units {parsed.units}: {error}") from error
+
+
+def _from_factory(name: str) -> nn.Module:
+    """What ``module:factory`` makes on the meta device. Modules of the current folder are found."""
+    module, _, factory = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        make: Any = importlib.import_module(module)
+        for attribute in factory.split("."):
+            make = getattr(make, attribute)
+        with torch.device("meta"):
+            model = make()
+    except Exception as error:
+        raise UsageError(f"--model {name}: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"--model {name}: it gave {type(model).__name__}, and no module")
+    return model
+
+
+def _from_config(path: Path) -> nn.Module:
+    """A model of transformers on the meta device, of a config.json or the folder of one. Nothing is downloaded."""
+    if not path.exists():
+        raise UsageError(f"--model {path}: no such file or folder")
+    try:
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    except ImportError as error:
+        raise UsageError(f"--model {path}: needs transformers ({error}): pip install transformers") from error
+    try:
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        kind = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModel
+        with torch.device("meta"):
+            model: nn.Module = kind.from_config(config)
+    except Exception as error:
+        raise UsageError(f"--model {path}: {type(error).__name__}: {error}") from error
+    return model
+
+
+# -- what is said --------------------------------------------------------------------------------------------------
+
+
+def _report(parsed: argparse.Namespace, plans: Sequence[Plan], largest: Sequence[int]) -> Iterator[str]:
+    model, room = plans[0].model, parsed.gpu_memory
+    ranks = "1 rank" if parsed.world == 1 else f"{parsed.world:,} ranks"
+    width = model.width
+    shape = f", {width.layers} layers of width {width.hidden:,}" if width else ""
+    which = "the mean of all ranks" if parsed.rank is None else f"rank {parsed.rank}"
+    yield f"{model.name}: {model.numel:,} parameters{shape}; {ranks}; GB a rank, {which}"
+    yield ""
+    yield row("", [f"stage {made.job.stage}" for made in plans])
+    yield from memory_lines(plans)
+    yield row("sent in a step", [gigabytes(made.communicated) for made in plans])
+    yield row("buckets", [f"{made.buckets:,}" for made in plans])
+    yield row(f"largest GPT in {figure(room)}", [f"{most / 1e9:,.3g} B" if most else "none" for most in largest])
+    yield ""
+    if parsed.batch is None:
+        yield "Activations are not in it: --seq and --batch count them."
+    else:
+        yield from _about_activations(plans[0])
+    if any(made.first_step for made in plans):
+        yield "In the first step of stages 0 to 2 no gradient is reduced before backward ends."
+    if parsed.nodes is not None:
+        yield from _of_nodes(parsed, plans)
+    chosen = plans[0].job
+    smallest = smallest_stage(model, chosen, room)
+    yield said_smallest(smallest, room)
+    best = smallest or plans[-1]
+    yield advice(best, room)
+
+
+def _about_activations(made: Plan) -> Iterator[str]:
+    batch = made.job.batch
+    assert batch is not None
+    again = ", each layer computed again in backward" if batch.checkpointing else ""
+    how = "without" if batch.flash else "with"
+    yield (
+        f"Activations: {batch.sequences} x {batch.tokens:,} tokens, {how} the matrices of attention{again}, "
+        "by the formula of Korthikanti et al. (2022)."
+    )
+
+
+def _of_nodes(parsed: argparse.Namespace, plans: Sequence[Plan]) -> Iterator[str]:
+    ranks = parsed.world // parsed.nodes
+    for made in plans:
+        if made.host or made.disk:
+            disk = f", {figure(made.disk * ranks)} of disk" if made.disk else ""
+            yield f"Stage {made.job.stage}: {figure(made.host * ranks)} of host memory{disk} a node of {ranks} ranks."
+
+
+def _as_json(made: Plan, largest: int, room: int) -> dict[str, Any]:
+    return {
+        "model": made.model.name,
+        "parameters": made.model.numel,
+        "stage": made.job.stage,
+        "world": made.job.world,
+        "bytes_per_rank": dict(made.memory),
+        "total_bytes": made.total,
+        "model_state_bytes": made.model_state,
+        "first_step_bytes": made.most,
+        "communicated_bytes": made.communicated,
+        "collectives": dict(made.traffic),
+        "host_bytes": made.host,
+        "disk_bytes": made.disk,
+        "buckets": made.buckets,
+        "device_memory": room,
+        "fits": made.most <= room,
+        "largest_model": largest,
+    }
+
+
+def _draw(parsed: argparse.Namespace, plans: Sequence[Plan]) -> None:
+    try:
+        from .picture import draw
+    except ImportError as error:
+        raise UsageError(f"--png {parsed.png}: needs matplotlib ({error}): pip install matplotlib") from error
+    try:
+        draw(parsed.png, plans, parsed.gpu_memory)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--png {parsed.png}: {error}") from error
+    if not parsed.json:
+        print(f"drawn in {parsed.png}")
