@@ -248,7 +248,7 @@ def _report(parsed: argparse.Namespace, plans: Sequence[Plan], largest: Sequence
     yield from memory_lines(plans)
     yield row("sent in a step", [gigabytes(made.communicated) for made in plans])
     yield row("buckets", [f"{made.buckets:,}" for made in plans])
-    yield row(f"largest GPT in {figure(room)}", [f"{most / 1e9:,.3g} B" if most else "none" for most in largest])
+    yield row(f"largest GPT in {figure(room)}", [_billions(most) for most in largest])
     yield ""
     if parsed.batch is None:
         yield "Activations are not in it: --seq and --batch count them."
@@ -263,6 +263,12 @@ def _report(parsed: argparse.Namespace, plans: Sequence[Plan], largest: Sequence
     yield said_smallest(smallest, room)
     best = smallest or plans[-1]
     yield advice(best, room)
+
+
+def _billions(parameters: int) -> str:
+    if not parameters:
+        return "none"
+    return f"{parameters / 1e12:.3g} T" if parameters >= 10**12 else f"{parameters / 1e9:.3g} B"
 
 
 def _about_activations(made: Plan) -> Iterator[str]:

@@ -23,15 +23,19 @@ class HasEngine(Protocol):
     def engine(self) -> Engine: ...
 
 
-def plan_of(optimizer: HasEngine, *, mean: bool = False) -> Plan:
+def plan_of(optimizer: HasEngine, *, mean: bool = False, accumulate: int = 1) -> Plan:
     """What this rank holds of the optimizer's parameters, gradients and state, planned from their shapes alone.
 
-    ``mean``: of all ranks, in place of this one. Activations are not in it, nor are the buffers of modules.
+    Activations are not in it, nor are the buffers of modules.
+
+    Args:
+        mean: of all ranks, in place of this one.
+        accumulate: micro-batches in a step, all but the last within ``no_sync``.
     """
-    return plan_of_engine(optimizer.engine, mean=mean)
+    return plan_of_engine(optimizer.engine, mean=mean, accumulate=accumulate)
 
 
-def plan_of_engine(engine: Engine, *, mean: bool = False) -> Plan:
+def plan_of_engine(engine: Engine, *, mean: bool = False, accumulate: int = 1) -> Plan:
     sharding, sharded = engine.sharding, engine.sharded_model
     units = [] if sharded is None else sharded.units
     job = Job(
@@ -42,6 +46,7 @@ def plan_of_engine(engine: Engine, *, mean: bool = False) -> Plan:
         grad_reduce_dtype=sharding.grad_reduce_dtype,
         prefetch=1 if sharded is None else sharded.schedule.prefetch_count,
         reshard_after_forward=_reshards(units),
+        accumulate=accumulate,
         host_waits=sharding.host_waits,
     )
     return plan(_shapes_of(engine) if sharded is None else _shapes_of_units(units), job, engine.rule)

@@ -79,7 +79,7 @@ def read_run(path: Path) -> Run:
 
 
 def state_bytes(memory: dict[str, float]) -> float:
-    """Model state: all that the formula of the stage is of."""
+    """Model state: parameters, gradients, and the optimizer's state."""
     return sum(memory.get(kind, 0.0) for kind in STATE_KINDS)
 
 

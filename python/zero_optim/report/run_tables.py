@@ -27,7 +27,7 @@ def memory(session: Session) -> Html:
     total = replace(_memory_bar("model state", state_bytes(held), state_bytes(planned)), sum=True)
     more = [_memory_bar(kind, size, planned.get(kind)) for kind, size in held.items() if kind not in STATE_KINDS]
     headings = ("", _key("measured", "one", "plan"), "measured, MB", "plan, MB", "difference")
-    caption = f"Memory of rank {rank}, which holds most; the plan is the formula of stage {session.config['stage']}"
+    caption = f"Memory of rank {rank}, which holds most; the plan is made of the parameters' shapes alone"
     whole = bar_table(caption, headings, [Group("", [*bars, total]), Group("beside it", more)])
     return join([whole, _memory_of_ranks(session)])
 
@@ -63,9 +63,9 @@ def traffic(session: Session) -> Html:
     bars = [
         _traffic_bar(kind, moved, planned.get(kind), report.steps) for kind, moved in sorted(report.collectives.items())
     ]
-    headings = ("", _key("measured", "one", "formula"), "MB a step", "formula, MB", "difference", "calls", "blocked, s")
+    headings = ("", _key("measured", "one", "plan"), "MB a step", "plan, MB", "difference", "calls", "blocked, s")
     note = "Bytes are of whole tensors: of them a rank puts (N-1)/N on the wire, and twice that of an all-reduce. "
-    note += "Measured are padded buckets, planned is what they hold. Blocked: the host waited for that long."
+    note += "Both count the padding of buckets. Blocked: the host waited for that long."
     caption = f"Communication of rank 0 in {count(report.steps, 'step')}"
     return join([bar_table(caption, headings, [Group("", bars)]), tag("p", note, class_="note")])
 

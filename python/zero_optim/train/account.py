@@ -73,7 +73,7 @@ def open_account(trainer: Trainer, plan: Plan, world: World, facts: dict[str, st
         facts={**facts, **_versions(world)},
         config=config.to_dict(),
         peak_of="allocated by torch on the GPU" if world.device.type == "cuda" else "resident memory of the process",
-        forecast=forecast(config.stage, world.size, config.torch_dtype.itemsize, trainer.shape()),
+        forecast=forecast(trainer.planned()),
     )
     return Account(plan.run_dir, session)
 

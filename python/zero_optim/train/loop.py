@@ -48,7 +48,8 @@ def _train_on(trainer: Trainer, plan: Plan, world: World, stop: StopFlag) -> int
     account = open_account(trainer, plan, world, _facts(trainer, plan, world)) if world.leads else None
     begun_after = trainer.steps_done
     try:
-        stopped_at = _run_steps(trainer, plan, world, stop)
+        with trainer.tracker:
+            stopped_at = _run_steps(trainer, plan, world, stop)
         last = plan.config.steps if stopped_at is None else stopped_at
         reports = world.comm.gather_objects(trainer.report(last - begun_after), "the last report")
         if stopped_at is None:
@@ -109,13 +110,7 @@ def _finish(trainer: Trainer, plan: Plan, world: World, reports: Sequence[RankRe
 
 
 def _tell(trainer: Trainer, plan: Plan, world: World, reports: Sequence[RankReport], validation: Validation) -> None:
-    table = final_table(
-        reports,
-        stage=plan.config.stage,
-        shape=trainer.shape(),
-        itemsize=plan.config.torch_dtype.itemsize,
-        on_gpu=world.device.type == "cuda",
-    )
+    table = final_table(reports, trainer.planned(), on_gpu=world.device.type == "cuda")
     print(f"\n{table}\n")
     picture = plan.run_dir.path / "loss.png"
     problem = plot_losses(picture, plan.run_dir.read_log(), validation.loss, validation.entropy)

@@ -7,17 +7,16 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .. import memory
 from .run_dir import StepRecord
 from .session import Forecast, RankReport
 
 STATE_KINDS = ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq")
-_SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "master": 1, "exp_avg": 1, "exp_avg_sq": 1}
 # Collectives outside of steps, and when they are made.
 NOT_OF_STEPS = {"construction": "once"}
 EXPOSED = "exposed communication"
@@ -100,75 +99,39 @@ class PhaseClock:
             total[name] = total.get(name, 0.0) + seconds
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """Elements of all ``parameters``; of those in no block (``of_root``); of those that are whole at once at stage 3
-    (``unsharded``). ``accumulate`` counts the forwards of a step."""
-
-    parameters: int
-    of_root: int
-    unsharded: int
-    accumulate: int
+def forecast(planned: memory.Plan) -> Forecast:
+    """What the mean rank will hold, of what is measured, and communicate in a step."""
+    kinds = [*STATE_KINDS, "communication", "padding", "unsharded"]
+    held = {kind: float(planned.memory[kind]) for kind in kinds if kind in planned.memory}
+    return Forecast(held, {kind: float(nbytes) for kind, nbytes in planned.traffic.items()})
 
 
-def state_formula(stage: int, world_size: int, itemsize: int) -> dict[str, float]:
-    """Bytes a parameter on each rank, by kind (ZeRO: Rajbhandari et al., 2020, fig. 1). fp32 needs no master."""
-    whole = {
-        "parameters": itemsize,
-        "gradients": itemsize,
-        "master": 0 if itemsize == 4 else 4,
-        "exp_avg": 4,
-        "exp_avg_sq": 4,
-    }
-    return {kind: size / (world_size if stage >= _SHARDED_FROM_STAGE[kind] else 1) for kind, size in whole.items()}
-
-
-def forecast(stage: int, world_size: int, itemsize: int, model: ModelShape) -> Forecast:
-    """What a rank will hold and communicate, by formula."""
-    memory = {kind: size * model.parameters for kind, size in state_formula(stage, world_size, itemsize).items()}
-    if stage >= 3:
-        memory["unsharded"] = model.unsharded * itemsize
-    return Forecast(memory, _traffic_formula(stage, world_size, itemsize, model))
-
-
-def _traffic_formula(stage: int, world_size: int, itemsize: int, model: ModelShape) -> dict[str, float]:
-    """Bytes of whole tensors in a step. At stage 3 each forward gathers all, and each backward all but the root."""
-    whole = model.parameters * itemsize
-    if world_size == 1:
-        return {}
-    if stage == 0:
-        return {"all_reduce": whole}
-    gathered = model.accumulate * (2 * whole - model.of_root * itemsize) if stage >= 3 else whole
-    return {"reduce_scatter": whole, "all_gather": gathered}
-
-
-def final_table(reports: Sequence[RankReport], *, stage: int, shape: ModelShape, itemsize: int, on_gpu: bool) -> str:
-    """Model state by kind beside the formula, traffic by collective, and the time of a step."""
-    lines = _memory_lines(reports, stage, shape.parameters, shape.unsharded, itemsize)
+def final_table(reports: Sequence[RankReport], planned: memory.Plan, *, on_gpu: bool) -> str:
+    """Memory by kind beside the plan of the mean rank, traffic by collective, and the time of a step."""
+    lines = _memory_lines(reports, planned)
     lines += ["", *_traffic_lines(reports[0]), ""]
-    return "\n".join(lines + _time_lines(reports, stage, on_gpu))
+    return "\n".join(lines + _time_lines(reports, planned.job.stage, on_gpu))
 
 
-def _memory_lines(
-    reports: Sequence[RankReport], stage: int, parameters: int, unsharded: int, itemsize: int
-) -> list[str]:
-    formula = state_formula(stage, len(reports), itemsize)
+def _memory_lines(reports: Sequence[RankReport], planned: memory.Plan) -> list[str]:
     names, columns = _columns([report.memory for report in reports])
+    wanted, parameters = forecast(planned).memory, planned.model.numel
+    ranks = f"{len(reports)} rank{'s' if len(reports) > 1 else ''}"
     lines = [
-        f"model state, MB (stage {stage}, {len(reports)} ranks, {parameters:,} parameters)",
-        _row("", [*names, "formula", "bytes/param"]),
+        f"model state, MB (stage {planned.job.stage}, {ranks}, {parameters:,} parameters)",
+        _row("", [*names, "planned", "bytes/param"]),
     ]
+
+    def line(name: str, measured: Sequence[float], plan: float) -> str:
+        return _row(name, [*(_mb(size / 1e6) for size in measured), _mb(plan / 1e6), f"{plan / parameters:.4g}"])
+
     for kind in STATE_KINDS:
-        sizes = [column.get(kind, 0) / 1e6 for column in columns]
-        lines.append(_row(kind, [*map(_mb, sizes), _mb(formula[kind] * parameters / 1e6), f"{formula[kind]:g}"]))
-    sums = [sum(column.get(kind, 0) for kind in STATE_KINDS) / 1e6 for column in columns]
-    total = sum(formula.values())
-    lines.append(_row("model state", [*map(_mb, sums), _mb(total * parameters / 1e6), f"{total:g}"]))
+        lines.append(line(kind, [column.get(kind, 0) for column in columns], wanted[kind]))
+    sums = [sum(column.get(kind, 0) for kind in STATE_KINDS) for column in columns]
+    lines.append(line("model state", sums, planned.model_state))
     for kind in (kind for kind in reports[0].memory if kind not in STATE_KINDS):
-        size = unsharded * itemsize
-        theory = [_mb(size / 1e6), f"{size / parameters:.3g}"] if kind == "unsharded" else []
         name = "unsharded, at most" if kind == "unsharded" else kind
-        lines.append(_row(name, [*(_mb(column.get(kind, 0) / 1e6) for column in columns), *theory]))
+        lines.append(line(name, [column.get(kind, 0) for column in columns], wanted.get(kind, 0.0)))
     return lines
 
 

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import GradScaler, ShardedAdamW, checkpoint, gather_parameters, shard_module
-from ..units.sharded_model import sharded_model_of
+from .. import GradScaler, ShardedAdamW, checkpoint, gather_parameters, memory, shard_module
 from .data import draw_windows, fixed_windows
 from .model import GPT, Block, next_byte_loss
 from .plan import Plan
-from .report import EXPOSED, ModelShape, PhaseClock, blocked_seconds, peak_bytes
+from .report import EXPOSED, PhaseClock, blocked_seconds, peak_bytes
 from .run_dir import StepRecord
 from .session import RankReport
 from .world import World
@@ -47,7 +46,6 @@ class Trainer:
         self.model = GPT(self.config.model, self.config.torch_dtype).to(world.device)
         if self.config.stage >= 3:
             shard_module(self.model, units=(Block,), prefetch=_PREFETCH)
-            self._watch_unsharded()
         self.optimizer = ShardedAdamW(
             _parameter_groups(self.model, self.config.weight_decay),
             lr=self.config.lr,
@@ -57,6 +55,7 @@ class Trainer:
         self.scaler = GradScaler(enabled=self.config.dtype == "fp16")
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self.clock = PhaseClock(world.device)
+        self.tracker = memory.track()
         self._blocked = 0.0
         self.steps_done = self._load(plan.saved.source) if plan.saved else 0
 
@@ -106,21 +105,15 @@ class Trainer:
         """Elements of all parameters, tied ones once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def shape(self) -> ModelShape:
-        """At stage 3 whole at once are by formula the root's parameters, a block's, and those gathered ahead."""
-        layers = self.config.layers
-        block = sum(parameter.numel() for parameter in self.model.blocks[0].parameters())
-        of_root = self.parameters() - layers * block
-        shares = self.config.stage >= 3 and self.world.size > 1
-        unsharded = of_root + min(1 + _PREFETCH, layers) * block if shares else 0
-        return ModelShape(self.parameters(), of_root, unsharded, self.config.accumulate)
+    def planned(self) -> memory.Plan:
+        """Of the mean rank."""
+        return memory.plan_of(self.optimizer, mean=True, accumulate=self.config.accumulate)
 
     def report(self, steps: int) -> RankReport:
-        """This rank's figures after ``steps`` steps of this session, the last one's gradients still held."""
+        """This rank's figures after ``steps`` steps of this session, its memory as ``tracker`` has seen it."""
         stats = self.optimizer.stats()
-        memory = stats["memory"] | ({"unsharded": self._most_unsharded} if self.config.stage >= 3 else {})
         return RankReport(
-            memory=memory,
+            memory=dict(self.tracker.peak),
             collectives=stats["collectives"],
             seconds=dict(self.clock.seconds),
             steps=steps,
@@ -149,18 +142,6 @@ class Trainer:
         for line in (*map(str, (one.message for one in told)), *loaded.notes) if self.world.leads else ():
             print(line, flush=True)
         return loaded.step
-
-    def _watch_unsharded(self) -> None:
-        """Note how many bytes are unsharded as each block begins: by then it and the next are."""
-        self._most_unsharded = 0
-        (sharded,) = sharded_model_of(self.model.parameters())
-
-        def note(*_: Any) -> None:
-            now = sum(flat.nbytes() for unit in sharded.units for flat in unit.flats)
-            self._most_unsharded = max(self._most_unsharded, now)
-
-        for block in self.model.blocks:
-            block.register_forward_pre_hook(note)
 
     def _micro_batch(self, step: int, micro: int) -> Tensor:
         """Adds the gradients of one micro-batch; returns its part of the step's loss, on the device."""
