@@ -1,0 +1,352 @@
+"""What a plan says, from shapes alone: the table of the ZeRO paper, published models, padding, stores, what fits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from zero_optim import memory
+from zero_optim.cli import main
+from zero_optim.memory import KNOWN, Batch, Job, activation_bytes, gpt_of, of_decoder, of_module, plan
+from zero_optim.memory.decoders import Width
+from zero_optim.memory.fit import cheapest_change
+from zero_optim.stores.offload import HOST_BUFFERS, SLOTS, Offload, Tier
+
+GB = 10**9
+RANKS = (1, 4, 16, 64, 256, 1024)
+# Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), table 1, in GB.
+PAPER = {
+    ("7.5", 1): "120 52.5 35.6 31.4 30.4 30.1",
+    ("7.5", 2): "120 41.3 21.6 16.6 15.4 15.1",
+    ("7.5", 3): "120 30 7.5 1.88 0.47 0.12",
+    ("128", 1): "2048 896 608 536 518 513",
+    ("128", 2): "2048 704 368 284 263 257",
+    ("128", 3): "2048 512 128 32 8 2",
+    ("1000", 1): "16000 7000 4750 4187 4046 4011",
+    ("1000", 2): "16000 5500 2875 2218 2054 2013",
+    ("1000", 3): "16000 4000 1000 250 62.5 15.6",
+}
+
+
+def bf16(parameters: float) -> memory.ModelShapes:
+    return of_decoder(gpt_of(int(parameters)), torch.bfloat16)
+
+
+class Block(nn.Linear):
+    """A unit."""
+
+
+class Tiny(nn.Module):
+    """Two blocks of 32 x 32 and a bias, a frozen head of 32 x 10, and a buffer of 12 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(32, 32) for _ in range(2))
+        self.head = nn.Linear(32, 10, bias=False).requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(3))
+
+
+@pytest.mark.parametrize(("billions", "stage"), PAPER)
+def test_model_state_is_that_of_the_zero_paper(billions, stage):
+    """To its last printed digit. The paper rounds some figures, and cuts others."""
+    model = bf16(float(billions) * GB)
+    for world, printed in zip(RANKS, PAPER[billions, stage].split(), strict=True):
+        state = plan(model, Job(world=world, stage=stage)).model_state
+        last_digit = 10.0 ** -len(printed.partition(".")[2])
+        assert abs(state / GB - float(printed)) < last_digit, (world, printed)
+        sharded = {1: 12, 2: 14, 3: 16}[stage]
+        exact = model.numel * (16 - sharded + sharded / world)
+        assert state == pytest.approx(exact, rel=1e-5)
+
+
+def test_gpt_2_of_the_paper_takes_24_gb():
+    assert plan(bf16(1.5 * GB), Job(stage=0)).model_state == 24 * GB
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-2-13b", 13_015_864_320),
+        ("llama-2-70b", 68_976_648_192),
+        ("llama-3-8b", 8_030_261_248),
+        ("llama-3-405b", 405_853_388_800),
+        ("mistral-7b", 7_241_732_096),
+    ],
+)
+def test_known_models_have_their_published_parameters(name, parameters):
+    assert KNOWN[name].numel == parameters
+
+
+@pytest.mark.parametrize("parameters", [10**6, 124 * 10**6, 7_500_000_001, 175 * GB, 10**12])
+def test_an_invented_gpt_has_exactly_the_parameters(parameters):
+    decoder = gpt_of(parameters)
+    assert decoder.numel == parameters
+    assert decoder.layers == max(1, round((parameters / 196_608) ** (1 / 3)))
+    if parameters > 10**9:
+        assert 120 < decoder.width.hidden / decoder.layers < 136
+        assert 50257 <= decoder.before[0] / decoder.width.hidden < 50257 + 200 * decoder.layers
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("parameters", [7.5 * GB, 70 * GB, 1000 * GB])
+def test_padding_is_under_one_percent_of_16384_ranks(stage, parameters):
+    model = bf16(parameters)
+    for rank in (None, 0):
+        made = plan(model, Job(world=16384, stage=stage, rank=rank))
+        assert made.memory["padding"] < 0.01 * made.total
+    last = plan(model, Job(world=16384, stage=stage, rank=16383))
+    assert last.total == made.total and last.memory["padding"] > made.memory["padding"]
+
+
+def test_a_small_model_by_hand():
+    """Rows of 128, shards of 2 ranks: a block of 1024 + 32 elements takes 9 rows, so 10 of two ranks."""
+    model = of_module(Tiny(), (Block,))
+    made = plan(model, Job(world=2, stage=3, rank=0))
+    used = 2 * 640  # of rank 0, of both blocks
+    head = 320  # frozen: 3 rows, 4 of two ranks, 256 of them on rank 0
+    assert made.memory["parameters"] == 4 * (used + 256) + 12
+    assert made.memory["gradients"] == made.memory["exp_avg"] == made.memory["exp_avg_sq"] == 4 * used
+    assert made.memory["master"] == 0  # in fp32 a parameter is its own
+    assert made.memory["padding"] == 0
+    other = plan(model, Job(world=2, stage=3, rank=1))
+    assert other.memory["padding"] == 4 * (4 * 2 * (640 - 416)) + 4 * (256 - (head - 256))
+    assert made.memory["communication"] == 4 * 2 * 1280  # the two largest
+    assert made.memory["unsharded"] == 4 * 3 * 1280 - 4 * 768  # the head, and two blocks
+    assert made.memory["local_gradients"] == 4 * 1280
+    assert made.traffic == {"reduce_scatter": 4 * 2 * 1280, "all_gather": 4 * (512 + 2 * 2 * 1280)}
+    assert made.communicated == (4 * 2 * 1280 + 4 * (512 + 4 * 1280)) // 2
+
+
+def test_below_stage_3_what_is_frozen_is_whole_and_has_no_state():
+    made = plan(of_module(Tiny()), Job(world=4, stage=1))
+    assert made.memory["parameters"] == 4 * (2 * 1056 + 320) + 12
+    assert made.memory["exp_avg"] == 4 * 2 * 1056 // 4
+
+
+def test_gradients_that_are_reduced_in_fp32():
+    model = bf16(10**8)
+    two, four = (plan(model, Job(world=4, grad_reduce_dtype=dtype)) for dtype in (None, torch.float32))
+    assert four.memory["gradients"] == 2 * two.memory["gradients"] == 10**8
+    assert four.traffic["reduce_scatter"] == pytest.approx(2 * two.traffic["reduce_scatter"], rel=0.01)
+    assert plan(model, Job(world=4, stage=0, grad_reduce_dtype=torch.float32)).memory["gradients"] == 2 * 10**8
+
+
+def test_units_that_are_kept_and_gathered_ahead():
+    model = of_module(Tiny(), (Block,))
+
+    def unsharded(**more):
+        made = plan(model, Job(world=4, stage=3, **more))
+        return made.memory["unsharded"] // 4 - 512, made.traffic["all_gather"] // 4 - 512
+
+    block = 1536  # 9 rows, of 4 ranks 12
+    assert unsharded(prefetch=0) == (block, 4 * block)
+    assert unsharded(reshard_after_forward=False, prefetch=0) == (2 * block, 2 * block)
+    assert unsharded(reshard_after_forward=2, prefetch=0) == (block + block, 2 * block)
+    assert unsharded(accumulate=3)[1] == 3 * 4 * block + 2 * 512
+
+
+def test_the_first_step_holds_every_gradient_below_stage_3():
+    model = bf16(10**8)
+    for stage in (0, 1, 2):
+        made = plan(model, Job(world=4, stage=stage))
+        assert made.first_step + made.memory["local_gradients"] == pytest.approx(2 * 10**8, rel=1e-3)
+    assert plan(model, Job(world=4, stage=3)).first_step == 0
+    assert plan(model, Job(world=1)).first_step == 0
+    accumulating = plan(model, Job(world=4, stage=2, accumulate=2))
+    assert (accumulating.first_step, accumulating.most) == (0, plan(model, Job(world=4, stage=2)).most)
+
+
+# -- stores --------------------------------------------------------------------------------------------------------
+
+
+def test_state_in_other_memory():
+    """Bytes are the same everywhere; on the device there are places for two pages instead of the state."""
+    model, job = bf16(10**8), Job(world=4, stage=2)
+    here = plan(model, job)
+    state = sum(here.memory[kind] for kind in ("master", "exp_avg", "exp_avg_sq"))
+    for tier in (Tier.PAGED, Tier.CPU, Tier.NVME):
+        away = plan(model, Job(world=4, stage=2, offload=Offload(tier)))
+        assert away.memory["master"] == away.memory["exp_avg"] == 0
+        largest = away.memory["pages"] // SLOTS
+        freed = here.total - away.total
+        assert freed == pytest.approx(state - away.memory["pages"], rel=1e-3)
+        if tier is Tier.PAGED:
+            assert away.host == freed + away.memory["pages"] and away.disk == 0
+        elif tier is Tier.CPU:
+            assert largest == 0 and away.host == pytest.approx(state + 10**8, rel=1e-3)  # gradients and parameters, too
+        else:
+            assert away.disk == freed + away.memory["pages"] and away.host == HOST_BUFFERS * largest
+
+
+def test_a_budget_keeps_pages_on_the_device():
+    model = bf16(10**8)
+    none, some, all_ = (plan(model, Job(offload=Offload(Tier.PAGED, n))) for n in (0, 6 * 10**8, 2 * 10**9))
+    state = 12 * 10**8
+    assert none.host == pytest.approx(state, rel=1e-3)
+    assert 5 * 10**8 < none.host - some.host <= 6 * 10**8
+    assert all_.host == all_.memory["pages"] == 0 and all_.memory["master"] == 4 * 10**8
+    room = none.most + 7 * 10**8
+    automatic = plan(model, Job(offload=Offload(Tier.PAGED, None), device_memory=room))
+    assert automatic.most <= room and automatic.host < some.host
+
+
+# -- activations ---------------------------------------------------------------------------------------------------
+
+
+def test_activations_are_those_of_the_published_formula():
+    """A layer of GPT-3 keeps sbh(34 + 80) bytes, and 34 without the matrices of attention."""
+    gpt3, once = Width(96, 12288, 96, 51200), 2048 * 12288
+    head = 4 * once + 4 * 2048 * 51200
+    assert activation_bytes(gpt3, Batch(1, 2048, flash=False), 2) == 96 * once * (34 + 80) + head
+    assert activation_bytes(gpt3, Batch(1, 2048), 2) == 96 * once * 34 + head
+    assert activation_bytes(gpt3, Batch(1, 2048, checkpointing=True), 2) == 96 * once * 2 + once * 34 + head
+    assert activation_bytes(gpt3, Batch(3, 2048), 2) == 3 * activation_bytes(gpt3, Batch(1, 2048), 2)
+
+
+# -- what fits -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_largest_model_fits_and_a_larger_one_does_not(stage):
+    job, room = Job(world=16, stage=stage), 40 * GB
+    most = memory.largest_model(job, torch.bfloat16, room)
+    assert plan(bf16(most), job).most <= room < plan(bf16(most * 1.02), job).most
+
+
+def test_the_smallest_stage_that_fits():
+    model = bf16(7.5 * GB)
+    stages = {room: memory.smallest_stage(model, Job(world=64), room * GB) for room in (140, 80, 40, 10, 1)}
+    assert [made and made.job.stage for made in stages.values()] == [0, 1, 2, 3, None]
+
+
+def test_smaller_buckets_where_they_are_what_is_missing():
+    parameters = tuple(memory.ParameterShape(10**5, torch.bfloat16) for _ in range(10**4))
+    model, job = memory.ModelShapes("many", parameters), Job(world=8)
+    fits = plan(model, Job(world=8, stage=2, bucket_cap_mb=4))
+    made = memory.smallest_stage(model, job, fits.most)
+    assert made is not None and (made.job.stage, made.job.bucket_cap_mb) == (2, 4)
+
+
+def test_the_cheapest_change():
+    model = bf16(7.5 * GB)
+
+    def change(room, **job):
+        found = cheapest_change(plan(model, Job(**job)), room and room * GB)
+        return found and found.what
+
+    assert change(80, world=64, stage=0) == "stage=1"
+    assert change(40, world=64, stage=0) == "stage=2"
+    assert change(10, world=64, stage=0) == "zero_optim.shard_module (stage 3)"
+    assert change(60, world=1, stage=2) == 'state_offload="paged"'
+    assert change(10, world=2, stage=2) == "zero_optim.shard_module (stage 3) and 32 ranks"
+    assert change(None, world=2, stage=1) == "stage=2"
+    assert change(1, world=2, stage=1) is None
+    batch = Batch(16, 2048)
+    assert change(80, world=64, stage=3, batch=batch) == "activation checkpointing"
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        (Job(stage=4), "stage must be"),
+        (Job(world=0), "world must be"),
+        (Job(world=2, rank=2), "rank must be one of 2"),
+        (Job(stage=3), "units"),
+        (Job(batch=Batch(1, 1)), "config"),
+    ],
+)
+def test_what_cannot_be_planned(job, says):
+    with pytest.raises(ValueError, match=says):
+        plan(of_module(Tiny()), job)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def command(capsys, *flags):
+    code = main(["plan", *flags])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    return said.out
+
+
+def test_json_of_the_command(capsys):
+    plans = json.loads(command(capsys, "--params", "7.5e9", "--world", "64", "--stage", "1,3", "--json"))
+    assert [(made["stage"], made["world"]) for made in plans] == [(1, 64), (3, 64)]
+    for made in plans:
+        kinds = made["bytes_per_rank"]
+        wanted = {"parameters", "gradients", "master", "exp_avg", "exp_avg_sq", "communication", "padding"}
+        assert wanted | {"activations"} <= {*kinds}
+        assert made["total_bytes"] == sum(kinds.values())
+    assert plans[0]["communicated_bytes"] == pytest.approx(2 * 15e9 * 63 / 64, rel=0.01)
+    assert plans[1]["communicated_bytes"] == pytest.approx(3 * 15e9 * 63 / 64, rel=0.03)
+    assert [made["fits"] for made in plans] == [True, True]
+
+
+def test_the_table_of_the_command(capsys):
+    said = command(capsys, "--params", "7.5e9", "--world", "64", "--gpu-memory", "40GB")
+    lines = {line[2:28].strip(): line[28:].split() for line in said.splitlines() if line.startswith("  ")}
+    assert lines["model state"] == ["120.0", "31.41", "16.64", "1.88"]
+    assert "The smallest stage that fits into 40 GB is 2" in said
+    assert "Activations are not in it" in said
+
+
+def test_activations_and_a_picture(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    flags = ["--model", "gpt2", "--world", "8", "--seq", "1024", "--batch", "2"]
+    said = command(capsys, *flags, "--png", str(tmp_path / "plan.png"))
+    assert "2 x 1,024 tokens" in said
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_factory_and_its_units(capsys):
+    shapes = json.loads(command(capsys, "--model", "memory.test_plan:Tiny", "--world", "2", "--json"))
+    made = {one["stage"]: one["bytes_per_rank"] for one in shapes}
+    assert [*made] == [0, 1, 2, 3]  # Block is what the ModuleList holds
+    assert made[3]["parameters"] == 4 * (2 * 1056 + 320) // 2 + 12
+    assert main(["plan", "--model", "memory.test_plan:Tiny", "--units", "Layer"]) == 2
+    assert "--units Layer" in capsys.readouterr().err
+
+
+def test_a_configuration_of_transformers(capsys, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=3, n_embd=64, n_head=2, vocab_size=100, n_positions=32)
+    config.save_pretrained(tmp_path)
+    flags = ["--world", "2", "--stage", "3", "--seq", "32", "--batch", "1", "--json"]
+    (made,) = json.loads(command(capsys, "--model", str(tmp_path / "config.json"), *flags))
+    assert made["parameters"] == memory.decoders.gpt("", 3, 64, 2, 32, 100).numel
+    assert made["buckets"] == 4  # the blocks, and the root
+    assert made["bytes_per_rank"]["activations"] == activation_bytes(Width(3, 64, 2, 100), Batch(1, 32), 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--model", "gpt2-x"], "did you mean gpt2-xl?"),
+        (["--model", "nothing.at:all"], "ModuleNotFoundError"),
+        (["--model", "no/config.json"], "no such file"),
+        (["--params", "7e9", "--seq", "10"], "--seq and --batch"),
+        (["--params", "7e9", "--checkpointing"], "--checkpointing"),
+        (["--params", "7e9", "--world", "64", "--nodes", "5"], "--nodes 5"),
+        (["--params", "7e9", "--world", "2", "--rank", "2"], "--rank 2"),
+    ],
+)
+def test_wrong_usage_is_told(capsys, flags, says):
+    assert main(["plan", *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags", [["--dtype", "fp8"], ["--stage", "4"], ["--offload", "tape"], ["--gpu-memory", "0"], ["--world", "x"]]
+)
+def test_flags_that_cannot_be_read(capsys, flags):
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "gpt2", *flags])
+    assert flags[-1] in capsys.readouterr().err
