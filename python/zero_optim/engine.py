@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -40,7 +40,7 @@ from .step.param_gather import ParamGather
 from .step.speculation import Speculator
 from .step.workplace import Coefficients
 from .stores.offload import Offload, Tier
-from .stores.state_store import DeviceStore, StateStore
+from .stores.state_store import StateStore
 from .units.sharded_model import ShardedModel
 
 Groups = Sequence[Mapping[str, Any]]
@@ -132,6 +132,7 @@ class Engine:
                 "host takes part in it. Leave state_offload out, or capture forward and backward alone"
             )
         self.sharding.everyone.check_alone()
+        self.reducer.check_laid_out()
         if not self.sharding.reduces:  # else all ranks raise together, in the exchange
             self.states.check_whole()
         self.parameters.check_groups_unedited()

@@ -16,6 +16,7 @@ LAYERS = 4
 SMALL = Shapes(layers=LAYERS, hidden=8192, ffn=28672, kv=1024, vocab=32000)
 RANKS = (8, 16384)
 ROOT_AND_BLOCKS = 1 + LAYERS
+FAILURES = 2  # asked for when the buckets are made, and when the state is
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_stage_2_communicates_by_the_bucket(rows, ranks):
     """Construction: three collectives connect, a broadcast a bucket. In the first step the ranks learn."""
     row = rows[ranks, "stage2"]
     buckets = row.buckets
-    connect = {"reduce_scatter": 1, "all_gather": 1, "all_reduce": 1}
+    connect = {"reduce_scatter": 1, "all_gather": 1, "all_reduce": 1 + FAILURES}
     assert row.collectives["construction"] == {**connect, "broadcast": buckets, "gather_objects": 3}
     step = {"reduce_scatter": buckets, "all_gather": buckets, "all_reduce": 1}
     assert row.collectives["step"] == step
@@ -59,7 +60,7 @@ def test_stage_3_communicates_by_the_unit(rows, ranks):
     """The root is gathered once, a block for forward and for backward. Each unit is asked for failures once."""
     row = rows[ranks, "stage3"]
     assert row.buckets == ROOT_AND_BLOCKS
-    connect = {"reduce_scatter": 2, "all_gather": 2, "all_reduce": 2 + ROOT_AND_BLOCKS}
+    connect = {"reduce_scatter": 2, "all_gather": 2, "all_reduce": 2 + ROOT_AND_BLOCKS + FAILURES}
     assert row.collectives["construction"] == {**connect, "broadcast": ROOT_AND_BLOCKS, "gather_objects": 6}
     assert row.collectives["step"] == {
         "reduce_scatter": ROOT_AND_BLOCKS,

@@ -64,11 +64,13 @@ class Buckets:
             bucket.wait()
             bucket.wait_for_parameters()
         moving = [bucket.moving() for bucket in self.all if bucket.state is GradState.REDUCED]
-        marks = torch.zeros(len(self._labels), dtype=torch.int32, device=self._sharding.device)
+        device = self._sharding.device
+        marks = torch.zeros(len(self._labels), dtype=torch.int32, device=device)
         marks[self.slot_params] = self.nonfinite
         for bucket in self.all:
             bucket.let_go()
-        self.use(order, self._make(order))
+        with self._sharding.everyone.raising_together("laying out the buckets", device):  # memory may be lacking
+            self.use(order, self._make(order))
         self.nonfinite.copy_(marks[self.slot_params])
         for bucket in self.all if moving else ():
             bucket.make_room()

@@ -127,11 +127,21 @@ class Reducer:
     def lay_out(self, order: Sequence[int]) -> None:
         """Build all buckets anew for ``order``. Collective where they hold reduced gradients, which move along."""
         everyone = self.sharding.everyone
-        with everyone.raising_together("laying out the buckets", self.sharding.device):  # the memory may not be there
+        try:
             self.layout.lay_out(order)
-            self._use_layout()
+            with everyone.raising_together("making the buffers", self.sharding.device):  # memory may be lacking
+                self._use_layout()
             for follow in self.on_layout:
                 follow(self.buckets)
+        except BaseException:  # on some rank parameters have left their old buckets, and found no new ones
+            self._hooks.remove()
+            self.layout.all = []
+            raise
+
+    def check_laid_out(self) -> None:
+        """Raise where ``lay_out`` has failed."""
+        if self.parameters and not self.buckets:
+            raise ZeroOptimError("an earlier error came as the buckets were laid out anew: make a new optimizer")
 
     def _use_layout(self) -> None:
         self.buffers.deallocate()

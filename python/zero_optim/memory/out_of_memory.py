@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from ..engine import Engine
-from ..errors import OutOfMemoryError
+from ..errors import OutOfMemoryError, ZeroOptimError
 from .fit import cheapest_change
 from .live import plan_of_engine
 from .table import figure, of_one, said
@@ -33,8 +33,8 @@ def explaining_out_of_memory(engine: Engine, doing: str) -> Iterator[None]:
 
 def ran_out(error: RuntimeError) -> bool:
     """Whether an allocator has raised it, for want of memory."""
-    if isinstance(error, OutOfMemoryError):
-        return False  # it says already what there is to say
+    if isinstance(error, ZeroOptimError):
+        return False  # it says already what there is to say: perhaps that another rank ran out
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OF_THE_CPU)
 
 

@@ -191,7 +191,8 @@ class OptimizerState:
         old, self.shards = self.shards, []
         while old and not self.started:  # they hold nothing that is not made anew
             old.pop().release()
-        self.shards = [self._shard_state(bucket) for bucket in buckets]
+        with self.sharding.everyone.raising_together("laying out the state", self.sharding.device):  # no memory, perhaps
+            self.shards = [self._shard_state(bucket) for bucket in buckets]
         places = {piece.slot.param: (shard, piece) for shard in self.shards for piece in shard.bucket.pieces}
         while old:
             self._move(old[-1], places)

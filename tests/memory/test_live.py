@@ -1,0 +1,178 @@
+"""What is planned of an optimizer that is there, beside what ``track`` measures; and where memory runs out."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import zero_optim
+from harness import run_ranks
+from sharded_cases import Block, Net, loss_of, tokens
+from zero_optim import memory
+from zero_optim.errors import OutOfMemoryError, RankMismatchError
+from zero_optim.params.flat_params import FlatParams
+from zero_optim.step.optimizer_state import OptimizerState
+
+OF_THE_CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
+
+
+def make(stage: int, dtype: torch.dtype, frozen: bool = False, **options: Any) -> tuple[Net, Any]:
+    torch.manual_seed(0)
+    model = Net(width=200, depth=6).to(dtype)
+    model.embedding.requires_grad_(not frozen)
+    if stage == 3:
+        zero_optim.shard_module(model, (Block,), **options)
+        options = {}
+    return model, zero_optim.ShardedAdamW(model.named_parameters(), stage=stage, **options)
+
+
+def train(rank: int, model: Net, opt: Any, steps: int = 2) -> None:
+    for step in range(steps):
+        loss_of(model, tokens(rank, step)).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+# -- planned against measured ----------------------------------------------------------------------------------------
+
+
+def differences(rank: int, world_size: int, stage: int, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Any]:
+    """By kind and collective, what is planned and what is measured, where they differ."""
+    model, opt = make(stage, dtype, **options)
+    with memory.track() as tracker:
+        train(rank, model, opt)
+        planned = memory.plan_of(opt)  # the buckets are laid out in the order that the first step has seen
+    assert planned.job.rank == rank
+    moved = {kind: traffic["bytes"] / 2 for kind, traffic in opt.stats()["collectives"].items()}
+    pairs = {kind: (planned.memory.get(kind), nbytes) for kind, nbytes in tracker.peak.items()}
+    pairs |= {kind: (nbytes, moved[kind]) for kind, nbytes in planned.traffic.items()}
+    opt.close()
+    assert sum(tracker.peak.values()) > 10**6
+    return {kind: pair for kind, pair in pairs.items() if pair[0] != pair[1]}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_planned_is_what_is_measured(world_size, stage):
+    """To the byte, by kind and by collective."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for frozen in (False, True):
+            found = run_ranks(world_size, differences, stage, dtype, {"frozen": frozen})
+            assert found == [{}] * world_size, (dtype, frozen)
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        (2, {"bucket_cap_mb": 0.05, "grad_reduce_dtype": torch.float32}),
+        (3, {"prefetch": 2}),
+        (3, {"reshard_after_forward": False}),
+    ],
+)
+def test_options_are_planned(stage, options):
+    assert run_ranks(2, differences, stage, torch.bfloat16, options) == [{}] * 2
+
+
+def test_on_three_ranks():
+    assert run_ranks(3, differences, 3, torch.bfloat16, {}) == [{}] * 3
+
+
+def test_the_table_has_both():
+    model, opt = make(2, torch.bfloat16)
+    with memory.track() as tracker:
+        train(0, model, opt, 1)
+        assert tracker.now() == {**opt.stats()["memory"]}
+    said = tracker.table(memory.plan_of(opt))
+    (line,) = (line.split() for line in said.splitlines() if line.split()[0] == "parameters")
+    assert line[1:] == ["0.003", "0.003", "+0.00%"]
+    opt.close()
+
+
+def test_tracking_sees_optimizers_that_come_and_go():
+    with memory.track() as tracker:
+        assert tracker.now() == {}
+        model, opt = make(1, torch.float32)
+        train(0, model, opt, 1)
+        opt.close()
+        assert tracker.now() == {}
+    assert tracker.peak["exp_avg"] == 4 * sum(p.numel() for p in model.parameters())
+
+
+# -- out of memory -----------------------------------------------------------------------------------------------------
+
+
+def full() -> mock._patch:
+    return mock.patch.object(FlatParams, "__init__", side_effect=RuntimeError(f"{OF_THE_CPU} allocate 12 bytes"))
+
+
+def full_for_state(method: str) -> mock._patch:
+    return mock.patch.object(OptimizerState, method, side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried"))
+
+
+def raised(call: Any) -> tuple[str, str, bool]:
+    """Class and message of what the call raises, and whether it came of another error."""
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    return type(caught.value).__name__, str(caught.value), caught.value.__cause__ is not None
+
+
+def test_construction_out_of_memory():
+    with full():
+        name, said, has_cause = raised(lambda: make(2, torch.bfloat16))
+    assert (name, has_cause) == ("OutOfMemoryError", True)
+    assert "as the optimizer was made: [enforce fail" in said
+    assert "stage 2, 1 rank" in said and "  exp_avg_sq" in said and "model state" in said
+    assert 'The cheapest change that takes less: state_offload="paged".' in said
+    assert issubclass(OutOfMemoryError, torch.OutOfMemoryError)
+    make(2, torch.bfloat16)[1].close()  # the parameters of a failed one are free again
+
+
+def test_other_errors_pass():
+    with mock.patch.object(FlatParams, "__init__", side_effect=RuntimeError("shape mismatch")):
+        assert raised(lambda: make(2, torch.bfloat16))[:2] == ("RuntimeError", "shape mismatch")
+
+
+def test_the_first_step_out_of_memory_and_no_later_one():
+    model, opt = make(2, torch.bfloat16)
+    loss_of(model, tokens(0, 0)).backward()
+    with full_for_state("updating"):
+        name, said, _ = raised(opt.step)
+    assert name == "OutOfMemoryError" and "in the first step: CUDA out of memory" in said
+    opt.step()
+    with full_for_state("updating"):
+        assert raised(opt.step)[0] == "OutOfMemoryError"
+        assert "model state" not in raised(opt.step)[1]  # torch's own: all the memory that it takes is there by then
+    opt.close()
+
+
+def one_rank_fails(rank: int, world_size: int, when: str) -> list[tuple[str, str]]:
+    """What is raised where memory runs out on rank 1; and by the next step of an optimizer that is there."""
+    fails = {"construction": full, "state": lambda: full_for_state("grow"), "first step": full}[when]
+    if when != "first step":
+        with fails() if rank == 1 else contextlib.nullcontext():
+            return [raised(lambda: make(1, torch.bfloat16))[:2]]
+    model, opt = make(1, torch.bfloat16)
+    opt.engine.reducer._counts.agree = lambda reports, order: order[::-1]  # for which buckets are laid out anew
+    loss_of(model, tokens(rank, 0)).backward()
+    with fails() if rank == 1 else contextlib.nullcontext():
+        first = raised(opt.step)[:2]
+    model.zero_grad()
+    loss_of(model, tokens(rank, 0)).backward()
+    second = raised(opt.step)[:2]
+    opt.close()
+    return [first, second]
+
+
+@pytest.mark.parametrize("when", ["construction", "state", "first step"])
+def test_the_other_rank_does_not_wait(when):
+    here, there = run_ranks(2, one_rank_fails, when)
+    print(here, there)
+    (name, said), (failed, explained) = here[0], there[0]
+    assert failed == "OutOfMemoryError" and "stage 1, 2 ranks" in explained
+    assert "The cheapest change that takes less: stage=2." in explained
+    assert name == RankMismatchError.__name__ and "rank 1 failed with" in said
+    assert here[1:] == there[1:]
+    assert all(name == "ZeroOptimError" and "make a new optimizer" in said for name, said in here[1:])
