@@ -49,7 +49,7 @@ def test_stage_2_communicates_by_the_bucket(rows, ranks):
     row = rows[ranks, "stage2"]
     buckets = row.buckets
     connect = {"reduce_scatter": 1, "all_gather": 1, "all_reduce": 1 + FAILURES}
-    assert row.collectives["construction"] == {**connect, "broadcast": buckets, "gather_objects": 3}
+    assert row.collectives["construction"] == {**connect, "broadcast": buckets, "gather_objects": 4}
     step = {"reduce_scatter": buckets, "all_gather": buckets, "all_reduce": 1}
     assert row.collectives["step"] == step
     assert row.collectives["first step"] == {**step, "all_reduce": 2, "gather_objects": 1}
@@ -61,7 +61,7 @@ def test_stage_3_communicates_by_the_unit(rows, ranks):
     row = rows[ranks, "stage3"]
     assert row.buckets == ROOT_AND_BLOCKS
     connect = {"reduce_scatter": 2, "all_gather": 2, "all_reduce": 2 + ROOT_AND_BLOCKS + FAILURES}
-    assert row.collectives["construction"] == {**connect, "broadcast": ROOT_AND_BLOCKS, "gather_objects": 6}
+    assert row.collectives["construction"] == {**connect, "broadcast": ROOT_AND_BLOCKS, "gather_objects": 7}
     assert row.collectives["step"] == {
         "reduce_scatter": ROOT_AND_BLOCKS,
         "all_gather": 1 + 2 * LAYERS,
@@ -71,7 +71,7 @@ def test_stage_3_communicates_by_the_unit(rows, ranks):
 
 def test_the_exchange_has_a_number_a_parameter_and_two_a_rank(rows):
     for (ranks, stage), row in rows.items():
-        totals, alarms = 2, 8 + (64 if stage == "stage3" else 0)
+        totals, alarms = 2, 9 + (64 if stage == "stage3" else 0)
         assert row.exchange == 4 * (totals + alarms + 9 * LAYERS + 3 + 2 * ranks)
 
 

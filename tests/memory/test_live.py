@@ -14,7 +14,7 @@ from sharded_cases import Block, Net, loss_of, tokens
 from zero_optim import memory
 from zero_optim.errors import OutOfMemoryError, RankMismatchError
 from zero_optim.params.flat_params import FlatParams
-from zero_optim.step.optimizer_state import OptimizerState
+from zero_optim.step.shard_state import ShardState
 
 OF_THE_CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
 
@@ -70,6 +70,9 @@ def test_what_is_planned_is_what_is_measured(world_size, stage):
         (2, {"bucket_cap_mb": 0.05, "grad_reduce_dtype": torch.float32}),
         (3, {"prefetch": 2}),
         (3, {"reshard_after_forward": False}),
+        (1, {"state_offload": "cpu"}),
+        (2, {"state_offload": "paged", "device_budget": 2_000_000}),
+        (3, {"param_offload": "cpu"}),
     ],
 )
 def test_options_are_planned(stage, options):
@@ -109,7 +112,7 @@ def full() -> mock._patch:
 
 
 def full_for_state(method: str) -> mock._patch:
-    return mock.patch.object(OptimizerState, method, side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried"))
+    return mock.patch.object(ShardState, method, side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried"))
 
 
 def raised(call: Any) -> tuple[str, str, bool]:
@@ -125,7 +128,7 @@ def test_construction_out_of_memory():
     assert (name, has_cause) == ("OutOfMemoryError", True)
     assert "as the optimizer was made: [enforce fail" in said
     assert "stage 2, 1 rank" in said and "  exp_avg_sq" in said and "model state" in said
-    assert 'The cheapest change that takes less: state_offload="paged".' in said
+    assert "The cheapest change that takes less: zero_optim.shard_module (stage 3) and 2 ranks." in said
     assert issubclass(OutOfMemoryError, torch.OutOfMemoryError)
     make(2, torch.bfloat16)[1].close()  # the parameters of a failed one are free again
 
@@ -138,11 +141,11 @@ def test_other_errors_pass():
 def test_the_first_step_out_of_memory_and_no_later_one():
     model, opt = make(2, torch.bfloat16)
     loss_of(model, tokens(0, 0)).backward()
-    with full_for_state("updating"):
+    with full_for_state("update"):
         name, said, _ = raised(opt.step)
     assert name == "OutOfMemoryError" and "in the first step: CUDA out of memory" in said
     opt.step()
-    with full_for_state("updating"):
+    with full_for_state("update"):
         assert raised(opt.step)[0] == "OutOfMemoryError"
         assert "model state" not in raised(opt.step)[1]  # torch's own: all the memory that it takes is there by then
     opt.close()
@@ -150,7 +153,7 @@ def test_the_first_step_out_of_memory_and_no_later_one():
 
 def one_rank_fails(rank: int, world_size: int, when: str) -> list[tuple[str, str]]:
     """What is raised where memory runs out on rank 1; and by the next step of an optimizer that is there."""
-    fails = {"construction": full, "state": lambda: full_for_state("grow"), "first step": full}[when]
+    fails = {"construction": full, "state": lambda: full_for_state("__init__"), "first step": full}[when]
     if when != "first step":
         with fails() if rank == 1 else contextlib.nullcontext():
             return [raised(lambda: make(1, torch.bfloat16))[:2]]
@@ -169,7 +172,6 @@ def one_rank_fails(rank: int, world_size: int, when: str) -> list[tuple[str, str
 @pytest.mark.parametrize("when", ["construction", "state", "first step"])
 def test_the_other_rank_does_not_wait(when):
     here, there = run_ranks(2, one_rank_fails, when)
-    print(here, there)
     (name, said), (failed, explained) = here[0], there[0]
     assert failed == "OutOfMemoryError" and "stage 1, 2 ranks" in explained
     assert "The cheapest change that takes less: stage=2." in explained

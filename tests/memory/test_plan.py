@@ -12,6 +12,7 @@ from zero_optim.cli import main
 from zero_optim.memory import KNOWN, Batch, Job, activation_bytes, gpt_of, of_decoder, of_module, plan
 from zero_optim.memory.decoders import Width
 from zero_optim.memory.fit import cheapest_change
+from zero_optim.memory.plan import ON_THE_HOST
 from zero_optim.stores.offload import HOST_BUFFERS, SLOTS, Offload, Tier
 
 GB = 10**9
@@ -174,6 +175,7 @@ def test_state_in_other_memory():
     for tier in (Tier.PAGED, Tier.CPU, Tier.NVME):
         away = plan(model, Job(world=4, stage=2, offload=Offload(tier)))
         assert away.memory["master"] == away.memory["exp_avg"] == 0
+        assert away.memory["padding"] < here.memory["padding"]
         largest = away.memory["pages"] // SLOTS
         freed = here.total - away.total
         assert freed == pytest.approx(state - away.memory["pages"], rel=1e-3)
@@ -185,13 +187,25 @@ def test_state_in_other_memory():
             assert away.disk == freed + away.memory["pages"] and away.host == HOST_BUFFERS * largest
 
 
+def test_what_speculation_and_offloaded_parameters_take_on_the_host():
+    model, state = bf16(10**8), 3 * 10**8
+    plain, speculating = (
+        plan(model, Job(world=4, offload=Offload(Tier.CPU, 0, speculate=speculate))) for speculate in (False, True)
+    )
+    assert speculating.host - plain.host == pytest.approx(state, rel=1e-3)
+    alone = plan(model, Job(world=1, offload=Offload(Tier.CPU, 0, speculate=True)))
+    assert alone.host == pytest.approx(16 * 10**8, rel=1e-3)
+    here, away = (plan(model, Job(world=4, stage=3, param_offload=offload)) for offload in (False, True))
+    assert away.memory["parameters"] == 0 and away.host == here.memory["parameters"] == 2 * 10**8 // 4
+
+
 def test_a_budget_keeps_pages_on_the_device():
     model = bf16(10**8)
     none, some, all_ = (plan(model, Job(offload=Offload(Tier.PAGED, n))) for n in (0, 6 * 10**8, 2 * 10**9))
     state = 12 * 10**8
     assert none.host == pytest.approx(state, rel=1e-3)
     assert 5 * 10**8 < none.host - some.host <= 6 * 10**8
-    assert all_.host == all_.memory["pages"] == 0 and all_.memory["master"] == 4 * 10**8
+    assert all_.host == 0 and all_.memory["pages"] == pytest.approx(state, rel=1e-3)
     room = none.most + 7 * 10**8
     automatic = plan(model, Job(offload=Offload(Tier.PAGED, None), device_memory=room))
     assert automatic.most <= room and automatic.host < some.host
@@ -248,6 +262,7 @@ def test_the_cheapest_change():
     assert change(10, world=2, stage=2) == "zero_optim.shard_module (stage 3) and 32 ranks"
     assert change(None, world=2, stage=1) == "stage=2"
     assert change(1, world=2, stage=1) is None
+    assert change(None, world=1, device_memory=ON_THE_HOST) == "zero_optim.shard_module (stage 3) and 2 ranks"
     batch = Batch(16, 2048)
     assert change(80, world=64, stage=3, batch=batch) == "activation checkpointing"
 

@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--dtype", str, "of parameters and gradients (bf16; of module:factory as they are)", choices=tuple(DTYPES))
     flag("--grad-reduce-dtype", str, "in which gradients are reduced (--dtype)", choices=tuple(DTYPES))
     flag("--offload", _offload, "where the state is: none, paged, paged:BUDGET, cpu or nvme (none)", default=Offload())
+    parser.add_argument("--param-offload", action="store_true", help="stage 3: shards of parameters in host memory")
     flag("--gpu-memory", _size, "of each rank's device (80GB)", default="80GB", metavar="SIZE")
     flag("--seq", int, "tokens of a sequence; with --batch activations are counted")
     flag("--batch", int, "sequences of a micro-batch on each rank")
@@ -144,6 +145,7 @@ def _job(parsed: argparse.Namespace, stage: int) -> Job:
         bucket_cap_mb=parsed.bucket_cap_mb,
         grad_reduce_dtype=DTYPES[parsed.grad_reduce_dtype] if parsed.grad_reduce_dtype else None,
         offload=parsed.offload,
+        param_offload=parsed.param_offload,
         device_memory=parsed.gpu_memory,
         prefetch=parsed.prefetch,
         accumulate=parsed.accumulate,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..stores.offload import Offload, Tier
+from ..stores.offload import Tier, read_offload
 from .decoders import gpt_of
-from .plan import Job, Plan, plan
+from .plan import ON_THE_HOST, Job, Plan, plan
 from .shapes import ModelShapes, of_decoder
 
 BUCKET_MB = (None, 16, 8, 4, 2, 1)
@@ -72,10 +72,9 @@ def changes(model: ModelShapes, job: Job) -> Iterator[Change]:
         shared += "activation checkpointing"
         yield _change(model, best, shared)
         shared += " and "
-    if job.offload.tier is Tier.DEVICE:
+    if job.offload.tier is Tier.DEVICE and job.device_memory != ON_THE_HOST:
         for tier in _STORES:
-            budget = None if tier is Tier.PAGED else 0
-            offloaded = replace(best, offload=Offload(tier, budget))
+            offloaded = replace(best, offload=read_offload(tier.value))
             yield _change(model, offloaded, f'{shared}state_offload="{tier.value}"')
     times = 2
     while times <= _MOST_TIMES and (most >= 1 or model.units):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -9,9 +10,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..engine import Engine, open_engines
-from ..stats import memory_by_kind
+from ..stats import memory_by_kind, state_nbytes
+from ..stores.offload import Tier
 from ..units.unit import Unit
-from .plan import Job, Plan, plan
+from .plan import ON_THE_HOST, PAGES, Job, Plan, plan
 from .shapes import ModelShapes, ParameterShape
 from .table import figure, gigabytes, name_of, row
 
@@ -47,6 +49,9 @@ def plan_of_engine(engine: Engine, *, mean: bool = False, accumulate: int = 1) -
         prefetch=1 if sharded is None else sharded.schedule.prefetch_count,
         reshard_after_forward=_reshards(units),
         accumulate=accumulate,
+        offload=engine.offload,
+        param_offload=sharded is not None and sharded.offload,
+        device_memory=device_memory(sharding.device),
         host_waits=sharding.host_waits,
     )
     return plan(_shapes_of(engine) if sharded is None else _shapes_of_units(units), job, engine.rule)
@@ -60,7 +65,18 @@ def _shapes_of(engine: Engine) -> ModelShapes:
     ]
     order = engine.reducer.layout.order
     whole = set(order) == {index for index, shape in enumerate(shapes) if shape.trained}
-    return ModelShapes("the optimizer's parameters", tuple(shapes), order=tuple(order) if whole else None)
+    units = _units_by_name([engine.parameters.name(index) for index in range(len(shapes))])
+    return ModelShapes("the optimizer's parameters", tuple(shapes), units, order=tuple(order) if whole else None)
+
+
+def _units_by_name(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """What stage 3 would likely gather together: all parameters of ``blocks.3.``, and so of each such number. The root
+    first; empty where no name has a number."""
+    units: dict[str, list[int]] = {"": []}
+    for index, name in enumerate(names):
+        numbered = re.match(r"(.*?\.\d+)\.", name)
+        units.setdefault(numbered[1] if numbered else "", []).append(index)
+    return tuple(map(tuple, units.values())) if len(units) > 1 else ()
 
 
 def _shapes_of_units(units: Sequence[Unit]) -> ModelShapes:
@@ -81,8 +97,11 @@ def _reshards(units: Sequence[Unit]) -> bool | int:
 
 
 def held(engine: Engine) -> dict[str, int]:
-    """Bytes now, by kind: ``stats()["memory"]``, with frozen parameters among the parameters."""
+    """Bytes on the device now, by the kinds of a plan: ``stats()["memory"]``, with frozen parameters among the
+    parameters, and without what is offloaded."""
     memory = memory_by_kind(engine.rule, engine.states.shards, engine.reducer.buffers, engine.sharded_model)
+    if engine.offload.tier is not Tier.DEVICE:
+        _leave_out_state(memory, engine)
     if engine.sharded_model is None:
         frozen = (p for index, p in enumerate(engine.parameters.all) if index not in engine.parameters.trained)
         memory["parameters"] += sum(parameter.nbytes for parameter in frozen)
@@ -91,7 +110,23 @@ def held(engine: Engine) -> dict[str, int]:
         used = sum(piece.numel for piece in flat.pieces) * flat.dtype.itemsize
         memory["parameters"] += used
         memory["padding"] += flat.shard.nbytes - used
+    if engine.sharded_model.offload:
+        memory["parameters"] = 0
     return memory
+
+
+def _leave_out_state(memory: dict[str, int], engine: Engine) -> None:
+    """Count the store's pages on the device in place of the state's kinds."""
+    everything = sum(state_nbytes(state, s.bucket.layout) for s in engine.states.shards for state in s.tensors)
+    kinds = [state.name for state in engine.rule.tensors]
+    memory["padding"] -= everything - sum(memory[kind] for kind in kinds)
+    memory.update(dict.fromkeys(kinds, 0))
+    memory[PAGES] = engine.store.footprint()["device"]
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of all of a GPU's memory; of a CPU ``ON_THE_HOST``."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else ON_THE_HOST
 
 
 class Tracker:

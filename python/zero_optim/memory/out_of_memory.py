@@ -10,7 +10,7 @@ import torch
 from ..engine import Engine
 from ..errors import OutOfMemoryError, ZeroOptimError
 from .fit import cheapest_change
-from .live import plan_of_engine
+from .live import device_memory, plan_of_engine
 from .table import figure, of_one, said
 
 _OF_THE_CPU = ("can't allocate memory", "not enough memory")
@@ -40,7 +40,7 @@ def ran_out(error: RuntimeError) -> bool:
 
 def _message(engine: Engine, doing: str, error: RuntimeError) -> str:
     device = engine.sharding.device
-    there = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+    there = device_memory(device) if device.type == "cuda" else None
     made = plan_of_engine(engine)
     lines = [f"out of memory on {device}, {doing}: {str(error).splitlines()[0]}", "", of_one(made), ""]
     if there is not None and made.most <= there:

@@ -15,11 +15,14 @@ from ..params.layout import BucketLayout, SlotPiece, one_bucket
 from ..rules.adamw import AdamW
 from ..rules.update_rule import UpdateRule, tensors_for
 from ..stats import FlatBytes, count_bucket, no_memory, state_nbytes
-from ..stores.offload import SLOTS, Footprint, Offload, Tier, footprint, resident
+from ..stores.offload import SLOTS, Footprint, Offload, Tier, footprint
 from .activations import Batch, activation_bytes
 from .shapes import ModelShapes
 
-STATE_AWAY = "pages"
+ON_THE_HOST = 2**63
+"""As a device's memory: that of a CPU, which is the host's, and as much as the process is given."""
+
+PAGES = "pages"
 LOCAL = "local_gradients"
 _ON_WIRE = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "node_all_gather": 1}
 
@@ -33,6 +36,7 @@ class Job:
         rank: which one; None: the mean of all. They differ in how much of their shards is padding, and in no sum.
         device_memory: bytes of a rank's device, which ``device_budget="auto"`` fills; None: the budget is then 0.
         accumulate: micro-batches in a step, all but the last within ``no_sync``.
+        param_offload: at stage 3, whether shards of parameters rest in host memory.
         batch: what activations are computed from; None: they are not counted.
         host_waits: whether the host waits for collectives, as under gloo.
     """
@@ -47,6 +51,7 @@ class Job:
     prefetch: int = 1
     reshard_after_forward: bool | int = True
     accumulate: int = 1
+    param_offload: bool = False
     batch: Batch | None = None
     host_waits: bool = False
 
@@ -62,10 +67,11 @@ class Plan:
             - ``local_gradients``: what autograd has computed of buckets that have not left yet;
             - ``activations``: by the formula of ``activation_bytes``; 0 where no batch was given;
             - ``unsharded``: at stage 3, the root and the units gathered ahead, of which there are most at a time;
-            - ``pages``: for state that is not on the device, the places it takes turns in.
+            - ``pages``: of state that is offloaded, what stays on the device, and the places that the rest takes turns
+              in; the kinds of the state are 0 then.
         first_step: more than that in the first backward at stages 0 to 2 of several ranks. It finds out in which order
             gradients become ready, so no bucket leaves before its end, and all gradients are local.
-        host, disk: of the state, where it is offloaded.
+        host, disk: of what is offloaded.
         traffic: bytes of whole tensors that a step communicates, by collective, as ``stats()["collectives"]`` counts.
         buckets: how many there are.
         state_kinds: which of the kinds are of the model's state, ZeRO's word for parameters, gradients and optimizer
@@ -163,16 +169,18 @@ def plan(model: ModelShapes, job: Job, rule: UpdateRule | None = None) -> Plan:
     every = sum(flat.nbytes for flat in laid.buckets)
     learns = sharding.reduces and job.stage < 3
     first_step = every - memory[LOCAL] if learns else 0
-    foot, stay = _place_state(pages, job, sum(memory.values()) + first_step, _mirrors(laid, sharding))
-    for flat, stays in zip(laid.buckets, stay, strict=True):
-        if stays:
+    foot = _place_state(pages, laid, job, sharding, others=sum(memory.values()) + first_step)
+    if job.offload.tier is Tier.DEVICE:
+        for flat in laid.buckets:
             _count(memory, flat, (), job, sharding, rule)
-    kept = sum(nbytes for nbytes, stays in zip(pages, stay, strict=True) if stays)
-    if job.offload.tier is not Tier.DEVICE:
-        memory[STATE_AWAY] = foot.device - kept
+    else:
+        memory[PAGES] = foot.device
+    host = foot.host
+    if job.stage >= 3 and job.param_offload:
+        host, memory["parameters"] = host + memory["parameters"] - model.buffers, model.buffers
     kinds = ("parameters", "gradients", *(tensor.name for tensor in rule.tensors))
     traffic = _traffic(laid, job, sharding)
-    return Plan(model, job, memory, first_step, foot.host, foot.disk, traffic, len(laid.buckets), kinds)
+    return Plan(model, job, memory, first_step, host, foot.disk, traffic, len(laid.buckets), kinds)
 
 
 def _check(model: ModelShapes, job: Job) -> None:
@@ -322,17 +330,13 @@ def _mirrors(laid: _Laid, sharding: Sharding) -> int:
     )
 
 
-def _place_state(pages: Sequence[int], job: Job, others: int, mirrors: int) -> tuple[Footprint, list[bool]]:
-    """What the state takes, and of each page whether it stays on the device. ``others``: bytes of all else there."""
-    offload = job.offload
-    if offload.tier is Tier.PAGED and offload.device_budget is None:
-        left = max(0, (job.device_memory or 0) - others)
-        room = left if sum(pages) <= left else max(0, left - SLOTS * max(pages, default=0))
-        offload = replace(offload, device_budget=room)
-    stay = [offload.tier is Tier.DEVICE] * len(pages)
-    if offload.tier is Tier.PAGED:
-        stay = resident(pages, offload.device_budget or 0)
-    return footprint(offload, pages, mirrors), stay
+def _place_state(pages: Sequence[int], laid: _Laid, job: Job, sharding: Sharding, *, others: int) -> Footprint:
+    """What the state takes of each memory. ``others``: bytes of all else on the device."""
+    spares = [n for n, flat in zip(pages, laid.buckets, strict=True) if flat.dtype.itemsize == 2]
+    left = max(0, (job.device_memory or 0) - others)
+    room = left if sum(pages) <= left else max(0, left - SLOTS * max(pages, default=0))
+    shared = sharding.shard_count > 1
+    return footprint(job.offload, pages, _mirrors(laid, sharding), sum(spares) if shared else 0, room=room)
 
 
 # -- what is communicated ------------------------------------------------------------------------------------------

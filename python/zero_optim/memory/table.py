@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from ..stores.offload import Tier
 from .fit import Change, cheapest_change
-from .plan import LOCAL, STATE_AWAY, Plan
+from .plan import LOCAL, PAGES, Plan
 
 GB = 1e9
-_NAMES = {LOCAL: "gradients not yet reduced", "unsharded": "units in flight", STATE_AWAY: "places for pages"}
-_LAST = ("unsharded", LOCAL, STATE_AWAY, "activations", "padding")
+_NAMES = {LOCAL: "gradients not yet reduced", "unsharded": "units in flight", PAGES: "pages of state"}
+_LAST = ("unsharded", LOCAL, PAGES, "activations", "padding")
 _WIDTH = 28
 
 

@@ -191,7 +191,8 @@ class OptimizerState:
         old, self.shards = self.shards, []
         while old and not self.started:  # they hold nothing that is not made anew
             old.pop().release()
-        with self.sharding.everyone.raising_together("laying out the state", self.sharding.device):  # no memory, perhaps
+        # Memory may be lacking on one rank, and what follows may be collective.
+        with self.sharding.everyone.raising_together("laying out the state", self.sharding.device):
             self.shards = [self._shard_state(bucket) for bucket in buckets]
         places = {piece.slot.param: (shard, piece) for shard in self.shards for piece in shard.bucket.pieces}
         while old:
