@@ -56,6 +56,8 @@ SANITIZER = {"TORCH_CUDA_SANITIZER": "1"}
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # all streams share one queue to the device
 TWO_RANKS = "test_programs and 2-"
 
+OWN_RESULTS = ("trainer", "memory")  # phases whose JSON is no table of rows
+
 OK, FAILED, TIMED_OUT, NOT_RUN = "ok", "failed", "timed out", "not run"
 
 
@@ -97,6 +99,7 @@ def phases(scratch: Path, *, rehearse: bool, nccl: Path | None = None) -> list[P
             _tests("test_work_order", 120, device),
             _tests("test_nccl_ranks", 300, device),
             trainer,
+            _memory(scratch, device, "--params", "4e6"),
             *(_bench(scratch, op, 60, device, *tiny) for op in REHEARSED),
         ]
     ranks = {} if nccl is None else {"LD_PRELOAD": os.pathsep.join(filter(None, [str(nccl), _preloaded()]))}
@@ -113,6 +116,7 @@ def phases(scratch: Path, *, rehearse: bool, nccl: Path | None = None) -> list[P
         _order("order_sanitized", "test_work_order", 90, SANITIZER | FEW),
         _tests("test_nccl_ranks", 150, device, ranks),
         _trainer(scratch, device),
+        _memory(scratch, device),
         _bench(scratch, "adam_step", 80, device),
         _bench(scratch, "step", 100, device),
         _tests("test_large", 60, device),
@@ -145,6 +149,12 @@ def _trainer(scratch: Path, device: str, *flags: str) -> Phase:
     folder = scratch / "trainer"
     out = ["--device", device, "--out", str(folder / "trainer.json")]
     return Phase("trainer", [sys.executable, str(HERE / "gpu_trainer.py"), *out, *flags], 90, folder=folder)
+
+
+def _memory(scratch: Path, device: str, *flags: str) -> Phase:
+    folder = scratch / "memory"
+    out = ["--device", device, "--out", str(folder / "memory.json")]
+    return Phase("memory", [sys.executable, str(HERE / "gpu_memory.py"), *out, *flags], 60, folder=folder)
 
 
 def _bench(scratch: Path, op: str, limit: float, device: str, *flags: str) -> Phase:
@@ -257,8 +267,8 @@ class Results:
                 given = json.loads(path.read_text())
             except ValueError:  # the phase was ended while it wrote
                 continue
-            if phase.name == "trainer":
-                self.record["trainer"] = given
+            if phase.name in OWN_RESULTS:
+                self.record[phase.name] = given
             else:
                 self.record["rows"] += given["rows"]
                 self.record["baselines"].update(given["baselines"])

@@ -62,13 +62,15 @@ def test_every_phase_is_rehearsed(rehearsal: tuple[Path, subprocess.CompletedPro
     record = read_record(folder)
     names = [phase["phase"] for phase in record["phases"]]
     programs = ["test_work_order", "test_nccl_ranks"]
-    assert names == ["build", "test_large", *programs, "trainer", *(f"bench_{op}" for op in gpu_check.REHEARSED)]
+    measuring = ["trainer", "memory", *(f"bench_{op}" for op in gpu_check.REHEARSED)]
+    assert names == ["build", "test_large", *programs, *measuring]
     assert names == [phase.name for phase in gpu_check.phases(Path("scratch"), rehearse=True)]
     assert [phase["result"] for phase in record["phases"]] == [OK] * len(names)
     assert all(
         any(line.startswith(f"{name} ") and f" {OK} " in line for line in done.stdout.splitlines()) for name in names
     )
     assert {row["op"] for row in record["rows"]} == {"adam_step", "step", "train_step"}
+    assert [share["stage"] for share in record["memory"]["stages"]] == [1, 2, 3]
     (trained,) = record["trainer"]["runs"]
     assert trained["run"] == {"device": "cpu", "dtype": "bf16", "stage": 0} and trained["problem"] is None
     assert trained["steps"] == 3 and trained["difference"] == 0.0  # stages 0 and 2 on one rank are the same arithmetic
@@ -95,7 +97,7 @@ def test_its_files_are_few_and_flat(rehearsal: tuple[Path, subprocess.CompletedP
 def test_the_phases_on_a_gpu_cover_all_of_its_tests() -> None:
     names = [phase.name for phase in gpu_check.phases(Path("scratch"), rehearse=False)]
     assert {path.stem for path in (ROOT / "tests/gpu").glob("test_*.py")} <= set(names)
-    assert {"build", "trainer", *(f"bench_{op}" for op in OPS)} <= set(names)
+    assert {"build", "trainer", "memory", *(f"bench_{op}" for op in OPS)} <= set(names)
     assert len(names) == len(set(names)) and names[0] == "build"
 
 

@@ -96,7 +96,7 @@ def measure(ranks: Sequence[int], rounds: int, say: Say, shapes: Shapes = LLAMA_
     for count in ranks:
         for stage in STAGES:
             say(f"scale: stage {stage}, {count:,} ranks")
-            with _fake_ranks(count) as nowhere, _without_kernels():
+            with fake_ranks(count) as nowhere, _without_kernels():
                 rows.append(_row(shapes, count, stage, nowhere, rounds))
     return rows
 
@@ -132,7 +132,7 @@ class Training:
 
 
 @contextmanager
-def _fake_ranks(count: int) -> Iterator[Nowhere]:
+def fake_ranks(count: int) -> Iterator[Nowhere]:
     """Rank 0 of so many, of which there are no others."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

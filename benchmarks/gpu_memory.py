@@ -1,0 +1,146 @@
+"""The planner against torch's allocator: one GPU plays rank 0 of 64, and holds its share of a 7.5 B model for real.
+
+    python benchmarks/gpu_memory.py --out memory.json
+    python benchmarks/gpu_memory.py --device cpu --params 4e6
+
+The process group is fake: collectives send nothing, so other ranks' parameters stay what they were. What is allocated
+does not depend on that. A forward uses every parameter once and has next to no activations. On a CPU storages are
+counted in place of the allocator's blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from zero_optim import ShardedAdamW, memory, shard_module
+from zero_optim.bench.live_memory import watch
+from zero_optim.bench.scale import fake_ranks
+
+RANKS = 64
+PARAMETERS = 7.5e9
+STAGES = (1, 2, 3)
+STEPS = 2  # the first lays buckets out anew
+TOLERANCE = 0.01
+IN_BACKWARD = ("local_gradients", "unsharded")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Bytes of a stage: ``held`` after a step, its gradients still there, and ``peak`` in the last one; with what was
+    planned of them. ``difference``: of ``held``, relative."""
+
+    stage: int
+    held: int
+    planned: int
+    difference: float
+    peak: int
+    planned_peak: int
+    kinds: dict[str, int]
+
+
+class Values(nn.Module):
+    """Parameters of so many elements, each of which a forward uses once."""
+
+    def __init__(self, numels: Sequence[int]) -> None:
+        super().__init__()
+        self.values = nn.ParameterList(nn.Parameter(torch.empty(numel, dtype=torch.bfloat16)) for numel in numels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for value in self.values:
+            x = x + value[:1].sum()  # its gradient is whole, and mostly zero
+        return x
+
+
+class Block(Values):
+    """A unit at stage 3."""
+
+
+class Model(nn.Module):
+    """A decoder's parameters."""
+
+    def __init__(self, decoder: memory.Decoder) -> None:
+        super().__init__()
+        self.before = Values(decoder.before)
+        self.blocks = nn.ModuleList(Block(decoder.block) for _ in range(decoder.layers))
+        self.after = Values(decoder.after)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.after(x)
+
+
+def zero(module: nn.Module) -> None:
+    """Give the parameters of a module values, where it holds any itself."""
+    for parameter in module.parameters(recurse=False):
+        nn.init.zeros_(parameter)
+
+
+def measure(decoder: memory.Decoder, stage: int, device: torch.device) -> Share:
+    """Train on rank 0's share; what is allocated more than before it is that share."""
+    with fake_ranks(RANKS), watch(device) as live:
+        before, _ = live.after(lambda: None)
+        with torch.device("meta"):
+            model = Model(decoder)
+        if stage == 3:
+            shard_module(model, (Block,), device=device, init_fn=zero)
+        else:
+            model.to_empty(device=device).apply(zero)
+        opt = ShardedAdamW(model.named_parameters(), stage=stage)
+
+        def train() -> None:
+            opt.zero_grad()
+            model(torch.zeros((), device=device, dtype=torch.bfloat16)).backward()
+            opt.step()
+
+        for _ in range(STEPS):
+            held, peak = live.after(train)
+        plan = memory.plan_of(opt)
+        share = compare(plan, held - before, peak - before)
+        opt.close()
+    return share
+
+
+def compare(plan: memory.Plan, held: int, peak: int) -> Share:
+    """At stage 3 communication buffers have memory while a backward runs alone, as units and local gradients have."""
+    passing = (*IN_BACKWARD, "communication") if plan.job.stage == 3 else IN_BACKWARD
+    planned = sum(nbytes for kind, nbytes in plan.memory.items() if kind not in passing)
+    return Share(plan.job.stage, held, planned, held / planned - 1, peak, plan.total, dict(plan.memory))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="planned against allocated: one device as rank 0 of 64")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--params", type=float, default=PARAMETERS, help="of the model (7.5e9)")
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    options = parser.parse_args(arguments)
+    decoder = memory.gpt_of(int(options.params))
+    shares = []
+    for stage in STAGES:
+        gc.collect()  # the model of the stage before
+        shares.append(measure(decoder, stage, torch.device(options.device)))
+        one = shares[-1]
+        print(
+            f"stage {stage}: {one.held / 1e9:.4f} GB held, {one.planned / 1e9:.4f} planned ({one.difference:+.2%}); "
+            f"peak {one.peak / 1e9:.4f}, {one.planned_peak / 1e9:.4f} planned",
+            flush=True,
+        )
+    if options.out:
+        about = {"parameters": decoder.numel, "ranks": RANKS, "device": options.device, "steps": STEPS}
+        options.out.write_text(json.dumps({**about, "stages": [asdict(share) for share in shares]}, indent=1) + "\n")
+    worst = max(abs(share.difference) for share in shares)
+    print(f"planned against allocated, rank 0 of {RANKS}: {worst:.2%} apart at most")
+    return 0 if worst <= TOLERANCE else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
