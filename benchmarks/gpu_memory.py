@@ -27,15 +27,14 @@ from zero_optim.bench.scale import fake_ranks
 RANKS = 64
 PARAMETERS = 7.5e9
 STAGES = (1, 2, 3)
-STEPS = 2  # the first lays buckets out anew
 TOLERANCE = 0.01
 IN_BACKWARD = ("local_gradients", "unsharded")
 
 
 @dataclass(frozen=True)
 class Share:
-    """Bytes of a stage: ``held`` after a step, its gradients still there, and ``peak`` in the last one; with what was
-    planned of them. ``difference``: of ``held``, relative."""
+    """Bytes of a stage: ``held`` after a step, its gradients still there, ``peak`` in it, and ``first_peak`` in the
+    first step; with what was planned of them. ``difference``: of ``held``, relative."""
 
     stage: int
     held: int
@@ -43,6 +42,8 @@ class Share:
     difference: float
     peak: int
     planned_peak: int
+    first_peak: int
+    planned_first_peak: int
     kinds: dict[str, int]
 
 
@@ -102,19 +103,19 @@ def measure(decoder: memory.Decoder, stage: int, device: torch.device) -> Share:
             model(torch.zeros((), device=device, dtype=torch.bfloat16)).backward()
             opt.step()
 
-        for _ in range(STEPS):
-            held, peak = live.after(train)
-        plan = memory.plan_of(opt)
-        share = compare(plan, held - before, peak - before)
+        _, first_peak = live.after(train)
+        held, peak = live.after(train)  # the first step may have laid buckets out anew
+        share = compare(memory.plan_of(opt), held - before, peak - before, first_peak - before)
         opt.close()
     return share
 
 
-def compare(plan: memory.Plan, held: int, peak: int) -> Share:
+def compare(plan: memory.Plan, held: int, peak: int, first_peak: int) -> Share:
     """At stage 3 communication buffers have memory while a backward runs alone, as units and local gradients have."""
     passing = (*IN_BACKWARD, "communication") if plan.job.stage == 3 else IN_BACKWARD
     planned = sum(nbytes for kind, nbytes in plan.memory.items() if kind not in passing)
-    return Share(plan.job.stage, held, planned, held / planned - 1, peak, plan.total, dict(plan.memory))
+    peaks = (peak, plan.total, first_peak, plan.most)
+    return Share(plan.job.stage, held, planned, held / planned - 1, *peaks, dict(plan.memory))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,11 +132,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         one = shares[-1]
         print(
             f"stage {stage}: {one.held / 1e9:.4f} GB held, {one.planned / 1e9:.4f} planned ({one.difference:+.2%}); "
-            f"peak {one.peak / 1e9:.4f}, {one.planned_peak / 1e9:.4f} planned",
+            f"peak {one.peak / 1e9:.4f}, {one.planned_peak / 1e9:.4f} planned; "
+            f"in the first step {one.first_peak / 1e9:.4f}, {one.planned_first_peak / 1e9:.4f} planned",
             flush=True,
         )
     if options.out:
-        about = {"parameters": decoder.numel, "ranks": RANKS, "device": options.device, "steps": STEPS}
+        about = {"parameters": decoder.numel, "ranks": RANKS, "device": options.device}
         options.out.write_text(json.dumps({**about, "stages": [asdict(share) for share in shares]}, indent=1) + "\n")
     worst = max(abs(share.difference) for share in shares)
     print(f"planned against allocated, rank 0 of {RANKS}: {worst:.2%} apart at most")
