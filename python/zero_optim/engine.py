@@ -377,7 +377,7 @@ class Engine:
             "steps": self.steps,
             "skipped_steps": int(self.exchange.skipped),
             "collectives": everyone.stats(),
-            "memory": memory_by_kind(self.rule, self.states.shards, self.reducer.buffers, self.sharded_model),
+            "memory": self.memory(),
             "non_finite": self.first_non_finite(),
             "state_offload": {
                 **self.store.footprint(),
@@ -385,6 +385,10 @@ class Engine:
                 **({} if self.speculator is None else {"speculated": asdict(self.speculator.guesses)}),
             },
         }
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on the device, by kind."""
+        return memory_by_kind(self.rule, self.states.shards, self.reducer.buffers, self.sharded_model, self.store)
 
     def first_non_finite(self) -> dict[str, Any] | None:
         first = self.exchange.nonfinite.first()

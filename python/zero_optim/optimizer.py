@@ -401,8 +401,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         """``{"state": {name or index: {master, exp_avg, exp_avg_sq, step}}, "param_groups": [...]}``.
 
         Tensors are views of the live state in the parameter's shape: plain where this rank holds all of it,
-        else ``FlatShard``. fp32 parameters have no master. Keys stand in the order of the buckets, which
-        loading restores. Hooks are called as torch calls them.
+        else ``FlatShard``; with ``state_offload``, copies in host memory. fp32 parameters have no master. Keys stand in
+        the order of the buckets, which loading restores. Hooks are called as torch calls them.
         """
         self.check_usable()
         for before in self._optimizer_state_dict_pre_hooks.values():

@@ -9,7 +9,10 @@ from .comm.buffers import CommBuffers
 from .params.layout import BucketLayout, SlotPiece
 from .rules.update_rule import StateTensor, UpdateRule
 from .step.shard_state import ShardState
+from .stores.state_store import DeviceStore, StateStore
 from .units.sharded_model import ShardedModel
+
+PAGES = "pages"
 
 
 @dataclass(frozen=True)
@@ -22,26 +25,36 @@ class FlatBytes:
 
 
 def memory_by_kind(
-    rule: UpdateRule, shards: Sequence[ShardState], buffers: CommBuffers, sharded: ShardedModel | None
+    rule: UpdateRule,
+    shards: Sequence[ShardState],
+    buffers: CommBuffers,
+    sharded: ShardedModel | None,
+    store: StateStore,
 ) -> dict[str, int]:
-    """Bytes on this rank by what they are for, of parameters that have a place in a bucket: not of frozen ones, nor of
-    modules' buffers. ``padding`` is what rows and equal shards add to all the others. At stage 3 parameters are the
-    shards, and ``unsharded`` what is there beside them now, of frozen ones too.
+    """Bytes on this rank's device by what they are for, of parameters that have a place in a bucket: not of frozen
+    ones, nor of modules' buffers. ``padding`` is what rows and equal shards add to all the others. At stage 3
+    parameters are the shards, and ``unsharded`` what is there beside them now, of frozen ones too.
+
+    State that is off the device between steps is in none of these: ``pages`` has what its store takes of the device.
 
     Gradients count the buffers of the buckets, which at stage 2 is the shard; what autograd allocates for a
     gradient until its bucket leaves is not in it.
     """
-    memory = no_memory(rule)
+    memory, on_device = no_memory(rule), isinstance(store, DeviceStore)
     for shard in shards:
         bucket = shard.bucket
         parameters = bucket.param_shard if bucket.flat.sharded else bucket.flat.full
-        there = (("parameters", parameters), ("gradients", bucket.grad_buffer))
+        there = [("gradients", bucket.grad_buffer)]
+        if not bucket.flat.offloaded:
+            there.append(("parameters", parameters))
         flats = [
             FlatBytes(kind, tensor.numel(), tensor.element_size())
             for kind, tensor in there
             if tensor.untyped_storage().nbytes()
         ]
-        count_bucket(memory, bucket.layout, bucket.pieces, flats, shard.tensors)
+        count_bucket(memory, bucket.layout, bucket.pieces, flats, shard.tensors if on_device else ())
+    if not on_device:
+        memory[PAGES] = store.footprint()["device"]
     memory["communication"] = buffers.nbytes()
     if sharded is not None:
         memory["unsharded"] = sum(flat.nbytes() for unit in sharded.units for flat in unit.flats)

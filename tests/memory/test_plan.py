@@ -196,7 +196,8 @@ def test_what_speculation_and_offloaded_parameters_take_on_the_host():
     alone = plan(model, Job(world=1, offload=Offload(Tier.CPU, 0, speculate=True)))
     assert alone.host == pytest.approx(16 * 10**8, rel=1e-3)
     here, away = (plan(model, Job(world=4, stage=3, param_offload=offload)) for offload in (False, True))
-    assert away.memory["parameters"] == 0 and away.host == here.memory["parameters"] == 2 * 10**8 // 4
+    assert away.memory["parameters"] == 0 and here.memory["parameters"] == 2 * 10**8 // 4
+    assert away.host == pytest.approx(here.memory["parameters"], rel=1e-3)  # with the padding of shards
 
 
 def test_a_budget_keeps_pages_on_the_device():

@@ -10,10 +10,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..engine import Engine, open_engines
-from ..stats import memory_by_kind, state_nbytes
-from ..stores.offload import Tier
 from ..units.unit import Unit
-from .plan import ON_THE_HOST, PAGES, Job, Plan, plan
+from .plan import ON_THE_HOST, Job, Plan, plan
 from .shapes import ModelShapes, ParameterShape
 from .table import figure, gigabytes, name_of, row
 
@@ -98,30 +96,18 @@ def _reshards(units: Sequence[Unit]) -> bool | int:
 
 def held(engine: Engine) -> dict[str, int]:
     """Bytes on the device now, by the kinds of a plan: ``stats()["memory"]``, with frozen parameters among the
-    parameters, and without what is offloaded."""
-    memory = memory_by_kind(engine.rule, engine.states.shards, engine.reducer.buffers, engine.sharded_model)
-    if engine.offload.tier is not Tier.DEVICE:
-        _leave_out_state(memory, engine)
+    parameters."""
+    memory = engine.memory()
     if engine.sharded_model is None:
         frozen = (p for index, p in enumerate(engine.parameters.all) if index not in engine.parameters.trained)
         memory["parameters"] += sum(parameter.nbytes for parameter in frozen)
         return memory
-    for flat in (flat for unit in engine.sharded_model.units for flat in unit.flats if not flat.trained):
+    flats = (flat for unit in engine.sharded_model.units for flat in unit.flats)
+    for flat in (flat for flat in flats if not flat.trained and not flat.offloaded):
         used = sum(piece.numel for piece in flat.pieces) * flat.dtype.itemsize
         memory["parameters"] += used
         memory["padding"] += flat.shard.nbytes - used
-    if engine.sharded_model.offload:
-        memory["parameters"] = 0
     return memory
-
-
-def _leave_out_state(memory: dict[str, int], engine: Engine) -> None:
-    """Count the store's pages on the device in place of the state's kinds."""
-    everything = sum(state_nbytes(state, s.bucket.layout) for s in engine.states.shards for state in s.tensors)
-    kinds = [state.name for state in engine.rule.tensors]
-    memory["padding"] -= everything - sum(memory[kind] for kind in kinds)
-    memory.update(dict.fromkeys(kinds, 0))
-    memory[PAGES] = engine.store.footprint()["device"]
 
 
 def device_memory(device: torch.device) -> int:

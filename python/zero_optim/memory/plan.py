@@ -14,7 +14,7 @@ from ..grads.bucket_plan import buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, SlotPiece, one_bucket
 from ..rules.adamw import AdamW
 from ..rules.update_rule import UpdateRule, tensors_for
-from ..stats import FlatBytes, count_bucket, no_memory, state_nbytes
+from ..stats import PAGES, FlatBytes, count_bucket, no_memory, state_nbytes
 from ..stores.offload import SLOTS, Footprint, Offload, Tier, footprint
 from .activations import Batch, activation_bytes
 from .shapes import ModelShapes
@@ -22,7 +22,6 @@ from .shapes import ModelShapes
 ON_THE_HOST = 2**63
 """As a device's memory: that of a CPU, which is the host's, and as much as the process is given."""
 
-PAGES = "pages"
 LOCAL = "local_gradients"
 _ON_WIRE = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "node_all_gather": 1}
 
@@ -54,6 +53,11 @@ class Job:
     param_offload: bool = False
     batch: Batch | None = None
     host_waits: bool = False
+
+    @property
+    def params_on_host(self) -> bool:
+        """Whether shards of parameters rest in host memory."""
+        return self.stage >= 3 and self.param_offload
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,10 @@ class _Flat:
     def nbytes(self) -> int:
         return self.layout.numel * self.dtype.itemsize
 
+    @property
+    def shard_nbytes(self) -> int:
+        return self.layout.shard_numel * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class _Laid:
@@ -170,14 +178,12 @@ def plan(model: ModelShapes, job: Job, rule: UpdateRule | None = None) -> Plan:
     learns = sharding.reduces and job.stage < 3
     first_step = every - memory[LOCAL] if learns else 0
     foot = _place_state(pages, laid, job, sharding, others=sum(memory.values()) + first_step)
-    if job.offload.tier is Tier.DEVICE:
+    if job.offload.tier is Tier.DEVICE and not job.params_on_host:
         for flat in laid.buckets:
             _count(memory, flat, (), job, sharding, rule)
     else:
         memory[PAGES] = foot.device
-    host = foot.host
-    if job.stage >= 3 and job.param_offload:
-        host, memory["parameters"] = host + memory["parameters"] - model.buffers, model.buffers
+    host = foot.host + (sum(flat.shard_nbytes for flat in laid.flats) if job.params_on_host else 0)
     kinds = ("parameters", "gradients", *(tensor.name for tensor in rule.tensors))
     traffic = _traffic(laid, job, sharding)
     return Plan(model, job, memory, first_step, host, foot.disk, traffic, len(laid.buckets), kinds)
@@ -240,7 +246,7 @@ def _count_flats(memory: dict[str, int], laid: _Laid, job: Job, sharding: Shardi
             memory["parameters"] += flat.nbytes
             continue
         numel = layout.shard_numel if job.stage >= 3 else layout.numel
-        held = [FlatBytes("parameters", numel, flat.dtype.itemsize)]
+        held = [] if job.params_on_host else [FlatBytes("parameters", numel, flat.dtype.itemsize)]
         if flat.trained:
             numel = layout.numel if sharding.keeps_full_gradients else layout.shard_numel
             held.append(FlatBytes("gradients", numel, sharding.grad_dtype(flat.dtype).itemsize))
@@ -322,21 +328,23 @@ def _activations(model: ModelShapes, job: Job) -> int:
 # -- where the state is --------------------------------------------------------------------------------------------
 
 
-def _mirrors(laid: _Laid, sharding: Sharding) -> int:
-    """Bytes of this rank's shards of gradients and parameters."""
-    return sum(
-        flat.layout.shard_numel * (flat.dtype.itemsize + sharding.grad_dtype(flat.dtype).itemsize)
-        for flat in laid.buckets
-    )
+def _mirrors(laid: _Laid, job: Job, sharding: Sharding) -> int:
+    """Bytes of this rank's shards of gradients, and of parameters that are on the device."""
+    parameters = 0 if job.params_on_host else sum(flat.shard_nbytes for flat in laid.buckets)
+    gradients = sum(flat.layout.shard_numel * sharding.grad_dtype(flat.dtype).itemsize for flat in laid.buckets)
+    return parameters + gradients
 
 
 def _place_state(pages: Sequence[int], laid: _Laid, job: Job, sharding: Sharding, *, others: int) -> Footprint:
     """What the state takes of each memory. ``others``: bytes of all else on the device."""
-    spares = [n for n, flat in zip(pages, laid.buckets, strict=True) if flat.dtype.itemsize == 2]
+    visiting = [flat.shard_nbytes for flat in laid.buckets] if job.params_on_host else []
+    twice = zip(pages, visiting or [0] * len(pages), laid.buckets, strict=True)
+    spares = [page + guest for page, guest, flat in twice if flat.dtype.itemsize == 2]
     left = max(0, (job.device_memory or 0) - others)
     room = left if sum(pages) <= left else max(0, left - SLOTS * max(pages, default=0))
     shared = sharding.shard_count > 1
-    return footprint(job.offload, pages, _mirrors(laid, sharding), sum(spares) if shared else 0, room=room)
+    mirrors = _mirrors(laid, job, sharding)
+    return footprint(job.offload, pages, mirrors, sum(spares) if shared else 0, visiting, room=room)
 
 
 # -- what is communicated ------------------------------------------------------------------------------------------

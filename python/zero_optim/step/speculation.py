@@ -67,7 +67,7 @@ class Speculation:
         self._parameters = torch.unique(row_slot[row_slot >= 0]).long()  # [n] those in this shard
         self._guess: Guess | None = None
         store.allocate_spare(page)
-        place.guesser = self
+        place.expect_guesses(self)
 
     def gradient_taken(self) -> None:
         by = self._speculator.assumed(self._parameters)

@@ -238,12 +238,17 @@ class OnHost:
 
     def parameters_to_guess(self) -> Tensor:
         """[shard_numel] where an update may write what the parameters will be; ``updated`` sends it where it holds."""
-        if self._param is None:
-            if self._guess_run is None:
-                self._guess_run = self._store.memory.take(self._bucket.param_shard.nbytes)
+        if self._guess_run is not None:
             return self._guess_run.view(self._bucket.dtype)
         self._sent.wait()
+        assert self._param is not None
         return self._param
+
+    def expect_guesses(self, guesser: Guesser) -> None:
+        """From now on, offer it every gradient."""
+        self.guesser = guesser
+        if self._param is None:
+            self._guess_run = self._store.memory.take(self._bucket.param_shard.nbytes)
 
     def guessed(self) -> None:
         """What was written to ``parameters_to_guess`` is what they are."""

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import enum
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..params.layout import round_up
+
 SLOTS = 2
 """Places on the device that pages take turns in: one is updated while another comes in, or goes out."""
+
+SLOT_ALIGNMENT = 512
+"""Bytes: where each tensor of a page begins in a slot. Kernels read 16 at a time."""
 
 HOST_BUFFERS = 6
 """Host memory for so many pages on a disk: what is being read, updated and written at a time."""
@@ -102,22 +108,34 @@ def resident(pages: Sequence[int], budget: int) -> list[bool]:
     return stays
 
 
-def footprint(offload: Offload, pages: Sequence[int], mirrors: int = 0, spares: int = 0, *, room: int = 0) -> Footprint:
+def footprint(
+    offload: Offload,
+    pages: Sequence[int],
+    mirrors: int = 0,
+    spares: int = 0,
+    visiting: Sequence[int] = (),
+    *,
+    room: int = 0,
+) -> Footprint:
     """What the state takes.
 
     Args:
         pages: bytes of the state of each shard.
-        mirrors: bytes of this rank's shards of gradients and of parameters, which ``Tier.CPU`` has on the host, too.
-        spares: bytes of those pages that ``speculate`` has twice: of 16-bit parameters, where ranks share the state.
+        mirrors: bytes that ``Tier.CPU`` has on the host beside: this rank's shards of gradients, and of parameters
+            that are on the device.
+        spares: bytes that ``speculate`` has twice: of 16-bit parameters, where ranks share the state.
+        visiting: bytes of parameters that come and go with each page, from host memory; empty: none do.
         room: on the device, for state, where the budget is what there is room for.
     """
-    total, largest = sum(pages), max(pages, default=0)
-    if offload.tier is Tier.DEVICE:
-        return Footprint(total, 0, 0)
+    total = sum(pages)
     if offload.tier is Tier.CPU:
         return Footprint(0, total + mirrors + (spares if offload.speculate else 0), 0)
-    if offload.tier is Tier.NVME:
-        return Footprint(SLOTS * largest, HOST_BUFFERS * largest, total)
     budget = room if offload.device_budget is None else offload.device_budget
-    away = [nbytes for nbytes, stays in zip(pages, resident(pages, budget), strict=True) if not stays]
-    return Footprint(total - sum(away) + SLOTS * max(away, default=0), sum(away), 0)
+    stays = resident(pages, budget) if offload.tier is not Tier.DEVICE else [True] * len(pages)
+    away = [0 if there else nbytes for nbytes, there in zip(pages, stays, strict=True)]
+    guests = [round_up(nbytes, SLOT_ALIGNMENT) for nbytes in visiting] or [0] * len(pages)
+    slots = SLOTS * max(map(operator.add, away, guests), default=0)
+    device = total - sum(away) + slots
+    if offload.tier is Tier.NVME:
+        return Footprint(device, HOST_BUFFERS * max(away, default=0), sum(away))
+    return Footprint(device, sum(away), 0)

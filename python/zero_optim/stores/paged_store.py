@@ -39,10 +39,8 @@ from ..comm.streams import keep_for_current_stream
 from ..errors import OffloadError
 from ..params.layout import round_up
 from .lanes import Lanes, Mark
-from .offload import SLOTS
+from .offload import SLOT_ALIGNMENT, SLOTS
 from .state_store import Copied
-
-_ALIGNMENT = 512  # of a tensor in a slot: kernels read 16 bytes at a time
 
 
 class PageState(enum.Enum):
@@ -135,7 +133,7 @@ class _Page:
     moved: int = field(init=False)  # bytes that come and go
 
     def __post_init__(self) -> None:
-        visiting = sum(round_up(part.numel * part.dtype.itemsize, _ALIGNMENT) for part, _ in self.visiting.values())
+        visiting = sum(round_up(part.numel * part.dtype.itemsize, SLOT_ALIGNMENT) for part, _ in self.visiting.values())
         self.moved = (self.nbytes if self.home is not None else 0) + visiting
 
 
@@ -366,8 +364,8 @@ class PagedStore:
 
 def _laid_out(tensors: Mapping[str, Tensor], start: int) -> tuple[dict[str, _Part], int]:
     """Where each lies, one after another from ``start`` on; and where the last one ends."""
-    parts, end = {}, round_up(start, _ALIGNMENT)
+    parts, end = {}, round_up(start, SLOT_ALIGNMENT)
     for name, tensor in tensors.items():
         parts[name] = _Part(tensor.dtype, tensor.numel(), end)
-        end = round_up(end + tensor.nbytes, _ALIGNMENT)
+        end = round_up(end + tensor.nbytes, SLOT_ALIGNMENT)
     return parts, end

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..stores.offload import read_offload
 from .model import ModelConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -20,6 +21,7 @@ _FP16_ON_CPU = {"layers": 2, "hidden": 128, "heads": 2, "seq": 128, "batch": 4, 
 RESUME_AUTO = Path("auto")
 # A resumed run takes everything from its checkpoint; these flags alone may differ from it.
 _FREE_ON_RESUME = {"steps", "data", "out", "save_every", "keep_last", "device", "stage", "dtype", "batch", "accumulate"}
+_FREE_ON_RESUME |= {"state_offload", "device_budget", "param_offload"}
 
 
 class UsageError(Exception):
@@ -53,6 +55,9 @@ class TrainConfig:
     out: str | None = None
     save_every: int = 0
     keep_last: int = 0
+    state_offload: str | None = None
+    device_budget: str | None = None
+    param_offload: str | None = None
 
     @property
     def model(self) -> ModelConfig:
@@ -117,6 +122,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--out", str, "run directory: report.html, log.jsonl, loss.png, sample.txt, checkpoint/ (runs/<date>)")
     flag("--save-every", int, "steps between checkpoints; 0: at the end alone (0)")
     flag("--keep-last", int, "of the checkpoints keep so many, the newest; 0: all (0)")
+    offload = "where state lives: paged, cpu, or nvme:DIR; see docs/memory.md (on the device)"
+    flag("--state-offload", str, offload, metavar="STORE")
+    flag("--device-budget", str, "of paged: state that stays on the device, as in 8GB (auto)", metavar="SIZE")
+    flag("--param-offload", str, "at stage 3: where shards of parameters rest (on the device)", choices=("cpu",))
     resume = "run directory or checkpoint to go on from; what came after it is written anew. auto: the newest in --out,"
     flag("--resume", Path, f"{resume} or from the start where there is none")
     flag("--ranks", int, "start this many ranks on this machine, as torchrun would")
@@ -175,6 +184,12 @@ def _check_ranges(given: Mapping[str, Any]) -> None:
 
 
 def _check_together(config: TrainConfig) -> None:
+    try:
+        read_offload(config.state_offload, config.device_budget)
+    except ValueError as error:
+        raise UsageError(f"--state-offload, --device-budget: {error}") from error
+    if config.param_offload is not None and config.stage < 3:
+        raise UsageError(f"--param-offload {config.param_offload}: parameters are sharded at stage 3 alone")
     if config.hidden % config.heads:
         raise UsageError(f"--hidden {config.hidden} is no multiple of --heads {config.heads}; change one of them")
     if (config.hidden // config.heads) % 2:

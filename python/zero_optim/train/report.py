@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import memory
+from ..stats import PAGES
 from .run_dir import StepRecord
 from .session import Forecast, RankReport
 
@@ -101,7 +102,7 @@ class PhaseClock:
 
 def forecast(planned: memory.Plan) -> Forecast:
     """What the mean rank will hold, of what is measured, and communicate in a step."""
-    kinds = [*STATE_KINDS, "communication", "padding", "unsharded"]
+    kinds = [*STATE_KINDS, "communication", "padding", "unsharded", PAGES]
     held = {kind: float(planned.memory[kind]) for kind in kinds if kind in planned.memory}
     return Forecast(held, {kind: float(nbytes) for kind, nbytes in planned.traffic.items()})
 

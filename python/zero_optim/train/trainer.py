@@ -45,12 +45,14 @@ class Trainer:
         torch.manual_seed(self.config.seed)
         self.model = GPT(self.config.model, self.config.torch_dtype).to(world.device)
         if self.config.stage >= 3:
-            shard_module(self.model, units=(Block,), prefetch=_PREFETCH)
+            shard_module(self.model, units=(Block,), prefetch=_PREFETCH, param_offload=self.config.param_offload)
         self.optimizer = ShardedAdamW(
             _parameter_groups(self.model, self.config.weight_decay),
             lr=self.config.lr,
             betas=(0.9, 0.95),
             stage=self.config.stage,
+            state_offload=self.config.state_offload,
+            device_budget=self.config.device_budget,
         )
         self.scaler = GradScaler(enabled=self.config.dtype == "fp16")
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
