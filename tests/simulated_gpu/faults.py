@@ -220,8 +220,8 @@ _MEMORY = (
     _fault(
         "buffers of an old layout are dropped",
         "grads/reducer.py",
-        "        self.buffers.deallocate()\n        sizes",
-        "        sizes",
+        "        self.buffers.deallocate()\n        buckets",
+        "        buckets",
         _two(1, "relaid"),
         _two(2, "thawed"),
         unseen="The tables of a new layout are copied from the host, which waits for that.",
