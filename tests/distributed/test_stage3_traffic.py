@@ -102,7 +102,7 @@ def test_a_step_communicates_what_the_formula_says(world_size):
     for rank, accounts in enumerate(run_ranks(world_size, _steps, runs, timeout=120)):
         (exchange_calls, exchange_bytes) = accounts[-1][1]["exchange"]  # of stage 2
         for run, (construction, *steps) in zip(runs[:-1], accounts, strict=False):
-            flags = 1 + DEPTH  # whether a rank has failed to make a unit
+            flags = 1 + DEPTH + 2  # whether a rank has failed to make a unit; then the buckets, and the state
             assert construction == {
                 "construction": (flags + 1 + DEPTH, 4 * flags + (root + units) * run.dtype.itemsize)
             }
