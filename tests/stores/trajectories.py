@@ -15,7 +15,7 @@ from training_cases import bits, make_gradients, maybe_no_sync
 RUNS = (((17, 9), (300,), (1,)), ((5, 3, 2), (128,), (0,)), ((40, 25), (2, 1)), ((31,), (257,)))
 SHAPES = [shape for run in RUNS for shape in run]
 STEPS = 7
-OVERFLOW, ABSENT, EDITED, SAVED = 2, 3, 4, 5  # the step in which it happens
+OVERFLOW, ABSENT, EDITED, SAVED, ZEROED = 2, 3, 4, 5, 6  # the step in which it happens
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ def trajectory(rank: int, world_size: int, training: Training, store: Store) -> 
                     grads[4] = None if rank else grads[4]
                 loss = model(grads)
                 (loss if scaler is None else scaler.scale(loss)).backward()
+        if step == ZEROED:
+            model.zero_grad(set_to_none=False)  # of what was reduced: moments decay, and nothing else
         if step % 2:
             if scaler is not None:
                 scaler.unscale_(opt)

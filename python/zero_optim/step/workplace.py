@@ -143,7 +143,8 @@ class OnHost:
         self._guess_run: Tensor | None = None
         self._taken, self._brought, self._sent = lanes.mark(), lanes.mark(), lanes.mark()
         self._now = lanes.mark()
-        self._copy, self._version, self._of = Copy.STALE, 0, bucket.grad_shard
+        self._copy = Copy.STALE
+        self._of, self._as_of = bucket.grad_shard, (0, 0)  # of what was taken, and as how often it was written
         self._reductions = self._last_reductions = 0  # in this step, and in the one before
         self.guesser: Guesser | None = None
         bucket.follower = self
@@ -193,16 +194,21 @@ class OnHost:
         lane.set(self._taken)
         self._store.lanes.keep(source)
         self._store.copied.to_host += source.nbytes
-        self._copy, self._version, self._of = Copy.TAKEN, source._version, source
+        self._copy, self._of, self._as_of = Copy.TAKEN, source, self._written()
 
     def prefetch(self) -> None:
         source = self._bucket.grad_shard
-        current = self._copy is Copy.TAKEN and source is self._of and source._version == self._version
+        current = self._copy is Copy.TAKEN and source is self._of and self._as_of == self._written()
         there = source.untyped_storage().nbytes() > 0
         if there and (self._readable or not current):
             self._take_from_current()
         if self._reads_parameters:
             self._bring_parameters()
+
+    def _written(self) -> tuple[int, int]:
+        """How often the gradient was written. A ``zero_`` of what ``.grad`` shows counts no version up: it runs within
+        the tensor subclass, where torch does not."""
+        return self._bucket.grad_shard._version, self._bucket.arrivals.zeroed
 
     @property
     def _readable(self) -> bool:
