@@ -52,7 +52,7 @@ WHAT: Mapping[str, Sequence[int]] = {
     "overlapped": (1, 2),  # at stage 0 and at stage 3 a step gathers nothing
     "checkpointed": ALL,
     "checkpointed, re-entrant": ALL,
-    "offloaded": (3,),  # such a model cannot be trained: forwards alone
+    "offloaded": (3,),  # forwards alone, of a model that is on the CPU
     "two optimizers": ALL,
     "clipped": ALL,
     "read": ALL,  # gradients, as soon as backward returns
@@ -86,17 +86,37 @@ WHAT: Mapping[str, Sequence[int]] = {
     "prefetched": (3,),  # three units ahead
     "graph": (3,),  # of backward: create_graph=True
     "offloaded, edited": (3,),  # loaded, and written to, between forwards, on the other stream
+    "paged": ALL,  # no page stays on the device
+    "paged, clipped": ALL,  # one page stays
+    "paged, saved and loaded": ALL,
+    "paged, thawed": ALL,
+    "paged, as there is room": ALL,  # from the third step on all pages stay
+    "updated on the host": ALL,
+    "updated on the host, micro-batches": ALL,
+    "updated on the host, saved and loaded": ALL,
+    "parameters on the host": (3,),
+    "parameters on the host, paged": (3,),
+    "parameters on the host, updated there": (3,),
 }
 """What a program does, and the stages at which it is allowed."""
 
 MICRO_BATCHES = {"micro-batches": 3, "no_sync": 3, "zeroed between": 3, "zeroed, then no_sync": 2}
 MICRO_BATCHES |= {"thawed, no_sync": 3, "half thawed, no_sync": 3, "zeroed locally": 3, "two optimizers, locally": 3}
-CLIPPED = ("clipped", "raised at the end")
+MICRO_BATCHES |= {"updated on the host, micro-batches": 3}
+CLIPPED = ("clipped", "raised at the end", "paged, clipped")
+ONE_PAGE = 6144  # bytes: a page of the smallest width, and no second one
 SHARDED_BY: Mapping[str, Mapping[str, Any]] = {
     "kept": {"reshard_after_forward": False},
     "kept, on two streams": {"reshard_after_forward": False},
     "nodes": {"reshard_after_forward": 2},
     "prefetched": {"prefetch": 3},
+}
+PAGED = {"state_offload": "paged", "device_budget": 0}
+STORED: Mapping[str, Mapping[str, Any]] = {
+    "paged, clipped": {**PAGED, "device_budget": ONE_PAGE},
+    "paged, as there is room": {**PAGED, "device_budget": "auto"},
+    "parameters on the host, paged": PAGED,
+    "parameters on the host, updated there": {"state_offload": "cpu"},
 }
 
 
@@ -143,6 +163,12 @@ class OrderProgram:
     def not_trained_on(self) -> str:
         """The other stream."""
         return SIDE if self.trained_on == DEFAULT else DEFAULT
+
+    @property
+    def stored(self) -> Mapping[str, Any]:
+        """Where the optimizer has its state."""
+        kinds = {"paged": PAGED, "updated on the host": {"state_offload": "cpu"}}
+        return STORED.get(self.what) or kinds.get(self.what.partition(",")[0], {})
 
     @property
     def offloaded(self) -> bool:
@@ -335,6 +361,8 @@ def shard(program: OrderProgram, model: nn.Sequential, device: torch.device, pro
     options = {"device": device, "param_offload": "cpu"} if program.offloaded else {**SHARDED_BY.get(program.what, {})}
     if program.what == "nodes" and process_group is None and dist.get_world_size() % 2:
         del options["reshard_after_forward"]
+    if program.what.startswith("parameters on the host"):
+        options = {"param_offload": "cpu"}
     for net in model if program.stage == 3 else ():
         zero_optim.shard_module(net, (Block,), process_group=process_group, **options)
 
@@ -384,7 +412,7 @@ def _edit_offloaded(program: OrderProgram, model: nn.Sequential, step: int, devi
 
 def freeze(program: OrderProgram, model: nn.Sequential, step: int) -> None:
     """The layers that are frozen in this step, and no others."""
-    if program.what.startswith("thawed"):
+    if program.what.startswith("thawed") or program.what == "paged, thawed":
         model[0].stem.requires_grad_(step > 0)
     if program.what.startswith("half thawed"):
         model[0].blocks[-1].requires_grad_(step > 0)
@@ -627,6 +655,7 @@ def _make_optimizer(program: OrderProgram, named: Sequence[tuple[str, Any]], pro
         process_group=process_group,
         bucket_cap_mb=CAP_MB,
         overlap_param_gather=program.overlaps,
+        **program.stored,
     )
 
 

@@ -22,7 +22,8 @@ What is simulated
     memory is NaN.
 
     The host's own reads and writes of pinned memory are uses as well: ``host_access`` tells of them. Copies between
-    device and host tell by themselves.
+    device and host tell by themselves. Memory that was given to ``cudaHostRegister`` is pinned until it is taken back,
+    and by then the host must have waited for all that the device does with it.
 
     Queries (``event.query()``) have no true answer, as nothing takes time. ``set_arrival`` chooses one: what the host
     has not waited for never is over, always is, or is at random. All are right on a real device, at some time or other.

@@ -132,6 +132,12 @@ TORCH_LIBRARY(simulated_gpu, m) {
   m.def("restart() -> ()", &restart);
   m.def("counts() -> int[]", &counts);
   m.def("reset_peak() -> ()", &reset_peak);
+  m.def("pin(int address, int size) -> ()", [](int64_t address, int64_t size) {
+    memory().pin(reinterpret_cast<const void*>(address), static_cast<size_t>(size));
+  });
+  m.def("unpin(int address) -> bool", [](int64_t address) {
+    return memory().unpin(reinterpret_cast<const void*>(address));
+  });
 }
 
 extern "C" C10_EXPORT void simulated_gpu_set_reporter(simulated_gpu::Reporter reporter) {

@@ -558,10 +558,9 @@ _PARAMETERS = (
     _fault(
         "parameters are gathered before they are updated",
         "engine.py",
-        "            shard.update(self.hyper.table, grad_scale, found_inf, self.exchange.nonfinite.marks)\n"
-        "            shard.bucket.unshard()\n",
-        "            shard.bucket.unshard()\n"
-        "            shard.update(self.hyper.table, grad_scale, found_inf, self.exchange.nonfinite.marks)\n",
+        "        for shard in self.states.update(by, self.exchange.used):\n            shard.bucket.unshard()\n",
+        "        for shard in self.states.shards[::-1]:\n            shard.bucket.unshard()\n"
+        "        for _ in self.states.update(by, self.exchange.used):\n            pass\n",
         _one(2),
     ),
     _fault(

@@ -68,6 +68,8 @@ class Memory {
 
   void* allocate(size_t size, bool pinned);
   void release(void* pointer);
+  void pin(const void* pointer, size_t size);
+  bool unpin(const void* pointer);
   void access(Range range, bool write, int timeline, const std::string& who);
   void record_stream(const void* pointer, int stream);
   std::vector<int64_t> recorded_streams(const void* pointer);
@@ -155,6 +157,32 @@ inline void Memory::release(void* pointer) {
   }
   std::free(pointer);
   for (const std::string& race : races) report(race);
+}
+
+// Memory of the host that is there already, as cudaHostRegister takes it.
+inline void Memory::pin(const void* pointer, size_t size) {
+  auto begin = reinterpret_cast<uintptr_t>(pointer);
+  std::lock_guard<std::mutex> guard(timelines().lock);
+  auto next = blocks_.lower_bound(begin);
+  bool taken = find(begin) != blocks_.end() || (next != blocks_.end() && next->first < begin + size);
+  TORCH_CHECK(!taken, "this memory of the host is pinned already");
+  blocks_.insert_or_assign(begin, Block{size, kHost, true, {}});
+}
+
+// Its owner may free it next, whatever the device still does with it. False where it is not the start of a block.
+inline bool Memory::unpin(const void* pointer) {
+  std::vector<std::string> races;
+  {
+    std::lock_guard<std::mutex> guard(timelines().lock);
+    auto found = blocks_.find(reinterpret_cast<uintptr_t>(pointer));
+    if (found == blocks_.end()) return false;
+    for (const Access& last : found->second.accesses)
+      if (!timelines().is_after(kHost, last.timeline, last.at))
+        races.push_back("memory of the host is unregistered while " + actor(last) + " uses it");
+    blocks_.erase(found);
+  }
+  for (const std::string& race : races) report(race);
+  return true;
 }
 
 inline void Memory::access(Range range, bool write, int timeline, const std::string& who) {

@@ -324,6 +324,30 @@ def test_the_host_waits_before_it_reads_a_copy(call: Call) -> None:
     ]
 
 
+def registered(wait: bool) -> tuple[list[bool], list[int]]:
+    runtime, memory = torch.cuda.cudart(), torch.ones(8)
+    address = memory.data_ptr()
+    statuses, pinned = [runtime.cudaHostRegister(address, memory.nbytes, 0)], [memory[3:].is_pinned()]
+    memory[4:].copy_(torch.ones(4, device="cuda"), non_blocking=True)
+    host_access(memory[:4], True, "another part")
+    if wait:
+        torch.cuda.current_stream().synchronize()
+    host_access(memory[7:], False, "print")
+    statuses.append(runtime.cudaHostUnregister(address))
+    host_access(memory[7:], False, "pageable")
+    torch.cuda.synchronize()
+    return [*pinned, memory.is_pinned()], [*statuses, runtime.cudaHostUnregister(address)]
+
+
+def test_registered_memory_is_pinned_until_it_is_taken_back(call: Call) -> None:
+    told, found = call(registered, True)
+    assert (told, texts(found)) == (([True, False], [0, 0, 713]), [])
+    assert texts(call(registered, False)[1]) == [
+        "the host (print) reads what aten::copy_ on the default stream wrote",
+        "memory of the host is unregistered while aten::copy_ on the default stream uses it",
+    ]
+
+
 # Queries
 
 

@@ -17,6 +17,8 @@ from .device import call, counts
 
 DEVICE = torch.device("cuda", 0)
 NAME = "simulated GPU"
+TOTAL_BYTES = 2**30
+"""Of the device's memory, as it tells. Nothing is refused beyond it."""
 BEFORE_TORCHS_OWN = 15  # torch.load asks in order: the one for CUDA is 20
 
 _resize_of_host = torch.UntypedStorage.resize_
@@ -156,6 +158,27 @@ def reset_peak_memory_stats(device: Any = None) -> None:
     call("reset_peak")
 
 
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """Bytes that tensors have left, and all."""
+    return TOTAL_BYTES - memory_allocated(device), TOTAL_BYTES
+
+
+class Runtime:
+    """As ``torch.cuda.cudart()``, the calls for memory of the host. They give a status, 0 where all is well."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
+        call("pin", address, nbytes)
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        return 0 if call("unpin", address) else _NOT_REGISTERED
+
+
+_NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
+
+
 def resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage | None:
     """torch's own knows no device in a build for the CPU."""
     if self.device.type != "cuda":
@@ -197,6 +220,8 @@ REPLACED: dict[str, Any] = {
     "memory_allocated": memory_allocated,
     "max_memory_allocated": max_memory_allocated,
     "reset_peak_memory_stats": reset_peak_memory_stats,
+    "mem_get_info": mem_get_info,
+    "cudart": Runtime,
     "is_available": lambda: True,
     "is_initialized": lambda: True,
     "device_count": lambda: 1,
@@ -218,7 +243,6 @@ ABSENT = (
     "memory_stats",
     "memory_summary",
     "memory_snapshot",
-    "mem_get_info",
     "reset_accumulated_memory_stats",
     "set_per_process_memory_fraction",
     "caching_allocator_alloc",
