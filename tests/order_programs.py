@@ -86,25 +86,27 @@ WHAT: Mapping[str, Sequence[int]] = {
     "prefetched": (3,),  # three units ahead
     "graph": (3,),  # of backward: create_graph=True
     "offloaded, edited": (3,),  # loaded, and written to, between forwards, on the other stream
-    "paged": ALL,  # no page stays on the device
-    "paged, clipped": ALL,  # one page stays
+    "paged": ALL,
     "paged, saved and loaded": ALL,
     "paged, thawed": ALL,
-    "paged, as there is room": ALL,  # from the third step on all pages stay
+    "paged, some stay, clipped": ALL,
+    "paged, as there is room": ALL,
     "updated on the host": ALL,
     "updated on the host, micro-batches": ALL,
     "updated on the host, saved and loaded": ALL,
+    "updated on the host, zeroed in place": ALL,
+    "updated on the host, overlapped": (1, 2),
     "parameters on the host": (3,),
+    "parameters on the host, saved and loaded": (3,),
+    "parameters on the host, edited": (3,),
     "parameters on the host, paged": (3,),
     "parameters on the host, updated there": (3,),
 }
-"""What a program does, and the stages at which it is allowed."""
+"""What a program does, and the stages at which it is allowed. A name may begin with one of STORES."""
 
 MICRO_BATCHES = {"micro-batches": 3, "no_sync": 3, "zeroed between": 3, "zeroed, then no_sync": 2}
 MICRO_BATCHES |= {"thawed, no_sync": 3, "half thawed, no_sync": 3, "zeroed locally": 3, "two optimizers, locally": 3}
-MICRO_BATCHES |= {"updated on the host, micro-batches": 3}
-CLIPPED = ("clipped", "raised at the end", "paged, clipped")
-ONE_PAGE = 6144  # bytes: a page of the smallest width, and no second one
+CLIPPED = ("clipped", "raised at the end")
 SHARDED_BY: Mapping[str, Mapping[str, Any]] = {
     "kept": {"reshard_after_forward": False},
     "kept, on two streams": {"reshard_after_forward": False},
@@ -112,12 +114,18 @@ SHARDED_BY: Mapping[str, Mapping[str, Any]] = {
     "prefetched": {"prefetch": 3},
 }
 PAGED = {"state_offload": "paged", "device_budget": 0}
-STORED: Mapping[str, Mapping[str, Any]] = {
-    "paged, clipped": {**PAGED, "device_budget": ONE_PAGE},
-    "paged, as there is room": {**PAGED, "device_budget": "auto"},
-    "parameters on the host, paged": PAGED,
-    "parameters on the host, updated there": {"state_offload": "cpu"},
+SOME_PAGES = 6144  # bytes, at the smallest width: one page of a unit, or a few smaller ones where there are no units
+ON_HOST = "parameters on the host"
+STORES: Mapping[str, Mapping[str, Any]] = {
+    f"{ON_HOST}, updated there": {"state_offload": "cpu"},
+    f"{ON_HOST}, paged": PAGED,
+    ON_HOST: {},
+    "updated on the host": {"state_offload": "cpu"},
+    "paged, some stay": {**PAGED, "device_budget": SOME_PAGES},
+    "paged, as there is room": {**PAGED, "device_budget": "auto"},  # from the third step on all stay
+    "paged": PAGED,  # none stays
 }
+"""Where a program has its state. A longer name comes before its beginning."""
 
 
 @dataclass(frozen=True)
@@ -147,17 +155,17 @@ class OrderProgram:
 
     @property
     def micro_batches(self) -> int:
-        return MICRO_BATCHES.get(self.what, 1)
+        return MICRO_BATCHES.get(self.act, 1)
 
     @property
     def models(self) -> int:
-        return 2 if self.what.startswith("two optimizers") else 1
+        return 2 if self.act.startswith("two optimizers") else 1
 
     @property
     def overlaps(self) -> bool:
         """Whether a step leaves gathers under way."""
-        in_this_way = self.what in ("remade", "closed") and self.stage in (1, 2)
-        return in_this_way or self.what.startswith(("relaid", "overlapped"))
+        in_this_way = self.act in ("remade", "closed") and self.stage in (1, 2)
+        return in_this_way or self.act.startswith(("relaid", "overlapped"))
 
     @property
     def not_trained_on(self) -> str:
@@ -165,19 +173,23 @@ class OrderProgram:
         return SIDE if self.trained_on == DEFAULT else DEFAULT
 
     @property
-    def stored(self) -> Mapping[str, Any]:
-        """Where the optimizer has its state."""
-        kinds = {"paged": PAGED, "updated on the host": {"state_offload": "cpu"}}
-        return STORED.get(self.what) or kinds.get(self.what.partition(",")[0], {})
+    def store(self) -> str:
+        """What ``what`` begins with, of STORES; empty: none."""
+        return next((name for name in STORES if f"{self.what}, ".startswith(f"{name}, ")), "")
+
+    @property
+    def act(self) -> str:
+        """What it does, wherever the state is: ``what`` without ``store``."""
+        return self.what[len(self.store) :].removeprefix(", ") or "plain"
 
     @property
     def offloaded(self) -> bool:
         """Such a model is not trained."""
-        return self.what.startswith("offloaded")
+        return self.act.startswith("offloaded")
 
     def counted(self) -> Sequence[int]:
         """The micro-batches of a step whose gradients count."""
-        dropped = 2 if self.what.endswith("locally") else int(self.what == "zeroed between")
+        dropped = 2 if self.act.endswith("locally") else int(self.act == "zeroed between")
         return range(dropped, self.micro_batches)
 
 
@@ -252,9 +264,9 @@ class Net(nn.Module):
 
     def __init__(self, program: OrderProgram) -> None:
         super().__init__()
-        self.what, self.raising = program.what, False
-        blocks = [Block(program.width, twice=program.what == "used twice") for _ in range(DEPTH)]
-        if program.what.startswith("relaid"):  # as a model whose layers are registered from the last to the first
+        self.act, self.raising = program.act, False
+        blocks = [Block(program.width, twice=program.act == "used twice") for _ in range(DEPTH)]
+        if program.act.startswith("relaid"):  # as a model whose layers are registered from the last to the first
             self.head, self.blocks = nn.Linear(program.width, program.width), nn.ModuleList(blocks)
             self.stem = nn.Linear(program.width, program.width)
         else:
@@ -262,18 +274,18 @@ class Net(nn.Module):
             self.head = nn.Linear(program.width, program.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.raising and self.what == "raised at the end":
+        if self.raising and self.act == "raised at the end":
             x = raise_in_backward(x.detach().requires_grad_())
         x = self.stem(x)
-        for number, block in enumerate(reversed(self.blocks) if self.what.startswith("relaid") else self.blocks):
-            if self.raising and number == 1 and self.what != "raised at the end":
+        for number, block in enumerate(reversed(self.blocks) if self.act.startswith("relaid") else self.blocks):
+            if self.raising and number == 1 and self.act != "raised at the end":
                 x = raise_in_backward(x)
             x = self._through(block, x)
-        return self.head(self.head(x)) if self.what.startswith("half thawed") else self.head(x)
+        return self.head(self.head(x)) if self.act.startswith("half thawed") else self.head(x)
 
     def _through(self, block: nn.Module, x: Tensor) -> Tensor:
-        if self.what.startswith("checkpointed"):
-            return checkpoint(block, x, use_reentrant=self.what.endswith("re-entrant"))
+        if self.act.startswith("checkpointed"):
+            return checkpoint(block, x, use_reentrant=self.act.endswith("re-entrant"))
         return block(x)
 
 
@@ -358,11 +370,11 @@ def shard(program: OrderProgram, model: nn.Sequential, device: torch.device, pro
     """Collective. Nothing below stage 3."""
     import zero_optim
 
-    options = {"device": device, "param_offload": "cpu"} if program.offloaded else {**SHARDED_BY.get(program.what, {})}
-    if program.what == "nodes" and process_group is None and dist.get_world_size() % 2:
+    options = {"device": device, "param_offload": "cpu"} if program.offloaded else {**SHARDED_BY.get(program.act, {})}
+    if program.act == "nodes" and process_group is None and dist.get_world_size() % 2:
         del options["reshard_after_forward"]
-    if program.what.startswith("parameters on the host"):
-        options = {"param_offload": "cpu"}
+    if program.store.startswith(ON_HOST):
+        options["param_offload"] = "cpu"
     for net in model if program.stage == 3 else ():
         zero_optim.shard_module(net, (Block,), process_group=process_group, **options)
 
@@ -394,7 +406,7 @@ def _forwards(
     """Shards in host memory are the library's: what is on another stream need not wait for the forwards."""
     losses = []
     for step in range(STEPS):
-        if program.what == "offloaded, edited":
+        if program.act == "offloaded, edited":
             with streams.on(program.not_trained_on):
                 _edit_offloaded(program, model, step, device)
         with torch.inference_mode():
@@ -412,9 +424,9 @@ def _edit_offloaded(program: OrderProgram, model: nn.Sequential, step: int, devi
 
 def freeze(program: OrderProgram, model: nn.Sequential, step: int) -> None:
     """The layers that are frozen in this step, and no others."""
-    if program.what.startswith("thawed") or program.what == "paged, thawed":
+    if program.act.startswith("thawed"):
         model[0].stem.requires_grad_(step > 0)
-    if program.what.startswith("half thawed"):
+    if program.act.startswith("half thawed"):
         model[0].blocks[-1].requires_grad_(step > 0)
 
 
@@ -454,7 +466,7 @@ class Run:
         self.program, self.model, self.rank, self.world_size = program, model, rank, world_size
         self.inputs, self.streams, self.process_group = inputs, streams, process_group
         self.make_optimizers()
-        model[0].raising = program.what == "raised at the end" and rank == world_size - 1
+        model[0].raising = program.act == "raised at the end" and rank == world_size - 1
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
         self.gradients: list[dict[str, Part]] = []
@@ -466,7 +478,7 @@ class Run:
             self.optimizers[0].attach(self.model)
 
     def train(self) -> list[Tensor]:
-        what = self.program.what
+        what = self.program.act
         for step in range(STEPS):
             freeze(self.program, self.model, step)
             if step == (0 if what == "relaid, saved at first" else SAVED) and ("saved" in what or what == "kept"):
@@ -505,7 +517,7 @@ class Run:
 
     def step(self, step: int) -> list[Tensor]:
         """The losses that count."""
-        what, losses = self.program.what, []
+        what, losses = self.program.act, []
         if what == "kept, on two streams":
             self.evaluate_on_the_other_stream(step)
         for micro in range(self.program.micro_batches):
@@ -533,8 +545,8 @@ class Run:
     def stays_local(self, micro: int) -> bool:
         """Whether this micro-batch's backward is under no_sync."""
         last = micro + 1 == self.program.micro_batches
-        return (self.program.what.endswith("no_sync") and not last) or (
-            self.program.what.endswith("locally") and micro == 1
+        return (self.program.act.endswith("no_sync") and not last) or (
+            self.program.act.endswith("locally") and micro == 1
         )
 
     def step_optimizers(self) -> None:
@@ -563,17 +575,17 @@ class Run:
         if self.rank == (step + micro) % self.world_size:
             self.streams.busy()
         loss = loss_of(self.model, self.inputs(step, micro))
-        if self.program.what == "beside other work":
+        if self.program.act == "beside other work":
             self.work_on_the_other_stream()
-        planned = [Planned] if self.program.what == "raised at the end" else []
+        planned = [Planned] if self.program.act == "raised at the end" else []
         with warnings.catch_warnings(), contextlib.suppress(*planned):
             warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True")
-            loss.backward(create_graph=self.program.what == "graph")
+            loss.backward(create_graph=self.program.act == "graph")
         return loss.detach()
 
     def raise_and_drop(self) -> None:
         """A backward that raises on the last rank, in the middle, and what settles it."""
-        what, net = self.program.what, self.model[0]
+        what, net = self.program.act, self.model[0]
         net.raising = self.rank == self.world_size - 1
         with contextlib.suppress(Planned):
             self.backward(JUNK)
@@ -655,7 +667,7 @@ def _make_optimizer(program: OrderProgram, named: Sequence[tuple[str, Any]], pro
         process_group=process_group,
         bucket_cap_mb=CAP_MB,
         overlap_param_gather=program.overlaps,
-        **program.stored,
+        **STORES.get(program.store, {}),
     )
 
 
@@ -686,21 +698,21 @@ def _expected(program: OrderProgram, world_size: int) -> list[Trained]:
     gradients: list[dict[str, Part]] = []
     for step in range(STEPS):
         freeze(program, model, step)
-        if program.what == "offloaded, edited":
+        if program.act == "offloaded, edited":
             _edit_offloaded(program, model, step, torch.device("cpu"))
         for rank in range(world_size):
             for micro in program.counted():
                 loss = loss_of(model, make_input(program, rank, step, micro))
                 losses[rank].append(loss.item())
                 (loss / world_size).backward()  # gradients add up to their mean
-        if program.what == "read":
+        if program.act == "read":
             gradients.append({name: Part(0, p.grad.flatten().clone()) for name, p in named.items()})
-        if program.what in CLIPPED:
+        if program.act in CLIPPED:
             norms += [float(nn.utils.clip_grad_norm_(own, MAX_NORM)) for own in owned]
         for optimizer in optimizers if not program.offloaded else ():
             optimizer.step()
             optimizer.zero_grad()
-        if program.what == "edited":
+        if program.act == "edited":
             edit(model)
     parameters = {name: p.detach().clone() for name, p in named.items()}
     return [Trained(parameters, losses[rank], norms, gradients) for rank in range(world_size)]
