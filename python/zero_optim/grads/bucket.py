@@ -65,7 +65,10 @@ class Follower(Protocol):
         """Whether it has been seen to, without waiting, that the sum is taken as it arrives."""
 
     def reduction_arrived(self) -> None:
-        """The sum is there, and nobody has seen to it."""
+        """The sum is there, and nobody has seen to it. What follows comes after it was taken."""
+
+    def after_taking(self) -> None:
+        """What follows comes after the sum was taken: the user may zero it."""
 
 
 @dataclass(frozen=True)
@@ -280,8 +283,9 @@ class Bucket:
         pending = self.sharding.reduce(full, self.grad_shard, lend, accumulate=accumulate)
         self._zeroings = self._zeroings_now()
         then = [self._poison_others] if in_place and buffers.poison else []
-        if self.follower is not None and not self.follower.reduction_launched(pending):
-            then.append(self.follower.reduction_arrived)
+        if (follower := self.follower) is not None:
+            taken = follower.reduction_launched(pending)
+            then.append(follower.after_taking if taken else follower.reduction_arrived)
         self.arrivals.expect(Flight(pending, buffers, lent, then))
 
     def zeroed_since_launch(self) -> Zeroed | None:

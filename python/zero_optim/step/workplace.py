@@ -160,8 +160,8 @@ class OnHost:
     # -- the gradient --------------------------------------------------------------------------------------------
 
     def reduction_begins(self) -> None:
-        """The shard is about to be written: after what the lane reads of it."""
-        self._taken.order_current()
+        """The shard is about to be written."""
+        self.after_taking()
         self._copy = Copy.STALE
         self._reductions += 1
 
@@ -175,7 +175,11 @@ class OnHost:
 
     def reduction_arrived(self) -> None:
         self._take_from_current()
+        self.after_taking()
         self._offer()
+
+    def after_taking(self) -> None:
+        self._taken.order_current()
 
     def _offer(self) -> None:
         if self.guesser is not None and self._reductions == self._last_reductions and not self._readable:
