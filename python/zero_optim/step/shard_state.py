@@ -106,6 +106,7 @@ class ShardState:
             written = before != [tensor._version for tensor in state.values()]
         finally:
             (self._store.commit if written else self._store.discard)(self._page)
+            self._store.settle(self._page)
 
     def part(self, tensor: StateTensor, of_shard: Tensor, piece: SlotPiece) -> Tensor:
         """What ``of_shard`` holds for a piece, a view."""

@@ -256,10 +256,15 @@ class PagedStore:
             page.home.unchanged(page.arrived)
         self._leave_slot(page, page.used)
 
+    def settle(self, number: int) -> None:
+        page = self._pages[number]
+        if page.visiting:
+            page.arrived.wait()
+            page.left.wait()
+
     def end_step(self) -> None:
-        for page in self._pages.values():
-            if page.visiting:
-                page.left.wait()  # the host may read them now
+        for number in self._pages:
+            self.settle(number)
         self._steps += 1
         if self._room is not None and self._steps == 2:
             self._left += self._room()

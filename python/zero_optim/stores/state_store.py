@@ -67,6 +67,9 @@ class StateStore(Protocol):
     def discard(self, number: int) -> None:
         """The fetched tensors were only read."""
 
+    def settle(self, number: int) -> None:
+        """The host waits until what visits with the page has come and gone: it may read and write it then."""
+
     def end_step(self) -> None:
         """All pages of a step were committed."""
 
@@ -107,6 +110,8 @@ class DeviceStore:
     def commit(self, number: int) -> None: ...
 
     def discard(self, number: int) -> None: ...
+
+    def settle(self, number: int) -> None: ...
 
     def end_step(self) -> None: ...
 
