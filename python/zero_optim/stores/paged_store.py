@@ -199,6 +199,7 @@ class PagedStore:
             self._left += page.nbytes
             keep_for_current_stream(*page.stays.values())
         else:
+            page.arrived.wait()  # then others may write where it rested
             page.left.wait()
             page.home.release()
         if not self._pages:
