@@ -160,8 +160,6 @@ class OnHost:
     # -- the gradient --------------------------------------------------------------------------------------------
 
     def reduction_begins(self) -> None:
-        """The shard is about to be written."""
-        self.after_taking()
         self._copy = Copy.STALE
         self._reductions += 1
 
@@ -196,7 +194,6 @@ class OnHost:
         source, lane = self._bucket.grad_shard, self._store.lanes.to_host
         lane.copy(self._grad, source)
         lane.set(self._taken)
-        self._store.lanes.keep(source)
         self._store.copied.to_host += source.nbytes
         self._copy, self._of, self._as_of = Copy.TAKEN, source, self._written()
 
