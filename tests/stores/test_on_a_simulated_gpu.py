@@ -32,9 +32,9 @@ def _page(value: float) -> dict[str, Tensor]:
     return {"exp_avg": torch.full((NUMEL,), value, device="cuda")}
 
 
-def pages_in_turn(steps: int, room: bool) -> list[list[float]]:
-    """As a step goes through them."""
-    store = _store(0, (lambda: 2 * PAGE) if room else None)
+def pages_in_turn(steps: int, room: int | None) -> list[list[float]]:
+    """As a step goes through them. ``room``: for so many, after the second step."""
+    store = _store(0, None if room is None else lambda: room * PAGE)
     pages = [store.allocate(_page(value)) for value in range(5)]
     for _ in range(steps):
         store.prefetch(pages[0])
@@ -53,8 +53,8 @@ def pages_in_turn(steps: int, room: bool) -> list[list[float]]:
     return values
 
 
-@pytest.mark.parametrize("room", (False, True))
-def test_pages_in_turn(call: Call, room: bool) -> None:
+@pytest.mark.parametrize("room", (None, 0, 2, 5))
+def test_pages_in_turn(call: Call, room: int | None) -> None:
     want = [[value * 2**4 + 15] * 2 for value in range(5)]
     assert call(pages_in_turn, 4, room) == (want, [])
 

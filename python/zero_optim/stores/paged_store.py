@@ -342,6 +342,8 @@ class PagedStore:
             self._drop_slots()
             runs = [torch.empty(nbytes, dtype=torch.uint8, device=self.works_on) for _ in range(SLOTS)]
             self._slots = [_Slot(run, self._lanes.mark()) for run in runs]
+            for slot in self._slots:
+                slot.left.set()  # its memory may be what the stream that computes has used before
 
     def _drop_slots(self) -> None:
         for slot in self._slots:
