@@ -101,6 +101,7 @@ WHAT: Mapping[str, Sequence[int]] = {
     "parameters on the host, edited": (3,),
     "parameters on the host, paged": (3,),
     "parameters on the host, updated there": (3,),
+    "parameters on the host, updated there, edited": (3,),
 }
 """What a program does, and the stages at which it is allowed. A name may begin with one of STORES."""
 
@@ -114,7 +115,7 @@ SHARDED_BY: Mapping[str, Mapping[str, Any]] = {
     "prefetched": {"prefetch": 3},
 }
 PAGED = {"state_offload": "paged", "device_budget": 0}
-SOME_PAGES = 6144  # bytes, at the smallest width: one page of a unit, or a few smaller ones where there are no units
+SOME_PAGES = 15360  # bytes, at the smallest width: all but one page of units, about half where there are none
 ON_HOST = "parameters on the host"
 STORES: Mapping[str, Mapping[str, Any]] = {
     f"{ON_HOST}, updated there": {"state_offload": "cpu"},

@@ -64,7 +64,9 @@ Where a change goes
     The checks::
 
         programs.py     the order programs of tests/order_programs.py, on ranks
-        faults.py       the table of seeded faults
+        fault.py        what a seeded fault is
+        faults.py       the table of them
+        store_faults.py those of the stores
         fault_check.py  runs it
         __main__.py     make race-check
 """

@@ -61,8 +61,11 @@ def test_pages_in_turn(call: Call, room: int | None) -> None:
 
 def closed_under_way(kept: bool, written: bool) -> list[int]:
     """The memory of the slots, and of the homes, goes while the lanes have work."""
-    store = _store(math.inf if kept else 0)
-    pages = [store.allocate(_page(value)) for value in range(3)]
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        store = _store(math.inf if kept else 0)
+        pages = [store.allocate(_page(value)) for value in range(3)]
+    torch.cuda.current_stream().wait_stream(side)
     for number in pages:
         store.prefetch(number)
         state = store.fetch(number)["exp_avg"]
