@@ -112,6 +112,7 @@ def phases(scratch: Path, *, rehearse: bool, nccl: Path | None = None) -> list[P
         _tests("test_units", 120, device, ranks),
         _tests("test_checkpoints", 60, device),
         _tests("test_buffers", 60, device, ranks),
+        _tests("test_stores", 90, device),
         _tests("test_work_order", 90, device),
         _order("order_sanitized", "test_work_order", 90, SANITIZER | FEW),
         _tests("test_nccl_ranks", 150, device, ranks),

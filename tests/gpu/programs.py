@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ SCALE = 64.0  # a power of two: scaled gradients are exact
 @dataclass(frozen=True)
 class Program:
     """`overflow` names the step whose gradient holds an inf, `absent` the one in which parameter 1 has none; the last
-    parameter requires a gradient from step `thawed` on."""
+    parameter requires a gradient from step `thawed` on; `store` says where the state is, as the optimizer is told."""
 
     dtype: torch.dtype = torch.bfloat16
     steps: int = 6
@@ -33,6 +33,7 @@ class Program:
     stage: int = 2
     thawed: int = 0
     overlap_param_gather: bool = False
+    store: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def lr(self, hyper: Hyper, step: int) -> float:
         return hyper.lr / (1 + step)
@@ -100,6 +101,7 @@ def train(program: Program, device: str, rank: int = 0, process_group: Any = Non
         process_group=process_group,
         bucket_cap_mb=SMALL_CAP_MB,
         overlap_param_gather=program.overlap_param_gather,
+        **program.store,
     )
     opt.attach(loss)
     scaler = zero_optim.GradScaler(init_scale=SCALE, growth_interval=3, enabled=program.scaled)

@@ -84,6 +84,7 @@ _OF_PAGES = (
         "            page.left.wait()\n            page.home.release()\n        if",
         "            page.home.release()\n        if",
         one(2, "paged, thawed"),
+        unseen=f"The memory of a program's pages is used anew, or goes, after its end. {_HERE}.",
     ),
     fault(
         "pages that stay are dropped",
@@ -356,7 +357,7 @@ _ON_HOST = (
         "        self._brought.wait()\n        self._sent.wait()\n",
         "        self._brought.wait()\n",
         one(2, "updated on the host"),
-        unseen="Updates of fp32 read the parameters, and wait for these. tests/stores/test_deferred.py shows it.",
+        unseen=f"{_NORM} That stream comes after what was sent.",
     ),
     fault(
         "an update writes parameters that the device reads",

@@ -1,0 +1,190 @@
+"""Lanes whose copies take effect as late as their marks allow: who forgets to wait finds what was there before.
+
+A copy that is asked for only goes onto its lane. It is made when somebody waits for a mark that was set behind it, or
+for one on another lane that comes after that. Until then its target holds no number, where nothing on a lane still
+reads what is there. The CPU computes at once, so a mark that it sets has passed::
+
+    lane in      copy page 1 in ── mark a          the slot is NaN until somebody waits for a
+    computing                        wait for a    the copy is made now
+    lane out                                       wait for b; copy page 1 out: made when somebody waits for this one
+
+What comes too early is not found: a lane that does not wait for an update finds it made. ``make race-check`` has both.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VERBS = ("after", "set", "order_current", "wait", "keep")
+NO_NUMBER = 0xFF  # NaN in every floating dtype
+PACKAGE = Path(__file__).resolve().parents[2] / "python" / "zero_optim"
+FILES = ("stores/paged_store.py", "step/workplace.py")
+
+
+class Waits:
+    """Which calls say what comes after what, as "file.function: line". ``left_out``: one that does nothing."""
+
+    def __init__(self, left_out: str = "") -> None:
+        self.left_out = left_out
+        self.called: set[str] = set()
+
+    def counts(self) -> bool:
+        """Whether the call of the verb that asks is to be carried out."""
+        caller = sys._getframe(2)
+        file, function = caller.f_code.co_filename, caller.f_code.co_name
+        wait = f"{Path(file).stem}.{function}: {linecache.getline(file, caller.f_lineno).partition('#')[0].strip()}"
+        self.called.add(wait)
+        return wait != self.left_out
+
+
+class DeferredMark:
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+        self.lane: DeferredLane | None = None
+        self.place = 0  # on the lane
+
+    def set(self) -> None:
+        if self._waits.counts():
+            self.lane = None
+
+    def order_current(self) -> None:
+        if self._waits.counts():
+            self.reach()
+
+    def wait(self) -> None:
+        if self._waits.counts():
+            self.reach()
+
+    def reach(self) -> None:
+        if self.lane is not None:
+            self.lane.reach(self.place)
+
+
+class DeferredCopy:
+    def __init__(self, target: Tensor, source: Tensor) -> None:
+        self._target, self._source = target, source
+        torch.autograd.graph.increment_version(target)
+
+    def reads(self, memory: Tensor) -> bool:
+        return _overlap(self._source, memory)
+
+    def uses(self, memory: Tensor) -> bool:
+        return self.reads(memory) or _overlap(self._target, memory)
+
+    def make(self) -> None:
+        if self._source.numel() and not self._source.untyped_storage().nbytes():
+            raise AssertionError("memory was dropped that a lane has not copied yet")
+        self._target.data.copy_(self._source.data)  # past the version, which has counted the copy already
+
+
+class DeferredLane:
+    def __init__(self, lanes: DeferredLanes) -> None:
+        self._lanes = lanes
+        self._made = 0
+        self._asked: list[Callable[[], None]] = []
+        self.copies: list[DeferredCopy] = []  # that are not made yet
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        copy = DeferredCopy(target, source)
+        if not any(other.reads(target) for other in self._lanes.copies()):
+            target.data.view(torch.uint8).fill_(NO_NUMBER)
+        self.copies.append(copy)
+        self._asked.append(self._make_next)
+
+    def after(self, mark: DeferredMark) -> None:
+        if self._lanes.waits.counts() and mark.lane is not None:
+            lane, place = mark.lane, mark.place
+            self._asked.append(lambda: lane.reach(place))
+
+    def set(self, mark: DeferredMark) -> None:
+        if self._lanes.waits.counts():
+            mark.lane, mark.place = self, len(self._asked)
+
+    def as_current(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def reach(self, place: int) -> None:
+        while self._made < place:
+            self._made += 1
+            self._asked[self._made - 1]()
+
+    def _make_next(self) -> None:
+        self.copies.pop(0).make()
+
+
+class DeferredLanes:
+    """See ``zero_optim.stores.lanes.Lanes``."""
+
+    def __init__(self, waits: Waits) -> None:
+        self.waits = waits
+        self.to_device, self.to_host = DeferredLane(self), DeferredLane(self)
+
+    def copies(self) -> list[DeferredCopy]:
+        """That are not made yet."""
+        return self.to_device.copies + self.to_host.copies
+
+    def mark(self) -> DeferredMark:
+        return DeferredMark(self.waits)
+
+    def keep(self, memory: Tensor) -> None:
+        self.waits.counts()  # copies that are not made keep their tensors
+
+
+@contextmanager
+def deferring(waits: Waits) -> Iterator[None]:
+    """Stores that are made within it have such lanes. Host memory that they still use may not be given back."""
+    from zero_optim.stores import make_store
+    from zero_optim.stores.host_memory import HostMemory
+
+    made: list[DeferredLanes] = []
+    make_lanes, give_back = make_store.make_lanes, HostMemory.give_back
+
+    def make(device: torch.device) -> Any:
+        made.append(DeferredLanes(waits))
+        return made[-1]
+
+    def watched(memory: HostMemory, run: Tensor) -> None:
+        if any(copy.uses(run) for lanes in made for copy in lanes.copies()):
+            raise AssertionError("host memory is given back that a lane has not copied yet")
+        give_back(memory, run)
+
+    make_store.make_lanes, HostMemory.give_back = make, watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        make_store.make_lanes, HostMemory.give_back = make_lanes, give_back  # type: ignore[method-assign]
+
+
+def waits_of_the_stores() -> list[str]:
+    """Every call of FILES that says what comes after what."""
+    found = []
+    for file in FILES:
+        text = (PACKAGE / file).read_text()
+        lines = text.splitlines()
+        for function in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)):
+            for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+                verb, owner = getattr(call.func, "attr", ""), getattr(getattr(call.func, "value", None), "id", "")
+                if verb in VERBS and owner != "pending":
+                    line = lines[call.lineno - 1].partition("#")[0].strip()
+                    found.append(f"{Path(file).stem}.{function.name}: {line}")
+    return found
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    first, second = _extent(one), _extent(other)
+    return first[0] < second[1] and second[0] < first[1]
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a contiguous tensor."""
+    start = tensor.data_ptr() if tensor.untyped_storage().nbytes() else 0
+    return start, start + tensor.nbytes

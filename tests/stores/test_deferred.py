@@ -1,0 +1,99 @@
+"""Copies that take effect as late as they may change nothing; each wait that is left out shows, or has a reason."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from harness import run_ranks
+
+from stores.deferred import Waits, deferring, waits_of_the_stores
+from stores.trajectories import Store, Training, Trajectory, differences, trajectory
+
+SMALL = {"bucket_cap_mb": 0.002}
+PAGED = Store({"state_offload": "paged", "device_budget": 0})
+ON_HOST = {"param_offload": "cpu"}
+CPU = Store({"state_offload": "cpu"})
+TRAININGS: Sequence[tuple[Training, Sequence[Store]]] = (
+    (Training(2, torch.float32, micro=2, options=SMALL), (PAGED, CPU)),
+    (Training(1, torch.bfloat16, micro=2, no_sync=True, options=SMALL), (PAGED, CPU)),
+    (Training(0, torch.float16, scaled=True, options=SMALL), (PAGED, CPU)),
+    (Training(3, torch.bfloat16, micro=2), (PAGED, CPU, *(Store(s.options, ON_HOST) for s in (PAGED, CPU, Store())))),
+)
+FEW = (1, 3)  # of TRAININGS: they call all that is called on one rank
+_COMPUTED = "What computes has computed, so that no copy comes too early. make race-check shows it, or has a reason"
+_CAME_BEFORE = "Whoever reads has waited for its arrival before"
+UNSEEN: dict[str, str] = {
+    "paged_store.allocate: made.left.set()": _COMPUTED,
+    "paged_store.commit: page.used.set()": _COMPUTED,
+    "paged_store.commit: lane.after(page.used)": _COMPUTED,
+    "paged_store.discard: page.used.set()": _COMPUTED,
+    "paged_store._fit_slots: slot.left.set()": _COMPUTED,
+    "workplace._take_now: self._now.set()": _COMPUTED,
+    "workplace._take_now: self._store.lanes.to_host.after(self._now)": _COMPUTED,
+    "workplace._bring_parameters: self._now.set()": _COMPUTED,
+    "workplace._bring_parameters: lane.after(self._now)": _COMPUTED,
+    "workplace.updated: self._now.set()": _COMPUTED,
+    "workplace.updated: lanes.to_device.after(self._now)": _COMPUTED,
+    "paged_store.release: page.arrived.wait()": _CAME_BEFORE,
+    "paged_store.settle: page.arrived.wait()": _CAME_BEFORE,
+    "paged_store.release: page.left.wait()": "A training reads all state at its end, when every page has left",
+    "paged_store._send_back: page.arrived.wait()": "No training wants the slot of a page that is on its way in",
+    "paged_store._drop_slots: self._lanes.keep(slot.run)": "Copies that are not made keep their tensors",
+    "paged_store._take_in: page.left.wait()": "On a CPU nobody asks for room",
+    "workplace.release: mark.wait()": "A step has waited for all, and nothing is released between backward and step",
+    "workplace.after_taking: self._taken.order_current()": "What is written after it was taken is taken anew",
+    "workplace._bring_parameters: self._sent.wait()": "Who sends waits at once, as a gather follows",
+    "workplace.parameters: self._sent.wait()": "Who sends waits at once, as a gather follows",
+}
+"""Waits that may be left out here, each with the reason."""
+
+
+@functools.lru_cache(maxsize=16)
+def _plain(rank: int, world_size: int, number: int) -> Trajectory:
+    return trajectory(rank, world_size, TRAININGS[number][0], Store())
+
+
+def _deferred(rank: int, world_size: int, number: int, left_out: str = "") -> tuple[list[str], set[str]]:
+    """What differs from a training without a store, and the waits that were called."""
+    training, stores = TRAININGS[number]
+    want, waits, found = _plain(rank, world_size, number), Waits(left_out), []
+    for store in stores:
+        with deferring(waits):
+            found += [
+                f"{store.name}: {text}" for text in differences(trajectory(rank, world_size, training, store), want)
+            ]
+    return found, waits.called
+
+
+@pytest.mark.parametrize("number", range(len(TRAININGS)))
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_late_copies_change_nothing(ranks: int, number: int) -> None:
+    for found, called in run_ranks(ranks, _deferred, number):
+        assert not found
+        assert called
+
+
+def _without(rank: int, world_size: int, wait: str) -> str:
+    """What shows that a wait was left out; empty: nothing."""
+    for number in FEW:
+        try:
+            found, _ = _deferred(rank, world_size, number, wait)
+        except Exception as error:
+            return repr(error)
+        if found:
+            return found[0]
+    return ""
+
+
+@pytest.mark.parametrize("wait", waits_of_the_stores())
+def test_a_wait_that_is_left_out_shows(wait: str) -> None:
+    (shown,) = run_ranks(1, _without, wait)
+    assert bool(shown) == (wait not in UNSEEN), shown
+
+
+def test_reasons_are_for_waits_that_are_there() -> None:
+    waits = waits_of_the_stores()
+    assert set(UNSEEN) <= set(waits) and len(set(waits)) == len(waits)
