@@ -96,6 +96,7 @@ WHAT: Mapping[str, Sequence[int]] = {
     "updated on the host, saved and loaded": ALL,
     "updated on the host, zeroed in place": ALL,
     "updated on the host, overlapped": (1, 2),
+    "updated on the host, remade": ALL,
     "parameters on the host": (3,),
     "parameters on the host, saved and loaded": (3,),
     "parameters on the host, edited": (3,),

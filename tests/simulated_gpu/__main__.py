@@ -3,7 +3,7 @@
 Three parts:
 
 - the order programs, ``order_programs.all_programs``, in every simulation;
-- tests that exist, ``FILES``, in every simulation: parity, gathers, stage 3, several optimizers, random programs;
+- tests that exist, ``FILES``, in every simulation: parity, gathers, stage 3, several optimizers, stores, random programs;
 - seeded faults, each in the simulation that it names: copies of the package in which a wait is missing. Each must be
   noticed.
 
@@ -38,6 +38,7 @@ FILES = (
     "distributed/test_grad_semantics.py",
     "distributed/test_between_calls.py",
     "distributed/test_random_programs.py",
+    "stores/test_trajectories.py",
     "fuzz",
 )
 _KNOWN = "fuzz/test_random_programs_of_the_face.py::test_what_once_went_wrong"
