@@ -57,7 +57,7 @@ def test_every_store_gives_the_bits_of_none(ranks: int, training: Training, tmp_
 
 
 def test_updates_made_in_backward_are_kept_or_made_again() -> None:
-    """From the third step on something is assumed. Some steps are clipped, one overflows, and the lr changes in each."""
+    """From the third step on something is assumed. Some steps are clipped, and one overflows."""
     training = Training(2, torch.bfloat16, options={"bucket_cap_mb": 0.002})
     stores = [DEVICE, Store({"state_offload": "cpu"}), Store({"state_offload": "cpu", "speculate": False})]
     for plain, guessed, waited in run_ranks(2, train, training, stores):
