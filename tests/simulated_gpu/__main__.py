@@ -3,8 +3,8 @@
 Three parts:
 
 - the order programs, ``order_programs.all_programs``, in every simulation;
-- tests that exist, ``FILES``, in every simulation: parity, gathers, stage 3, several optimizers, stores, random
-  programs;
+- tests that exist, ``FILES``, in every simulation: parity, gathers, stage 3, several optimizers, stores of state,
+  random programs;
 - seeded faults, each in the simulation that it names: copies of the package in which a wait is missing. Each must be
   noticed.
 

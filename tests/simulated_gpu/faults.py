@@ -505,9 +505,9 @@ _PARAMETERS = (
     _fault(
         "parameters are gathered before they are updated",
         "engine.py",
-        "        for shard in self.states.update(by, self.exchange.used):\n            shard.bucket.unshard()\n",
+        "        for shard in self.states.update(by):\n            shard.bucket.unshard()\n",
         "        for shard in self.states.shards[::-1]:\n            shard.bucket.unshard()\n"
-        "        for _ in self.states.update(by, self.exchange.used):\n            pass\n",
+        "        for _ in self.states.update(by):\n            pass\n",
         _one(2),
     ),
     _fault(

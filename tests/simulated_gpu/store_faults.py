@@ -105,8 +105,8 @@ _OF_PAGES = (
     fault(
         "no mark says that a page was updated",
         _PAGED,
-        "        page.used.set()\n        lane, run",
-        "        lane, run",
+        "        page.used.set()\n        lane =",
+        "        lane =",
         one(2, "paged"),
     ),
     fault(
@@ -134,16 +134,16 @@ _OF_PAGES = (
     fault(
         "no mark says that a page was read",
         _PAGED,
-        "            page.used.set()\n            if",
-        "            if",
+        "        page.used.set()\n        if",
+        "        if",
         one(2, "paged, saved and loaded"),
         unseen=f"The host has all of a page that it reads before it reads the next. {_HERE}.",
     ),
     fault(
         "a slot is free while its page is read",
         _PAGED,
-        "            self._leave_slot(page, page.used)\n",
-        "            self._leave_slot(page, page.arrived)\n",
+        "            page.home.unchanged(page.arrived)\n        self._leave_slot(page, page.used)\n",
+        "            page.home.unchanged(page.arrived)\n        self._leave_slot(page, page.arrived)\n",
         one(2, "paged, saved and loaded"),
         unseen=f"The host has all of a page that it reads before it reads the next. {_HERE}.",
     ),
@@ -362,8 +362,8 @@ _ON_HOST = (
     fault(
         "an update writes parameters that the device reads",
         _WORK,
-        "        self._bucket.flat.wait_until_copied()\n",
-        "",
+        "        self._bucket.flat.wait_until_copied()\n        if",
+        "        if",
         one(3, "parameters on the host, updated there"),
         one(3, "parameters on the host, updated there, edited"),
         unseen=_NORM,

@@ -15,7 +15,7 @@ from stores.trajectories import Store, Training, Trajectory, differences, trajec
 SMALL = {"bucket_cap_mb": 0.002}
 PAGED = Store({"state_offload": "paged", "device_budget": 0})
 ON_HOST = {"param_offload": "cpu"}
-CPU = Store({"state_offload": "cpu"})
+CPU = Store({"state_offload": "cpu", "speculate": False})  # no other thread
 TRAININGS: Sequence[tuple[Training, Sequence[Store]]] = (
     (Training(2, torch.float32, micro=2, options=SMALL), (PAGED, CPU)),
     (Training(1, torch.bfloat16, micro=2, no_sync=True, options=SMALL), (PAGED, CPU)),
@@ -31,8 +31,8 @@ UNSEEN: dict[str, str] = {
     "paged_store.commit: lane.after(page.used)": _COMPUTED,
     "paged_store.discard: page.used.set()": _COMPUTED,
     "paged_store._fit_slots: slot.left.set()": _COMPUTED,
-    "workplace._take_now: self._now.set()": _COMPUTED,
-    "workplace._take_now: self._store.lanes.to_host.after(self._now)": _COMPUTED,
+    "workplace._take_from_current: self._now.set()": _COMPUTED,
+    "workplace._take_from_current: self._store.lanes.to_host.after(self._now)": _COMPUTED,
     "workplace._bring_parameters: self._now.set()": _COMPUTED,
     "workplace._bring_parameters: lane.after(self._now)": _COMPUTED,
     "workplace.updated: self._now.set()": _COMPUTED,
@@ -46,6 +46,7 @@ UNSEEN: dict[str, str] = {
     "workplace.release: mark.wait()": "A step has waited for all, and nothing is released between backward and step",
     "workplace.after_taking: self._taken.order_current()": "What is written after it was taken is taken anew",
     "workplace._bring_parameters: self._sent.wait()": "Who sends waits at once, as a gather follows",
+    "workplace.parameters_to_guess: self._sent.wait()": "No update is guessed here",
     "workplace.parameters: self._sent.wait()": "Who sends waits at once, as a gather follows",
 }
 """Waits that may be left out here, each with the reason."""

@@ -46,7 +46,8 @@ def pages_in_turn(steps: int, room: int | None) -> list[list[float]]:
         store.end_step()
     values = []
     for number in pages:
-        values.append([float(store.fetch(number)["exp_avg"][at].cpu()) for at in (0, -1)])
+        state = store.fetch(number)["exp_avg"]
+        values.append([float(state[at].cpu()) for at in (0, -1)])
         store.discard(number)
     torch.cuda.synchronize()
     store.close()
