@@ -1,0 +1,551 @@
+"""Runs a program on this rank with one list of stores, and gives the trace: all that it computed, in order."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import io
+import itertools
+import math
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zero_optim
+from torch import Tensor, nn
+from zero_optim import checkpoint
+
+from store_programs.generate import Op, Program
+from store_programs.models import DTYPES, Block, Boom, Model
+
+Trace = list[tuple[str, Any]]
+OPTIONS = (  # of the configuration, which go to the optimizer as they are
+    "bucket_cap_mb",
+    "max_grad_norm",
+    "overlap_param_gather",
+    "overlap_grad_reduce",
+    "skip_nonfinite",
+    "decoupled_weight_decay",
+    "maximize",
+    "weight_decay",
+)
+
+
+def plain(value: Any) -> Any:
+    """A value by which two runs are compared: tensors and shards are copied, floats are written exactly."""
+    if hasattr(value, "local"):
+        return value.local.detach().clone().flatten()
+    if isinstance(value, Tensor):
+        return value.detach().clone().flatten()
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    return value.hex() if isinstance(value, float) else value
+
+
+class Machine:
+    """One run of one program on this rank. ``stores``: of its optimizers in order; empty: torch.optim.AdamW itself."""
+
+    def __init__(self, program: Program, rank: int, stores: list[dict[str, Any]], folder: str) -> None:
+        self.program, self.config, self.rank, self.world = program, program["config"], rank, program["world"]
+        self.stores, self.folder = stores, folder
+        self.trace: Trace = []
+        self.saved: dict[tuple[str, int], Any] = {}
+        self.speculated: collections.Counter[str] = collections.Counter()
+        self.made = itertools.count()
+        self.stage = self.config["stage"]
+        self.zeros_since_step = self.rounds_since_step = 0
+        self.thawed = False
+        self.optimizers: list[Any] = []
+
+    # The run
+
+    def run(self) -> Trace:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ended = self._guarded("construct", self._construct)
+            for number, op in enumerate(self.program["ops"]):
+                if ended:
+                    break
+                ended = self._guarded(f"{number} {op['op']}", lambda op=op: getattr(self, f"do_{op['op']}")(op))
+                self._look(op)
+            self._guarded("close", self._close)
+        return self.trace
+
+    def _guarded(self, label: str, call: Callable[[], None]) -> bool:
+        """Whether a rank raised what the program did not say. Then the program is over, on all ranks."""
+        self.label = label
+        raised = ""
+        try:
+            call()
+        except Exception as error:
+            raised = type(error).__name__
+            self.see("raised", raised)
+            frames = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)]
+            self.message = f"{label}: {raised}: {str(error)[:600]}\n  at {', '.join(frames[-4:])}"
+        votes = torch.tensor([float(bool(raised))])
+        if dist.is_initialized():
+            dist.all_reduce(votes)
+        if votes.item() and not raised:
+            self.see("another rank raised", True)
+        return bool(votes.item())
+
+    def see(self, what: str, value: Any) -> None:
+        self.trace.append((f"{self.label}: {what}", plain(value)))
+
+    def _look(self, op: Op) -> None:
+        if not op.get("look", True) or (self.ours and self.config.get("overlap_param_gather") and op["op"] == "train"):
+            return
+        with contextlib.suppress(Exception):
+            self._wait()
+            self._see_parameters()
+
+    def _see_parameters(self) -> None:
+        self.see("parameters", {name: p for m in self.models for name, p in self._named(m)})
+        if self.ours:
+            self.see("counts", [{k: o.stats()[k] for k in ("steps", "skipped_steps")} for o in self.optimizers])
+            self.see("non_finite", [o.stats()["non_finite"] for o in self.optimizers])
+
+    def _named(self, model: nn.Module) -> list[tuple[str, Tensor]]:
+        return [(f"{self.models.index(model)}.{name}", p) for name, p in model.named_parameters()]
+
+    # Making
+
+    @property
+    def ours(self) -> bool:
+        return bool(self.stores)
+
+    @property
+    def sharded(self) -> bool:
+        return self.stage == 3 and self.ours
+
+    def _construct(self) -> None:
+        self.models = []
+        for number in range(self.config.get("models", 1)):
+            torch.manual_seed(number)
+            self.models.append(Model(self.config))
+        parameters = [p for model in self.models for p in model.parameters()]
+        for index in self.config.get("frozen", []):
+            parameters[index % len(parameters)].requires_grad_(False)
+        for model in self.models:
+            model.head.requires_grad_(True)
+        if self.sharded:
+            offload = self.stores[0].get("param_offload")
+            kept = {name: self.config[name] for name in ("reshard_after_forward", "prefetch") if name in self.config}
+            for model in self.models:
+                zero_optim.shard_module(model, units=(Block,), **kept, **({"param_offload": offload} if offload else {}))
+        self.scaler = zero_optim.GradScaler(init_scale=2.0**8, growth_interval=3) if self.config.get("scaler") else None
+        self._make_optimizers()
+
+    def _make_optimizers(self) -> None:
+        self.optimizers = [self._make(model) for model in self.models]
+        self.schedulers = []
+        if self.config.get("schedule"):
+            self.schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5) for o in self.optimizers]
+
+    def _make(self, model: Model) -> Any:
+        config = self.config
+        lr = torch.tensor(config["lr"]) if config.get("tensor_lr") else config["lr"]
+        options = {name: config[name] for name in OPTIONS if name in config} | {"lr": lr}
+        if "betas" in config:
+            options["betas"] = tuple(config["betas"])
+        if not self.ours:
+            for name in OPTIONS[:4]:
+                options.pop(name, None)
+            return torch.optim.AdamW(self._given(model), **options, foreach=False)
+        if "grad_reduce_dtype" in config:
+            options["grad_reduce_dtype"] = DTYPES[config["grad_reduce_dtype"]]
+        optimizer = zero_optim.ShardedAdamW(self._given(model), stage=self.stage, **options, **self._next_store())
+        if config.get("overlap_param_gather"):
+            optimizer.attach(model)
+        return optimizer
+
+    def _given(self, model: Model) -> Any:
+        naming = self.config.get("naming")
+        named = [(name, p) for name, p in model.named_parameters() if not name.startswith("extra.")]
+        groups: list[dict[str, Any]] = [{"params": named}]
+        if naming == "groups":
+            flat = [(name, p) for name, p in named if p.ndim < 2]
+            groups = [{"params": [(name, p) for name, p in named if p.ndim >= 2]}, {"params": flat, "weight_decay": 0.3}]
+        if hasattr(model, "extra"):
+            groups.append(self._extra_group(model))
+        if naming:
+            groups = [group | {"params": [p[1] if isinstance(p, tuple) else p for p in group["params"]]} for group in groups]
+        return groups
+
+    def _extra_group(self, model: Model) -> dict[str, Any]:
+        named = [(f"extra.{name}", p) for name, p in model.extra.named_parameters()]
+        given = [p for _, p in named] if self.config.get("naming") else named
+        return {"params": given, "weight_decay": 0.2}
+
+    def _next_store(self) -> dict[str, Any]:
+        store = dict(self.stores[min(next(self.made), len(self.stores) - 1)])
+        store.pop("param_offload", None)
+        if store["state_offload"] == "nvme":
+            store["state_offload"] = f"nvme:{self.folder}/pages"
+        return {name: value for name, value in store.items() if value is not None}
+
+    def _close(self) -> None:
+        for optimizer in self.optimizers if self.ours else []:
+            self._count(optimizer)
+            optimizer.close()
+
+    def _count(self, optimizer: Any) -> None:
+        self.speculated.update((optimizer.stats().get("state_offload") or {}).get("speculated") or {})
+
+    # A step
+
+    def do_train(self, op: Op) -> None:
+        micros = op["micros"]
+        idle = self._idle_ranks(op)
+        for number, micro in enumerate(micros):
+            if failure := self._interruption(micro, len(micros)):
+                self._interrupted(op, number, micro, failure)
+                return
+            self._backward(op, number, micro, take_part=self.rank not in idle)
+        if not (idle and self.stage == 0):
+            self._small_ops(op.get("mid", []))
+            if self.scaler and op.get("unscale"):
+                for optimizer in self.optimizers:
+                    self.scaler.unscale_(optimizer)
+            self._clip(op.get("clip"))
+            self._small_ops(op.get("late", []))
+        for _ in range(op.get("steps", 1)):
+            self._step(scaled=True)
+        if not op.get("steps", 1) and self.scaler:  # its note of unscale_ would meet the next step
+            self.scaler = zero_optim.GradScaler(init_scale=2.0**8, growth_interval=3)
+        for scheduler in self.schedulers:
+            scheduler.step()
+        self._zero(op.get("zero", "opt"))
+
+    def _idle_ranks(self, op: Op) -> list[int]:
+        """Ranks that make no backward, where that is allowed: in a step of one synchronised backward, not at stage 3."""
+        one_round = len(op["micros"]) == 1 and not op["micros"][0].get("no_sync") and not self.rounds_since_step
+        allowed = one_round and self.stage != 3 and (self.stage or len(self.models) == 1) and op.get("steps", 1)
+        return op.get("idle", []) if allowed else []
+
+    def _backward(self, op: Op, number: int, micro: Op, bomb: Any = None, fail: Any = None, take_part: bool = True) -> None:
+        with contextlib.ExitStack() as stack:
+            if micro.get("no_sync") and self.ours:
+                for optimizer in self.optimizers:
+                    stack.enter_context(optimizer.no_sync())
+            elif not micro.get("no_sync"):
+                self.rounds_since_step += 1
+            loss = self._loss(op["data"] + 7 * number, self._use(micro), bomb, fail)
+            self.see("loss", loss)
+            overflow = micro.get("overflow", {})
+            if overflow.get("rank") == self.rank:
+                loss = loss * float(overflow["value"])
+            if self.scaler:
+                loss = self.scaler.scale(loss)
+            if take_part:
+                loss.backward()
+        self.thawed = False
+
+    def _use(self, op: Op) -> list[int]:
+        blocks = len(self.config["dtypes"]) - 2
+        if self.thawed and self.sharded or "use" not in op:
+            return [2] * blocks
+        return op["use"][self.rank][:blocks]
+
+    def _loss(self, data: int, use: list[int], bomb: Any = None, fail: Any = None) -> Tensor:
+        generator = torch.Generator().manual_seed(data * 10 + self.rank)
+        x, y = torch.randn((2, 4, self.config["width"]), generator=generator)
+        total = torch.zeros(())
+        for model in self.models:
+            out = model(x, use, bomb, fail).float()
+            total = total + (out - y).square().mean()
+            if self.config.get("chained"):
+                x = out
+        return total
+
+    def _interruption(self, micro: Op, micros: int) -> str:
+        """Whether a backward ("bomb") or forward ("fail") raises, where the rules for several ranks allow it."""
+        for kind in ("bomb", "fail"):
+            if kind not in micro or not self.ours:
+                continue
+            if micro[kind]["ranks"] == "all" or self.world == 1:
+                return kind
+            if len(self.models) > 1 and self.stage in (0, 3):
+                continue
+            if kind == "bomb" or (self.stage != 3 and micros == 1 and not self.rounds_since_step):
+                return kind
+        return ""
+
+    def _interrupted(self, op: Op, number: int, micro: Op, kind: str) -> None:
+        raises = micro[kind]["ranks"] == "all" or self.rank in micro[kind]["ranks"]
+        try:
+            self._backward(op, number, micro, **({kind: micro[kind]["at"]} if raises else {}))
+        except Boom:
+            self.see("boom", True)
+        no_trace = kind == "fail" or micro[kind]["at"] == "first" or self.stage == 3
+        if micro[kind]["then"] == "step" or self.stage == 0 or (no_trace and not self.zeros_since_step):
+            self._step(scaled=False)
+        self._zero("opt")
+        if self.scaler:
+            self.scaler = zero_optim.GradScaler(init_scale=2.0**8, growth_interval=3)
+
+    def _step(self, scaled: bool) -> None:
+        for optimizer in self.optimizers:
+            if self.scaler and scaled:
+                self.scaler.step(optimizer)
+            else:
+                if not self.ours and "max_grad_norm" in self.config and not self.clipped:
+                    self._clip({"max_norm": self.config["max_grad_norm"]})
+                optimizer.step()
+        if self.scaler and scaled:
+            self.scaler.update()
+            self.see("scale", self.scaler.get_scale())
+        self.zeros_since_step = self.rounds_since_step = 0
+        self.clipped = False
+
+    clipped = False
+
+    def _clip(self, clip: Op | None) -> None:
+        if not clip:
+            return
+        self.clipped = True
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+            some = [trained[clip["which"] % len(trained)]] if "which" in clip else None
+            norm_type = float(clip.get("norm_type", 2.0))
+            if self.ours:
+                self.see("norm", optimizer.clip_grad_norm_(clip["max_norm"], norm_type, some))
+            else:
+                every = [p for g in optimizer.param_groups for p in g["params"]]
+                nn.utils.clip_grad_norm_(some or every, clip["max_norm"], norm_type)
+
+    def _zero(self, how: str) -> None:
+        to_none = not how.endswith("_zeros")
+        if how == "none":
+            return
+        if how.startswith("model"):
+            for model in self.models:
+                model.zero_grad(set_to_none=to_none)
+            return
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=to_none)
+        self.zeros_since_step += 1
+
+    # Small operations
+
+    def _small_ops(self, ops: Iterable[Op]) -> None:
+        for op in ops:
+            getattr(self, f"do_{op['op']}")(op)
+
+    def do_zero(self, op: Op) -> None:
+        self._zero(op.get("how", "opt"))
+
+    def do_bare_step(self, op: Op) -> None:
+        self._step(scaled=False)
+
+    def do_eval(self, op: Op) -> None:
+        with torch.no_grad():
+            self.see("loss", self._loss(op.get("data", 0), self._use(op)))
+
+    def do_forward_only(self, op: Op) -> None:
+        self.see("loss", self._loss(op.get("data", 0), self._use(op)))
+
+    def do_set(self, op: Op) -> None:
+        name, value = op["name"], op["value"]
+        for optimizer in self.optimizers:
+            if name in ("max_grad_norm", "skip_nonfinite"):
+                setattr(optimizer, name, value)
+                continue
+            for group in optimizer.param_groups:
+                if name == "lr" and isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(value)
+                else:
+                    group[name] = tuple(value) if isinstance(value, list) else value
+
+    def _chosen(self, op: Op, model: Model | None = None) -> list[Tensor]:
+        """Of one model, or of all: the parameter that the operation names, or every one."""
+        parameters = [p for m in ([model] if model else self.models) for p in m.parameters()]
+        which = op.get("which", "all")
+        return parameters if which == "all" else [parameters[which % len(parameters)]]
+
+    def do_freeze(self, op: Op) -> None:
+        self._zero(op.get("zero", "none"))
+        for parameter in self._chosen(op):
+            if all(parameter is not p for model in self.models for p in model.head.parameters()):
+                parameter.requires_grad_(False)
+
+    def do_thaw(self, op: Op) -> None:
+        self._zero(op.get("zero", "none"))
+        for parameter in self._chosen(op):
+            self.thawed |= not parameter.requires_grad
+            parameter.requires_grad_(True)
+
+    def _wait(self) -> None:
+        if self.ours and self.config.get("overlap_param_gather"):
+            for optimizer in self.optimizers:
+                optimizer.wait_for_parameters()
+
+    @torch.no_grad()
+    def do_edit(self, op: Op) -> None:
+        self._wait()
+        for model in self.models:
+            whole = zero_optim.gather_parameters(model, writeback=True) if self.sharded else contextlib.nullcontext()
+            if self.sharded and self._in_a_step():
+                return
+            with whole:
+                for parameter in self._chosen(op, model):
+                    _edit(parameter, op.get("how", "add"))
+
+    def _in_a_step(self) -> bool:
+        return self.rounds_since_step > 0
+
+    def do_writeback(self, op: Op) -> None:
+        if self.ours:
+            self.do_edit(op)
+
+    @torch.no_grad()
+    def do_data_edit(self, op: Op) -> None:
+        if self.sharded or not self.ours:
+            return
+        self._wait()
+        for parameter in self._chosen(op):
+            parameter.data.mul_(0.75)
+        for optimizer in self.optimizers:
+            optimizer.refresh_master()
+
+    def _readable(self) -> bool:
+        """Whether ``.grad`` is this rank's to edit."""
+        own_until_step = self.stage == 1 and self.config.get("overlap_grad_reduce") is False
+        return self.world == 1 or self.stage == 0 or own_until_step
+
+    @torch.no_grad()
+    def do_edit_grad(self, op: Op) -> None:
+        for parameter in self._chosen(op):
+            if self._readable() and parameter.grad is not None:
+                self.see("gradient", parameter.grad)
+                parameter.grad.mul_(0.5)
+
+    def do_drop_grad(self, op: Op) -> None:
+        for parameter in self._chosen(op):
+            parameter.grad = None
+
+    def do_stats(self, op: Op) -> None:
+        self.see("skipped", [o.stats()["skipped_steps"] for o in self.optimizers])
+
+    def do_add_group(self, op: Op) -> None:
+        if self.stage == 3 or not self.ours:
+            return
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            if not hasattr(model, "extra"):
+                model.add_extra()
+                optimizer.add_param_group(self._extra_group(model))
+                if self.config.get("overlap_param_gather"):
+                    optimizer.attach(model)
+
+    def do_observe(self, op: Op) -> None:
+        for optimizer in self.optimizers:
+            optimizer.observe()
+
+    def do_reset_state(self, op: Op) -> None:
+        self._zero("opt")
+        for optimizer in self.optimizers:
+            optimizer.state = collections.defaultdict(dict)
+
+    # States
+
+    def do_read_state(self, op: Op) -> None:
+        self.see("state_dict", [_by_name(o.state_dict()) for o in self.optimizers])
+
+    def do_read_full(self, op: Op) -> None:
+        self.see("full state", [zero_optim.full_state_dict(o, rank=None) for o in self.optimizers])
+
+    def do_read_model(self, op: Op) -> None:
+        self._wait()
+        self.see("whole model", [zero_optim.full_model_state_dict(model, rank=None) for model in self.models])
+
+    def do_save_state(self, op: Op) -> None:
+        state = [o.state_dict() for o in self.optimizers]
+        model = [copy.deepcopy(m.state_dict()) for m in self.models]
+        state = _through_a_file(state) if op.get("how") == "file" else copy.deepcopy(state)
+        self.saved["state", op.get("slot", 0)] = (state, model)
+
+    def do_load_state(self, op: Op) -> None:
+        if kept := self.saved.get(("state", op.get("slot", 0))):
+            self._zero("opt")
+            if op.get("model_too"):
+                self._load_models(kept[1])
+            for optimizer, state in zip(self.optimizers, copy.deepcopy(kept[0]), strict=True):
+                optimizer.load_state_dict(state)
+
+    def do_save_full(self, op: Op) -> None:
+        self.saved["full", op.get("slot", 0)] = [zero_optim.full_state_dict(o) for o in self.optimizers]
+
+    def do_load_full(self, op: Op) -> None:
+        if kept := self.saved.get(("full", op.get("slot", 0))):
+            self._zero("opt")
+            for optimizer, state in zip(self.optimizers, copy.deepcopy(kept), strict=True):
+                zero_optim.load_full_state_dict(optimizer, state if self.rank == 0 else None)
+
+    def do_save_model(self, op: Op) -> None:
+        self.saved["model", op.get("slot", 0)] = [copy.deepcopy(m.state_dict()) for m in self.models]
+
+    def do_load_model(self, op: Op) -> None:
+        if kept := self.saved.get(("model", op.get("slot", 0))):
+            self._zero(op.get("zero", "none"))
+            self._load_models(kept)
+
+    def _load_models(self, states: list[Any]) -> None:
+        for model, state in zip(self.models, states, strict=True):
+            model.load_state_dict(state)
+
+    def do_save_checkpoint(self, op: Op) -> None:
+        slot = op.get("slot", 0)
+        checkpoint.save(f"{self.folder}/slot-{slot}", nn.ModuleList(self.models), self.optimizers, step=slot)
+        self.saved["checkpoint", slot] = True
+
+    def do_load_checkpoint(self, op: Op) -> None:
+        slot = op.get("slot", 0)
+        if self.saved.get(("checkpoint", slot)):
+            self._zero("opt")
+            loaded = checkpoint.load(f"{self.folder}/slot-{slot}", nn.ModuleList(self.models), self.optimizers)
+            self.see("checkpoint", loaded.step)
+
+    def do_remake(self, op: Op) -> None:
+        """Close the optimizers and make others, with the next store, which may go on from the state of these."""
+        carry = op.get("carry", "nothing")
+        self._zero(op.get("zero", "opt"))
+        slot = {"op": "save", "slot": 9, "how": op.get("how")}
+        if carry != "nothing":
+            getattr(self, f"do_save_{carry}")(slot)
+        self._wait()
+        self._close()
+        self.stage = op.get("stage", self.stage) if self.stage < 3 else 3
+        self.zeros_since_step = self.rounds_since_step = 0
+        self._make_optimizers()
+        if carry != "nothing":
+            getattr(self, f"do_load_{carry}")(slot)
+
+
+def _by_name(state: dict[str, Any]) -> dict[str, Any]:
+    return {"state": dict(sorted(state["state"].items(), key=str)), "param_groups": state["param_groups"]}
+
+
+def _edit(parameter: Tensor, how: str) -> None:
+    if how == "mul":
+        parameter.mul_(1.01)
+    elif how == "copy":
+        generator = torch.Generator().manual_seed(parameter.numel())
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    elif how == "zero":
+        parameter.zero_()
+    else:
+        parameter.add_(math.pi / 100)
+
+
+def _through_a_file(state: Any) -> Any:
+    memory = io.BytesIO()
+    torch.save(state, memory)
+    memory.seek(0)
+    return torch.load(memory, weights_only=True)
