@@ -19,11 +19,10 @@ from store_programs.generate import Program, generate
 from store_programs.law import Verdict, judge_all
 from store_programs.shrink import shrink
 
-
 KNOWN: Counter[str] = Counter()  # failures by kind: one that has been made small often enough is only counted
 
 
-def run(programs: list[Program], plain: bool = False, timeout: float = 120) -> tuple[list[list[Verdict]], str]:
+def run(programs: list[Program], plain: bool = False, timeout: float = 400) -> tuple[list[list[Verdict]], str]:
     """Verdicts by program and rank, of those that ran; and, where ranks died or hung, what the harness says."""
     world = programs[0]["world"]
     with tempfile.TemporaryDirectory(prefix="stores-") as folder:
@@ -43,7 +42,7 @@ def failure_of(program: Program, plain: bool = False) -> str:
     if broken:
         alone = run([program | {"runs": []}], timeout=60)[1]
         return "" if alone else f"ranks died or hung: {broken}"
-    return "\n".join(f"rank {rank}: {v.difference}" for rank, v in enumerate(verdicts[0]) if v.difference)
+    return told(verdicts[0])
 
 
 def kind(failure: str) -> str:
@@ -55,10 +54,14 @@ def kind(failure: str) -> str:
     return f"differs {'parameter' if 'parameters/' in failure else 'otherwise'}" if failure else ""
 
 
-def report(name: str, program: Program, seconds: float, plain: bool) -> str:
+def told(ranks: list[Verdict]) -> str:
+    return "\n".join(f"rank {rank}: {verdict.difference}" for rank, verdict in enumerate(ranks) if verdict.difference)
+
+
+def report(name: str, program: Program, first: str, seconds: float, plain: bool) -> str:
     failure = failure_of(program, plain)
     if not failure:
-        return f"{name}: failed once, and not again\n{json.dumps(program)}\n"
+        return f"{name}: failed once, and not again:\n{first[:6000]}\n{json.dumps(program)}\n"
     KNOWN[kind(failure)] += 1
     if KNOWN[kind(failure)] > 3 and kind(failure).startswith("raised"):
         return f"{name}: once more: {kind(failure)}\n"
@@ -108,7 +111,8 @@ def search(options: Any) -> None:
             at = len(verdicts) - (not broken)
             if failed and at < len(todo):
                 name = f"seed {todo[at][0]} world {world}"
-                text = report(name, todo[at][1], options.shrink_seconds, options.plain)
+                first = broken or told(verdicts[-1])
+                text = report(name, todo[at][1], first, options.shrink_seconds, options.plain)
                 counts["failures"] += 1
                 print(text, flush=True)
                 with options.out.open("a") as out:

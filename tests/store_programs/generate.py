@@ -1,7 +1,7 @@
 """A program of a seed: plain data, so that it can be printed, kept in a file and made smaller.
 
-``{"world", "config", "runs", "ops"}``. Each entry of ``ops`` is legal wherever it stands, and so is each but the first key
-of an entry when it is left out: ``execute`` has the defaults. That is what lets ``shrink`` drop anything.
+``{"world", "config", "runs", "ops"}``. Each entry of ``ops`` is legal wherever it stands, and most keys of an entry may
+be left out: ``execute`` has the defaults. That is what lets ``shrink`` drop anything.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ MID_OPS = {
     "edit_grad": 2,
     "freeze": 1,
     "stats": 1,
+    "zero": 1,
+    "backward": 2,
 }
 PLAIN_MID_OPS = {"set": 3, "edit": 1, "edit_grad": 1, "drop_grad": 1, "eval": 1}
 
@@ -61,7 +63,7 @@ class Generator:
     def program(self) -> Program:
         draw = self.random
         self.config = self._config()
-        ops = [self._train(quiet=self.chance(0.7)) for _ in range(draw.choice([1, 2, 3, 3]))]
+        ops = [self._train(quiet=self.chance(0.7)) for _ in range(draw.choice([1, 2, 3, 4, 5]))]
         ops += [self._op() for _ in range(draw.choice([2, 4, 6, 8, 12]))]
         runs = [] if self.plain else [self._stores() for _ in range(draw.choice([1, 1, 2]))]
         return {"world": self.world, "config": self.config, "runs": runs, "ops": ops}
@@ -75,7 +77,7 @@ class Generator:
         dtypes = [draw.choice(["fp32", "bf16", "fp16"]) if kind == "mixed" else kind for _ in range(blocks + 2)]
         config: dict[str, Any] = {
             "stage": stage,
-            "width": draw.choice([3, 8, 13, 16, 33]),
+            "width": 640 if self.chance(0.03) else draw.choice([3, 8, 13, 16, 33]),
             "dtypes": dtypes,
             "lr": draw.choice([1e-3, 1e-2, 0.1]),
         }
@@ -87,6 +89,8 @@ class Generator:
             "recompute": (0.15, ["reentrant", "nonreentrant"]),
             "scaler": (0 if self.plain else 0.7 if "fp16" in dtypes else 0.1, [True]),
             "schedule": (0.2, [True]),
+            "hook": (0.08 * (not self.plain), ["before", "after"]),
+            "odd": (0.15 * (not self.plain), [True]),
             "frozen": (0.2, [[draw.randrange(12)]]),
             "tensor_lr": (0.15, [True]),
             "naming": (0.5, ["plain", "groups"]),
@@ -140,7 +144,9 @@ class Generator:
         if name == "set":
             op |= self._setting()
         if name in ("edit", "data_edit", "writeback", "edit_grad", "drop_grad", "freeze", "thaw"):
-            op["which"] = draw.choice([0, 1, 2, 3, 5, 7, 9, "all"] if name in ("thaw", "edit") else [0, 1, 2, 3, 5, 7, 9])
+            op["which"] = draw.choice(
+                [0, 1, 2, 3, 5, 7, 9, "all"] if name in ("thaw", "edit") else [0, 1, 2, 3, 5, 7, 9]
+            )
         if name == "edit":
             op["how"] = draw.choice(["mul", "add", "copy", "zero"])
         if name == "zero":
@@ -162,18 +168,20 @@ class Generator:
     def _setting(self) -> Op:
         draw = self.random
         value: Any
-        name = draw.choice(["lr", "lr", "weight_decay", "betas", "max_grad_norm", "eps"])
+        name = draw.choice(["lr", "lr", "weight_decay", "betas", "max_grad_norm", "eps", "skip_nonfinite"])
         if name == "lr":
             value = draw.choice([0.0, 1e-3, 3e-3, 0.03])
         elif name == "max_grad_norm" and not self.plain:
             value = draw.choice([None, 1e-3, 0.5])
+        elif name == "skip_nonfinite" and not self.plain:
+            value = draw.choice([True, False])
         elif name == "betas":
             value = draw.choice([[0.9, 0.95], [0.0, 0.5]])
         elif name == "eps":
             value = 1e-6
         else:
             name, value = "weight_decay", draw.choice([0.0, 0.1, 1.0])
-        return {"name": name, "value": value}
+        return {"name": name, "value": value} | ({"groups": 1} if self.chance(0.3) else {})
 
     def _zero(self) -> str:
         return self.random.choice(["opt", "opt", "opt", "opt_zeros", "model", "model_zeros", "none"])
@@ -206,6 +214,10 @@ class Generator:
                 op["idle"] = [draw.randrange(self.world)]
             op["steps"] = draw.choice([1, 1, 1, 1, 2, 0])
             op["zero"] = self._zero()
+        if self.plain and (
+            "clip" in op or "max_grad_norm" in self.config
+        ):  # here the clip is of a step, and torch's is of the gradients
+            op |= {"steps": 1, "zero": "opt"}
         if self.chance(0.2):
             op["look"] = False
         return op

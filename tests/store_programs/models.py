@@ -52,6 +52,8 @@ class Model(nn.Module):
             self.blocks[-1].linear.weight = self.blocks[0].linear.weight
         self.head = nn.Linear(width, width, dtype=dtypes[-1])
         self.spare = nn.Parameter(torch.ones(5, dtype=dtypes[0]))  # no forward uses it
+        if config.get("odd"):
+            self.scale, self.empty = nn.Parameter(torch.ones((), dtype=dtypes[0])), nn.Parameter(torch.ones(0, 3))
 
     def add_extra(self) -> nn.Module:
         """A layer that is there, and used, from now on."""
@@ -63,8 +65,10 @@ class Model(nn.Module):
         return self.extra
 
     def forward(self, x: Tensor, use: Sequence[int], bomb: Any = None, fail: Any = None) -> Tensor:
-        """``bomb`` and ``fail``: where backward, or this forward, raises: "first" in backward, or the number of a block."""
+        """``bomb`` and ``fail``: where backward, or this forward, raises: a block, or "first" in backward."""
         x = self.first(x.to(self.first.weight.dtype))
+        if hasattr(self, "scale"):
+            x = x * self.scale + self.empty.sum().to(x.dtype)
         for number, (block, used) in enumerate(zip(self.blocks, use, strict=True)):
             if fail == number:
                 raise Boom
