@@ -16,7 +16,7 @@ from typing import Any
 from harness import RankFailure, close_pool, run_ranks
 
 from store_programs.generate import Program, generate
-from store_programs.law import Verdict, judge_all
+from store_programs.law import BROKEN, Verdict, judge_all
 from store_programs.shrink import shrink
 
 KNOWN: Counter[str] = Counter()  # failures by kind: one that has been made small often enough is only counted
@@ -39,15 +39,16 @@ def run(programs: list[Program], plain: bool = False, timeout: float = 400) -> t
 def failure_of(program: Program, plain: bool = False) -> str:
     """What is wrong with a program; empty where nothing is, or where it is as wrong without a store."""
     verdicts, broken = run([program], plain, timeout=60)
-    if broken:
-        alone = run([program | {"runs": []}], timeout=60)[1]
-        return "" if alone else f"ranks died or hung: {broken}"
-    return told(verdicts[0])
+    said = f"{BROKEN}: {broken}" if broken else told(verdicts[0])
+    if BROKEN in said and program["runs"]:
+        alone, broken = run([program | {"runs": []}], timeout=60)
+        return "" if broken or told(alone[0]) else said
+    return said
 
 
 def kind(failure: str) -> str:
     """By which two failures are one: shrinking keeps to it."""
-    if failure.startswith("ranks died"):
+    if BROKEN in failure:
         return "hung"
     if raised := re.search(r"it raised: \S+(?: \w+)?: (.{0,60})", failure):
         return f"raised {raised[1]}"
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="against torch.optim.AdamW, on one rank")
     parser.add_argument("--shrink-seconds", type=float, default=60)
     parser.add_argument("--out", type=Path, default=Path("store-failures.md"))
+    parser.add_argument("--without", default="$^", help="a regular expression: programs to leave out, by their JSON")
     parser.add_argument("--program", type=Path, help="a file with the JSON of one program")
     options = parser.parse_args()
     try:
@@ -99,14 +101,15 @@ def search(options: Any) -> None:
         world = worlds[number % len(worlds)]
         number += 1
         todo = [(s, generate(s, world, options.plain)) for s in range(seed, seed + options.batch)]
+        todo = [(s, program) for s, program in todo if not re.search(options.without, json.dumps(program))]
         seed += options.batch
         while todo:
             verdicts, broken = run([program for _, program in todo], options.plain)
-            for ranks in verdicts:
+            for (name, _), ranks in zip(todo, verdicts, strict=False):
                 counts["programs"] += 1
                 counts.update({f"speculated {k}": n for v in ranks for k, n in v.speculated.items()})
                 counts["ended early"] += any(v.ended for v in ranks)
-                ended.update({" ".join(v.ended.split()[1:12]) for v in ranks if v.ended})
+                ended.update({f"seed {name} world {world}: {v.ended[:90]}" for v in ranks if v.ended})
             failed = bool(broken) or any(v.difference for v in verdicts[-1])
             at = len(verdicts) - (not broken)
             if failed and at < len(todo):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import zero_optim
 from torch import Tensor, nn
+from zero_optim import checkpoint
 
 from store_programs.generate import Op, Program
 from store_programs.models import DTYPES, Block, Boom, Model
@@ -89,8 +90,12 @@ class Machine(Operations):
             frames = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)]
             self.message = f"{label}: {raised}: {str(error)[:600]}\n  at {', '.join(frames[-4:])}"
         votes = torch.tensor([float(bool(raised))])
-        if dist.is_initialized():
-            dist.all_reduce(votes)
+        try:
+            if dist.is_initialized():
+                dist.all_reduce(votes)
+        except RuntimeError as error:
+            said = self.message if raised else "nothing"
+            raise RuntimeError(f"after {label}, in which this rank raised {said}: {error}") from error
         if votes.item() and not raised:
             self.see("another rank raised", True)
         return bool(votes.item())
@@ -207,6 +212,8 @@ class Machine(Operations):
         return {name: value for name, value in store.items() if value is not None}
 
     def _close(self) -> None:
+        if self.ours:
+            checkpoint.wait()  # for one in the background, whose folder goes with the run
         for optimizer in self.optimizers if self.ours else []:
             self._count(optimizer)
             optimizer.close()
@@ -292,18 +299,24 @@ class Machine(Operations):
                 return kind
             if len(self.models) > 1 and self.stage in (0, 3):
                 continue
+            if micro[kind]["at"] == "first" and self.rounds_since_step and not self._zeroing_settles():
+                continue  # an earlier round of this step has left: ``step`` would wait for one
             if kind == "bomb" or (self.stage != 3 and micros == 1 and not self.rounds_since_step):
                 return kind
         return ""
 
+    def _zeroing_settles(self) -> bool:
+        return self.stage > 0 and self.zeros_since_step > 0
+
     def _interrupted(self, op: Op, number: int, micro: Op, kind: str) -> None:
-        raises = micro[kind]["ranks"] == "all" or self.rank in micro[kind]["ranks"]
+        raises, before = micro[kind]["ranks"] == "all" or self.rank in micro[kind]["ranks"], self.rounds_since_step
         try:
             self._backward(op, number, micro, **({kind: micro[kind]["at"]} if raises else {}))
         except Boom:
             self.see("boom", True)
         no_trace = kind == "fail" or micro[kind]["at"] == "first" or self.stage == 3
-        if micro[kind]["then"] == "step" or self.stage == 0 or (no_trace and not self.zeros_since_step):
+        needs_step = self.stage == 0 or (no_trace and not self.zeros_since_step)
+        if needs_step or (micro[kind]["then"] == "step" and not (no_trace and before)):
             self._step(scaled=False)
         self._zero("opt")
         if self.scaler:

@@ -144,9 +144,13 @@ class Generator:
         if name == "set":
             op |= self._setting()
         if name in ("edit", "data_edit", "writeback", "edit_grad", "drop_grad", "freeze", "thaw"):
-            op["which"] = draw.choice(
-                [0, 1, 2, 3, 5, 7, 9, "all"] if name in ("thaw", "edit") else [0, 1, 2, 3, 5, 7, 9]
-            )
+            op["which"] = draw.choice([0, 1, 2, 3, 5, 7, 9, *(["all"] if name in ("thaw", "edit") else [])])
+        if name == "edit_grad":
+            op["how"] = draw.choice(["halve", "zero", "clip"])
+        if name == "backward":
+            op |= {"data": draw.randrange(1000), "use": self._use()} | ({"no_sync": True} if self.chance(0.4) else {})
+        if name == "save_checkpoint" and self.chance(0.4):
+            op["background"] = True
         if name == "edit":
             op["how"] = draw.choice(["mul", "add", "copy", "zero"])
         if name == "zero":
@@ -214,9 +218,7 @@ class Generator:
                 op["idle"] = [draw.randrange(self.world)]
             op["steps"] = draw.choice([1, 1, 1, 1, 2, 0])
             op["zero"] = self._zero()
-        if self.plain and (
-            "clip" in op or "max_grad_norm" in self.config
-        ):  # here the clip is of a step, and torch's is of the gradients
+        if self.plain and ("clip" in op or "max_grad_norm" in self.config):  # torch clips gradients, and not a step
             op |= {"steps": 1, "zero": "opt"}
         if self.chance(0.2):
             op["look"] = False

@@ -18,6 +18,7 @@ from store_programs.execute import Machine, Trace
 from store_programs.generate import Program
 
 NONE: dict[str, Any] = {"state_offload": None}
+BROKEN = "the ranks could not be compared"  # one died, hung, or waited in vain for another
 LONGEST_PATH_OF_A_STEP = 0.5  # in parameters, by which an update near a gradient of zero may differ from torch's
 
 
@@ -132,7 +133,7 @@ def judge_all(rank: int, world: int, programs: list[Program], folder: str, plain
         try:
             verdicts.append((judge_plain if plain else judge)(program, rank, f"{folder}/files"))
         except Exception:
-            verdicts.append(Verdict(difference=f"the test itself failed: {traceback.format_exc()}"))
+            verdicts.append(Verdict(difference=f"{BROKEN}: {traceback.format_exc()}"))
             break
         if _any(bool(verdicts[-1].difference)):
             break

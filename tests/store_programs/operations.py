@@ -129,11 +129,17 @@ class Operations:
 
     @torch.no_grad()
     def do_edit_grad(self, op: Op) -> None:
+        """On every rank alike: of a reduced gradient that is sharded, this rank's part."""
         for parameter in self._chosen(op):
-            if self._readable() and parameter.grad is not None:
-                self.see("gradient", parameter.grad)
-                parameter.grad.mul_(0.5)
-        if self._readable() and op.get("how") == "clip" and self.world == 1:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if not self._readable() and hasattr(gradient, "local"):
+                gradient.zero_() if op.get("how") == "zero" else gradient.local.mul_(0.5)
+            elif self._readable():
+                self.see("gradient", gradient)
+                gradient.zero_() if op.get("how") == "zero" else gradient.mul_(0.5)
+        if op.get("how") == "clip" and self.world == 1:
             every = [p for model in self.models for p in model.parameters()]
             self.see("norm of torch", nn.utils.clip_grad_norm_(every, 0.1))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from store_programs.generate import Program
 
-NEEDED = ("op", "data", "micros", "name", "value", "max_norm", "stage", "width", "dtypes", "lr", "state_offload")
+NEEDED = ("op", "data", "micros", "name", "value", "max_norm", "stage", "how", "width", "dtypes", "lr", "state_offload")
 
 
 def candidates(program: Program) -> Iterator[Program]:
