@@ -26,6 +26,7 @@ from .masters import Masters
 from .timing import Job
 
 MAX_NORM = 1.0
+NEVER = 1e6  # a norm that no gradient has: it is taken, and nothing is clipped
 TRAINING = {**HYPER, "lr": 1e-4}
 STAGE3, STAGE3_KEEP = "stage3", "stage3_keep"
 OURS = ("stage0", "stage1", "stage2", STAGE3, STAGE3_KEEP)
@@ -205,20 +206,30 @@ def _widened(model: GPT) -> GPT:
     return model
 
 
-def deepspeed(task: Task, stage: int) -> Contender:
-    """ZeRO by DeepSpeed around the same AdamW, its collectives through shared memory; it clips within its step."""
+def deepspeed(task: Task, stage: int, *, offload: bool = False) -> Contender:
+    """ZeRO by DeepSpeed around the same AdamW, its collectives through shared memory; it clips within its step.
+
+    ``offload``: its state is in host memory, and updated there by its own Adam (ZeRO-Offload). Nothing is clipped.
+    """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     package = importlib.import_module("deepspeed")
 
     model = task.model()
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": task.batch,
         "bf16": {"enabled": task.dtype == torch.bfloat16},
         "zero_optimization": {"stage": stage},
         "gradient_clipping": MAX_NORM,
         "zero_allow_untested_optimizer": True,
     }
-    opt = torch.optim.AdamW(model.parameters(), fused=True, **TRAINING)
+    opt: torch.optim.Optimizer
+    if offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        config["gradient_clipping"] = NEVER
+        adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+        opt = adam(model.parameters(), adamw_mode=True, **TRAINING)
+    else:
+        opt = torch.optim.AdamW(model.parameters(), fused=True, **TRAINING)
     engine, *_ = package.initialize(model=model, optimizer=opt, config=config, dist_init_required=False)
     return Passes(engine, task, backward=engine.backward).then(update=engine.step)
 

@@ -10,8 +10,9 @@ from .table import baseline_of, elements, mebibytes, milliseconds
 
 JsonRow = Mapping[str, Any]
 
-OURS = ("ours", "ours background", "stage0", "stage1", "stage2", "stage3", "stage3_keep", "cuda", "cpu", "triton")
-BASELINES = ("fused", "ddp", "disk", "torch_pipeline")
+OURS = ("ours", "ours background", "stage0", "stage1", "stage2", "stage3", "stage3_keep", "cuda", "cpu", "triton",
+        "paged 0", "paged half", "cpu no speculation", "nvme", "pages write", "pages read", "pages both")  # fmt: skip
+BASELINES = ("None", "fused", "ddp", "disk", "torch_pipeline")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def sheet_of(record: Mapping[str, Any]) -> Sheet | None:
     if first.get("samples"):
         return None
     kinds = {
+        "part": offload_sheet,
         "phase": walkthrough_sheet,
         "timed": scale_sheet,
         "written": checkpoints_sheet,
@@ -197,6 +199,48 @@ def checkpoints_sheet(record: Mapping[str, Any]) -> Sheet:
     ]
     note = (
         "Medians of interleaved rounds, of the slower rank; whiskers: p20 to p80. 'of disk': the disk's time over it."
+    )
+    return Sheet(panels, note)
+
+
+def offload_sheet(record: Mapping[str, Any]) -> Sheet:
+    """Time of a step by store, the file against the disk, and memory."""
+    rows = [row for row in record["rows"] if row.get("part")]
+    titles = {"step": "The update alone", "train": "A whole training step", "pages": "The file of nvme"}
+
+    def time(part: str, of_part: Sequence[JsonRow]) -> Panel:
+        versus = {"vs None": lambda row: f"{row['versus']:.2f}×" if row["versus"] else "-"}
+        hidden = {"hidden": lambda row: "-" if row["hidden"] is None else f"{row['hidden']:.0%}"}
+        bound = {"of bound": lambda row: "-" if row["fraction"] is None else f"{row['fraction']:.2f}"}
+        more = {"step": versus | hidden | bound, "train": versus | hidden, "pages": {"of disk": bound["of bound"]}}
+        return Panel(
+            title=f"{titles[part]}: {elements(of_part[0]['numel'])} parameters, {of_part[0]['dtype']}",
+            unit="ms",
+            rows=of_part,
+            value=lambda row: row["time"][0],
+            whiskers=lambda row: (row["time"][1], row["time"][2]),
+            columns={"ms": lambda row: milliseconds(row["time"][0]), **more[part]},
+            group=lambda row: f"ranks: {row['ranks']}",
+        )
+
+    def memory(part: str, of_part: Sequence[JsonRow]) -> Panel:
+        return Panel(
+            title=f"{titles[part]}: peak of a rank",
+            unit="MiB",
+            rows=of_part,
+            value=lambda row: row["peak"] / 2**20,
+            whiskers=lambda row: (row["peak"] / 2**20,) * 2,
+            columns={"MiB": lambda row: mebibytes(row["peak"])},
+            group=lambda row: f"ranks: {row['ranks']}",
+        )
+
+    parts = {part: [row for row in rows if row["part"] == part] for part in titles}
+    panels = [time(part, of_part) for part, of_part in parts.items() if of_part]
+    measured = {part: [row for row in of_part if row["peak"] is not None] for part, of_part in parts.items()}
+    panels += [memory(part, of_part) for part, of_part in measured.items() if of_part]
+    note = (
+        "Medians of interleaved rounds, of the slower rank; whiskers: p20 to p80. 'hidden': of what the store adds,\n"
+        "measured apart, the part that makes a step no longer than None's. 'of bound': the longest part over the step."
     )
     return Sheet(panels, note)
 

@@ -144,6 +144,53 @@ class CheckpointRow:
     extra: dict[str, int]  # bytes of a rank beside what was there, at most: in save, in load
 
 
+@dataclass(frozen=True)
+class OffloadRow:
+    """A step with one store, or a way of the pages of a file. Times in ms, memory in bytes of a rank.
+
+    Attributes:
+        part: "step" is the update alone, "train" a whole step, "pages" the file against the disk.
+        time: median, 20th and 80th percentile.
+        versus: None's time over this one's.
+        moved: in a step: to_device, to_host, read, written.
+        held: of the state, by where it is: device, host, disk.
+        peak: the most in a step beside what was there before: resident; on a GPU, allocated there.
+        beside: what the store adds to a step, each by itself: copies, disk, on a GPU the update on the host.
+        hidden: the part of that which does not make the step longer than None's.
+        bound: what a step cannot be shorter than: the longest of what it is made of.
+        fraction: that one's time over this one's.
+        speculated: updates of shards before the norm was known, since the start: right, redone.
+    """
+
+    op: str
+    backend: str
+    dtype: str
+    numel: int
+    ranks: int
+    rounds: int
+    part: str
+    time: list[float]
+    versus: float | None
+    moved: dict[str, int] | None
+    held: dict[str, int] | None
+    peak: int | None
+    beside: dict[str, float]
+    hidden: float | None
+    bound: str | None
+    fraction: float | None
+    speculated: dict[str, int] | None
+
+
+AnyRows = (
+    Sequence[Row]
+    | Sequence[PhaseRow]
+    | Sequence[ScaleRow]
+    | Sequence[EnduranceRow]
+    | Sequence[CheckpointRow]
+    | Sequence[OffloadRow]
+)
+
+
 def device_name(device: torch.device) -> str:
     """The GPU's name, or the processor's with the threads in use."""
     if device.type == "cuda":
@@ -204,7 +251,7 @@ def results_folder(device: torch.device, out: Path | None) -> Path:
 
 
 def make_record(
-    rows: Sequence[Row] | Sequence[PhaseRow] | Sequence[ScaleRow] | Sequence[EnduranceRow] | Sequence[CheckpointRow],
+    rows: AnyRows,
     device: torch.device,
     baselines: Mapping[str, str],
 ) -> dict[str, Any]:
@@ -252,9 +299,8 @@ def read(path: Path, flag: str = "") -> dict[str, Any]:
         raise UsageError(f"{named}: is no record of a benchmark") from error
     if not isinstance(schema, int) or not COMPLETED <= schema <= SCHEMA:
         raise UsageError(f"{named}: has schema {schema}; this version reads {COMPLETED} to {SCHEMA}")
-    nothing = {
-        key.name: None for kind in (Row, PhaseRow, ScaleRow, EnduranceRow, CheckpointRow) for key in fields(kind)
-    }
+    kinds = (Row, PhaseRow, ScaleRow, EnduranceRow, CheckpointRow, OffloadRow)
+    nothing = {key.name: None for kind in kinds for key in fields(kind)}
     return {"version": None, **record, "rows": [{**nothing, **row} for row in rows]}
 
 

@@ -52,6 +52,7 @@ ALONE = {
     "scale": _taking("rounds", dtypes=("bf16",), ranks="8 64 1024 16384"),
     "endurance": _taking("steps", dtypes=("fp32",), ranks="1 2"),
     "checkpoint": _taking("numel", "rounds", dtypes=("fp32",), ranks="2"),
+    "offload": _taking("numel", "contenders", "rounds", dtypes=("bf16",), ranks="2", one_number=True, gpu=True),
 }
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
@@ -102,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_numel,
         metavar="N",
         help="elements, as 1000000, 2^20 or 64Mi (cuda: 2^20 to 2^30; cpu: 64Mi); of step and train_step: parameters "
-        "(1e9; 16Mi); of stages (256Mi; 16Mi); of step_overhead: 10 million",
+        "(1e9; 16Mi); of stages and offload (256Mi; 16Mi, 64Mi); of step_overhead: 10 million",
     )
     flag(
         "--dtypes",
@@ -112,7 +113,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(fp32 bf16)",
     )
     flag("--backends", nargs="+", metavar="NAME", help="kernel backends to measure (all but reference)")
-    flag("--contenders", nargs="+", metavar="NAME", help="of train_step, stages: who trains beside the baseline (all)")
+    flag(
+        "--contenders",
+        nargs="+",
+        metavar="NAME",
+        help="of train_step, stages, offload: who runs beside the baseline (all)",
+    )
     ranks = ", ".join(f"of {op} ({alone.ranks})" for op, alone in ALONE.items() if alone.ranks)
     flag("--ranks", nargs="+", type=int, metavar="N", help=ranks)
     flag("--rounds", type=int, metavar="N", help="timed rounds of each case (10 to 51, as 5 seconds allow)")

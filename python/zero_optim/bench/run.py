@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from . import (
     gpt_step,
     grad_stats,
     memory_walkthrough,
+    offload,
+    offload_contenders,
     pack,
     scale,
     stages,
@@ -31,7 +33,7 @@ from . import (
 )
 from .case import Case, Setting, choose_backends
 from .panels import sheet_of
-from .record import CheckpointRow, EnduranceRow, PhaseRow, Row, ScaleRow, make_record, read, results_folder, write
+from .record import AnyRows, Row, make_record, read, results_folder, write
 from .request import ALONE, Request
 from .table import table
 from .timing import Clock, Rounds, interleaved, make_clock
@@ -46,9 +48,7 @@ STEP_NUMELS = {"cpu": (2**24,), "cuda": (10**9,)}
 
 Say = Callable[[str], object]
 # The rows, and the versions of baselines, or why they are not in the rows.
-Measured = tuple[
-    list[Row] | list[PhaseRow] | list[ScaleRow] | list[EnduranceRow] | list[CheckpointRow], Mapping[str, str]
-]
+Measured = tuple[AnyRows, Mapping[str, str]]
 
 
 def main(request: Request) -> int:
@@ -58,7 +58,7 @@ def main(request: Request) -> int:
     device = find_device(request.device)
     # What can't be had is said before a folder is made.
     choose_backends(device, request.backends)
-    _check_contenders(request.contenders or ())
+    _check_contenders(request)
     _check_ranks(request, device)
     _tokens(request, device)
     threads = torch.get_num_threads()
@@ -136,6 +136,14 @@ def run_checkpoint(request: Request, device: torch.device, say: Say) -> Measured
     return checkpoints.measure(numel, request.ranks or checkpoints.RANKS, request.rounds or checkpoints.ROUNDS, say), {}
 
 
+def run_offload(request: Request, device: torch.device, say: Say) -> Measured:
+    (dtype,) = request.dtypes
+    numel = request.numels[0] if request.numels else offload.NUMELS[device.type]
+    names = request.contenders or offload_contenders.NAMES
+    (ranks,) = request.ranks or ((offload.RANKS if device.type == "cpu" else torch.cuda.device_count()),)
+    return offload.measure(numel, dtype, names, ranks, request.rounds or offload.ROUNDS, device, say)
+
+
 def _check_ranks(request: Request, device: torch.device) -> None:
     gpus = torch.cuda.device_count() if device.type == "cuda" else None
     if gpus is not None and any(count > gpus for count in request.ranks or ()):
@@ -151,10 +159,11 @@ def _tokens(request: Request, device: torch.device) -> tuple[int, ...]:
     return request.tokens or train_step.TOKENS[device.type]
 
 
-def _check_contenders(names: Sequence[str]) -> None:
-    for name in names:
-        if name not in contenders.MAKERS:
-            raise UsageError(f"--contenders {name}: there are {', '.join(contenders.MAKERS)}")
+def _check_contenders(request: Request) -> None:
+    known = offload_contenders.NAMES if "offload" in request.ops else tuple(contenders.MAKERS)
+    for name in request.contenders or ():
+        if name not in known:
+            raise UsageError(f"--contenders {name}: there are {', '.join(known)}")
 
 
 ALONE_RUNS: dict[str, Callable[[Request, torch.device, Say], Measured]] = {
@@ -164,6 +173,7 @@ ALONE_RUNS: dict[str, Callable[[Request, torch.device, Say], Measured]] = {
     "memory_walkthrough": run_memory_walkthrough,
     "scale": run_scale,
     "checkpoint": run_checkpoint,
+    "offload": run_offload,
     "endurance": run_endurance,
 }
 

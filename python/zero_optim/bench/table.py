@@ -28,11 +28,11 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 def _block_of(row: JsonRow) -> tuple[Any, ...]:
-    return row["op"], row.get("ranks"), row.get("tokens")
+    return row["op"], row.get("part"), row.get("ranks"), row.get("tokens")
 
 
 def _lines(rows: Sequence[JsonRow]) -> list[str]:
-    kinds = {"phase": _walkthrough, "timed": _scale, "samples": _endurance, "written": _checkpoints}
+    kinds = {"phase": _walkthrough, "timed": _scale, "samples": _endurance, "written": _checkpoints, "part": _offload}
     return next((lines for key, lines in kinds.items() if rows[0].get(key)), _block)(rows)
 
 
@@ -191,6 +191,40 @@ def _checkpoints(rows: Sequence[JsonRow]) -> list[str]:
         cells += [mebibytes(row["extra"][part]) for part in ("save", "load")]
         lines.append(f"{row['backend']:<16}" + "".join(f"{cell:>12}" for cell in cells))
     return lines
+
+
+def _offload(rows: Sequence[JsonRow]) -> list[str]:
+    """Time and what it is held to, and below it bytes."""
+    first = rows[0]
+    about = f"{elements(first['numel'])} parameters, {first['dtype']}, ranks: {first['ranks']}"
+    heads = ("ms", "p20", "p80", "vs None", "apart, ms", "hidden", "of bound")
+    lines = [f"offload, {first['part']}: {about}; medians of {first['rounds']} rounds"]
+    lines.append(_offload_line("", heads, 10))
+    for row in rows:
+        cells = [*map(milliseconds, row["time"]), _shown(row["versus"], "{:.2f}")]
+        cells += [milliseconds(sum(row["beside"].values())) if row["beside"] else "-", _shown(row["hidden"], "{:.2f}")]
+        cells.append(_shown(row["fraction"], "{:.2f}") + f" {row['bound'] or ''}")
+        lines.append(_offload_line(row["backend"], cells, 10))
+    if first["part"] == "pages":
+        return lines
+    places, ways = ("device", "host", "disk"), ("to_device", "to_host", "read", "written")
+    lines += ["", _offload_line("MiB of a rank", (*places, "peak", "to device", "to host", "read", "written"), 9)]
+    for row in rows:
+        known = [*((row["held"] or {}).get(place) for place in places), row["peak"]]
+        known += [(row["moved"] or {}).get(way) for way in ways]
+        cells = ["-" if nbytes is None else mebibytes(nbytes) for nbytes in known]
+        guesses = row["speculated"]
+        said = f"  {guesses['right']:,} of {sum(guesses.values()):,} right" if guesses else ""
+        lines.append(_offload_line(row["backend"], cells, 9) + said)
+    return lines
+
+
+def _offload_line(name: str, cells: Sequence[str], width: int) -> str:
+    return (f"{name:<19}" + "".join(f"{cell:>{width}}" for cell in cells)).rstrip()
+
+
+def _shown(figure: float | None, form: str) -> str:
+    return "-" if figure is None else form.format(figure)
 
 
 def _beside(name: str, cells: Sequence[str]) -> str:

@@ -85,6 +85,10 @@ class DiskHomes:
         problems, self.problems = self.problems, []
         return problems
 
+    def wait(self) -> None:
+        while self._writing:
+            self._writing[0].end_write()
+
     def footprint(self) -> Mapping[str, int]:
         return {"host": self.memory.in_use, "disk": self.file.nbytes}
 

@@ -47,6 +47,8 @@ class HostHomes:
     def take_problems(self) -> list[OffloadError]:
         return []
 
+    def wait(self) -> None: ...
+
     def footprint(self) -> Mapping[str, int]:
         return {"host": self._memory.in_use, "disk": 0}
 

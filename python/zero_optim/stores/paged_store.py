@@ -91,6 +91,9 @@ class Homes(Protocol):
     def take_problems(self) -> list[OffloadError]:
         """Why pages could not be written since this was last asked."""
 
+    def wait(self) -> None:
+        """The host waits until nothing is on its way to a disk."""
+
     def footprint(self) -> Mapping[str, int]:
         """Bytes, by memory: host, disk."""
 
@@ -273,6 +276,12 @@ class PagedStore:
 
     def take_problems(self) -> list[OffloadError]:
         return self._homes.take_problems()
+
+    def wait(self) -> None:
+        """The host waits until every page that was committed has arrived where it rests."""
+        for page in self._pages.values():
+            page.left.wait()
+        self._homes.wait()
 
     def footprint(self) -> Mapping[str, int]:
         resident = sum(page.nbytes for page in self._pages.values() if page.home is None)

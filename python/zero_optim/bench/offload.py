@@ -1,0 +1,270 @@
+"""State off the device: what each store takes of time and memory, against ``None``, the link, the disk, and others.
+
+Three parts. *step* is the update alone on one rank, from 16-bit gradients to 16-bit parameters. *train* is whole steps
+of a GPT on ranks, where stores work beside backward. *pages* is the file of ``nvme`` against the disk itself.
+
+In the first two each contender runs alone in fresh processes first: what it moves and what memory it needs. Then all
+take turns in the same processes. After each of ours its bytes are moved once more by plain copies, and by plain reads
+and writes: that is what its step could hide, and what it is held to.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ..comm.collectives import Comm, make_comm
+from ..errors import ZeroOptimError
+from ..train.model import GPT
+from . import offload_contenders as who
+from . import peak_memory
+from .offload_contenders import HELD, MOVED, NONE, OURS, Training, Update, Work
+from .offload_links import Disk, Link
+from .offload_pages import measure_pages
+from .ranks import RanksError, on_ranks
+from .record import OffloadRow
+from .timing import HostClock, Job, Rounds, Spread, interleaved
+from .train_step import DTYPES, TOKENS, make_task
+
+NUMELS = {"cpu": 2**26, "cuda": 2**28}
+TRAINED = 4  # the GPT has a quarter of the parameters
+RANKS = 2
+ROUNDS = 11
+WARM_UP_STEPS, STEADY_STEPS = 3, 2  # updates are speculated from the third step on
+COPIES, DISK, UPDATE = "copies", "disk", "update"
+
+Say = Callable[[str], object]
+Laps = dict[str, list[float]]  # ms of each job in each round
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A contender that ran alone, on one rank.
+
+    Attributes:
+        results: of the same steps, of each rank: the same for all of ours, bit by bit.
+        peak: bytes, over what was there before; None where it cannot be measured.
+        moved: bytes of one more step; of others, nothing.
+        held: bytes of the state, by where they are.
+        speculated: how many updates of shards were made before the norm was known, ``right`` and ``redone``.
+    """
+
+    results: tuple[float, ...]
+    peak: int | None
+    moved: dict[str, int]
+    held: dict[str, int]
+    speculated: dict[str, int] | None
+
+
+@dataclass(frozen=True)
+class Contest:
+    """``part``: what rows call it."""
+
+    part: str
+    work: Work
+    names: Sequence[str]
+    ranks: int
+
+
+def measure(
+    numel: int, dtype: str, names: Sequence[str], ranks: int, rounds: int, device: torch.device, say: Say
+) -> tuple[list[OffloadRow], dict[str, str]]:
+    """Rows of all parts; and of other packages the version, or why one is left out."""
+    missing = {name: why for name in names if (why := who.why_missing(name, device)) is not None}
+    for name, why in missing.items():
+        say(f"left out: {name}: {why}")
+    present = tuple(name for name in names if name not in missing)
+    with tempfile.TemporaryDirectory(prefix="bench-offload-") as name:
+        folder = Path(name)
+        rows: list[OffloadRow] = []
+        task = make_task(numel // TRAINED, dtype, TOKENS[device.type][0], device)
+        with torch.device("meta"):
+            trained = sum(parameter.numel() for parameter in GPT(task.config, task.dtype).parameters())
+        for part, work, count in (
+            ("step", Update(numel, DTYPES[dtype], device, folder), 1),
+            ("train", Training(task, folder, trained), ranks),
+        ):
+            contest = Contest(part, work, list(who.field(work, present, count)), count)
+            of_contest, left_out = hold(contest, dtype, rounds, say)
+            rows += of_contest
+            missing |= left_out
+        if who.NVME in names:
+            say("offload: pages in a file")
+            rows += measure_pages(numel, dtype, folder, rounds)
+    return rows, who.versions([name for name in present if name not in missing]) | missing
+
+
+def hold(contest: Contest, dtype: str, rounds: int, say: Say) -> tuple[list[OffloadRow], dict[str, str]]:
+    alone, left_out = run_alone(contest, say)
+    say(f"offload, {contest.part}: {', '.join(alone)} in turn")
+    moved = {name: report.moved for name, report in alone.items()}
+    device = contest.work.device.type
+    laps = on_ranks(contest.ranks, time_on_rank, contest.work, moved, contest.ranks, rounds, device=device)
+    return make_rows(contest, dtype, alone, slower(laps)), left_out
+
+
+# -- alone ---------------------------------------------------------------------------------------------------------------
+
+
+def run_alone(contest: Contest, say: Say) -> tuple[dict[str, Alone], dict[str, str]]:
+    """Raises ZeroOptimError where one of ours fails, or computes something else than ``None``."""
+    alone: dict[str, Alone] = {}
+    left_out: dict[str, str] = {}
+    for name in contest.names:
+        say(f"offload, {contest.part}: {name} alone")
+        device = contest.work.device.type
+        try:
+            reports = on_ranks(contest.ranks, alone_on_rank, contest.work, name, contest.ranks, device=device)
+        except RanksError as error:
+            if name in OURS:
+                raise
+            left_out[f"{name}, {contest.part}"] = str(error)
+            say(f"left out: {name}: {error}")
+            continue
+        alone[name] = most(reports)
+    for name in alone:
+        found, expected = alone[name].results, alone[NONE].results
+        if name in OURS and found != expected:
+            raise ZeroOptimError(f"offload, {contest.part}: {name} gives {found}, and {NONE} {expected}")
+    return alone, left_out
+
+
+def most(reports: Sequence[Alone]) -> Alone:
+    """That of the rank that needs most, with the results of all."""
+    results = tuple(result for report in reports for result in report.results)
+    return replace(max(reports, key=lambda report: report.peak or 0), results=results)
+
+
+def alone_on_rank(work: Work, name: str, ranks: int) -> Alone:
+    measurable = peak_memory.can_measure(work.device)
+    if measurable and work.device.type == "cpu":
+        peak_memory.return_what_is_freed()
+    before = peak_memory.resident(work.device) if measurable else 0
+    made = who.make(work, name, ranks)
+    _run(made.job, WARM_UP_STEPS)
+    steady = functools.partial(_run, made.job, STEADY_STEPS)
+    peak = peak_memory.peak_of(steady, work.device) - before if measurable else steady()
+    result, earlier = made.result(), made.account()
+    _run(made.job, 1)
+    later = made.account()
+    moved = {key: later[key] - earlier[key] for key in MOVED if key in later}
+    return Alone((result,), peak, moved, {key: later[key] for key in HELD if key in later}, later.get("speculated"))
+
+
+def _run(job: Job, steps: int) -> None:
+    for _ in range(steps):
+        for lap in job:
+            lap()
+
+
+# -- together ------------------------------------------------------------------------------------------------------------
+
+
+class SettledClock:
+    """The host's clock, from when every rank is there and idle until the device has done all, copies included."""
+
+    warm_up_seconds = 0.0  # ranks must agree on how many rounds there are
+
+    def __init__(self, comm: Comm, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
+        self._comm, self._device, self._clock = comm, device, HostClock(now)
+        self._token = torch.zeros(1, device=device)
+
+    def time(self, job: Job) -> Callable[[], list[float]]:
+        self._comm.exchange(self._token)
+        self._settle()
+        return self._clock.time([*job, self._settle])
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def time_on_rank(work: Work, moved: Mapping[str, Mapping[str, int]], ranks: int, rounds: int) -> Laps:
+    """Of each contender, and of what it moves by itself: ``NAME/copies``, ``NAME/disk``; of the update: ``update``."""
+    jobs: dict[str, Job] = {}
+    link, disk = _make_links(work, moved)
+    for name, of_step in moved.items():
+        jobs[name] = who.make(work, name, ranks).job
+        if link is not None and of_step and of_step["to_device"] + of_step["to_host"]:
+            jobs[f"{name}/{COPIES}"] = [functools.partial(link.move, of_step["to_device"], of_step["to_host"])]
+        if disk is not None and of_step and of_step["read"] + of_step["written"]:
+            jobs[f"{name}/{DISK}"] = [functools.partial(disk.move, of_step["read"], of_step["written"])]
+    if work.device.type == "cuda" and isinstance(work, Update):
+        on_host = Update(work.numel, work.dtype, torch.device("cpu"), work.folder)
+        jobs[UPDATE] = who.make(on_host, NONE, 1).job
+    times = interleaved(jobs, SettledClock(make_comm(), work.device), Rounds.exactly(rounds))
+    return {name: [sum(laps) for laps in of_job] for name, of_job in times.items()}
+
+
+def _make_links(work: Work, moved: Mapping[str, Mapping[str, int]]) -> tuple[Link | None, Disk | None]:
+    def most(*keys: str) -> int:
+        return max((of_step.get(key, 0) for of_step in moved.values() for key in keys), default=0)
+
+    copied, stored = most("to_device", "to_host"), most("read", "written")
+    link = Link(copied, max(copied // who.PAGES, 4096), work.device) if copied else None
+    return link, Disk(work.folder, stored) if stored else None
+
+
+def slower(of_ranks: Sequence[Laps]) -> Laps:
+    """Of each round the rank that took longest."""
+    return {name: [max(laps) for laps in zip(*(laps[name] for laps in of_ranks), strict=True)] for name in of_ranks[0]}
+
+
+# -- rows ----------------------------------------------------------------------------------------------------------------
+
+
+def make_rows(contest: Contest, dtype: str, alone: Mapping[str, Alone], laps: Laps) -> list[OffloadRow]:
+    rows = []
+    for name, report in alone.items():
+        beside = {what: laps[job] for what in (COPIES, DISK) if (job := f"{name}/{what}") in laps}
+        if UPDATE in laps and report.held and not report.held["device"]:
+            beside[UPDATE] = laps[UPDATE]
+        spread = Spread.of(laps[name])
+        bound, fraction = held_to(spread.ms, laps[NONE], beside) if contest.part == "step" and beside else (None, None)
+        rows.append(
+            OffloadRow(
+                op="offload",
+                backend=name,
+                dtype=dtype,
+                numel=contest.work.numel,
+                ranks=contest.ranks,
+                rounds=spread.rounds,
+                part=contest.part,
+                time=[spread.ms, spread.p20, spread.p80],
+                versus=round(Spread.of(laps[NONE]).ms / spread.ms, 4),
+                moved=report.moved or None,
+                held=report.held or None,
+                peak=report.peak,
+                beside={what: Spread.of(times).ms for what, times in beside.items()},
+                hidden=hidden(laps[name], laps[NONE], beside) if beside else None,
+                bound=bound,
+                fraction=fraction,
+                speculated=report.speculated,
+            )
+        )
+    return rows
+
+
+def hidden(laps: Sequence[float], none: Sequence[float], beside: Mapping[str, Sequence[float]]) -> float:
+    """The part of what ``beside`` takes by itself that makes a step no longer than None's: median over the rounds."""
+    shares = [
+        1 - (of_round - without) / sum(apart)
+        for of_round, without, *apart in zip(laps, none, *beside.values(), strict=True)
+    ]
+    return round(min(max(statistics.median(shares), 0.0), 1.0), 4)
+
+
+def held_to(ms: float, none: Sequence[float], beside: Mapping[str, Sequence[float]]) -> tuple[str, float]:
+    """What a step cannot be shorter than, were all else hidden: the longest of what it is made of, and its share."""
+    parts = {what: statistics.median(times) for what, times in beside.items()}
+    if UPDATE not in parts:
+        parts[NONE] = statistics.median(none)
+    longest = max(parts, key=lambda what: parts[what])
+    return longest, round(parts[longest] / ms, 4)

@@ -1,0 +1,88 @@
+"""The file of ``state_offload="nvme:DIR"`` against the disk itself: pages written, read, and both at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from ..stores.disk_homes import LOOKAHEAD, PATIENCE_SECONDS
+from ..stores.extents import Extent
+from ..stores.host_memory import HostMemory
+from ..stores.offload import HOST_BUFFERS
+from ..stores.page_file import PageFile
+from ..stores.transfer import Transfer
+from .offload_contenders import PAGES
+from .offload_links import Disk
+from .record import OffloadRow
+from .timing import HostClock, Rounds, Spread, interleaved
+
+WAYS = {"write": (False, True), "read": (True, False), "both": (True, True)}  # whether read, whether written
+
+
+class Pages:
+    """As many pages as the state of ``numel`` parameters, on their way in the store's six buffers."""
+
+    def __init__(self, folder: Path, numel: int) -> None:
+        nbytes = 12 * numel // PAGES
+        self.file = PageFile(folder, rank=0)
+        self._extents = [self.file.allocate(nbytes) for _ in range(PAGES)]
+        memory = HostMemory(pinned=False)
+        self._buffers: Sequence[Tensor] = [memory.take(self._extents[0].space).fill_(1) for _ in range(HOST_BUFFERS)]
+        self.move(read=False, written=True)
+
+    def move(self, *, read: bool, written: bool) -> None:
+        """Each page once each way. Where both are asked for, what is written is half of the file ahead."""
+        under_way: deque[Transfer] = deque()
+        for number in range(PAGES):
+            if read:
+                under_way.append(self.file.read(self._extents[number], self._buffers[number % LOOKAHEAD]))
+            if written:
+                ahead: Extent = self._extents[(number + PAGES // 2) % PAGES]
+                under_way.append(self.file.write(ahead, self._buffers[LOOKAHEAD + number % LOOKAHEAD]))
+            while len(under_way) > (LOOKAHEAD - 1) * (read + written):
+                under_way.popleft().wait(PATIENCE_SECONDS)
+        for transfer in under_way:
+            transfer.wait(PATIENCE_SECONDS)
+
+
+def measure_pages(numel: int, dtype: str, folder: Path, rounds: int) -> list[OffloadRow]:
+    """A row each way."""
+    nbytes = 12 * numel
+    disk, pages = Disk(folder, nbytes), Pages(folder, numel)
+    jobs = {}
+    for way, (read, written) in WAYS.items():
+        jobs[f"disk {way}"] = [lambda r=read, w=written: disk.move(r * nbytes, w * nbytes)]
+        jobs[f"pages {way}"] = [lambda r=read, w=written: pages.move(read=r, written=w)]
+    try:
+        times = interleaved(jobs, HostClock(), Rounds.exactly(rounds))
+    finally:
+        pages.file.close()
+    laps = {name: [sum(of_round) for of_round in of_job] for name, of_job in times.items()}
+    return [_row(way, laps, numel, dtype) for way in WAYS]
+
+
+def _row(way: str, laps: dict[str, list[float]], numel: int, dtype: str) -> OffloadRow:
+    spread, disk = Spread.of(laps[f"pages {way}"]), Spread.of(laps[f"disk {way}"])
+    read, written = WAYS[way]
+    return OffloadRow(
+        op="offload",
+        backend=f"pages {way}",
+        dtype=dtype,
+        numel=numel,
+        ranks=1,
+        rounds=spread.rounds,
+        part="pages",
+        time=[spread.ms, spread.p20, spread.p80],
+        versus=None,
+        moved={"to_device": 0, "to_host": 0, "read": read * 12 * numel, "written": written * 12 * numel},
+        held=None,
+        peak=None,
+        beside={"disk": disk.ms},
+        hidden=None,
+        bound="disk",
+        fraction=round(disk.ms / spread.ms, 4),
+        speculated=None,
+    )
