@@ -110,7 +110,7 @@ def hold(contest: Contest, dtype: str, rounds: int, say: Say) -> tuple[list[Offl
     return make_rows(contest, dtype, alone, slower(laps)), left_out
 
 
-# -- alone ---------------------------------------------------------------------------------------------------------------
+# -- alone ---------------------------------------------------------------------------------------------------------
 
 
 def run_alone(contest: Contest, say: Say) -> tuple[dict[str, Alone], dict[str, str]]:
@@ -164,7 +164,7 @@ def _run(job: Job, steps: int) -> None:
             lap()
 
 
-# -- together ------------------------------------------------------------------------------------------------------------
+# -- together ------------------------------------------------------------------------------------------------------
 
 
 class SettledClock:
@@ -217,7 +217,7 @@ def slower(of_ranks: Sequence[Laps]) -> Laps:
     return {name: [max(laps) for laps in zip(*(laps[name] for laps in of_ranks), strict=True)] for name in of_ranks[0]}
 
 
-# -- rows ----------------------------------------------------------------------------------------------------------------
+# -- rows ----------------------------------------------------------------------------------------------------------
 
 
 def make_rows(contest: Contest, dtype: str, alone: Mapping[str, Alone], laps: Laps) -> list[OffloadRow]:

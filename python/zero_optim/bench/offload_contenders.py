@@ -95,7 +95,7 @@ class Made:
     account: Callable[[], Mapping[str, Any]] = dict
 
 
-# -- ours ----------------------------------------------------------------------------------------------------------------
+# -- ours ----------------------------------------------------------------------------------------------------------
 
 
 def choice(name: str, numel: int, ranks: int, folder: Path) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _checksum(parameters: list[nn.Parameter]) -> float:
     return float(sum(parameter.detach().double().sum() for parameter in parameters))
 
 
-# -- others --------------------------------------------------------------------------------------------------------------
+# -- others --------------------------------------------------------------------------------------------------------
 
 
 def update_deepspeed(work: Update) -> Made:

@@ -223,21 +223,17 @@ def offload_sheet(record: Mapping[str, Any]) -> Sheet:
             group=lambda row: f"ranks: {row['ranks']}",
         )
 
-    def memory(part: str, of_part: Sequence[JsonRow]) -> Panel:
-        return Panel(
-            title=f"{titles[part]}: peak of a rank",
-            unit="MiB",
-            rows=of_part,
-            value=lambda row: row["peak"] / 2**20,
-            whiskers=lambda row: (row["peak"] / 2**20,) * 2,
-            columns={"MiB": lambda row: mebibytes(row["peak"])},
-            group=lambda row: f"ranks: {row['ranks']}",
-        )
-
     parts = {part: [row for row in rows if row["part"] == part] for part in titles}
-    panels = [time(part, of_part) for part, of_part in parts.items() if of_part]
-    measured = {part: [row for row in of_part if row["peak"] is not None] for part, of_part in parts.items()}
-    panels += [memory(part, of_part) for part, of_part in measured.items() if of_part]
+    memory = Panel(
+        title="Peak memory of a rank",
+        unit="MiB",
+        rows=[row for row in rows if row["peak"] is not None],
+        value=lambda row: row["peak"] / 2**20,
+        whiskers=lambda row: (row["peak"] / 2**20,) * 2,
+        columns={"MiB": lambda row: mebibytes(row["peak"])},
+        group=lambda row: titles[row["part"]],
+    )
+    panels = [*(time(part, of_part) for part, of_part in parts.items() if of_part), *([memory] if memory.rows else [])]
     note = (
         "Medians of interleaved rounds, of the slower rank; whiskers: p20 to p80. 'hidden': of what the store adds,\n"
         "measured apart, the part that makes a step no longer than None's. 'of bound': the longest part over the step."
