@@ -143,8 +143,8 @@ class OnHost:
         self._guess_run: Tensor | None = None
         self._taken, self._brought, self._sent = lanes.mark(), lanes.mark(), lanes.mark()
         self._now = lanes.mark()
-        self._copy = Copy.STALE
-        self._of, self._as_of = bucket.grad_shard, (0, 0)  # of what was taken, and as how often it was written
+        # What was taken, and as of how many writes.
+        self._copy, self._of, self._as_of = Copy.STALE, bucket.grad_shard, (0, 0)
         self._reductions = self._last_reductions = 0  # in this step, and in the one before
         self.guesser: Guesser | None = None
         bucket.follower = self
