@@ -110,7 +110,7 @@ class Engine:
         if offload.speculate and sharding.reduces and sharding.stage >= 1:  # else gradients are the user's to edit
             self.speculator = Speculator(rule, parameters, threads)
         self.states = OptimizerState(trained, sharding, rule, store, threads, self.speculator)
-        self.exchange = Exchange(sharding, labels, trained, by_units=schedule is not None)
+        self.exchange = Exchange(sharding, labels, trained, by_units=schedule is not None, at_once=store.may_lose)
         self.clip = Clip(sharding, labels)
         self.hyper = HyperTable([], 0, sharding.device, rule)
         self.param_gather = ParamGather(overlap.param_gather and sharding.stage < 3)
@@ -133,8 +133,6 @@ class Engine:
             )
         self.sharding.everyone.check_alone()
         self.reducer.check_laid_out()
-        if not self.sharding.reduces:  # else all ranks raise together, in the exchange
-            self.states.check_whole()
         self.parameters.check_groups_unedited()
         self.hyper.check(groups)
         if self.sharded_model is not None:
@@ -147,6 +145,8 @@ class Engine:
         self.param_gather.wait()
         self.keep_edits()
         self.states.refresh_edited()
+        if not self.sharding.reduces:  # else all ranks raise together, in the exchange
+            self.states.check_whole()
         self.finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
         grad_scale, found_inf = self._coefficients()
         self._apply(groups, grad_scale, found_inf)
@@ -362,9 +362,7 @@ class Engine:
         if self.sharded_model is not None:
             self.sharded_model.schedule.settle()
         self.exchange.check_alarms()
-        if self.offload.tier is Tier.NVME:  # a rank that has lost its part must not be alone in what follows
-            with self.sharding.everyone.raising_together("reading the state"):
-                self.states.check_not_lost()
+        self.states.raise_lost_together()  # a rank that has lost its part must not be alone in what follows
 
     # -- statistics, and the end ---------------------------------------------------------------------------------
 
@@ -401,10 +399,12 @@ class Engine:
         """``collective``: complete what a backward that raised has begun, for the ranks on which it did not."""
         _open.discard(self)
         self.param_gather.close()
-        self.reducer.close(collective=collective)
-        self.states.close()
-        self.parameters.release()
-        self.sharding.everyone.close()
+        try:
+            self.reducer.close(collective=collective)
+            self.states.close(wait=not self.reducer.out_of_step)
+        finally:  # whatever a disk says: the parameters are free for another optimizer
+            self.parameters.release()
+            self.sharding.everyone.close()
 
 
 def open_engines() -> list[Engine]:

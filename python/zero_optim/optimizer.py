@@ -83,6 +83,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         ValueError: an argument out of range.
         RankMismatchError: on every rank, when ranks disagree or one of them failed.
         OutOfMemoryError: the memory is not there; here, or in the first ``step``.
+        OffloadError: host memory, the folder or its disk do not hold the state.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @property
     def device(self) -> torch.device:
-        """Where parameters, gradients and state are."""
+        """Where parameters and gradients are, and state unless it is offloaded."""
         return self.engine.sharding.device
 
     @property
@@ -204,10 +205,12 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters. The host reads nothing from the device; a skipped step is skipped there.
+        """Update the parameters. The host reads nothing from the device, unless state or parameters are off it; a
+        skipped step is skipped there.
 
         Raises:
             GradientError: a gradient that cannot be used, or one that came after its bucket had been reduced.
+            OffloadError: state off the device was lost, or could not be written; on every rank.
             ClosedError: after ``close()``.
         """
         self.check_usable()
@@ -451,6 +454,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         {calls, bytes, wait_seconds}}), ``memory`` ({kind: bytes}), ``non_finite`` (None, or {parameter, rank, step} of
         the first non-finite gradient in the latest run of steps that had one, ``step`` counted from 1; parameter and
         rank are None until the next step where the overflow arose in the sum, in another rank's shard).
+        ``state_offload`` has the bytes of state on ``device``, ``host`` and ``disk``, those moved ``to_device``,
+        ``to_host``, ``read`` and ``written`` so far, and of "cpu" the updates ``speculated``.
         """
         self.check_usable()
         return self.engine.stats()

@@ -7,6 +7,7 @@ import errno
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,9 +36,10 @@ def _make(folder: str | None, params: list[nn.Parameter], stage: int = 2) -> Any
     return zero_optim.ShardedAdamW(params, lr=0.02, stage=stage, bucket_cap_mb=0.0005, **store)
 
 
-def _step(opt: Any, params: list[nn.Parameter], rank: int, step: int) -> None:
+def _step(opt: Any, params: list[nn.Parameter], rank: int, step: int, order: tuple[int, ...] = (0, 1, 2)) -> None:
+    """``order``: in which the parameters are used."""
     grads = make_gradients(params, rank, step)
-    sum((p.float() * g.float()).sum() for p, g in zip(params, grads, strict=True)).backward()
+    sum((params[i].float() * grads[i].float()).sum() for i in order).backward()
     opt.step()
     opt.zero_grad()
 
@@ -147,6 +149,46 @@ def test_a_lost_page_is_told_on_every_rank(ranks: int, damage: Callable[[Path], 
     for other in found:
         assert other["untouched"]
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(other["parameters"], last["parameters"], strict=True))
+    assert not list(tmp_path.iterdir())
+
+
+def _found_elsewhere(rank: int, world_size: int, folder: str) -> dict[str, tuple[str, str]]:
+    """A loss that is found by something else than an update."""
+    import zero_optim
+
+    found = {}
+    for what in ("full state", "load", *(["layout"] if world_size > 1 else [])):
+        params = _parameters()
+        opt = _make(folder, params)
+        if what == "layout":  # state that has begun moves to other buckets in the first step
+            zero_optim.load_full_state_dict(opt, zero_optim.full_state_dict(opt))
+        else:
+            _step(opt, params, rank, 0)
+        state = zero_optim.full_state_dict(opt, rank=None)  # the writes are over
+        if what == "load":
+            zero_optim.load_full_state_dict(opt, state)  # the next step looks at every master, before it exchanges
+            for home in list(opt.engine.store._homes._writing):
+                home.end_write()
+        if rank == world_size - 1:
+            _cut_off(_only_file(folder, rank))
+        looks = partial(_step, opt, params, rank, 1, (1, 0, 2))
+        if what == "full state":
+            looks = partial(zero_optim.full_state_dict, opt)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found[what] = _error_of(looks)
+        opt.close()
+    return found
+
+
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_a_loss_is_told_on_every_rank_whoever_finds_it(ranks: int, tmp_path: Path) -> None:
+    *others, last = run_ranks(ranks, _found_elsewhere, str(tmp_path))
+    for what, (kind, message) in last.items():
+        assert kind == "OffloadError", (what, message)
+        assert "lost" in message, what
+        for other in others:
+            assert other[what][0] in ("OffloadError", "RankMismatchError"), (what, other[what])
     assert not list(tmp_path.iterdir())
 
 

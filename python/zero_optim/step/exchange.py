@@ -40,13 +40,21 @@ class Exchange:
     """
 
     def __init__(
-        self, sharding: Sharding, labels: Sequence[str], parameters: Mapping[int, Tensor], *, by_units: bool
+        self,
+        sharding: Sharding,
+        labels: Sequence[str],
+        parameters: Mapping[int, Tensor],
+        *,
+        by_units: bool,
+        at_once: bool = False,
     ) -> None:
+        """``at_once``: the host waits for every exchange, so that alarms are raised in the same step on all ranks."""
         self.sharding, self.labels, self._parameters = sharding, labels, parameters
         device = sharding.device
         self.nonfinite = NonFinite(sharding.rank, sharding.world_size, device)
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         self.skipped = torch.zeros((), dtype=torch.float32, device=device)
+        self._at_once = at_once
         self.current = False
         self.norm_type: float | None = None
         self.with_stats = False
@@ -126,7 +134,7 @@ class Exchange:
         self.sharding.exchange(self._vector, maximum=norm_type == math.inf)
         if self._on_host is not None and not is_capturing(self.sharding.device):
             self._on_host.send()
-            if self._on_host.immediate or any(about.values()):
+            if self._on_host.immediate or self._at_once or any(about.values()):
                 self._raise_alarm(own)
         torch.remainder(self._used_counts, _NAMED, out=self._ranks_using)  # alarms that all ranks have are not raised
         torch.gt(self._ranks_using, 0, out=self.used)

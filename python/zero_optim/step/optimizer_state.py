@@ -87,12 +87,17 @@ class OptimizerState:
         self.shards += [self._shard_state(bucket) for bucket in buckets]
         self.record_versions()
 
-    def close(self) -> None:
-        while self.shards:
-            self.shards.pop().release()
-        self._store.close()
-        if self._speculator is not None:
-            self._speculator.close()
+    def close(self, *, wait: bool = True) -> None:
+        """``wait``: for what is under way to and from the host. Not where the ranks have parted: a copy may come after
+        a reduction that never ends."""
+        try:
+            while self.shards and wait:
+                self.shards.pop().release()
+        finally:
+            self.shards.clear()
+            self._store.close()
+            if self._speculator is not None:
+                self._speculator.close(wait=wait)
 
     # -- edits of parameters -------------------------------------------------------------------------------------
 
@@ -119,7 +124,7 @@ class OptimizerState:
 
     def refresh_masters(self, indices: set[int]) -> None:
         for shard, pieces in self._pieces(indices):
-            shard.refresh_masters(pieces)
+            self._try(shard, partial(shard.refresh_masters, pieces))
 
     def mark_updated(self) -> None:
         """Tell autograd that the parameters were written: a backward through a graph older than this must raise."""
@@ -165,7 +170,7 @@ class OptimizerState:
         """In the middle of a step other ranks count on this one: it goes on, and all raise in the next."""
         self._lost = True
         self.troubled |= {slot.param for slot in shard.bucket.layout.slots}
-        self.troubles.append(f"{error}. This step did not update them, and others it did")
+        self.troubles.append(f"{error}. It may have been found within a step, which has updated the other parameters")
         warnings.warn(f"{error}. The next step will raise, on every rank", stacklevel=2)
 
     def note_problems(self) -> None:
@@ -198,17 +203,15 @@ class OptimizerState:
         while old:
             self._move(old[-1], places)
             old.pop().release()
+        self._store.take_in()  # old pages and new ones were there together
+        self.raise_lost_together()
 
     def _move(self, old: ShardState, places: Mapping[int, tuple[ShardState, SlotPiece]]) -> None:
-        with old.opened() as state:
-            for tensor in old.tensors:
-                full = self.sharding.whole_of(state[tensor.name].to(self.sharding.device), "construction")
-                for shard, slots in itertools.groupby(old.bucket.layout.slots, lambda slot: places[slot.param][0]):
-                    with shard.opened() as new:
-                        for slot in slots:
-                            _, piece = places[slot.param]
-                            source = full.narrow(0, *tensor.span(slot.offset + piece.in_param, piece.numel))
-                            shard.part(tensor, new[tensor.name], piece).copy_(source)
+        for tensor in old.tensors:
+            full = self._gathered(old, tensor, "construction")
+            for shard, slots in itertools.groupby(old.bucket.layout.slots, lambda slot: places[slot.param][0]):
+                parts = [(places[slot.param][1], slot.offset) for slot in slots]
+                self._try(shard, partial(_fill, shard, tensor, full, parts))
 
     # -- state dicts ---------------------------------------------------------------------------------------------
 
@@ -232,16 +235,17 @@ class OptimizerState:
         """
         copies: list[Copy] = []
         for shard in self.shards:
+            shapes = shard.shapes()
             for number, piece in enumerate(shard.bucket.pieces):
                 index = piece.slot.param
                 if index in saved:
-                    copies += self._plan_slot(shard, number, saved[index], labels[index])
+                    copies += self._plan_slot(shard, shapes, number, saved[index], labels[index])
         return copies
 
-    def _plan_slot(self, shard: ShardState, number: int, entry: Mapping[str, Any], label: str) -> Iterator[Copy]:
-        piece = shard.bucket.pieces[number]
-        with shard.opened() as state:
-            targets = shard.views(number, state)
+    def _plan_slot(
+        self, shard: ShardState, shapes: Mapping[str, Tensor], number: int, entry: Mapping[str, Any], label: str
+    ) -> Iterator[Copy]:
+        piece, targets = shard.bucket.pieces[number], shard.views(number, shapes)
         for tensor in shard.tensors:
             unsaved = tensor.begins is Begins.PARAMETER and tensor.name not in entry
             target = targets[tensor.name]
@@ -284,6 +288,7 @@ class OptimizerState:
             for tensor in shard.tensors:
                 for index, whole in _by_index(shard, tensor, self._gathered(shard, tensor)).items():
                     yield index, tensor.name, whole
+        self.raise_lost_together()
 
     def whole_masters(self) -> Iterator[dict[int, Tensor]]:
         """Collective. Of one bucket after another, the whole masters of those parameters that have one, by index.
@@ -298,14 +303,30 @@ class OptimizerState:
                     yield _by_index(shard, tensor, full)
                     if self.sharding.shard_count > 1:  # then it is no state itself; gloo's threads may still have it
                         deallocate(full)
+        self.raise_lost_together()
 
-    def _gathered(self, shard: ShardState, tensor: StateTensor) -> Tensor:
-        """Collective. A tensor of a whole bucket: of its own memory, unless this rank has all of it anyway."""
-        with shard.opened() as state:
-            here = state[tensor.name].to(self.sharding.device)
-            if self.sharding.shard_count == 1 and not shard.keeps_views:
-                here = here.clone()
-            return self.sharding.whole_of(here, "state")
+    def _gathered(self, shard: ShardState, tensor: StateTensor, kind: str = "state") -> Tensor:
+        """Collective. A tensor of a whole bucket: of its own memory, unless this rank has all of it anyway.
+
+        Where this rank has lost its part, it takes part with zeros: the caller has all ranks raise in the end.
+        """
+        _, numel = tensor.span(0, shard.bucket.layout.shard_numel)
+        here = torch.zeros(0, dtype=tensor.dtype, device=self.sharding.device)
+        try:
+            with shard.opened() as state:
+                here = state[tensor.name].to(self.sharding.device)
+                if not shard.keeps_views:
+                    here = here.clone()
+        except OffloadError as error:
+            self._lose(shard, error)
+            here = here.new_zeros(numel)
+        return self.sharding.whole_of(here, kind)
+
+    def raise_lost_together(self) -> None:
+        """Collective where a store can lose a page."""
+        if self._store.may_lose:
+            with self.sharding.everyone.raising_together("reading the state"):
+                self.check_not_lost()
 
     def distribute(self, names: Mapping[int, Sequence[str]], tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Collective. Take over whole tensors that rank 0 has, those of one bucket at a time.
@@ -320,6 +341,7 @@ class OptimizerState:
                 if given:
                     self._distribute(shard, tensor, given, tensors)
         self.distrust_masters()
+        self.raise_lost_together()
 
     def _distribute(
         self,
@@ -334,10 +356,7 @@ class OptimizerState:
         for index in (piece.slot.param for piece in given) if self.sharding.rank == 0 else ():
             wholes[index].copy_(tensors[index][tensor.name])
         self.sharding.broadcast(full, "state")
-        with shard.opened() as state:
-            for piece in given:
-                source = full.narrow(0, *tensor.span(piece.slot.offset + piece.in_param, piece.numel))
-                shard.part(tensor, state[tensor.name], piece).copy_(source)
+        self._try(shard, partial(_fill, shard, tensor, full, [(piece, piece.slot.offset) for piece in given]))
 
     def _pieces(self, indices: set[int]) -> Iterator[tuple[ShardState, list[SlotPiece]]]:
         """Of these parameters, by shard; shards without any are left out."""
@@ -351,6 +370,14 @@ class OptimizerState:
         be loaded later, and a master may be older than the parameters, when another optimizer carried it along."""
         self.started = True
         self._versions, self._updates, self._total = [-1] * len(self._versions), 0, -1
+
+
+def _fill(shard: ShardState, tensor: StateTensor, full: Tensor, parts: Sequence[tuple[SlotPiece, int]]) -> None:
+    """Copy what ``full``, of a whole bucket, has for these pieces of a shard, each with its slot's offset there."""
+    with shard.opened() as state:
+        for piece, offset in parts:
+            source = full.narrow(0, *tensor.span(offset + piece.in_param, piece.numel))
+            shard.part(tensor, state[tensor.name], piece).copy_(source)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

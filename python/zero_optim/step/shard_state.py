@@ -39,18 +39,18 @@ class ShardState:
             self._place = OnHost(bucket, store, reads_parameters=not has_master(rule, bucket.dtype))
             visiting = {}
         self._speculation: Speculation | None = None
-        self._page = store.allocate({tensor.name: self._first(tensor) for tensor in self.tensors}, visiting)
+        self._page = store.allocate({t.name: self._first(t, store.works_on) for t in self.tensors}, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=store.works_on)
         if speculator is not None and isinstance(self._place, OnHost) and has_master(rule, bucket.dtype):
             assert isinstance(store, HostStore)
             self._speculation = Speculation(speculator, rule, store, self._page, self._place, self.row_slot)
 
-    def _first(self, tensor: StateTensor) -> Tensor:
+    def _first(self, tensor: StateTensor, device: torch.device) -> Tensor:
         if tensor.begins is Begins.PARAMETER:
-            return self.bucket.param_shard.to(self._store.works_on, tensor.dtype)
+            return self.bucket.param_shard.to(device, tensor.dtype)
         _, numel = tensor.span(0, self.bucket.layout.shard_numel)
-        return torch.zeros(numel, dtype=tensor.dtype, device=self._store.works_on)
+        return torch.zeros(numel, dtype=tensor.dtype, device=device)
 
     def release(self) -> None:
         """The parameters have moved to other buckets, and their state with them."""
@@ -124,6 +124,10 @@ class ShardState:
     def keeps_views(self) -> bool:
         """Whether what ``opened`` gave stays the state afterwards."""
         return self._store.keeps_views
+
+    def shapes(self) -> dict[str, Tensor]:
+        """The tensors by name without values: the page stays where it is."""
+        return {t.name: self._first(t, torch.device("meta")) for t in self.tensors}
 
     def views(self, index: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The state of slot ``index``, by name: plain views where this rank holds all of it, else ``FlatShard``s."""

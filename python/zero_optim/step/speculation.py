@@ -31,10 +31,12 @@ from .workplace import Coefficients, HostCoefficients, OnHost
 
 @dataclass
 class Guesses:
-    """How many updates of shards were assumed right, and how many were made again."""
+    """How many updates of shards were assumed right, how many were made again, and how many were given up before the
+    step: a gradient changed, or the state was read or written."""
 
     right: int = 0
     redone: int = 0
+    dropped: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,10 @@ class Speculation:
     def gradient_changes(self) -> None:
         self.drop()
 
+    @property
+    def busy(self) -> bool:
+        return self._guess is not None and not self._guess.over.done()
+
     def _update_spare(self, by: Coefficients) -> None:
         """In the thread."""
         gradient = self._place.gradient()
@@ -104,8 +110,10 @@ class Speculation:
     def drop(self) -> None:
         """The live state, or the gradient, is about to change, or to go."""
         guess, self._guess = self._guess, None
-        if guess is not None and not guess.over.cancel():
-            guess.over.result()
+        if guess is not None:
+            self._speculator.guesses.dropped += 1
+            if not guess.over.cancel():
+                guess.over.result()
 
 
 class Speculator:
@@ -164,9 +172,9 @@ class Speculator:
         self.guesses.right += right
         self.guesses.redone += not right
 
-    def close(self) -> None:
+    def close(self, *, wait: bool) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=True)
+            self._pool.shutdown(wait=wait, cancel_futures=True)
             self._pool = None
 
 

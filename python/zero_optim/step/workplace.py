@@ -111,6 +111,10 @@ class Guesser(Protocol):
     def gradient_changes(self) -> None:
         """What was taken is about to be overwritten."""
 
+    @property
+    def busy(self) -> bool:
+        """Whether it would hold who calls ``gradient_changes``."""
+
 
 class Copy(enum.Enum):
     """What the host has of the gradient.
@@ -145,7 +149,7 @@ class OnHost:
         self._now = lanes.mark()
         # What was taken, and as of how many writes.
         self._copy, self._of, self._as_of = Copy.STALE, bucket.grad_shard, (0, 0)
-        self._reductions = self._last_reductions = 0  # in this step, and in the one before
+        self._reductions = self._last_reductions = 0  # that were taken in this step, and in the one before
         self.guesser: Guesser | None = None
         bucket.follower = self
 
@@ -161,9 +165,10 @@ class OnHost:
 
     def reduction_begins(self) -> None:
         self._copy = Copy.STALE
-        self._reductions += 1
 
     def reduction_launched(self, pending: Pending) -> bool:
+        if self.guesser is not None and self.guesser.busy:
+            return False  # to take it now, the host would wait for that thread, within a backward
         with self._store.lanes.to_host.as_current():
             ordered = pending.order_current()
         if ordered:
@@ -180,6 +185,7 @@ class OnHost:
         self._taken.order_current()
 
     def _offer(self) -> None:
+        self._reductions += 1
         if self.guesser is not None and self._reductions == self._last_reductions and not self._readable:
             self.guesser.gradient_taken()
 

@@ -43,8 +43,9 @@ from .paged_store import Home
 from .state_store import Copied
 from .transfer import Transfer
 
-PATIENCE_SECONDS = 600.0
-"""How long a page may take. A disk that other jobs keep busy is slow, and one that has died does not answer at all."""
+PATIENCE_SECONDS = 120.0
+"""How long a page may take. A disk that other jobs keep busy is slow, and one that has died does not answer at all. Far
+less than other ranks wait for this one in a collective, so that they hear of it."""
 
 LOOKAHEAD = 3
 
@@ -123,6 +124,10 @@ class DiskHomes:
                 expected[-1].let_go_of_buffer()
         return self._free.pop()
 
+    def replace_buffer(self) -> None:
+        """One has become the memory of a page that could not be written."""
+        self._free.append(self.memory.take(self._buffer_bytes))
+
     def give_back(self, buffer: Tensor) -> None:
         self._free.append(buffer)
 
@@ -179,6 +184,9 @@ class _DiskHome:
 
     def left(self, mark: Mark) -> None:
         self._check("left", PagePlace.HELD, PagePlace.KEPT)
+        if self.transfer is not None and not self.transfer.done:  # of a disk that does not answer: it stays KEPT
+            self._homes.problems.append(OffloadError(f"{self._homes.file.path} does not answer"))
+            return
         whole = self._kept if self._kept is not None else self._whole_buffer()
         self.transfer, self.place = self._homes.file.write(self.extent, whole, mark.wait), PagePlace.WRITING
         self._homes.copied.written += self.extent.nbytes
@@ -209,12 +217,10 @@ class _DiskHome:
         try:
             self.transfer.wait(PATIENCE_SECONDS)
         except OffloadError as error:
-            if not self.transfer.done:
-                raise  # the disk does not answer: a thread may still read the buffer, which stays as it is
             self._homes.problems.append(error)
-            if self._kept is None:
-                self._kept = self._homes.memory.take(self.extent.space)
-                self._kept.copy_(self._whole_buffer())
+            if self._kept is None:  # in its buffer, which a thread may still read; another takes the buffer's place
+                self._kept, self._buffer = self._buffer, None
+                self._homes.replace_buffer()
             self.place = PagePlace.KEPT
         else:
             self._forget_kept()

@@ -8,8 +8,9 @@ pages are laid out, at construction, and kept.
 from __future__ import annotations
 
 import mmap
-import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,13 +77,21 @@ class HostMemory:
         return sum(slab.memory.nbytes for slab in self._slabs)
 
 
+class _Mapping(mmap.mmap):
+    """Anonymous memory, shared with forked processes: their writes to it must not move it away under a GPU's copy."""
+
+    unpin: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unpin is not None:  # while the memory is still there
+            self.unpin()
+
+
 def _memory(nbytes: int, *, pinned: bool) -> Tensor:
     try:
-        mapping = mmap.mmap(-1, nbytes)
+        mapping = _Mapping(-1, nbytes)
     except OSError as error:
         raise OffloadError(f"no {nbytes:,} bytes of host memory for state_offload: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults; a kernel without them says no in vain
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     if pinned:
         runtime, address = torch.cuda.cudart(), memory.data_ptr()
@@ -92,5 +101,5 @@ def _memory(nbytes: int, *, pinned: bool) -> Tensor:
                 f"{nbytes:,} bytes of host memory for state_offload could not be pinned (CUDA error {status}): raise "
                 "the limit of locked memory (ulimit -l), or use fewer ranks a machine"
             )
-        weakref.finalize(mapping, runtime.cudaHostUnregister, address)  # before the memory goes
+        mapping.unpin = partial(runtime.cudaHostUnregister, address)
     return memory

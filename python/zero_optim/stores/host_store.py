@@ -20,7 +20,8 @@ class HostStore:
         memory, lanes: for gradients and parameters, which the update has on the host beside its pages.
     """
 
-    lookahead, keeps_views = 1, False  # memory that was given back holds another page soon
+    lookahead, may_lose = 1, False
+    keeps_views = False  # memory that was given back holds another page soon
     works_on = torch.device("cpu")
 
     def __init__(self, memory: HostMemory, lanes: Lanes) -> None:
@@ -72,6 +73,8 @@ class HostStore:
     def settle(self, number: int) -> None: ...
 
     def end_step(self) -> None: ...
+
+    def take_in(self) -> None: ...
 
     def take_problems(self) -> list[OffloadError]:
         return []

@@ -78,7 +78,8 @@ class _CudaMark:
         self.event.wait(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
-        self.event.synchronize()
+        with torch.cuda.device(self._device):  # a thread of ours would else make a context on GPU 0
+            self.event.synchronize()
 
 
 class _CudaLane:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -133,11 +133,12 @@ class _Page:
     left: Mark
     state: PageState = PageState.AWAY
     slot: _Slot | None = None
-    moved: int = field(init=False)  # bytes that come and go
 
-    def __post_init__(self) -> None:
+    @property
+    def moved(self) -> int:
+        """Bytes that come and go."""
         visiting = sum(round_up(part.numel * part.dtype.itemsize, SLOT_ALIGNMENT) for part, _ in self.visiting.values())
-        self.moved = (self.nbytes if self.home is not None else 0) + visiting
+        return (self.nbytes if self.home is not None else 0) + visiting
 
 
 class PagedStore:
@@ -160,6 +161,7 @@ class PagedStore:
         room: Callable[[], int] | None = None,
     ) -> None:
         self.works_on, self.lookahead, self.copied = device, homes.lookahead, homes.copied
+        self.may_lose = not homes.at_once
         self._lanes, self._homes, self._room = lanes, homes, room
         self._left = budget
         self._pages: dict[int, _Page] = {}
@@ -272,7 +274,8 @@ class PagedStore:
         self._steps += 1
         if self._room is not None and self._steps == 2:
             self._left += self._room()
-            self._take_in()
+            self.take_in()
+            self._left = 0  # what others have not taken now, they may take later
 
     def take_problems(self) -> list[OffloadError]:
         return self._homes.take_problems()
@@ -288,8 +291,10 @@ class PagedStore:
         return {"device": resident + sum(slot.run.nbytes for slot in self._slots), **self._homes.footprint()}
 
     def close(self) -> None:
-        for number in list(self._pages):
-            self.release(number)
+        self._pages.clear()  # not one after another: each would wait for its way to the disk
+        for slot in self._slots:
+            slot.page = None
+        self._drop_slots()
         self._homes.close()
 
     def state_of(self, number: int) -> PageState:
@@ -362,11 +367,13 @@ class PagedStore:
             keep_for_current_stream(slot.run)
         self._slots = []
 
-    def _take_in(self) -> None:
-        """Let pages stay for which there is room now."""
+    def take_in(self) -> None:
         for page in self._pages.values():
             if page.home is not None and page.nbytes <= self._left:
-                run = torch.empty(page.nbytes, dtype=torch.uint8, device=self.works_on)
+                try:
+                    run = torch.empty(page.nbytes, dtype=torch.uint8, device=self.works_on)
+                except torch.OutOfMemoryError:  # somebody else was faster, or it is in pieces: the page goes on moving
+                    break
                 page.left.wait()
                 run.copy_(page.home.incoming())
                 page.home.release()
@@ -374,7 +381,6 @@ class PagedStore:
                 page.home, page.stays = None, {name: part.of(run) for name, part in page.own.items()}
                 visiting, _ = _laid_out({name: home for name, (_, home) in page.visiting.items()}, 0)
                 page.visiting = {name: (part, page.visiting[name][1]) for name, part in visiting.items()}
-                page.__post_init__()
         self._drop_slots()
         self._fit_slots(max((page.moved for page in self._pages.values()), default=0))
 

@@ -34,12 +34,14 @@ class StateStore(Protocol):
         works_on: the device of the update.
         lookahead: how many pages are worth prefetching while one is updated.
         keeps_views: whether what ``fetch`` gave stays the state after ``commit``.
+        may_lose: whether a page can be lost.
         copied: what has moved.
     """
 
     works_on: torch.device
     lookahead: int
     keeps_views: bool
+    may_lose: bool
     copied: Copied
 
     def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Tensor] | None = None) -> int:
@@ -73,6 +75,9 @@ class StateStore(Protocol):
     def end_step(self) -> None:
         """All pages of a step were committed."""
 
+    def take_in(self) -> None:
+        """Pages were released: let those stay on the device that fit there now."""
+
     def take_problems(self) -> list[OffloadError]:
         """Why pages could not be written since this was last asked. They are in host memory, and nothing is lost."""
 
@@ -86,7 +91,7 @@ class StateStore(Protocol):
 class DeviceStore:
     """Pages stay on the device: nothing moves, and what ``fetch`` gives is the state itself."""
 
-    lookahead, keeps_views = 0, True
+    lookahead, keeps_views, may_lose = 0, True, False
 
     def __init__(self, device: torch.device) -> None:
         self.works_on, self.copied = device, Copied()
@@ -114,6 +119,8 @@ class DeviceStore:
     def settle(self, number: int) -> None: ...
 
     def end_step(self) -> None: ...
+
+    def take_in(self) -> None: ...
 
     def take_problems(self) -> list[OffloadError]:
         return []
