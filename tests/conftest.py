@@ -51,6 +51,7 @@ LONGEST = (
     "distributed/test_parity.py",
     "properties/test_training_properties.py",
     "fuzz/test_random_programs_of_the_face.py",
+    "stores/test_store_programs.py",
     "checkpoint/test_dcp.py",
     "checkpoint/test_any_to_any.py",
     "checkpoint/test_whole_models.py",

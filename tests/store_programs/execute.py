@@ -156,7 +156,7 @@ class Machine(Operations):
     def _hook(self) -> None:
         """A hook of the user's that edits a gradient as it is ready."""
         for model in self.models:
-            model.first.weight.register_post_accumulate_grad_hook(_halve)
+            model.head.weight.register_post_accumulate_grad_hook(_halve)
 
     def _make_optimizers(self) -> None:
         self.optimizers = [self._make(model) for model in self.models]
@@ -231,7 +231,7 @@ class Machine(Operations):
                 self._interrupted(op, number, micro, failure)
                 return
             self._backward(op, number, micro)
-        if not (self.idle and self.stage == 0):
+        if not self.idle:  # the next call is the step, which launches what the idle rank owes
             self._small_ops(op.get("mid", []))
             if self.scaler and op.get("unscale"):
                 for optimizer in self.optimizers:

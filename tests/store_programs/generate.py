@@ -77,7 +77,7 @@ class Generator:
         dtypes = [draw.choice(["fp32", "bf16", "fp16"]) if kind == "mixed" else kind for _ in range(blocks + 2)]
         config: dict[str, Any] = {
             "stage": stage,
-            "width": 640 if self.chance(0.03) else draw.choice([3, 8, 13, 16, 33]),
+            "width": 640 if self.chance(0.03 * (not self.plain)) else draw.choice([3, 8, 13, 16, 33]),
             "dtypes": dtypes,
             "lr": draw.choice([1e-3, 1e-2, 0.1]),
         }
