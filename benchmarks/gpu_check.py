@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ CHOICES += (
 ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # which may have no other interface
 TOOLKIT = "/usr/local/cuda/bin"  # nvcc and compute-sanitizer, where the PATH lacks them
 REHEARSED = ("adam_step", "step")  # of the benchmarks
+STORES = ("paged 0", "cpu", "torchao")  # of the contenders of offload
 FEW = {"ZERO_KERNELS_ORDER_PROGRAMS": "few"}  # of the programs of test_work_order
 SANITIZER = {"TORCH_CUDA_SANITIZER": "1"}
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # all streams share one queue to the device
@@ -101,6 +102,7 @@ def phases(scratch: Path, *, rehearse: bool, nccl: Path | None = None) -> list[P
             trainer,
             _memory(scratch, device, "--params", "4e6"),
             *(_bench(scratch, op, 60, device, *tiny) for op in REHEARSED),
+            _bench(scratch, "offload", 120, device, *tiny, "--contenders", "paged 0"),
         ]
     ranks = {} if nccl is None else {"LD_PRELOAD": os.pathsep.join(filter(None, [str(nccl), _preloaded()]))}
     return [
@@ -120,6 +122,7 @@ def phases(scratch: Path, *, rehearse: bool, nccl: Path | None = None) -> list[P
         _memory(scratch, device),
         _bench(scratch, "adam_step", 80, device),
         _bench(scratch, "step", 100, device),
+        _bench(scratch, "offload", 90, device, "--numel", "2^27", "--rounds", "5", "--contenders", *STORES),
         _tests("test_large", 60, device),
         _tests("test_memcheck", 160, device),
         _order("order_one_queue", "test_work_order", 90, SANITIZER | ONE_QUEUE | FEW),
@@ -290,19 +293,35 @@ class Results:
         if not self.record["rows"]:
             return "no plot: nothing was measured"
         try:
-            from zero_optim.bench.roofline import draw
-
-            path = self.save().with_suffix(".png")
-            draw(self.record, path)
+            return " ".join(map(str, self._draw_all()))
         except Exception as error:  # the figures are on disk: a drawing must not hide them
             return f"no plot: {type(error).__name__}: {error}"
-        return str(path)
+
+    def _draw_all(self) -> Iterator[Path]:
+        """One of speed under the roof, and one of stores."""
+        from zero_optim.bench.bars import draw_bars
+        from zero_optim.bench.panels import offload_sheet
+        from zero_optim.bench.roofline import draw
+
+        path = self.save().with_suffix(".png")
+        of_stores = [row for row in self.record["rows"] if row["op"] == "offload"]
+        under_the_roof = [row for row in self.record["rows"] if row["op"] != "offload"]
+        if under_the_roof:
+            draw({**self.record, "rows": under_the_roof}, path)
+            yield path
+        if of_stores:
+            beside = path.with_name(f"{path.stem}-offload.png")
+            draw_bars(offload_sheet(self.record), self.record, beside)
+            yield beside
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> str:
     """Each backend's share of the yardstick, and its speed against torch, at the largest size of the first dtype."""
     from zero_optim.bench.table import elements
 
+    if any(row["op"] == "offload" for row in rows):
+        held = [row for row in rows if row["part"] == "step" and row["fraction"] is not None]
+        return "of bound: " + ", ".join(f"{row['backend']} {row['fraction']:.2f} ({row['bound']})" for row in held)
     measured = [row for row in rows if row["fraction"] is not None and row["backend"] != row["yardstick"]]
     if not measured:
         return "no rows"

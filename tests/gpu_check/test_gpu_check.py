@@ -62,14 +62,14 @@ def test_every_phase_is_rehearsed(rehearsal: tuple[Path, subprocess.CompletedPro
     record = read_record(folder)
     names = [phase["phase"] for phase in record["phases"]]
     programs = ["test_work_order", "test_nccl_ranks"]
-    measuring = ["trainer", "memory", *(f"bench_{op}" for op in gpu_check.REHEARSED)]
+    measuring = ["trainer", "memory", *(f"bench_{op}" for op in gpu_check.REHEARSED), "bench_offload"]
     assert names == ["build", "test_large", *programs, *measuring]
     assert names == [phase.name for phase in gpu_check.phases(Path("scratch"), rehearse=True)]
     assert [phase["result"] for phase in record["phases"]] == [OK] * len(names)
     assert all(
         any(line.startswith(f"{name} ") and f" {OK} " in line for line in done.stdout.splitlines()) for name in names
     )
-    assert {row["op"] for row in record["rows"]} == {"adam_step", "step", "train_step"}
+    assert {row["op"] for row in record["rows"]} == {"adam_step", "step", "train_step", "offload"}
     assert [share["stage"] for share in record["memory"]["stages"]] == [1, 2, 3]
     (trained,) = record["trainer"]["runs"]
     assert trained["run"] == {"device": "cpu", "dtype": "bf16", "stage": 0} and trained["problem"] is None
@@ -87,7 +87,8 @@ def test_the_programs_are_rehearsed_on_ranks(rehearsal: tuple[Path, subprocess.C
 def test_its_files_are_few_and_flat(rehearsal: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, done = rehearsal
     (record,) = folder.glob("*.json")
-    drawn = {record.with_suffix(".png").name} if importlib.util.find_spec("matplotlib") else set()
+    plots = {record.with_suffix(".png").name, f"{record.stem}-offload.png"}
+    drawn = plots if importlib.util.find_spec("matplotlib") else set()
     assert {path.name for path in folder.iterdir()} == {record.name, "gpu-check.log"} | drawn
     log = (folder / "gpu-check.log").read_text()
     assert all(f"==== {phase['phase']} (at most" in log for phase in read_record(folder)["phases"])
