@@ -146,7 +146,7 @@ class Generator:
         if name in ("edit", "data_edit", "writeback", "edit_grad", "drop_grad", "freeze", "thaw"):
             op["which"] = draw.choice([0, 1, 2, 3, 5, 7, 9, *(["all"] if name in ("thaw", "edit") else [])])
         if name == "edit_grad":
-            op["how"] = draw.choice(["halve", "zero", "clip"])
+            op["how"] = draw.choice(["halve", "zero"] if self.plain else ["halve", "zero", "clip"])
         if name == "backward":
             op |= {"data": draw.randrange(1000), "use": self._use()} | ({"no_sync": True} if self.chance(0.4) else {})
         if name == "save_checkpoint" and self.chance(0.4):
