@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from harness import run_ranks
+from sharded_cases import Given, GivenNet
 
-from stores.trajectories import Store, Training, differences, train
+from stores.trajectories import RUNS, SHAPES, Store, Training, differences, train
 
 DEVICE = Store()
 STORES = (
@@ -66,3 +67,25 @@ def test_updates_made_in_backward_are_kept_or_made_again() -> None:
         assert guesses["right"] > 0
         assert guesses["redone"] > 0
         assert "speculated" not in waited.stats["state_offload"]
+
+
+def _overflow_beside_an_unused_unit(rank: int, world_size: int, store: Store) -> int:
+    import zero_optim
+
+    model = GivenNet(RUNS, torch.bfloat16)
+    zero_optim.shard_module(model, (Given,), **store.shard)
+    opt = zero_optim.ShardedAdamW(model.named_parameters(), **store.options)
+    grads: list[torch.Tensor | None] = [torch.full(shape, float("inf"), dtype=torch.bfloat16) for shape in SHAPES]
+    grads[3:6] = [None] * 3  # all of the second unit
+    model(grads).backward()
+    opt.step()
+    skipped = opt.stats()["skipped_steps"]
+    opt.close()
+    return skipped
+
+
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_a_skipped_step_looks_at_no_gradient_that_is_not_there(ranks: int) -> None:
+    """Alone, a bucket of a unit that was not used had no memory for gradients. The update that skips read it."""
+    for options in ({}, {"state_offload": "paged", "device_budget": 0}, {"state_offload": "cpu"}):
+        assert run_ranks(ranks, _overflow_beside_an_unused_unit, Store(options, ON_HOST)) == [1] * ranks

@@ -133,6 +133,13 @@ class Bucket:
     def param_shard(self) -> Tensor:
         return self.flat.shard
 
+    def gradient_to_apply(self) -> Tensor:
+        """``grad_shard``; zeros where no gradient has come since its memory was taken, as alone at stage 3."""
+        if self.grad_buffer.untyped_storage().nbytes() == 0:
+            allocate(self.grad_buffer)
+            self.grad_buffer.zero_()
+        return self.grad_shard
+
     @property
     def state(self) -> GradState:
         return self.slots.bucket_state

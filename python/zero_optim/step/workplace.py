@@ -92,7 +92,7 @@ class OnDevice:
     def prefetch(self) -> None: ...
 
     def gradient(self) -> Tensor:
-        return self._bucket.grad_shard
+        return self._bucket.gradient_to_apply()
 
     def parameters(self, state: Mapping[str, Tensor], by: Coefficients) -> Tensor:
         return state.get(PARAMETER, self._bucket.param_shard)
@@ -206,8 +206,8 @@ class OnHost:
     def prefetch(self) -> None:
         source = self._bucket.grad_shard
         current = self._copy is Copy.TAKEN and source is self._of and self._as_of == self._written()
-        there = source.untyped_storage().nbytes() > 0
-        if there and (self._readable or not current):
+        if self._readable or not current:
+            self._bucket.gradient_to_apply()
             self._take_from_current()
         if self._reads_parameters:
             self._bring_parameters()
