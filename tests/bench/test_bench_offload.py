@@ -227,7 +227,7 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, monkeypatch):
         if row["fraction"] is not None:
             assert row["fraction"] == pytest.approx(longest / row["time"][0], abs=1e-3)
     assert rows["pages", "pages read"]["moved"] == {**nothing, "read": state}
-    assert all(len(line) <= WIDTH + 30 for line in first.out.splitlines())
+    assert all(len(line) <= WIDTH for line in first.out.splitlines())
     plot.unlink()
     again = bench("--redraw", file)
     assert again.code == 0 and plot.exists()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from zero_optim.bench import record as records
 from zero_optim.bench.case import COPY, STREAM, TORCH, Case, Setting
-from zero_optim.bench.record import CheckpointRow, EnduranceRow, PhaseRow, Row, ScaleRow
+from zero_optim.bench.record import CheckpointRow, EnduranceRow, OffloadRow, PhaseRow, Row, ScaleRow
 from zero_optim.bench.table import WIDTH, elements, mebibytes, milliseconds, table
 from zero_optim.train.config import UsageError
 
@@ -167,7 +167,8 @@ def test_what_an_older_file_lacks_is_null_and_what_a_newer_one_holds_is_not_read
     path = records.write(old, tmp_path, "pack")
     assert path.stem == f"{record['date']}-abc-pack"
     read = records.read(path)
-    of_others = {key.name: None for kind in (PhaseRow, ScaleRow, EnduranceRow, CheckpointRow) for key in fields(kind)}
+    kinds = (PhaseRow, ScaleRow, EnduranceRow, CheckpointRow, OffloadRow)
+    of_others = {key.name: None for kind in kinds for key in fields(kind)}
     assert read["version"] is None
     assert read["rows"] == [{**of_others, **row} for row in record["rows"]] and table(read) == table(record)
     (tmp_path / "new.json").write_text(json.dumps({**record, "schema": 8}))

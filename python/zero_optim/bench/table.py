@@ -199,28 +199,30 @@ def _offload(rows: Sequence[JsonRow]) -> list[str]:
     about = f"{elements(first['numel'])} parameters, {first['dtype']}, ranks: {first['ranks']}"
     heads = ("ms", "p20", "p80", "vs None", "apart, ms", "hidden", "of bound")
     lines = [f"offload, {first['part']}: {about}; medians of {first['rounds']} rounds"]
-    lines.append(_offload_line("", heads, 10))
+    lines.append(_offload_line("", heads))
     for row in rows:
         cells = [*map(milliseconds, row["time"]), _shown(row["versus"], "{:.2f}")]
         cells += [milliseconds(sum(row["beside"].values())) if row["beside"] else "-", _shown(row["hidden"], "{:.2f}")]
-        cells.append(_shown(row["fraction"], "{:.2f}") + f" {row['bound'] or ''}")
-        lines.append(_offload_line(row["backend"], cells, 10))
+        cells.append(_shown(row["fraction"], "{:.2f}"))
+        lines.append(_offload_line(row["backend"], cells) + f"  {row['bound']}" * bool(row["bound"]))
     if first["part"] == "pages":
         return lines
     places, ways = ("device", "host", "disk"), ("to_device", "to_host", "read", "written")
-    lines += ["", _offload_line("MiB of a rank", (*places, "peak", "to device", "to host", "read", "written"), 9)]
+    lines += ["", _offload_line("MiB of a rank", (*places, "peak", "to device", "to host", "read", "written"))]
     for row in rows:
         known = [*((row["held"] or {}).get(place) for place in places), row["peak"]]
         known += [(row["moved"] or {}).get(way) for way in ways]
         cells = ["-" if nbytes is None else mebibytes(nbytes) for nbytes in known]
-        guesses = row["speculated"]
-        said = f"  {guesses['right']:,} of {sum(guesses.values()):,} right" if guesses else ""
-        lines.append(_offload_line(row["backend"], cells, 9) + said)
+        lines.append(_offload_line(row["backend"], cells))
+    for row in rows:
+        if guesses := row["speculated"]:
+            right, made = guesses["right"], sum(guesses.values())
+            lines.append(f"  {row['backend']}: of {made:,} updates before the norm was known {right:,} were right")
     return lines
 
 
-def _offload_line(name: str, cells: Sequence[str], width: int) -> str:
-    return (f"{name:<19}" + "".join(f"{cell:>{width}}" for cell in cells)).rstrip()
+def _offload_line(name: str, cells: Sequence[str]) -> str:
+    return (f"{name:<19}" + "".join(f"{cell:>10}" for cell in cells)).rstrip()
 
 
 def _shown(figure: float | None, form: str) -> str:

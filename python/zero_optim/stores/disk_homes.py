@@ -86,7 +86,7 @@ class DiskHomes:
         problems, self.problems = self.problems, []
         return problems
 
-    def wait(self) -> None:
+    def end_writes(self) -> None:
         while self._writing:
             self._writing[0].end_write()
 

@@ -47,7 +47,7 @@ class HostHomes:
     def take_problems(self) -> list[OffloadError]:
         return []
 
-    def wait(self) -> None: ...
+    def end_writes(self) -> None: ...
 
     def footprint(self) -> Mapping[str, int]:
         return {"host": self._memory.in_use, "disk": 0}

@@ -91,7 +91,7 @@ class Homes(Protocol):
     def take_problems(self) -> list[OffloadError]:
         """Why pages could not be written since this was last asked."""
 
-    def wait(self) -> None:
+    def end_writes(self) -> None:
         """The host waits until nothing is on its way to a disk."""
 
     def footprint(self) -> Mapping[str, int]:
@@ -284,7 +284,7 @@ class PagedStore:
         """The host waits until every page that was committed has arrived where it rests."""
         for page in self._pages.values():
             page.left.wait()
-        self._homes.wait()
+        self._homes.end_writes()
 
     def footprint(self) -> Mapping[str, int]:
         resident = sum(page.nbytes for page in self._pages.values() if page.home is None)
