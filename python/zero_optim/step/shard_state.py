@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..comm.streams import keep_for_current_stream
 from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
@@ -56,6 +57,7 @@ class ShardState:
         """The parameters have moved to other buckets, and their state with them."""
         if self._speculation is not None:
             self._speculation.drop()
+        keep_for_current_stream(self.row_slot)
         self._place.release()
         self._store.release(self._page)
 

@@ -291,10 +291,8 @@ class PagedStore:
         return {"device": resident + sum(slot.run.nbytes for slot in self._slots), **self._homes.footprint()}
 
     def close(self) -> None:
-        self._pages.clear()  # not one after another: each would wait for its way to the disk
-        for slot in self._slots:
-            slot.page = None
-        self._drop_slots()
+        for number in list(self._pages):
+            self.release(number)
         self._homes.close()
 
     def state_of(self, number: int) -> PageState:
