@@ -24,7 +24,7 @@ from zero_kernels import is_capturing
 
 from . import validate
 from .comm.sharding import Sharding
-from .errors import GradientError, ZeroOptimError
+from .errors import GradientError, OffloadError, ZeroOptimError
 from .grads.bucket import Bucket
 from .grads.bucket_plan import buckets_by_size, buckets_of_units
 from .grads.reducer import Reducer
@@ -146,7 +146,7 @@ class Engine:
         self.keep_edits()
         self.states.refresh_edited()
         if not self.sharding.reduces:  # else all ranks raise together, in the exchange
-            self.states.check_whole()
+            self.states.raise_trouble()
         self.finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
         grad_scale, found_inf = self._coefficients()
         self._apply(groups, grad_scale, found_inf)
@@ -181,9 +181,9 @@ class Engine:
     def _run_exchange(self, used: bytearray, norm_type: float | None, thawed: Sequence[int]) -> None:
         reducer = self.reducer
         refused = reducer.layout.refused
-        self.states.note_problems()
+        self.states.look_for_trouble()
         about = {
-            "offload": self.states.troubled,
+            "offload": self.states.trouble.parameters,
             "late": reducer.late,
             "refused": {*refused},
             "thawed": {*thawed},
@@ -197,11 +197,13 @@ class Engine:
                 stats=self._wants_stats,
                 about=about,
                 order_code=0 if self.sharded_model is None else self.sharded_model.schedule.order_code,
-                own={"refused": [*refused.values()], "offload": self.states.troubles},
+                own={"refused": [*refused.values()], "offload": self.states.trouble.reasons},
                 flags=(reducer.layout.nonfinite, reducer.layout.slot_params),
             )
-        except ZeroOptimError:
+        except ZeroOptimError as error:
             self.clip.unclip()  # the step failed: its clip must not multiply the gradients of the next
+            if isinstance(error, OffloadError):
+                self.states.trouble.told()
             raise
 
     def _follow_edits(self) -> None:

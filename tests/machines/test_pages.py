@@ -148,7 +148,7 @@ def test_a_page_on_a_disk(homes: DiskHomes, event: str, before: str, after: str)
 def test_a_page_that_was_kept_is_written_again_and_its_memory_given_back(homes: DiskHomes):
     home, _ = _page_that_is(homes, "KEPT")
     held = homes.memory.in_use
-    assert [str(problem) for problem in homes.take_problems()][0].count("Input/output error") == 1
+    assert str(homes.take_problems()[home]).count("Input/output error") == 1
     assert not homes.take_problems()
     home.left(_Mark(passed=True))
     home.end_write()

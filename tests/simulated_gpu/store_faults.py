@@ -158,7 +158,7 @@ _OF_PAGES = (
     fault(
         "parameters on the host are used before they have come back from a load",
         "step/shard_state.py",
-        "            self._store.settle(self._page)\n",
+        "            self._store.settle(self.page)\n",
         "",
         one(3, "parameters on the host, saved and loaded"),
     ),
@@ -244,7 +244,7 @@ _OF_PAGES = (
         "a page leaves before it is updated",
         "step/shard_state.py",
         "            self.rule.update(update)\n",
-        "            self._store.commit(self._page)\n            self.rule.update(update)\n",
+        "            self._store.commit(self.page)\n            self.rule.update(update)\n",
         one(2, "paged"),
     ),
 )
@@ -308,7 +308,7 @@ _ON_HOST = (
     fault(
         "what the host has of a gradient is never outdated",
         _WORK,
-        "        self._copy = Copy.STALE\n",
+        "        self._has = None\n",
         "        pass\n",
         one(2, "updated on the host, micro-batches"),
         unseen="Every reduction is taken anew as it arrives.",

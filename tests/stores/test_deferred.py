@@ -42,7 +42,7 @@ UNSEEN: dict[str, str] = {
     "paged_store.release: page.left.wait()": "A training reads all state at its end, when every page has left",
     "paged_store._send_back: page.arrived.wait()": "No training wants the slot of a page that is on its way in",
     "paged_store._drop_slots: self._lanes.keep(slot.run)": "Copies that are not made keep their tensors",
-    "paged_store.take_in: page.left.wait()": "On a CPU nobody asks for room",
+    "paged_store._let_stay: page.left.wait()": "On a CPU nobody asks for room",
     "paged_store.wait: page.left.wait()": "It is for who measures: no training calls it",
     "workplace.release: mark.wait()": "A step has waited for all, and nothing is released between backward and step",
     "workplace.after_taking: self._taken.order_current()": "What is written after it was taken is taken anew",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,7 +26,8 @@ from ..stores.host_threads import host_threads
 from ..stores.state_store import StateStore
 from .shard_state import ShardState
 from .speculation import Speculator
-from .workplace import Coefficients, HostCoefficients
+from .trouble import Condition, Trouble
+from .workplace import Coefficients
 
 _version_of = operator.attrgetter("_version")
 
@@ -57,6 +57,9 @@ class OptimizerState:
         parameters: all trained parameters, by index.
         threads: that an update on the host takes.
         speculator: None: updates on the host wait for the step.
+
+    Attributes:
+        trouble: with state that is off the device.
     """
 
     def __init__(
@@ -70,9 +73,7 @@ class OptimizerState:
     ) -> None:
         self.parameters, self.sharding, self.rule, self._store = parameters, sharding, rule, store
         self._threads, self._speculator = threads, speculator
-        self.troubled: set[int] = set()  # parameters whose state is lost, or could not be written
-        self.troubles: list[str] = []  # what has happened to it, in words
-        self._lost = False
+        self.trouble = Trouble()
         self.shards: list[ShardState] = []
         self.started = False  # whether state may differ from what it is at construction
         self._all: list[Tensor] = []
@@ -152,42 +153,41 @@ class OptimizerState:
                     self._try(later, later.prefetch)
                 self._try(shard, partial(shard.update, here))
                 yield shard
-        if isinstance(here, HostCoefficients):
+        if on_host:
             by.marks.copy_(here.marks, non_blocking=True)
-            if self._speculator is not None:
-                self._speculator.step_is(here)
+        if self._speculator is not None:
+            self._speculator.step_is(here)
         self._store.end_step()
 
-    # -- state that is lost --------------------------------------------------------------------------------------
+    # -- state that is in trouble --------------------------------------------------------------------------------
 
     def _try(self, shard: ShardState, act: Callable[[], None]) -> None:
         try:
             act()
         except OffloadError as error:
-            self._lose(shard, error)
+            self.trouble.lose(shard.parameters, error)
 
-    def _lose(self, shard: ShardState, error: OffloadError) -> None:
-        """In the middle of a step other ranks count on this one: it goes on, and all raise in the next."""
-        self._lost = True
-        self.troubled |= {slot.param for slot in shard.bucket.layout.slots}
-        self.troubles.append(f"{error}. It may have been found within a step, which has updated the other parameters")
-        warnings.warn(f"{error}. The next step will raise, on every rank", stacklevel=2)
+    def look_for_trouble(self) -> None:
+        """Before every rank hears of it: what could not be written since the last time."""
+        problems = self._store.take_problems()
+        for shard in self.shards:
+            if shard.page in problems:
+                self.trouble.unwritten(shard.parameters, problems[shard.page])
 
-    def note_problems(self) -> None:
-        """Before a step: those of writing since the last. Nothing is lost by them, and they are told once."""
-        if not self._lost:
-            self.troubles = [f"{problem}. Save a checkpoint: state is whole" for problem in self._store.take_problems()]
-            self.troubled = set(self.parameters) if self.troubles else set()
+    def raise_trouble(self) -> None:
+        """For a rank alone. Of several, the exchange has all of them raise."""
+        self.look_for_trouble()
+        if self.trouble.condition is not Condition.WHOLE:
+            error = self.trouble.error()
+            self.trouble.told()
+            raise error
 
-    def check_whole(self) -> None:
-        """Raise where state is in trouble: for a rank alone."""
-        self.note_problems()
-        if self.troubles:
-            raise OffloadError("; ".join(self.troubles))
-
-    def check_not_lost(self) -> None:
-        if self._lost:
-            raise OffloadError("; ".join(self.troubles))
+    def raise_lost_together(self) -> None:
+        """Collective where a store can lose a page."""
+        if self._store.may_lose:
+            with self.sharding.everyone.raising_together("reading the state"):
+                if self.trouble.condition is Condition.LOST:
+                    raise self.trouble.error()
 
     # -- another layout ------------------------------------------------------------------------------------------
 
@@ -318,15 +318,9 @@ class OptimizerState:
                 if not shard.keeps_views:
                     here = here.clone()
         except OffloadError as error:
-            self._lose(shard, error)
+            self.trouble.lose(shard.parameters, error)
             here = here.new_zeros(numel)
         return self.sharding.whole_of(here, kind)
-
-    def raise_lost_together(self) -> None:
-        """Collective where a store can lose a page."""
-        if self._store.may_lose:
-            with self.sharding.everyone.raising_together("reading the state"):
-                self.check_not_lost()
 
     def distribute(self, names: Mapping[int, Sequence[str]], tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Collective. Take over whole tensors that rank 0 has, those of one bucket at a time.

@@ -26,6 +26,7 @@ class ShardState:
 
     Attributes:
         tensors: what there is. fp32 parameters have no master: they are their own.
+        page: its number in the store.
         row_slot: [shard_numel / ROW] int32, the parameter index of each row; -1 for padding.
     """
 
@@ -40,12 +41,12 @@ class ShardState:
             self._place = OnHost(bucket, store, reads_parameters=not has_master(rule, bucket.dtype))
             visiting = {}
         self._speculation: Speculation | None = None
-        self._page = store.allocate({t.name: self._first(t, store.works_on) for t in self.tensors}, visiting)
+        self.page = store.allocate({t.name: self._first(t, store.works_on) for t in self.tensors}, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=store.works_on)
         if speculator is not None and isinstance(self._place, OnHost) and has_master(rule, bucket.dtype):
             assert isinstance(store, HostStore)
-            self._speculation = Speculation(speculator, rule, store, self._page, self._place, self.row_slot)
+            self._speculation = Speculation(speculator, rule, store, self.page, self._place, self.row_slot)
 
     def _first(self, tensor: StateTensor, device: torch.device) -> Tensor:
         if tensor.begins is Begins.PARAMETER:
@@ -59,20 +60,20 @@ class ShardState:
             self._speculation.drop()
         keep_for_current_stream(self.row_slot)
         self._place.release()
-        self._store.release(self._page)
+        self._store.release(self.page)
 
     # -- the update ----------------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
         """``update`` will follow soon."""
         self._place.prefetch()
-        self._store.prefetch(self._page)
+        self._store.prefetch(self.page)
 
     def update(self, by: Coefficients) -> None:
         """One fused pass: unscale, clip, update, cast into the bucket's parameters. See ``ShardUpdate``."""
         if self._speculation is not None and self._speculation.settle(by):
             return
-        state = self._store.fetch(self._page)
+        state = self._store.fetch(self.page)
         try:
             parameters = self._place.parameters(state, by)
             update = ShardUpdate(
@@ -87,28 +88,28 @@ class ShardState:
             )
             self.rule.update(update)
         except BaseException:
-            self._store.discard(self._page)
+            self._store.discard(self.page)
             raise
-        self._store.commit(self._page)
+        self._store.commit(self.page)
         self._place.updated()
 
     # -- its parts -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def opened(self) -> Iterator[Mapping[str, Tensor]]:
-        """The tensors by name, where the update has them, to be read and written within, in place. What was written
-        is kept, unless that raises."""
+        """The tensors by name, where the update has them, to be read and written within, in place. Where that raises,
+        what was written until then may be kept or not."""
         if self._speculation is not None:
             self._speculation.drop()
-        state = self._store.fetch(self._page)
+        state = self._store.fetch(self.page)
         before = [tensor._version for tensor in state.values()]
         written = False
         try:
             yield state
             written = before != [tensor._version for tensor in state.values()]
         finally:
-            (self._store.commit if written else self._store.discard)(self._page)
-            self._store.settle(self._page)
+            (self._store.commit if written else self._store.discard)(self.page)
+            self._store.settle(self.page)
 
     def part(self, tensor: StateTensor, of_shard: Tensor, piece: SlotPiece) -> Tensor:
         """What ``of_shard`` holds for a piece, a view."""
@@ -121,6 +122,11 @@ class ShardState:
     def master(self, state: Mapping[str, Tensor]) -> Tensor:
         """[shard_numel] what the parameters are roundings of; they themselves where they have no master."""
         return state.get(master_of(self.rule), state.get(PARAMETER, self.bucket.param_shard))
+
+    @property
+    def parameters(self) -> list[int]:
+        """Their indices, slot by slot."""
+        return [slot.param for slot in self.bucket.layout.slots]
 
     @property
     def keeps_views(self) -> bool:

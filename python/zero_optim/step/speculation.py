@@ -26,7 +26,10 @@ from torch import Tensor
 from ..params.parameter_set import ParameterSet
 from ..rules.update_rule import ShardUpdate, UpdateRule
 from ..stores.host_store import HostStore
-from .workplace import Coefficients, HostCoefficients, OnHost
+from .hyper_table import HyperTable
+from .workplace import Coefficients, OnHost
+
+_HOST = torch.device("cpu")
 
 
 @dataclass
@@ -48,7 +51,7 @@ class Guess:
 
     def holds(self, by: Coefficients, parameters: Tensor) -> bool:
         """Whether it assumes, of these ``parameters`` [n] int64, what is true."""
-        if not isinstance(by, HostCoefficients) or not by.updates:
+        if not by.updates:
             return False
         rows, assumed = by.hyper[parameters], self.by.hyper[parameters]
         same = torch.equal(rows.view(torch.int32), assumed.view(torch.int32))
@@ -120,7 +123,7 @@ class Speculator:
     """Knows what to assume of the next step, and has the thread.
 
     Args:
-        parameters: whose groups, and which of them each is in, are read anew for every step.
+        parameters: whose groups are read anew for every step.
         threads: that an update takes.
     """
 
@@ -128,44 +131,43 @@ class Speculator:
         self._rule, self._parameters, self._threads = rule, parameters, threads
         self.guesses = Guesses()
         self._pool: ThreadPoolExecutor | None = None
+        self._hyper = HyperTable([], 0, _HOST, rule)
+        self._last: Coefficients | None = None  # of the last step; None: there is nothing to go by
         self._next: Coefficients | None = None  # what is assumed; made when it is first asked for
-        self._steps: Tensor | None = None  # [parameters] float64, as after the next step
-        self._used = torch.zeros(0, dtype=torch.bool)  # [parameters]
-        self._scale: Tensor | None = None
 
-    def step_is(self, by: HostCoefficients) -> None:
-        """What is true of this step. The next is assumed to be alike."""
-        self._used, self._scale = by.used, by.inverse_scale
-        self._steps = by.steps + by.used
-        self._next = None
+    def step_is(self, by: Coefficients) -> None:
+        """What is true of this step, on the host. The next is assumed to be alike."""
+        self._last, self._next = by, None
 
     def assumed(self, parameters: Tensor) -> Coefficients | None:
         """Of the next step; None where there is nothing to go by, or these [n] int64 are not all updated."""
-        known = self._steps is not None and len(self._used) == len(self._parameters.group_of)
-        if self._steps is None or not known or not bool(self._used[parameters].all()):
+        last = self._last
+        if last is None or len(last.used) != len(self._parameters.group_of) or not bool(last.used[parameters].all()):
             return None
-        if self._next is None:
-            self._next = self._make(self._steps)
+        if self._next is None and not self._on_a_device():
+            self._next = self._after(last)
         return self._next
 
-    def _make(self, steps: Tensor) -> Coefficients | None:
-        rows = [self._rule.read_group(group) for group in self._parameters.groups]
-        if any(isinstance(value, Tensor) and value.device.type != "cpu" for row in rows for value in row):
-            self._steps = None  # to read it, the host would wait for the device
-            return None
-        columns = [[float(value) for value in column] for column in zip(*rows, strict=True)]
-        count = len(self._used)
-        table = torch.zeros(count, len(self._rule.columns), dtype=torch.float32, device="cpu")
-        by_group = torch.tensor(columns, dtype=torch.float64, device="cpu")
-        group_of = torch.tensor(self._parameters.group_of, dtype=torch.int32, device="cpu")
-        self._rule.fill_table(by_group, group_of, steps, self._used, table)
-        found_inf = torch.zeros(1, device="cpu")
-        marks = torch.zeros(count, dtype=torch.int32, device="cpu")
-        return Coefficients(table, self._scale, self._scale, found_inf, marks, self._used, steps)
+    def _on_a_device(self) -> bool:
+        """Whether a group's number would have to be read from there: the host would wait for it."""
+        values = (value for group in self._parameters.groups for value in self._rule.read_group(group))
+        return any(isinstance(value, Tensor) and value.device != _HOST for value in values)
+
+    def _after(self, last: Coefficients) -> Coefficients:
+        hyper, groups = self._hyper, self._parameters.groups
+        if len(hyper.steps) != len(last.steps):
+            hyper.grow(self._parameters.group_of, len(groups))
+        hyper.steps.copy_(last.steps)
+        hyper.advance(groups, last.used)
+        found_inf, marks = torch.zeros_like(last.found_inf), torch.zeros_like(last.marks)
+        scale = last.inverse_scale
+        return Coefficients(hyper.table, scale, scale, found_inf, marks, last.used, hyper.steps)
 
     def begin(self, by: Coefficients, update: Callable[[], None]) -> Guess:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "zero-optim-update", torch.set_num_threads, (self._threads,))
+            self._pool.submit(torch.get_num_threads).result()
+            torch.set_num_threads(torch.get_num_threads())  # what that thread has set is not for threads born later
         return Guess(by, self._pool.submit(update))
 
     def count(self, *, right: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +25,8 @@ class Coefficients:
         inverse_scale: what ``grad_scale`` is where nothing is clipped.
         used: [parameters] bool, which have a gradient.
         steps: [parameters] float64, updates that each has had with this one.
+        updates: whether anything is updated, as far as the host knows.
+        writes_all: whether each update writes every parameter of its shard, as far as the host knows.
     """
 
     hyper: Tensor
@@ -35,12 +36,14 @@ class Coefficients:
     marks: Tensor
     used: Tensor
     steps: Tensor
+    updates: bool = True
+    writes_all: bool = False
 
-    def on_host(self) -> HostCoefficients:
+    def on_host(self) -> Coefficients:
         """The same in host memory, with marks of its own. The host waits for the device."""
         found_inf, used = self.found_inf.cpu(), self.used.cpu()
         updates = bool(found_inf == 0)
-        return HostCoefficients(
+        return Coefficients(
             self.hyper.cpu(),
             None if self.grad_scale is None else self.grad_scale.cpu(),
             None if self.inverse_scale is None else self.inverse_scale.cpu(),
@@ -51,18 +54,6 @@ class Coefficients:
             updates=updates,
             writes_all=updates and bool(used.all()),
         )
-
-
-@dataclass(frozen=True)
-class HostCoefficients(Coefficients):
-    """
-    Attributes:
-        updates: whether anything is updated.
-        writes_all: whether each update writes every parameter of its shard: none is left out.
-    """
-
-    updates: bool
-    writes_all: bool
 
 
 class Workplace(Protocol):
@@ -116,14 +107,12 @@ class Guesser(Protocol):
         """Whether it would hold who calls ``gradient_changes``."""
 
 
-class Copy(enum.Enum):
-    """What the host has of the gradient.
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """What the host has of a gradient: of which tensor, and as of how many writes into it."""
 
-    STALE ── the reduction has been launched, or has arrived ──> TAKEN ── it is written again ──> STALE
-    """
-
-    STALE = enum.auto()
-    TAKEN = enum.auto()
+    source: Tensor
+    written: tuple[int, int]
 
 
 class OnHost:
@@ -147,11 +136,13 @@ class OnHost:
         self._guess_run: Tensor | None = None
         self._taken, self._brought, self._sent = lanes.mark(), lanes.mark(), lanes.mark()
         self._now = lanes.mark()
-        # What was taken, and as of how many writes.
-        self._copy, self._of, self._as_of = Copy.STALE, bucket.grad_shard, (0, 0)
+        self._has: Taken | None = None  # None: nothing, or what is outdated
         self._reductions = self._last_reductions = 0  # that were taken in this step, and in the one before
         self.guesser: Guesser | None = None
-        bucket.follower = self
+        # Up to the step: at stage 0, and alone. There is nothing to be taken before it.
+        self._users_may_edit = bucket.sharding.stage == 0 or not bucket.sharding.reduces
+        if not self._users_may_edit:
+            bucket.follower = self
 
     def release(self) -> None:
         self._bucket.follower = None
@@ -164,7 +155,7 @@ class OnHost:
     # -- the gradient --------------------------------------------------------------------------------------------
 
     def reduction_begins(self) -> None:
-        self._copy = Copy.STALE
+        self._has = None
 
     def reduction_launched(self, pending: Pending) -> bool:
         if self.guesser is not None and self.guesser.busy:
@@ -186,7 +177,7 @@ class OnHost:
 
     def _offer(self) -> None:
         self._reductions += 1
-        if self.guesser is not None and self._reductions == self._last_reductions and not self._readable:
+        if self.guesser is not None and self._reductions == self._last_reductions:
             self.guesser.gradient_taken()
 
     def _take_from_current(self) -> None:
@@ -201,13 +192,12 @@ class OnHost:
         lane.copy(self._grad, source)
         lane.set(self._taken)
         self._store.copied.to_host += source.nbytes
-        self._copy, self._of, self._as_of = Copy.TAKEN, source, self._written()
+        self._has = Taken(source, self._written())
 
     def prefetch(self) -> None:
-        source = self._bucket.grad_shard
-        current = self._copy is Copy.TAKEN and source is self._of and self._as_of == self._written()
-        if self._readable or not current:
-            self._bucket.gradient_to_apply()
+        has, source = self._has, self._bucket.gradient_to_apply()
+        current = has is not None and has.source is source and has.written == self._written()
+        if self._users_may_edit or not current:
             self._take_from_current()
         if self._reads_parameters:
             self._bring_parameters()
@@ -216,11 +206,6 @@ class OnHost:
         """How often the gradient was written. A ``zero_`` of what ``.grad`` shows counts no version up: it runs within
         the tensor subclass, where torch does not."""
         return self._bucket.grad_shard._version, self._bucket.arrivals.zeroed
-
-    @property
-    def _readable(self) -> bool:
-        """Whether ``.grad`` is the user's to edit in any way, up to the step."""
-        return self._bucket.sharding.stage == 0 or not self._bucket.sharding.reduces
 
     def gradient(self) -> Tensor:
         self._taken.wait()
@@ -242,8 +227,7 @@ class OnHost:
         self._bucket.flat.wait_until_copied()
         if self._param is None:
             return self._bucket.param_shard
-        writes_all = isinstance(by, HostCoefficients) and by.writes_all
-        if not writes_all and not self._reads_parameters:
+        if not by.writes_all and not self._reads_parameters:
             self._bring_parameters()
         self._brought.wait()
         self._sent.wait()

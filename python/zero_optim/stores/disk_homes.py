@@ -22,7 +22,8 @@ end_write   error    error    error    ON_DISK  error    error
 ==========  =======  =======  =======  =======  =======  =====
 
 Where the disk fails, ``end_write`` makes it KEPT: the page stays in host memory, and is written again the next time.
-``incoming`` makes it LOST then, and raises.
+``incoming`` makes it LOST then, and raises. ``expect`` never waits: without a free buffer a page stays ON_DISK, and one
+whose write is over is first what ``end_write`` makes of it.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class DiskHomes:
         self._buffer_bytes = 0
         self._free: list[Tensor] = []
         self._writing: list[_DiskHome] = []  # the one that began first in front
-        self.problems: list[OffloadError] = []  # that were not told yet
+        self.problems: dict[Home, OffloadError] = {}  # that were not told yet
 
     def make(self, nbytes: int) -> Home:
         home = _DiskHome(self, self.file.allocate(nbytes))
@@ -80,10 +81,13 @@ class DiskHomes:
         self._fit_buffers(home.extent.space)
         return home
 
-    def take_problems(self) -> list[OffloadError]:
+    def trim(self) -> None:
+        self.memory.trim()
+
+    def take_problems(self) -> Mapping[Home, OffloadError]:
         for home in [home for home in self._writing if home.transfer is not None and home.transfer.done]:
             home.end_write()
-        problems, self.problems = self.problems, []
+        problems, self.problems = self.problems, {}
         return problems
 
     def end_writes(self) -> None:
@@ -105,6 +109,7 @@ class DiskHomes:
             home.let_go_of_buffer()
         for buffer in self._free:
             self.memory.give_back(buffer)
+        self.memory.trim()
         self._free = [self.memory.take(nbytes) for _ in range(HOST_BUFFERS)]
         self._buffer_bytes = nbytes
 
@@ -185,7 +190,7 @@ class _DiskHome:
     def left(self, mark: Mark) -> None:
         self._check("left", PagePlace.HELD, PagePlace.KEPT)
         if self.transfer is not None and not self.transfer.done:  # of a disk that does not answer: it stays KEPT
-            self._homes.problems.append(OffloadError(f"{self._homes.file.path} does not answer"))
+            self._homes.problems[self] = OffloadError(f"{self._homes.file.path} does not answer")
             return
         whole = self._kept if self._kept is not None else self._whole_buffer()
         self.transfer, self.place = self._homes.file.write(self.extent, whole, mark.wait), PagePlace.WRITING
@@ -217,7 +222,7 @@ class _DiskHome:
         try:
             self.transfer.wait(PATIENCE_SECONDS)
         except OffloadError as error:
-            self._homes.problems.append(error)
+            self._homes.problems[self] = error
             if self._kept is None:  # in its buffer, which a thread may still read; another takes the buffer's place
                 self._kept, self._buffer = self._buffer, None
                 self._homes.replace_buffer()

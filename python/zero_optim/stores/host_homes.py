@@ -44,8 +44,11 @@ class HostHomes:
     def make(self, nbytes: int) -> Home:
         return _HostHome(self._memory, nbytes)
 
-    def take_problems(self) -> list[OffloadError]:
-        return []
+    def take_problems(self) -> Mapping[Home, OffloadError]:
+        return {}
+
+    def trim(self) -> None:
+        self._memory.trim()
 
     def end_writes(self) -> None: ...
 

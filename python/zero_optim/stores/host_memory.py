@@ -73,6 +73,10 @@ class HostMemory:
         if slab.live == 0:
             slab.end = 0
 
+    def trim(self) -> None:
+        """Give slabs that nothing uses back to the system."""
+        self._slabs = [slab for slab in self._slabs if slab.live]
+
     def _slab_bytes(self) -> int:
         return sum(slab.memory.nbytes for slab in self._slabs)
 

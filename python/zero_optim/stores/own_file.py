@@ -15,6 +15,7 @@ So a file is good only once it is locked and still there; otherwise its process 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -108,8 +109,9 @@ def remove_leftovers(folder: Path) -> int:
             continue
         with _abandoned(path) as nbytes:
             if nbytes is not None and owner.job == own.job:
-                os.unlink(path)
-                removed.append(nbytes)
+                with contextlib.suppress(OSError):  # another rank was faster, or the folder keeps what is in it
+                    os.unlink(path)
+                    removed.append(nbytes)
             elif nbytes is not None:
                 kept.append(path.name)
     if removed:

@@ -22,7 +22,8 @@ discard     error   error   AWAY
 send_back   AWAY    AWAY    error
 ==========  ======  ======  =====
 
-``send_back`` is the store's own: another page wants the slot.
+``send_back`` is the store's own: another page wants the slot. A page on a disk has to be read before it can be COMING:
+``prefetch`` begins that, and leaves it AWAY.
 """
 
 from __future__ import annotations
@@ -88,8 +89,11 @@ class Homes(Protocol):
 
     def make(self, nbytes: int) -> Home: ...
 
-    def take_problems(self) -> list[OffloadError]:
+    def take_problems(self) -> Mapping[Home, OffloadError]:
         """Why pages could not be written since this was last asked."""
+
+    def trim(self) -> None:
+        """Give back host memory that nothing uses."""
 
     def end_writes(self) -> None:
         """The host waits until nothing is on its way to a disk."""
@@ -277,8 +281,10 @@ class PagedStore:
             self.take_in()
             self._left = 0  # what others have not taken now, they may take later
 
-    def take_problems(self) -> list[OffloadError]:
-        return self._homes.take_problems()
+    def take_problems(self) -> Mapping[int, OffloadError]:
+        problems = self._homes.take_problems()
+        homes = {number: page.home for number, page in self._pages.items() if page.home is not None}
+        return {number: problems[home] for number, home in homes.items() if home in problems}
 
     def wait(self) -> None:
         """The host waits until every page that was committed has arrived where it rests."""
@@ -366,6 +372,11 @@ class PagedStore:
         self._slots = []
 
     def take_in(self) -> None:
+        self._let_stay()
+        self._homes.trim()
+
+    def _let_stay(self) -> None:
+        """As many pages as fit into what is left of the budget."""
         for page in self._pages.values():
             if page.home is not None and page.nbytes <= self._left:
                 try:

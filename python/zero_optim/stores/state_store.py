@@ -76,10 +76,11 @@ class StateStore(Protocol):
         """All pages of a step were committed."""
 
     def take_in(self) -> None:
-        """Pages were released: let those stay on the device that fit there now."""
+        """Pages were released, and no more will be: let those stay on the device that fit there now, and give back
+        memory that nothing uses."""
 
-    def take_problems(self) -> list[OffloadError]:
-        """Why pages could not be written since this was last asked. They are in host memory, and nothing is lost."""
+    def take_problems(self) -> Mapping[int, OffloadError]:
+        """By page, why it could not be written since this was last asked. It is in host memory, and nothing is lost."""
 
     def footprint(self) -> Mapping[str, int]:
         """Bytes taken, by memory: device, host, disk."""
@@ -88,24 +89,20 @@ class StateStore(Protocol):
         """Give everything back. The pages are gone."""
 
 
-class DeviceStore:
-    """Pages stay on the device: nothing moves, and what ``fetch`` gives is the state itself."""
+class PagesStay:
+    """What is the same in every store whose pages stay where they are."""
 
-    lookahead, keeps_views, may_lose = 0, True, False
+    may_lose = False
 
-    def __init__(self, device: torch.device) -> None:
-        self.works_on, self.copied = device, Copied()
+    def __init__(self) -> None:
+        self.copied = Copied()
         self._pages: dict[int, Mapping[str, Tensor]] = {}
         self._allocated = 0
 
-    def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Tensor] | None = None) -> int:
-        assert not visiting, "what visits comes and goes: that takes a PagedStore"
+    def _keep(self, page: Mapping[str, Tensor]) -> int:
         self._allocated += 1
         self._pages[self._allocated] = page
         return self._allocated
-
-    def release(self, number: int) -> None:
-        keep_for_current_stream(*self._pages.pop(number).values())
 
     def prefetch(self, number: int) -> None: ...
 
@@ -122,8 +119,25 @@ class DeviceStore:
 
     def take_in(self) -> None: ...
 
-    def take_problems(self) -> list[OffloadError]:
-        return []
+    def take_problems(self) -> Mapping[int, OffloadError]:
+        return {}
+
+
+class DeviceStore(PagesStay):
+    """Pages stay on the device: nothing moves, and what ``fetch`` gives is the state itself."""
+
+    lookahead, keeps_views = 0, True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.works_on = device
+
+    def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Tensor] | None = None) -> int:
+        assert not visiting, "what visits comes and goes: that takes a PagedStore"
+        return self._keep(page)
+
+    def release(self, number: int) -> None:
+        keep_for_current_stream(*self._pages.pop(number).values())
 
     def footprint(self) -> Mapping[str, int]:
         return {"device": sum(t.nbytes for page in self._pages.values() for t in page.values()), "host": 0, "disk": 0}

@@ -1,0 +1,67 @@
+"""State off the device that is in trouble: what has happened, to which parameters, and who is told.
+
+==========  =========  =========  =====
+event       WHOLE      UNWRITTEN  LOST
+==========  =========  =========  =====
+unwritten   UNWRITTEN  UNWRITTEN  LOST
+lose        LOST       LOST       LOST
+told        WHOLE      WHOLE      LOST
+==========  =========  =========  =====
+
+- UNWRITTEN: a page could not be written. It is in host memory, and nothing is lost. All ranks raise once.
+- LOST: a page could not be read. All ranks raise at every step, and at all else that reads state.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Iterable
+
+from ..errors import OffloadError
+
+
+class Condition(enum.Enum):
+    """Of a rank's state."""
+
+    WHOLE = enum.auto()
+    UNWRITTEN = enum.auto()
+    LOST = enum.auto()
+
+
+class Trouble:
+    """Of one rank.
+
+    Attributes:
+        parameters: indices of those that it is about.
+        reasons: in words.
+    """
+
+    def __init__(self) -> None:
+        self.condition = Condition.WHOLE
+        self.parameters: set[int] = set()
+        self.reasons: list[str] = []
+
+    def unwritten(self, parameters: Iterable[int], error: OffloadError) -> None:
+        if self.condition is not Condition.LOST:
+            self.condition = Condition.UNWRITTEN
+            self.parameters |= set(parameters)
+            self.reasons.append(f"{error}. Save a checkpoint: state is whole")
+
+    def lose(self, parameters: Iterable[int], error: OffloadError) -> None:
+        """In the middle of a step other ranks count on this one: it goes on, and all raise in the next."""
+        if self.condition is not Condition.LOST:
+            self.told()
+        self.condition = Condition.LOST
+        self.parameters |= set(parameters)
+        self.reasons.append(f"{error}. It may have been found within a step, which has updated the other parameters")
+        warnings.warn(f"{error}. The next step will raise, on every rank", stacklevel=2)
+
+    def told(self) -> None:
+        """Every rank has raised."""
+        if self.condition is not Condition.LOST:
+            self.condition = Condition.WHOLE
+            self.parameters, self.reasons = set(), []
+
+    def error(self) -> OffloadError:
+        return OffloadError("; ".join(self.reasons))
