@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from zero_optim.stores import host_threads as module
-from zero_optim.stores.host_threads import Cores, host_threads, threads_of, warn_of_one_thread
+from zero_optim.stores.host_threads import Cores, host_threads, own_cores, threads_of, warn_of_one_thread
 
 
 def _cores(mask: range, quota: float | None = None, machine: str = "a") -> Cores:
@@ -31,6 +32,37 @@ def _cores(mask: range, quota: float | None = None, machine: str = "a") -> Cores
 )
 def test_cores_are_shared_with_the_ranks_of_a_machine(everyone: list[Cores], expected: list[int]) -> None:
     assert [threads_of(rank, everyone) for rank in range(len(everyone))] == expected
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        ("0::/\n", {"cpu.max": "max 100000"}, None),
+        ("0::/\n", {"cpu.max": "150000 100000"}, 1.5),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "300000 100000", "cpu.max": "800000 100000"}, 3.0),
+        ("0::/of/the/host\n", {"cpu.max": "200000 100000"}, 2.0),  # which the container does not see
+        ("4:memory:/a\n3:cpu:/a\n", {"cpu/a/cpu.cfs_quota_us": "50000", "cpu/a/cpu.cfs_period_us": "100000"}, 0.5),
+        ("3:cpu,cpuacct:/a\n", {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, None),
+        ("2:cpuset:/\n", {"cpuset/cpu.max": "100000 100000"}, None),
+        ("0::/\n", {}, None),
+        (None, {}, None),
+    ],
+)
+def test_what_a_cgroup_grants(
+    membership: str | None,
+    files: dict[str, str],
+    expected: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(module, "_MEMBERSHIP", tmp_path / "membership")
+    if membership is not None:
+        (tmp_path / "membership").write_text(membership)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert own_cores().quota == expected
 
 
 def test_torch_has_its_threads_again() -> None:

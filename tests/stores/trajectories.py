@@ -63,8 +63,10 @@ def trajectory(rank: int, world_size: int, training: Training, store: Store) -> 
     model = GivenNet(RUNS, training.dtype)
     if training.stage == 3:
         zero_optim.shard_module(model, (Given,), **store.shard)
+    named = list(model.named_parameters())
+    groups = [{"params": named[::2]}, {"params": named[1::2], "lr": 0.03}]
     opt = zero_optim.ShardedAdamW(
-        model.named_parameters(), lr=0.02, weight_decay=0.1, stage=training.stage, **training.options, **store.options
+        groups, lr=0.02, weight_decay=0.1, stage=training.stage, **training.options, **store.options
     )
     scaler = zero_optim.GradScaler("cpu", init_scale=2.0**6, growth_interval=3) if training.scaled else None
     scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)

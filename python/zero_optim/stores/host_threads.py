@@ -10,13 +10,13 @@ import os
 import socket
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-_CGROUP = Path("/sys/fs/cgroup/cpu.max")
+_MEMBERSHIP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,32 @@ def own_cores() -> Cores:
 
 
 def _quota() -> float | None:
+    """The least that the groups grant which this process is in: its own, and all around it."""
+    return min(_quotas(), default=None)
+
+
+def _quotas() -> Iterator[float]:
     try:
-        granted, period = _CGROUP.read_text().split()
-        return None if granted == "max" else int(granted) / int(period)
-    except (OSError, ValueError):
-        return None
+        lines = _MEMBERSHIP.read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:  # "0::/a/b" of version 2, "4:cpu,cpuacct:/a/b" of version 1
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or "cpu" in controllers.split(","):
+            # A container may see the path of its host. Its own group is then the root of what it sees.
+            inner = Path(path.lstrip("/"))
+            for group in (inner, *inner.parents):
+                yield from _granted(_CGROUPS / controllers / group)
+
+
+def _granted(group: Path) -> Iterator[float]:
+    with suppress(OSError, ValueError):  # of version 2: "max 100000", or "150000 100000"
+        granted, period = (group / "cpu.max").read_text().split()
+        yield int(granted) / int(period)
+    with suppress(OSError, ValueError):
+        granted, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        if int(granted) > 0:  # -1: no limit
+            yield int(granted) / int(period)
 
 
 def threads_of(rank: int, everyone: Sequence[Cores]) -> int:
