@@ -39,6 +39,7 @@ from .step.optimizer_state import OptimizerState
 from .step.param_gather import ParamGather
 from .step.speculation import Speculator
 from .step.workplace import Coefficients
+from .stores.host_store import HostStore
 from .stores.offload import Offload, Tier
 from .stores.state_store import StateStore
 from .units.sharded_model import ShardedModel
@@ -93,7 +94,6 @@ class Engine:
         overlap: Overlap,
         offload: Offload,
         store: StateStore,
-        threads: int = 1,
     ) -> None:
         self.parameters, self.sharding, self.rule, self.sharded_model = parameters, sharding, rule, sharded_model
         self.bucket_cap_mb = bucket_cap_mb
@@ -108,8 +108,9 @@ class Engine:
         self.offload, self.store = offload, store
         self.speculator: Speculator | None = None
         if offload.speculate and sharding.reduces and sharding.stage >= 1:  # else gradients are the user's to edit
-            self.speculator = Speculator(rule, parameters, threads)
-        self.states = OptimizerState(trained, sharding, rule, store, threads, self.speculator)
+            assert isinstance(store, HostStore)
+            self.speculator = Speculator(rule, parameters, store.threads)
+        self.states = OptimizerState(trained, sharding, rule, store, self.speculator)
         self.exchange = Exchange(sharding, labels, trained, by_units=schedule is not None, at_once=store.may_lose)
         self.clip = Clip(sharding, labels)
         self.hyper = HyperTable([], 0, sharding.device, rule)

@@ -17,7 +17,7 @@ from .errors import StateMismatchError
 from .optimizer import ShardedAdamW
 from .params.flat_shard import FlatShard
 from .rules.update_rule import Begins, master_of, tensors_for
-from .step.optimizer_state import state_tensor
+from .step.state_load import state_tensor
 
 
 def full_state_dict(opt: ShardedAdamW, rank: int | None = 0) -> dict[str, Any]:

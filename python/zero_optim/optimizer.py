@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from . import validate
 from .checkpoint import rank_state
-from .comm.collectives import Comm, make_comm
+from .comm.collectives import make_comm
 from .comm.sharding import Sharding
 from .engine import Engine, Overlap
 from .errors import ClosedError, ZeroOptimError
@@ -154,15 +154,10 @@ class ShardedAdamW(torch.optim.Optimizer):
             parameters.take_names(sharded[0].model)
             comm.traffic = sharded[0].sharding.everyone.traffic
         sharding = Sharding(comm, stage, grad_reduce_dtype, parameters.all[0].device)
-        store: StateStore = DeviceStore(sharding.device)
-        with comm.raising_together("the constructor"):
-            on_host = bool(sharded) and sharded[0].offload
-            store = make_store(offload, sharding.device, comm.rank, params_on_host=on_host)
+        model = sharded[0] if sharded else None
+        store = _store(offload, sharding, params_on_host=model is not None and model.offload)
         rule, overlap = AdamW(decoupled_weight_decay), Overlap(overlap_grad_reduce, overlap_param_gather)
-        threads = _host_threads(comm) if offload.tier is Tier.CPU else 1
-        self.engine = Engine(
-            parameters, sharding, rule, sharded[0] if sharded else None, bucket_cap_mb, overlap, offload, store, threads
-        )
+        self.engine = Engine(parameters, sharding, rule, model, bucket_cap_mb, overlap, offload, store)
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self._closed = False
         _made[:] = [*(reference for reference in _made if reference() is not None), weakref.ref(self)]
@@ -503,12 +498,17 @@ def optimizers_of(model: nn.Module) -> list[ShardedAdamW]:
     return [opt for opt in alive if any(id(parameter) in held for parameter in opt.engine.parameters.all)]
 
 
-def _host_threads(comm: Comm) -> int:
-    """Collective. Of this rank, with the ranks beside it on its machine."""
-    everyone = comm.gather_objects(own_cores(), "the constructor")
-    threads = threads_of(comm.rank, everyone)
-    warn_of_one_thread(threads, everyone[comm.rank])
-    return threads
+def _store(offload: Offload, sharding: Sharding, *, params_on_host: bool) -> StateStore:
+    """Collective. Of this rank."""
+    comm, threads = sharding.everyone, 1
+    if offload.tier is Tier.CPU:
+        cores = comm.gather_objects(own_cores(), "the constructor")
+        threads = threads_of(comm.rank, cores)
+        warn_of_one_thread(threads, cores[comm.rank])
+    store: StateStore = DeviceStore(sharding.device)
+    with comm.raising_together("the constructor"):
+        store = make_store(offload, sharding.device, comm.rank, params_on_host=params_on_host, threads=threads)
+    return store
 
 
 def _asked_by(module: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..engine import Engine
 from ..errors import StateMismatchError
-from ..step.optimizer_state import Copy
+from ..step.state_load import Copy, plan_load
 from .state_dict import Groups, load_groups, make_state_dict, match_state, saved_order, step_counts, with_torch_options
 
 
@@ -34,7 +34,7 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     if not all(fits) or orders[0] != sorted(orders[0]):
         engine.reducer.restore_order(orders[0])
     with everyone.raising_together("load_state_dict"):
-        copies = engine.states.plan_load(saved, parameters.labels)
+        copies = plan_load(engine.states.shards, saved, parameters.labels)
     engine.states.load(copies)
     engine.states.restart(set(parameters.trained) - set(saved))
     engine.hyper.steps.copy_(step_counts(saved, len(engine.hyper.steps)))
@@ -45,7 +45,7 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
 def _fits(engine: Engine, saved: Mapping[int, Mapping[str, Any]]) -> bool:
     """Whether the state is of the ranges that this rank has."""
     try:
-        engine.states.plan_load(saved, engine.parameters.labels)
+        plan_load(engine.states.shards, saved, engine.parameters.labels)
     except StateMismatchError:
         return False
     return True

@@ -8,38 +8,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..comm.sharding import Sharding
 from ..comm.storage import deallocate
-from ..errors import OffloadError, StateMismatchError
+from ..errors import OffloadError
 from ..grads.bucket import Bucket
-from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
-from ..params.storage_order import flat_of, storage_order
 from ..rules.update_rule import Begins, StateTensor, UpdateRule, has_master
 from ..stores.host_store import HostStore
 from ..stores.host_threads import host_threads
 from ..stores.state_store import StateStore
 from .shard_state import ShardState
 from .speculation import Speculator
+from .state_load import Copy
 from .trouble import Condition, Trouble
 from .workplace import Coefficients
 
 _version_of = operator.attrgetter("_version")
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A part of a load: what ``values`` gives, flat, belongs into this piece of this tensor."""
-
-    shard: ShardState
-    tensor: StateTensor
-    piece: SlotPiece
-    values: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -55,7 +43,6 @@ class OptimizerState:
 
     Args:
         parameters: all trained parameters, by index.
-        threads: that an update on the host takes.
         speculator: None: updates on the host wait for the step.
 
     Attributes:
@@ -68,11 +55,10 @@ class OptimizerState:
         sharding: Sharding,
         rule: UpdateRule,
         store: StateStore,
-        threads: int = 1,
         speculator: Speculator | None = None,
     ) -> None:
         self.parameters, self.sharding, self.rule, self._store = parameters, sharding, rule, store
-        self._threads, self._speculator = threads, speculator
+        self._speculator = speculator
         self.trouble = Trouble()
         self.shards: list[ShardState] = []
         self.started = False  # whether state may differ from what it is at construction
@@ -145,9 +131,10 @@ class OptimizerState:
         order, ahead = self.shards[::-1], self._store.lookahead
         for shard in order[:ahead]:
             self._try(shard, shard.prefetch)
-        on_host = isinstance(self._store, HostStore)
+        store = self._store
+        on_host = isinstance(store, HostStore)
         here = by.on_host() if on_host else by
-        with host_threads(self._threads) if on_host else nullcontext():
+        with host_threads(store.threads) if isinstance(store, HostStore) else nullcontext():
             for number, shard in enumerate(order):
                 for later in order[number + ahead : number + ahead + 1] if ahead else ():
                     self._try(later, later.prefetch)
@@ -157,7 +144,7 @@ class OptimizerState:
             by.marks.copy_(here.marks, non_blocking=True)
         if self._speculator is not None:
             self._speculator.step_is(here)
-        self._store.end_step()
+        store.end_step()
 
     # -- state that is in trouble --------------------------------------------------------------------------------
 
@@ -226,31 +213,6 @@ class OptimizerState:
                 for number, slot in enumerate(shard.bucket.layout.slots):
                     exported[slot.param] = shard.views(number, state)
         return exported
-
-    def plan_load(self, saved: Mapping[int, Mapping[str, Any]], labels: Sequence[str]) -> list[Copy]:
-        """What brings in state by parameter index. Nothing is written yet.
-
-        Shards must cut parameters where this layout does; full tensors always fit. A master that was not saved comes
-        from the parameter. Raises StateMismatchError.
-        """
-        copies: list[Copy] = []
-        for shard in self.shards:
-            shapes = shard.shapes()
-            for number, piece in enumerate(shard.bucket.pieces):
-                index = piece.slot.param
-                if index in saved:
-                    copies += self._plan_slot(shard, shapes, number, saved[index], labels[index])
-        return copies
-
-    def _plan_slot(
-        self, shard: ShardState, shapes: Mapping[str, Tensor], number: int, entry: Mapping[str, Any], label: str
-    ) -> Iterator[Copy]:
-        piece, targets = shard.bucket.pieces[number], shard.views(number, shapes)
-        for tensor in shard.tensors:
-            unsaved = tensor.begins is Begins.PARAMETER and tensor.name not in entry
-            target = targets[tensor.name]
-            own = partial(shard.parameter_of, piece)
-            yield Copy(shard, tensor, piece, own if unsaved else _values(entry, tensor.name, target, label))
 
     def load(self, copies: Sequence[Copy]) -> None:
         """Carry out a planned load."""
@@ -391,43 +353,3 @@ def _places(shard: ShardState) -> Iterator[Place]:
         for piece in shard.bucket.pieces:
             if piece.numel:
                 yield Place(tensor, piece)
-
-
-def state_tensor(entry: Mapping[str, Any], name: str, shape: Sequence[int], label: str) -> Tensor:
-    """``entry[name]``, of the parameter's ``shape`` and of any floating dtype. Raises StateMismatchError."""
-    saved = entry.get(name)
-    if not isinstance(saved, Tensor):
-        raise StateMismatchError(f"the state of {label} has no tensor {name!r}, but {sorted(map(str, entry))}")
-    if tuple(saved.shape) != tuple(shape):
-        raise StateMismatchError(
-            f"{name} of {label} has shape {tuple(saved.shape)}, expected {tuple(shape)}: give the optimizer the same "
-            "parameters, in the same order"
-        )
-    plain = type(saved) in (Tensor, nn.Parameter, FlatShard) and saved.layout is torch.strided and not saved.is_meta
-    if not plain or not saved.is_floating_point():
-        kind = f"{type(saved).__name__} of {saved.dtype}, {saved.layout}, on {saved.device}"
-        raise StateMismatchError(f"{name} of {label} is a {kind}: it must be a dense floating-point tensor with values")
-    return saved
-
-
-def _describe(tensor: Tensor) -> str:
-    return repr(tensor) if isinstance(tensor, FlatShard) else f"a whole tensor of shape {tuple(tensor.shape)}"
-
-
-def _flat_part(whole: Tensor, target: Tensor) -> Tensor:
-    flat = flat_of(whole, storage_order(target))
-    return flat.narrow(0, target.start, target.local.numel()) if isinstance(target, FlatShard) else flat
-
-
-def _values(entry: Mapping[str, Any], name: str, target: Tensor, label: str) -> Callable[[], Tensor]:
-    """Gives the part of ``entry[name]`` that belongs into ``target``, flat."""
-    saved = state_tensor(entry, name, target.shape, label)
-    if not isinstance(saved, FlatShard):
-        return partial(_flat_part, saved, target)  # in another memory format it is a copy: not before it is wanted
-    if isinstance(target, FlatShard) and saved.same_range(target):
-        return lambda: saved.local
-    raise StateMismatchError(
-        f"{name} of {label} was saved as {_describe(saved)}, this rank needs {_describe(target)}: load it with as many "
-        "ranks, on the same rank, at the same stage, bucket_cap_mb and grad_reduce_dtype as it was saved; or save "
-        "zero_optim.full_state_dict(opt), which loads anywhere"
-    )

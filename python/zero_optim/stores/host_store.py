@@ -17,15 +17,16 @@ class HostStore(PagesStay):
 
     Attributes:
         memory, lanes: for gradients and parameters, which the update has on the host beside its pages.
+        threads: that an update takes.
     """
 
     lookahead = 1
     keeps_views = False  # memory that was given back holds another page soon
     works_on = torch.device("cpu")
 
-    def __init__(self, memory: HostMemory, lanes: Lanes) -> None:
+    def __init__(self, memory: HostMemory, lanes: Lanes, threads: int) -> None:
         super().__init__()
-        self.memory, self.lanes = memory, lanes
+        self.memory, self.lanes, self.threads = memory, lanes, threads
         self._spares: dict[int, Mapping[str, Tensor]] = {}
 
     def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Tensor] | None = None) -> int:

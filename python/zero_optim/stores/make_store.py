@@ -19,8 +19,11 @@ _RESERVE = 0.05
 """Of the device's memory, what is left free where the budget is "auto": fragments, and steps larger than the first."""
 
 
-def make_store(offload: Offload, device: torch.device, rank: int, *, params_on_host: bool) -> StateStore:
-    """``params_on_host``: whether shards of parameters rest in host memory: they visit for each update.
+def make_store(
+    offload: Offload, device: torch.device, rank: int, *, params_on_host: bool, threads: int = 1
+) -> StateStore:
+    """``params_on_host``: whether shards of parameters rest in host memory: they visit for each update. ``threads``:
+    that an update on the host takes.
 
     Raises OffloadError where there is no such folder, or no room in it.
     """
@@ -28,7 +31,7 @@ def make_store(offload: Offload, device: torch.device, rank: int, *, params_on_h
         return DeviceStore(device)
     memory, lanes = HostMemory(pinned=device.type == "cuda"), make_lanes(device)
     if offload.tier is Tier.CPU:
-        return HostStore(memory, lanes)
+        return HostStore(memory, lanes, threads)
     if offload.folder is not None:
         return PagedStore(device, lanes, make_disk_homes(offload.folder, rank, memory), 0)
     if offload.tier is Tier.DEVICE:

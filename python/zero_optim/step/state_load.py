@@ -1,0 +1,97 @@
+"""What a state that was saved brings to the shards of this rank: checked as a whole, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import StateMismatchError
+from ..params.flat_shard import FlatShard
+from ..params.layout import SlotPiece
+from ..params.storage_order import flat_of, storage_order
+from ..rules.update_rule import Begins, StateTensor
+from .shard_state import ShardState
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A part of a load: what ``values`` gives, flat, belongs into this piece of this tensor."""
+
+    shard: ShardState
+    tensor: StateTensor
+    piece: SlotPiece
+    values: Callable[[], Tensor]
+
+
+def plan_load(
+    shards: Iterable[ShardState], saved: Mapping[int, Mapping[str, Any]], labels: Sequence[str]
+) -> list[Copy]:
+    """What brings in state by parameter index. Nothing is written yet.
+
+    Shards must cut parameters where this layout does; full tensors always fit. A master that was not saved comes
+    from the parameter. Raises StateMismatchError.
+    """
+    copies: list[Copy] = []
+    for shard in shards:
+        shapes = shard.shapes()
+        for number, piece in enumerate(shard.bucket.pieces):
+            index = piece.slot.param
+            if index in saved:
+                copies += _plan_slot(shard, shapes, number, saved[index], labels[index])
+    return copies
+
+
+def _plan_slot(
+    shard: ShardState, shapes: Mapping[str, Tensor], number: int, entry: Mapping[str, Any], label: str
+) -> Iterator[Copy]:
+    piece, targets = shard.bucket.pieces[number], shard.views(number, shapes)
+    for tensor in shard.tensors:
+        unsaved = tensor.begins is Begins.PARAMETER and tensor.name not in entry
+        target = targets[tensor.name]
+        own = partial(shard.parameter_of, piece)
+        yield Copy(shard, tensor, piece, own if unsaved else _values(entry, tensor.name, target, label))
+
+
+def state_tensor(entry: Mapping[str, Any], name: str, shape: Sequence[int], label: str) -> Tensor:
+    """``entry[name]``, of the parameter's ``shape`` and of any floating dtype. Raises StateMismatchError."""
+    saved = entry.get(name)
+    if not isinstance(saved, Tensor):
+        raise StateMismatchError(f"the state of {label} has no tensor {name!r}, but {sorted(map(str, entry))}")
+    if tuple(saved.shape) != tuple(shape):
+        raise StateMismatchError(
+            f"{name} of {label} has shape {tuple(saved.shape)}, expected {tuple(shape)}: give the optimizer the same "
+            "parameters, in the same order"
+        )
+    plain = type(saved) in (Tensor, nn.Parameter, FlatShard) and saved.layout is torch.strided and not saved.is_meta
+    if not plain or not saved.is_floating_point():
+        kind = f"{type(saved).__name__} of {saved.dtype}, {saved.layout}, on {saved.device}"
+        raise StateMismatchError(f"{name} of {label} is a {kind}: it must be a dense floating-point tensor with values")
+    return saved
+
+
+def _describe(tensor: Tensor) -> str:
+    return repr(tensor) if isinstance(tensor, FlatShard) else f"a whole tensor of shape {tuple(tensor.shape)}"
+
+
+def _flat_part(whole: Tensor, target: Tensor) -> Tensor:
+    flat = flat_of(whole, storage_order(target))
+    return flat.narrow(0, target.start, target.local.numel()) if isinstance(target, FlatShard) else flat
+
+
+def _values(entry: Mapping[str, Any], name: str, target: Tensor, label: str) -> Callable[[], Tensor]:
+    """Gives the part of ``entry[name]`` that belongs into ``target``, flat."""
+    saved = state_tensor(entry, name, target.shape, label)
+    if not isinstance(saved, FlatShard):
+        return partial(_flat_part, saved, target)  # in another memory format it is a copy: not before it is wanted
+    if isinstance(target, FlatShard) and saved.same_range(target):
+        return lambda: saved.local
+    raise StateMismatchError(
+        f"{name} of {label} was saved as {_describe(saved)}, this rank needs {_describe(target)}: load it with as many "
+        "ranks, on the same rank, at the same stage, bucket_cap_mb and grad_reduce_dtype as it was saved; or save "
+        "zero_optim.full_state_dict(opt), which loads anywhere"
+    )
