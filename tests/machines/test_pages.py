@@ -157,6 +157,19 @@ def test_a_page_that_was_kept_is_written_again_and_its_memory_given_back(homes: 
     assert torch.equal(home.incoming(), VALUES)
 
 
+def test_a_page_that_a_disk_does_not_answer_for_is_let_go_with_its_memory_and_its_space(homes: DiskHomes):
+    """A thread may still come to both: no other page gets them."""
+    home, mark = _page_that_is(homes, "WRITING")
+    held, extent = homes.memory.in_use, home.extent
+    with mock.patch.object(disk_homes, "PATIENCE_SECONDS", 0.0):
+        home.release()
+    other = _written(homes)
+    assert other.extent.offset >= extent.offset + extent.space
+    assert homes.memory.in_use == held + extent.space
+    mark.let_pass()
+    assert torch.equal(other.incoming(), VALUES)
+
+
 def test_more_pages_than_buffers_are_written_and_read(homes: DiskHomes):
     """Buffers are lent again as writes end, and taken from pages that are not wanted yet."""
     made = [homes.make(VALUES.nbytes) for _ in range(3 * disk_homes.HOST_BUFFERS)]

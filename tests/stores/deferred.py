@@ -8,6 +8,9 @@ reads what is there. The CPU computes at once, so a mark that it sets has passed
     computing                        wait for a    the copy is made now
     lane out                                       wait for b; copy page 1 out: made when somebody waits for this one
 
+A disk is as late: a page is read or written when somebody waits for that. So is the thread that updates before the norm
+is known: it does nothing until somebody waits for it.
+
 What comes too early is not found: a lane that does not wait for an update finds it made. ``make race-check`` has both.
 """
 
@@ -17,17 +20,20 @@ import ast
 import linecache
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-VERBS = ("after", "set", "order_current", "wait", "keep")
+VERBS = ("after", "set", "order_current", "wait", "keep", "result", "write")
 NO_NUMBER = 0xFF  # NaN in every floating dtype
 PACKAGE = Path(__file__).resolve().parents[2] / "python" / "zero_optim"
-FILES = ("stores/paged_store.py", "step/workplace.py")
+FILES = ("stores/paged_store.py", "stores/disk_homes.py", "step/workplace.py", "step/speculation.py")
+NOT_WAITS = ("pending", "self._homes", "self._pool.submit(torch.get_num_threads)")  # by these objects
 
 
 class Waits:
@@ -139,14 +145,89 @@ class DeferredLanes:
         self.waits.counts()  # copies that are not made keep their tensors
 
 
+class DeferredTransfer:
+    """Of a page to or from a file. It is never made where nobody waits."""
+
+    def __init__(self, waits: Waits, make: Callable[[], None]) -> None:
+        self._waits, self._make, self.done = waits, make, False
+
+    def wait(self, seconds: float) -> None:
+        if self._waits.counts():
+            self.reach()
+
+    def reach(self) -> None:
+        if not self.done:
+            self.done = True
+            self._make()
+
+
+def _deferred_file(waits: Waits) -> type:
+    from zero_optim.stores.page_file import PageFile
+
+    class DeferredFile(PageFile):
+        def write(self, extent: Any, buffer: Tensor, after: Callable[[], None] | None = None) -> Any:
+            after = after if waits.counts() else None
+            real = super().write
+
+            def make() -> None:
+                if after is not None:
+                    after()
+                real(extent, buffer).wait(60.0)
+
+            return DeferredTransfer(waits, make)
+
+        def read(self, extent: Any, buffer: Tensor) -> Any:
+            buffer.fill_(NO_NUMBER)
+            real = super().read
+            return DeferredTransfer(waits, lambda: real(extent, buffer).wait(60.0))
+
+    return DeferredFile
+
+
+class _LateUpdate(Future[None]):
+    """It is made when somebody asks for its result, after those that were begun before it."""
+
+    def __init__(self, pool: LatePool, update: Callable[[], None]) -> None:
+        super().__init__()
+        self._pool, self.update = pool, update
+
+    def result(self, timeout: float | None = None) -> None:
+        if self._pool.waits.counts():
+            self._pool.reach(self)
+
+    def cancel(self) -> bool:
+        return False  # the thread has begun
+
+
+class LatePool:
+    """In place of a ThreadPoolExecutor of one thread."""
+
+    def __init__(self, waits: Waits) -> None:
+        self.waits = waits
+        self._begun: list[_LateUpdate] = []
+
+    def submit(self, update: Callable[[], None]) -> _LateUpdate:
+        self._begun.append(_LateUpdate(self, update))
+        return self._begun[-1]
+
+    def reach(self, last: _LateUpdate) -> None:
+        while last in self._begun:
+            self._begun.pop(0).update()
+
+    def shutdown(self, *, wait: bool, cancel_futures: bool) -> None:
+        self._begun.clear()
+
+
 @contextmanager
 def deferring(waits: Waits) -> Iterator[None]:
-    """Stores that are made within it have such lanes. Host memory that they still use may not be given back."""
-    from zero_optim.stores import make_store
+    """Stores that are made within it have such lanes, disks and threads. Host memory that a lane still uses may not be
+    given back."""
+    from zero_optim.step import speculation
+    from zero_optim.stores import disk_homes, make_store
     from zero_optim.stores.host_memory import HostMemory
 
     made: list[DeferredLanes] = []
-    make_lanes, give_back = make_store.make_lanes, HostMemory.give_back
+    give_back = HostMemory.give_back
 
     def make(device: torch.device) -> Any:
         made.append(DeferredLanes(waits))
@@ -157,11 +238,12 @@ def deferring(waits: Waits) -> Iterator[None]:
             raise AssertionError("host memory is given back that a lane has not copied yet")
         give_back(memory, run)
 
-    make_store.make_lanes, HostMemory.give_back = make, watched  # type: ignore[method-assign]
-    try:
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(make_store, "make_lanes", make))
+        patches.enter_context(mock.patch.object(HostMemory, "give_back", watched))
+        patches.enter_context(mock.patch.object(disk_homes, "PageFile", _deferred_file(waits)))
+        patches.enter_context(mock.patch.object(speculation, "ThreadPoolExecutor", lambda *_: LatePool(waits)))
         yield
-    finally:
-        make_store.make_lanes, HostMemory.give_back = make_lanes, give_back  # type: ignore[method-assign]
 
 
 def waits_of_the_stores() -> list[str]:
@@ -173,7 +255,7 @@ def waits_of_the_stores() -> list[str]:
         for function in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)):
             for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
                 verb, owner = getattr(call.func, "attr", ""), getattr(call.func, "value", None)
-                if verb in VERBS and ast.unparse(owner) not in ("pending", "self._homes"):
+                if verb in VERBS and ast.unparse(owner) not in NOT_WAITS:
                     line = lines[call.lineno - 1].partition("#")[0].strip()
                     found.append(f"{Path(file).stem}.{function.name}: {line}")
     return found

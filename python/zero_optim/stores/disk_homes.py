@@ -199,8 +199,9 @@ class _DiskHome:
 
     def release(self) -> None:
         self.let_go_of_buffer()
-        self._forget_kept()
-        self._homes.file.release(self.extent)
+        if self.transfer is None or self.transfer.done:  # else a disk that does not answer still uses both
+            self._forget_kept()
+            self._homes.file.release(self.extent)
         self._homes.forget(self)
 
     def let_go_of_buffer(self) -> None:
