@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from harness import run_ranks
 from sharded_cases import Given, GivenNet
-from zero_optim.step import speculation
 
-from stores.trajectories import RUNS, SHAPES, Store, Training, Trajectory, differences, train
+from stores.trajectories import RUNS, SHAPES, Store, Training, differences, train
 
 DEVICE = Store()
 STORES = (
@@ -60,16 +57,11 @@ def test_every_store_gives_the_bits_of_none(ranks: int, training: Training, tmp_
     assert not list(tmp_path.iterdir())
 
 
-def _train_in_pieces(rank: int, world_size: int, *args: Any) -> list[Trajectory]:
-    with mock.patch.object(speculation, "_PIECE", 128):
-        return train(rank, world_size, *args)
-
-
 def test_updates_made_in_backward_are_kept_or_made_again() -> None:
     """From the third step on something is assumed. Some steps are clipped, and one overflows."""
     training = Training(2, torch.bfloat16, options={"bucket_cap_mb": 0.002})
     stores = [DEVICE, Store({"state_offload": "cpu"}), Store({"state_offload": "cpu", "speculate": False})]
-    for plain, guessed, waited in run_ranks(2, _train_in_pieces, training, stores):
+    for plain, guessed, waited in run_ranks(2, train, training, stores):
         assert not differences(guessed, plain)
         guesses = guessed.stats["state_offload"]["speculated"]
         assert guesses["right"] > 0

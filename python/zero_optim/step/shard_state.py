@@ -46,8 +46,7 @@ class ShardState:
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=store.works_on)
         if speculator is not None and isinstance(self._place, OnHost) and has_master(rule, bucket.dtype):
             assert isinstance(store, HostStore)
-            place = self._place
-            self._speculation = Speculation(speculator, rule, place, store, self.page, self.tensors, self.row_slot)
+            self._speculation = Speculation(speculator, rule, self._place, store, self.page, self.row_slot)
 
     def _first(self, tensor: StateTensor, device: torch.device) -> Tensor:
         if tensor.begins is Begins.PARAMETER:

@@ -15,7 +15,7 @@ updated last time is updated; and as many reductions come before ``step`` as las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,16 +23,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zero_kernels import ROW
-
 from ..params.parameter_set import ParameterSet
-from ..rules.update_rule import ShardUpdate, StateTensor, UpdateRule
+from ..rules.update_rule import ShardUpdate, UpdateRule
 from ..stores.host_store import HostStore
 from .hyper_table import HyperTable
 from .workplace import Coefficients, OnHost
 
 _HOST = torch.device("cpu")
-_PIECE = 32 * 1024  # elements a thread: 32 KiB times 28 bytes, which a core's cache holds
 
 
 @dataclass
@@ -67,22 +64,15 @@ class Speculation:
     NONE ── gradient_taken ──> a ``Guess`` ── settle: it holds, or not; drop ──> NONE
 
     Args:
-        tensors: what is in the ``page`` of the ``store``.
+        page: the shard's, in the ``store``.
         row_slot: [shard_numel / ROW] int32, the parameter index of each row.
     """
 
     def __init__(
-        self,
-        speculator: Speculator,
-        rule: UpdateRule,
-        place: OnHost,
-        store: HostStore,
-        page: int,
-        tensors: Sequence[StateTensor],
-        row_slot: Tensor,
+        self, speculator: Speculator, rule: UpdateRule, place: OnHost, store: HostStore, page: int, row_slot: Tensor
     ) -> None:
         self._speculator, self._rule, self._place, self._store = speculator, rule, place, store
-        self._page, self._tensors, self._row_slot = page, tensors, row_slot
+        self._page, self._row_slot = page, row_slot
         self._parameters = torch.unique(row_slot[row_slot >= 0]).long()  # [n] those in this shard
         self._guess: Guess | None = None
         store.allocate_spare(page)
@@ -101,27 +91,15 @@ class Speculation:
         return self._guess is not None and not self._guess.over.done()
 
     def _update_spare(self, by: Coefficients) -> None:
-        """In the thread. A piece after another: what was copied is in the cache still when it is updated."""
-        gradient, parameters = self._place.gradient(), self._place.parameters_to_guess()
+        """In the thread."""
+        gradient = self._place.gradient()
         live, spare = self._store.fetch(self._page), self._store.spare(self._page)
-        piece = torch.get_num_threads() * _PIECE
-        for begin in range(0, gradient.numel(), piece):
-            numel = min(piece, gradient.numel() - begin)
-            state = {}
-            for tensor in self._tensors:
-                state[tensor.name] = spare[tensor.name].narrow(0, *tensor.span(begin, numel))
-                state[tensor.name].copy_(live[tensor.name].narrow(0, *tensor.span(begin, numel)))
-            update = ShardUpdate(
-                gradient.narrow(0, begin, numel),
-                parameters.narrow(0, begin, numel),
-                state,
-                self._row_slot.narrow(0, begin // ROW, numel // ROW),
-                by.hyper,
-                by.grad_scale,
-                by.found_inf,
-                by.marks,
-            )
-            self._rule.update(update)
+        for name, tensor in spare.items():
+            tensor.copy_(live[name])
+        parameters = self._place.parameters_to_guess()
+        self._rule.update(
+            ShardUpdate(gradient, parameters, spare, self._row_slot, by.hyper, by.grad_scale, by.found_inf, by.marks)
+        )
 
     def settle(self, by: Coefficients) -> bool:
         """In the step: whether the update is made, and sent on its way."""
