@@ -18,8 +18,10 @@ from ..params.layout import round_up
 from ..stores.direct_file import DirectFile, Memory, memory_of
 from ..stores.host_memory import ALIGNMENT, HostMemory
 
-BLOCK_BYTES = 16 * 2**20
-THREADS = 4  # a virtual disk was as fast with 1 to 8, in blocks of 4 to 32 MiB
+BLOCK_BYTES = 4 * 2**20
+THREADS = 16
+"""The fastest on a virtual disk, of 4 to 16 threads each way with blocks of 1 to 16 MiB: 6.1 GB/s written and 2.8 read;
+the slowest wrote 5.3 and read 2.6."""
 
 
 class Link:
