@@ -183,6 +183,24 @@ def test_more_pages_than_buffers_are_written_and_read(homes: DiskHomes):
         home.unchanged(_Mark(passed=True))
 
 
+def test_a_page_that_found_no_buffer_is_read_once_there_is_one(homes: DiskHomes):
+    made = [_written(homes) for _ in range(disk_homes.HOST_BUFFERS + 2)]
+    for home in made:
+        home.expect()
+    *begun, first, second = made
+    assert {home.place for home in begun} == {PagePlace.READING}
+    assert first.place is second.place is PagePlace.ON_DISK
+    begun[0].incoming()
+    begun[0].unchanged(_Mark(passed=True))
+    begun[1].incoming()  # whoever uses the disk next begins it
+    assert (first.place, second.place) == (PagePlace.READING, PagePlace.ON_DISK)
+    second.outgoing()  # it is written anew: nobody wants what is on the disk
+    begun[2].incoming()
+    begun[2].unchanged(_Mark(passed=True))
+    begun[3].incoming()
+    assert second.place is PagePlace.HELD
+
+
 def test_two_pages_are_here_at_a_time_and_a_third_takes_the_place_of_either():
     device = torch.device("cpu")
     for first_to_go in (0, 1):

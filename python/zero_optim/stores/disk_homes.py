@@ -22,8 +22,8 @@ end_write   error    error    error    ON_DISK  error    error
 ==========  =======  =======  =======  =======  =======  =====
 
 Where the disk fails, ``end_write`` makes it KEPT: the page stays in host memory, and is written again the next time.
-``incoming`` makes it LOST then, and raises. ``expect`` never waits: without a free buffer a page stays ON_DISK, and one
-whose write is over is first what ``end_write`` makes of it.
+``incoming`` makes it LOST then, and raises. ``expect`` never waits: without a free buffer a page stays ON_DISK until
+there is one, and one whose write is over is first what ``end_write`` makes of it.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class DiskHomes:
         self._buffer_bytes = 0
         self._free: list[Tensor] = []
         self._writing: list[_DiskHome] = []  # the one that began first in front
+        self._wanted: list[_DiskHome] = []  # that found no free buffer; the one that is wanted first in front
         self.problems: dict[Home, OffloadError] = {}  # that were not told yet
 
     def make(self, nbytes: int) -> Home:
@@ -85,10 +86,13 @@ class DiskHomes:
         self.memory.trim()
 
     def take_problems(self) -> Mapping[Home, OffloadError]:
-        for home in [home for home in self._writing if home.transfer is not None and home.transfer.done]:
-            home.end_write()
+        self.end_writes_that_are_over()
         problems, self.problems = self.problems, {}
         return problems
+
+    def end_writes_that_are_over(self) -> None:
+        for home in [home for home in self._writing if home.transfer is not None and home.transfer.done]:
+            home.end_write()
 
     def end_writes(self) -> None:
         while self._writing:
@@ -113,9 +117,21 @@ class DiskHomes:
         self._free = [self.memory.take(nbytes) for _ in range(HOST_BUFFERS)]
         self._buffer_bytes = nbytes
 
-    @property
-    def has_free_buffer(self) -> bool:
-        return bool(self._free)
+    def want(self, home: _DiskHome) -> None:
+        """Read it as soon as there is a buffer."""
+        if home not in self._wanted:
+            self._wanted.append(home)
+        self.begin_reads()
+
+    def begin_reads(self) -> None:
+        """Of pages that are wanted, without waiting: as many as there are buffers for."""
+        self.end_writes_that_are_over()
+        while self._wanted and self._free:
+            self._wanted.pop(0).begin_read()
+
+    def no_longer_wants(self, home: _DiskHome) -> None:
+        if home in self._wanted:
+            self._wanted.remove(home)
 
     def lend(self, to: _DiskHome) -> Tensor:
         """A buffer; of those that are lent, the one whose page is written soonest, or is not wanted yet."""
@@ -143,6 +159,7 @@ class DiskHomes:
         self._writing.remove(home)
 
     def forget(self, home: _DiskHome) -> None:
+        self.no_longer_wants(home)
         self._homes.remove(home)
 
 
@@ -160,14 +177,15 @@ class _DiskHome:
     def expect(self) -> None:
         if self.place is PagePlace.WRITING and self.transfer is not None and self.transfer.done:
             self.end_write()
-        if self.place is PagePlace.ON_DISK and self._homes.has_free_buffer:
-            self._begin_read()
+        if self.place is PagePlace.ON_DISK:
+            self._homes.want(self)
 
     def incoming(self) -> Tensor:
         if self.place is PagePlace.WRITING:
             self.end_write()
         if self.place is PagePlace.ON_DISK:
-            self._begin_read()
+            self.begin_read()
+        self._homes.begin_reads()
         if self.place is PagePlace.READING:
             self._end_read()
         if self.place is PagePlace.LOST:
@@ -184,11 +202,13 @@ class _DiskHome:
     def outgoing(self) -> Tensor:
         self._check("outgoing", PagePlace.ON_DISK, PagePlace.HELD, PagePlace.KEPT)
         if self.place is PagePlace.ON_DISK:
+            self._homes.no_longer_wants(self)
             self._buffer, self.place = self._homes.lend(self), PagePlace.HELD
         return self._run()
 
     def left(self, mark: Mark) -> None:
         self._check("left", PagePlace.HELD, PagePlace.KEPT)
+        self._homes.begin_reads()
         if self.transfer is not None and not self.transfer.done:  # of a disk that does not answer: it stays KEPT
             self._homes.problems[self] = OffloadError(f"{self._homes.file.path} does not answer")
             return
@@ -234,7 +254,8 @@ class _DiskHome:
         self._homes.ended_to_write(self)
         self._give_back_buffer()
 
-    def _begin_read(self) -> None:
+    def begin_read(self) -> None:
+        self._homes.no_longer_wants(self)
         self._buffer = self._homes.lend(self)
         self.transfer, self.place = self._homes.file.read(self.extent, self._buffer), PagePlace.READING
         self._homes.copied.read += self.extent.nbytes
