@@ -21,6 +21,7 @@ from zero_optim.stores.host_memory import HostMemory
 from zero_optim.stores.lanes import HostLanes
 from zero_optim.stores.page_file import PageFile
 from zero_optim.stores.paged_store import PagedStore, PageState
+from zero_optim.stores.transfer import Transfer
 
 IN_SLOTS = table(paged_store.__doc__, "event")
 ON_DISK = table(disk_homes.__doc__, "event")
@@ -98,6 +99,7 @@ def _written(homes: DiskHomes) -> Any:
     home = homes.make(VALUES.nbytes)
     home.outgoing().copy_(VALUES)
     home.left(_Mark(passed=True))
+    home.transfer.wait(SECONDS)
     home.end_write()
     return home
 
@@ -168,6 +170,47 @@ def test_a_page_that_a_disk_does_not_answer_for_is_let_go_with_its_memory_and_it
     assert homes.memory.in_use == held + extent.space
     mark.let_pass()
     assert torch.equal(other.incoming(), VALUES)
+
+
+def test_a_dead_disk_is_waited_for_once_and_every_page_says_that_it_is_lost(homes: DiskHomes):
+    made = [_written(homes) for _ in range(2 * disk_homes.HOST_BUFFERS)]
+    let_go, waited = threading.Event(), []
+    real = Transfer.wait
+    with mock.patch("os.preadv", side_effect=lambda *_: let_go.wait(SECONDS) and 0):
+        with mock.patch.object(Transfer, "wait", lambda of, seconds: (waited.append(seconds), real(of, 0.0))):
+            for home in made:
+                with pytest.raises(OffloadError, match="not over"):
+                    home.incoming()
+        let_go.set()
+    assert waited == [disk_homes.PATIENCE_SECONDS] + [0.0] * (len(made) - 1)
+
+
+def test_a_write_that_does_not_end_makes_nobody_give_up_a_page(homes: DiskHomes):
+    slow, mark = _page_that_is(homes, "WRITING")
+    other = _written(homes)
+    with mock.patch.object(disk_homes, "PATIENCE_SECONDS", 0.0):
+        slow.end_write()
+    assert slow.place is PagePlace.KEPT
+    other.expect()
+    assert torch.equal(other.incoming(), VALUES)
+    mark.let_pass()
+    slow.transfer.wait(SECONDS)
+
+
+def test_without_memory_for_another_buffer_a_page_that_could_not_be_written_is_kept(homes: DiskHomes):
+    page, _ = _page_that_is(homes, "HELD")
+    with mock.patch.object(HostMemory, "take", side_effect=OffloadError("host memory is full")):
+        with mock.patch("os.pwritev", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))):
+            page.left(_Mark(passed=True))
+            page.end_write()
+        with pytest.raises(OffloadError, match="full"):
+            homes.make(10 * VALUES.nbytes)
+    assert page.place is PagePlace.KEPT
+    assert "Input/output error" in str(homes.take_problems()[page])
+    others = [_written(homes) for _ in range(2 * disk_homes.HOST_BUFFERS)]
+    for home in (page, *others):
+        assert torch.equal(home.incoming(), VALUES)
+        home.unchanged(_Mark(passed=True))
 
 
 def test_more_pages_than_buffers_are_written_and_read(homes: DiskHomes):

@@ -150,7 +150,7 @@ _OF_PAGES = (
     fault(
         "parameters on the host are used before they have come back",
         _PAGED,
-        "            self.settle(number)\n",
+        "            self.wait_for_visitors(number)\n",
         "            pass\n",
         one(3, "parameters on the host"),
         one(3, "parameters on the host, paged"),
@@ -158,7 +158,7 @@ _OF_PAGES = (
     fault(
         "parameters on the host are used before they have come back from a load",
         "step/shard_state.py",
-        "            self._store.settle(self.page)\n",
+        "            self._store.wait_for_visitors(self.page)\n",
         "",
         one(3, "parameters on the host, saved and loaded"),
     ),

@@ -48,7 +48,7 @@ UNSEEN: dict[str, str] = {
     "workplace.updated: self._now.set()": _COMPUTED,
     "workplace.updated: lanes.to_device.after(self._now)": _COMPUTED,
     "paged_store.release: page.arrived.wait()": _CAME_BEFORE,
-    "paged_store.settle: page.arrived.wait()": _CAME_BEFORE,
+    "paged_store.wait_for_visitors: page.arrived.wait()": _CAME_BEFORE,
     "paged_store.release: page.left.wait()": "A training reads all state at its end, when every page has left",
     "paged_store._send_back: page.arrived.wait()": "No training wants the slot of a page that is on its way in",
     "paged_store._drop_slots: self._lanes.keep(slot.run)": "Copies that are not made keep their tensors",

@@ -133,6 +133,36 @@ def _after_a_loss(rank: int, world_size: int, folder: str, damage: Callable[[Pat
     return found
 
 
+def _loading_over_a_loss(rank: int, world_size: int, folder: str, whole: bool) -> tuple[str, str]:
+    """Of states without masters, which are taken from the parameters: each page is read."""
+    import zero_optim
+
+    params = _parameters()
+    opt = _make(folder, params)
+    _step(opt, params, rank, 0)
+    state = full_state(opt) if whole else opt.state_dict()
+    for of_parameter in (state if whole else state["state"]).values():
+        del of_parameter["master"]
+    if whole:
+        state = {"state": state, "param_groups": opt.state_dict()["param_groups"]}
+    opt.engine.store.wait()
+    if rank == world_size - 1:
+        _damaged(_only_file(folder, rank))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load = partial(zero_optim.load_full_state_dict, opt, state) if whole else partial(opt.load_state_dict, state)
+        found = _error_of(load)
+    opt.close()
+    return found
+
+
+@pytest.mark.parametrize("whole", (True, False))
+def test_a_page_that_is_found_lost_in_a_load_is_told_on_every_rank(whole: bool, tmp_path: Path) -> None:
+    *others, last = run_ranks(2, _loading_over_a_loss, str(tmp_path), whole)
+    assert last[0] == "OffloadError" and "damaged" in last[1]
+    assert all(kind == "RankMismatchError" and "rank 1" in message for kind, message in others), others
+
+
 @pytest.mark.parametrize("damage", (_cut_off, _damaged))
 @pytest.mark.parametrize("ranks", (1, 2))
 def test_a_lost_page_is_told_on_every_rank(ranks: int, damage: Callable[[Path], None], tmp_path: Path) -> None:

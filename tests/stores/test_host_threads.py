@@ -42,7 +42,9 @@ def test_cores_are_shared_with_the_ranks_of_a_machine(everyone: list[Cores], exp
         ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "300000 100000", "cpu.max": "800000 100000"}, 3.0),
         ("0::/of/the/host\n", {"cpu.max": "200000 100000"}, 2.0),  # which the container does not see
         ("4:memory:/a\n3:cpu:/a\n", {"cpu/a/cpu.cfs_quota_us": "50000", "cpu/a/cpu.cfs_period_us": "100000"}, 0.5),
-        ("3:cpu,cpuacct:/a\n", {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, None),
+        ("3:cpuacct,cpu:/a\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("3:cpuacct,cpu:/a\n", {"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4.0),
+        ("no line of a kernel\n", {"cpu.max": "100000 100000"}, None),
         ("2:cpuset:/\n", {"cpuset/cpu.max": "100000 100000"}, None),
         ("0::/\n", {}, None),
         (None, {}, None),

@@ -37,6 +37,7 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
         copies = plan_load(engine.states.shards, saved, parameters.labels)
     engine.states.load(copies)
     engine.states.restart(set(parameters.trained) - set(saved))
+    engine.states.raise_lost_together()
     engine.hyper.steps.copy_(step_counts(saved, len(engine.hyper.steps)))
     load_groups(groups, state_dict["param_groups"])
     engine.exchange.outdate()  # gradients may have been dropped

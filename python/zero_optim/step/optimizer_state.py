@@ -23,7 +23,7 @@ from ..stores.host_threads import host_threads
 from ..stores.state_store import StateStore
 from .shard_state import ShardState
 from .speculation import Speculator
-from .state_load import Copy
+from .state_load import Copy, carry_out
 from .trouble import Condition, Trouble
 from .workplace import Coefficients
 
@@ -217,9 +217,7 @@ class OptimizerState:
     def load(self, copies: Sequence[Copy]) -> None:
         """Carry out a planned load."""
         for shard, of_shard in itertools.groupby(copies, lambda copy: copy.shard):
-            with shard.opened() as state:
-                for copy in of_shard:
-                    shard.part(copy.tensor, state[copy.tensor.name], copy.piece).copy_(copy.values())
+            self._try(shard, partial(carry_out, shard, list(of_shard)))
         self.distrust_masters()
 
     def places(self) -> Iterator[Place]:
@@ -237,11 +235,11 @@ class OptimizerState:
     def restart(self, indices: set[int]) -> None:
         """Make the state of these parameters what it is at construction."""
         for shard, pieces in self._pieces(indices):
-            shard.restart(pieces)
+            self._try(shard, partial(shard.restart, pieces))
 
     def restart_masters(self, indices: set[int]) -> None:
         for shard, pieces in self._pieces(indices):
-            shard.restart(pieces, masters_alone=True)
+            self._try(shard, partial(shard.restart, pieces, masters_alone=True))
 
     def whole_tensors(self) -> Iterator[tuple[int, str, Tensor]]:
         """Collective. Every parameter's whole tensors, by index and name: those of one bucket at a time."""

@@ -71,7 +71,7 @@ class ShardState:
 
     def update(self, by: Coefficients) -> None:
         """One fused pass: unscale, clip, update, cast into the bucket's parameters. See ``ShardUpdate``."""
-        if self._speculation is not None and self._speculation.settle(by):
+        if self._speculation is not None and self._speculation.confirm(by):
             return
         state = self._store.fetch(self.page)
         try:
@@ -109,7 +109,7 @@ class ShardState:
             written = before != [tensor._version for tensor in state.values()]
         finally:
             (self._store.commit if written else self._store.discard)(self.page)
-            self._store.settle(self.page)
+            self._store.wait_for_visitors(self.page)
 
     def part(self, tensor: StateTensor, of_shard: Tensor, piece: SlotPiece) -> Tensor:
         """What ``of_shard`` holds for a piece, a view."""

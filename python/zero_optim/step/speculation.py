@@ -61,7 +61,7 @@ class Guess:
 class Speculation:
     """Of one shard that has masters: its parameters are only written.
 
-    NONE ── gradient_taken ──> a ``Guess`` ── settle: it holds, or not; drop ──> NONE
+    NONE ── gradient_taken ──> a ``Guess`` ── confirm: it holds, or not; drop ──> NONE
 
     Args:
         page: the shard's, in the ``store``.
@@ -101,7 +101,7 @@ class Speculation:
             ShardUpdate(gradient, parameters, spare, self._row_slot, by.hyper, by.grad_scale, by.found_inf, by.marks)
         )
 
-    def settle(self, by: Coefficients) -> bool:
+    def confirm(self, by: Coefficients) -> bool:
         """In the step: whether the update is made, and sent on its way."""
         guess, self._guess = self._guess, None
         if guess is None:
@@ -135,7 +135,7 @@ class Speculator:
         self._rule, self._parameters, self._threads = rule, parameters, threads
         self.guesses = Guesses()
         self._pool: ThreadPoolExecutor | None = None
-        self._hyper = HyperTable([], 0, _HOST, rule)
+        self._hyper, self._room = HyperTable([], 0, _HOST, rule), (0, 0)  # for so many parameters and groups
         self._last: Coefficients | None = None  # of the last step; None: there is nothing to go by
         self._next: Coefficients | None = None  # what is assumed; made when it is first asked for
 
@@ -158,9 +158,11 @@ class Speculator:
         return any(isinstance(value, Tensor) and value.device != _HOST for value in values)
 
     def _after(self, last: Coefficients) -> Coefficients:
-        hyper, groups = self._hyper, self._parameters.groups
-        if len(hyper.steps) != len(last.steps):
-            hyper.grow(self._parameters.group_of, len(groups))
+        group_of, groups = self._parameters.group_of, self._parameters.groups
+        if self._room != (len(group_of), len(groups)):
+            self._room = len(group_of), len(groups)
+            self._hyper = HyperTable(group_of, len(groups), _HOST, self._rule)
+        hyper = self._hyper
         hyper.steps.copy_(last.steps)
         hyper.advance(groups, last.used)
         found_inf, marks = torch.zeros_like(last.found_inf), torch.zeros_like(last.marks)

@@ -28,6 +28,13 @@ class Copy:
     values: Callable[[], Tensor]
 
 
+def carry_out(shard: ShardState, copies: Iterable[Copy]) -> None:
+    """Those of one shard."""
+    with shard.opened() as state:
+        for copy in copies:
+            shard.part(copy.tensor, state[copy.tensor.name], copy.piece).copy_(copy.values())
+
+
 def plan_load(
     shards: Iterable[ShardState], saved: Mapping[int, Mapping[str, Any]], labels: Sequence[str]
 ) -> list[Copy]:

@@ -9,7 +9,7 @@ told        WHOLE      WHOLE      LOST
 ==========  =========  =========  =====
 
 - UNWRITTEN: a page could not be written. It is in host memory, and nothing is lost. All ranks raise once.
-- LOST: a page could not be read. All ranks raise at every step, and at all else that reads state.
+- LOST: a page could not be read. All ranks raise at every step, and at all else in which they read state together.
 """
 
 from __future__ import annotations
@@ -45,17 +45,22 @@ class Trouble:
     def unwritten(self, parameters: Iterable[int], error: OffloadError) -> None:
         if self.condition is not Condition.LOST:
             self.condition = Condition.UNWRITTEN
-            self.parameters |= set(parameters)
-            self.reasons.append(f"{error}. Save a checkpoint: state is whole")
+            self._note(parameters, f"{error}. Save a checkpoint: state is whole")
 
     def lose(self, parameters: Iterable[int], error: OffloadError) -> None:
         """In the middle of a step other ranks count on this one: it goes on, and all raise in the next."""
         if self.condition is not Condition.LOST:
             self.told()
         self.condition = Condition.LOST
+        why = f"{error}. It may have been found within a step, which has updated the other parameters"
+        if why not in self.reasons:
+            warnings.warn(f"{error}. The next step will raise, on every rank", stacklevel=2)
+        self._note(parameters, why)
+
+    def _note(self, parameters: Iterable[int], why: str) -> None:
         self.parameters |= set(parameters)
-        self.reasons.append(f"{error}. It may have been found within a step, which has updated the other parameters")
-        warnings.warn(f"{error}. The next step will raise, on every rank", stacklevel=2)
+        if why not in self.reasons:
+            self.reasons.append(why)
 
     def told(self) -> None:
         """Every rank has raised."""

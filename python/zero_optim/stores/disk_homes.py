@@ -22,14 +22,16 @@ end_write   error    error    error    ON_DISK  error    error
 ==========  =======  =======  =======  =======  =======  =====
 
 Where the disk fails, ``end_write`` makes it KEPT: the page stays in host memory, and is written again the next time.
-``incoming`` makes it LOST then, and raises. ``expect`` never waits: without a free buffer a page stays ON_DISK until
-there is one, and one whose write is over is first what ``end_write`` makes of it.
+``incoming`` makes it LOST then, and raises. ``expect`` never waits. A page that is being written stays WRITING, unless
+that is over: then ``end_write`` comes first. Without a free buffer a page stays ON_DISK; the next page that is wanted,
+comes or leaves begins to read it, as soon as there is a buffer.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -46,7 +48,8 @@ from .transfer import Transfer
 
 PATIENCE_SECONDS = 120.0
 """How long a page may take. A disk that other jobs keep busy is slow, and one that has died does not answer at all. Far
-less than other ranks wait for this one in a collective, so that they hear of it."""
+less than other ranks wait for this one in a collective, so that they hear of it. After a page that took longer nobody
+waits for others, until one was read or written; but nothing is given up for lost because a write took too long."""
 
 LOOKAHEAD = 3
 
@@ -72,14 +75,21 @@ class DiskHomes:
         self._homes: list[_DiskHome] = []
         self._buffer_bytes = 0
         self._free: list[Tensor] = []
-        self._writing: list[_DiskHome] = []  # the one that began first in front
-        self._wanted: list[_DiskHome] = []  # that found no free buffer; the one that is wanted first in front
+        # The one that began first, or is wanted first, in front.
+        self._reading: list[_DiskHome] = []
+        self._writing: list[_DiskHome] = []
+        self._wanted: list[_DiskHome] = []  # to be read as there are buffers
+        self._reads_end = self._writes_end = True  # as far as is known
         self.problems: dict[Home, OffloadError] = {}  # that were not told yet
 
     def make(self, nbytes: int) -> Home:
         home = _DiskHome(self, self.file.allocate(nbytes))
+        try:
+            self._fit_buffers(home.extent.space)
+        except BaseException:
+            self.file.release(home.extent)
+            raise
         self._homes.append(home)
-        self._fit_buffers(home.extent.space)
         return home
 
     def trim(self) -> None:
@@ -107,15 +117,25 @@ class DiskHomes:
     # -- buffers -------------------------------------------------------------------------------------------------
 
     def _fit_buffers(self, nbytes: int) -> None:
+        """Where there is no memory for larger ones, those that there were stay."""
         if nbytes <= self._buffer_bytes:
             return
+        larger: list[Tensor] = []
+        try:
+            for _ in range(HOST_BUFFERS):
+                larger.append(self.memory.take(nbytes))
+        except BaseException:
+            self._forget(larger)
+            raise
         for home in self._homes:
             home.let_go_of_buffer()
-        for buffer in self._free:
+        self._forget(self._free)
+        self._free, self._buffer_bytes = larger, nbytes
+
+    def _forget(self, buffers: Sequence[Tensor]) -> None:
+        for buffer in buffers:
             self.memory.give_back(buffer)
         self.memory.trim()
-        self._free = [self.memory.take(nbytes) for _ in range(HOST_BUFFERS)]
-        self._buffer_bytes = nbytes
 
     def want(self, home: _DiskHome) -> None:
         """Read it as soon as there is a buffer."""
@@ -134,29 +154,56 @@ class DiskHomes:
             self._wanted.remove(home)
 
     def lend(self, to: _DiskHome) -> Tensor:
-        """A buffer; of those that are lent, the one whose page is written soonest, or is not wanted yet."""
+        """A buffer; of those that are lent, the one whose page is written soonest, or was wanted last."""
         while not self._free:
             if self._writing:
                 self._writing[0].end_write()
+            elif self._reading:
+                last = self._reading[-1]
+                last.let_go_of_buffer()
+                self._wanted.append(last)
             else:
-                expected = [home for home in self._homes if home.place is PagePlace.READING and home is not to]
-                if not expected:
-                    raise RuntimeError("more pages are in use at a time than there are buffers")
-                expected[-1].let_go_of_buffer()
+                raise OffloadError(f"{self.file.path}: no buffer is left: the disk, or host memory, has failed before")
         return self._free.pop()
 
     def replace_buffer(self) -> None:
-        """One has become the memory of a page that could not be written."""
-        self._free.append(self.memory.take(self._buffer_bytes))
+        """One is the memory of a page now that could not be written, or belongs to a thread that does not end. Where
+        there is no memory, there is a buffer less."""
+        with suppress(OffloadError):
+            self._free.append(self.memory.take(self._buffer_bytes))
 
     def give_back(self, buffer: Tensor) -> None:
         self._free.append(buffer)
+
+    def began_to_read(self, home: _DiskHome) -> None:
+        self._reading.append(home)
+
+    def ended_to_read(self, home: _DiskHome) -> None:
+        self._reading.remove(home)
 
     def began_to_write(self, home: _DiskHome) -> None:
         self._writing.append(home)
 
     def ended_to_write(self, home: _DiskHome) -> None:
         self._writing.remove(home)
+
+    def wait_for_read(self, transfer: Transfer) -> None:
+        """Raises OffloadError, as ``Transfer``: what was to be read is lost then."""
+        try:
+            transfer.wait(PATIENCE_SECONDS if self._reads_end else 0.0)
+        except OffloadError:
+            self._reads_end = transfer.done
+            raise
+        self._reads_end = self._writes_end = True
+
+    def wait_for_write(self, transfer: Transfer) -> None:
+        """Raises OffloadError, as ``Transfer``: nothing is lost by it."""
+        try:
+            transfer.wait(PATIENCE_SECONDS if self._reads_end and self._writes_end else 0.0)
+        except OffloadError:
+            self._writes_end = transfer.done
+            raise
+        self._reads_end = self._writes_end = True
 
     def forget(self, home: _DiskHome) -> None:
         self.no_longer_wants(home)
@@ -241,13 +288,12 @@ class _DiskHome:
         self._check("end_write", PagePlace.WRITING)
         assert self.transfer is not None
         try:
-            self.transfer.wait(PATIENCE_SECONDS)
+            self._homes.wait_for_write(self.transfer)
         except OffloadError as error:
-            self._homes.problems[self] = error
+            self._homes.problems[self], self.place = error, PagePlace.KEPT
             if self._kept is None:  # in its buffer, which a thread may still read; another takes the buffer's place
                 self._kept, self._buffer = self._buffer, None
                 self._homes.replace_buffer()
-            self.place = PagePlace.KEPT
         else:
             self._forget_kept()
             self.place = PagePlace.ON_DISK
@@ -259,17 +305,22 @@ class _DiskHome:
         self._buffer = self._homes.lend(self)
         self.transfer, self.place = self._homes.file.read(self.extent, self._buffer), PagePlace.READING
         self._homes.copied.read += self.extent.nbytes
+        self._homes.began_to_read(self)
 
     def _end_read(self) -> None:
         assert self.transfer is not None
         try:
-            self.transfer.wait(PATIENCE_SECONDS)
+            self._homes.wait_for_read(self.transfer)
         except OffloadError as error:
-            if self.transfer.done:  # else a thread may still write the buffer, which is not given back
-                self._give_back_buffer()
             self._why_lost, self.place = str(error), PagePlace.LOST
+            if self.transfer.done:
+                self._give_back_buffer()
+            else:  # a thread may still write the buffer
+                self._buffer = None
+                self._homes.replace_buffer()
         else:
             self.place = PagePlace.HELD
+        self._homes.ended_to_read(self)
 
     def _check(self, event: str, *allowed: PagePlace) -> None:
         if self.place not in allowed:

@@ -41,16 +41,18 @@ def _quota() -> float | None:
 
 def _quotas() -> Iterator[float]:
     try:
-        lines = _MEMBERSHIP.read_text().splitlines()
+        lines = _MEMBERSHIP.read_text(errors="replace").splitlines()
     except OSError:  # not Linux
         return
     for line in lines:  # "0::/a/b" of version 2, "4:cpu,cpuacct:/a/b" of version 1
-        number, controllers, path = line.split(":", 2)
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
         if number == "0" or "cpu" in controllers.split(","):
-            # A container may see the path of its host. Its own group is then the root of what it sees.
-            inner = Path(path.lstrip("/"))
+            # Their folder may name them in another order, and has a link for each. A container may see the path of its
+            # host: its own group is then the root of what it sees.
+            root, inner = _CGROUPS / ("" if number == "0" else "cpu"), Path(path.lstrip("/"))
             for group in (inner, *inner.parents):
-                yield from _granted(_CGROUPS / controllers / group)
+                yield from _granted(root / group)
 
 
 def _granted(group: Path) -> Iterator[float]:

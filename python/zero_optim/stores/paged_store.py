@@ -266,7 +266,7 @@ class PagedStore:
             page.home.unchanged(page.arrived)
         self._leave_slot(page, page.used)
 
-    def settle(self, number: int) -> None:
+    def wait_for_visitors(self, number: int) -> None:
         page = self._pages[number]
         if page.visiting:
             page.arrived.wait()
@@ -274,7 +274,7 @@ class PagedStore:
 
     def end_step(self) -> None:
         for number in self._pages:
-            self.settle(number)
+            self.wait_for_visitors(number)
         self._steps += 1
         if self._room is not None and self._steps == 2:
             self._left += self._room()

@@ -69,7 +69,7 @@ class StateStore(Protocol):
     def discard(self, number: int) -> None:
         """The fetched tensors were only read."""
 
-    def settle(self, number: int) -> None:
+    def wait_for_visitors(self, number: int) -> None:
         """The host waits until what visits with the page has come and gone: it may read and write it then."""
 
     def end_step(self) -> None:
@@ -113,7 +113,7 @@ class PagesStay:
 
     def discard(self, number: int) -> None: ...
 
-    def settle(self, number: int) -> None: ...
+    def wait_for_visitors(self, number: int) -> None: ...
 
     def end_step(self) -> None: ...
 
