@@ -226,6 +226,25 @@ def test_more_pages_than_buffers_are_written_and_read(homes: DiskHomes):
         home.unchanged(_Mark(passed=True))
 
 
+def test_a_page_whose_buffer_is_taken_is_read_again_unless_it_was_found_lost(homes: DiskHomes):
+    made = [_written(homes) for _ in range(disk_homes.HOST_BUFFERS + 2)]
+    *begun, first, second = made
+    for home in begun:
+        home.expect()
+    first.outgoing()
+    assert begun[-1].place is PagePlace.ON_DISK
+    first.left(_Mark(passed=True))
+    first.transfer.wait(SECONDS)
+    second.incoming()  # there is no other buffer than that of the page before
+    with mock.patch.object(Transfer, "checksums", side_effect=OffloadError("damaged")):
+        first.outgoing()
+    assert begun[-2].place is PagePlace.LOST
+    first.left(_Mark(passed=True))
+    first.transfer.wait(SECONDS)
+    begun[0].incoming()
+    assert (begun[-1].place, begun[-2].place) == (PagePlace.READING, PagePlace.LOST)
+
+
 def test_a_page_that_found_no_buffer_is_read_once_there_is_one(homes: DiskHomes):
     made = [_written(homes) for _ in range(disk_homes.HOST_BUFFERS + 2)]
     for home in made:

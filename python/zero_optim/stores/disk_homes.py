@@ -153,7 +153,7 @@ class DiskHomes:
         if home in self._wanted:
             self._wanted.remove(home)
 
-    def lend(self, to: _DiskHome) -> Tensor:
+    def lend(self) -> Tensor:
         """A buffer; of those that are lent, the one whose page is written soonest, or was wanted last."""
         while not self._free:
             if self._writing:
@@ -161,7 +161,8 @@ class DiskHomes:
             elif self._reading:
                 last = self._reading[-1]
                 last.let_go_of_buffer()
-                self._wanted.append(last)
+                if last.place is PagePlace.ON_DISK:  # else it was found lost
+                    self._wanted.append(last)
             else:
                 raise OffloadError(f"{self.file.path}: no buffer is left: the disk, or host memory, has failed before")
         return self._free.pop()
@@ -250,7 +251,7 @@ class _DiskHome:
         self._check("outgoing", PagePlace.ON_DISK, PagePlace.HELD, PagePlace.KEPT)
         if self.place is PagePlace.ON_DISK:
             self._homes.no_longer_wants(self)
-            self._buffer, self.place = self._homes.lend(self), PagePlace.HELD
+            self._buffer, self.place = self._homes.lend(), PagePlace.HELD
         return self._run()
 
     def left(self, mark: Mark) -> None:
@@ -302,7 +303,7 @@ class _DiskHome:
 
     def begin_read(self) -> None:
         self._homes.no_longer_wants(self)
-        self._buffer = self._homes.lend(self)
+        self._buffer = self._homes.lend()
         self.transfer, self.place = self._homes.file.read(self.extent, self._buffer), PagePlace.READING
         self._homes.copied.read += self.extent.nbytes
         self._homes.began_to_read(self)
