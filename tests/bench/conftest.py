@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,3 +44,29 @@ def bench(
         return Outcome(code, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def draws_again(bench: Callable[..., Outcome]) -> Callable[[Outcome, Path, Path], None]:
+    """``draws_again(first, file, plot)``: from the file alone come the plot, and the table of the first run."""
+
+    def check(first: Outcome, file: Path, plot: Path) -> None:
+        plot.unlink()
+        again = bench("--redraw", file)
+        assert again.code == 0 and plot.exists()
+        assert again.out.splitlines()[:-1] == first.out.splitlines()[:-2]
+
+    return check
+
+
+@pytest.fixture
+def refuses(bench: Callable[..., Outcome]) -> Callable[..., None]:
+    """``refuses(*arguments, saying=parts)``: they end it with one line that has the parts, and nothing is written."""
+
+    def check(*arguments: str, saying: Sequence[str]) -> None:
+        outcome = bench(*arguments)
+        assert outcome.code == 2 and outcome.err.count("\n") == 1, outcome
+        assert all(part in outcome.err for part in saying), outcome.err
+        assert list(Path().iterdir()) == []
+
+    return check

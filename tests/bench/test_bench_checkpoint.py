@@ -28,7 +28,7 @@ def test_the_slower_rank_counts_and_the_disk_is_the_measure():
     assert (ours.written, ours.numel, ours.ranks, ours.rounds) == (100, 50, 2, 3)
 
 
-def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench):
+def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, draws_again):
     pytest.importorskip("matplotlib")
     first = bench("checkpoint", "--numel", "2Mi", "--rounds", "1", "--out", ".")
     assert first.code == 0, first.err
@@ -44,10 +44,7 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench):
     of = {row["backend"]: row for row in rows}
     assert of["torch.save"]["extra"]["load"] > 0.4 * of["torch.save"]["written"]  # a whole list of tensors
     assert of["ours"]["extra"]["load"] < 0.4 * of["ours"]["written"]
-    plot.unlink()
-    again = bench("--redraw", file)
-    assert again.code == 0 and plot.exists()
-    assert again.out.splitlines()[:-1] == first.out.splitlines()[:-2]
+    draws_again(first, file, plot)
 
 
 @pytest.mark.parametrize(

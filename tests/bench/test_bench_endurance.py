@@ -63,7 +63,7 @@ def test_what_it_cannot_have(bench, arguments, parts):
     assert list(Path().iterdir()) == []
 
 
-def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, monkeypatch):
+def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, draws_again, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(endurance, "SAMPLES", 3)
     first = bench("endurance", "--steps", "6", "--out", ".")
@@ -81,10 +81,7 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, monkeypatch):
         assert row["samples"]["step"][-1] == 6 and row["samples"]["files"][-1] > 0
         assert {len(figures) for figures in row["samples"].values()} == {len(row["samples"]["step"])}
     assert "resident, bytes" in first.out and "growth a step in the second half" in first.out
-    plot.unlink()
-    again = bench("--redraw", file)
-    assert again.code == 0 and plot.exists()
-    assert again.out.splitlines()[:-1] == first.out.splitlines()[:-2]
+    draws_again(first, file, plot)
 
 
 def test_the_script_of_the_checkout_runs_it():

@@ -191,7 +191,7 @@ def test_the_update_is_adamw_s(tmp_path):
 # -- a whole run -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, monkeypatch):
+def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, draws_again, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(offload, "on_ranks", lambda count, work, *args, device: run_ranks(count, call, work, args))
     first = bench(
@@ -228,10 +228,7 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, monkeypatch):
             assert row["fraction"] == pytest.approx(longest / row["time"][0], abs=1e-3)
     assert rows["pages", "pages read"]["moved"] == {**nothing, "read": state}
     assert all(len(line) <= WIDTH for line in first.out.splitlines())
-    plot.unlink()
-    again = bench("--redraw", file)
-    assert again.code == 0 and plot.exists()
-    assert again.out.splitlines()[:-1] == first.out.splitlines()[:-2]
+    draws_again(first, file, plot)
 
 
 @pytest.mark.parametrize(
@@ -244,11 +241,8 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, monkeypatch):
     ],
     ids=" ".join,
 )
-def test_bad_arguments(bench, arguments, parts):
-    outcome = bench(*arguments, "--out", "results")
-    assert outcome.code == 2 and outcome.err.count("\n") == 1, outcome
-    assert all(part in outcome.err for part in parts), outcome.err
-    assert list(Path().iterdir()) == []
+def test_bad_arguments(refuses, arguments, parts):
+    refuses(*arguments, "--out", "results", saying=parts)
 
 
 def test_the_script_of_the_checkout_runs_its_op():

@@ -128,7 +128,7 @@ def test_a_baseline_that_fails_is_no_run_without_it():
 # -- a whole run -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_on_two_numbers_of_ranks(bench, monkeypatch):
+def test_a_run_on_two_numbers_of_ranks(bench, draws_again, monkeypatch):
     pytest.importorskip("matplotlib")
     counts: list[int] = []
 
@@ -155,10 +155,7 @@ def test_a_run_on_two_numbers_of_ranks(bench, monkeypatch):
         assert (row["op"], row["rounds"], row["keeps"]) == ("stages", 1, keeps(row["backend"], torch.bfloat16))
     assert all(f"stages, {count} ranks, 64 tokens each: " in first.out for count in (1, 2))
     assert "vs fsdp2\n" in first.out
-    plot.unlink()
-    again = bench("--redraw", file)
-    assert again.code == 0 and plot.exists()
-    assert again.out.splitlines()[:-1] == first.out.splitlines()[:-2]
+    draws_again(first, file, plot)
     assert all(len(line) <= WIDTH for line in first.out.splitlines())
 
 
@@ -177,11 +174,8 @@ def test_a_run_on_two_numbers_of_ranks(bench, monkeypatch):
     ],
     ids=" ".join,
 )
-def test_bad_arguments(bench, arguments, parts):
-    outcome = bench(*arguments, "--out", "results")
-    assert outcome.code == 2 and outcome.err.count("\n") == 1, outcome
-    assert all(part in outcome.err for part in parts), outcome.err
-    assert list(Path().iterdir()) == []
+def test_bad_arguments(refuses, arguments, parts):
+    refuses(*arguments, "--out", "results", saying=parts)
 
 
 def test_more_ranks_than_gpus(bench, monkeypatch):

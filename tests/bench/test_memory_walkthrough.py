@@ -94,7 +94,7 @@ def call(rank: int, world_size: int, work, args: tuple) -> object:
     return work(*args)
 
 
-def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, monkeypatch):
+def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, draws_again, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(
         memory_walkthrough, "on_ranks", lambda count, work, *args, device: run_ranks(count, call, work, args)
@@ -109,10 +109,7 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, monkeypatch):
     assert [(row["backend"], row["phase"]) for row in rows] == [(f"stage{s}", p) for s in range(4) for p in PHASES]
     assert all((row["ranks"], row["dtype"], row["numel"]) == (2, "fp32", Linears(4, 64).numel) for row in rows)
     assert "bytes a parameter" in first.out
-    plot.unlink()
-    again = bench("--redraw", file)
-    assert again.code == 0 and plot.exists()
-    assert again.out.splitlines()[:-1] == first.out.splitlines()[:-2]
+    draws_again(first, file, plot)
 
 
 def test_the_rank_that_has_most_counts_in_every_phase():

@@ -91,7 +91,7 @@ def test_everything_is_as_before(rows):
     assert bucket[:4].tolist() == [2.0, 2.0, 2.0, 0.0]
 
 
-def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, monkeypatch):
+def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, draws_again, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(scale.measure, "__defaults__", (SMALL,))
     first = bench("scale", "--ranks", "8", "64", "--rounds", "2", "--out", ".")
@@ -103,10 +103,7 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, monkeypatch):
     assert [(row["ranks"], row["backend"]) for row in rows] == [(n, s) for n in (8, 64) for s in ("stage2", "stage3")]
     assert all(set(row["timed"]) == {"construction", "first step", "hooks", "step", "zero_grad"} for row in rows)
     assert "padding" in first.out and "construction: broadcast" in first.out
-    plot.unlink()
-    again = bench("--redraw", file)
-    assert again.code == 0 and plot.exists()
-    assert again.out.splitlines()[:-1] == first.out.splitlines()[:-2]
+    draws_again(first, file, plot)
 
 
 def test_one_rank_is_refused(bench):

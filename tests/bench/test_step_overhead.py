@@ -107,7 +107,7 @@ def test_on_two_ranks_torch_is_ddp(monkeypatch):
     assert {row.ms for row in rows if (row.op, row.parameters) == ("step_overhead", 10)} == {20.0}, "the slower rank's"
 
 
-def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, monkeypatch):
+def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, draws_again, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(step_overhead.measure, "__defaults__", ((40, 5),))
     first = bench("step_overhead", "--numel", "4000", "--rounds", "2", "--dtypes", "bf16", "--out", ".")
@@ -129,10 +129,7 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, monkeypatch):
         assert row["p20"] <= row["ms"] <= row["p80"] and row["bytes"] is None
     assert "vs fused" in first.out and "bf16 ours, 40 parameters, ms: backward" in first.out
     assert "backward_overhead, 2 ranks" in first.out and "vs ddp" in first.out
-    plot.unlink()
-    again = bench("--redraw", file)
-    assert again.code == 0 and plot.exists()
-    assert again.out.splitlines()[:-1] == first.out.splitlines()[:-2]
+    draws_again(first, file, plot)
 
 
 def test_bars_are_as_long_as_the_times():

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tables import table
 from zero_optim.errors import OffloadError
-from zero_optim.stores import disk_homes, paged_store
+from zero_optim.stores import disk_homes, paged_store, patience
 from zero_optim.stores.disk_homes import DiskHomes, PagePlace
 from zero_optim.stores.host_homes import HostHomes
 from zero_optim.stores.host_memory import HostMemory
@@ -163,7 +163,7 @@ def test_a_page_that_a_disk_does_not_answer_for_is_let_go_with_its_memory_and_it
     """A thread may still come to both: no other page gets them."""
     home, mark = _page_that_is(homes, "WRITING")
     held, extent = homes.memory.in_use, home.extent
-    with mock.patch.object(disk_homes, "PATIENCE_SECONDS", 0.0):
+    with mock.patch.object(patience, "PATIENCE_SECONDS", 0.0):
         home.release()
     other = _written(homes)
     assert other.extent.offset >= extent.offset + extent.space
@@ -182,13 +182,13 @@ def test_a_dead_disk_is_waited_for_once_and_every_page_says_that_it_is_lost(home
                 with pytest.raises(OffloadError, match="not over"):
                     home.incoming()
         let_go.set()
-    assert waited == [disk_homes.PATIENCE_SECONDS] + [0.0] * (len(made) - 1)
+    assert waited == [patience.PATIENCE_SECONDS] + [0.0] * (len(made) - 1)
 
 
 def test_a_write_that_does_not_end_makes_nobody_give_up_a_page(homes: DiskHomes):
     slow, mark = _page_that_is(homes, "WRITING")
     other = _written(homes)
-    with mock.patch.object(disk_homes, "PATIENCE_SECONDS", 0.0):
+    with mock.patch.object(patience, "PATIENCE_SECONDS", 0.0):
         slow.end_write()
     assert slow.place is PagePlace.KEPT
     other.expect()

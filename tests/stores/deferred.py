@@ -32,7 +32,13 @@ from torch import Tensor
 VERBS = ("after", "set", "order_current", "wait", "keep", "result", "write")
 NO_NUMBER = 0xFF  # NaN in every floating dtype
 PACKAGE = Path(__file__).resolve().parents[2] / "python" / "zero_optim"
-FILES = ("stores/paged_store.py", "stores/disk_homes.py", "step/workplace.py", "step/speculation.py")
+FILES = (
+    "stores/paged_store.py",
+    "stores/disk_homes.py",
+    "stores/patience.py",
+    "step/workplace.py",
+    "step/speculation.py",
+)
 NOT_WAITS = ("pending", "self._homes", "self._pool.submit(torch.get_num_threads)")  # by these objects
 
 

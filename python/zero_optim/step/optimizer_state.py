@@ -157,7 +157,7 @@ class OptimizerState:
     def look_for_trouble(self) -> None:
         """Before every rank hears of it: what could not be written since the last time."""
         problems = self._store.take_problems()
-        for shard in self.shards:
+        for shard in self.shards if problems else ():
             if shard.page in problems:
                 self.trouble.unwritten(shard.parameters, problems[shard.page])
 

@@ -43,13 +43,9 @@ from .lanes import Mark
 from .offload import HOST_BUFFERS
 from .page_file import PageFile
 from .paged_store import Home
+from .patience import Patience
 from .state_store import Copied
 from .transfer import Transfer
-
-PATIENCE_SECONDS = 120.0
-"""How long a page may take. A disk that other jobs keep busy is slow, and one that has died does not answer at all. Far
-less than other ranks wait for this one in a collective, so that they hear of it. After a page that took longer nobody
-waits for others, until one was read or written; but nothing is given up for lost because a write took too long."""
 
 LOOKAHEAD = 3
 
@@ -79,7 +75,7 @@ class DiskHomes:
         self._reading: list[_DiskHome] = []
         self._writing: list[_DiskHome] = []
         self._wanted: list[_DiskHome] = []  # to be read as there are buffers
-        self._reads_end = self._writes_end = True  # as far as is known
+        self.patience = Patience()
         self.problems: dict[Home, OffloadError] = {}  # that were not told yet
 
     def make(self, nbytes: int) -> Home:
@@ -188,24 +184,6 @@ class DiskHomes:
     def ended_to_write(self, home: _DiskHome) -> None:
         self._writing.remove(home)
 
-    def wait_for_read(self, transfer: Transfer) -> None:
-        """Raises OffloadError, as ``Transfer``: what was to be read is lost then."""
-        try:
-            transfer.wait(PATIENCE_SECONDS if self._reads_end else 0.0)
-        except OffloadError:
-            self._reads_end = transfer.done
-            raise
-        self._reads_end = self._writes_end = True
-
-    def wait_for_write(self, transfer: Transfer) -> None:
-        """Raises OffloadError, as ``Transfer``: nothing is lost by it."""
-        try:
-            transfer.wait(PATIENCE_SECONDS if self._reads_end and self._writes_end else 0.0)
-        except OffloadError:
-            self._writes_end = transfer.done
-            raise
-        self._reads_end = self._writes_end = True
-
     def forget(self, home: _DiskHome) -> None:
         self.no_longer_wants(home)
         self._homes.remove(home)
@@ -289,7 +267,7 @@ class _DiskHome:
         self._check("end_write", PagePlace.WRITING)
         assert self.transfer is not None
         try:
-            self._homes.wait_for_write(self.transfer)
+            self._homes.patience.wait_for_write(self.transfer)
         except OffloadError as error:
             self._homes.problems[self], self.place = error, PagePlace.KEPT
             if self._kept is None:  # in its buffer, which a thread may still read; another takes the buffer's place
@@ -311,7 +289,7 @@ class _DiskHome:
     def _end_read(self) -> None:
         assert self.transfer is not None
         try:
-            self._homes.wait_for_read(self.transfer)
+            self._homes.patience.wait_for_read(self.transfer)
         except OffloadError as error:
             self._why_lost, self.place = str(error), PagePlace.LOST
             if self.transfer.done:

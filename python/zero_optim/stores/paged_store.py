@@ -283,6 +283,8 @@ class PagedStore:
 
     def take_problems(self) -> Mapping[int, OffloadError]:
         problems = self._homes.take_problems()
+        if not problems:
+            return {}
         homes = {number: page.home for number, page in self._pages.items() if page.home is not None}
         return {number: problems[home] for number, home in homes.items() if home in problems}
 

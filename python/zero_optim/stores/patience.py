@@ -1,0 +1,73 @@
+"""How long a disk is waited for.
+
+What each outcome of a wait makes of a disk:
+
+==========  =======  ========  =======
+event       ANSWERS  BEHIND    SILENT
+==========  =======  ========  =======
+over        ANSWERS  ANSWERS   ANSWERS
+late_write  BEHIND   BEHIND    SILENT
+late_read   SILENT   SILENT    SILENT
+==========  =======  ========  =======
+
+- ANSWERS: reads and writes are waited for.
+- BEHIND: reads are. A page that is not written yet stays in memory, so nothing is lost by it.
+- SILENT: nobody waits. A page is lost already.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from ..errors import OffloadError
+from .transfer import Transfer
+
+PATIENCE_SECONDS = 120.0
+"""How long a page may take. A disk that other jobs keep busy is slow, and one that has died does not answer at all. Far
+less than other ranks wait for this one in a collective, so that they hear of it. So it is waited for once, and not for
+each page."""
+
+
+class Disk(enum.Enum):
+    """As far as is known."""
+
+    ANSWERS = enum.auto()
+    BEHIND = enum.auto()
+    SILENT = enum.auto()
+
+
+class Patience:
+    """With one disk."""
+
+    def __init__(self) -> None:
+        self.disk = Disk.ANSWERS
+
+    def wait_for_read(self, transfer: Transfer) -> None:
+        """Raises OffloadError, as ``Transfer``: what was to be read is lost then."""
+        try:
+            transfer.wait(0.0 if self.disk is Disk.SILENT else PATIENCE_SECONDS)
+        except OffloadError:
+            if not transfer.done:
+                self.late_read()
+            raise
+        self.over()
+
+    def wait_for_write(self, transfer: Transfer) -> None:
+        """Raises OffloadError, as ``Transfer``: nothing is lost by it."""
+        try:
+            transfer.wait(PATIENCE_SECONDS if self.disk is Disk.ANSWERS else 0.0)
+        except OffloadError:
+            if not transfer.done:
+                self.late_write()
+            raise
+        self.over()
+
+    def over(self) -> None:
+        self.disk = Disk.ANSWERS
+
+    def late_read(self) -> None:
+        self.disk = Disk.SILENT
+
+    def late_write(self) -> None:
+        if self.disk is Disk.ANSWERS:
+            self.disk = Disk.BEHIND
