@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from runs import Page
+from run_cases import Page
 from zero_optim.bench.panels import sheet_of
 from zero_optim.bench.record import read
 from zero_optim.bench.table import table

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, browser
-from runs import make_run, session, step
+from run_cases import make_run, session, step
 from zero_optim.report.bench_page import write_bench_page
 from zero_optim.report.run_page import write_run_page
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runs import PLANNED, Page, ending, make_run, rank_report, session, step
+from run_cases import PLANNED, Page, ending, make_run, rank_report, session, step
 from zero_optim.cli import main
 from zero_optim.report import line_chart
 from zero_optim.report.run_data import problems, read_run
