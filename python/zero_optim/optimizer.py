@@ -32,7 +32,7 @@ from .rules.adamw import AdamW
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
 from .stores.make_store import make_store
 from .stores.offload import Offload, Tier, read_offload
-from .stores.state_store import DeviceStore, StateStore
+from .stores.state_store import StateStore
 from .units.hooks import tensors_in
 from .units.sharded_model import sharded_model_of
 
@@ -505,10 +505,8 @@ def _store(offload: Offload, sharding: Sharding, *, params_on_host: bool) -> Sta
         cores = comm.gather_objects(own_cores(), "the constructor")
         threads = threads_of(comm.rank, cores)
         warn_of_one_thread(threads, cores[comm.rank])
-    store: StateStore = DeviceStore(sharding.device)
     with comm.raising_together("the constructor"):
-        store = make_store(offload, sharding.device, comm.rank, params_on_host=params_on_host, threads=threads)
-    return store
+        return make_store(offload, sharding.device, comm.rank, params_on_host=params_on_host, threads=threads)
 
 
 def _asked_by(module: str) -> bool:

@@ -39,13 +39,14 @@ def test_the_table_has_every_state():
 
 @pytest.mark.parametrize(("event", "before", "after"), [(*cell, after) for cell, after in CELLS.items()])
 def test_what_an_outcome_makes_of_a_disk(event: str, before: str, after: str):
-    of, verb = _with(before), event.removeprefix("late_") if event != "over" else "read"
-    if event == "over":
-        _wait(of, "write", _Transfer(ends=True))
-    else:
-        with pytest.raises(OffloadError, match="not over"):
-            _wait(of, verb, _Transfer(ends=False))
-    assert of.disk is Disk[after]
+    for verb in ("read", "write") if event == "over" else (event.removeprefix("late_"),):
+        of = _with(before)
+        if event == "over":
+            _wait(of, verb, _Transfer(ends=True))
+        else:
+            with pytest.raises(OffloadError, match="not over"):
+                _wait(of, verb, _Transfer(ends=False))
+        assert of.disk is Disk[after], verb
 
 
 @pytest.mark.parametrize(
@@ -65,9 +66,16 @@ def test_how_long_it_is_waited_for(disk: str, verb: str, seconds: float):
     assert transfer.waited == seconds
 
 
+@pytest.mark.parametrize(("disk", "verb"), [("BEHIND", "write"), ("SILENT", "write"), ("SILENT", "read")])
+def test_who_was_not_waited_for_says_why(disk: str, verb: str):
+    with pytest.raises(OffloadError, match=f"not over. A page before it was waited for {PATIENCE_SECONDS:g} s"):
+        _wait(_with(disk), verb, _Transfer(ends=False))
+
+
+@pytest.mark.parametrize("disk", [disk.name for disk in Disk])
 @pytest.mark.parametrize("verb", ("read", "write"))
-def test_a_disk_that_says_that_it_has_failed_answers(verb: str):
-    of = Patience()
+def test_a_disk_that_says_that_it_has_failed_answers(verb: str, disk: str):
+    of = _with(disk)
     with pytest.raises(OffloadError, match="has failed"):
         _wait(of, verb, _Transfer(ends=True, fails=True))
     assert of.disk is Disk.ANSWERS

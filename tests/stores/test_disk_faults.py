@@ -197,8 +197,7 @@ def _found_elsewhere(rank: int, world_size: int, folder: str) -> dict[str, tuple
         state = zero_optim.full_state_dict(opt, rank=None)  # the writes are over
         if what == "load":
             zero_optim.load_full_state_dict(opt, state)  # the next step looks at every master, before it exchanges
-            for home in list(opt.engine.store._homes._writing):
-                home.end_write()
+            opt.engine.store.wait()
         if rank == world_size - 1:
             _cut_off(_only_file(folder, rank))
         looks = partial(_step, opt, params, rank, 1, (1, 0, 2))

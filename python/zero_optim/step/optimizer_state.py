@@ -131,20 +131,19 @@ class OptimizerState:
         order, ahead = self.shards[::-1], self._store.lookahead
         for shard in order[:ahead]:
             self._try(shard, shard.prefetch)
-        store = self._store
-        on_host = isinstance(store, HostStore)
-        here = by.on_host() if on_host else by
-        with host_threads(store.threads) if isinstance(store, HostStore) else nullcontext():
+        host = self._store if isinstance(self._store, HostStore) else None
+        here = by if host is None else by.on_host()
+        with nullcontext() if host is None else host_threads(host.threads):
             for number, shard in enumerate(order):
                 for later in order[number + ahead : number + ahead + 1] if ahead else ():
                     self._try(later, later.prefetch)
                 self._try(shard, partial(shard.update, here))
                 yield shard
-        if on_host:
+        if host is not None:
             by.marks.copy_(here.marks, non_blocking=True)
         if self._speculator is not None:
             self._speculator.step_is(here)
-        store.end_step()
+        self._store.end_step()
 
     # -- state that is in trouble --------------------------------------------------------------------------------
 

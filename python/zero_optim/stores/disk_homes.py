@@ -21,10 +21,17 @@ unchanged   error    error    ON_DISK  error    KEPT     error
 end_write   error    error    error    ON_DISK  error    error
 ==========  =======  =======  =======  =======  =======  =====
 
-Where the disk fails, ``end_write`` makes it KEPT: the page stays in host memory, and is written again the next time.
-``incoming`` makes it LOST then, and raises. ``expect`` never waits. A page that is being written stays WRITING, unless
-that is over: then ``end_write`` comes first. Without a free buffer a page stays ON_DISK; the next page that is wanted,
-comes or leaves begins to read it, as soon as there is a buffer.
+Where the disk fails:
+
+- ``end_write`` makes a page KEPT: it stays in host memory, and the next ``left`` writes it again. Where the failed
+  write is not over even then, the page stays KEPT.
+- ``incoming`` makes it LOST, and raises.
+
+``expect`` never waits:
+
+- A page that is being written stays WRITING, unless that is over: then ``end_write`` comes first.
+- Without a free buffer a page stays ON_DISK. It is read as soon as there is a buffer, when the next page is wanted,
+  comes or leaves.
 """
 
 from __future__ import annotations
@@ -72,8 +79,8 @@ class DiskHomes:
         self._buffer_bytes = 0
         self._free: list[Tensor] = []
         # The one that began first, or is wanted first, in front.
-        self._reading: list[_DiskHome] = []
-        self._writing: list[_DiskHome] = []
+        self.reading: list[_DiskHome] = []
+        self.writing: list[_DiskHome] = []
         self._wanted: list[_DiskHome] = []  # to be read as there are buffers
         self.patience = Patience()
         self.problems: dict[Home, OffloadError] = {}  # that were not told yet
@@ -97,12 +104,12 @@ class DiskHomes:
         return problems
 
     def end_writes_that_are_over(self) -> None:
-        for home in [home for home in self._writing if home.transfer is not None and home.transfer.done]:
+        for home in [home for home in self.writing if home.transfer is not None and home.transfer.done]:
             home.end_write()
 
     def end_writes(self) -> None:
-        while self._writing:
-            self._writing[0].end_write()
+        while self.writing:
+            self.writing[0].end_write()
 
     def footprint(self) -> Mapping[str, int]:
         return {"host": self.memory.in_use, "disk": self.file.nbytes}
@@ -152,10 +159,10 @@ class DiskHomes:
     def lend(self) -> Tensor:
         """A buffer; of those that are lent, the one whose page is written soonest, or was wanted last."""
         while not self._free:
-            if self._writing:
-                self._writing[0].end_write()
-            elif self._reading:
-                last = self._reading[-1]
+            if self.writing:
+                self.writing[0].end_write()
+            elif self.reading:
+                last = self.reading[-1]
                 last.let_go_of_buffer()
                 if last.place is PagePlace.ON_DISK:  # else it was found lost
                     self._wanted.append(last)
@@ -171,18 +178,6 @@ class DiskHomes:
 
     def give_back(self, buffer: Tensor) -> None:
         self._free.append(buffer)
-
-    def began_to_read(self, home: _DiskHome) -> None:
-        self._reading.append(home)
-
-    def ended_to_read(self, home: _DiskHome) -> None:
-        self._reading.remove(home)
-
-    def began_to_write(self, home: _DiskHome) -> None:
-        self._writing.append(home)
-
-    def ended_to_write(self, home: _DiskHome) -> None:
-        self._writing.remove(home)
 
     def forget(self, home: _DiskHome) -> None:
         self.no_longer_wants(home)
@@ -241,7 +236,7 @@ class _DiskHome:
         whole = self._kept if self._kept is not None else self._whole_buffer()
         self.transfer, self.place = self._homes.file.write(self.extent, whole, mark.wait), PagePlace.WRITING
         self._homes.copied.written += self.extent.nbytes
-        self._homes.began_to_write(self)
+        self._homes.writing.append(self)
 
     def release(self) -> None:
         self.let_go_of_buffer()
@@ -276,7 +271,7 @@ class _DiskHome:
         else:
             self._forget_kept()
             self.place = PagePlace.ON_DISK
-        self._homes.ended_to_write(self)
+        self._homes.writing.remove(self)
         self._give_back_buffer()
 
     def begin_read(self) -> None:
@@ -284,7 +279,7 @@ class _DiskHome:
         self._buffer = self._homes.lend()
         self.transfer, self.place = self._homes.file.read(self.extent, self._buffer), PagePlace.READING
         self._homes.copied.read += self.extent.nbytes
-        self._homes.began_to_read(self)
+        self._homes.reading.append(self)
 
     def _end_read(self) -> None:
         assert self.transfer is not None
@@ -299,7 +294,7 @@ class _DiskHome:
                 self._homes.replace_buffer()
         else:
             self.place = PagePlace.HELD
-        self._homes.ended_to_read(self)
+        self._homes.reading.remove(self)
 
     def _check(self, event: str, *allowed: PagePlace) -> None:
         if self.place not in allowed:

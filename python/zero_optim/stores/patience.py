@@ -18,6 +18,7 @@ late_read   SILENT   SILENT    SILENT
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 from ..errors import OffloadError
 from .transfer import Transfer
@@ -44,22 +45,23 @@ class Patience:
 
     def wait_for_read(self, transfer: Transfer) -> None:
         """Raises OffloadError, as ``Transfer``: what was to be read is lost then."""
-        try:
-            transfer.wait(0.0 if self.disk is Disk.SILENT else PATIENCE_SECONDS)
-        except OffloadError:
-            if not transfer.done:
-                self.late_read()
-            raise
-        self.over()
+        self._wait(transfer, self.disk is not Disk.SILENT, self.late_read)
 
     def wait_for_write(self, transfer: Transfer) -> None:
         """Raises OffloadError, as ``Transfer``: nothing is lost by it."""
+        self._wait(transfer, self.disk is Disk.ANSWERS, self.late_write)
+
+    def _wait(self, transfer: Transfer, patiently: bool, late: Callable[[], None]) -> None:
         try:
-            transfer.wait(PATIENCE_SECONDS if self.disk is Disk.ANSWERS else 0.0)
-        except OffloadError:
-            if not transfer.done:
-                self.late_write()
-            raise
+            transfer.wait(PATIENCE_SECONDS if patiently else 0.0)
+        except OffloadError as error:
+            if transfer.done:  # a disk that says that it has failed answers
+                self.over()
+                raise
+            late()
+            if patiently:
+                raise
+            raise OffloadError(f"{error}. A page before it was waited for {PATIENCE_SECONDS:g} s") from None
         self.over()
 
     def over(self) -> None:
