@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness import run_ranks
-from zero_optim.comm import collectives
+from zero_optim.comm import collectives, gloo
 from zero_optim.comm.collectives import Comm, Pending, Traffic
 from zero_optim.comm.gloo import GLOO, Works
 from zero_optim.comm.transport import Issued
@@ -62,6 +62,41 @@ def test_one_that_failed_ends_the_wait_for_all(outcomes):
     assert pending.arrives_within(1)
     with pytest.raises(CollectiveError, match="Connection closed by peer"):
         pending.wait()
+
+
+class LetsGoLate:
+    """The thread of a collective that has arrived: it holds its tensor until it has been given way to so often."""
+
+    def __init__(self, tensor: torch.Tensor, ways: float) -> None:
+        self.given, self._ways = 0, ways
+        self._holds = torch.zeros_like(tensor)
+        self._holds.grad = tensor  # a reference in C++
+
+    def sleep(self, seconds: float) -> None:
+        self.given += 1
+        if self.given >= self._ways:
+            self._holds.grad = None
+
+
+@pytest.mark.parametrize("ways", [1, 3])
+def test_what_was_sent_belongs_to_nobody_else_after_the_wait(monkeypatch, ways):
+    view = torch.zeros(4).view(-1)
+    thread = LetsGoLate(view, ways)
+    monkeypatch.setattr(gloo.time, "sleep", thread.sleep)
+    works = Works([FakeWork("arrived")], [view])
+    assert works.is_completed() and view._use_count() == 2
+    works.wait()
+    assert view._use_count() == 1 and thread.given == ways
+    assert works.is_completed()
+
+
+def test_a_thread_that_never_lets_go_does_not_hold_the_wait(monkeypatch):
+    view = torch.zeros(4).view(-1)
+    thread = LetsGoLate(view, float("inf"))
+    monkeypatch.setattr(gloo.time, "sleep", thread.sleep)
+    monkeypatch.setattr(gloo, "LETS_GO_WITHIN", 0.0)
+    Works([FakeWork("arrived")], [view]).wait()
+    assert view._use_count() == 2
 
 
 class ToldOnce:

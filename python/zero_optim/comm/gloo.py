@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -15,6 +16,9 @@ from .transport import Issued, Reduction, TorchTransport, backends
 
 SUMMED_AT_ONCE = 2**16
 """Elements: their fp32 sums, of a reduce-scatter, fit into a core's cache."""
+
+LETS_GO_WITHIN = 1.0
+"""Seconds in which gloo's thread lets go of what it has sent. If it takes longer, no more is lost than some memory."""
 
 
 class GlooTransport(TorchTransport):
@@ -35,13 +39,13 @@ class GlooTransport(TorchTransport):
         free = [] if taken else [out]
         lent = ranks - 1 - len(free)
         parts = [*free, *(lend(lent * own.numel()).chunk(lent) if lent else ())]
-        parts.insert(this, own)
         send = list(full.chunk(ranks))
+        parts.insert(this, send[this])
         works = [
             dist.scatter(part, send if rank == this else None, group_src=rank, group=group, async_op=True)
             for rank, part in enumerate(parts)
         ]
-        return Issued(Works(works), partial(sum_in_rank_order, parts, out, reduction.accumulate))
+        return Issued(Works(works, send), partial(sum_in_rank_order, parts, out, reduction.accumulate))
 
     def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Issued:
         """A broadcast a rank takes half the time of gloo's all-gather."""
@@ -64,10 +68,14 @@ class Works:
     Whether one is complete, its future is asked. ``Work.is_completed`` waits, with the GIL, for a lock. The thread that
     completes the work has that lock, and can itself wait for the GIL: to restore the hooks of ``saved_tensors_hooks``,
     as of a checkpoint that is not re-entrant, while a profiler runs.
+
+    A thread of gloo says that its work is complete, and lets go of the tensors after that. What is still referred to
+    then looks as if the user kept it, so ``wait`` ends when none of ``views`` is. These are views that were made for
+    the collectives alone.
     """
 
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
+    def __init__(self, works: Sequence[Any], views: Sequence[Tensor] = ()) -> None:
+        self._works, self._views = works, views
         self._failed: list[Any] = []
 
     def is_completed(self) -> bool:
@@ -75,6 +83,14 @@ class Works:
 
     def wait(self, *timeout: timedelta) -> None:
         """Raises what a work that failed raises: at once where that is known, else when its turn comes."""
+        self._wait_for_all(*timeout)
+        self._works = ()
+        until = time.monotonic() + LETS_GO_WITHIN
+        while any(view._use_count() > 1 for view in self._views) and time.monotonic() < until:
+            time.sleep(0)
+        self._views = ()
+
+    def _wait_for_all(self, *timeout: timedelta) -> None:
         try:
             for work in (*self._failed, *self._works):
                 work.wait(*timeout)
