@@ -88,7 +88,7 @@ def run(where: str, world_size: int, directory: Path) -> list[tuple[int, str, st
         for rank in range(world_size)
     ]
     try:
-        outputs = [rank.communicate(timeout=60) for rank in ranks]
+        outputs = [rank.communicate(timeout=300) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

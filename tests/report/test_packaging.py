@@ -24,7 +24,7 @@ def test_style_and_script_are_installed(tmp_path: Path) -> None:
         "--build-lib",
         tmp_path / "lib",
     ]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=300)
     installed, source = tmp_path / "lib" / "zero_optim" / "report", ROOT / "python" / "zero_optim" / "report"
     names = {path.name for path in source.iterdir() if path.is_file()}
     assert {path.name for path in installed.iterdir()} == names >= {"style.css", "script.js", "run_page.py"}

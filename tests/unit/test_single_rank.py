@@ -336,7 +336,7 @@ def test_importing_starts_no_process_group():
     code = (
         "import zero_optim, torch.distributed as d; assert not (d.is_available() and d.is_initialized()); print('fine')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "fine", done.stderr
 
 
