@@ -57,7 +57,7 @@ def _exchange(grad, bucket, inside, scale, flags, index, PACK: tl.constexpr):
 @triton.jit
 def _exchange_as(dtype, address, bucket, at, inside, scale, flags, index, PACK: tl.constexpr, ALIGNED: tl.constexpr):
     """Elements `at` of a slot, whose dtype only the table knows."""
-    bucket = elements(bucket.to(tl.int64), at, bucket.dtype.element_ty, ALIGNED)
+    bucket = bucket + at
     if dtype == FP16:
         grad = elements(address, at, tl.float16, ALIGNED)
         _exchange(grad, bucket, inside, scale, flags, index, PACK)
@@ -84,8 +84,8 @@ def _first_slot(slots, count, begin):
     return low
 
 
-# The table knows whether the bucket is aligned: where it is not, nothing is.
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["bucket"])
+# Triton compiles for an aligned bucket, and again for one that is not, in which the table calls nothing aligned.
+@triton.jit(do_not_specialize=["count"])
 def _slots_kernel(bucket, slots, count: tl.int64, flags, scale, PACK: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     begin = tile * _TILE
