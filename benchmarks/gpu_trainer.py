@@ -73,7 +73,7 @@ def train(run: Run, flags: Sequence[str], folder: Path) -> Log | str:
     """The log of the run, or why there is none. On the process group that a GPU or a CPU has, of one rank."""
     out = folder / str(run).replace(" ", "-")
     words = ["--ranks", 1, "--device", run.device, "--dtype", run.dtype, "--stage", run.stage, "--out", out]
-    command = [sys.executable, "-m", "zero_optim", "train", *map(str, words), *flags]
+    command = [sys.executable, "-m", "zero_optim", "train", *map(str, words), "--no-checkpoint", *flags]
     # Several trainings share the cores.
     environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // AT_ONCE))}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

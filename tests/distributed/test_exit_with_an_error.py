@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from script_ranks import run_script
 
 SCRIPT = """
 import contextlib, os, sys
@@ -32,7 +30,7 @@ def layers():
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
 
 
-where, rank, world_size, store = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+rank, world_size, store, where = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 torch.set_num_threads(1)
 stages = [2]
 if world_size > 1:
@@ -71,34 +69,10 @@ train(opts)
 """
 
 
-def run(where: str, world_size: int, directory: Path) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each rank."""
-    script = directory / "script.py"
-    script.write_text(SCRIPT)
-    # Warnings are not what this is about. PyTorch's C++ code warns of its own as processes leave at different times.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), where, str(rank), str(world_size), str(directory / f"store {where}")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=300) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [(rank.returncode, *output) for rank, output in zip(ranks, outputs, strict=True)]
-
-
 @pytest.mark.parametrize(("where", "world_size"), [("step", 1), ("step", 2), ("backward", 2)])
 def test_an_error_that_nobody_catches_is_all_that_is_printed(where: str, world_size: int, tmp_path: Path) -> None:
     """Before a step, or within a backward whose reductions have begun to leave; at every stage."""
-    for code, output, errors in run(where, world_size, tmp_path):
+    for code, output, errors in run_script(SCRIPT, world_size, tmp_path, where):
         errors = re.sub(r"^\[rank\d\]: ?", "", errors, flags=re.MULTILINE)  # torch's own hook says whose it is
         traceback = r"Traceback \(most recent call last\):\n(  .*\n)+ArithmeticError: the user's own error\n"
         assert re.fullmatch(traceback, errors), errors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -37,6 +38,8 @@ def expect_usage_error(outcome: object, *parts: str) -> None:
         (["train", "--hidden", "9", "--heads", "3"], ["--hidden 9", "even"]),
         (["train", "--data", "/nowhere"], ["--data /nowhere", "no such file"]),
         (["train", "--resume", "auto"], ["--resume auto", "--out"]),
+        (["train", "--no-checkpoint", "--save-every", "2"], ["--no-checkpoint", "--save-every"]),
+        (["train", "--no-checkpoint", "--keep-last", "2"], ["--no-checkpoint", "--keep-last"]),
         (["train", "--keep-last", "-1"], ["--keep-last", "below 0"]),
         (["train", "--resume", "/nowhere"], ["--resume /nowhere", "no such file"]),
         (["train", "--ranks", "0"], ["--ranks 0"]),
@@ -79,6 +82,17 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(zero_optim: Callable, text
     assert (tmp_path / "run" / "log.jsonl").read_text() == log
 
 
+def test_what_checkpoints_need_is_missed_before_the_first_step(
+    zero_optim: Callable, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+    flags = ["train", *TINY, "--steps", "2", "--data", text, "--out", tmp_path / "run"]
+    expect_usage_error(zero_optim(*flags), "google-crc32c", "pip install", "--no-checkpoint")
+    assert not (tmp_path / "run").exists()
+    assert zero_optim(*flags, "--no-checkpoint").code == 0
+    assert (tmp_path / "run" / "log.jsonl").exists() and not (tmp_path / "run" / "checkpoint").exists()
+
+
 def test_an_output_folder_that_cannot_be_made(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     outcome = zero_optim("train", *TINY, "--data", text, "--out", tmp_path / "file" / "run")
@@ -100,7 +114,7 @@ def test_the_help_has_the_defaults() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     stated = {action.dest: re.findall(r"\(([^()]*)\)", action.help)[-1:] for action in parser._actions}
-    defaults = {field.name: field.default for field in fields(TrainConfig) if isinstance(field.default, (int, float))}
+    defaults = {field.name: field.default for field in fields(TrainConfig) if type(field.default) in (int, float)}
     assert {name: [float(text) for text in stated[name]] for name in defaults} == {
         name: [value] for name, value in defaults.items()
     }

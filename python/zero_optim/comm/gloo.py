@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .storage import references_in_cpp
 from .transport import Issued, Reduction, TorchTransport, backends
 
 SUMMED_AT_ONCE = 2**16
@@ -86,7 +87,7 @@ class Works:
         self._wait_for_all(*timeout)
         self._works = ()
         until = time.monotonic() + LETS_GO_WITHIN
-        while any(view._use_count() > 1 for view in self._views) and time.monotonic() < until:
+        while max(map(references_in_cpp, self._views), default=0) > 1 and time.monotonic() < until:
             time.sleep(0)
         self._views = ()
 

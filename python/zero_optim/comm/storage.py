@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+
 from torch import Tensor
 
 from .streams import keep_for_current_stream
+
+references_in_cpp: Callable[[Tensor], int] = operator.methodcaller("_use_count")
+"""How many references to the tensor there are in C++, with the one that all its references in Python share."""
 
 
 def allocate(tensor: Tensor, nbytes: int | None = None) -> None:

@@ -7,6 +7,8 @@ who waits for the result: the host, as under gloo, or the current stream, as und
 
 from __future__ import annotations
 
+import ctypes
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,9 +113,15 @@ class TorchTransport:
         dist.broadcast(tensor, group_src=0, group=group)
 
     def gather_objects(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values, value, group=group)
-        return values
+        """As ``dist.all_gather_object``, which needs NumPy."""
+        types = backends(group)
+        device = "cpu" if "cpu" in types else next(iter(types))
+        pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+        sizes = _of_every_rank(torch.tensor([pickled.numel()], device=device), group).flatten().tolist()
+        padded = pickled.new_zeros(max(sizes))
+        padded[: pickled.numel()] = pickled
+        rows = _of_every_rank(padded, group).cpu()
+        return [pickle.loads(ctypes.string_at(row.data_ptr(), size)) for row, size in zip(rows, sizes, strict=True)]
 
     def split(self, group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         own = next(list(part) for part in parts if dist.get_rank() in part)
@@ -208,10 +216,17 @@ def used() -> Transport | None:
     return _used
 
 
-def backends(group: dist.ProcessGroup) -> dict[str, str]:
+def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
     """Which back-end serves which type of device: ``{"cpu": "gloo", "cuda": "nccl"}``."""
     config = dist.get_backend_config(group)
     return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+
+
+def _of_every_rank(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[N, numel] every rank's ``own`` [numel]."""
+    rows = own.new_empty(dist.get_world_size(group), own.numel())
+    dist.all_gather(list(rows), own, group=group)
+    return rows
 
 
 def _backend(group: Any) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-_references_in_cpp = operator.methodcaller("_use_count")
+from ..comm.storage import references_in_cpp
+
 _ALONE = max(map(sys.getrefcount, [object()]))  # of what one list alone refers to
 
 
@@ -27,7 +27,7 @@ class HandedOut:
     def kept(self, parameters: Sequence[Tensor]) -> bool:
         """Whether anything but each one's own ``parameter.grad`` refers to one of them, or to the memory."""
         references = [*map(sys.getrefcount, self._handles)]
-        uses = [*map(_references_in_cpp, self._handles)]  # all of them are one of the above
+        uses = [*map(references_in_cpp, self._handles)]  # all of them are one of the above
         if max(references, default=0) > _ALONE or max(uses, default=0) > 1:
             shown = [p.grad is handle for p, handle in zip(parameters, self._handles, strict=True)]
             for here, count, of_tensor in zip(shown, references, uses, strict=True):

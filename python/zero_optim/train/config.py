@@ -20,7 +20,8 @@ _FP16_ON_CPU = {"layers": 2, "hidden": 128, "heads": 2, "seq": 128, "batch": 4, 
 
 RESUME_AUTO = Path("auto")
 # A resumed run takes everything from its checkpoint; these flags alone may differ from it.
-_FREE_ON_RESUME = {"steps", "data", "out", "save_every", "keep_last", "device", "stage", "dtype", "batch", "accumulate"}
+_FREE_ON_RESUME = {"steps", "data", "out", "save_every", "keep_last", "checkpoint", "device", "stage", "dtype", "batch"}
+_FREE_ON_RESUME |= {"accumulate"}
 _FREE_ON_RESUME |= {"state_offload", "device_budget", "param_offload"}
 
 
@@ -55,6 +56,7 @@ class TrainConfig:
     out: str | None = None
     save_every: int = 0
     keep_last: int = 0
+    checkpoint: bool = True
     state_offload: str | None = None
     device_budget: str | None = None
     param_offload: str | None = None
@@ -122,6 +124,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--out", str, "run directory: report.html, log.jsonl, loss.png, sample.txt, checkpoint/ (runs/<date>)")
     flag("--save-every", int, "steps between checkpoints; 0: at the end alone (0)")
     flag("--keep-last", int, "of the checkpoints keep so many, the newest; 0: all (0)")
+    parser.add_argument(
+        "--no-checkpoint", dest="checkpoint", action="store_const", const=False, help="save none, not at the end either"
+    )
     offload = "where state lives: paged, cpu, or nvme:DIR; see docs/memory.md (on the device)"
     flag("--state-offload", str, offload, metavar="STORE")
     flag("--device-budget", str, "of paged: state that stays on the device, as in 8GB (auto)", metavar="SIZE")
@@ -138,6 +143,8 @@ def read_request(arguments: argparse.Namespace) -> TrainRequest:
     _check_ranges(given)
     if arguments.resume == RESUME_AUTO and arguments.out is None:
         raise UsageError("--resume auto: looks for checkpoints in --out, which is not given")
+    if not given.get("checkpoint", True) and (given.get("save_every") or given.get("keep_last")):
+        raise UsageError("--no-checkpoint: --save-every and --keep-last say how to save; give the one or the other")
     for name in ("data", "resume"):
         path = getattr(arguments, name)
         if path not in (None, RESUME_AUTO) and not Path(path).exists():

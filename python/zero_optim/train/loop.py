@@ -58,7 +58,8 @@ def _train_on(trainer: Trainer, plan: Plan, world: World, stop: StopFlag) -> int
         if account:
             account.end(Outcome.INTERRUPTED, stopped_at, reports)
             print(write_page(plan.run_dir))
-            print(f"interrupted after step {stopped_at}; go on with --resume {plan.run_dir.path}", flush=True)
+            go_on = f"go on with --resume {plan.run_dir.path}" if plan.config.checkpoint else "nothing was saved"
+            print(f"interrupted after step {stopped_at}; {go_on}", flush=True)
         return INTERRUPTED
     except Exception as error:
         if account:
@@ -77,7 +78,7 @@ def _run_steps(trainer: Trainer, plan: Plan, world: World, stop: StopFlag) -> in
                 log.write(outcome.record)
                 progress.show(outcome.record)
             last = outcome.stop or step == config.steps
-            if last or (config.save_every and step % config.save_every == 0):
+            if config.checkpoint and (last or (config.save_every and step % config.save_every == 0)):
                 trainer.save(plan.run_dir.checkpoints, step)
             if outcome.stop and step < config.steps:
                 return step

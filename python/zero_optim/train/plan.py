@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from .. import checkpoint
 from ..checkpoint.folder import checkpoints
+from ..checkpoint.rank_file import crc32c
 from ..comm.collectives import Comm
 from ..errors import CheckpointError
 from .config import RESUME_AUTO, TrainConfig, TrainRequest, UsageError, fresh_config, resumed_config
@@ -78,6 +79,8 @@ def _read_inputs(request: TrainRequest, world: World) -> tuple[TrainConfig, Corp
     saved = _find(request)
     if saved is None:
         config = fresh_config(request.given, device)
+        if config.checkpoint:
+            _check_can_save()
         return config, load_corpus(config.data, config.seq), None
     if not isinstance(saved.info.extra, dict) or "config" not in saved.info.extra:
         raise UsageError(f"--resume {saved.info.folder}: was not written by zero-optim train")
@@ -90,6 +93,14 @@ def _read_inputs(request: TrainRequest, world: World) -> tuple[TrainConfig, Corp
             f"--resume {request.resume}: {corpus.name} is not the text that it was trained on; name that by --data"
         )
     return config, corpus, saved
+
+
+def _check_can_save() -> None:
+    """Raises UsageError before the first step, and not after the last."""
+    try:
+        crc32c(b"")  # its package may be missing
+    except CheckpointError as error:
+        raise UsageError(f"{error}, or give --no-checkpoint") from error
 
 
 def _find(request: TrainRequest) -> Saved | None:

@@ -1,0 +1,56 @@
+"""The optimizer needs torch and nothing else: not NumPy either, which torch does not bring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from script_ranks import run_script
+
+SCRIPT = """
+import sys
+
+for name in ("numpy", "tqdm", "matplotlib", "google_crc32c", "safetensors", "triton"):
+    sys.modules[name] = None  # importing it raises ImportError
+
+import torch
+import torch.distributed as dist
+import zero_optim
+from torch import nn
+
+rank, world_size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+try:
+    torch.zeros(1).numpy()
+    raise SystemExit("NumPy is there after all")
+except RuntimeError:
+    pass
+if world_size > 1:
+    dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=world_size)
+for stage in (0, 1, 2, 3):
+    torch.manual_seed(rank)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    if stage == 3:
+        zero_optim.shard_module(model, units=(nn.Linear,))
+    opt = zero_optim.ShardedAdamW(model.named_parameters(), lr=0.1, stage=stage)
+    with zero_optim.verify(opt):
+        for _ in range(3):
+            model(torch.ones(2, 8)).square().sum().backward()
+            opt.clip_grad_norm_(1.0)
+            opt.step()
+            opt.zero_grad()
+    zero_optim.full_state_dict(opt)
+    opt.load_state_dict(opt.state_dict())
+    with zero_optim.gather_parameters(model):
+        print(stage, model[0].weight.double().sum().item())
+    opt.close()
+if world_size > 1:
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_stage_trains_with_torch_alone(world_size: int, tmp_path: Path) -> None:
+    ranks = run_script(SCRIPT, world_size, tmp_path)
+    for code, output, errors in ranks:
+        assert code == 0, errors
+        assert output == ranks[0].output and len(output.splitlines()) == 4
