@@ -7,6 +7,7 @@ a device is bound to the default group, as by ``init_process_group(device_id=...
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -144,9 +145,7 @@ def _travels_as_bytes(tensor: torch.Tensor) -> bool:
 
 
 def _by_bytes(tensor: torch.Tensor) -> tuple[Any, ...]:
-    import torch
-
-    return _of_bytes, (tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), tensor.dtype, tuple(tensor.shape))
+    return _of_bytes, (ctypes.string_at(tensor.data_ptr(), tensor.nbytes), tensor.dtype, tuple(tensor.shape))
 
 
 def _of_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
