@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,4 +37,12 @@ def run_script(text: str, world_size: int, folder: Path, *arguments: str) -> lis
     finally:
         for rank in ranks:
             rank.kill()
-    return [Ended(rank.returncode, *output) for rank, output in zip(ranks, outputs, strict=True)]
+    return [
+        Ended(rank.returncode, _without_gloo(output), errors)
+        for rank, (output, errors) in zip(ranks, outputs, strict=True)
+    ]
+
+
+def _without_gloo(output: str) -> str:
+    """torch 2.10's gloo prints its connections."""
+    return re.sub(r"^\[Gloo\] .*\n", "", output, flags=re.MULTILINE)

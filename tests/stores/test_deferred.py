@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -70,12 +71,23 @@ def _plain(rank: int, world_size: int, number: int) -> Trajectory:
     return trajectory(rank, world_size, TRAININGS[number][0], Store())
 
 
+@contextlib.contextmanager
+def working_in(folder: str) -> Iterator[None]:
+    """``contextlib.chdir``, which Python 3.10 does not have."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
 def _deferred(rank: int, world_size: int, number: int, left_out: str = "") -> tuple[list[str], set[str]]:
     """What differs from a training without a store, and the waits that were called."""
     training, stores = TRAININGS[number]
     want, waits, found = _plain(rank, world_size, number), Waits(left_out), []
     for store in stores:
-        with deferring(waits), TemporaryDirectory() as folder, contextlib.chdir(folder):
+        with deferring(waits), TemporaryDirectory() as folder, working_in(folder):
             found += [
                 f"{store.name}: {text}" for text in differences(trajectory(rank, world_size, training, store), want)
             ]

@@ -56,6 +56,7 @@ class ShardedTrainer(Trainer):
         **options: Any,
     ) -> None:
         self._stage, self._units, self._sync_buffers = stage, units, sync_buffers
+        self._whole: dict[str, Any] | None = None  # the weights of a sharded model, while it is saved
         super().__init__(*args, **options)
         self._shard()
 
@@ -105,11 +106,19 @@ class ShardedTrainer(Trainer):
 
     # -- saving and loading --------------------------------------------------------------------------------------
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Collective. What all ranks do together comes before Trainer's own, in which some releases leave ``_save`` to
+        those that write."""
         self._agree_on_buffers()
-        if state_dict is None and is_sharded(self.model):
-            state_dict = whole_state_dict(self.model, on_all=self.args.save_on_each_node)
-        super()._save(output_dir, state_dict)
+        if is_sharded(self.model):
+            self._whole = whole_state_dict(self.model, on_all=self.args.save_on_each_node)
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._whole = None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Every rank writes its part. Trainer would write rank 0's shards."""
