@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ import zero_kernels
 from .comm.collectives import Comm
 from .comm.transport import used
 from .errors import ParameterError, RankMismatchError
+from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, check_free
 from .params.storage_order import described, storage_order
-from .units.sharded_model import sharded_model_of
+from .units.sharded_model import ShardedModel, sharded_model_of
+from .units.unit import Unit
 
 _SMALLEST = 2.0**-150
 """Positive numbers below it, and it itself, are 0 in fp32."""
@@ -151,13 +153,29 @@ def check_sharded(parameters: ParameterSet, indices: Sequence[int], stage: int, 
     if ranks != comm.ranks:
         raise ValueError(f"the model was sharded over ranks {ranks}, the optimizer is of {comm.ranks}")
     own = {id(parameter) for parameter in parameters.all}
-    for flat in models[0].trained_flats():
-        left_out = [p for p in flat.params if id(p) not in own]
-        if 0 < len(left_out) < len(flat.params):
-            raise ParameterError(
-                f"the optimizer has some parameters of a unit, not one of shape {tuple(left_out[0].shape)}: give it "
-                "all that the model trains, or call requires_grad_(False) on the others before shard_module"
-            )
+    for unit in models[0].units:
+        for flat in unit.flats:
+            left_out = [p for p in flat.params if id(p) not in own]
+            if flat.trained and 0 < len(left_out) < len(flat.params):
+                given = next(p for p in flat.params if id(p) in own)
+                raise ParameterError(_parted(models[0], unit, own, given, left_out[0]))
+
+
+def _parted(model: ShardedModel, unit: Unit, own: Container[int], given: Tensor, left_out: Tensor) -> str:
+    """What to do where an optimizer has ``given`` of a unit and not ``left_out``. ``own``: ids of all that it has."""
+    named = {id(place.plain): place.shard.label for place in unit.registrations}
+    text = (
+        f"{named[id(left_out)]} is in {unit.label} with {named[id(given)]}, and the optimizer has the latter alone: "
+        "give it all of the unit that the model trains, or call requires_grad_(False) on the others before shard_module"
+    )
+    for name, module in model.model.named_modules():  # the outermost first
+        held = {id(p): p for p in map(plain_parameter, module.parameters())}
+        within = set(module.modules())
+        alone = all(place.module in within for place in unit.registrations if id(place.plain) in held)
+        if id(given) in held and alone and all(key in own or not p.requires_grad for key, p in held.items()):
+            kind = type(module).__name__
+            return f"{text}; or, for several optimizers, make a unit of {name!r}: add {kind!r} to units="
+    return text
 
 
 def check_kinds(parameters: ParameterSet, indices: Sequence[int]) -> None:

@@ -14,10 +14,12 @@ from harness import run_ranks
 from torch import nn
 
 
-def _backward_in_ddp(rank: int, world_size: int, stage: int, ddp_first: bool) -> str:
+def _backward_in_ddp(rank: int, world_size: int, stage: int, order: str) -> str:
     model = nn.Linear(8, 8)
-    wrapper = nn.parallel.DistributedDataParallel(model) if ddp_first else None
+    wrapper = nn.parallel.DistributedDataParallel(model) if order == "ddp_first" else None
     optimizer = zero_optim.ShardedAdamW(model.named_parameters(), stage=stage)
+    if order == "optimizer_moved_ddp":  # accelerate's way: "cpu:0" is another device than "cpu" to .to()
+        model.to("cpu:0")
     wrapper = wrapper or nn.parallel.DistributedDataParallel(model)
     with pytest.raises(zero_optim.ParameterError) as error:
         wrapper(torch.ones(1, 8)).sum().backward()
@@ -25,11 +27,12 @@ def _backward_in_ddp(rank: int, world_size: int, stage: int, ddp_first: bool) ->
     return str(error.value)
 
 
-@pytest.mark.parametrize("ddp_first", [True, False], ids=["ddp_first", "optimizer_first"])
+@pytest.mark.parametrize("order", ["ddp_first", "optimizer_first", "optimizer_moved_ddp"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_model_in_ddp_is_refused_in_the_first_backward(stage: int, ddp_first: bool) -> None:
-    for message in run_ranks(2, _backward_in_ddp, stage, ddp_first):
+def test_a_model_in_ddp_is_refused_in_the_first_backward(stage: int, order: str) -> None:
+    for message in run_ranks(2, _backward_in_ddp, stage, order):
         assert message.startswith("'weight' is in a DistributedDataParallel module")
+        assert "ShardedTrainer" in message
 
 
 def _dropped_ddp(rank: int, world_size: int) -> None:

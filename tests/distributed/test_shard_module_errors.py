@@ -244,7 +244,16 @@ def _out_of_turn(rank: int, world_size: int) -> list[str]:
             for stage in (0, 1, 2)
         },
         "stage 3 unsharded": (lambda: adamw(plain.parameters(), stage=3), "ParameterError", ("shard_module",)),
-        "some of a unit": (lambda: adamw(half), "ParameterError", ("some parameters of a unit", "(60,)")),
+        "some of a unit": (
+            lambda: adamw(half),
+            "ParameterError",
+            ("'blocks.1.up.bias' is in unit 'blocks.1' with parameter", "give it all of the unit"),
+        ),
+        "one module of the root": (
+            lambda: adamw(model.norm.parameters()),
+            "ParameterError",
+            ("'embedding.weight' is in the root unit with parameter 'norm.weight'", "add 'LayerNorm' to units="),
+        ),
         "of two models": (
             lambda: adamw([*model.parameters(), *other.parameters()]),
             "ParameterError",

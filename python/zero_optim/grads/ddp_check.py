@@ -25,7 +25,8 @@ def check_not_replicated(parameters: Mapping[int, Tensor], labels: Sequence[str]
     if shared:
         raise ParameterError(
             f"{labels[min(shared)]} is in a DistributedDataParallel module, which would reduce its gradient a second "
-            "time: train the bare model; ShardedAdamW averages gradients over the ranks itself"
+            "time: train the bare model; ShardedAdamW averages gradients over the ranks itself. Clients leave DDP out with "
+            "ShardedTrainer, prepare and ShardedStrategy of zero_optim.integrations.transformers, accelerate, lightning"
         )
 
 

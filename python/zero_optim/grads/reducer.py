@@ -218,6 +218,8 @@ class Reducer:
             return
         moved = bucket.flat.first_moved()
         if moved is not None:
+            if self.sharding.reduces:  # a client that places a model and wraps it in DDP is to hear of DDP
+                check_not_replicated(self.parameters, self.labels)
             parameter = bucket.params[moved]
             raise ParameterError(
                 f"{bucket.label(moved)} was moved, cast, given new data or another memory format after the optimizer "

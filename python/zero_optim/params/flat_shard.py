@@ -116,9 +116,20 @@ class FlatShard(Tensor):
 
     def _refusal(self, what: str, use: Use) -> ShardAccessError:
         return ShardAccessError(
-            f"{what} on the {self.label}: it is sharded, this rank holds {self._local.numel()} of its {self.numel()} "
-            f"elements. {REMEDIES[kind_of(self.label)][use]}"
+            f"{what} on the {self.label}: it is sharded, {self.what_is_here()}. {REMEDIES[kind_of(self.label)][use]}"
         )
+
+    def what_is_here(self) -> str:
+        """How much of it this rank holds, for messages."""
+        here, whole = self._local.numel(), self.numel()
+        if not whole:
+            return "it has no elements"
+        elements = "its one element" if whole == 1 else f"all {whole} elements of it"
+        if not here:
+            return f"{'another rank holds' if whole == 1 else 'other ranks hold'} {elements}"
+        if here == whole:
+            return f"this rank holds {elements}, and other ranks none"
+        return f"this rank holds {here} of its {whole} elements"
 
     def same_range(self, other: FlatShard) -> bool:
         """Whether this rank's elements are those that ``other`` has."""

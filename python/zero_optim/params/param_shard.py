@@ -155,8 +155,8 @@ class ParamShard(FlatShard):
 
 def _save_refusal(shard: FlatShard) -> ShardAccessError:
     return ShardAccessError(
-        f"the {shard.label} is sharded and cannot be pickled or saved: this rank has {shard.local.numel()} of its "
-        f"{shard.numel()} elements. On every rank, call zero_optim.full_model_state_dict(model) for weights to save, "
+        f"the {shard.label} is sharded and cannot be pickled or saved: {shard.what_is_here()}. On every rank, call "
+        "zero_optim.full_model_state_dict(model) for weights to save, "
         f"or zero_optim.checkpoint.save, in which each writes its part; to pickle a module, {_REMEDY} around it"
     )
 
