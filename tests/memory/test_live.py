@@ -107,7 +107,9 @@ def test_the_table_has_both():
         assert tracker.now() == {**opt.stats()["memory"]}
     said = tracker.table(memory.plan_of(opt))
     (line,) = (line.split() for line in said.splitlines() if line.split()[0] == "parameters")
-    assert line[1:] == ["0.003", "0.003", "+0.00%"]
+    nbytes = 2 * sum(p.numel() for p in model.parameters())
+    assert line[1:] == [f"{nbytes / 1e6:.2f}", f"{nbytes / 1e6:.2f}", "+0.00%"] and nbytes > 10**6
+    assert said.startswith("  MB a rank")
     opt.close()
 
 

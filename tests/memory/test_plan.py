@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from zero_optim import memory
 from zero_optim.cli import main
-from zero_optim.memory import KNOWN, Batch, Job, activation_bytes, gpt_of, of_decoder, of_module, plan
+from zero_optim.memory import KNOWN, Batch, Job, activation_bytes, fit, gpt_of, of_decoder, of_module, plan
+from zero_optim.memory import command as command_module
 from zero_optim.memory.decoders import Width
 from zero_optim.memory.fit import cheapest_change
 from zero_optim.memory.plan import ON_THE_HOST
@@ -322,6 +324,41 @@ def test_activations_and_a_picture(capsys, tmp_path):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_every_stage_of_the_picture_can_be_read(tmp_path, monkeypatch):
+    """Stage 3 of 64 ranks takes 1/27 of stage 0: each has an axis of its own, and its figures on it."""
+    picture = pytest.importorskip("zero_optim.memory.picture")
+    kept = []
+    monkeypatch.setattr(picture.pyplot, "close", kept.append)
+    model = bf16(7.5 * GB)
+    plans = [plan(model, Job(world=64, stage=stage)) for stage in range(4)]
+    picture.draw(tmp_path / "plan.png", plans, 80 * GB)
+    (drawn,) = kept
+    assert len(drawn.axes) == 4
+    for made, axes in zip(plans, drawn.axes, strict=True):
+        assert made.most < axes.get_ylim()[1] * GB < 1.1 * made.most
+    written = [{text.get_text() for text in axes.texts} for axes in drawn.axes]
+    assert written[0] == {"15.00", "30.00"} and written[3] == {"0.234", "0.469", "0.865", "1.29"}
+    assert drawn.axes[3].get_title() == "stage 3\n4.90 GB"
+    (legend,) = drawn.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert {"local_gradients", "unsharded", "80 GB", "in the first step"} < {*names}
+
+
+def test_rows_have_the_names_of_the_docs(capsys):
+    said = command(capsys, "--model", "gpt2", "--world", "2", "--offload", "nvme", "--seq", "8", "--batch", "1")
+    rows = {line[2:28].strip() for line in said.splitlines() if line.startswith("  ")} - {""}
+    assert {"local_gradients", "unsharded", "pages", "activations", "on the disk"} <= rows
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    assert not [name for name in rows if f"`{name}" not in page and f"*{name}*" not in page]
+
+
+@pytest.mark.parametrize(("parameters", "unit", "cell"), [("1e6", "MB", "9.00"), ("2e9", "GB", "18.00")])
+def test_a_small_model_is_told_in_a_small_unit(capsys, parameters, unit, cell):
+    lines = command(capsys, "--params", parameters, "--world", "2", "--stage", "2").splitlines()
+    assert f"; {unit} a rank" in lines[0]
+    assert [line.split()[-1] for line in lines if line.startswith("  model state")] == [cell]
+
+
 def test_a_factory_and_its_units(capsys):
     shapes = json.loads(command(capsys, "--model", "memory.test_plan:Tiny", "--world", "2", "--json"))
     made = {one["stage"]: one["bytes_per_rank"] for one in shapes}
@@ -352,11 +389,91 @@ def test_a_configuration_of_transformers(capsys, tmp_path):
         (["--params", "7e9", "--checkpointing"], "--checkpointing"),
         (["--params", "7e9", "--world", "64", "--nodes", "5"], "--nodes 5"),
         (["--params", "7e9", "--world", "2", "--rank", "2"], "--rank 2"),
+        (["--params", "7e9", "--bucket-cap-mb", "inf"], "--bucket-cap-mb inf"),
+        (["--model", "llama-3-8b", "--world", "8", "--stage", "3", "--units", "Foo"], "--units Foo"),
+        (["--params", "7e9", "--world", "8", "--stage", "2", "--param-offload"], "--param-offload"),
     ],
 )
 def test_wrong_usage_is_told(capsys, flags, says):
     assert main(["plan", *flags]) == 2
-    assert says in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert says in said.err and said.err.count("\n") == 1 and not said.out
+
+
+FLAGS = {
+    "--dtype": "fp32",
+    "--grad-reduce-dtype": "fp32",
+    "--offload": "paged",
+    "--param-offload": None,
+    "--gpu-memory": "40GB",
+    "--seq": "8",
+    "--batch": "2",
+    "--accumulate": "3",
+    "--checkpointing": None,
+    "--no-flash": None,
+    "--units": "Block",
+    "--prefetch": "0",
+    "--bucket-cap-mb": "0.0001",
+    "--rank": "0",
+    "--nodes": "1",
+}
+SAME_BY_NATURE = {("--units", "3"), ("--units", None)}  # it names what is chosen without it
+SAME_BY_NATURE |= {("--accumulate", stage) for stage in "01"}  # micro-batches add up in memory that is there anyhow
+
+
+class Configured(Tiny):
+    """With a width, by which activations are computed, and blocks for buckets of several sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.extend(Block(32, 32) for _ in range(10))
+        self.config = type("Config", (), {"layers": 2, "hidden": 32, "heads": 2, "vocab_size": 10})()
+        self.half()
+
+
+@pytest.mark.parametrize("world", ["1", "8"])
+@pytest.mark.parametrize("stage", [None, "0", "1", "2", "3"])
+def test_no_flag_is_ignored(capsys, monkeypatch, world, stage):
+    """Each changes what is printed, or is refused by name: alone, and beside what gives it a meaning."""
+    monkeypatch.setattr(command_module, "largest_model", lambda *_: 0)
+    base = ["plan", "--model", "memory.test_plan:Configured", "--world", world, *(["--stage", stage] if stage else [])]
+    beside = ["--seq", "4", "--batch", "1"], ["--offload", "cpu"]
+    ignored = []
+    for more in ([], *beside, ["--json"], ["--json", *beside[1]]):
+        assert main([*base, *more]) == 0
+        plain = capsys.readouterr().out
+        for flag, value in FLAGS.items():
+            if flag in more:
+                continue
+            code = main([*base, *more, flag, *([value] if value else [])])
+            said = capsys.readouterr()
+            if code == 2:
+                assert flag in said.err
+            elif said.out == plain and (flag, stage) not in SAME_BY_NATURE and (flag, world) != ("--accumulate", "1"):
+                ignored.append((flag, more))
+    assert not ignored
+
+
+def test_what_a_node_takes_is_in_the_json(capsys):
+    flags = ["--params", "1e6", "--world", "8", "--nodes", "2", "--stage", "2", "--offload", "cpu", "--json"]
+    (made,) = json.loads(command(capsys, *flags))
+    assert made["node_host_bytes"] == 4 * made["host_bytes"] > 0 == made["node_disk_bytes"]
+
+
+@pytest.mark.parametrize("parameters", ["1e18", "1e30", "1e308", "1.001e15"])
+def test_more_parameters_than_are_planned(capsys, parameters):
+    with pytest.raises(SystemExit):
+        main(["plan", "--params", parameters])
+    said = capsys.readouterr().err
+    assert "--params" in said and parameters in said and "at most 1e+15" in said
+
+
+def test_the_most_parameters_take_few_plans(monkeypatch):
+    """Stages whose model state is too large are tried with one size of buckets."""
+    tried = []
+    monkeypatch.setattr(fit, "plan", lambda model, job: tried.append(job.stage) or plan(model, job))
+    assert fit.smallest_stage(bf16(fit.MOST_PARAMETERS / 1000), Job(world=2), 80 * GB) is None
+    assert tried == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

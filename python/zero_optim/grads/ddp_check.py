@@ -25,8 +25,9 @@ def check_not_replicated(parameters: Mapping[int, Tensor], labels: Sequence[str]
     if shared:
         raise ParameterError(
             f"{labels[min(shared)]} is in a DistributedDataParallel module, which would reduce its gradient a second "
-            "time: train the bare model; ShardedAdamW averages gradients over the ranks itself. Clients leave DDP out with "
-            "ShardedTrainer, prepare and ShardedStrategy of zero_optim.integrations.transformers, accelerate, lightning"
+            "time: train the bare model; ShardedAdamW averages gradients over the ranks itself. Where a client wraps it, take "
+            "ShardedTrainer of zero_optim.integrations.transformers in place of Trainer, prepare of "
+            "zero_optim.integrations.accelerate, or ShardedStrategy of zero_optim.integrations.lightning"
         )
 
 

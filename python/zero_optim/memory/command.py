@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,12 +21,13 @@ from ..stores.offload import Offload, Tier, read_nbytes, read_offload
 from ..train.config import DTYPES, UsageError
 from .activations import Batch
 from .decoders import KNOWN, gpt_of
-from .fit import largest_model, smallest_stage
+from .fit import MOST_PARAMETERS, largest_model, smallest_stage
 from .plan import Job, Plan, plan
 from .shapes import ModelShapes, of_decoder, of_module, usual_units
-from .table import advice, figure, gigabytes, memory_lines, row, said_smallest
+from .table import advice, figure, memory_lines, row, said_smallest, unit_of
 
 STAGES = (0, 1, 2, 3)
+_OF_STAGE_3 = ("param_offload", "units", "prefetch")  # flags, by their names in Python
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpointing", action="store_true", help="layers are computed again in backward")
     parser.add_argument("--no-flash", action="store_true", help="attention keeps its matrices of [seq, seq]")
     flag("--units", str, "stage 3: the class of module that is gathered at a time (that of the longest ModuleList)")
-    flag("--prefetch", int, "stage 3: units gathered ahead (1)", default=1)
+    flag("--prefetch", int, "stage 3: units gathered ahead (1)")
     flag("--bucket-cap-mb", float, "as ShardedAdamW's (25, or 16,384 elements a rank)")
     flag("--rank", int, "plan this one, in place of the mean of all: they differ in padding")
     parser.add_argument("--json", action="store_true", help="print a list, an object a stage, in bytes")
@@ -64,11 +66,14 @@ def run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     _check_ranges(parsed)
     model, dtype = _model(parsed)
     stages = _stages_of(parsed, model)
+    _check_stages(parsed, stages)
     plans = [_plan(model, _job(parsed, stage)) for stage in stages]
+    if parsed.nodes is not None and not any(made.host or made.disk for made in plans):
+        raise UsageError("--nodes: says what a machine takes of host memory and disk: nothing, without --offload")
     largest = [largest_model(made.job, dtype, parsed.gpu_memory) for made in plans]
     if parsed.json:
         described = zip(plans, largest, strict=True)
-        print(json.dumps([_as_json(made, most, parsed.gpu_memory) for made, most in described], indent=1))
+        print(json.dumps([_as_json(made, most, parsed) for made, most in described], indent=1))
     else:
         print("\n".join(_report(parsed, plans, largest)))
     if parsed.png:
@@ -86,6 +91,8 @@ def _count(text: str) -> int:
         count = 0
     if count < 10**6:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters such as 7.5e9, at least 1e6")
+    if count > MOST_PARAMETERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is too many to be planned: at most {MOST_PARAMETERS:.0e}")
     return count
 
 
@@ -128,10 +135,31 @@ def _check_ranges(parsed: argparse.Namespace) -> None:
         raise UsageError(f"--nodes {parsed.nodes}: {parsed.world} ranks do not share them evenly")
     if (parsed.seq is None) != (parsed.batch is None):
         raise UsageError("--seq and --batch: activations need both")
-    if parsed.checkpointing and parsed.batch is None:
-        raise UsageError("--checkpointing: changes activations alone, which need --seq and --batch")
-    if parsed.bucket_cap_mb is not None and not parsed.bucket_cap_mb > 0:
+    for name in ("checkpointing", "no_flash"):
+        if getattr(parsed, name) and parsed.batch is None:
+            raise UsageError(f"{_flag(name)}: changes activations alone, which need --seq and --batch")
+    if parsed.bucket_cap_mb is not None and not 0 < parsed.bucket_cap_mb < math.inf:
         raise UsageError(f"--bucket-cap-mb {parsed.bucket_cap_mb}: a positive number")
+    if parsed.units is not None and (parsed.params is not None or parsed.model in KNOWN):
+        raise UsageError(f"--units {parsed.units}: the units of this model are its blocks; leave the flag out")
+    for name in ("grad_reduce_dtype", "prefetch"):
+        if getattr(parsed, name) is not None and parsed.world == 1:
+            raise UsageError(
+                f"{_flag(name)} {getattr(parsed, name)}: one rank neither reduces nor gathers; see --world"
+            )
+
+
+def _check_stages(parsed: argparse.Namespace, stages: Sequence[int]) -> None:
+    """Raise UsageError for a flag that is about none of ``stages``."""
+    given = [name for name in _OF_STAGE_3 if getattr(parsed, name) is not None and getattr(parsed, name) is not False]
+    for name in given if 3 not in stages else []:
+        raise UsageError(f"{_flag(name)}: is about stage 3 alone, which is not compared; see --stage")
+    if parsed.bucket_cap_mb is not None and tuple(stages) == (3,):
+        raise UsageError("--bucket-cap-mb: is about stages 0 to 2; at stage 3 a bucket is what a unit has; see --stage")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _job(parsed: argparse.Namespace, stage: int) -> Job:
@@ -147,7 +175,7 @@ def _job(parsed: argparse.Namespace, stage: int) -> Job:
         offload=parsed.offload,
         param_offload=parsed.param_offload,
         device_memory=parsed.gpu_memory,
-        prefetch=parsed.prefetch,
+        prefetch=1 if parsed.prefetch is None else parsed.prefetch,
         accumulate=parsed.accumulate,
         batch=batch,
     )
@@ -241,14 +269,14 @@ def _from_config(path: Path) -> nn.Module:
 def _report(parsed: argparse.Namespace, plans: Sequence[Plan], largest: Sequence[int]) -> Iterator[str]:
     model, room = plans[0].model, parsed.gpu_memory
     ranks = "1 rank" if parsed.world == 1 else f"{parsed.world:,} ranks"
-    width = model.width
+    width, unit = model.width, unit_of(plans)
     shape = f", {width.layers} layers of width {width.hidden:,}" if width else ""
     which = "the mean of all ranks" if parsed.rank is None else f"rank {parsed.rank}"
-    yield f"{model.name}: {model.numel:,} parameters{shape}; {ranks}; GB a rank, {which}"
+    yield f"{model.name}: {model.numel:,} parameters{shape}; {ranks}; {unit.name} a rank, {which}"
     yield ""
     yield row("", [f"stage {made.job.stage}" for made in plans])
-    yield from memory_lines(plans)
-    yield row("sent in a step", [gigabytes(made.communicated) for made in plans])
+    yield from memory_lines(plans, unit)
+    yield row("sent in a step", [unit.cell(made.communicated) for made in plans])
     yield row("buckets", [f"{made.buckets:,}" for made in plans])
     yield row(f"largest GPT in {figure(room)}", [_billions(most) for most in largest])
     yield ""
@@ -292,12 +320,14 @@ def _of_nodes(parsed: argparse.Namespace, plans: Sequence[Plan]) -> Iterator[str
             yield f"Stage {made.job.stage}: {figure(made.host * ranks)} of host memory{disk} a node of {ranks} ranks."
 
 
-def _as_json(made: Plan, largest: int, room: int) -> dict[str, Any]:
+def _as_json(made: Plan, largest: int, parsed: argparse.Namespace) -> dict[str, Any]:
+    room, ranks = parsed.gpu_memory, parsed.world // (parsed.nodes or parsed.world)
     return {
         "model": made.model.name,
         "parameters": made.model.numel,
         "stage": made.job.stage,
         "world": made.job.world,
+        "rank": made.job.rank,
         "bytes_per_rank": dict(made.memory),
         "total_bytes": made.total,
         "model_state_bytes": made.model_state,
@@ -306,6 +336,7 @@ def _as_json(made: Plan, largest: int, room: int) -> dict[str, Any]:
         "collectives": dict(made.traffic),
         "host_bytes": made.host,
         "disk_bytes": made.disk,
+        **({"node_host_bytes": made.host * ranks, "node_disk_bytes": made.disk * ranks} if parsed.nodes else {}),
         "buckets": made.buckets,
         "device_memory": room,
         "fits": made.most <= room,

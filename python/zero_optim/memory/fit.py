@@ -16,7 +16,7 @@ BUCKET_MB = (None, 16, 8, 4, 2, 1)
 """Sizes that are tried: the default first."""
 
 _MOST_TIMES = 64  # ranks are added up to so many times as many
-_FEWEST, _MOST = 10**6, 10**15  # parameters
+_FEWEST, MOST_PARAMETERS = 10**6, 10**15
 _STORES = (Tier.PAGED, Tier.CPU)
 
 
@@ -30,7 +30,7 @@ class Change:
 
 def largest_model(job: Job, dtype: torch.dtype, device_memory: int) -> int:
     """Parameters of the largest GPT (``gpt_of``) of which ``job`` needs no more than that; 0: none. To 3 digits."""
-    low, high = _FEWEST, _MOST
+    low, high = _FEWEST, MOST_PARAMETERS
     if not _fits(low, job, dtype, device_memory):
         return 0
     while high > low * 1.001:
@@ -47,10 +47,13 @@ def _fits(parameters: int, job: Job, dtype: torch.dtype, device_memory: int) -> 
 def smallest_stage(model: ModelShapes, job: Job, device_memory: int) -> Plan | None:
     """Of the stages the first that fits, with the largest of ``BUCKET_MB`` with which it does; None: no stage does."""
     for stage in _stages(model, 0):
-        for bucket_cap_mb in (job.bucket_cap_mb,) if job.bucket_cap_mb is not None else BUCKET_MB:
+        sizes = BUCKET_MB if job.bucket_cap_mb is None and stage < 3 else (job.bucket_cap_mb,)  # a unit is a bucket
+        for bucket_cap_mb in sizes:
             made = plan(model, replace(job, stage=stage, bucket_cap_mb=bucket_cap_mb))
             if made.most <= device_memory:
                 return made
+            if made.model_state > device_memory:
+                break  # with buckets of any size
     return None
 
 

@@ -13,7 +13,7 @@ from ..engine import Engine, open_engines
 from ..units.unit import Unit
 from .plan import ON_THE_HOST, Job, Plan, plan
 from .shapes import ModelShapes, ParameterShape
-from .table import figure, gigabytes, name_of, row
+from .table import SizeUnit, figure, row, unit_for
 
 
 class HasEngine(Protocol):
@@ -163,11 +163,14 @@ class Tracker:
         return {"now": sum(map(now, gpus)), "peak": sum(map(peak, gpus))}
 
     def table(self, planned: Plan | None = None) -> str:
-        """What was measured at most, by kind, in GB; beside it what ``planned`` has, and the difference."""
-        lines = [row("GB a rank", ["measured", *(["planned", ""] if planned else [])])]
+        """What was measured at most, by kind, in GB, MB or kB; beside it what ``planned`` has, and the difference."""
+        unit = unit_for(
+            max([*self.peak.values(), *(planned.memory.values() if planned is not None else ())], default=0)
+        )
+        lines = [row(f"{unit.name} a rank", ["measured", *(["planned", ""] if planned else [])])]
         for kind, nbytes in self.peak.items():
             wanted = planned.memory.get(kind) if planned is not None else None
-            lines.append(row(name_of(kind), [gigabytes(nbytes), *_beside(nbytes, wanted)]))
+            lines.append(row(kind, [unit.cell(nbytes), *_beside(nbytes, wanted, unit)]))
         lines += [f"  allocated by torch, {when}: {figure(nbytes)}" for when, nbytes in self.allocated().items()]
         return "\n".join(lines)
 
@@ -182,10 +185,10 @@ class Tracker:
         self.now()
 
 
-def _beside(measured: int, planned: int | None) -> list[str]:
+def _beside(measured: int, planned: int | None, unit: SizeUnit) -> list[str]:
     if planned is None:
         return []
-    return [gigabytes(planned), f"{measured / planned - 1:+.2%}" if planned else ""]
+    return [unit.cell(planned), f"{measured / planned - 1:+.2%}" if planned else ""]
 
 
 def _gpus() -> list[torch.device]:

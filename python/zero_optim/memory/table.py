@@ -3,34 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..stores.offload import Tier
 from .fit import Change, cheapest_change
 from .plan import LOCAL, PAGES, Plan
 
-GB = 1e9
-_NAMES = {LOCAL: "gradients not yet reduced", "unsharded": "units in flight", PAGES: "pages of state"}
 _LAST = ("unsharded", LOCAL, PAGES, "activations", "padding")
 _WIDTH = 28
+
+
+@dataclass(frozen=True)
+class SizeUnit:
+    """In which a table counts."""
+
+    name: str
+    nbytes: float
+
+    def cell(self, nbytes: float) -> str:
+        """Of bytes, to 3 digits or more."""
+        value = nbytes / self.nbytes
+        digits = 3 if abs(value) < 0.995 else 2 if abs(value) < 99.95 else 1
+        return f"{value:,.{digits}f}"
+
+
+_UNITS = (SizeUnit("GB", 1e9), SizeUnit("MB", 1e6), SizeUnit("kB", 1e3))
+
+
+def unit_for(nbytes: float) -> SizeUnit:
+    """The largest in which so many bytes are 1 or more."""
+    return next((unit for unit in _UNITS if nbytes >= unit.nbytes), _UNITS[-1])
+
+
+def unit_of(plans: Sequence[Plan]) -> SizeUnit:
+    """In which the plans are shown: by the largest figure of any."""
+    return unit_for(max(max(made.most, made.host, made.disk, made.communicated) for made in plans))
 
 
 def row(name: str, cells: Sequence[str]) -> str:
     return f"  {name:<{_WIDTH}}" + "".join(f"{cell:>12}" for cell in cells)
 
 
-def gigabytes(nbytes: float) -> str:
-    """Of bytes, to 3 digits or more."""
-    value = nbytes / GB
-    digits = 3 if abs(value) < 0.995 else 2 if abs(value) < 99.95 else 1
-    return f"{value:,.{digits}f}"
-
-
 def figure(nbytes: float) -> str:
-    """As gigabytes, or as smaller units for less than a megabyte of them, with the unit."""
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= size:
-            return f"{nbytes / size:,.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:,.0f} {unit}"
-    return f"{nbytes:.0f} bytes"
+    """As it is read best, with the unit."""
+    if nbytes < _UNITS[-1].nbytes:
+        return f"{nbytes:.0f} bytes"
+    unit = unit_for(nbytes)
+    value = nbytes / unit.nbytes
+    return f"{value:,.3g} {unit.name}" if value < 1000 else f"{value:,.0f} {unit.name}"
 
 
 def kinds_of(plans: Sequence[Plan]) -> list[str]:
@@ -39,33 +59,27 @@ def kinds_of(plans: Sequence[Plan]) -> list[str]:
     return sorted(known, key=lambda kind: _LAST.index(kind) if kind in _LAST else -1)
 
 
-def memory_lines(plans: Sequence[Plan]) -> list[str]:
+def memory_lines(plans: Sequence[Plan], unit: SizeUnit) -> list[str]:
     """A column a plan, a line a kind: those that a rank of any of them has."""
     state = plans[0].state_kinds
-    lines = [_line(kind, plans) for kind in state]
-    lines.append(row("model state", [gigabytes(made.model_state) for made in plans]))
+    lines = [_line(kind, plans, unit) for kind in state]
+    lines.append(row("model state", [unit.cell(made.model_state) for made in plans]))
     shown = [kind for kind in kinds_of(plans) if kind not in state and any(made.memory.get(kind) for made in plans)]
-    lines += [_line(kind, plans) for kind in shown]
-    lines.append(row("on the device", [gigabytes(made.total) for made in plans]))
+    lines += [_line(kind, plans, unit) for kind in shown]
+    lines.append(row("on the device", [unit.cell(made.total) for made in plans]))
     if any(made.first_step for made in plans):
-        lines.append(row("  in the first step", [gigabytes(made.most) for made in plans]))
+        lines.append(row("  in the first step", [unit.cell(made.most) for made in plans]))
     for name, values in (
         ("on the host", [made.host for made in plans]),
         ("on the disk", [made.disk for made in plans]),
     ):
         if any(values):
-            lines.append(row(name, [gigabytes(value) for value in values]))
+            lines.append(row(name, [unit.cell(value) for value in values]))
     return lines
 
 
-def _line(kind: str, plans: Sequence[Plan]) -> str:
-    cells = [gigabytes(made.memory[kind]) if kind in made.memory else "-" for made in plans]
-    return row(name_of(kind), cells)
-
-
-def name_of(kind: str) -> str:
-    """Of a kind of memory, for people."""
-    return _NAMES.get(kind, kind)
+def _line(kind: str, plans: Sequence[Plan], unit: SizeUnit) -> str:
+    return row(kind, [unit.cell(made.memory[kind]) if kind in made.memory else "-" for made in plans])
 
 
 def of_one(made: Plan) -> str:
@@ -74,8 +88,9 @@ def of_one(made: Plan) -> str:
     if job.offload.tier is not Tier.DEVICE:
         where = f', state_offload="{job.offload.tier.value}"'
     ranks = "1 rank" if job.world == 1 else f"{job.world:,} ranks"
-    head = f"{made.model.numel:,} parameters, stage {job.stage}, {ranks}{where}, {made.buckets:,} buckets; GB a rank:"
-    return "\n".join([head, *memory_lines([made])])
+    unit, buckets = unit_of([made]), f"{made.buckets:,} bucket{'s' if made.buckets != 1 else ''}"
+    head = f"{made.model.numel:,} parameters, stage {job.stage}, {ranks}{where}, {buckets}; {unit.name} a rank:"
+    return "\n".join([head, *memory_lines([made], unit)])
 
 
 def advice(made: Plan, device_memory: int | None) -> str:
