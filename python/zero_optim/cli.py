@@ -17,9 +17,11 @@ from .bench.request import read_request as read_bench_request
 from .errors import ZeroOptimError
 from .memory import command as planner
 from .train.config import DTYPES, UsageError, add_arguments, read_request
+from .train.output import print_nowhere
 
 USAGE_ERROR = 2
 FAILURE = 1
+CLOSED = 141  # what a shell calls the end by SIGPIPE
 
 Command = Callable[[argparse.Namespace, Sequence[str]], int]
 
@@ -33,11 +35,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code: 0, 1 for a failure, 2 for a wrong usage, 130 when interrupted."""
+    """Runs a command; returns the exit code: 0, 1 for a failure, 2 for a wrong usage, 130 when interrupted, 141 when
+    nobody reads what it prints."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parsed = _make_parser().parse_args(arguments)
     try:
-        return parsed.run(parsed, arguments)
+        code = parsed.run(parsed, arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # of head, say: who reads no more is to be told no more
+        print_nowhere()
+        return CLOSED
     except UsageError as error:
         _complain(f"zero-optim {parsed.command}: {error}")
         return USAGE_ERROR
@@ -170,7 +178,7 @@ def _train(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     if request.ranks is not None and not started:
         from .train.world import launch
 
-        return launch(request.ranks, request.given.get("device"), arguments)
+        return launch(request.ranks, request, arguments)
     if request.ranks is not None and request.ranks != started:
         raise UsageError(f"--ranks {request.ranks}: the launcher has started {started}; leave the flag out")
     from .train.loop import train

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import TINY
+from training import ENDLESS, TINY, read_log, saved_steps
 from zero_optim.train.config import TrainConfig, add_arguments
+from zero_optim.train.report import plot_losses
+from zero_optim.train.run_dir import StepRecord
 
 
 def expect_usage_error(outcome: object, *parts: str) -> None:
@@ -108,6 +111,47 @@ def test_resuming_another_model_another_text_or_nothing(zero_optim: Callable, te
     expect_usage_error(zero_optim(*again, "--data", other), str(other), "not the text")
     expect_usage_error(zero_optim("train", "--resume", run), "all 1 steps are done", "--steps")
     expect_usage_error(zero_optim("train", "--resume", tmp_path), "no complete checkpoint")
+
+
+@pytest.mark.parametrize("ranks", [[], ["--ranks", "2"]])
+def test_a_model_that_cannot_be_is_refused_before_text_is_read_or_ranks_start(
+    zero_optim: Callable, ranks: list[str]
+) -> None:
+    outcome = zero_optim("train", "--heads", "5", "--device", "cpu", *ranks)
+    expect_usage_error(outcome, "--hidden 192", "--heads 5")
+    assert outcome.out == ""
+
+
+def leave_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the standard output be a pipe whose other end was closed, as ``head`` leaves it."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writing, "w"))
+
+
+def test_training_that_nobody_reads_saves_and_ends(
+    zero_optim: Callable, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_unread(monkeypatch)
+    outcome = zero_optim("train", *TINY, *ENDLESS, "--data", text, "--out", tmp_path / "run")
+    assert (outcome.code, outcome.err) == (130, "")
+    assert saved_steps(tmp_path / "run") == [1] and len(read_log(tmp_path / "run")) == 1
+
+
+def test_a_table_that_nobody_reads(zero_optim: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_unread(monkeypatch)
+    outcome = zero_optim("plan", "--model", "gpt2", "--stage", "0")
+    assert (outcome.code, outcome.err) == (141, "")
+
+
+def test_losses_are_drawn_over_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    kept: list = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    records = [StepRecord(step, 5.0 - step, 1.0, 1.0, 0.1, 100.0, {}) for step in (1, 2, 3)]
+    assert plot_losses(tmp_path / "loss.png", records, 2.0, 3.0) is None
+    ticks = kept[0].axes[0].get_xticks()
+    assert len(ticks) >= 3 and all(tick == int(tick) for tick in ticks)
 
 
 def test_the_help_has_the_defaults() -> None:

@@ -25,9 +25,9 @@ def check_not_replicated(parameters: Mapping[int, Tensor], labels: Sequence[str]
     if shared:
         raise ParameterError(
             f"{labels[min(shared)]} is in a DistributedDataParallel module, which would reduce its gradient a second "
-            "time: train the bare model; ShardedAdamW averages gradients over the ranks itself. Where a client wraps it, take "
-            "ShardedTrainer of zero_optim.integrations.transformers in place of Trainer, prepare of "
-            "zero_optim.integrations.accelerate, or ShardedStrategy of zero_optim.integrations.lightning"
+            "time: train the bare model; ShardedAdamW averages gradients over the ranks itself. Clients need not wrap: "
+            "zero_optim.integrations has ShardedTrainer (transformers) in place of Trainer, prepare (accelerate) and "
+            "ShardedStrategy (lightning)"
         )
 
 

@@ -11,6 +11,7 @@ from .account import Account, Validation, open_account, write_page
 from .config import TrainRequest
 from .data import unigram_entropy
 from .model import generate
+from .output import say
 from .plan import Plan, make_plan
 from .report import Progress, final_table, plot_losses
 from .run_dir import LogFile
@@ -27,8 +28,6 @@ def train(request: TrainRequest) -> int:
     device = choose_device(request.given.get("device"), local_ranks())
     with join_world(device) as world:
         stop = StopFlag()
-        if world.leads:
-            print("reading the text", flush=True)
         plan = make_plan(request, world)
         trainer = Trainer(plan, world)
         try:
@@ -57,9 +56,9 @@ def _train_on(trainer: Trainer, plan: Plan, world: World, stop: StopFlag) -> int
             return 0
         if account:
             account.end(Outcome.INTERRUPTED, stopped_at, reports)
-            print(write_page(plan.run_dir))
+            say(write_page(plan.run_dir))
             go_on = f"go on with --resume {plan.run_dir.path}" if plan.config.checkpoint else "nothing was saved"
-            print(f"interrupted after step {stopped_at}; {go_on}", flush=True)
+            say(f"interrupted after step {stopped_at}; {go_on}")
         return INTERRUPTED
     except Exception as error:
         if account:
@@ -98,7 +97,7 @@ def _open_outputs(trainer: Trainer, plan: Plan, world: World) -> tuple[LogFile |
 def _finish(trainer: Trainer, plan: Plan, world: World, reports: Sequence[RankReport], account: Account | None) -> None:
     """Validates on every rank; rank 0 then tells and draws."""
     if world.leads:
-        print("validating and sampling", flush=True)
+        say("validating and sampling")
     validation_loss = trainer.validation_loss()
     with trainer.whole_model():
         if world.leads:
@@ -112,16 +111,16 @@ def _finish(trainer: Trainer, plan: Plan, world: World, reports: Sequence[RankRe
 
 def _tell(trainer: Trainer, plan: Plan, world: World, reports: Sequence[RankReport], validation: Validation) -> None:
     table = final_table(reports, trainer.planned(), on_gpu=world.device.type == "cuda")
-    print(f"\n{table}\n")
+    say(f"\n{table}\n")
     picture = plan.run_dir.path / "loss.png"
     problem = plot_losses(picture, plan.run_dir.read_log(), validation.loss, validation.entropy)
     if problem:
-        print(problem)
-    print(f"validation loss {validation.loss:.4f}")
-    print(f"unigram entropy {validation.entropy:.4f}")
-    print("  nats per byte of held-out text; the entropy is of that text's own byte counts")
-    print(write_page(plan.run_dir))
-    print(f"written to {plan.run_dir.path}", flush=True)
+        say(problem)
+    say(f"validation loss {validation.loss:.4f}")
+    say(f"unigram entropy {validation.entropy:.4f}")
+    say("  nats per byte of held-out text; the entropy is of that text's own byte counts")
+    say(write_page(plan.run_dir))
+    say(f"written to {plan.run_dir.path}")
 
 
 def _write_sample(trainer: Trainer, plan: Plan) -> None:
@@ -132,7 +131,7 @@ def _write_sample(trainer: Trainer, plan: Plan) -> None:
 
 def _say_done(trainer: Trainer, plan: Plan, world: World) -> int:
     if world.leads:
-        print(f"all {plan.config.steps} steps are done; a larger --steps goes on", flush=True)
+        say(f"all {plan.config.steps} steps are done; a larger --steps goes on")
     return 0
 
 
@@ -140,13 +139,13 @@ def _print_header(trainer: Trainer, plan: Plan, world: World) -> None:
     config = plan.config
     gpus = torch.cuda.device_count()
     if config.device == "cpu" and 0 < gpus < local_ranks():
-        print(f"{local_ranks()} ranks and {gpus} GPUs on this machine: training on the CPU")
+        say(f"{local_ranks()} ranks and {gpus} GPUs on this machine: training on the CPU")
     if config.dtype == "fp16" and config.device == "cpu":
-        print("fp16 on a CPU: matrix products are about 60 times slower than in bf16, so the default model is tiny")
+        say("fp16 on a CPU: matrix products are about 60 times slower than in bf16, so the default model is tiny")
     for name, fact in _facts(trainer, plan, world).items():
-        print(f"{name:<6} {fact}")
+        say(f"{name:<6} {fact}")
     resumed = f", after step {trainer.steps_done}" if plan.saved else ""
-    print(f"run    {plan.run_dir.path}, process {os.getpid()}{resumed}", flush=True)
+    say(f"run    {plan.run_dir.path}, process {os.getpid()}{resumed}")
 
 
 def _facts(trainer: Trainer, plan: Plan, world: World) -> dict[str, str]:

@@ -14,6 +14,7 @@ from ..comm.collectives import Comm
 from ..errors import CheckpointError
 from .config import RESUME_AUTO, TrainConfig, TrainRequest, UsageError, fresh_config, resumed_config
 from .data import Corpus, load_corpus
+from .output import say
 from .run_dir import RunDir, find_checkpoint
 from .world import World
 
@@ -81,18 +82,24 @@ def _read_inputs(request: TrainRequest, world: World) -> tuple[TrainConfig, Corp
         config = fresh_config(request.given, device)
         if config.checkpoint:
             _check_can_save()
-        return config, load_corpus(config.data, config.seq), None
+        return config, _read_text(config, world), None
     if not isinstance(saved.info.extra, dict) or "config" not in saved.info.extra:
         raise UsageError(f"--resume {saved.info.folder}: was not written by zero-optim train")
     config = resumed_config(saved.info.extra["config"], request.given, device)
     if config.steps <= saved.info.step and request.resume != RESUME_AUTO:
         raise UsageError(f"--resume {request.resume}: all {config.steps} steps are done; a larger --steps goes on")
-    corpus = load_corpus(config.data, config.seq)
+    corpus = _read_text(config, world)
     if saved.info.extra["data_digest"] != corpus.digest:
         raise UsageError(
             f"--resume {request.resume}: {corpus.name} is not the text that it was trained on; name that by --data"
         )
     return config, corpus, saved
+
+
+def _read_text(config: TrainConfig, world: World) -> Corpus:
+    if world.leads:
+        say("reading the text")
+    return load_corpus(config.data, config.seq)
 
 
 def _check_can_save() -> None:

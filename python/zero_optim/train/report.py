@@ -14,6 +14,7 @@ import torch
 
 from .. import memory
 from ..stats import PAGES
+from .output import say
 from .run_dir import StepRecord
 from .session import Forecast, RankReport
 
@@ -50,10 +51,9 @@ class Progress:
         now = time.monotonic()
         if now - self._last_line >= _SECONDS_BETWEEN_LINES or record.step == self._steps:
             self._last_line = now
-            print(
+            say(
                 f"step {record.step:>5}/{self._steps}  loss {loss}  {record.tokens_per_s:8,.0f} tokens/s  "
-                f"norm {norm}  scale {record.loss_scale:g}",
-                flush=True,
+                f"norm {norm}  scale {record.loss_scale:g}"
             )
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ def plot_losses(path: Path, records: Sequence[StepRecord], validation_loss: floa
         import matplotlib
 
         matplotlib.use("Agg")
-        from matplotlib import pyplot
+        from matplotlib import pyplot, ticker
     except ImportError as error:
         return f"{path.name} was not drawn: {error}; pip install matplotlib"
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
@@ -208,6 +208,7 @@ def plot_losses(path: Path, records: Sequence[StepRecord], validation_loss: floa
     axes.axhline(entropy, color="grey", ls="--", lw=1, label=f"unigram entropy {entropy:.2f}")
     axes.plot(records[-1].step, validation_loss, "o", color="tab:red", label=f"validation loss {validation_loss:.2f}")
     axes.set(xlabel="step", ylabel="nats per byte")
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.collectives import Comm, make_comm
-from .config import UsageError
+from .config import TrainRequest, UsageError, fresh_config
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -115,7 +115,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def launch(ranks: int, device: str | None, arguments: Sequence[str]) -> int:
+def launch(ranks: int, request: TrainRequest, arguments: Sequence[str]) -> int:
     """Runs ``zero-optim`` with ``arguments`` on ``ranks`` ranks, as ``torchrun --standalone``; returns the exit code.
 
     It is torchrun's own engine without its report: what a rank had to say it has said on stderr. Raises UsageError.
@@ -127,7 +127,9 @@ def launch(ranks: int, device: str | None, arguments: Sequence[str]) -> int:
     most = RANKS_PER_CORE * _cores()
     if not 1 <= ranks <= most:
         raise UsageError(f"--ranks {ranks}: from 1 to {most} on this machine ({_cores()} cores)")
-    choose_device(device, ranks)
+    device = choose_device(request.given.get("device"), ranks)
+    if request.resume is None:
+        fresh_config(request.given, device)  # what cannot be is said before ranks start
     print(f"starting {ranks} ranks", flush=True)
     logging.disable(logging.ERROR)  # of this process, which does nothing but launch
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
