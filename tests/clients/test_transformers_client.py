@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from functools import partial
 from typing import Any
 
@@ -163,3 +164,67 @@ def test_a_trainer_checkpoint_resumes(first: Any, tmp_path: Any) -> None:
     if first is zero_optim.ShardedAdamW:
         assert_bitwise(weights(resumed), weights(straight), "resumed")
     assert_like_adamw(weights(resumed), weights(straight), LR, 6)
+
+
+# -- generation at stage 3, where ranks end at different lengths ---------------------------------------------------
+
+
+def _generates(rank: int, world_size: int) -> None:
+    model = load_example("transformers_loop").build_model("gpt2").eval()
+    ordinary = copy.deepcopy(model)
+    zero_optim.shard_module(model, ("GPT2Block",))
+    prompt = torch.arange(4)[None] + rank
+    options = {"do_sample": False, "max_new_tokens": 2 + 3 * rank, "pad_token_id": 0}
+    expected = ordinary.generate(prompt, **options)
+    assert expected.shape[1] == 6 + 3 * rank
+    for given in ({}, {"synced_gpus": False}, {"synced_gpus": True}):
+        assert torch.equal(model.generate(prompt, **options, **given), expected)
+    zero_optim.register_forward_method(model, "generate")
+    assert torch.equal(model.generate(prompt, **options), expected)
+    with zero_optim.gather_parameters(model):
+        duplicate = copy.deepcopy(model)
+        if rank == 1:  # there a rank may be alone, in a copy too
+            assert torch.equal(model.generate(prompt, **options), expected)
+            assert torch.equal(duplicate.generate(prompt, **options), expected)
+
+
+def test_ranks_that_end_at_different_lengths_generate_together() -> None:
+    run_ranks(2, _generates, timeout=60)
+
+
+def _stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _predicts(rank: int, world_size: int, folder: str) -> None:
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+
+    with as_torchrun(rank, world_size):
+        from zero_optim.integrations.transformers import ShardedSeq2SeqTrainer, ShardedTrainer
+
+        class Derived(ShardedTrainer, Seq2SeqTrainer):
+            """As anybody makes one of another class derived from Trainer."""
+
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+        data = [{"input_ids": torch.arange(3, 9) + row, "labels": torch.arange(3, 6) + row} for row in range(4)]
+        quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "ddp_backend": "gloo"}
+        arguments = Seq2SeqTrainingArguments(
+            folder, predict_with_generate=True, per_device_eval_batch_size=2, max_steps=1, learning_rate=0.0, **quiet
+        )
+        for kind in (ShardedSeq2SeqTrainer, Derived):
+            torch.manual_seed(0)
+            model = T5ForConditionalGeneration(T5Config(vocab_size=32, decoder_start_token_id=0, **sizes))
+            whole = copy.deepcopy(model).eval()
+            trainer = kind(model, arguments, units=("T5Block",), train_dataset=data, data_collator=_stack)
+            trainer.train()
+            predicted = trainer.predict(data, max_new_tokens=3 + 2 * rank).predictions
+            close(trainer.optimizer.optimizer)
+            assert trainer.optimizer.optimizer.stage == 3
+            for row, tokens in enumerate(predicted):  # each rank has two rows
+                source = data[row]["input_ids"][None]
+                (expected,) = whole.generate(source, max_new_tokens=3 + 2 * (row // 2)).tolist()
+                assert tokens[: len(expected)].tolist() == expected and not tokens[len(expected) :].any()
+
+
+def test_a_seq2seq_trainer_predicts_with_generate(tmp_path: Any) -> None:
+    run_ranks(2, _predicts, str(tmp_path), timeout=120)

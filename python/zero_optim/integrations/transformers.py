@@ -1,4 +1,5 @@
-"""``transformers.Trainer`` with a sharded optimizer: ``ShardedTrainer``."""
+"""``transformers.Trainer`` with a sharded optimizer: ``ShardedTrainer``. Beside another class derived from Trainer it is
+the first base, as in ``ShardedSeq2SeqTrainer``."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from .clients import is_sharded, plain_optimizer, require, same_place, whole_sta
 
 require("zero_optim.integrations.transformers", "transformers", "accelerate")
 
-from transformers import Trainer  # noqa: E402
+from transformers import Seq2SeqTrainer, Trainer  # noqa: E402
 
 from .accelerate import FOLDER, adopt  # noqa: E402
 
@@ -133,3 +134,7 @@ class ShardedTrainer(Trainer):
         if folder is None or not os.path.isdir(folder):  # what AdamW wrote, for a plain Trainer
             return super()._load_optimizer_and_scheduler(output_dir)
         checkpoint.load(folder, self.model, plain_optimizer(self.optimizer), scheduler=self.lr_scheduler)
+
+
+class ShardedSeq2SeqTrainer(ShardedTrainer, Seq2SeqTrainer):
+    """A ``Seq2SeqTrainer`` in the same way. At stage 3 ranks generate together, for as long as any has to."""

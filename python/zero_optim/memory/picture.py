@@ -36,7 +36,7 @@ def draw(path: Path, plans: Sequence[Plan], device_memory: int) -> None:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     shown = [label for label in (*kinds, *(label for label in handles if label not in kinds)) if label in handles]
-    figure_.legend([handles[label] for label in shown[::-1]], shown[::-1], fontsize=8, loc="outside center right")
+    figure_.legend([handles[label] for label in shown[::-1]], shown[::-1], fontsize=8, loc="outside right center")
     first = plans[0]
     figure_.suptitle(f"{first.model.numel / 1e9:,.3g} B parameters, {first.job.world:,} ranks: memory of a rank")
     figure_.savefig(path, dpi=110)

@@ -15,6 +15,7 @@ from ..params.flat_params import FlatParams
 from ..params.layout import one_bucket
 from ..params.param_shard import plain_parameter
 from ..stores.host_memory import HostMemory
+from .generation import sync_generation
 from .hooks import register_hooks
 from .parts import add_parts
 from .schedule import UnitSchedule
@@ -54,6 +55,7 @@ class ShardedModel:
         if self.sharded:
             register_hooks(units, schedule)
             add_parts(units, schedule)
+            sync_generation(model, units, sharding.everyone.ranks)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model is an ordinary model."""

@@ -1,0 +1,65 @@
+"""``generate`` of transformers: ranks whose sequences have ended go on calling the model for as long as any has not.
+
+Each token is a forward, in which all ranks gather. A rank that left earlier would leave the others waiting::
+
+    rank 0   token 1   token 2   done: gathers its metrics     waits for rank 1
+    rank 1   token 1   token 2   token 3: gathers the root     waits for rank 0
+
+``generate`` has an argument for that, ``synced_gpus``. It knows DeepSpeed's and FSDP's models, and not ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from .unit import Unit, UnitState
+
+_OPTION = "synced_gpus"
+
+
+class SyncedGenerate:
+    """Stands in the place of a module's ``generate``, and gives it ``synced_gpus=True`` where its tokens communicate.
+
+    False is not left as it is: ``Seq2SeqTrainer`` gives it to every model that it does not know.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
+        self._module, self._units = module, units
+        functools.update_wrapper(self, self._method(), updated=())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of its module is an ordinary one."""
+        kind: Any = type(self._module)
+        return functools.partial, (kind.generate, self._module)
+
+    def _method(self) -> Callable[..., Any]:
+        kind: Any = type(self._module)
+        method: Callable[..., Any] = kind.generate.__get__(self._module)
+        return method
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        method = self._method()
+        if all(unit.state is UnitState.GATHERED for unit in self._units):  # a rank may generate alone
+            return method(*args, **options)
+        given = inspect.signature(method).bind_partial(*args, **options)
+        given.arguments[_OPTION] = True
+        return method(*given.args, **given.kwargs)
+
+
+def sync_generation(model: nn.Module, units: Sequence[Unit], ranks: Iterable[int]) -> None:
+    """Let every ``generate`` within ``model`` that can keep ranks together do so. It asks all ranks of the job."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not several or {*ranks} != {*range(dist.get_world_size())}:
+        return
+    for module in model.modules():
+        method = getattr(type(module), "generate", None)
+        if "generate" not in vars(module) and callable(method) and _OPTION in inspect.signature(method).parameters:
+            within = {*module.modules()}
+            held = [unit for unit in units if any(place.module in within for place in unit.registrations)]
+            module.generate = SyncedGenerate(module, held)  # type: ignore[assignment]  # any attribute
