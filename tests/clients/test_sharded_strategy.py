@@ -262,3 +262,42 @@ def test_the_example(tmp_path: Any) -> None:
         elsewhere = assert_ranks_alike(run_ranks(ranks, _example_goes_on, str(folder)))["weights"]
         for after, before in zip(elsewhere, found["straight 3"], strict=True):  # other batches, by Adam's steps
             assert 0 < (after - before).abs().max() < 40 * LR
+
+
+# -- callbacks that average weights --------------------------------------------------------------------------------
+
+
+def averaging(kind: str, folder: str) -> list[Any]:
+    from lightning.pytorch import callbacks
+
+    average = (
+        callbacks.EMAWeightAveraging(decay=0.5)
+        if kind == "ema"
+        else callbacks.StochasticWeightAveraging(LR, swa_epoch_start=1)
+    )
+    return [average, callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)]
+
+
+def _averages(rank: int, world_size: int, folder: str, kind: str) -> dict[str, Any]:
+    with as_torchrun(rank, world_size), silent():
+        adamw = fit("ddp", torch.optim.AdamW, f"{folder}/adamw", callbacks=averaging(kind, f"{folder}/adamw"))
+        found = {"expected": weights(adamw.lightning_module)}
+        trainer = fit(**sharded(3), folder=f"{folder}/3", callbacks=averaging(kind, f"{folder}/3"))
+        found["3"] = weights(trainer.lightning_module)
+        trainer.validate(trainer.lightning_module, data(), verbose=False)  # SWA copies the model once more
+        assert_bitwise(closed(trainer), found["3"], "after another validation")
+        if kind == "ema":  # of the file the weights are the average; the state beside it is that of the model itself
+            again = fit(
+                **sharded(3),
+                folder=f"{folder}/3",
+                callbacks=averaging(kind, f"{folder}/3"),
+                resume=f"{folder}/3/epoch=0.ckpt",
+            )
+            assert_bitwise(closed(again), found["3"], "resumed")
+        return found
+
+
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_callbacks_that_average_weights_at_stage_3(kind: str, tmp_path: Any) -> None:
+    found = assert_ranks_alike(run_ranks(2, _averages, str(tmp_path), kind, timeout=180))
+    assert_like_adamw(found["3"], found["expected"], LR, STEPS)

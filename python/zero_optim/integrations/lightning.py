@@ -34,6 +34,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, Strategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
+from .averaging import gather_for_averaging  # noqa: E402
+
 _EVALUATION = ("validation_step", "test_step", "predict_step")
 
 
@@ -42,8 +44,9 @@ class ShardedStrategy(DDPStrategy):
 
     ``configure_optimizers`` returns a ``ShardedAdamW``, or several. Beside Lightning's ``NAME.ckpt``, which holds whole
     weights, the folder ``NAME.ckpt.sharded`` has the optimizers' state, for any number of ranks and any stage.
-    ``gradient_clip_val`` clips by norm, an fp16 scaler is replaced by ``zero_optim.GradScaler``, and a second ``fit``
-    closes the optimizers of the first.
+    Callbacks that average weights (``WeightAveraging``, ``StochasticWeightAveraging``) keep a whole copy on every rank,
+    as in DDP. ``gradient_clip_val`` clips by norm, an fp16 scaler is replaced by ``zero_optim.GradScaler``, and a second
+    ``fit`` closes the optimizers of the first.
 
     Args:
         units: stage 3: the classes, or their names, of the modules to gather one at a time. The LightningModule is
@@ -73,6 +76,10 @@ class ShardedStrategy(DDPStrategy):
         self._resumed_from = ""
 
     # -- setting up ----------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        gather_for_averaging(self.lightning_module.trainer.callbacks)  # before their own setup, which copies the model
 
     def setup(self, trainer: Any) -> None:
         if trainer.state.fn != TrainerFn.FITTING and self._units is None and not is_sharded(self.lightning_module):

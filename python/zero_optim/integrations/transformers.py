@@ -1,5 +1,5 @@
-"""``transformers.Trainer`` with a sharded optimizer: ``ShardedTrainer``. Beside another class derived from Trainer it is
-the first base, as in ``ShardedSeq2SeqTrainer``."""
+"""``transformers.Trainer`` with a sharded optimizer: ``ShardedTrainer``. Beside another class derived from Trainer it
+is the first base, as in ``ShardedSeq2SeqTrainer``."""
 
 from __future__ import annotations
 
