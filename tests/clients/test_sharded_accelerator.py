@@ -127,6 +127,29 @@ def test_every_stage_trains_saves_and_resumes(ranks: int, tmp_path: Any) -> None
         assert_like_adamw(found[f"stage {stage}"], found["expected"], LR, STEPS)
 
 
+def _leaves(rank: int, world_size: int, folder: str) -> None:
+    with as_torchrun(rank, world_size):
+        run = Run(3)
+        trained = run.train(2)
+        run.accelerator.save_state(folder)
+        state = zero_optim.full_state_dict(run.inner, None)["state"]
+        run.inner.close()
+        plain = Run(None)
+        assert type(plain.inner) is torch.optim.AdamW
+        zero_optim.checkpoint.load(f"{folder}/sharded", plain.plain, plain.inner)
+        assert_bitwise(weights(plain.plain), trained, "weights")
+        found = plain.inner.state_dict()["state"]
+        assert found.keys() == state.keys() and len(found) == len(trained)
+        for index, of in state.items():
+            for name in ("step", "exp_avg", "exp_avg_sq"):
+                assert_bitwise([found[index][name]], [of[name]], f"{name} of {index}")
+        plain.train(1)
+
+
+def test_plain_accelerate_goes_on_with_adamw(tmp_path: Any) -> None:
+    run_ranks(2, _leaves, str(tmp_path), timeout=120)
+
+
 def _further(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     from accelerate import Accelerator, DistributedType
     from zero_optim.integrations.accelerate import prepare

@@ -45,8 +45,8 @@ class ShardedStrategy(DDPStrategy):
     ``configure_optimizers`` returns a ``ShardedAdamW``, or several. Beside Lightning's ``NAME.ckpt``, which holds whole
     weights, the folder ``NAME.ckpt.sharded`` has the optimizers' state, for any number of ranks and any stage.
     Callbacks that average weights (``WeightAveraging``, ``StochasticWeightAveraging``) keep a whole copy on every rank,
-    as in DDP. ``gradient_clip_val`` clips by norm, an fp16 scaler is replaced by ``zero_optim.GradScaler``, and a second
-    ``fit`` closes the optimizers of the first.
+    as in DDP. ``gradient_clip_val`` clips by norm, an fp16 scaler is replaced by ``zero_optim.GradScaler``, and a
+    second ``fit`` closes the optimizers of the first.
 
     Args:
         units: stage 3: the classes, or their names, of the modules to gather one at a time. The LightningModule is
