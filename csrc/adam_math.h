@@ -72,7 +72,7 @@ ZK_HOST_DEVICE inline AdamLane<V> adam_update(V grad, AdamLane<V> lane, const Ad
   if (c.l2) g = g + c.weight_decay * p;
   p = p * c.decay;
   V m = lane.m * c.beta1 + g * c.one_minus_beta1;
-  V v = lane.v * c.beta2 + (g * g) * c.one_minus_beta2;
+  V v = lane.v * c.beta2 + (g * c.one_minus_beta2) * g;
   p = p - c.step_size * (m / (square_root(v) / c.bias_correction2_sqrt + c.eps));
   return {p, m, v};
 }

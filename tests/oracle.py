@@ -67,7 +67,7 @@ class MasterAdamW:
         elif hyper.weight_decay:
             g = g + _f32(hyper.weight_decay) * p
         m = self.exp_avg[index] * _f32(beta1) + g * _f32(1 - beta1)
-        v = self.exp_avg_sq[index] * _f32(beta2) + (g * g) * _f32(1 - beta2)
+        v = self.exp_avg_sq[index] * _f32(beta2) + (g * _f32(1 - beta2)) * g
         denominator = sqrt_rounded(v) / _f32(math.sqrt(1 - beta2**count)) + _f32(hyper.eps)
         p = p - _f32(hyper.lr / (1 - beta1**count)) * (m / denominator)
         self.master[index], self.exp_avg[index], self.exp_avg_sq[index] = p, m, v

@@ -89,7 +89,7 @@ def _update(
     g = torch.where(c["weight_decay"] != 0, g + c["weight_decay"] * p, g)
     p = p * c["decay"]
     m = exp_avg * c["beta1"] + g * c["one_minus_beta1"]
-    v = exp_avg_sq * c["beta2"] + (g * g) * c["one_minus_beta2"]
+    v = exp_avg_sq * c["beta2"] + (g * c["one_minus_beta2"]) * g
     # torch.sqrt of fp32 is not correctly rounded on the CPU; through float64 it is.
     root = v.double().sqrt().float()
     p = p - c["step_size"] * (m / (root / c["bias_correction2_sqrt"] + c["eps"]))

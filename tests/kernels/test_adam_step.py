@@ -83,13 +83,33 @@ def test_reference_is_the_written_formula() -> None:
                 g = g + c["weight_decay"] * p[at]
             p[at] = p[at] * c["decay"]
             m[at] = m[at] * c["beta1"] + g * c["one_minus_beta1"]
-            v[at] = v[at] * c["beta2"] + (g * g) * c["one_minus_beta2"]
+            v[at] = v[at] * c["beta2"] + (g * c["one_minus_beta2"]) * g
             root = np.sqrt(v[at]) / c["bias_correction2_sqrt"]
             p[at] = p[at] - c["step_size"] * (m[at] / (root + c["eps"]))
     for want, got in ((p, master), (m, exp_avg), (v, exp_avg_sq)):
         assert same_bits(torch.from_numpy(want), got)
     live = torch.isin(case.row_slot, torch.tensor([0, 1, 2])).repeat_interleave(ROW)[:numel]
     assert same_bits(torch.where(live, master.bfloat16(), case.param), param)
+
+
+@pytest.mark.parametrize("name", ["reference", *ISAS])
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+def test_the_first_second_moment_has_the_bits_of_torch(name: str, kind: str) -> None:
+    """torch multiplies (1 - beta2) * g * g from the left: it overflows only where the product itself does. Were g * g
+    made first, a gradient of 1.9e19 would give inf, and its parameter would stand still."""
+    magnitudes = [1.1e-23, 1e-21, 1e-19, 1e-10, 1.0, 1e10, 1.9e19, 3e19, 5.7e20, 6e20]
+    grad = torch.tensor(magnitudes).repeat_interleave(ROW) * torch.linspace(1, 1.01, len(magnitudes) * ROW)
+    parameter = torch.nn.Parameter(torch.ones_like(grad))
+    parameter.grad = grad.clone()
+    theirs = torch.optim.AdamW([parameter], lr=1e-2, **{kind: True})
+    theirs.step()
+    state = [torch.ones_like(grad), torch.zeros_like(grad), torch.zeros_like(grad)]
+    with backend(name):
+        zero_kernels.fused_adamw_(grad, *state, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, step=1)
+    assert same_bits(state[2], theirs.state[parameter]["exp_avg_sq"])
+    assert torch.isfinite(state[2][: 9 * ROW]).all()
+    assert torch.isinf(state[2][9 * ROW :]).any()
+    torch.testing.assert_close(state[0], parameter.detach(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", ["reference", *ISAS])

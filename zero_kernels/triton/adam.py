@@ -89,7 +89,7 @@ def _step_rows(
     g = tl.where(weight_decay != 0, g + times(weight_decay, p_old), g)
     p = times(p_old, decay)
     m = times(m, beta1) + times(g, one_minus_beta1)
-    v = times(v, beta2) + times(times(g, g), one_minus_beta2)
+    v = times(v, beta2) + times(times(g, one_minus_beta2), g)
     p = p - times(step_size, tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), bias_correction2_sqrt) + eps))
 
     tl.store(master + at, p, mask=live)
