@@ -69,10 +69,10 @@ def test_stage_3_communicates_by_the_unit(rows, ranks):
     }
 
 
-def test_the_exchange_has_a_number_a_parameter_and_two_a_rank(rows):
+def test_the_exchange_has_two_numbers_a_parameter_and_two_a_rank(rows):
     for (ranks, stage), row in rows.items():
         totals, alarms = 2, 9 + (64 if stage == "stage3" else 0)
-        assert row.exchange == 4 * (totals + alarms + 9 * LAYERS + 3 + 2 * ranks)
+        assert row.exchange == 4 * (totals + alarms + 2 * (9 * LAYERS + 3) + 2 * ranks)
 
 
 def test_objects_grow_with_the_ranks_and_not_with_the_parameters(rows):

@@ -184,3 +184,59 @@ def test_the_exchange_carries_a_new_alarm(
         if error is not None:
             named = ", ".join(labels[index] for index in range(1, 1 + max(numbers)))
             assert isinstance(error, GradientError) and str(error) == f"{named} is invented"
+
+
+MANY = 16_384
+
+
+def added_up(usual: Tensor, other: Tensor, order: str) -> Tensor:
+    """Of ``MANY`` ranks' vectors in fp32, of which one is ``other``: an all-reduce may take any order."""
+    if order == "tree":
+        level = [other, *[usual] * (MANY - 1)]
+        while len(level) > 1:
+            level = [first + second for first, second in zip(level[::2], level[1::2], strict=True)]
+        return level[0]
+    total = other if order == "other first" else torch.zeros_like(usual)
+    for _ in range(MANY - 1):
+        total = total + usual
+    return total if order == "other first" else total + other
+
+
+@dataclass
+class OneOfMany:
+    """Rank 5 of ``MANY``, of which all others have sent ``usual``; None: it is such a one itself, and nothing comes."""
+
+    usual: Tensor | None
+    order: str
+    rank: int = 5
+    world_size: int = MANY
+
+    def exchange(self, vector: Tensor, *, maximum: bool = False) -> None:
+        reports = 2 * MANY  # each rank's own
+        self.sent = vector[:-reports].clone()
+        if self.usual is not None:
+            both = torch.maximum(self.sent, self.usual) if maximum else added_up(self.usual, self.sent, self.order)
+            vector[:-reports] = both
+
+
+def exchanged(comm: Any, norm_type: float, used: bytes, about: Mapping[str, set[int]]) -> exchange.Exchange:
+    carries = exchange.Exchange(Sharding(comm, 2, None, torch.device("cpu")), ["a", "b", "c"], {}, by_units=False)
+    flags = torch.zeros(3, dtype=torch.int32), torch.arange(3)
+    carries.run([], bytearray(used), norm_type, stats=True, about=about, order_code=0, own={}, flags=flags)
+    return carries
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "order"), [(2.0, "other first"), (2.0, "other last"), (2.0, "tree"), (torch.inf, "any")]
+)
+def test_what_many_ranks_use_and_name_is_exact(norm_type: float, order: str) -> None:
+    """An alarm that all ranks have is quiet, and the step goes on by who uses what: parameter 0 is used by one rank."""
+    everyone = {"thawed": {0, 1, 2}}
+    usual = OneOfMany(None, order)
+    exchanged(usual, norm_type, b"\0\1\0", everyone)
+    carries = exchanged(OneOfMany(usual.sent, order), norm_type, b"\1\1\0", everyone)
+    assert carries.used.tolist() == [True, True, False]
+    usual = OneOfMany(None, order)
+    exchanged(usual, norm_type, b"\1\1\1", {})
+    with pytest.raises(GradientError, match="a gradient of b arrived"):
+        exchanged(OneOfMany(usual.sent, order), norm_type, b"\1\0\1", {"late": {1}})

@@ -1,8 +1,10 @@
 """Phase 2 of a step: what all ranks must know of the gradients, in one small all-reduce.
 
-The vector: ``[norm term, non-finite count, alarms ..., used count of each parameter ..., reports of non-finite
-gradients ...]``. It is summed for finite norms and maximised for the infinity norm; every part means the same under
-either. ``alarms`` has what a step fails for, ``clip`` what the norm is used for.
+The vector: ``[norm term, non-finite count, alarms ..., used count of each parameter ..., alarm count of each
+parameter ..., reports of non-finite gradients ...]``. It is summed for finite norms and maximised for the infinity
+norm; every part means the same under either. ``alarms`` has what a step fails for, ``clip`` what the norm is used for.
+
+A rank adds 0 or 1 to each count: fp32 adds up as many ranks as there are, 2^24 of them, without rounding in any order.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from .alarms import About, AlarmColumns, alarms, width
 from .nonfinite import NonFinite
 
 _TOTALS = 2  # the norm term and the non-finite count
-_NAMED = 65536  # marks, in its used count, a parameter that an alarm is about; exact in fp32 for 255 ranks at once
 
 
 class Exchange:
@@ -82,14 +83,14 @@ class Exchange:
         keep_tensors_of(self)
         self.used = torch.zeros(count, dtype=torch.bool, device=device)
         self.nonfinite.resize(count)
-        sizes = [_TOTALS, width(self._alarms), count, self.nonfinite.entries]
+        named = count if self._alarms else 0
+        sizes = [_TOTALS, width(self._alarms), count, named, self.nonfinite.entries]
         self._vector = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        self._totals, columns, self._used_counts, self._reports = self._vector.split(sizes)
+        self._totals, columns, self._used_counts, self._named_counts, self._reports = self._vector.split(sizes)
         self._columns = AlarmColumns(self._alarms, columns)
         self._on_host = HostCopy(columns) if self._alarms else None
         self._used_here = torch.zeros(count, dtype=torch.float32, device=device)  # [parameters] as last sent there
         self._used_sent = bytearray(count)
-        self._ranks_using = torch.zeros_like(self._used_here)  # [parameters] ranks that have a gradient for it, or 1
 
     @property
     def total(self) -> Tensor:
@@ -128,16 +129,16 @@ class Exchange:
         self._totals.copy_(self._local_totals(buckets, norm_type or 2.0)) if wanted else self._totals.zero_()
         self._columns.fill({name: len(of) for name, of in about.items()} | {"parted": order_code})
         self._used_counts.copy_(self._on_device(used))
-        for index in set().union(*about.values()):
-            self._used_counts[index].add_(_NAMED)
+        self._named_counts.zero_()
+        for index in set().union(*about.values()) if self._alarms else ():
+            self._named_counts[index].fill_(1.0)
         self.nonfinite.report(self._reports, *flags)
         self.sharding.exchange(self._vector, maximum=norm_type == math.inf)
         if self._on_host is not None and not is_capturing(self.sharding.device):
             self._on_host.send()
             if self._on_host.immediate or self._at_once or any(about.values()):
                 self._raise_alarm(own)
-        torch.remainder(self._used_counts, _NAMED, out=self._ranks_using)  # alarms that all ranks have are not raised
-        torch.gt(self._ranks_using, 0, out=self.used)
+        torch.gt(self._used_counts, 0, out=self.used)
         self.current, self.norm_type, self.with_stats = True, norm_type, stats
 
     def check_alarms(self) -> None:
@@ -149,7 +150,7 @@ class Exchange:
         values = self._on_host.read(wait=True) if self._on_host is not None else None
         alarm = self._columns.first_raised(values) if values is not None else None
         if alarm is not None:
-            named = [index for index, count in enumerate(self._used_counts.tolist()) if count >= _NAMED]
+            named = [index for index, count in enumerate(self._named_counts.tolist()) if count > 0]
             names = ", ".join(self.labels[index] for index in named) or "a parameter"
             dtypes = {str(self._parameters[index].dtype) for index in named if index in self._parameters}
             self.outdate()
