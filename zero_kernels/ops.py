@@ -113,8 +113,9 @@ def grad_stats(shard: Tensor | Sequence[Tensor], norm_type: float = 2.0) -> Tens
 
     Returns fp32 [2], or [shards, 2] for a sequence: the sum of |g|^p (for inf: max |g|), and how many values are inf or
     NaN. For p of 1, 2 and inf the additions have one fixed order (docs/ops.md), so all backends give the same bits;
-    another p is summed in float64. Raises TypeError for a wrong dtype, ValueError for a norm that is not positive, a
-    layout, devices that differ or an empty sequence, and BackendError.
+    another p is summed in float64 and rounded to fp32, which cannot hold every |g|^p: for a large p, scale the shard.
+    Raises TypeError for a wrong dtype, ValueError for a norm that is not positive, a layout, devices that differ or an
+    empty sequence, and BackendError.
     """
     if isinstance(shard, Tensor):
         return torch.ops.zero_kernels.grad_stats([shard], norm_type)[0]

@@ -35,6 +35,7 @@ from .stats import memory_by_kind
 from .step.clip import Clip
 from .step.exchange import Exchange
 from .step.hyper_table import HyperTable
+from .step.norms import KERNEL_NORMS
 from .step.optimizer_state import OptimizerState
 from .step.param_gather import ParamGather
 from .step.speculation import Speculator
@@ -270,7 +271,7 @@ class Engine:
 
     def clip_grad_norm(self, max_norm: float, norm_type: float, subset: Sequence[int] | None) -> Tensor:
         """``subset``: indices of parameters; None: all."""
-        self.finish_and_exchange(norm_type if subset is None else None)
+        self.finish_and_exchange(norm_type if subset is None and norm_type in KERNEL_NORMS else None)
         return self.clip.clip_to(max_norm, norm_type, self.exchange, self.reducer.buckets, subset)
 
     def unscale(self, inverse_scale: Tensor) -> None:

@@ -233,3 +233,106 @@ def test_edits_after_a_clip_on_one_rank_are_told_in_the_next_step(stage: int, ed
         assert before == ["", ""]
         assert "'layer1.weight'" in last and "were dropped or written in place on some ranks" in last, last
     assert run_ranks(2, _edited_after_a_clip, stage, edit, 2) == [["", "", ""]] * 2
+
+
+# -- any p, whatever the size of the gradients -------------------------------------------------------------------------
+
+ALL_NORMS = (0.5, 1.0, 1.5, 2.0, 3.0, 8.0, 16.0, 64.0, math.inf)
+SIZES = {"ordinary": 1.0, "huge": 2.0**33, "tiny": 2.0**-50}  # powers of two: they change no rounding
+SCALERS = {"no scaler": None, "unscaled": True, "not unscaled": False}
+SCALE = 2.0**16
+SOME = (0, 2, 5)  # of the parameters
+
+
+class Given(torch.nn.Module):
+    """Its forward is a loss that gives each parameter the gradient that it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(make_parameters(FILLED))
+
+    def forward(self, grads: list[Tensor]) -> Tensor:
+        return sum((p * g).sum() for p, g in zip(self.weights, grads, strict=True))
+
+
+def _steps() -> list[tuple[float, bool]]:
+    """Norm type, and whether some of the parameters are clipped or all."""
+    return [(norm_type, some) for norm_type in ALL_NORMS for some in (False, True)]
+
+
+def _any_norm(rank: int, world_size: int, stage: int) -> dict[tuple[str, str], tuple[list[float], list[Tensor]]]:
+    import zero_optim
+
+    results = {}
+    for size, scaling in ((size, scaling) for size in SIZES for scaling in SCALERS):
+        model = torch.nn.Sequential(Given())
+        model = zero_optim.shard_module(model, [Given]) if stage == 3 else model
+        opt = zero_optim.ShardedAdamW(model.parameters(), **ADAM, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+        unscale = SCALERS[scaling]
+        scaler = zero_optim.GradScaler(init_scale=SCALE, enabled=unscale is not None)
+        norms = []
+        for step, (norm_type, some) in enumerate(_steps()):
+            grads = [g * SIZES[size] for g in make_gradients(make_parameters(FILLED), rank, step)]
+            scaler.scale(model(grads)).backward()
+            if unscale:
+                scaler.unscale_(opt)
+            chosen = [p for i, p in enumerate(model.parameters()) if i in SOME] if some else None
+            norms.append(opt.clip_grad_norm_(1.0, norm_type, parameters=chosen))
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        assert opt.stats()["skipped_steps"] == 0
+        with zero_optim.gather_parameters(model):
+            results[size, scaling] = [float(norm) for norm in norms], copies(model.parameters())
+        opt.close()
+    return results
+
+
+def _any_norm_expected(world_size: int, size: str, scaling: str) -> tuple[list[float], list[Tensor]]:
+    """Norms are torch's in float64 of gradients of ordinary size, where they are right for every p; times the size."""
+    params = make_parameters(FILLED)
+    adamw = torch.optim.AdamW(params, **ADAM)
+    norms, held = [], SCALE if SCALERS[scaling] is False else 1.0
+    for step, (norm_type, some) in enumerate(_steps()):
+        grads = averages([make_gradients(params, rank, step) for rank in range(world_size)])
+        chosen = SOME if some else range(len(params))
+        doubles = [torch.nn.Parameter(g.double()) for g in grads]
+        for double in doubles:
+            double.grad = double.detach().clone()
+        norm = float(torch.nn.utils.clip_grad_norm_([doubles[i] for i in chosen], math.inf, norm_type))
+        norms.append(norm * SIZES[size] * held)
+        for index, (p, g) in enumerate(zip(params, grads, strict=True)):
+            p.grad = g * SIZES[size] * (min(1.0, 1.0 / (norms[-1] + 1e-6)) if index in chosen else 1.0)
+        adamw.step()
+    return norms, copies(params)
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(2, 1), (0, 2), (1, 2), (2, 2), (3, 2)])
+def test_any_norm_of_gradients_of_any_size(stage, world_size):
+    """|g|^64 leaves fp32 and float64 at sizes that gradients have; a loss scale makes that of |g|^8."""
+    results = run_ranks(world_size, _any_norm, stage, timeout=90)
+    for size, scaling in results[0]:
+        norms, params = _any_norm_expected(world_size, size, scaling)
+        bounds = [FP32_EPS * len(norms) * (4 * p.abs() + 64 * ADAM["lr"]) for p in params]
+        for result in results:
+            own_norms, own = result[size, scaling]
+            assert own_norms == pytest.approx(norms, rel=32 * FP32_EPS), (size, scaling)
+            assert_within(own, params, bounds, f"{size}, {scaling}")
+        assert all(result[size, scaling][0] == results[0][size, scaling][0] for result in results)
+
+
+@pytest.mark.parametrize("norm_type", [p for p in ALL_NORMS if p not in NORMS])
+@pytest.mark.parametrize(
+    "values", [(3e38, 1e38, 5.0), (1e-45, 3e-45), (0.0, 1e-30), (0.0, 0.0), (1.0, math.inf), (0.0,)]
+)
+def test_a_norm_at_the_ends_of_fp32(values, norm_type):
+    """Given by logarithms. Parts of a norm that are clipped by different factors add up as parameters do."""
+    from zero_optim.step.norms import Parts
+
+    exact = torch.tensor(values).double()
+    logs = norm_type * exact.log()
+    norm = float((logs.logsumexp(0) / norm_type).exp())
+    parts = Parts.of([torch.tensor([value]) for value in values], norm_type)
+    whole = Parts.of([torch.tensor(values)], norm_type)
+    for got in (parts.together(norm_type).norm(norm_type), whole.norm(norm_type)):
+        assert float(got) == pytest.approx(norm, rel=1e-12)

@@ -5,7 +5,6 @@ No gradient is touched: ``adam_step`` multiplies as it loads. All factors are de
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 
@@ -15,7 +14,8 @@ from torch import Tensor
 from ..comm.sharding import Sharding
 from ..grads.bucket import Bucket
 from ..grads.slots import GradState
-from .exchange import Exchange, counted_once
+from .exchange import Exchange
+from .norms import Parts, norm_over_ranks, root
 
 
 class Clip:
@@ -82,12 +82,13 @@ class Clip:
         if not self.clipped:
             self.coefficient.fill_(1.0)
         if subset is None and not self.clipped and norm_type == exchange.norm_type:
-            norm = _root(exchange.total, norm_type)
+            norm = root(exchange.total, norm_type)
         else:
-            norm = self._norm_of(buckets, norm_type, range(len(self.labels)) if subset is None else subset)
+            norm = norm_over_ranks(self.sharding, self._parts(buckets, norm_type, subset), norm_type)
         norm = norm * self.coefficient.reshape(())
         if self.inverse_scale is not None:
             norm = norm * self.inverse_scale.reshape(())
+        norm = norm.float()
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if subset is None:
             self.coefficient.mul_(coefficient)
@@ -101,25 +102,25 @@ class Clip:
             return torch.ones(len(self.labels), dtype=torch.float32, device=self.sharding.device)
         return self.factor
 
-    def _norm_of(self, buckets: Sequence[Bucket], norm_type: float, indices: Sequence[int]) -> Tensor:
-        """The norm of some parameters' gradients, each times its factor; [] fp32. An exchange of its own."""
-        wanted = set(indices)
+    def _parts(self, buckets: Sequence[Bucket], norm_type: float, subset: Sequence[int] | None) -> Parts | None:
+        """What this rank has of the gradients of ``subset``, each times its factor; None: nothing."""
+        held = [bucket for bucket in buckets if bucket.state is not GradState.EMPTY]
+        if subset is None and self.factor is None:  # whole shards: what is in them beside gradients is zero
+            return Parts.of([bucket.grad_shard for bucket in held], norm_type) if held else None
+        wanted = set(range(len(self.labels)) if subset is None else subset)
         pieces = [
             (bucket.grad_shard.narrow(0, piece.in_shard, piece.numel), piece.slot.param)
-            for bucket in buckets
-            if bucket.state is not GradState.EMPTY
+            for bucket in held
             for piece in bucket.pieces
             if piece.slot.param in wanted and piece.numel
         ]
-        term = torch.zeros(1, dtype=torch.float32, device=self.sharding.device)
-        if pieces:
-            terms = torch.ops.zero_kernels.grad_stats([piece for piece, _ in pieces], norm_type)[:, 0]
-            if self.factor is not None:
-                factors = self.factor.index_select(0, self._to_device([index for _, index in pieces]))
-                terms = terms * (factors if norm_type == math.inf else factors**norm_type)
-            term = counted_once(self.sharding, (terms.amax() if norm_type == math.inf else terms.sum()).reshape(1))
-        self.sharding.exchange(term, maximum=norm_type == math.inf)
-        return _root(term[0], norm_type)
+        if not pieces:
+            return None
+        parts = Parts.of([piece for piece, _ in pieces], norm_type)
+        if self.factor is None:
+            return parts
+        factors = self.factor.index_select(0, self._to_device([index for _, index in pieces]))
+        return Parts(parts.largest * factors, parts.total)
 
     def _mask(self, subset: Sequence[int]) -> Tensor:
         """[parameters] bool, True in ``subset``."""
@@ -137,7 +138,3 @@ class Clip:
             if self.sharding.device.type == "cuda"
             else host
         )
-
-
-def _root(total: Tensor, norm_type: float) -> Tensor:
-    return total.clone() if norm_type == math.inf else total.pow(1.0 / norm_type)
