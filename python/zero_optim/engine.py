@@ -306,6 +306,7 @@ class Engine:
         beside = {id(p) for flat in self.sharded_model.trained_flats() for p in flat.params}
         return [index for index in indices if index in wanted or id(self.parameters.all[index]) in beside]
 
+    @torch.inference_mode(False)  # hooks need autograd's nodes, and what is made here is written in every step
     def take_in(self, indices: Sequence[int], trained: Sequence[int]) -> None:
         """Collective. Broadcast rank 0's values of these parameters; give the ``trained`` ones a slot and state."""
         whole = self.sharded_model is None  # else ``shard_module`` has broadcast them

@@ -86,6 +86,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         OffloadError: host memory, the folder or its disk do not hold the state.
     """
 
+    @torch.inference_mode(False)  # what is made here is written in every step
     def __init__(
         self,
         params: Iterable[Any],

@@ -25,6 +25,7 @@ from .units.unit import Registration, Unit
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@torch.inference_mode(False)  # shards are trained, or loaded into, outside of it
 def shard_module(
     model: Model,
     units: Sequence[type[nn.Module] | str],

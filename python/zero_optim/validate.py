@@ -210,6 +210,10 @@ def check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str
         raise ParameterError(f"{label} has no shape yet: run a forward of the model before making the optimizer")
     if parameter.device.type == "meta" and not meta:
         raise ParameterError(f"{label} is on the meta device and has no values: materialise the model first")
+    if parameter.is_inference():
+        raise ParameterError(
+            f"{label} was made under torch.inference_mode, so that it cannot be trained: make the model outside of it"
+        )
     if hasattr(parameter, "device_mesh"):
         raise ParameterError(f"{label} is a DTensor, sharded already: give the optimizer plain parameters")
     if parameter.layout is not torch.strided:

@@ -141,6 +141,14 @@ class ParamShard(FlatShard):
         torch.autograd.graph.increment_version(self.plain)  # here, below autograd, nothing else does
         return self
 
+    def module_load(self, other: Tensor, assign: bool = False) -> ParamShard:
+        """For ``load_state_dict`` under ``torch.__future__.set_swap_module_params_on_conversion(True)``: it gives the
+        parameter the inside of what is returned. That is another shard over the same memory, of the same parameter."""
+        self.copy_(other)
+        same = ParamShard(self.local, self.start, self.plain, "")
+        same.label, same.flat = self.label, self.flat
+        return same
+
     def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
         return StateDictShard(local, self.start, self.shape, self.label, dtype or self.dtype, self.order)
 
