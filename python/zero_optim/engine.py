@@ -147,6 +147,7 @@ class Engine:
         self.param_gather.wait()
         self.keep_edits()
         self.states.refresh_edited()
+        self.states.look_for_hidden_edits()
         if not self.sharding.reduces:  # else all ranks raise together, in the exchange
             self.states.raise_trouble()
         self.finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
@@ -246,6 +247,7 @@ class Engine:
             marks,
             self.exchange.used,
             self.hyper.steps,
+            take_over=self.states.takes_edits_over,
         )
         for shard in self.states.update(by):
             shard.bucket.unshard()

@@ -183,7 +183,8 @@ class Verifier:
         # Those that have left this rank are forgotten: if they come back, it is with a newer state.
         self._shadows = {i: self._shadows.get(i) or _Shadow(pieces[i][1].slot.numel, pieces[i][0]) for i in chosen}
         tracked = [(*pieces[index], shadow) for index, shadow in self._shadows.items()]
-        self._count(edited=sum(shadow.follow(shard, piece) for shard, piece, shadow in tracked))
+        take_over = self._engine.states.takes_edits_over
+        self._count(edited=sum(shadow.follow(shard, piece, take_over) for shard, piece, shadow in tracked))
         return tracked
 
 
@@ -216,8 +217,11 @@ class _Shadow:
         places = self.positions[self.held] + (piece.in_shard - piece.in_param)
         return shard[places.to(shard.device)].to(places.device)
 
-    def follow(self, shard: ShardState, piece: SlotPiece) -> int:
-        """Take over elements that have come to this rank, and masters of edited ones. Returns how many were edited."""
+    def follow(self, shard: ShardState, piece: SlotPiece, take_over: bool) -> int:
+        """Take over elements that have come to this rank, and masters of edited ones. Returns how many were edited.
+
+        ``take_over``: the update that follows does so too, from parameters that are not their master, rounded.
+        """
         before = self.held
         start, stop = (bisect_left(self._places, at) for at in (piece.in_param, piece.in_param + piece.numel))
         self.held = slice(start, stop)
@@ -228,7 +232,10 @@ class _Shadow:
         with shard.opened() as state:
             for name, mine in self.state.items():
                 master = name == master_of(self._rule)
-                live = self.held_of(shard.master(state) if master else state[name], piece).double()
+                live = self.held_of(shard.master(state) if master else state[name], piece)
+                if master and take_over:
+                    live = torch.where(live.to(parameter.dtype) == parameter, live, parameter.to(live.dtype))
+                live = live.double()
                 mine[self.held] = torch.where(came | edited if master else came, live, mine[self.held])
         self.scale[self.held] = torch.where(came, 0.0, self.scale[self.held])
         return int(edited.sum())

@@ -21,6 +21,7 @@ from ..rules.update_rule import Begins, StateTensor, UpdateRule, has_master
 from ..stores.host_store import HostStore
 from ..stores.host_threads import host_threads
 from ..stores.state_store import StateStore
+from .hidden_edits import HiddenEdits
 from .shard_state import ShardState
 from .speculation import Speculator
 from .state_load import Copy, carry_out
@@ -60,6 +61,7 @@ class OptimizerState:
         self.parameters, self.sharding, self.rule, self._store = parameters, sharding, rule, store
         self._speculator = speculator
         self.trouble = Trouble()
+        self._hidden = HiddenEdits(sharding)
         self.shards: list[ShardState] = []
         self.started = False  # whether state may differ from what it is at construction
         self._all: list[Tensor] = []
@@ -72,11 +74,13 @@ class OptimizerState:
         """Make state for new buckets, whose parameters come last in ``parameters``."""
         self.refresh_edited()
         self.shards += [self._shard_state(bucket) for bucket in buckets]
+        self._hidden.lay_out(self.shards)
         self.record_versions()
 
     def close(self, *, wait: bool = True) -> None:
         """``wait``: for what is under way to and from the host. Not where the ranks have parted: a copy may come after
         a reduction that never ends."""
+        self._hidden.lay_out(())
         try:
             while self.shards and wait:
                 self.shards.pop().release()
@@ -109,7 +113,18 @@ class OptimizerState:
         pairs = zip(self._mastered, self._versions, before, strict=True)
         self.refresh_masters({index for index, now, then in pairs if now != then + updates})
 
+    @property
+    def takes_edits_over(self) -> bool:
+        """Whether the next update takes over every edit of a parameter, whatever its version counter says. The first
+        always does: models are often initialised through ``.data``."""
+        return self._hidden.found or not self.started
+
+    def look_for_hidden_edits(self) -> None:
+        """Once a step: whether parameters were edited past their version counters. See ``HiddenEdits``."""
+        self._hidden.look()
+
     def refresh_masters(self, indices: set[int]) -> None:
+        self._hidden.forget()
         for shard, pieces in self._pieces(indices):
             self._try(shard, partial(shard.refresh_masters, pieces))
 
@@ -138,6 +153,7 @@ class OptimizerState:
                 for later in order[number + ahead : number + ahead + 1] if ahead else ():
                     self._try(later, later.prefetch)
                 self._try(shard, partial(shard.update, here))
+                self._hidden.keep(shard)
                 yield shard
         if host is not None:
             by.marks.copy_(here.marks, non_blocking=True)
@@ -180,6 +196,7 @@ class OptimizerState:
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Follow the parameters into new buckets. State that was started moves over, one old bucket at a time."""
         old, self.shards = self.shards, []
+        self._hidden.lay_out(())
         while old and not self.started:  # they hold nothing that is not made anew
             old.pop().release()
         # Memory may be lacking on one rank, and what follows may be collective.
@@ -189,6 +206,7 @@ class OptimizerState:
         while old:
             self._move(old[-1], places)
             old.pop().release()
+        self._hidden.lay_out(self.shards)
         self._store.take_in()  # old pages and new ones were there together
         self.raise_lost_together()
 

@@ -20,6 +20,9 @@ from ..stores.state_store import StateStore
 from .speculation import Speculation, Speculator
 from .workplace import PARAMETER, Coefficients, OnDevice, OnHost, Workplace
 
+_CHUNK = 2**22
+"""Elements that are compared at once: bounds what that takes to some 50 MB."""
+
 
 class ShardState:
     """Who updates a shard, and cuts its state into the parameters' parts.
@@ -37,6 +40,7 @@ class ShardState:
         self.tensors = tensors_for(rule, bucket.dtype)
         self._place: Workplace = OnDevice(bucket)
         visiting = {PARAMETER: bucket.param_shard} if bucket.flat.offloaded else {}
+        self._updated_on_host = isinstance(store, HostStore)
         if isinstance(store, HostStore):
             self._place = OnHost(bucket, store, reads_parameters=not has_master(rule, bucket.dtype))
             visiting = {}
@@ -71,10 +75,14 @@ class ShardState:
 
     def update(self, by: Coefficients) -> None:
         """One fused pass: unscale, clip, update, cast into the bucket's parameters. See ``ShardUpdate``."""
-        if self._speculation is not None and self._speculation.confirm(by):
+        if self._speculation is not None and by.take_over:
+            self._speculation.drop()
+        elif self._speculation is not None and self._speculation.confirm(by):
             return
         state = self._store.fetch(self.page)
         try:
+            if by.take_over:
+                self._take_edits_over(state)
             parameters = self._place.parameters(state, by)
             update = ShardUpdate(
                 self._place.gradient(),
@@ -129,6 +137,12 @@ class ShardState:
         return [slot.param for slot in self.bucket.layout.slots]
 
     @property
+    def can_be_edited_unseen(self) -> bool:
+        """Whether its parameters have masters, lie where a user can write them past their version counters, and are
+        written by the update itself."""
+        return has_master(self.rule, self.bucket.dtype) and not self.bucket.flat.sharded and not self._updated_on_host
+
+    @property
     def keeps_views(self) -> bool:
         """Whether what ``opened`` gave stays the state afterwards."""
         return self._store.keeps_views
@@ -165,9 +179,12 @@ class ShardState:
         with self.opened() as state:
             for tensor in (tensor for tensor in self.tensors if tensor.begins is Begins.PARAMETER):
                 for piece in pieces:
-                    master, parameter = self.part(tensor, state[tensor.name], piece), self.parameter_of(piece)
-                    kept = master.to(parameter.dtype) == parameter
-                    master.copy_(torch.where(kept, master, parameter.to(tensor.dtype)))
+                    _follow(self.part(tensor, state[tensor.name], piece), self.parameter_of(piece))
+
+    def _take_edits_over(self, state: Mapping[str, Tensor]) -> None:
+        """``refresh_masters`` of all, before an update. What is between them is zero in both."""
+        for tensor in (tensor for tensor in self.tensors if tensor.begins is Begins.PARAMETER):
+            _follow(state[tensor.name], self.bucket.param_shard.to(self._store.works_on))
 
     def restart(self, pieces: Sequence[SlotPiece], *, masters_alone: bool = False) -> None:
         """Make the state of these pieces what it is at construction."""
@@ -178,3 +195,10 @@ class ShardState:
                     part.copy_(self.parameter_of(piece))
                 elif not masters_alone:
                     part.zero_()
+
+
+def _follow(master: Tensor, parameter: Tensor) -> None:
+    """Make ``master`` the parameter where that is not its rounding."""
+    for own, edited in zip(master.split(_CHUNK), parameter.split(_CHUNK), strict=True):
+        kept = own.to(edited.dtype) == edited
+        own.copy_(torch.where(kept, own, edited.to(own.dtype)))

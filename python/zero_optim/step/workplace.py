@@ -27,6 +27,7 @@ class Coefficients:
         steps: [parameters] float64, updates that each has had with this one.
         updates: whether anything is updated, as far as the host knows.
         writes_all: whether each update writes every parameter of its shard, as far as the host knows.
+        take_over: whether every master follows its parameter before the update, where that was edited.
     """
 
     hyper: Tensor
@@ -38,6 +39,7 @@ class Coefficients:
     steps: Tensor
     updates: bool = True
     writes_all: bool = False
+    take_over: bool = False
 
     def on_host(self) -> Coefficients:
         """The same in host memory, with marks of its own. The host waits for the device."""
@@ -53,6 +55,7 @@ class Coefficients:
             self.steps.cpu(),
             updates=updates,
             writes_all=updates and bool(used.all()),
+            take_over=self.take_over,
         )
 
 

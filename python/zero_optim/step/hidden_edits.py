@@ -1,0 +1,187 @@
+"""Edits of 16-bit parameters that no version counter shows, such as ``p.data.clamp_(-c, c)``: a look at a part of them.
+
+A parameter is its fp32 master, rounded. The update reads the master alone, so an edit that nobody notices is
+overwritten. To compare all of them in every step would cost a fifth of the update. So a *window* of them is compared:
+what the last update has left there is kept, and looked at before the next. The windows take turns::
+
+    step 1  update | keep window 0           edits?
+    step 2  look at window 0 | update | keep window 1
+    step 3  look at window 1 | ...
+
+An edit of all weights is found in the step that follows it, an edit that is made again and again within ``_TURNS``
+steps or so. What was found stays so: from then on every update compares all of its shard, and takes edits over.
+
+The host reads the answer where it is at hand. That of a GPU it reads in the next step: by then the update has
+overwritten the edits that were found, and takes over those that follow. It reads in every step, however early it is
+there, so that ranks that hold the same parameters take an edit over in the same step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero_kernels import is_capturing
+
+from ..comm.host_copy import HostCopy
+from ..comm.sharding import Sharding
+from .shard_state import ShardState
+
+_LEAST, _MOST = 2**14, 2**20  # elements of a window
+_NOWHERE = _MOST  # exact in fp32, and no place in a window
+_TURNS = 256  # windows in all, unless they would be smaller or larger than that
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Elements ``start`` to ``start + numel`` of the parameters of a shard."""
+
+    shard: ShardState
+    start: int
+    numel: int
+
+    def values(self) -> Tensor:
+        """[numel] int16, the bits of what is there now."""
+        return self.shard.bucket.param_shard.narrow(0, self.start, self.numel).view(torch.int16)
+
+    def label_at(self, place: int) -> str:
+        """What the parameter is called that has this element of the part."""
+        bucket, at = self.shard.bucket, self.start + place
+        ends = (piece.in_shard + piece.numel for piece in bucket.pieces)
+        return next((bucket.label(number) for number, end in enumerate(ends) if at < end), "a parameter")
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """What is looked at together: of one shard, or of several small ones."""
+
+    parts: Sequence[Part]
+
+    @property
+    def numel(self) -> int:
+        return sum(part.numel for part in self.parts)
+
+    def label_at(self, place: int) -> str:
+        """What the parameter is called that has this element of the window."""
+        for part in self.parts:
+            if place < part.numel:
+                return part.label_at(place)
+            place -= part.numel
+        return "a parameter"
+
+
+def windows_of(shards: Sequence[ShardState]) -> list[Window]:
+    """All elements of these shards that parameters have, in windows of equal size but for the last."""
+    ends = [max(piece.in_shard + piece.numel for piece in shard.bucket.pieces) for shard in shards]
+    size = min(max(-(-sum(ends) // _TURNS), _LEAST), _MOST)
+    windows: list[Window] = []
+    parts: list[Part] = []
+    room = size
+    for shard, end in zip(shards, ends, strict=True):
+        start = 0
+        while start < end:
+            parts.append(Part(shard, start, min(room, end - start)))
+            start, room = start + parts[-1].numel, room - parts[-1].numel
+            if room == 0:
+                windows.append(Window(parts))
+                parts, room = [], size
+    return [*windows, Window(parts)] if parts else windows
+
+
+class HiddenEdits:
+    """Of one optimizer.
+
+    Attributes:
+        found: whether there was one, as far as the host knows.
+    """
+
+    def __init__(self, sharding: Sharding) -> None:
+        self._sharding = sharding
+        self.found = False
+        self._windows: list[Window] = []
+        self._turn = 0
+        self._kept = 0  # elements of this turn's window that ``_values`` holds, as the last update has left them
+        self._looked: Window | None = None  # of which the host has yet to read the answer
+        self._values = torch.empty(0, dtype=torch.int16, device=sharding.device)
+        self._changed = torch.empty(0, dtype=torch.bool, device=sharding.device)
+        self._first = torch.empty(
+            1, dtype=torch.float32, device=sharding.device
+        )  # where the first edit is, or _NOWHERE
+        self._nowhere = torch.full((), _NOWHERE, dtype=torch.int64, device=sharding.device)
+        self._on_host = HostCopy(self._first)
+
+    def lay_out(self, shards: Sequence[ShardState]) -> None:
+        """Watch these from now on: those of which an update on the device writes what a user can write, too."""
+        self.forget()
+        self._windows = windows_of([shard for shard in shards if shard.can_be_edited_unseen])
+        room = max((window.numel for window in self._windows), default=0)
+        if room > len(self._values):
+            self._values, self._changed = self._values.new_empty(room), self._changed.new_empty(room)
+
+    def forget(self) -> None:
+        """Parameters were written by somebody who has said so: nothing is to be compared with what was there before."""
+        self._kept = 0
+
+    @property
+    def _window(self) -> Window:
+        return self._windows[self._turn % len(self._windows)]
+
+    @property
+    def _idle(self) -> bool:
+        return self.found or not self._windows or is_capturing(self._sharding.device)
+
+    def keep(self, shard: ShardState) -> None:
+        """``shard`` was updated, and not yet sent out."""
+        start = 0
+        for part in () if self._idle else self._window.parts:
+            if part.shard is shard:
+                self._values[start : start + part.numel].copy_(part.values())
+                self._kept += part.numel
+            start += part.numel
+
+    def look(self) -> None:
+        """Once a step, before the update."""
+        self._read()  # what a GPU has found in the step before
+        if not self._idle:
+            window = self._window
+            if self._kept == window.numel:
+                self._compare(window)
+            self._turn += 1
+        self.forget()
+
+    def _compare(self, window: Window) -> None:
+        changed, start = self._changed[: window.numel], 0
+        for part in window.parts:
+            own = slice(start, start + part.numel)
+            torch.ne(part.values(), self._values[own], out=changed[own])
+            start += part.numel
+        place = changed.view(torch.uint8).argmax(0, keepdim=True)  # the first that was changed, if one was
+        self._first.copy_(torch.where(changed.index_select(0, place), place, self._nowhere))
+        self._looked = window
+        self._on_host.send()
+        if self._on_host.immediate:
+            self._read()
+
+    def _read(self) -> None:
+        if self._looked is None or is_capturing(self._sharding.device):
+            return
+        answer = self._on_host.read(wait=True)
+        assert answer is not None  # it was sent
+        window, self._looked = self._looked, None
+        place = int(answer[0])
+        if place != _NOWHERE:
+            self.found = True
+            self._warn(window.label_at(place))
+
+    def _warn(self, label: str) -> None:
+        lost = "" if self._on_host.immediate else " The edits before the last step were overwritten by the masters."
+        warnings.warn(
+            f"{label} was edited in a way that its version counter does not show, such as through p.data.{lost} From "
+            "now on every step compares all 16-bit parameters with their fp32 masters, and takes such edits over. To "
+            "save that, edit parameters in place under torch.no_grad(), or call opt.refresh_master() after each edit",
+            stacklevel=2,
+        )
