@@ -1,8 +1,8 @@
 """Edits of 16-bit parameters that no version counter shows, such as ``p.data.clamp_(-c, c)``: a look at a part of them.
 
 A parameter is its fp32 master, rounded. The update reads the master alone, so an edit that nobody notices is
-overwritten. To compare all of them in every step would cost a fifth of the update. So a *window* of them is compared:
-what the last update has left there is kept, and looked at before the next. The windows take turns::
+overwritten. To compare all of them in every step takes longer than the update. So a *window* of them is compared: what
+the last update has left there is kept, and looked at before the next. The windows take turns::
 
     step 1  update | keep window 0           edits?
     step 2  look at window 0 | update | keep window 1

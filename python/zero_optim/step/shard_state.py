@@ -201,4 +201,4 @@ def _follow(master: Tensor, parameter: Tensor) -> None:
     """Make ``master`` the parameter where that is not its rounding."""
     for own, edited in zip(master.split(_CHUNK), parameter.split(_CHUNK), strict=True):
         kept = own.to(edited.dtype) == edited
-        own.copy_(torch.where(kept, own, edited.to(own.dtype)))
+        torch.where(kept, own, edited, out=own)
