@@ -326,3 +326,36 @@ def test_where_the_answer_comes_a_step_later_the_first_edit_is_lost_and_said_to_
     for hidden, said, warned in run_ranks(world_size, _answered_later, stage):
         assert_bitwise(hidden, said)
         assert len(warned) == 1 and "were overwritten by the masters" in warned[0]
+
+
+def test_a_rank_alone_that_waits_for_no_answer_misses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are edited once, before step 2. What the looks of all steps find is on the host in step 6."""
+    import zero_optim
+    from zero_optim.step import hidden_edits
+
+    step = 0
+
+    class Late(hidden_edits.HostCopy):
+        immediate = False
+
+        def read(self, *, wait: bool) -> list[float] | None:
+            assert not wait
+            return super().read(wait=wait) if step >= 6 else None
+
+    monkeypatch.setattr(hidden_edits, "HostCopy", Late)
+    params = make_parameters(SHAPES, torch.bfloat16)
+    opt = zero_optim.ShardedAdamW(named(params), lr=LR, bucket_cap_mb=TINY_CAP_MB)
+    told = {}
+    for step in range(8):
+        if step == 2:
+            _average_into(params)
+        linear_backward(params, make_gradients(params, 0, step))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            opt.step()
+        if caught:
+            told[step] = [str(warning.message) for warning in caught]
+        opt.zero_grad()
+    opt.close()
+    assert list(told) == [6]
+    assert len(told[6]) == 1 and told[6][0].startswith("'layer")

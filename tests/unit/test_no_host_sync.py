@@ -117,9 +117,9 @@ def _watched_step(
         for index in range(micro):
             with maybe_no_sync(opt, index < micro - 1):
                 scaler.scale(losses[index]).backward()
-        if clip == "call":
+        if clip.startswith("call"):
             scaler.unscale_(opt)
-            opt.clip_grad_norm_(1.0)
+            opt.clip_grad_norm_(1.0, 3.0 if clip == "call, of any p" else 2.0)
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()
@@ -141,6 +141,7 @@ CASES = [
     (torch.bfloat16, False, "call", 1),
     (torch.bfloat16, False, "none", 2),
     (torch.float32, False, "argument", 1),
+    (torch.float16, True, "call, of any p", 1),
 ]
 
 

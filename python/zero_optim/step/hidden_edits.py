@@ -12,8 +12,9 @@ An edit of all weights is found in the step that follows it, an edit that is mad
 steps or so. What was found stays so: from then on every update compares all of its shard, and takes edits over.
 
 The host reads the answer where it is at hand. That of a GPU it reads in the next step: by then the update has
-overwritten the edits that were found, and takes over those that follow. It reads in every step, however early it is
-there, so that ranks that hold the same parameters take an edit over in the same step.
+overwritten the edits that were found, and takes over those that follow. On several ranks it reads in the next step and
+no later, so that ranks that hold the same parameters take an edit over in the same step; the exchange lets the host be
+no further ahead anyway. A rank alone waits for nothing: it reads what has arrived.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from ..comm.sharding import Sharding
 from .shard_state import ShardState
 
 _LEAST, _MOST = 2**14, 2**20  # elements of a window
-_NOWHERE = _MOST  # exact in fp32, and no place in a window
+_REMEMBERED = 15  # turns whose answers the host can tell apart
+_NOWHERE = _REMEMBERED * _MOST  # exact in fp32, as all that is below
 _TURNS = 256  # windows in all, unless they would be smaller or larger than that
 
 
@@ -105,18 +107,19 @@ class HiddenEdits:
         self._windows: list[Window] = []
         self._turn = 0
         self._kept = 0  # elements of this turn's window that ``_values`` holds, as the last update has left them
-        self._looked: Window | None = None  # of which the host has yet to read the answer
+        self._looked: dict[int, Window] = {}  # by turn modulo ``_REMEMBERED``, those that were compared last
         self._values = torch.empty(0, dtype=torch.int16, device=sharding.device)
         self._changed = torch.empty(0, dtype=torch.bool, device=sharding.device)
-        self._first = torch.empty(
-            1, dtype=torch.float32, device=sharding.device
-        )  # where the first edit is, or _NOWHERE
+        # Where an edit was found: its place in a window, plus ``_MOST`` for each turn. It stays, so that none is missed
+        # while the host has not read the answer before.
+        self._found = torch.full((1,), _NOWHERE, dtype=torch.float32, device=sharding.device)
         self._nowhere = torch.full((), _NOWHERE, dtype=torch.int64, device=sharding.device)
-        self._on_host = HostCopy(self._first)
+        self._on_host = HostCopy(self._found)
 
     def lay_out(self, shards: Sequence[ShardState]) -> None:
         """Watch these from now on: those of which an update on the device writes what a user can write, too."""
         self.forget()
+        self._looked.clear()
         self._windows = windows_of([shard for shard in shards if shard.can_be_edited_unseen])
         room = max((window.numel for window in self._windows), default=0)
         if room > len(self._values):
@@ -145,7 +148,8 @@ class HiddenEdits:
 
     def look(self) -> None:
         """Once a step, before the update."""
-        self._read()  # what a GPU has found in the step before
+        if not self._idle:
+            self._read()  # what a GPU has found in the step before
         if not self._idle:
             window = self._window
             if self._kept == window.numel:
@@ -160,22 +164,20 @@ class HiddenEdits:
             torch.ne(part.values(), self._values[own], out=changed[own])
             start += part.numel
         place = changed.view(torch.uint8).argmax(0, keepdim=True)  # the first that was changed, if one was
-        self._first.copy_(torch.where(changed.index_select(0, place), place, self._nowhere))
-        self._looked = window
+        turn = self._turn % _REMEMBERED
+        here = torch.where(changed.index_select(0, place), place + turn * _MOST, self._nowhere)
+        self._found.copy_(torch.minimum(self._found, here))
+        self._looked[turn] = window
         self._on_host.send()
         if self._on_host.immediate:
             self._read()
 
     def _read(self) -> None:
-        if self._looked is None or is_capturing(self._sharding.device):
-            return
-        answer = self._on_host.read(wait=True)
-        assert answer is not None  # it was sent
-        window, self._looked = self._looked, None
-        place = int(answer[0])
-        if place != _NOWHERE:
+        answer = self._on_host.read(wait=self._sharding.reduces)
+        if answer is not None and answer[0] != _NOWHERE:
+            turn, place = divmod(int(answer[0]), _MOST)
             self.found = True
-            self._warn(window.label_at(place))
+            self._warn(self._looked[turn].label_at(place) if turn in self._looked else "a parameter")
 
     def _warn(self, label: str) -> None:
         lost = "" if self._on_host.immediate else " The edits before the last step were overwritten by the masters."
