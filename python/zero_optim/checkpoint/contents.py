@@ -6,14 +6,14 @@ Saving reads them and loading writes them, both by way of ``values``. Stages dif
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, ParameterError
+from ..errors import CheckpointError, ParameterError, StateMismatchError
 from ..params.param_shard import ParamShard, plain_parameter
 from ..params.parameter_set import plain_name
 from .index import BUFFER, PARAMETER, FlatRange, Key, TensorSpec
@@ -98,6 +98,24 @@ class TensorContents:
     def specs(self) -> list[TensorSpec]:
         return [holding.spec for holding in self.holdings]
 
+    def check_shared(self, read: Callable[[Holding, Tensor], bool]) -> None:
+        """Raise StateMismatchError where a tensor that has several elements in one place would get several values.
+
+        ``read``: fills a flat tensor with what a holding is going to get; returns False where it gets nothing.
+        """
+        for holding, tensor in zip(self.holdings, self._tensors, strict=True):
+            if isinstance(tensor, ParamShard) or not _shares_elements(tensor):
+                continue
+            values = torch.zeros(tensor.numel(), dtype=tensor.dtype, device="cpu")
+            written = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            if read(holding, values):
+                _write(written, values.view(tensor.shape))
+                if not torch.equal(written.contiguous().view(-1).view(torch.uint8), values.view(torch.uint8)):
+                    raise StateMismatchError(
+                        f"the {holding.spec.label} is a view here, such as expand gives, of which several elements are "
+                        "one in memory, and they are to get different values: give the model a .clone() of it"
+                    )
+
     def values(self) -> Iterator[Tensor]:
         for tensor in self._tensors:
             if isinstance(tensor, ParamShard):
@@ -152,7 +170,20 @@ def _flat_values(tensor: Tensor) -> Iterator[Tensor]:
     before = flat._version
     yield flat
     if flat._version != before:
-        tensor.copy_(flat.view(tensor.shape))
+        _write(tensor, flat.view(tensor.shape))
+
+
+def _write(tensor: Tensor, values: Tensor) -> None:
+    """An expanded tensor has one element in memory for several: it is written once. See ``check_shared``."""
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+    tensor[once].copy_(values[once])
+
+
+def _shares_elements(tensor: Tensor) -> bool:
+    """Whether several elements are surely one in memory, as in an expanded tensor."""
+    sizes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    extent = 1 + sum((size - 1) * stride for size, stride in sizes)
+    return tensor.numel() > 0 and (extent < tensor.numel() or any(stride == 0 for _, stride in sizes))
 
 
 def modules_with_state(model: nn.Module) -> dict[str, nn.Module]:

@@ -4,24 +4,32 @@
 
     CHECKPOINTS/step-100/index.json  rank-0.safetensors  rank-1.safetensors
     CHECKPOINTS/.writing-step-200/   one that is being written, or that a job has died in
+    CHECKPOINTS/.replaced-step-100/  one that a new one of the same step takes the place of
     CHECKPOINTS/.removing-step-50/   one that is being removed
+
+Where a step is saved again, the two folders exchange their names in one call. Where the file system cannot do that, the
+old one is put aside by one rename, and the new one takes its place by a second. A job may die between the two. So
+whoever reads takes ``.replaced-step-N`` for ``step-N`` where there is none, and the next save puts it back.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
 from pathlib import Path
 
 from ..errors import CheckpointError
-from . import index
+from . import disk, index
 from .index import Index
+from .index_reading import HEAD_BYTES, from_json, lineage_from_json
+from .lineage import Lineage, Standing, standings
 from .rank_file import crc32c
 
-_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-_LEFT = re.compile(r"\.(writing|removing)-step-[0-9]+")
-_WRITING, _REMOVING = ".writing-", ".removing-"
+_STEP = re.compile(r"(?:\.replaced-)?step-(0|[1-9][0-9]*)")
+_LEFT = re.compile(r"\.(writing|replaced|removing)-step-[0-9]+")
+_WRITING, _REPLACED, _REMOVING = ".writing-", ".replaced-", ".removing-"
 
 
 def step_folder(path: Path, step: int) -> Path:
@@ -39,32 +47,63 @@ def step_of(folder: Path) -> int | None:
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """The checkpoints in ``path``, whole or not, the newest first."""
+    """The checkpoints in ``path``, whole or not: the newest first, then those it came from, then those that were left.
+
+    See ``lineage``.
+    """
+    return [standing.folder for standing in standings_in(path)]
+
+
+def standings_in(path: Path) -> list[Standing]:
     try:
-        found = [(step, at) for at in path.iterdir() if (step := step_of(at)) is not None and at.is_dir()]
+        found = {at: step for at in path.iterdir() if (step := step_of(at)) is not None and at.is_dir()}
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    return [folder for _, folder in sorted(found, reverse=True)]
+    steps = {at: step for at, step in found.items() if _in_place(at) == at or _in_place(at) not in found}
+    return standings(steps, {at: _lineage_of(at) for at in steps})
+
+
+def _in_place(folder: Path) -> Path:
+    """Where one that was put aside belongs."""
+    return folder.with_name(folder.name.removeprefix(_REPLACED))
+
+
+def _lineage_of(folder: Path) -> Lineage | None:
+    """What the first bytes of its index say, or all of it. None where that cannot be read."""
+    path = folder / index.NAME
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+        return lineage_from_json(head, crc32c) or lineage_from_json(path.read_bytes(), crc32c)
+    except OSError:
+        return None
 
 
 def candidates(path: Path) -> list[Path]:
     """What to load where a user names ``path``, one after another: that itself, or the checkpoints in it."""
     if (path / index.NAME).exists():
         return [path]
+    aside = path.with_name(_REPLACED + path.name)
+    if step_of(path) is not None and not path.exists() and aside.is_dir():
+        return [aside]
     return checkpoints(path) or ([path] if step_of(path) is not None else [])
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def begin(path: Path, step: int) -> Path:
+def writing_folder(path: Path, step: int) -> Path:
+    return path / f"{_WRITING}step-{step}"
+
+
+def begin(path: Path, step: int) -> None:
     """Make the folder that a checkpoint is written in, and remove those that a job has died in."""
-    writing = path / f"{_WRITING}step-{step}"
+    writing = writing_folder(path, step)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        for left in path.iterdir():
+        for left in sorted(path.iterdir(), reverse=True):
             if _LEFT.fullmatch(left.name):
                 _clear(left)
         writing.mkdir()
@@ -73,13 +112,13 @@ def begin(path: Path, step: int) -> Path:
             raise CheckpointError(f"{there} is there already, and is no checkpoint: remove it, or give another step")
     except OSError as error:
         raise CheckpointError(f"no checkpoint can be written to {path}: {error.strerror} ({error.filename})") from error
-    return writing
 
 
 def _clear(left: Path) -> None:
-    """Remove what a job has died in. One that was to be replaced, by another that never came, is put back."""
-    folder = left.with_name(left.name.removeprefix(_REMOVING))
-    if left.name.startswith(_REMOVING) and not folder.exists() and problem_of(left) is None:
+    """Remove what a job has died in. One that was put aside, for another that never came, is put back; and so is one
+    that was being removed, as earlier versions gave both the same name."""
+    folder = left.with_name("step-" + left.name.rpartition("-")[2])
+    if not left.name.startswith(_WRITING) and not os.path.lexists(folder) and problem_of(left) is None:
         left.rename(folder)
     else:
         shutil.rmtree(left, ignore_errors=True)
@@ -93,8 +132,10 @@ def _is_checkpoint(folder: Path) -> bool:
 def publish(writing: Path, written: Index) -> Path:
     """Write the index, and give the folder its name: from then on the checkpoint is there, and whole."""
     folder = step_folder(writing.parent, written.step)
+    text = written.to_json(crc32c)
+    from_json(text, crc32c, writing / index.NAME)  # what could not be read one day is not written
     try:
-        write_synced(writing / index.NAME, written.to_json(crc32c))
+        write_synced(writing / index.NAME, text)
         publish_folder(writing, folder)
     except OSError as error:
         raise CheckpointError(f"{folder} could not be published: {error.strerror}") from error
@@ -110,15 +151,23 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def publish_folder(writing: Path, folder: Path) -> None:
-    """Give what is in ``writing``, each file synced, its name. What had it before is removed."""
+    """Give what is in ``writing``, each file synced, its name. What had it before is removed, once that is on the disk.
+
+    At every instant one of the two is there and whole; see above.
+    """
     _sync_folder(writing)
-    replaced = _rename_away(folder) if folder.exists() else None
-    try:
+    replaced: Path | None = None
+    if not folder.exists():
         writing.rename(folder)
-    except OSError:
-        if replaced is not None:
+    elif disk.exchange(writing, folder):
+        replaced = writing
+    else:
+        replaced = _rename_away(folder, _REPLACED)
+        try:
+            writing.rename(folder)
+        except OSError:
             replaced.rename(folder)
-        raise
+            raise
     _sync_folder(folder.parent)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
@@ -129,30 +178,36 @@ def give_up(writing: Path) -> None:
     shutil.rmtree(writing, ignore_errors=True)
 
 
+def next_number(path: Path) -> int:
+    """Of a checkpoint that is going to be saved in ``path``."""
+    return max((standing.place[0] for standing in standings_in(path)), default=0) + 1
+
+
 def keep_newest(path: Path, folder: Path, count: int) -> None:
-    """Remove checkpoints older than ``folder``, but for so many whole ones that there are ``count`` with it."""
-    kept = 1
-    for other in checkpoints(path):
-        if (step_of(other) or 0) < (step_of(folder) or 0) and _is_checkpoint(other):
-            if kept == count:
-                remove(other)
-            elif problem_of(other) is None:
-                kept += 1
+    """Keep ``folder``, and so many whole ones of those that it came from that there are ``count`` with it. Remove what
+    was saved before these and has a lower step than ``folder``, be it of this branch or of one that was left."""
+    there = standings_in(path)
+    whole = (at for at in there if at.lives and (at.folder == folder or problem_of(at.folder) is None))
+    kept = list(itertools.islice(whole, count))
+    for standing in there if len(kept) == count else ():
+        older = standing.place < kept[-1].place and standing.place[1] < (step_of(folder) or 0)
+        if older and _is_checkpoint(standing.folder):
+            remove(standing.folder)
 
 
 def remove(folder: Path) -> None:
     """Remove a checkpoint. Raises CheckpointError."""
     try:
-        shutil.rmtree(_rename_away(folder), ignore_errors=True)
+        shutil.rmtree(_rename_away(folder, _REMOVING), ignore_errors=True)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be removed: {error.strerror}") from error
 
 
-def _rename_away(folder: Path) -> Path:
+def _rename_away(folder: Path, prefix: str) -> Path:
     """By one rename a checkpoint is not there any more: it is never half there."""
-    removing = folder.with_name(_REMOVING + folder.name)
-    shutil.rmtree(removing, ignore_errors=True)
-    return folder.rename(removing)
+    aside = folder.with_name(prefix + _in_place(folder).name)
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
 
 
 def _sync_folder(path: Path) -> None:
@@ -176,7 +231,7 @@ def read_index(folder: Path) -> Index:
         raise CheckpointError(f"{folder} {why}: {path.name} is missing") from error
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    read = index.from_json(text, crc32c, path)
+    read = from_json(text, crc32c, path)
     for name, nbytes in read.files.items():
         file = folder / name
         try:

@@ -11,17 +11,16 @@ from __future__ import annotations
 import json
 import math
 import operator
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
-from ..params.storage_order import StorageOrder, is_storage_order
-from .plain import dtype_name, dtype_named
-from .safetensors_file import BLOCK_BYTES
+from ..params.storage_order import StorageOrder
+from . import lineage
+from .lineage import Lineage
+from .plain import dtype_name
 
 FORMAT = "zero-optim checkpoint"
 VERSIONS = (1, 2)
@@ -34,8 +33,6 @@ PARAMETER, BUFFER = "parameter", "buffer"
 
 Key = tuple[str, str]
 """Kind and name of a tensor."""
-
-_FILE = re.compile(r"rank-\d+\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -140,6 +137,8 @@ class Index:
         ranks: of each rank that saved, its random states, and the position in the data that it was given.
         extra: what the user added.
         configuration, versions: how it came about, for people.
+        lineage: where it stands in its folder. Beside the contents, not among them: whoever orders many checkpoints
+            reads no more of each than that, and earlier versions of zero_optim pass over it.
     """
 
     step: int
@@ -154,6 +153,7 @@ class Index:
     extra: Any = None
     configuration: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    lineage: Lineage = Lineage()
 
     @property
     def masters(self) -> list[str]:
@@ -184,49 +184,17 @@ class Index:
 
     def to_json(self, crc32c: Any) -> bytes:
         """``crc32c``: gives the checksum of bytes, in hexadecimal."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "lineage"}
         contents = {
             **fields,
             "tensors": [_tensor_to_json(tensor) for tensor in self.tensors.values()],
             "optimizers": [asdict(optimizer) for optimizer in self.optimizers],
         }
         version = 2 if any(tensor.spec.order for tensor in self.tensors.values()) else 1
-        head = {"format": FORMAT, "version": version, "crc32c": crc32c(_canonical(contents))}
+        of_lineage = lineage.to_json(self.lineage)
+        of_lineage["crc32c"] = crc32c(canonical(of_lineage))
+        head = {"format": FORMAT, "version": version, "lineage": of_lineage, "crc32c": crc32c(canonical(contents))}
         return json.dumps({**head, "contents": contents}, separators=(",", ":")).encode()
-
-
-def from_json(text: bytes, crc32c: Any, path: object) -> Index:
-    """The index in ``text``, read from ``path``. Raises CheckpointError for one that is damaged or foreign."""
-    try:
-        read = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged or cut off: {error}") from error
-    if not isinstance(read, dict) or read.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not the index of a checkpoint of zero_optim")
-    if read.get("version") not in VERSIONS:
-        written = read.get("contents", {}).get("versions", {}).get("zero_optim", "another version")
-        raise CheckpointError(
-            f"{path} has version {read.get('version')} of the format, and this zero_optim "
-            f"reads versions {' and '.join(map(str, VERSIONS))}. "
-            f"It was written by zero_optim {written}: use that one, or a later one"
-        )
-    contents = read.get("contents")
-    if crc32c(_canonical(contents)) != read.get("crc32c"):
-        raise CheckpointError(f"{path} is damaged: its checksum is not that of its contents")
-    try:
-        return _from_contents(contents)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _from_contents(contents: Any) -> Index:
-    tensors = [_tensor_from_json(entry) for entry in contents["tensors"]]
-    optimizers = [SavedOptimizer(**entry) for entry in contents["optimizers"]]
-    for tensor in tensors:
-        check_whole(tensor)
-        for piece in tensor.pieces:
-            _check_piece(tensor.spec, piece, contents["files"])
-    return Index(**{**contents, "tensors": {tensor.spec.key: tensor for tensor in tensors}, "optimizers": optimizers})
 
 
 def check_whole(tensor: SavedTensor) -> None:
@@ -240,14 +208,6 @@ def check_whole(tensor: SavedTensor) -> None:
         end = piece.end
     if end != spec.numel:
         raise ValueError(f"the {spec.label} has {spec.numel} elements, and its pieces {end}")
-
-
-def _check_piece(spec: TensorSpec, piece: Piece, files: Mapping[str, int]) -> None:
-    nbytes = piece.length * spec.dtype.itemsize
-    if not _FILE.fullmatch(piece.file) or piece.offset < 0 or piece.offset + nbytes > files[piece.file]:
-        raise ValueError(f"a piece of the {spec.label} lies outside of {piece.file!r}")
-    if len(piece.crc32c) != -(-nbytes // BLOCK_BYTES):
-        raise ValueError(f"a piece of the {spec.label} has {len(piece.crc32c)} checksums for {nbytes} bytes")
 
 
 def merge(specs: Iterable[TensorSpec], tensors: Iterable[SavedTensor]) -> dict[Key, SavedTensor]:
@@ -277,7 +237,8 @@ def _kind(spec: TensorSpec) -> str:
     return f"shape {spec.shape} and {spec.dtype}" + (f" in order {spec.order}" if spec.order else "")
 
 
-def _canonical(contents: Any) -> bytes:
+def canonical(contents: Any) -> bytes:
+    """What a checksum is of."""
     return json.dumps(contents, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -286,11 +247,3 @@ def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
     if tensor.spec.order is None:
         del spec["order"]
     return {**spec, "pieces": [vars(piece) for piece in tensor.pieces]}
-
-
-def _tensor_from_json(entry: Mapping[str, Any]) -> SavedTensor:
-    order = tuple(entry["order"]) if "order" in entry else None
-    spec = TensorSpec(entry["name"], entry["kind"], tuple(entry["shape"]), dtype_named(entry["dtype"]), order)
-    if not is_storage_order(order, len(spec.shape)):
-        raise ValueError(f"the {spec.label} of shape {spec.shape} has dimensions in an unknown order, {order}")
-    return SavedTensor(spec, tuple(Piece(**{**piece, "crc32c": tuple(piece["crc32c"])}) for piece in entry["pieces"]))

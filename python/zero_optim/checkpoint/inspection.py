@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 from . import folder as folders
 from .index import BUFFER, PARAMETER, Index, Piece, SavedTensor
 from .plain import decode, dtype_name
-from .rank_file import Files, blocks_in
+from .rank_file import Files, blocks_in, check_headers
 
 _THREADS = 8
 
@@ -37,6 +37,9 @@ def describe(folder: Path, index: Index) -> str:
     widths = [max(len(getattr(row, field)) for row in (head, *rows)) for field in ("name", "shape", "dtype", "state")]
     lines = [f"{folder}: step {index.step}, {_size(sum(index.files.values()))} in {len(index.files)} file(s)"]
     lines += [f"  {name}: {value}" for name, value in (*index.configuration.items(), *index.versions.items())]
+    if index.lineage.number:
+        after = f", after step {index.lineage.after[1]}" if index.lineage.after else ""
+        lines.append(f"  saved: as number {index.lineage.number} in its folder{after}")
     lines += [""]
     for row in (head, *rows):
         fields = zip((row.name, row.shape, row.dtype, row.state), widths, strict=True)
@@ -86,6 +89,10 @@ def verify(folder: Path, index: Index) -> list[str]:
     for tensor in index.tensors.values():
         for piece in tensor.pieces:
             pieces.setdefault(piece.file, []).append((tensor, piece))
+    try:
+        check_headers(folder, index, 0, 1)
+    except CheckpointError as error:
+        return [str(error)]
     total = sum(piece.length * tensor.spec.dtype.itemsize for of in pieces.values() for tensor, piece in of)
     problems: list[str] = []
     with _progress(total) as see, ThreadPoolExecutor(_THREADS) as pool:

@@ -10,26 +10,28 @@ pieces; what is read is where they meet::
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack as Undo
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm.collectives import Comm
 from ..errors import CheckpointError, StateMismatchError
 from . import folder as folders
 from .background import wait
-from .contents import Contents, Names
-from .index import Index
+from .contents import Contents, Holding, Names
+from .index import NAME, Index
+from .lineage import note_loaded
 from .matching import Match
 from .plain import decode
-from .random_states import set_random_states
-from .rank_file import Files, crc32c
+from .random_states import check_random_states, set_random_states
+from .rank_file import Files, check_headers, crc32c
 from .subject import LoadPlan, Subject, each, make_subject
 from .together import check_agreed, on_rank_0, together
 
@@ -78,8 +80,9 @@ def load(
             left over in it, or where parameter groups differ; False: go on without them, and say so in ``notes``.
 
     Raises, on every rank: CheckpointError where there is no whole checkpoint; StateMismatchError, naming what does not
-    fit. Where a checksum shows damage in the midst of reading, model and optimizer are a mixture: load another
-    checkpoint, or make them anew.
+    fit, such as a scheduler that refuses its state. Then model and optimizer are as they were: all that is going
+    to be loaded is read, and checked, before the first tensor is written. (A disk that has given it then may still
+    refuse it a second time. This is said, and then they are a mixture: load another checkpoint, or make them anew.)
     """
     wait()
     subject = make_subject(model, opt, _WHERE)
@@ -129,24 +132,92 @@ class _Others:
             told.append(f"the checkpoint has {'positions' if has_data else 'no positions'} in data")
         return told
 
-    def load(self, index: Index) -> None:
-        for here, there in ((self.scalers, index.scalers), (self.schedulers, index.schedulers)):
+    def load(self, index: Index, own: Mapping[str, Any] | None, undo: Undo) -> None:
+        """``own``: what this rank had of its own."""
+        pairs = {"scaler": (self.scalers, index.scalers), "scheduler": (self.schedulers, index.schedulers)}
+        for what, (here, there) in pairs.items():
             for one, state in zip(here, map(decode, there), strict=False):
                 if state != {}:  # of a scaler that was not enabled
-                    one.load_state_dict(state)
+                    _load_one(what, one, state, undo)
+        if own is not None and self.data is not None and own["data"] is not None:
+            _load_one("data", self.data, own["data"], undo)
+
+
+def _load_one(what: str, one: Any, state: Any, undo: Undo) -> None:
+    with contextlib.suppress(Exception):  # what cannot give its state cannot get it back
+        undo.callback(_give_back, one, one.state_dict())
+    try:
+        one.load_state_dict(state)
+    except Exception as error:
+        raise StateMismatchError(
+            f"the {what} does not take its state in the checkpoint: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _give_back(one: Any, state: Any) -> None:
+    with contextlib.suppress(Exception):  # what is raised is why
+        one.load_state_dict(state)
 
 
 def _load(folder: Path, subject: Subject, others: _Others, *, strict: bool) -> Loaded:
+    """All that can be wrong with a checkpoint is found before the first tensor is written; so is what others, who take
+    their state before, have against it: then they get the old one back."""
     comm = subject.comm
-    index = together(comm, lambda: folders.read_index(folder), _WHERE)
+    index = together(comm, lambda: _read_index(folder, comm), _WHERE)
     plan = together(comm, lambda: _plan(folder, index, subject, others, strict=strict), _WHERE)
-    subject.use_order(plan)
+    own = together(comm, lambda: _own_of(folder, index, subject), _WHERE)
+    together(comm, lambda: _verify(folder, comm, plan), _WHERE)
+    with Undo() as undo:
+        together(comm, lambda: subject.set_options(plan, undo), _WHERE)
+        together(comm, lambda: others.load(index, own, undo), _WHERE)
+        subject.use_order(plan)
+        undo.pop_all()
     together(comm, lambda: _read(folder, subject.to_fill(plan), plan.matched), _WHERE)
     together(comm, lambda: subject.take_over(plan), _WHERE)
-    together(comm, lambda: others.load(index), _WHERE)
-    own = together(comm, lambda: _take_own(index, comm, subject.device, others.data), _WHERE)
-    notes = [*plan.matched.misfits, *plan.matched.notes, *own]
+    note_loaded(subject.model, folder.resolve(), index.lineage.number, folders.step_of(folder.resolve()))
+    notes = [*plan.matched.misfits, *plan.matched.notes]
+    if own is not None:
+        set_random_states(own["random"], subject.device)
+    else:
+        what = "random states" if others.data is None else "random states and positions in data"
+        notes.append(f"{what} were saved by {len(index.ranks)} ranks, and are not loaded by {comm.world_size}")
     return Loaded(folder, index.step, decode(index.extra), tuple(notes))
+
+
+def _read_index(folder: Path, comm: Comm) -> Index:
+    index = folders.read_index(folder)
+    check_headers(folder, index, comm.rank, comm.world_size)
+    return index
+
+
+def _own_of(folder: Path, index: Index, subject: Subject) -> Mapping[str, Any] | None:
+    """What this rank had of its own; None where other ranks saved, in number, than load."""
+    if len(index.ranks) != subject.comm.world_size:
+        return None
+    try:
+        own = decode(index.ranks[subject.comm.rank])
+        check_random_states(own["random"], subject.device)
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder / NAME} cannot be read: what rank {subject.comm.rank} had of its own: "
+            f"{type(error).__name__}: {str(error)[:1000]}"
+        ) from error
+    return cast(Mapping[str, Any], own)
+
+
+def _verify(folder: Path, comm: Comm, plan: LoadPlan) -> None:
+    """The ranks share out the reading of all that is going to be loaded."""
+    source = plan.matched.source
+    with Files(folder) as files:
+        files.verify(source.values(), comm.rank, comm.world_size)
+
+        def read(holding: Holding, values: Tensor) -> bool:
+            saved = source.get(holding.spec.key)
+            if saved is not None:
+                files.read_into(values, saved, holding.start, holding.spec.order)
+            return saved is not None
+
+        plan.model.check_shared(read)
 
 
 def _plan(folder: Path, index: Index, subject: Subject, others: _Others, *, strict: bool) -> LoadPlan:
@@ -174,16 +245,3 @@ def _read(folder: Path, parts: Sequence[Contents], matched: Match) -> None:
         for (holding, source), flat in zip(wanted, values, strict=True):
             if source is not None and holding.length:
                 files.read_into(flat, source, holding.start, holding.spec.order)
-
-
-def _take_own(index: Index, comm: Comm, device: torch.device, data: Any) -> list[str]:
-    """What each rank had of its own goes to as many ranks as there were."""
-    there = len(index.ranks)
-    if there != comm.world_size:
-        what = "random states" if data is None else "random states and positions in data"
-        return [f"{what} were saved by {there} ranks, and are not loaded by {comm.world_size}"]
-    own = decode(index.ranks[comm.rank])
-    set_random_states(own["random"], device)
-    if data is not None and own["data"] is not None:
-        data.load_state_dict(own["data"])
-    return []

@@ -14,13 +14,10 @@ from ..errors import CheckpointError
 from ..rules.update_rule import StateTensor, master_of, tensors_for
 from .contents import Contents, Holding, Names, Owner, TensorContents
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec
+from .index_reading import ADAMS, SHARDED
 from .matching import Match, Wanted
 from .plain import decode, encode
 from .state_dict import check_groups_fit, load_groups
-
-_OURS = "ShardedAdamW"
-_ADAMS = frozenset((_OURS, "Adam", "AdamW"))
-"""Classes that have the same state."""
 
 
 class OptimizerPart(Contents, Protocol):
@@ -38,7 +35,7 @@ class OptimizerPart(Contents, Protocol):
     def groups_of(self, saved: SavedOptimizer, numbers: Sequence[int | None]) -> list[dict[str, Any]]:
         """The options that its groups are to have: of each the saved group of that number, or else its own.
 
-        Raises StateMismatchError for options that it cannot have.
+        Raises StateMismatchError for options that it cannot have, CheckpointError for those that none can have.
         """
 
     def use_order(self, saved: SavedOptimizer, matched: Match) -> None:
@@ -47,15 +44,19 @@ class OptimizerPart(Contents, Protocol):
     def to_fill(self, matched: Match) -> Contents:
         """What there is to be filled. State that begins anew is there already."""
 
-    def take_over(self, saved: SavedOptimizer, matched: Match, groups: Sequence[dict[str, Any]]) -> None:
-        """The tensors have been filled: steps and options follow."""
+    def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Give the parameter groups their options."""
+
+    def take_over(self, saved: SavedOptimizer, matched: Match) -> None:
+        """The tensors have been filled: steps follow."""
 
 
 class ShardedPart:
     """A ``ShardedAdamW``: the state that its update rule names, in the ranges that this rank holds."""
 
-    def __init__(self, engine: Engine, groups: list[dict[str, Any]], names: Names) -> None:
-        self._engine, self._groups, parameters = engine, groups, engine.parameters
+    def __init__(self, opt: Sharded, names: Names) -> None:
+        self._engine, self._groups, self._defaults = opt.engine, opt.param_groups, opt.defaults
+        parameters = opt.engine.parameters
         self._names = [names.of(p, label) for p, label in zip(parameters.all, parameters.labels, strict=True)]
 
     @property
@@ -93,7 +94,8 @@ class ShardedPart:
         order = [self._names[index] for index in self._engine.reducer.layout.order]
         decoupled = {"decoupled_weight_decay": self._engine.rule.decoupled}
         groups = _described([{**group, **decoupled} for group in self._groups], self._names_of_groups())
-        return SavedOptimizer(_OURS, groups, self.steps(), master_of(self._engine.rule), order)
+        name = f"{SHARDED}{type(self._engine.rule).__name__}"
+        return SavedOptimizer(name, groups, self.steps(), master_of(self._engine.rule), order)
 
     def _names_of_groups(self) -> list[list[str]]:
         names = iter(self._names)
@@ -107,7 +109,7 @@ class ShardedPart:
         return Wanted(self.specs, self._names_of_groups(), master_of(self._engine.rule), frozen)
 
     def groups_of(self, saved: SavedOptimizer, numbers: Sequence[int | None]) -> list[dict[str, Any]]:
-        groups = _chosen(self._groups, saved, numbers)
+        groups = _chosen(self._groups, saved, numbers, self._defaults)
         check_groups_fit(groups, self._groups, self._engine.rule.decoupled)
         return groups
 
@@ -121,14 +123,16 @@ class ShardedPart:
         self._engine.states.restart(fresh)
         return self
 
-    def take_over(self, saved: SavedOptimizer, matched: Match, groups: Sequence[dict[str, Any]]) -> None:
+    def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
+        load_groups(self._groups, groups)
+
+    def take_over(self, saved: SavedOptimizer, matched: Match) -> None:
         engine = self._engine
         steps = torch.zeros(len(self._names), dtype=torch.float64, device="cpu")
         for index in engine.parameters.trained:
             if self._names[index] not in matched.fresh:
                 steps[index] = matched.steps.get(self._names[index], 0)
         engine.hyper.steps.copy_(steps)
-        load_groups(self._groups, groups)
         engine.states.distrust_masters()
         engine.exchange.outdate()
 
@@ -175,10 +179,10 @@ class TorchPart(TensorContents):
             there = [index.tensors.get((kind, saved_name[name])) for kind in kinds]
             specs += [TensorSpec(name, saved.spec.kind, saved.spec.shape, saved.spec.dtype) for saved in there if saved]
         own = type(self._opt).__name__
-        return Wanted(specs, self._names_of_groups(), takes=_ADAMS if own in _ADAMS else frozenset((own,)))
+        return Wanted(specs, self._names_of_groups(), takes=ADAMS if own in ADAMS else frozenset((own,)))
 
     def groups_of(self, saved: SavedOptimizer, numbers: Sequence[int | None]) -> list[dict[str, Any]]:
-        return _chosen(self._opt.param_groups, saved, numbers)
+        return _chosen(self._opt.param_groups, saved, numbers, self._opt.defaults)
 
     def use_order(self, saved: SavedOptimizer, matched: Match) -> None:
         pass
@@ -192,7 +196,10 @@ class TorchPart(TensorContents):
         }
         return TensorContents(self._to_fill)
 
-    def take_over(self, saved: SavedOptimizer, matched: Match, groups: Sequence[dict[str, Any]]) -> None:
+    def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
+        load_groups(self._opt.param_groups, groups)
+
+    def take_over(self, saved: SavedOptimizer, matched: Match) -> None:
         index_of = {name: index for index, name in enumerate(name for of in self._names_of_groups() for name in of)}
         state: dict[int, dict[str, Any]] = {}
         for (kind, name), tensor in self._to_fill.items():
@@ -201,13 +208,12 @@ class TorchPart(TensorContents):
             if index_of.get(name) in state:
                 counted = isinstance(count, float)  # as a tensor, by those who have one
                 state[index_of[name]]["step"] = torch.tensor(count, device="cpu") if counted else count
-        load_groups(self._opt.param_groups, groups)
         self._opt.load_state_dict({"state": state, "param_groups": self._opt.state_dict()["param_groups"]})
 
 
 def make_part(opt: Any, names: Names) -> OptimizerPart:
     if is_sharded(opt):
-        return ShardedPart(opt.engine, opt.param_groups, names)
+        return ShardedPart(opt, names)
     return TorchPart(opt, names)
 
 
@@ -216,6 +222,7 @@ class Sharded(Protocol):
 
     engine: Engine
     param_groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
 
     def check_usable(self) -> None: ...
     def settle(self) -> None: ...
@@ -236,10 +243,34 @@ def _described(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str
 
 
 def _chosen(
-    groups: Sequence[dict[str, Any]], saved: SavedOptimizer, numbers: Sequence[int | None]
+    groups: Sequence[dict[str, Any]],
+    saved: SavedOptimizer,
+    numbers: Sequence[int | None],
+    defaults: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     there = [{**decode({**group, "params": None}), "params": group["params"]} for group in saved.groups]
+    for number, group in enumerate(there):
+        for option, default in defaults.items():
+            if option in group and not _alike(group[option], default):
+                raise CheckpointError(
+                    f"parameter group {number} has {option} {str(group[option])[:100]}, where the optimizer's own is "
+                    f"{default!r}: the index was not written by save"
+                )
     return [
         copy.copy(group) if number is None else {**there[number], "params": group["params"]}
         for group, number in zip(groups, numbers, strict=True)
     ]
+
+
+def _alike(value: Any, other: Any) -> bool:
+    """Whether both may be the same option: numbers, flags, texts, or several of them. NaN is none."""
+    if value is None or other is None:
+        return True
+    if isinstance(other, list | tuple):
+        return isinstance(value, list | tuple) and len(value) == len(other) and all(map(_alike, value, other))
+    if isinstance(other, bool | str):
+        return type(value) is type(other)
+    if isinstance(other, int | float | Tensor):
+        plain = isinstance(value, int | float) and not isinstance(value, bool) and value == value
+        return plain or (isinstance(value, Tensor) and value.numel() == 1)
+    return True

@@ -1,18 +1,21 @@
 """A rank's file of a checkpoint: flat pieces of tensors, with a checksum for each block.
 
-It is read by the places in the index: no rank looks into the header of another's file.
+It is read by the places in the index. Index and headers say the same thing twice: before anything is loaded, the ranks
+compare them, each a part of the files.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +23,11 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..params.storage_order import StorageOrder, read_in_order
 from . import disk
-from .index import FlatRange, Piece, SavedTensor, TensorSpec
-from .safetensors_file import BLOCK_BYTES, NAMES, Entry, write_entries
+from .index import FlatRange, Index, Piece, SavedTensor, TensorSpec
+from .safetensors_file import BLOCK_BYTES, NAMES, Entry, read_whole_header, write_entries
+
+_TENSORS = "tensors"
+"""In the metadata of a file: shape and order of the tensors that its entries are pieces of, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,9 @@ def write_file(path: Path, portions: Sequence[Portion], values: Iterable[Tensor]
     """
     entries = [Entry(portion.key, portion.spec.dtype, (portion.length,)) for portion in portions]
     checksums: list[str] = []
-    offsets = write_entries(path, entries, values, lambda block: checksums.append(crc32c(block)))
+    described = json.dumps({portion.key: _described(portion.spec) for portion in portions}, separators=(",", ":"))
+    see = lambda block: checksums.append(crc32c(block))  # noqa: E731
+    offsets = write_entries(path, entries, values, see, {_TENSORS: described})
     each = iter(checksums)
     written = []
     for portion, offset in zip(portions, offsets, strict=True):
@@ -85,6 +93,39 @@ def write_file(path: Path, portions: Sequence[Portion], values: Iterable[Tensor]
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def check_headers(folder: Path, index: Index, rank: int, ranks: int) -> None:
+    """Raise CheckpointError where a file does not hold what the index says. Every ``ranks``-th file is looked at."""
+    mine = sorted(index.files)[rank::ranks]
+    expected: dict[str, dict[str, tuple[TensorSpec, Piece]]] = {name: {} for name in mine}
+    for tensor in index.tensors.values():
+        for piece in tensor.pieces:
+            if piece.file in expected:
+                expected[piece.file][Portion(tensor.spec, piece.start, piece.length).key] = (tensor.spec, piece)
+    for name in mine:
+        _check_header(folder / name, expected[name])
+
+
+def _check_header(path: Path, expected: Mapping[str, tuple[TensorSpec, Piece]]) -> None:
+    stored, metadata = read_whole_header(path)
+    if stored.keys() != expected.keys():
+        odd = min(stored.keys() ^ expected.keys())
+        raise CheckpointError(f"{path} and the index differ: {odd!r} is in {'it' if odd in stored else 'that'} alone")
+    try:
+        described = dict(json.loads(metadata[_TENSORS])) if _TENSORS in metadata else {}  # of earlier versions
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: its header cannot be read: {error}") from error
+    for key, (spec, piece) in expected.items():
+        there = stored[key]
+        same = (there.entry.dtype, there.entry.shape, there.offset) == (spec.dtype, (piece.length,), piece.offset)
+        if not same or (described and described.get(key) != _described(spec)):
+            raise CheckpointError(f"{path} and the index differ on the {spec.label}: on its dtype, shape or place")
+
+
+def _described(spec: TensorSpec) -> list[Any]:
+    """What of the whole tensor the entry of a piece does not show."""
+    return [list(spec.shape), None if spec.order is None else list(spec.order)]
 
 
 class Files:
@@ -105,6 +146,16 @@ class Files:
         for file in self._open.values():
             os.close(file)
         self._open.clear()
+
+    def verify(self, tensors: Iterable[SavedTensor], rank: int, ranks: int) -> None:
+        """Read, and check, a ``ranks``-th of these: file by file, so that it is what this rank may soon read again.
+
+        Raises CheckpointError, naming file and tensor.
+        """
+        mine = partial(_blocks_of_rank, list({tensor.spec.key: tensor for tensor in tensors}.values()), rank, ranks)
+        self._coming, self._ahead = mine(), 0
+        for block in mine():
+            self.read_block(block)
 
     def expect(self, ranges: Iterable[tuple[SavedTensor, int, int]]) -> None:
         """Say what will be read, in this order: of each tensor its first element, and how many.
@@ -183,6 +234,21 @@ class Block(FlatRange):
     @property
     def crc32c(self) -> str:
         return self.piece.crc32c[self.number]
+
+
+def _blocks_of_rank(tensors: Sequence[SavedTensor], rank: int, ranks: int) -> Iterator[Block]:
+    """Of all blocks of ``tensors``, in the order of files, those that begin in the ``rank``-th part of the bytes."""
+    pieces = [(piece, tensor) for tensor in tensors for piece in tensor.pieces]
+    pieces.sort(key=lambda pair: (len(pair[0].file), pair[0].file, pair[0].offset))
+    total = sum(piece.length * tensor.spec.dtype.itemsize for piece, tensor in pieces)
+    low, high = -(-total * rank // ranks), -(-total * (rank + 1) // ranks)
+    begin = 0
+    for piece, tensor in pieces:
+        nbytes = piece.length * tensor.spec.dtype.itemsize
+        for block in blocks_in(tensor, piece) if begin < high and begin + nbytes > low else ():
+            if low <= begin + block.number * BLOCK_BYTES < high:
+                yield block
+        begin += nbytes
 
 
 def _elements_a_block(tensor: SavedTensor) -> int:

@@ -182,6 +182,11 @@ class Stored:
 
 def read_header(path: Path) -> dict[str, Stored]:
     """What a file holds, by name. Raises CheckpointError for one that is damaged, cut off, or of another format."""
+    return read_whole_header(path)[0]
+
+
+def read_whole_header(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any]]:
+    """What a file holds, by name, and its metadata. Raises CheckpointError as ``read_header`` does."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -194,11 +199,12 @@ def read_header(path: Path) -> dict[str, Stored]:
                 for name, of in described.items()
                 if name != "__metadata__"
             }
+            metadata = dict(described.get("__metadata__", {}))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is no safetensors file, or is damaged: {error}") from error
-    return stored
+    return stored, metadata
 
 
 def _stored(path: Path, name: str, described: Mapping[str, Any], values: int, size: int) -> Stored:

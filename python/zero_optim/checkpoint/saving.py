@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from . import folder as folders
 from .background import SLAB, Slab, start, wait
 from .contents import Contents, Holding, Names, Owner
 from .index import Index, SavedTensor, TensorSpec, merge
+from .lineage import Lineage, Place, came_from, note_saved
 from .plain import encode
 from .random_states import read_random_states
 from .rank_file import Portion, check_dtype, crc32c, write_file
@@ -77,16 +79,18 @@ def save(
     given = {"path": str(path), "step": step, "keep_last": keep_last, "background": background}
     given |= {"scaler": len(each(scaler)), "scheduler": len(each(scheduler))}
     check_agreed(comm, {**subject.described(), **given, "data": data is not None}, _WHERE)
+    absolute = together(comm, lambda: Path(path).absolute(), _WHERE)  # a thread may write there, later
     subject.settle()
     work = together(comm, lambda: _prepare(subject, step, keep_last, scaler, scheduler, data, extra), _WHERE)
-    writing = _begin(comm, Path(path), work.step)
+    work = replace(work, after=came_from(model, absolute), model=weakref.ref(model))
+    writing = _begin(comm, absolute, work.step)
     if not background:
         return _save(comm, writing, work)
     with _given_up_on_failure(comm, writing):
         copied = together(comm, lambda: work.with_values_copied(SLAB), _WHERE)
         ranks = HostRanks(comm)
     start(comm, lambda: _save(ranks, writing, copied))
-    return folders.step_folder(Path(path), work.step)
+    return folders.step_folder(absolute, work.step)
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class _Work:
         specs: of all tensors, whoever writes them.
         portions: what this rank writes of them. ``values``: gives the elements of each.
         described: what the index says beside tensors. ``own``: what it says of this rank.
+        after: the checkpoint that ``model`` came from.
     """
 
     step: int
@@ -106,6 +111,8 @@ class _Work:
     described: Mapping[str, Any]
     own: Mapping[str, Any]
     keep_last: int | None
+    after: Place | None = None
+    model: Callable[[], nn.Module | None] = lambda: None
 
     def with_values_copied(self, slab: Slab) -> _Work:
         """The same work, which training may go on beside."""
@@ -127,7 +134,7 @@ def _prepare(
 ) -> _Work:
     crc32c(b"")  # its package may be missing
     subject.check_not_gathered(_WHERE)
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63):
         raise ValueError(f"step must be a count, got {step!r}")
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ValueError(f"keep_last must be a number of checkpoints, 1 or more, got {keep_last!r}")
@@ -189,7 +196,8 @@ def cut_for_rank(parts: Sequence[Sequence[Holding]], rank: int, ranks: int) -> l
 
 def _begin(comm: Comm, path: Path, step: int) -> Path:
     """Collective. Make the folder that is written in, and see to it that every rank sees it."""
-    writing = on_rank_0(comm, lambda: folders.begin(path, step), _WHERE)
+    writing = folders.writing_folder(path, step)
+    on_rank_0(comm, lambda: folders.begin(path, step), _WHERE)
     seen = gathered(comm, lambda: (writing.is_dir(), socket.gethostname()), _WHERE)
     blind = [f"rank {rank} on {host}" for rank, (there, host) in enumerate(seen) if not there]
     if blind:
@@ -244,7 +252,10 @@ def _publish(writing: Path, written: Sequence[_Written], work: _Work) -> Path:
         raise CheckpointError(f"{writing} was not written whole: {error}") from error
     files = {folders.rank_file_name(rank): of_rank.nbytes for rank, of_rank in enumerate(written)}
     ranks = [of_rank.own for of_rank in written]
-    folder = folders.publish(writing, Index(work.step, tensors, files, ranks=ranks, **work.described))
+    lineage = Lineage(folders.next_number(writing.parent), work.after)
+    folder = folders.publish(writing, Index(work.step, tensors, files, ranks=ranks, lineage=lineage, **work.described))
+    if (model := work.model()) is not None:
+        note_saved(model, folder.parent, (lineage.number, work.step))
     if work.keep_last is not None:
         folders.keep_newest(folder.parent, folder, work.keep_last)
     return folder

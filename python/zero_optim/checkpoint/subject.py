@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack as Undo
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from torch import nn
 
 from ..comm.collectives import Comm, make_comm
-from ..errors import CheckpointError
+from ..errors import CheckpointError, StateMismatchError
 from ..units.sharded_model import sharded_model_of
-from .contents import Contents, Names, contents_of_model, modules_with_state
+from .contents import Contents, Names, TensorContents, contents_of_model, modules_with_state
 from .index import Index, SavedOptimizer
 from .matching import Match, match, saved_names
 from .optimizers import OptimizerPart, Sharded, is_sharded, make_part
@@ -87,7 +88,7 @@ class Subject:
 
     # -- saving --------------------------------------------------------------------------------------------------
 
-    def contents(self, names: Names) -> tuple[Contents, list[OptimizerPart]]:
+    def contents(self, names: Names) -> tuple[TensorContents, list[OptimizerPart]]:
         """What there is to save: of the model, and of each optimizer. Call ``settle`` before."""
         return contents_of_model(self.model, names), [make_part(one, names) for one in self.optimizers]
 
@@ -140,15 +141,37 @@ class Subject:
         """What there is to be filled. State that begins anew does so now."""
         return [plan.model, *(optimizer.to_fill(plan.matched) for optimizer in plan.optimizers)]
 
-    def take_over(self, plan: LoadPlan) -> None:
-        """The tensors have been filled: all else follows."""
+    def set_options(self, plan: LoadPlan, undo: Undo) -> None:
+        """Of parameter groups, and the state that modules have of their own."""
+        for one, optimizer, groups in zip(self.optimizers, plan.optimizers, plan.groups, strict=True):
+            for group in one.param_groups:
+                undo.callback(_restore, group, dict(group))
+            optimizer.set_options(groups)
         for name, module in modules_with_state(self.model).items():
             if name in plan.index.module_states:
-                module.set_extra_state(decode(plan.index.module_states[name]))
-        for optimizer, of, groups in zip(plan.optimizers, plan.saved, plan.groups, strict=True):
-            optimizer.take_over(of, plan.matched, groups)
+                undo.callback(module.set_extra_state, module.get_extra_state())
+                _set_extra_state(name, module, decode(plan.index.module_states[name]))
+
+    def take_over(self, plan: LoadPlan) -> None:
+        """The tensors have been filled: all else follows."""
+        for optimizer, of in zip(plan.optimizers, plan.saved, strict=True):
+            optimizer.take_over(of, plan.matched)
         for sharded in self._sharded:
             sharded.call_load_hooks()
+
+
+def _set_extra_state(name: str, module: nn.Module, state: Any) -> None:
+    try:
+        module.set_extra_state(state)
+    except Exception as error:
+        raise StateMismatchError(
+            f"the module {name!r} does not take its extra state in the checkpoint: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _restore(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    group.clear()
+    group.update(options)
 
 
 @dataclass(frozen=True)
@@ -162,7 +185,7 @@ class LoadPlan:
 
     index: Index
     matched: Match
-    model: Contents
+    model: TensorContents
     optimizers: Sequence[OptimizerPart]
     saved: Sequence[SavedOptimizer]
     groups: Sequence[Sequence[dict[str, Any]]]

@@ -1,0 +1,299 @@
+"""From the bytes of ``index.json`` to an ``Index``: all that it says is checked here, before anything is made of it.
+
+A checksum tells that the index is what was written. It does not tell that what was written makes sense: another program
+may have written it, or an error of this one. What a wrong value would do later, it would do to a model that is half
+loaded. So everything is asked for here that holds of every index that ``save`` writes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..errors import CheckpointError
+from ..params.storage_order import is_storage_order
+from ..rules.adamw import AdamW
+from ..rules.update_rule import master_of
+from ..validate import check_groups
+from . import lineage
+from .index import (
+    BUFFER,
+    FORMAT,
+    PARAMETER,
+    VERSIONS,
+    Index,
+    Key,
+    Piece,
+    SavedOptimizer,
+    SavedTensor,
+    TensorSpec,
+    canonical,
+    check_whole,
+)
+from .lineage import Lineage
+from .plain import decode, dtype_named
+from .safetensors_file import BLOCK_BYTES, NAMES
+
+SHARDED = "Sharded"
+OURS = f"{SHARDED}AdamW"
+"""What the index calls a ``ShardedAdamW``. One with another rule has the rule's name after ``SHARDED``."""
+
+ADAMS = frozenset((OURS, "Adam", "AdamW"))
+"""Classes that have the same state."""
+
+_HEAD = frozenset(("format", "version", "lineage", "crc32c", "contents"))
+HEAD_BYTES = 1024
+"""Of an index: its lineage is in them."""
+
+_FILE = re.compile(r"rank-(0|[1-9][0-9]*)\.safetensors")
+_CHECKSUM = re.compile(r"[0-9a-f]{8}")
+_MOST = 2**63 - 1
+_MOST_STEPS = 2**53  # above, a float64 does not count any more
+
+
+def from_json(text: bytes, crc32c: Any, path: object) -> Index:
+    """The index in ``text``, read from ``path``. Raises CheckpointError for one that is damaged or foreign."""
+    try:
+        read = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged or cut off: {error}") from error
+    if not isinstance(read, dict) or read.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not the index of a checkpoint of zero_optim")
+    contents, version = read.get("contents"), read.get("version")
+    if type(version) is not int or version not in VERSIONS:
+        raise CheckpointError(
+            f"{path} has version {str(version)[:20]} of the format, and this zero_optim "
+            f"reads versions {' and '.join(map(str, VERSIONS))}. "
+            f"It was written by zero_optim {_writer(contents)}: use that one, or a later one"
+        )
+    unknown = read.keys() - _HEAD
+    if unknown or crc32c(canonical(contents)) != read.get("crc32c"):
+        why = f"it has {min(unknown)!r}" if unknown else "its checksum is not that of its contents"
+        raise CheckpointError(f"{path} is damaged: {why}")
+    # Whatever a wrong value makes of reading it: no code of a user's runs here.
+    try:
+        of_lineage = _read_lineage(read, crc32c)
+        return _from_contents(contents, version, of_lineage)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {str(error)[:1000]}") from error
+
+
+def lineage_from_json(text: bytes, crc32c: Any) -> Lineage | None:
+    """The lineage alone, of the beginning of an index or all of it. None where it cannot be read from that."""
+    head, found, _ = text[:HEAD_BYTES].partition(b',"contents":')
+    try:
+        read = json.loads(head + b"}" if found else text)
+        return _read_lineage(read, crc32c) if read["format"] == FORMAT else None
+    except Exception:
+        return None
+
+
+def _read_lineage(read: Mapping[str, Any], crc32c: Any) -> Lineage:
+    if "lineage" not in read:
+        return Lineage()
+    of_lineage = dict(read["lineage"])
+    if of_lineage.pop("crc32c", None) != crc32c(canonical(of_lineage)):
+        raise ValueError("the checksum of its lineage is another")
+    return lineage.from_json(of_lineage)
+
+
+def _writer(contents: Any) -> str:
+    versions = contents.get("versions") if isinstance(contents, dict) else None
+    written = versions.get("zero_optim") if isinstance(versions, dict) else None
+    return written[:40] if isinstance(written, str) else "another version"
+
+
+def _no_number(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+# -- the contents ------------------------------------------------------------------------------------------------------
+
+
+def _from_contents(contents: Any, version: int, of_lineage: Lineage) -> Index:
+    tensors = [_tensor(entry) for entry in _of(list, contents["tensors"], "tensors")]
+    optimizers = [SavedOptimizer(**entry) for entry in _of(list, contents["optimizers"], "optimizers")]
+    by_key = {tensor.spec.key: tensor for tensor in tensors}
+    _need(len(by_key) == len(tensors), "a tensor is there twice, or more often")
+    index = Index(**{**contents, "tensors": by_key, "optimizers": optimizers, "lineage": of_lineage})
+    _check_tensors(index, version)
+    _check_optimizers(index)
+    _check_others(index)
+    return index
+
+
+def _need(good: bool, problem: str) -> None:
+    if not good:
+        raise ValueError(problem)
+
+
+def _of(kind: type, value: Any, what: str) -> Any:
+    _need(type(value) is kind, f"{what} cannot be {str(value)[:100]}")
+    return value
+
+
+def _count(value: Any, what: str, most: int = _MOST) -> int:
+    _need(type(value) is int and 0 <= value <= most, f"{what} cannot be {str(value)[:100]}")
+    return int(value)
+
+
+def _names(value: Any, what: str) -> list[str]:
+    """Texts, each once."""
+    _need(len(set(_of(list, value, what))) == len(value), f"{what} names one twice")
+    return [_of(str, name, f"a name of {what}") for name in value]
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def _tensor(entry: Any) -> SavedTensor:
+    name, kind = _of(str, entry["name"], "a tensor's name"), _of(str, entry["kind"], "a tensor's kind")
+    _need(kind != "", f"the kind of {name!r} is empty")
+    shape = tuple(_count(size, f"a size of {name!r}") for size in _of(list, entry["shape"], f"the shape of {name!r}"))
+    order = tuple(_of(list, entry["order"], f"the order of {name!r}")) if "order" in entry else None
+    spec = TensorSpec(name, kind, shape, dtype_named(_of(str, entry["dtype"], f"the dtype of {name!r}")), order)
+    _need(spec.dtype in NAMES, f"the {spec.label} has {spec.dtype}, which safetensors cannot hold")
+    _need(spec.numel * spec.dtype.itemsize <= _MOST, f"the {spec.label} has shape {shape}")
+    if not is_storage_order(order, len(shape)):
+        raise ValueError(f"the {spec.label} of shape {shape} has dimensions in an unknown order, {order}")
+    pieces = tuple(_piece(spec, piece) for piece in _of(list, entry["pieces"], f"the pieces of the {spec.label}"))
+    return SavedTensor(spec, pieces)
+
+
+def _piece(spec: TensorSpec, read: Mapping[str, Any]) -> Piece:
+    what = f"a piece of the {spec.label}"
+    piece = Piece(**{**read, "crc32c": tuple(_of(list, read["crc32c"], f"the checksums of {what}"))})
+    for value in (piece.start, piece.length, piece.offset):
+        _count(value, f"the place of {what}")
+    _need(piece.length > 0, f"{what} is empty")
+    _need(all(type(c) is str and _CHECKSUM.fullmatch(c) for c in piece.crc32c), f"{what} has checksums that are none")
+    return piece
+
+
+def _check_tensors(index: Index, version: int) -> None:
+    files = _of(dict, index.files, "files")
+    for name, nbytes in files.items():
+        _need(_FILE.fullmatch(name) is not None, f"{name!r} is no rank's file")
+        _count(nbytes, f"the size of {name}")
+    orders: dict[str, set[Any]] = {}
+    for tensor in index.tensors.values():
+        check_whole(tensor)
+        for piece in tensor.pieces:
+            _check_piece(tensor.spec, piece, files)
+        if tensor.spec.kind not in (PARAMETER, BUFFER):
+            orders.setdefault(tensor.spec.name, set()).add(tensor.spec.order)
+    _check_orders(index, orders, version)
+
+
+def _check_piece(spec: TensorSpec, piece: Piece, files: Mapping[str, int]) -> None:
+    nbytes = piece.length * spec.dtype.itemsize
+    if type(piece.file) is not str or piece.file not in files or piece.offset + nbytes > files[piece.file]:
+        raise ValueError(f"a piece of the {spec.label} lies outside of {str(piece.file)[:100]!r}")
+    if len(piece.crc32c) != -(-nbytes // BLOCK_BYTES):
+        raise ValueError(f"a piece of the {spec.label} has {len(piece.crc32c)} checksums for {nbytes} bytes")
+
+
+def _check_orders(index: Index, orders: Mapping[str, set[Any]], version: int) -> None:
+    """All state of a parameter lies as the parameter does; the parameter itself may have been written in another."""
+    there = any(tensor.spec.order is not None for tensor in index.tensors.values())
+    _need(there == (version >= 2), f"version {version} of the format has {'an' if there else 'no'} order of dimensions")
+    for name, of_state in orders.items():
+        parameter = index.tensors.get((PARAMETER, name))
+        if parameter is None:
+            raise ValueError(f"there is state of {name!r}, which is no parameter")
+        own = {parameter.spec.order} - {None}
+        _need(len(of_state | own) == 1, f"the state of {name!r} has dimensions in several orders")
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def _check_optimizers(index: Index) -> None:
+    parameters = {name for kind, name in index.tensors if kind == PARAMETER}
+    state = {name for kind, name in index.tensors if kind not in (PARAMETER, BUFFER)}
+    seen: set[str] = set()
+    for number, optimizer in enumerate(index.optimizers):
+        what = f"optimizer {number}"
+        own = _check_groups(optimizer, what)
+        _need(own <= parameters, f"{what} has parameters that are not there: {_some(own - parameters)}")
+        _need(not own & seen, f"{what} has parameters that one before it has: {_some(own & seen)}")
+        seen |= own
+        _check_steps(optimizer, own, own & state, what)
+        _check_master(optimizer, index.tensors, own, what)
+        others = set(_names(optimizer.order, f"the order of {what}")) - own
+        _need(not others, f"the order of {what} has parameters that it does not have: {_some(others)}")
+    if index.optimizers and all(optimizer.name == OURS for optimizer in index.optimizers):
+        _need(state <= seen, f"there is state that no optimizer has: {_some(state - seen)}")
+
+
+def _check_groups(optimizer: SavedOptimizer, what: str) -> set[str]:
+    """Returns the names of all its parameters."""
+    _of(str, optimizer.name, f"the name of {what}")
+    names: list[str] = []
+    options: list[dict[str, Any]] = []
+    for group in _of(list, optimizer.groups, f"the groups of {what}"):
+        names += [_of(str, name, f"a parameter of {what}") for name in _of(list, group["params"], f"a group of {what}")]
+        options.append(_of(dict, decode({**group, "params": None}), f"a group of {what}"))
+    if optimizer.name == OURS:
+        _need(len(set(names)) == len(names), f"{what} has a parameter twice")
+        check_groups(options)
+    return set(names)
+
+
+def _check_steps(optimizer: SavedOptimizer, own: set[str], with_state: set[str], what: str) -> None:
+    """An Adam counts the updates of all its parameters with state, in one type of number. Others may count some."""
+    steps = _of(dict, optimizer.steps, f"the updates of {what}")
+    for name, count in steps.items():
+        good = type(count) in (int, float) and 0 <= count <= _MOST_STEPS and count == math.floor(count)
+        _need(good, f"{what} counts {str(count)[:100]} updates of {name!r}")
+    others = steps.keys() - own
+    _need(not others, f"{what} counts updates of parameters that it does not have: {_some(others)}")
+    if optimizer.name in ADAMS:
+        uncounted = with_state - steps.keys()
+        _need(not uncounted, f"{what} does not count the updates of {_some(uncounted)}")
+        _need(len(set(map(type, steps.values()))) <= 1, f"{what} counts updates in numbers of two types")
+
+
+def _check_master(optimizer: SavedOptimizer, tensors: Mapping[Key, SavedTensor], own: set[str], what: str) -> None:
+    """Sharded optimizers alone have masters, of the parameters' shape."""
+    master, sharded = optimizer.master, optimizer.name.startswith(SHARDED)
+    good = type(master) is str and master not in (PARAMETER, BUFFER) if sharded else master is None
+    good = good and (optimizer.name != OURS or master == master_of(AdamW()))
+    _need(good, f"the masters of {what}, a {optimizer.name[:100]}, cannot be {str(master)[:100]}")
+    for name in own:
+        saved = tensors.get((str(master), name))
+        same = saved is None or saved.spec.shape == tensors[PARAMETER, name].spec.shape
+        _need(same, f"the master of {name!r} has another shape than it")
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(names)[:3]))
+
+
+# -- what there is beside ----------------------------------------------------------------------------------------------
+
+
+def _check_others(index: Index) -> None:
+    _count(index.step, "the step")
+    for alias, first in _of(dict, index.aliases, "aliases").items():
+        known = type(first) is str and (PARAMETER, first) in index.tensors and (PARAMETER, alias) not in index.tensors
+        _need(known, f"{alias!r} cannot be another name of {str(first)[:100]!r}")
+    for what, plain in (("module_states", index.module_states), ("configuration", index.configuration)):
+        _of(dict, plain, what)
+    _need(all(type(text) is str for text in _of(dict, index.versions, "versions").values()), "a version is no text")
+    for what, several in (("schedulers", index.schedulers), ("scalers", index.scalers)):
+        decode(_of(list, several, what))
+    decode(index.extra)
+    decode(dict(index.module_states))
+    _check_ranks(index.ranks, len(index.files))
+
+
+def _check_ranks(ranks: Sequence[Any], files: int) -> None:
+    """What each says is decoded by the rank that takes it over: together they may be large."""
+    _need(len(_of(list, ranks, "ranks")) == files, f"{len(ranks)} ranks are there, and the files of {files}")
+    for number, own in enumerate(ranks):
+        _need(type(own) is dict and own.keys() == {"random", "data"}, f"rank {number} has another form")
+        _of(dict, own["random"], f"the random states of rank {number}")

@@ -1,0 +1,104 @@
+"""Which checkpoint of a folder is the newest, and from which it came: by the order of saving, not by the step.
+
+Whoever goes back to an older checkpoint and trains on leaves a branch. The steps of what is saved then may be lower
+than those of the branch that was left::
+
+    saved as number     1       2       3       4
+    step                4 ----- 8       |       |
+                        `-------------- 6 ----- 7      the newest is 7. It came from 6, that from 4; 8 was left
+
+So the index says the how-many-th save into its folder it is, and after which other. No clock is asked. Checkpoints of
+earlier versions say neither: they come first, by their steps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+Place = tuple[int, int]
+"""Number and step of a checkpoint: the order of saving."""
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """
+    Attributes:
+        number: of saves into the folder, this one counted; 0: not known.
+        after: the place of the checkpoint that the training went on from; None: not known, it is the one before.
+    """
+
+    number: int = 0
+    after: Place | None = None
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A checkpoint among those of its folder. ``lives``: the newest came from it, as far as is known."""
+
+    folder: Path
+    place: Place
+    lives: bool
+
+
+def standings(steps: Mapping[Path, int], lineages: Mapping[Path, Lineage | None]) -> list[Standing]:
+    """The newest first, then those that it came from, then those that were left.
+
+    ``lineages``: None for one that cannot be read. It counts as saved after the newest of a lower step.
+    """
+    known = 0
+    places: dict[Path, Place] = {}
+    for folder, step in sorted(steps.items(), key=lambda item: item[1]):
+        lineage = lineages[folder]
+        known = max(known, lineage.number if lineage is not None else 0)
+        places[folder] = (known if lineage is None else lineage.number, step)
+    wanted: Place | None = None
+    found: list[Standing] = []
+    for folder in sorted(places, key=places.__getitem__, reverse=True):
+        lives = wanted is None or places[folder] <= wanted
+        found.append(Standing(folder, places[folder], lives))
+        if lives:
+            lineage = lineages[folder]
+            wanted = None if lineage is None else lineage.after
+    return sorted(found, key=lambda one: not one.lives)
+
+
+# -- what a model came from --------------------------------------------------------------------------------------------
+
+_came_from: weakref.WeakKeyDictionary[nn.Module, dict[Path, Place]] = weakref.WeakKeyDictionary()
+"""Of a model, in each folder of checkpoints, the one that it was loaded from, or saved to, last."""
+
+
+def came_from(model: nn.Module, path: Path) -> Place | None:
+    """The checkpoint in ``path`` that ``model`` goes on from; None: not known."""
+    return _came_from.get(model, {}).get(path.resolve())
+
+
+def note_saved(model: nn.Module, path: Path, place: Place) -> None:
+    _came_from.setdefault(model, {})[path.resolve()] = place
+
+
+def note_loaded(model: nn.Module, folder: Path, number: int, step: int | None) -> None:
+    """What it came from in other folders says nothing any more. ``step``: None for a folder that has another name."""
+    _came_from[model] = {} if step is None else {folder.parent: (number, step)}
+
+
+# -- as the index has it -----------------------------------------------------------------------------------------------
+
+
+def to_json(lineage: Lineage) -> dict[str, Any]:
+    return {"number": lineage.number, "after": lineage.after}
+
+
+def from_json(read: Any) -> Lineage:
+    """Raises ValueError for what ``to_json`` never gives."""
+    after = read["after"] if isinstance(read, dict) and read.keys() == {"number", "after"} else ()
+    counts = [*after, read["number"]] if isinstance(after, list) else [0, 0, read["number"]] if after is None else []
+    if len(counts) != 3 or any(type(count) is not int or not 0 <= count < 2**63 for count in counts):
+        raise ValueError(f"its lineage cannot be {str(read)[:100]}")
+    return Lineage(counts[2], None if after is None else (counts[0], counts[1]))
