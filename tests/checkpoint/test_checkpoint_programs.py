@@ -616,8 +616,9 @@ def test_keep_last_removes_older_ones_and_nothing_else(tmp_path):
     assert {"step-2", "step-11", "step-best", "step-1.bak", "notes", "Step-1"} <= set(_steps(tmp_path))
     assert not {"step-1", ".writing-step-5"} & set(_steps(tmp_path))
     assert checkpoint.save(tmp_path, model, step=6, keep_last=1).exists()
+    assert {"step-6", "step-11"} <= set(_steps(tmp_path)) and "step-2" not in _steps(tmp_path)
     latest = checkpoint.latest(tmp_path)
-    assert latest is not None and latest.name == "step-11"
+    assert latest is not None and latest.name == "step-6"  # it was saved last
 
 
 def test_a_folder_of_ones_own_is_not_removed(tmp_path):

@@ -21,7 +21,7 @@ from checkpoint_files import read_contents
 from harness import run_ranks
 from torch import nn
 from zero_optim import ShardedAdamW, checkpoint
-from zero_optim.checkpoint import saving
+from zero_optim.checkpoint import disk, saving
 from zero_optim.checkpoint.index import TensorSpec
 from zero_optim.checkpoint.rank_file import Files, Portion, write_file
 from zero_optim.errors import CheckpointError, RankMismatchError
@@ -208,12 +208,15 @@ def test_keep_last(tmp_path: Path) -> None:
     for step in range(1, 6):
         checkpoint.save(tmp_path, model, opt, step=step)
     os.truncate(tmp_path / "step-4" / "rank-0.safetensors", 10)
-    checkpoint.save(tmp_path, model, opt, step=3, keep_last=2)  # the later ones are another branch
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-2", "step-3", "step-4", "step-5"]
-    checkpoint.save(tmp_path, model, opt, step=6, keep_last=3)  # the damaged one does not count, and is not lost for it
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-3", "step-4", "step-5", "step-6"]
+    checkpoint.save(tmp_path, model, opt, step=3, keep_last=2)  # it came from 5; of higher steps none is removed
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-3", "step-4", "step-5"]
+    checkpoint.save(tmp_path, model, opt, step=6, keep_last=3)  # the damaged one does not count
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-3", "step-5", "step-6"]
     checkpoint.save(tmp_path, model, opt, step=7, keep_last=2)
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-6", "step-7"]
+    os.truncate(tmp_path / "step-7" / "rank-0.safetensors", 10)
+    checkpoint.save(tmp_path, model, opt, step=8, keep_last=2)  # nor is a whole one lost for it
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-6", "step-7", "step-8"]
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="keep_last"):
             checkpoint.save(tmp_path, model, opt, step=8, keep_last=wrong)
@@ -227,15 +230,17 @@ def test_without_a_count_of_updates_a_step_is_asked_for(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, model, torch.optim.SGD(model.parameters()))
 
 
-def test_a_replacement_that_fails_loses_nothing(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_replacement_that_fails_loses_nothing(two: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool) -> None:
     model, opt = job(seed=7)
     rename = Path.rename
 
-    def fail(path: Path, target: Path) -> Path:
+    def fail(path: Path, target: Path) -> Any:
         if path.name == ".writing-step-2":
             raise OSError(5, "Input/output error")
-        return rename(path, target)
+        return rename(path, target) if path.name == "step-2" or not exchanges else False
 
+    monkeypatch.setattr(disk, "exchange", fail if exchanges else lambda one, other: False)
     monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(CheckpointError, match="step-2 could not be published: Input/output error"):
         checkpoint.save(two, model, opt, step=2)

@@ -44,6 +44,7 @@ OURS = f"{SHARDED}AdamW"
 ADAMS = frozenset((OURS, "Adam", "AdamW"))
 """Classes that have the same state."""
 
+_ADAM_OPTIONS = frozenset(("lr", "betas", "eps", "weight_decay"))
 _HEAD = frozenset(("format", "version", "lineage", "crc32c", "contents"))
 HEAD_BYTES = 1024
 """Of an index: its lineage is in them."""
@@ -237,6 +238,9 @@ def _check_groups(optimizer: SavedOptimizer, what: str) -> set[str]:
     for group in _of(list, optimizer.groups, f"the groups of {what}"):
         names += [_of(str, name, f"a parameter of {what}") for name in _of(list, group["params"], f"a group of {what}")]
         options.append(_of(dict, decode({**group, "params": None}), f"a group of {what}"))
+    for group in options if optimizer.name in ADAMS else ():
+        missing = _ADAM_OPTIONS - group.keys()
+        _need(not missing, f"a group of {what} has no {_some(missing)}")
     if optimizer.name == OURS:
         _need(len(set(names)) == len(names), f"{what} has a parameter twice")
         check_groups(options)
