@@ -17,7 +17,7 @@ from .errors import StateMismatchError
 from .optimizer import ShardedAdamW
 from .params.flat_shard import FlatShard
 from .rules.update_rule import Begins, master_of, tensors_for
-from .step.state_load import state_tensor
+from .step.state_load import check_rows, state_tensor
 
 
 def full_state_dict(opt: ShardedAdamW, rank: int | None = 0) -> dict[str, Any]:
@@ -135,6 +135,8 @@ def _names_of(engine: Engine, index: int, entry: Mapping[str, Any]) -> list[str]
     parameter, label = engine.parameters.trained[index], engine.parameters.labels[index]
     kept = tensors_for(engine.rule, parameter.dtype)
     wanted = [tensor for tensor in kept if tensor.begins is Begins.ZERO or tensor.name in entry]
+    bucket, _, slot = engine.reducer.layout.slot_of[index]
+    check_rows(wanted, entry, bucket.flat.orders[slot], label)
     for tensor in wanted:
         shape = tensor.shape(parameter.shape, parameter.numel())
         if isinstance(state_tensor(entry, tensor.name, shape, label), FlatShard):

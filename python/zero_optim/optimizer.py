@@ -8,6 +8,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -315,7 +316,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         """
         if _asked_by(_DCP_STATE_DICT):
             kinds = dict.fromkeys((*(tensor.name for tensor in self.engine.rule.tensors), "step"))
-            return defaultdict(dict, dict.fromkeys(self.engine.parameters.trained.values(), kinds))
+            shown = [parameter for group in self.param_groups for parameter in group["params"]]  # DCP asks for these
+            return defaultdict(dict, {shown[index]: kinds for index in self.engine.parameters.trained})
         return self._empty_state
 
     @state.setter
@@ -408,6 +410,9 @@ class ShardedAdamW(torch.optim.Optimizer):
             before(self)
         as_torch = _asked_by(_DCP_STATE_DICT)  # it gives parameters their names itself
         state = rank_state.save(self.engine, self.param_groups, as_torch=as_torch)
+        if as_torch and _flattens(sys._getframe(1)):
+            for packed, group in zip(state["param_groups"], self.param_groups, strict=True):
+                packed.update({name: value for name, value in group.items() if name == "param_names"})
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state)
             state = state if changed is None else changed
@@ -508,6 +513,11 @@ def _store(offload: Offload, sharding: Sharding, *, params_on_host: bool) -> Sta
         warn_of_one_thread(threads, cores[comm.rank])
     with comm.raising_together("the constructor"):
         return make_store(offload, sharding.device, comm.rank, params_on_host=params_on_host, threads=threads)
+
+
+def _flattens(caller: FrameType) -> bool:
+    """Whether DCP makes one flat dict of the state. It looks in it for every option that the live groups have, then."""
+    return bool(getattr(caller.f_locals.get("info"), "flatten_optimizer_state_dict", False))
 
 
 def _asked_by(module: str) -> bool:

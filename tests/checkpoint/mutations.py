@@ -127,7 +127,13 @@ class Job:
         beside = {name: copy.deepcopy(one.state_dict()) for name, one in self.given.items()}
         weights = {name: value.clone() for name, value in self.model.state_dict().items() if torch.is_tensor(value)}
         random_states = (torch.get_rng_state(), random.getstate())
-        return {"weights": weights, "state": state, "beside": beside, "calls": self.model.calls, "random": random_states}
+        return {
+            "weights": weights,
+            "state": state,
+            "beside": beside,
+            "calls": self.model.calls,
+            "random": random_states,
+        }
 
     def tensors(self) -> dict[tuple[str, str], Tensor]:
         """By kind and name, as a checkpoint has them."""

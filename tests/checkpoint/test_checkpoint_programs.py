@@ -338,12 +338,15 @@ def _load_damaged(rank: int, world_size: int, folder: str, names: list[str]) -> 
             damage(copy / "step-2")
         dist.barrier()
         other, its_opt = _trained(1)
+        before = _all_of(other, its_opt)
         try:
             checkpoint.load(copy / "step-2", other, its_opt)
             wrong.append(f"{name}: it was loaded")
         except CheckpointError as error:
             if file not in str(error):
                 wrong.append(f"{name}: {file} is not named in {error}")
+        if not same(_all_of(other, its_opt), before):
+            wrong.append(f"{name}: it was refused, and something has changed")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             loaded = checkpoint.load(copy, other, its_opt)

@@ -13,7 +13,13 @@ import torch.distributed.checkpoint as dcp
 from harness import run_ranks
 from sharded_cases import Block, Net, Run, full_state, gathered, make, train_step
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from zero_optim.errors import ShardAccessError
@@ -209,6 +215,44 @@ def test_masters_that_others_do_not_have_come_from_the_parameters(tmp_path: Path
         for name, entry in state.items():
             assert torch.equal(values[name], weights[name].bfloat16())
             assert torch.equal(entry["master"].bfloat16(), values[name]), name
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def flattened(rank: int, world_size: int, folder: str, stage: int, saves: bool) -> Snapshot:
+    """Two groups of parameters with names, their state as one flat dict, as torchtitan keeps it."""
+    run = Run(stage=stage, dtype=torch.bfloat16, lr=1e-3)
+    torch.manual_seed(rank if saves else 100 + rank)
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        named = list(model.named_parameters())
+        return [{"params": named[:5], "lr": 0.02 if saves else 0.5}, {"params": named[5:]}]
+
+    model, opt = make(run, Net(), params=groups)
+    names = [group["param_names"] for group in opt.param_groups]
+    for step in range(STEPS if saves else 0):
+        train_step(run, rank, model, opt, step)
+    content = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, opt, options=FLAT)}
+    assert all("." in key and not isinstance(value, dict) for key, value in content["optim"].items())
+    if saves:
+        dcp.save(content, checkpoint_id=folder)
+    else:
+        dcp.load(content, checkpoint_id=folder)
+        model.load_state_dict(content["model"])
+        set_optimizer_state_dict(model, opt, optim_state_dict=content["optim"], options=FLAT)
+    assert [group["lr"] for group in opt.param_groups] == [0.02, 1e-3]
+    assert [group["param_names"] for group in opt.param_groups] == names
+    return snapshot(model, opt)
+
+
+@pytest.mark.parametrize(("ranks", "stage", "ranks_then", "stage_then"), [(1, 2, 1, 2), (2, 2, 3, 3)])
+def test_flattened_state_of_named_parameters(
+    tmp_path: Path, ranks: int, stage: int, ranks_then: int, stage_then: int
+) -> None:
+    saved = run_ranks(ranks, flattened, str(tmp_path / "flat"), stage, True)
+    for of_rank in run_ranks(ranks_then, flattened, str(tmp_path / "flat"), stage_then, False):
+        assert_same(saved[0], of_rank)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

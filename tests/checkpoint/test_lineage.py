@@ -138,7 +138,14 @@ def test_a_lineage_with_other_values_is_damage(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, model, opt) / "index.json"
     index = json.loads(path.read_text())
     assert index["lineage"]["number"] == 2 and index["lineage"]["after"] == [1, 2]
-    for wrong in ({"number": -1}, {"number": True}, {"number": 1.5}, {"after": 3}, {"after": [1]}, {"after": [1, None]}):
+    for wrong in (
+        {"number": -1},
+        {"number": True},
+        {"number": 1.5},
+        {"after": 3},
+        {"after": [1]},
+        {"after": [1, None]},
+    ):
         path.write_text(sealed({**index, "lineage": {**index["lineage"], **wrong}}))
         with pytest.raises(CheckpointError, match="index.json cannot be read: ValueError: its lineage"):
             checkpoint.load(path.parent, model, opt)

@@ -139,6 +139,7 @@ def test_damage_is_named_and_the_one_before_is_loaded(two: Path, damage: str) ->
     harm(two / "step-2")
     with pytest.raises(CheckpointError, match=message):
         checkpoint.load(two / "step-2", model, opt)
+    assert all(torch.equal(*pair) for pair in zip(whole, values(model, opt), strict=True))
     model, opt = job(seed=1)
     with pytest.warns(UserWarning, match=rf"step-1 was loaded, and none that is newer: .*{message}"):
         assert checkpoint.load(two, model, opt).step == 1

@@ -301,3 +301,97 @@ def test_the_extra_state_of_modules_comes_along(tmp_path: Path) -> None:
     assert again[0].count == 3
     with pytest.raises(StateMismatchError, match=r"modules with a state of their own are \[\] here, and \['0'\] there"):
         checkpoint.load(tmp_path, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+
+class Refusing:
+    """A scaler, a scheduler or a loader that takes a state, or raises."""
+
+    def __init__(self, state: int, refuses: bool = False) -> None:
+        self.state, self.refuses = state, refuses
+
+    def state_dict(self) -> int:
+        return self.state
+
+    def load_state_dict(self, state: int) -> None:
+        if self.refuses:
+            raise KeyError("last_epoch")
+        self.state = state
+
+
+def refuse(rank: int, world_size: int, folder: str, stage: int, refusing: str) -> str:
+    """What raises where ``refusing`` on the last rank does not take its state: nothing has changed anywhere."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Two(), Counting())
+    opt = optimizer(model, one_group, stage)
+    model[0](torch.ones(2, 6)).square().sum().backward()
+    opt.step()
+    given = {name: Refusing(1) for name in ("scaler", "scheduler", "data")}
+    checkpoint.save(folder, model, opt, **given)
+    opt.zero_grad()
+    model[0](torch.ones(2, 6)).square().sum().backward()
+    opt.step()
+    model[1].count, opt.param_groups[0]["lr"] = 5, 0.5
+    last = rank == world_size - 1
+    given = {name: Refusing(2, refuses=last and name == refusing) for name in given}
+    if refusing == "module" and last:
+        model[1].set_extra_state = lambda state: given["none"]
+    before, random_state = (gathered(model[0]), full_state(opt)), torch.get_rng_state()
+    with pytest.raises(StateMismatchError) as raised:
+        checkpoint.load(folder, model, opt, **given)
+    assert_bits(before[0], gathered(model[0]))
+    state = full_state(opt)
+    for index, entry in before[1].items():
+        assert_bits(entry, state[index])
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert model[1].count == 5 and opt.param_groups[0]["lr"] == 0.5
+    assert [one.state for one in given.values()] == [2, 2, 2]
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("refusing", "stage"), [("scheduler", 2), ("data", 3), ("module", 3)])
+def test_where_another_refuses_its_state_nothing_has_changed(tmp_path: Path, refusing: str, stage: int) -> None:
+    what = "module '1'" if refusing == "module" else refusing
+    for message in run_ranks(2, refuse, str(tmp_path), stage, refusing):
+        assert f"the {what} does not take its" in message and "KeyError" in message
+
+
+class Expanded(nn.Linear):
+    """With a buffer that is a view: its rows are one in memory, or (``dense``) they are not."""
+
+    def __init__(self, dense: bool = False) -> None:
+        super().__init__(6, 6)
+        mask = torch.arange(4.0).expand(3, 4)
+        self.register_buffer("mask", mask.clone() if dense else mask)
+        self.register_buffer("nothing", torch.ones(1, 0).expand(3, 0))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_expanded_buffer_is_loaded(tmp_path: Path, ranks: int) -> None:
+    for rows in run_ranks(ranks, load_expanded, str(tmp_path)):
+        assert rows == [[7.0, 1.0, 2.0, 3.0]] * 3
+
+
+def load_expanded(rank: int, world_size: int, folder: str) -> list[list[float]]:
+    model = Expanded()
+    opt = optimizer(model, one_group, 2)
+    model.mask[:1, :1] = 7.0
+    checkpoint.save(folder, model, opt, step=1)
+    model = Expanded()
+    opt = optimizer(model, one_group, 2)
+    base = model.mask[0]
+    checkpoint.load(folder, model, opt)
+    assert model.mask.stride() == (0, 1) and base[0] == 7.0  # it is the view that it was
+    # One of which every row has values of its own does not fit: that is told, with nothing changed.
+    dense = Expanded(dense=True)
+    dense.mask[1] += 1
+    checkpoint.save(folder, dense, step=2)
+    zero_optim.checkpoint.hugging_face.export(folder, f"{folder}/out-{rank}")
+    before = gathered(model)
+    for load in (
+        lambda: checkpoint.load(folder, model, opt, strict=False),
+        lambda: zero_optim.load_safetensors(model, f"{folder}/out-{rank}"),
+    ):
+        with pytest.raises(StateMismatchError, match="the buffer 'mask' is a view here"):
+            load()
+        assert_bits(before, gathered(model))
+    return model.mask.tolist()

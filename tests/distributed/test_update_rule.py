@@ -163,3 +163,58 @@ def test_state_of_any_rule_is_kept_saved_moved_and_counted(world_size: int, stag
     assert sum(of_rank["memory"]["momentum"] for of_rank in by_rank) == holders * 4 * sum(sizes)
     assert sum(of_rank["memory"]["peak"] for of_rank in by_rank) == holders * 2 * rows
     assert "exp_avg" not in by_rank[0]["memory"]
+
+
+def _convolution(order: torch.memory_format) -> tuple[nn.Module, Any]:
+    import zero_optim
+
+    torch.manual_seed(0)
+    model = nn.Conv2d(16, 24, 3).to(memory_format=order)
+    return model, zero_optim.ShardedAdamW(model.named_parameters(), lr=LR)
+
+
+def _rows_between(rank: int, world_size: int, folder: str) -> list[str]:
+    """State for rows of a channels_last parameter goes to one that lies so, and is refused by one that does not."""
+    import zero_optim
+    from zero_optim import checkpoint, optimizer
+
+    before, optimizer.AdamW = optimizer.AdamW, Scaled
+    raised = []
+    try:
+        model, opt = _convolution(torch.channels_last)
+        model(torch.randn(2, 16, 5, 5)).square().sum().backward()
+        opt.step()
+        checkpoint.save(folder, model, opt)
+        full, own = zero_optim.full_state_dict(opt, rank=None), copy.deepcopy(opt.state_dict())
+        for order in (torch.channels_last, torch.contiguous_format):
+            other, its = _convolution(order)
+            values = [p.detach().clone() for p in other.parameters()]
+            loads = (
+                lambda its=its: zero_optim.load_full_state_dict(its, full if rank == 0 else None),
+                lambda its=its: its.load_state_dict(own),
+                lambda its=its, other=other: checkpoint.load(folder, other, its),
+            )
+            for load in loads:
+                if order is torch.channels_last:
+                    load()
+                    again = zero_optim.full_state_dict(its, rank=None)["state"]
+                    for index, entry in full["state"].items():
+                        assert all(torch.equal(entry[kind], again[index][kind]) for kind in ("peak", "momentum"))
+                else:
+                    with pytest.raises(zero_optim.StateMismatchError) as error:
+                        load()
+                    raised.append(str(error.value))
+                    assert zero_optim.full_state_dict(its, rank=None)["state"] == {}
+                    assert all(torch.equal(*pair) for pair in zip(values, other.parameters(), strict=True))
+            its.close()
+        return raised
+    finally:
+        optimizer.AdamW = before
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_rows_of_another_order_are_refused(tmp_path: Any, world_size: int) -> None:
+    for raised in run_ranks(world_size, _rows_between, str(tmp_path)):
+        assert len(raised) == 3
+        assert all("rows" in told and "the memory format that it was saved in" in told for told in raised)
+        assert all("weight" in told for told in raised)

@@ -173,8 +173,14 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     stored, told = together(
         subject.comm, lambda: _match(Path(path), names, contents.holdings, strict=strict), "load_safetensors"
     )
+    together(subject.comm, lambda: contents.check_shared(partial(_read_one, stored)), "load_safetensors")
     together(subject.comm, lambda: _read(stored, contents.holdings, contents.values()), "load_safetensors")
     return told
+
+
+def _read_one(stored: Mapping[str, Stored], holding: Holding, values: Tensor) -> bool:
+    _read(stored, [holding], iter([values]))
+    return holding.spec.name in stored
 
 
 def _match(

@@ -61,7 +61,8 @@ class TensorSpec:
     """A tensor by its name and kind, wherever its elements are.
 
     ``order``: in which its flat ranges are counted; see ``storage_order``. What several ranks have of a channels_last
-    tensor are ranges of it as it lies in memory. None: of the tensor with its dimensions as they are.
+    tensor are ranges of it as it lies in memory. None: of the tensor with its dimensions as they are. Of state that has
+    one value for a row of elements: in which the parameter's elements lie that are rows.
     """
 
     name: str
@@ -81,6 +82,11 @@ class TensorSpec:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether ``order`` is that of a parameter of another shape."""
+        return self.order is not None and len(self.order) != len(self.shape)
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,8 @@ def _tensor(entry: Any) -> SavedTensor:
     spec = TensorSpec(name, kind, shape, dtype_named(_of(str, entry["dtype"], f"the dtype of {name!r}")), order)
     _need(spec.dtype in NAMES, f"the {spec.label} has {spec.dtype}, which safetensors cannot hold")
     _need(spec.numel * spec.dtype.itemsize <= _MOST, f"the {spec.label} has shape {shape}")
-    if not is_storage_order(order, len(shape)):
+    of_rows = len(shape) == 1 and kind not in (PARAMETER, BUFFER)
+    if not is_storage_order(order, len(order) if of_rows and order is not None else len(shape)):
         raise ValueError(f"the {spec.label} of shape {shape} has dimensions in an unknown order, {order}")
     pieces = tuple(_piece(spec, piece) for piece in _of(list, entry["pieces"], f"the pieces of the {spec.label}"))
     return SavedTensor(spec, pieces)

@@ -32,7 +32,7 @@ from .matching import Match
 from .plain import decode
 from .random_states import check_random_states, set_random_states
 from .rank_file import Files, check_headers, crc32c
-from .subject import LoadPlan, Subject, each, make_subject
+from .subject import LoadPlan, Subject, each, give_back, make_subject
 from .together import check_agreed, on_rank_0, together
 
 _WHERE = "checkpoint.load"
@@ -145,18 +145,13 @@ class _Others:
 
 def _load_one(what: str, one: Any, state: Any, undo: Undo) -> None:
     with contextlib.suppress(Exception):  # what cannot give its state cannot get it back
-        undo.callback(_give_back, one, one.state_dict())
+        undo.callback(give_back, one.load_state_dict, one.state_dict())
     try:
         one.load_state_dict(state)
     except Exception as error:
         raise StateMismatchError(
             f"the {what} does not take its state in the checkpoint: {type(error).__name__}: {error}"
         ) from error
-
-
-def _give_back(one: Any, state: Any) -> None:
-    with contextlib.suppress(Exception):  # what is raised is why
-        one.load_state_dict(state)
 
 
 def _load(folder: Path, subject: Subject, others: _Others, *, strict: bool) -> Loaded:
@@ -225,6 +220,8 @@ def _plan(folder: Path, index: Index, subject: Subject, others: _Others, *, stri
         plan = subject.plan(index)
     except StateMismatchError as error:
         raise StateMismatchError(f"{folder} does not fit: {error}") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / NAME} cannot be read: {error}") from None
     misfits = plan.matched.misfits
     if subject.optimizers:
         misfits.extend(others.misfits(index))

@@ -68,7 +68,8 @@ def match(
 ) -> Match:
     """``model``: its parameters and buffers. ``saved_name``: what ``saved_names`` gave.
 
-    Raises StateMismatchError where a tensor has another shape, or numbers of another kind: that is never loaded.
+    Raises StateMismatchError where a tensor has another shape, numbers of another kind, or rows in another order: that
+    is never loaded.
     """
     matched = Match(saved_name=saved_name)
     _match_model(index, model, matched)
@@ -183,6 +184,11 @@ def _check_shapes(specs: Sequence[TensorSpec], matched: Match) -> None:
         if source is not None and not (source.spec.shape == spec.shape and casts(source.spec.dtype, spec.dtype)):
             there = f"{list(source.spec.shape)} of {source.spec.dtype}"
             wrong.append(f"{spec.label} has shape {list(spec.shape)} of {spec.dtype} here, and {there} there")
+        elif source is not None and source.spec.order != spec.order and (spec.is_of_rows or source.spec.is_of_rows):
+            wrong.append(
+                f"{spec.label} is of rows of elements as they lie in memory, and the parameter lies in another order "
+                "here: bring the model to the memory format that it was saved in"
+            )
     if wrong:
         raise StateMismatchError(f"{len(wrong)} of the tensors in the checkpoint cannot be loaded: {listed(wrong)}")
 

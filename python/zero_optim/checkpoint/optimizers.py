@@ -71,8 +71,7 @@ class ShardedPart:
         parameter = self._engine.parameters.all[index]
         shape = tensor.shape(parameter.shape, parameter.numel())
         bucket, _, slot = self._engine.reducer.layout.slot_of[index]
-        order = tensor.order(bucket.flat.orders[slot])
-        return TensorSpec(self._names[index], tensor.name, tuple(shape), tensor.dtype, order)
+        return TensorSpec(self._names[index], tensor.name, tuple(shape), tensor.dtype, bucket.flat.orders[slot])
 
     @property
     def holdings(self) -> list[Holding]:
@@ -254,7 +253,7 @@ def _chosen(
             if option in group and not _alike(group[option], default):
                 raise CheckpointError(
                     f"parameter group {number} has {option} {str(group[option])[:100]}, where the optimizer's own is "
-                    f"{default!r}: the index was not written by save"
+                    f"{default!r}"
                 )
     return [
         copy.copy(group) if number is None else {**there[number], "params": group["params"]}

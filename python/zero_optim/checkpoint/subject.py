@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack as Undo
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,7 +150,7 @@ class Subject:
             optimizer.set_options(groups)
         for name, module in modules_with_state(self.model).items():
             if name in plan.index.module_states:
-                undo.callback(module.set_extra_state, module.get_extra_state())
+                undo.callback(give_back, module.set_extra_state, module.get_extra_state())
                 _set_extra_state(name, module, decode(plan.index.module_states[name]))
 
     def take_over(self, plan: LoadPlan) -> None:
@@ -167,6 +168,12 @@ def _set_extra_state(name: str, module: nn.Module, state: Any) -> None:
         raise StateMismatchError(
             f"the module {name!r} does not take its extra state in the checkpoint: {type(error).__name__}: {error}"
         ) from error
+
+
+def give_back(take: Callable[[Any], object], state: Any) -> None:
+    """Undo a ``take`` that may have failed, and may fail once more: what is raised is why it was undone."""
+    with suppress(Exception):
+        take(state)
 
 
 def _restore(group: dict[str, Any], options: Mapping[str, Any]) -> None:

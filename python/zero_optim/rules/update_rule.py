@@ -23,7 +23,7 @@ class Per(enum.Enum):
     """What a state tensor has one value for."""
 
     ELEMENT = enum.auto()
-    ROW = enum.auto()  # of 128 elements: a row is one parameter's alone, and no shard cuts it
+    ROW = enum.auto()  # of 128 elements, as they lie in memory: a row is one parameter's alone, and no shard cuts it
 
 
 class Begins(enum.Enum):
@@ -51,7 +51,11 @@ class StateTensor:
         return tuple(parameter) if self.per is Per.ELEMENT else (-(-numel // ROW),)
 
     def order(self, parameter: StorageOrder) -> StorageOrder:
-        """In which the state of a parameter lies that lies so itself."""
+        """In which the state of a parameter lies that lies so itself.
+
+        Rows have no dimensions of their own. But which elements are one depends on the parameter's order: what was
+        kept for rows in one order means nothing in another, and whoever loads it refuses it.
+        """
         return parameter if self.per is Per.ELEMENT else None
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_kernels import ROW
+
 from ..errors import StateMismatchError
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
-from ..params.storage_order import flat_of, storage_order
-from ..rules.update_rule import Begins, StateTensor
+from ..params.storage_order import StorageOrder, flat_of, storage_order
+from ..rules.update_rule import Begins, Per, StateTensor
 from .shard_state import ShardState
 
 
@@ -53,10 +55,24 @@ def plan_load(
     return copies
 
 
+def check_rows(tensors: Iterable[StateTensor], entry: Mapping[str, Any], order: StorageOrder, label: str) -> None:
+    """Raise StateMismatchError where ``entry`` has state for rows of a parameter that lay in another order than
+    ``order``, as its state for elements tells."""
+    if not any(tensor.per is Per.ROW for tensor in tensors):
+        return
+    elements = [entry.get(tensor.name) for tensor in tensors if tensor.per is Per.ELEMENT]
+    if any(isinstance(saved, Tensor) and storage_order(saved) != order for saved in elements):
+        raise StateMismatchError(
+            f"the state of {label} has values for rows of {ROW} elements as they lie in memory, and it lies in another "
+            "order here: bring the model to the memory format that it was saved in"
+        )
+
+
 def _plan_slot(
     shard: ShardState, shapes: Mapping[str, Tensor], number: int, entry: Mapping[str, Any], label: str
 ) -> Iterator[Copy]:
     piece, targets = shard.bucket.pieces[number], shard.views(number, shapes)
+    check_rows(shard.tensors, entry, shard.bucket.flat.orders[number], label)
     for tensor in shard.tensors:
         unsaved = tensor.begins is Begins.PARAMETER and tensor.name not in entry
         target = targets[tensor.name]

@@ -40,7 +40,7 @@ class Offload:
     Attributes:
         device_budget: bytes of state that stay on the device, at most; None: as many as there is room for. Of
             ``Tier.PAGED`` alone, else 0.
-        folder: where ``Tier.NVME`` keeps its file.
+        folder: where ``Tier.NVME`` keeps its file. Absolute: the process may go elsewhere before it removes it.
         speculate: of ``Tier.CPU``, whether updates begin before the norm is known.
     """
 
@@ -76,7 +76,7 @@ def read_offload(
     if state_offload == Tier.CPU.value:
         return Offload(Tier.CPU, speculate=speculate is not False)
     if state_offload.startswith(_NVME) and len(state_offload) > len(_NVME):
-        return Offload(Tier.NVME, folder=Path(state_offload.removeprefix(_NVME)).expanduser())
+        return Offload(Tier.NVME, folder=Path(state_offload.removeprefix(_NVME)).expanduser().absolute())
     raise ValueError(f"state_offload must be {_CHOICES}, got {state_offload!r}")
 
 

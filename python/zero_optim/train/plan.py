@@ -115,12 +115,12 @@ def _find(request: TrainRequest) -> Saved | None:
         return None
     try:
         if request.resume == RESUME_AUTO:
-            run_dir = Path(request.given["out"])
+            run_dir = Path(request.given["out"]).absolute()
             source = RunDir(run_dir).checkpoints
             if not checkpoints(source):
                 return None
         else:
-            source, run_dir = find_checkpoint(request.resume)
+            source, run_dir = find_checkpoint(request.resume.absolute())
         return Saved(source, run_dir, checkpoint.info(source))
     except CheckpointError as error:
         raise UsageError(f"--resume {request.resume}: {error}") from error

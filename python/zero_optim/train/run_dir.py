@@ -45,10 +45,14 @@ class StepRecord:
 
 
 class RunDir:
-    """The folder of one run. Every rank may read; only rank 0 makes it and logs to it."""
+    """The folder of one run. Every rank may read; only rank 0 makes it and logs to it.
+
+    Attributes:
+        path: absolute. The process may go elsewhere before the run is over.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path.absolute()
 
     @property
     def checkpoints(self) -> Path:
