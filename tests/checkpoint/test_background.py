@@ -12,7 +12,8 @@ import torch
 from checkpoint_cases import Job, make_zoo, train_zoo
 from checkpoint_files import read_contents, read_tensors
 from harness import run_ranks
-from zero_optim import CheckpointError, checkpoint
+from torch import nn
+from zero_optim import CheckpointError, ShardedAdamW, checkpoint
 from zero_optim.checkpoint import background, saving
 
 
@@ -96,3 +97,21 @@ def test_an_error_surfaces_at_the_next_call_on_every_rank(tmp_path: Path, how: s
     for message, step in run_ranks(2, fail, str(tmp_path), how):
         assert "the save in the background has failed: " in message and "Input/output error" in message
         assert step == "3"
+
+
+def test_a_relative_path_stays_what_it_was_when_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on in another folder while the thread has not published what it writes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    model = nn.Linear(3, 3)
+    opt = ShardedAdamW(model.named_parameters(), state_offload="nvme:.")
+    with pytest.MonkeyPatch.context() as patch:
+        held = Held(patch)
+        saved = checkpoint.save("ck", model, opt, background=True)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        held.let_go()
+        checkpoint.wait()
+    assert saved == tmp_path / "ck" / "step-0" == checkpoint.latest(tmp_path / "ck")
+    opt.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ck", "elsewhere"]  # and no file of pages
+    assert not list((tmp_path / "elsewhere").iterdir())

@@ -23,6 +23,7 @@ from zero_optim.stores.offload import Footprint, Offload, Tier, footprint, read_
         (("cpu",), Offload(Tier.CPU, speculate=True)),
         (("cpu", None, False), Offload(Tier.CPU, speculate=False)),
         (("nvme:/mnt/disk",), Offload(Tier.NVME, folder=Path("/mnt/disk"))),
+        (("nvme:disk",), Offload(Tier.NVME, folder=Path.cwd() / "disk")),
     ],
 )
 def test_a_choice_is_read(arguments: tuple[Any, ...], expected: Offload) -> None:
