@@ -8,23 +8,14 @@ import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from replacing_victim import die_in_publishing, without_exchange
 from torch import nn
 from zero_optim import checkpoint
 from zero_optim.checkpoint import disk, folder
 from zero_optim.checkpoint.newest import newest
-
-CALLS: list[tuple[Any, str]] = [
-    (disk, "exchange"),
-    (Path, "rename"),
-    (os, "fsync"),
-    (os, "unlink"),
-    (os, "rmdir"),
-]
-"""All that changes what is on the disk, once the files of a checkpoint are written."""
 
 
 def model_of(value: float) -> nn.Module:
@@ -51,21 +42,9 @@ def dying(publish: Callable[[], object], at: int, exchanges: bool) -> Callable[[
     """``publish``, whose process is killed as it comes to the ``at``-th call that changes the disk."""
 
     def work() -> None:
-        left = [at]
-
-        def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-            def wrapped(*arguments: Any, **more: Any) -> Any:
-                if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                left[0] -= 1
-                return call(*arguments, **more)
-
-            return wrapped
-
         if not exchanges:
-            disk.exchange = lambda one, other: False
-        for owner, name in CALLS:
-            setattr(owner, name, counted(getattr(owner, name)))
+            without_exchange()
+        die_in_publishing(at)
         publish()
 
     return work
