@@ -71,8 +71,8 @@ def load(
     master, rounded once. Random states, and those of ``data``, are taken over by as many ranks as saved them.
 
     Args:
-        path: a checkpoint, or the folder of several: then the newest whole one. That one is damaged is said in a
-            warning, and the one before it is taken.
+        path: a checkpoint, or the folder of several: then the newest whole one, which is the one that was saved last.
+            That one is damaged is said in a warning, and the one that it came from is taken.
         model: sharded or not.
         opt: as it was given to ``save``: a ``ShardedAdamW``, one of torch's, or several; None: the model alone.
         scaler, scheduler, data: whose ``load_state_dict`` gets what was saved of them.

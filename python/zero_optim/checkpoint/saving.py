@@ -57,14 +57,16 @@ def save(
     the disk; until then an earlier checkpoint is the newest. Gradients are not saved.
 
     Args:
-        path: a folder that all ranks see, of one job's checkpoints. It is made where it is not there.
+        path: a folder that all ranks see, of one job's checkpoints. It is made where it is not there. A relative one is
+            that of this call, wherever the process goes while a thread writes.
         model: sharded or not. An optimizer's parameters have to be in it.
         opt: a ``ShardedAdamW``, or several.
         step: the N of the name; None: the most updates that a parameter has had. A checkpoint of this name is replaced.
         scaler, scheduler: one or several, of which ``state_dict()`` is saved, that of rank 0.
         data: what has a ``state_dict()``, each rank's own, such as a loader that knows its position.
         extra: plain values of your own, rank 0's: numbers, strings, bytes, small tensors, lists, tuples, dicts.
-        keep_last: remove checkpoints older than the newest so many whole ones, this one counted.
+        keep_last: of this one and those that it came from, keep so many whole ones. Remove what was saved before them,
+            and has a lower step than this one.
         background: return when what this rank writes is copied to host memory, and write it while training goes on. The
             memory is kept for the next time. The folder is there after ``wait()``, or the next ``save`` or ``load``:
             these wait, and raise what went wrong.
