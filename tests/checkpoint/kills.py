@@ -97,8 +97,11 @@ def assert_same(ours: Path, theirs: Path) -> None:
 
 # -- saves that replace ------------------------------------------------------------------------------------------------
 
-MOST_CALLS = 12
-"""More than change the disk while one checkpoint takes the place of another: then the rank lives."""
+
+def calls_of_a_replacement(ranks: int, *, exchanges: bool) -> int:
+    """That change the disk: two syncs and an exchange, or two renames more; then each rank's file, the index, and their
+    folder are removed."""
+    return (3 if exchanges else 5) + ranks + 2
 
 
 def job(folder: Path, ranks: int, last: int, at: int, *, exchanges: bool = True) -> tuple[int, str]:
@@ -163,7 +166,8 @@ def kill_replacing(folder: Path, ranks: int, deaths: Sequence[tuple[int, bool]])
 
 def replace(kills: int, ranks: int, seed: int) -> None:
     generator = random.Random(seed)
-    deaths = [(generator.randrange(MOST_CALLS), number % 2 == 0) for number in range(kills)]
+    ways = [number % 2 == 0 for number in range(kills)]
+    deaths = [(generator.randrange(calls_of_a_replacement(ranks, exchanges=way)), way) for way in ways]
     with tempfile.TemporaryDirectory(prefix="kills-") as work:
         start = time.perf_counter()
         died, new = kill_replacing(Path(work) / "checkpoints", ranks, deaths)

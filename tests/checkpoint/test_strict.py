@@ -371,6 +371,17 @@ def test_an_expanded_buffer_is_loaded(tmp_path: Path, ranks: int) -> None:
         assert rows == [[7.0, 1.0, 2.0, 3.0]] * 3
 
 
+def test_a_tensor_that_torch_does_not_write_is_told_before_others_are(tmp_path: Path) -> None:
+    model = Expanded()
+    checkpoint.save(tmp_path, model, step=1)
+    with torch.inference_mode():
+        model.register_buffer("mask", torch.ones(3, 4))
+    model.weight.data.zero_()
+    with pytest.raises(zero_optim.ParameterError, match="the buffer 'mask' was made in torch.inference_mode"):
+        checkpoint.load(tmp_path, model)
+    assert not model.weight.any()
+
+
 def load_expanded(rank: int, world_size: int, folder: str) -> list[list[float]]:
     model = Expanded()
     opt = optimizer(model, one_group, 2)

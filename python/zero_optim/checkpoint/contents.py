@@ -98,12 +98,20 @@ class TensorContents:
     def specs(self) -> list[TensorSpec]:
         return [holding.spec for holding in self.holdings]
 
-    def check_shared(self, read: Callable[[Holding, Tensor], bool]) -> None:
-        """Raise StateMismatchError where a tensor that has several elements in one place would get several values.
+    def check_writable(self, read: Callable[[Holding, Tensor], bool]) -> None:
+        """Before the first tensor is written, see that all can be.
 
         ``read``: fills a flat tensor with what a holding is going to get; returns False where it gets nothing.
+
+        Raises ParameterError for a tensor that torch would not write; StateMismatchError where one that has several
+        elements in one place would get several values.
         """
         for holding, tensor in zip(self.holdings, self._tensors, strict=True):
+            if tensor.is_inference() and not torch.is_inference_mode_enabled():
+                raise ParameterError(
+                    f"the {holding.spec.label} was made in torch.inference_mode(), and torch writes it nowhere else: "
+                    "make the model outside, or give it a .clone() that is made outside"
+                )
             if isinstance(tensor, ParamShard) or not _shares_elements(tensor):
                 continue
             values = torch.zeros(tensor.numel(), dtype=tensor.dtype, device="cpu")
@@ -174,7 +182,7 @@ def _flat_values(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _write(tensor: Tensor, values: Tensor) -> None:
-    """An expanded tensor has one element in memory for several: it is written once. See ``check_shared``."""
+    """An expanded tensor has one element in memory for several: it is written once. See ``check_writable``."""
     once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
     tensor[once].copy_(values[once])
 

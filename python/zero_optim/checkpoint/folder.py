@@ -55,6 +55,7 @@ def checkpoints(path: Path) -> list[Path]:
 
 
 def standings_in(path: Path) -> list[Standing]:
+    """As ``checkpoints``. One that was put aside counts where nothing has its name."""
     try:
         found = {at: step for at in path.iterdir() if (step := step_of(at)) is not None and at.is_dir()}
     except FileNotFoundError:
@@ -115,10 +116,11 @@ def begin(path: Path, step: int) -> None:
 
 
 def _clear(left: Path) -> None:
-    """Remove what a job has died in. One that was put aside, for another that never came, is put back; and so is one
-    that was being removed, as earlier versions gave both the same name."""
+    """Remove what a job has died in. One that was put aside, for another that never came, is put back, whether or not
+    it can be read just now. So is one that was being removed, if it is whole: earlier versions gave both one name."""
     folder = left.with_name("step-" + left.name.rpartition("-")[2])
-    if not left.name.startswith(_WRITING) and not os.path.lexists(folder) and problem_of(left) is None:
+    aside = left.name.startswith(_REPLACED) or (left.name.startswith(_REMOVING) and problem_of(left) is None)
+    if aside and not os.path.lexists(folder):
         left.rename(folder)
     else:
         shutil.rmtree(left, ignore_errors=True)

@@ -173,7 +173,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     stored, told = together(
         subject.comm, lambda: _match(Path(path), names, contents.holdings, strict=strict), "load_safetensors"
     )
-    together(subject.comm, lambda: contents.check_shared(partial(_read_one, stored)), "load_safetensors")
+    together(subject.comm, lambda: contents.check_writable(partial(_read_one, stored)), "load_safetensors")
     together(subject.comm, lambda: _read(stored, contents.holdings, contents.values()), "load_safetensors")
     return told
 

@@ -76,16 +76,21 @@ _came_from: weakref.WeakKeyDictionary[nn.Module, dict[Path, Place]] = weakref.We
 
 def came_from(model: nn.Module, path: Path) -> Place | None:
     """The checkpoint in ``path`` that ``model`` goes on from; None: not known."""
-    return _came_from.get(model, {}).get(path.resolve())
+    return _came_from.get(_plain(model), {}).get(path.resolve())
 
 
 def note_saved(model: nn.Module, path: Path, place: Place) -> None:
-    _came_from.setdefault(model, {})[path.resolve()] = place
+    _came_from.setdefault(_plain(model), {})[path.resolve()] = place
 
 
 def note_loaded(model: nn.Module, folder: Path, number: int, step: int | None) -> None:
     """What it came from in other folders says nothing any more. ``step``: None for a folder that has another name."""
-    _came_from[model] = {} if step is None else {folder.parent: (number, step)}
+    _came_from[_plain(model)] = {} if step is None else {folder.parent: (number, step)}
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """Without torch.compile's wrapper: the one may be saved, and the other loaded."""
+    return getattr(model, "_orig_mod", model)
 
 
 # -- as the index has it -----------------------------------------------------------------------------------------------

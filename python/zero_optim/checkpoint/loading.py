@@ -212,7 +212,7 @@ def _verify(folder: Path, comm: Comm, plan: LoadPlan) -> None:
                 files.read_into(values, saved, holding.start, holding.spec.order)
             return saved is not None
 
-        plan.model.check_shared(read)
+        plan.model.check_writable(read)
 
 
 def _plan(folder: Path, index: Index, subject: Subject, others: _Others, *, strict: bool) -> LoadPlan:

@@ -19,6 +19,8 @@ from .matching import Match, Wanted
 from .plain import decode, encode
 from .state_dict import check_groups_fit, load_groups
 
+_ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay")
+
 
 class OptimizerPart(Contents, Protocol):
     """An optimizer among what is saved and loaded. As ``Contents`` it is what there is to save."""
@@ -178,6 +180,8 @@ class TorchPart(TensorContents):
             there = [index.tensors.get((kind, saved_name[name])) for kind in kinds]
             specs += [TensorSpec(name, saved.spec.kind, saved.spec.shape, saved.spec.dtype) for saved in there if saved]
         own = type(self._opt).__name__
+        if own in ADAMS and all(saved.name in ADAMS for saved in index.optimizers):
+            _check_counted(index.steps(), specs, saved_name)
         return Wanted(specs, self._names_of_groups(), takes=ADAMS if own in ADAMS else frozenset((own,)))
 
     def groups_of(self, saved: SavedOptimizer, numbers: Sequence[int | None]) -> list[dict[str, Any]]:
@@ -208,6 +212,13 @@ class TorchPart(TensorContents):
                 counted = isinstance(count, float)  # as a tensor, by those who have one
                 state[index_of[name]]["step"] = torch.tensor(count, device="cpu") if counted else count
         self._opt.load_state_dict({"state": state, "param_groups": self._opt.state_dict()["param_groups"]})
+
+
+def _check_counted(steps: Mapping[str, float], specs: Sequence[TensorSpec], saved_name: Mapping[str, str]) -> None:
+    """An Adam of torch's whose moments are of nobody knows how many updates would fail in its next step."""
+    counts = {name: steps.get(name) for name in (saved_name[spec.name] for spec in specs)}
+    if len({type(count) for count in counts.values()}) > 1 or None in counts.values():
+        raise CheckpointError(f"updates are not counted alike of all its parameters: {dict(list(counts.items())[:5])}")
 
 
 def make_part(opt: Any, names: Names) -> OptimizerPart:
@@ -249,6 +260,9 @@ def _chosen(
 ) -> list[dict[str, Any]]:
     there = [{**decode({**group, "params": None}), "params": group["params"]} for group in saved.groups]
     for number, group in enumerate(there):
+        missing = [option for option in _ADAM_OPTIONS if option in defaults and option not in group]
+        if missing and saved.name in ADAMS:
+            raise CheckpointError(f"parameter group {number} has no {missing[0]}")
         for option, default in defaults.items():
             if option in group and not _alike(group[option], default):
                 raise CheckpointError(
@@ -264,7 +278,7 @@ def _chosen(
 def _alike(value: Any, other: Any) -> bool:
     """Whether both may be the same option: numbers, flags, texts, or several of them. NaN is none."""
     if value is None or other is None:
-        return True
+        return other is None or isinstance(other, bool)
     if isinstance(other, list | tuple):
         return isinstance(value, list | tuple) and len(value) == len(other) and all(map(_alike, value, other))
     if isinstance(other, bool | str):
