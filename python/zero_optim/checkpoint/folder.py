@@ -251,7 +251,10 @@ def read_index(folder: Path) -> Index:
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
-    """The newest whole checkpoint in ``path``, as far as the lengths of files tell; None: there is none."""
+    """The newest whole checkpoint in ``path``, which is the one that was saved last; None: there is none.
+
+    Whole as far as the index and the lengths of files tell. Where the last one is not, it is the one that it came from.
+    """
     return next((folder for folder in checkpoints(Path(path)) if problem_of(folder) is None), None)
 
 
