@@ -120,7 +120,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         params = listed(params)
         sharded = sharded_model_of(tensors_in(params))
         group = process_group if process_group is not None or mesh is None else mesh.get_group(mesh.ndim - 1)
-        comm = make_comm(sharded[0].process_group() if group is None and sharded else group)
+        device = next((tensor.device for tensor in tensors_in(params)), None)
+        comm = make_comm(sharded[0].process_group() if group is None and sharded else group, device)
         stage = (3 if sharded else 2) if stage is None else stage
         options: dict[str, Any] = {
             "stage": stage,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from .params.param_shard import ParamShard
 from .params.parameter_set import check_free, plain_name
 from .params.storage_order import described
 from .stores.host_memory import HostMemory
+from .stores.lanes import Lanes, make_lanes
 from .units.schedule import UnitSchedule
 from .units.sharded_model import ShardedModel, flatten, sharded_model_of
 from .units.unit import Registration, Unit
@@ -65,7 +67,8 @@ def shard_module(
         ValueError: an argument out of range.
         RankMismatchError: ranks disagree on model or arguments, or one of them failed.
     """
-    comm = make_comm(process_group if process_group is not None or mesh is None else mesh.get_group(mesh.ndim - 1))
+    group = process_group if process_group is not None or mesh is None else mesh.get_group(mesh.ndim - 1)
+    comm = make_comm(group, _nearest(model, device))
     plans: list[UnitPlan] = []
     with comm.raising_together("shard_module"):
         validate.check_group(process_group, mesh)
@@ -85,7 +88,8 @@ def shard_module(
     if node is not None:
         node.connect(target)
     sharding = Sharding(comm, stage=3, grad_reduce_dtype=None, device=target)
-    host_memory = None if param_offload is None else HostMemory(pinned=target.type == "cuda")
+    host_memory = None if param_offload is None else HostMemory(pinned=target.type == "cuda", device=target)
+    lanes = None if param_offload is None else make_lanes(target)
     made: list[Unit] = []
     try:
         for number, plan in enumerate(plans):
@@ -93,14 +97,14 @@ def shard_module(
                 _materialise(plan, target, init_fn)
             own_node = node if number else None
             made.append(Unit(plan.name, plan.module, plan.modules, own_node, keep=keep or number == 0))
-            _fill(made[-1], plan, sharding, host_memory)
+            _fill(made[-1], plan, sharding, host_memory, lanes)
     except BaseException:
         comm.close()
         raise
     for unit, plan in zip(made, plans, strict=True):
         unit.enclosing = {made[outer] for outer in plan.enclosing}
     schedule = UnitSchedule(made, sharding, prefetch, keep_evaluating=keep)
-    ShardedModel(model, made, sharding, schedule, process_group, host_memory)
+    ShardedModel(model, made, sharding, schedule, process_group, host_memory, lanes)
     return model
 
 
@@ -237,6 +241,14 @@ def _device(plans: Sequence[UnitPlan], device: torch.device | str | None) -> tor
     return devices[0] if devices else _device(plans, default)
 
 
+def _nearest(model: nn.Module, device: torch.device | str | None) -> torch.device | None:
+    """Where units compute, as far as that is known before anything is checked; else None."""
+    with suppress(RuntimeError):  # of a ``device`` that is none, which is told later, on all ranks
+        if device is not None:
+            return torch.device(device)
+    return next((parameter.device for parameter in model.parameters() if not parameter.is_meta), None)
+
+
 @torch.no_grad()
 def _materialise(plan: UnitPlan, device: torch.device, init_fn: Callable[[nn.Module], object] | None) -> None:
     """Bring the unit's parameters, and the buffers of its modules, to ``device``; give those on ``meta`` values."""
@@ -267,7 +279,9 @@ def _materialise(plan: UnitPlan, device: torch.device, init_fn: Callable[[nn.Mod
         initialise(module)
 
 
-def _fill(unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemory | None) -> None:
+def _fill(
+    unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemory | None, lanes: Lanes | None
+) -> None:
     """Collective. Shard the unit's parameters: one flat tensor for each dtype, and for what is trained and what not."""
     shards = {key: _shard_of(parameter, plan.registrations[key][0][2]) for key, parameter in plan.parameters.items()}
     shard_of = {id(plan.parameters[key]): shard for key, shard in shards.items()}
@@ -279,7 +293,8 @@ def _fill(unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemor
     for (_, trained), parameters in plan.flats().items():
         unit.flats.append(flatten(parameters, sharding, trained=trained))
         if sharding.shard_count > 1 or host_memory is not None:
-            unit.flats[-1].split([shard_of[id(parameter)] for parameter in parameters], host_memory=host_memory)
+            own = [shard_of[id(parameter)] for parameter in parameters]
+            unit.flats[-1].split(own, host_memory=host_memory, lanes=lanes)
     if sharding.shard_count > 1 or host_memory is not None:
         unit.show_shards()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -62,13 +63,19 @@ def sync_buffers(model: nn.Module, how: str = "broadcast", *, process_group: dis
 def _comm(model: nn.Module, process_group: dist.ProcessGroup | None) -> Comm:
     """The ranks to share buffers with, over the group that was given and not over one of the optimizer's own."""
     if process_group is not None:
-        return make_comm(process_group)
+        return make_comm(process_group, _gpu_of(model))
     known = [sharded.sharding.everyone for sharded in sharded_model_of(model.parameters())]
     known += [opt.engine.sharding.everyone for opt in optimizers_of(model)]
     of_ranks = {tuple(comm.ranks): comm for comm in known}
     if len(of_ranks) > 1:
         raise ValueError(f"parts of the model are trained on ranks {list(of_ranks)}: give sync_buffers a process_group")
-    return Comm(known[0].group) if known else make_comm()
+    return Comm(known[0].group, known[0].device) if known else make_comm(device=_gpu_of(model))
+
+
+def _gpu_of(model: nn.Module) -> torch.device | None:
+    """That of the model; None where all of it is on the CPU."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -93,7 +100,8 @@ def _without_repeats(buffer: Tensor) -> Tensor:
 def _device(comm: Comm, buffers: Sequence[Tensor]) -> torch.device:
     """Where buffers are put together: the first of theirs that the group serves, else one that it does."""
     devices = dict.fromkeys(buffer.device for buffer in buffers)
-    gpu = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
+    gpu = [comm.device] if comm.device is not None else []
+    gpu += [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
     return next((device for device in (*devices, *gpu) if validate.serves(comm, device)), torch.device("cpu"))
 
 

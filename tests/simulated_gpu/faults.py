@@ -591,14 +591,43 @@ _PARAMETERS = (
     _fault(
         "the event of a unit's copy is not recorded",
         "params/flat_params.py",
-        "            self._copied.record(torch.cuda.current_stream(self.device))",
-        "            pass",
+        "        lane.set(self._copied)\n",
+        "",
         _two(3, "offloaded, edited"),
+    ),
+    _fault(
+        "no mark says that a unit has memory",
+        "params/flat_params.py",
+        "        self._allocated.set()  # its memory may be what the stream that computes has used before\n",
+        "",
+        _one(3, "offloaded"),
+    ),
+    _fault(
+        "a unit is copied into memory that is still used",
+        "params/flat_params.py",
+        "        lane.after(self._allocated)\n",
+        "",
+        _one(3, "offloaded"),
+    ),
+    _fault(
+        "ranks gather a unit before their parts of it were copied",
+        "params/flat_params.py",
+        "        with lane.as_current():\n            return self._sharding.all_gather(self.full)\n",
+        "        return self._sharding.all_gather(self.full)\n",
+        _one(3, "offloaded"),
+    ),
+    _fault(
+        "a unit of one rank is used before it was copied",
+        "params/flat_params.py",
+        "        if self._lanes is not None:\n            self._copied.order_current()\n",
+        "",
+        _one(3, "offloaded"),
+        ranks=1,
     ),
     _fault(
         "the host does not wait until the device has read a shard",
         "params/flat_params.py",
-        "            self._copied.synchronize()",
+        "            self._copied.wait()",
         "            pass",
         _two(3, "offloaded, edited"),
     ),
@@ -620,12 +649,10 @@ _PARAMETERS = (
     _fault(
         "a unit's own part is copied after the gather began",
         "params/flat_params.py",
-        "        self._sharding.own_part(self.full).copy_(self.shard, non_blocking=True)\n"
-        "        if self._copied is not None:\n"
-        "            self._copied.record(torch.cuda.current_stream(self.device))\n"
+        "        self._sharding.own_part(self.full).copy_(self.shard)\n"
         "        return self._sharding.all_gather(self.full)",
         "        gather = self._sharding.all_gather(self.full)\n"
-        "        self._sharding.own_part(self.full).copy_(self.shard, non_blocking=True)\n"
+        "        self._sharding.own_part(self.full).copy_(self.shard)\n"
         "        return gather",
         _one(3),
     ),

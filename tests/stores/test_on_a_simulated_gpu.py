@@ -5,6 +5,7 @@ Whole trainings with stores are among the order programs, of which ``make race-c
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from simulated_gpu.worker import Call
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 NUMEL = 512
 PAGE = NUMEL * 4  # bytes
@@ -88,3 +90,41 @@ def closed_under_way(kept: bool, written: bool) -> list[int]:
 @pytest.mark.parametrize("kept", (False, True))
 def test_a_store_is_closed_while_copies_are_under_way(call: Call, kept: bool, written: bool) -> None:
     assert call(closed_under_way, kept, written) == ([0, 0, 0], [])
+
+
+class _Streams(TorchDispatchMode):
+    """Notes on which streams host memory is copied to the device, and on which a layer computes, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket).removeprefix("aten.")
+        if name == "linear" or (name == "copy_" and args[0].is_cuda and not args[1].is_cuda):
+            self.used.append((name, torch.cuda.current_stream().stream_id))
+        return func(*args, **(kwargs or {}))
+
+
+def units_from_host_memory() -> tuple[bool, list[tuple[str, int]]]:
+    """Whether two forwards of a model with its parameters in host memory are right; what the second has used."""
+    from zero_optim import shard_module
+
+    plain = nn.Sequential(*(nn.Linear(8, 8, device="cpu") for _ in range(3)))
+    model = shard_module(copy.deepcopy(plain), (nn.Linear,), device="cuda", param_offload="cpu")
+    x = torch.ones(2, 8, device="cpu")
+    with torch.inference_mode():
+        wanted, there = plain(x), x.to("cuda")
+        model(there)
+        with _Streams() as streams:
+            got = model(there)
+        return torch.equal(got.cpu(), wanted), streams.used
+
+
+def test_the_next_unit_is_copied_beside_the_one_in_use(call: Call) -> None:
+    """On the stream that computes it would hold the unit in use, before which it is asked for."""
+    (right, used), races = call(units_from_host_memory)
+    assert right and not races
+    assert [name for name, _ in used] == ["copy_", "copy_", "linear", "copy_", "linear", "linear"]
+    lane = {stream for name, stream in used if name == "copy_"}
+    assert len(lane) == 1 and lane != {0} and {stream for name, stream in used if name == "linear"} == {0}

@@ -33,7 +33,7 @@ class Link:
     def __init__(self, nbytes: int, page_bytes: int, device: torch.device) -> None:
         """``nbytes``: the most that ``move`` is asked for, one way."""
         self._device, self._page_bytes = device, page_bytes
-        self._host = HostMemory(pinned=device.type == "cuda").take(max(nbytes, page_bytes)).zero_()
+        self._host = HostMemory(pinned=device.type == "cuda", device=device).take(max(nbytes, page_bytes)).zero_()
         self._arriving, self._leaving = (torch.zeros(page_bytes, dtype=torch.uint8, device=device) for _ in range(2))
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
 

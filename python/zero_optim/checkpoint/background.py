@@ -20,7 +20,9 @@ from torch import Tensor
 
 from ..comm.collectives import Comm
 from ..comm.host_ranks import forget_group
+from ..comm.streams import on_device
 from ..errors import CheckpointError
+from ..stores.host_memory import HostMemory
 from .together import together
 
 _WHERE = "checkpoint.wait"
@@ -28,7 +30,7 @@ _WHERE = "checkpoint.wait"
 
 class Slab:
     """Host memory for the values of one save. It is allocated once, as large as is asked for, and kept; pinned where
-    values come from a GPU."""
+    values come from a GPU, by ``HostMemory``: torch's own pinned memory would come in powers of two."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -42,16 +44,19 @@ class Slab:
             if flat.device.type == "cuda":
                 gpus.add(flat.device)
             if not copied:
-                self._allocate(sum(sizes), pinned=bool(gpus))
+                self._allocate(sum(sizes), next(iter(gpus), None))
             copied.append(self._memory.narrow(0, place, size))
             copied[-1].copy_(flat.detach().view(torch.uint8), non_blocking=True)
             place += size
         return CopiedValues(copied, [_reached(gpu) for gpu in gpus])
 
-    def _allocate(self, nbytes: int, *, pinned: bool) -> None:
-        if self._memory.numel() < nbytes or (pinned and not self._memory.is_pinned()):
+    def _allocate(self, nbytes: int, gpu: torch.device | None) -> None:
+        if self._memory.numel() < nbytes or (gpu is not None and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old goes before the new comes
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            if gpu is not None:
+                self._memory = HostMemory(pinned=True, device=gpu).take(nbytes)
+            else:
+                self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,8 @@ class CopiedValues:
 
     def __iter__(self) -> Iterator[Tensor]:
         for event in self.arrived:
-            event.synchronize()
+            with on_device(event.device):
+                event.synchronize()
         return iter(self.values)
 
 

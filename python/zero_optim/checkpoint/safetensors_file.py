@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.streams import on_device
 from ..errors import CheckpointError
 from . import disk
 
@@ -164,7 +165,8 @@ def _on_host(flat: Tensor) -> Iterator[Tensor]:
     for place, part in enumerate(parts):
         if place + 1 < len(parts):
             bring(place + 1)
-        copied[place % 2].synchronize()
+        with on_device(flat.device):
+            copied[place % 2].synchronize()
         yield staging[place % 2][: part.numel()]
 
 

@@ -38,7 +38,13 @@ def _comm_of(model: Any, opt: Any) -> Comm:
             return one.engine.sharding.everyone
     for sharded in sharded_model_of(model.parameters()) if isinstance(model, nn.Module) else ():
         return sharded.sharding.everyone
-    return make_comm()
+    return make_comm(device=_device_of(model))
+
+
+def _device_of(model: Any) -> torch.device:
+    """Where the training is."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
 
 def _check_apart(optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -71,7 +77,7 @@ class Subject:
             sharded.check_usable()
         _check_apart(self.optimizers)
         self._models = sharded_model_of(model.parameters())
-        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self.device = _device_of(model)
 
     def described(self) -> dict[str, Any]:
         """What has to be the same on every rank."""

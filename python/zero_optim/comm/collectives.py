@@ -23,6 +23,7 @@ from ..errors import ClosedError, CollectiveError, RankMismatchError
 from . import standstill, transport
 from .gloo import GLOO
 from .standstill import Wait, standstill_of
+from .streams import on_device
 from .transport import STREAMS, Issued, Reduction, Transport, Work
 
 ON_HOST = torch.device("cpu")
@@ -129,12 +130,16 @@ class Comm:
     over the *given* one. What the optimizer sends of its own accord, reductions above all, goes over its *own*: a
     collective of the user's, or of another optimizer, between two calls of ours cannot meet it there.
 
+    ``device``: where the tensors are that will be communicated. Objects travel by way of it, where the group has no
+    back-end for the CPU. None: the current GPU.
+
     The groups are held weakly: gloo's threads end only when ``destroy_process_group`` drops the last reference, and
     one that still runs while the interpreter shuts down aborts the process.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
         self._group = weakref.ref(group) if group is not None else None
+        self.device = device
         self._own = self._group
         self._backends: dict[str, str] | None = None  # by type of device; read once
         self.out_of_step = False  # whether a collective has failed: the group is of no use any more
@@ -252,7 +257,7 @@ class Comm:
     def of_consecutive(self, count: int) -> Comm:
         """Collective. The ``count`` consecutive ranks among which this one is, a divisor of all; traffic is one."""
         ranks = dist.get_process_group_ranks(self.group)
-        node = Comm(self._split([ranks[start : start + count] for start in range(0, len(ranks), count)]))
+        node = Comm(self._split([ranks[start : start + count] for start in range(0, len(ranks), count)]), self.device)
         node.traffic = self.traffic
         return node
 
@@ -343,7 +348,8 @@ class Comm:
         if self.host_waits(ON_HOST):  # what follows cannot be looked after while the host waits for it
             meeting = self._transport(ON_HOST).barrier(self.group)
             Pending(meeting, Traffic(f"the wait for the other ranks in {where}"), comm=self, given=True).wait()
-        reports = self._transport(ON_HOST).gather_objects((where, value), self.group)
+        with on_device(self.device):
+            reports = self._transport(ON_HOST).gather_objects((where, value), self.group)
         odd = next((rank for rank, (there, _) in enumerate(reports) if there != reports[0][0]), None)
         if odd is not None:
             raise RankMismatchError(
@@ -413,12 +419,15 @@ def _dereference(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup | N
     return alive if alive is not None and alive in dist.distributed_c10d._world.pg_names else None
 
 
-def make_comm(process_group: dist.ProcessGroup | None = None) -> Comm:
-    """The given group, else the default one, else one rank where ``torch.distributed`` is not initialised."""
+def make_comm(process_group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Comm:
+    """The given group, else the default one, else one rank where ``torch.distributed`` is not initialised.
+
+    ``device``: see ``Comm``.
+    """
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise ValueError("this rank is not in process_group: make the optimizer on the group's own ranks only")
     if process_group is not None and (ranks := dist.get_process_group_ranks(process_group)) != sorted(ranks):
         raise ValueError(f"process_group has its ranks in the order {ranks}: give one with ascending ranks")
-    return Comm(process_group)
+    return Comm(process_group, device)

@@ -7,6 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
+from .streams import on_device
+
 
 class HostCopy:
     """A small fp32 tensor as the host sees it: a CPU's at once, a GPU's as of the last ``send`` that has arrived."""
@@ -30,12 +32,17 @@ class HostCopy:
 
     def read(self, *, wait: bool) -> list[float] | None:
         """What was sent, once; None where nothing was, or where it has not arrived and we do not ``wait``."""
-        if not self._sent or (self._event is not None and not wait and not self._event.query()):
+        if not self._sent or not (wait or self._arrived()):
             return None
         if self._event is not None:
-            self._event.synchronize()
+            with on_device(self.source.device):
+                self._event.synchronize()
         self._sent = False
         return list(self._memory)
+
+    def _arrived(self) -> bool:
+        with on_device(self.source.device):
+            return self._event is None or self._event.query()
 
     @property
     def immediate(self) -> bool:

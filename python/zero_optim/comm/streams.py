@@ -14,9 +14,21 @@ another; and autograd has streams of its own choice, see ``GradStreams``.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
+    """Within it ``device`` is the current one, where it is a GPU. For calls that torch does not do by a tensor's device.
+
+    A program need not call ``torch.cuda.set_device``, and a thread has a current GPU of its own, number 0. A wait for
+    an event, or memory that is pinned, would make a context there, a few hundred megabytes, from every rank of the
+    machine; ``"cuda"`` would be the same GPU for all of them.
+    """
+    return nullcontext() if device is None or device.type != "cuda" else torch.cuda.device(device)
 
 
 def keep_for_current_stream(*tensors: Tensor) -> None:

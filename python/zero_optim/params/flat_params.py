@@ -14,6 +14,7 @@ from ..comm.sharding import Sharding
 from ..comm.storage import allocate, as_own_storage, deallocate
 from ..comm.streams import keep_for_current_stream
 from ..stores.host_memory import HostMemory
+from ..stores.lanes import Lanes
 from .layout import BucketLayout
 from .param_shard import ParamShard
 from .storage_order import as_stored, storage_order, view_of
@@ -50,7 +51,7 @@ class FlatParams:
         self.param_shards: list[ParamShard] = []
         self.orders = [storage_order(parameter) for parameter in self.params]
         self.permuted = any(self.orders)
-        self._copied: torch.cuda.Event | None = None
+        self._lanes: Lanes | None = None
         self.full = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self.shard = sharding.own_part(self.full)
         self._views = self.slot_views(self.full)
@@ -80,12 +81,15 @@ class FlatParams:
 
     # -- where they are sharded ----------------------------------------------------------------------------------
 
-    def split(self, shards: Sequence[ParamShard], *, host_memory: HostMemory | None) -> None:
+    def split(
+        self, shards: Sequence[ParamShard], *, host_memory: HostMemory | None, lanes: Lanes | None = None
+    ) -> None:
         """Collective. From rank 0's values keep this rank's shard, and empty ``full``.
 
         Args:
             shards: of each parameter, to show the rank's range of it from now on.
             host_memory: where the shard is to rest; None: on the device.
+            lanes: where it rests in host memory, on what it is copied to the device.
         """
         self._sharding.broadcast(self.full)
         self.offloaded = host_memory is not None
@@ -94,7 +98,8 @@ class FlatParams:
         else:
             shard = torch.empty_like(self.shard)
         self.shard = shard.copy_(self.shard)
-        self._copied = torch.cuda.Event() if self.offloaded and self.device.type == "cuda" else None
+        if lanes is not None:
+            self._lanes, self._allocated, self._copied = lanes, lanes.mark(), lanes.mark()
         self.sharded, self.param_shards = True, list(shards)
         self._node_part: Tensor | None = None  # [numel / ranks of a node]
         self._poison = "poison" in debug_options()
@@ -112,16 +117,36 @@ class FlatParams:
         if node is not None and self._node_part is not None:
             node.own_part(self.full).copy_(self._node_part)
             return node.all_gather(self.full, "node_all_gather")
-        self._sharding.own_part(self.full).copy_(self.shard, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self.device))
+        if self._lanes is not None:
+            return self._unshard_from_host(self._lanes)
+        self._sharding.own_part(self.full).copy_(self.shard)
         return self._sharding.all_gather(self.full)
+
+    def _unshard_from_host(self, lanes: Lanes) -> Pending | None:
+        """Beside what computes: the unit in use must not wait for the copy of the next one. What is gathered from all
+        ranks follows on the lane::
+
+            computing   allocate ── mark a    the unit in use ............... wait for b    this unit
+            lane                              wait for a; copy; gather ── mark b
+        """
+        lane = lanes.to_device
+        self._allocated.set()  # its memory may be what the stream that computes has used before
+        lane.after(self._allocated)
+        lane.copy(self._sharding.own_part(self.full), self.shard)
+        lane.set(self._copied)
+        with lane.as_current():
+            return self._sharding.all_gather(self.full)
+
+    def order_after_copy(self) -> None:
+        """What follows on the current stream comes after what ``unshard`` has copied from host memory."""
+        if self._lanes is not None:
+            self._copied.order_current()
 
     def wait_until_copied(self) -> None:
         """To be called before the shard is written. Where it is in pinned host memory, the host waits until the device
-        has read it: on whichever stream ``unshard`` was, which need not be the current one."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        has read it."""
+        if self._lanes is not None:
+            self._copied.wait()
 
     def show(self) -> None:
         """``full`` is there: let the plain parameters have their values."""

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm.storage import as_own_storage
+from ..comm.streams import on_device
 from ..errors import OffloadError
 from ..params.layout import round_up
 
@@ -35,13 +38,14 @@ class HostMemory:
 
     Args:
         pinned: whether a GPU copies from and to it.
+        device: that GPU; None: the current one.
 
     Attributes:
         in_use: bytes that are taken now. Slabs may have some more.
     """
 
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned, self.in_use = pinned, 0
+    def __init__(self, *, pinned: bool, device: torch.device | None = None) -> None:
+        self._pinned, self._device, self.in_use = pinned, device, 0
         self._slabs: list[_Slab] = []
         self._slab_of: dict[int, _Slab] = {}  # by address of a run
 
@@ -55,7 +59,7 @@ class HostMemory:
         room = round_up(nbytes, ALIGNMENT)
         slab = next((slab for slab in self._slabs if slab.memory.nbytes - slab.end >= room), None)
         if slab is None:
-            slab = _Slab(_memory(max(room, min(SLAB_BYTES, self._slab_bytes())), pinned=self._pinned))
+            slab = _Slab(self._memory(max(room, min(SLAB_BYTES, self._slab_bytes()))))
             self._slabs.append(slab)
         run = as_own_storage(slab.memory[slab.end : slab.end + nbytes])
         slab.end += room
@@ -80,6 +84,17 @@ class HostMemory:
     def _slab_bytes(self) -> int:
         return sum(slab.memory.nbytes for slab in self._slabs)
 
+    def _memory(self, nbytes: int) -> Tensor:
+        """[nbytes] uint8, new. It is given back to the system with its last view."""
+        try:
+            mapping = _Mapping(-1, nbytes)
+        except OSError as error:
+            raise OffloadError(f"no {nbytes:,} bytes of host memory: {error}") from error
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        if self._pinned:
+            mapping.unpin = _pin(memory, self._device)
+        return memory
+
 
 class _Mapping(mmap.mmap):
     """Anonymous memory, shared with forked processes: their writes to it must not move it away under a GPU's copy."""
@@ -91,19 +106,27 @@ class _Mapping(mmap.mmap):
             self.unpin()
 
 
-def _memory(nbytes: int, *, pinned: bool) -> Tensor:
-    try:
-        mapping = _Mapping(-1, nbytes)
-    except OSError as error:
-        raise OffloadError(f"no {nbytes:,} bytes of host memory for state_offload: {error}") from error
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)
-    if pinned:
-        runtime, address = torch.cuda.cudart(), memory.data_ptr()
-        status = int(runtime.cudaHostRegister(address, nbytes, 0))
-        if status != 0:
-            raise OffloadError(
-                f"{nbytes:,} bytes of host memory for state_offload could not be pinned (CUDA error {status}): raise "
-                "the limit of locked memory (ulimit -l), or use fewer ranks a machine"
-            )
-        mapping.unpin = partial(runtime.cudaHostUnregister, address)
-    return memory
+def _pin(memory: Tensor, device: torch.device | None) -> Callable[[], object]:
+    """Register the memory with CUDA, for all GPUs. What undoes it. Raises OffloadError where that fails."""
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    with on_device(device):
+        status = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
+    if status != 0:
+        _take_last_error(device)
+        raise OffloadError(
+            f"{memory.nbytes:,} bytes of host memory could not be pinned (CUDA error {status}): raise the limit of "
+            "locked memory (ulimit -l), or use fewer ranks a machine"
+        )
+    return partial(_within, on_device(device), partial(runtime.cudaHostUnregister, address))
+
+
+def _within(guard: AbstractContextManager[Any], call: Callable[[], object]) -> None:
+    with guard:
+        call()
+
+
+def _take_last_error(device: torch.device | None) -> None:
+    """CUDA keeps a failure for whoever asks for the last one, which torch does after each launch: a later kernel of
+    anybody's would raise it. So a kernel is launched here, to raise it."""
+    with suppress(RuntimeError):
+        torch.empty(1, device=device or "cuda").add_(1)

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..comm.streams import on_device
+
 
 class Mark(Protocol):
     """A moment in the order of what was launched. One that was never set has passed."""
@@ -78,7 +80,7 @@ class _CudaMark:
         self.event.wait(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
-        with torch.cuda.device(self._device):  # a thread of ours would else make a context on GPU 0
+        with on_device(self._device):
             self.event.synchronize()
 
 

@@ -29,7 +29,7 @@ def make_store(
     """
     if offload.tier is Tier.DEVICE and not params_on_host:
         return DeviceStore(device)
-    memory, lanes = HostMemory(pinned=device.type == "cuda"), make_lanes(device)
+    memory, lanes = HostMemory(pinned=device.type == "cuda", device=device), make_lanes(device)
     if offload.tier is Tier.CPU:
         return HostStore(memory, lanes, threads)
     if offload.folder is not None:

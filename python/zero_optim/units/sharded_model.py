@@ -15,6 +15,7 @@ from ..params.flat_params import FlatParams
 from ..params.layout import one_bucket
 from ..params.param_shard import plain_parameter
 from ..stores.host_memory import HostMemory
+from ..stores.lanes import Lanes
 from .generation import sync_generation
 from .hooks import register_hooks
 from .parts import add_parts
@@ -32,6 +33,7 @@ class ShardedModel:
         sharding: who shares the parameters. Its group is its own: while backward runs, reductions are under way in
             another.
         host_memory: where shards rest; None: on the device.
+        lanes: on what they are copied from there.
     """
 
     def __init__(
@@ -42,10 +44,11 @@ class ShardedModel:
         schedule: UnitSchedule,
         process_group: dist.ProcessGroup | None,
         host_memory: HostMemory | None,
+        lanes: Lanes | None,
     ) -> None:
         self._process_group = weakref.ref(process_group) if process_group is not None else None
         self.model, self.units, self.sharding, self.schedule = model, list(units), sharding, schedule
-        self.host_memory = host_memory
+        self.host_memory, self.lanes = host_memory, lanes
         self.sharded = sharding.shard_count > 1 or self.offload
         for unit in units:
             for parameter in unit.parameters:
@@ -108,7 +111,7 @@ class ShardedModel:
             if params:
                 new = flatten(params, self.sharding, trained=trained)
                 if flat.sharded:
-                    new.split([shards[id(p)] for p in params], host_memory=self.host_memory)
+                    new.split([shards[id(p)] for p in params], host_memory=self.host_memory, lanes=self.lanes)
                 unit.flats.append(new)
         del whole
 

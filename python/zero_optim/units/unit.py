@@ -139,6 +139,7 @@ class Unit:
                 self._await(gather)
             self._pending = []  # only now: what failed to arrive must not be shown
             for flat in self.flats:
+                flat.order_after_copy()
                 flat.show()
             self.show_plain()
             self.state = UnitState.UNSHARDED
