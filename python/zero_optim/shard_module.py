@@ -279,9 +279,7 @@ def _materialise(plan: UnitPlan, device: torch.device, init_fn: Callable[[nn.Mod
         initialise(module)
 
 
-def _fill(
-    unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemory | None, lanes: Lanes | None
-) -> None:
+def _fill(unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemory | None, lanes: Lanes | None) -> None:
     """Collective. Shard the unit's parameters: one flat tensor for each dtype, and for what is trained and what not."""
     shards = {key: _shard_of(parameter, plan.registrations[key][0][2]) for key, parameter in plan.parameters.items()}
     shard_of = {id(plan.parameters[key]): shard for key, shard in shards.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from typing import Any
 
@@ -257,3 +258,15 @@ def _disagree(rank: int, world_size: int, what: str) -> str:
 def test_ranks_that_disagree_raise_on_every_rank(what: str) -> None:
     for text in run_ranks(2, _disagree, what):
         assert re.search(DIFFERENCES[what], text), text
+
+
+def test_buffers_of_the_cpu_travel_by_the_gpu_of_the_model() -> None:
+    """Where the group has no back-end for the CPU. The current GPU may be another one."""
+
+    class OverNccl(Comm):
+        def backend_of(self, device: torch.device) -> str | None:
+            return {"cuda": "nccl"}.get(device.type)
+
+    model = nn.BatchNorm1d(4)
+    module = importlib.import_module("zero_optim.sync_buffers")  # the package has the function under that name
+    assert module._device(OverNccl(None, torch.device("cuda:1")), [*model.buffers()]) == torch.device("cuda:1")

@@ -11,12 +11,11 @@
 
 namespace simulated_gpu {
 
-inline c10::Device the_device() { return c10::Device(c10::kCUDA, 0); }
-
 inline c10::Stream stream_of(int id) { return c10::Stream(c10::Stream::UNSAFE, the_device(), id); }
 
 // The number that a stream of torch's has here. A number from elsewhere would be an index out of range.
 inline int id_of(const c10::Stream& stream) {
+  check_ours(stream.device_index());
   TORCH_CHECK(stream.id() >= 0 && stream.id() < kHost, "stream ", stream.id(), " is not one of the simulated device");
   return static_cast<int>(stream.id());
 }
@@ -25,15 +24,24 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   static constexpr c10::DeviceType static_type = c10::kCUDA;
 
   c10::DeviceType type() const override { return c10::kCUDA; }
-  c10::Device getDevice() const override { return the_device(); }
-  c10::Device exchangeDevice(c10::Device) const override { return the_device(); }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Device getDevice() const override { return c10::Device(c10::kCUDA, current_device); }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    return c10::Device(c10::kCUDA, std::exchange(current_device, device.index()));
+  }
+  void setDevice(c10::Device device) const override { current_device = device.index(); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { current_device = device.index(); }
+  c10::DeviceIndex deviceCount() const noexcept override { return number() + 1; }
 
-  c10::Stream getStream(c10::Device) const override { return stream_of(current_stream); }
-  c10::Stream getDefaultStream(c10::Device) const override { return stream_of(kDefaultStream); }
-  c10::Stream getNewStream(c10::Device, int priority) const override {
+  c10::Stream getStream(c10::Device device) const override {
+    check_ours(device.index());
+    return stream_of(current_stream);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    check_ours(device.index());
+    return stream_of(kDefaultStream);
+  }
+  c10::Stream getNewStream(c10::Device device, int priority) const override {
+    check_ours(device.index());
     std::lock_guard<std::mutex> guard(timelines().lock);
     return stream_of(timelines().next_of_pool(priority));
   }
@@ -98,14 +106,16 @@ struct Hooks final : at::CUDAHooksInterface {
   bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  int getNumGPUs() const override { return 1; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  c10::DeviceIndex current_device() const override { return 0; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  void setCurrentDevice(c10::DeviceIndex) const override {}
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  bool hasPrimaryContext(c10::DeviceIndex index) const override { return index == number(); }
+  int getNumGPUs() const override { return number() + 1; }
+  c10::DeviceIndex deviceCount() const override { return number() + 1; }
+  c10::DeviceIndex current_device() const override { return simulated_gpu::current_device; }
+  c10::DeviceIndex getCurrentDevice() const override { return simulated_gpu::current_device; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { simulated_gpu::current_device = index; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    return std::exchange(simulated_gpu::current_device, index);
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
   c10::Device getDeviceFromPtr(void*) const override { return the_device(); }
 
   bool isPinnedPtr(const void* data) const override { return memory().is_pinned(data); }

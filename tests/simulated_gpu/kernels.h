@@ -118,7 +118,7 @@ inline at::Tensor cpu_alias(const at::Tensor& tensor) { return tensor.is_cuda() 
 inline at::Tensor empty_strided(
     at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
     std::optional<at::Device> device, std::optional<bool>) {
-  TORCH_CHECK(!device || device->index() <= 0, "the simulated machine has one device, not ", device->str());
+  if (device) check_ours(device->index());
   return at::detail::empty_strided_generic(
       size, stride, &device_allocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
 }
@@ -126,7 +126,7 @@ inline at::Tensor empty_strided(
 inline at::Tensor empty(
     at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
     std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
-  TORCH_CHECK(!device || device->index() <= 0, "the simulated machine has one device, not ", device->str());
+  if (device) check_ours(device->index());
   return at::detail::empty_generic(
       size, &device_allocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype), format);
 }

@@ -234,6 +234,25 @@ inline bool Memory::is_pinned(const void* pointer) {
 
 inline void release(void* pointer) { memory().release(pointer); }
 
+// The number of the device. Those below it are there too, and are other ranks': whoever uses one is told.
+inline c10::DeviceIndex number() {
+  static const char* given = std::getenv("SIMULATED_GPU_NUMBER");
+  static const auto number = static_cast<c10::DeviceIndex>(given ? std::atoi(given) : 0);
+  return number;
+}
+
+inline c10::Device the_device() { return c10::Device(c10::kCUDA, number()); }
+
+// As CUDA has it, each thread has its own, and begins with the first.
+inline thread_local c10::DeviceIndex current_device = 0;
+
+// Raises where it is not this device. No index: the current one.
+inline void check_ours(c10::DeviceIndex index) {
+  index = index < 0 ? current_device : index;
+  int used = index, ours = number();  // as numbers: an index is a char
+  TORCH_CHECK(used == ours, "GPU ", used, " is used, and not GPU ", ours, ", which is the rank's");
+}
+
 // What torch asks for memory, on the device or pinned.
 class Allocator final : public c10::Allocator {
  public:
@@ -241,7 +260,7 @@ class Allocator final : public c10::Allocator {
 
   c10::DataPtr allocate(size_t size) override {
     void* pointer = memory().allocate(size, pinned_);
-    return {pointer, pointer, &release, pinned_ ? c10::Device(c10::kCPU) : c10::Device(c10::kCUDA, 0)};
+    return {pointer, pointer, &release, pinned_ ? c10::Device(c10::kCPU) : the_device()};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t count) const override { std::memcpy(to, from, count); }

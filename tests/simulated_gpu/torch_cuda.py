@@ -6,6 +6,7 @@ device, ``torch.Stream`` and ``torch.Event``, which ask the device that is loade
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import torch
 
 from .device import call, counts
 
-DEVICE = torch.device("cuda", 0)
+DEVICE = torch.device("cuda", int(os.environ.get("SIMULATED_GPU_NUMBER", 0)))
 NAME = "simulated GPU"
 TOTAL_BYTES = 2**30
 """Of the device's memory, as it tells. Nothing is refused beyond it."""
@@ -29,9 +30,9 @@ class Stream(torch.Stream):
     """As ``torch.cuda.Stream``: the next of 32 of its priority."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **given: Any) -> Stream:
-        _check(device)
         if given:  # of a stream that is there: stream_id, device_index, device_type
             return super().__new__(cls, **given)
+        _check(device)
         return super().__new__(cls, DEVICE, priority=priority)
 
     @classmethod
@@ -76,31 +77,46 @@ class Event(torch.Event):
     def wait(self, stream: torch.Stream | None = None) -> None:
         super().wait(current_stream() if stream is None else stream)
 
+    def query(self) -> bool:
+        _check(None)  # CUDA asks the current device
+        return super().query()
+
+    def synchronize(self) -> None:
+        _check(None)
+        super().synchronize()
+
 
 class stream:
-    """As ``torch.cuda.stream``: the stream is the current one inside; None changes nothing."""
+    """As ``torch.cuda.stream``: the stream and its device are the current ones inside; None changes nothing."""
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self.stream = stream
+        self._device = device(None if stream is None else DEVICE)
 
     def __enter__(self) -> None:
-        self._before = current_stream()
+        self._device.__enter__()
         if self.stream is not None:
+            self._before = current_stream()
             set_stream(self.stream)
 
     def __exit__(self, *error: object) -> None:
-        set_stream(self._before)
+        if self.stream is not None:
+            set_stream(self._before)
+        self._device.__exit__(*error)
 
 
 class device:
-    """As ``torch.cuda.device``: there is one to choose from."""
+    """As ``torch.cuda.device``: it is the current one inside; None changes nothing."""
 
     def __init__(self, device: Any) -> None:
-        _check(device)
+        self._index = _index_of(device)
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        self._before = torch._C._accelerator_getDeviceIndex()
+        set_device(self._before if self._index is None else self._index)
 
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        set_device(self._before)
 
 
 class device_of(device):
@@ -128,7 +144,9 @@ def synchronize(device: Any = None) -> None:
 
 
 def set_device(device: Any) -> None:
-    _check(device)
+    index = _index_of(device)
+    if index is not None:
+        torch._C._accelerator_setDeviceIndex(index)
 
 
 def get_device_name(device: Any = None) -> str:
@@ -168,11 +186,13 @@ class Runtime:
 
     @staticmethod
     def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
+        _check(None)
         call("pin", address, nbytes)
         return 0
 
     @staticmethod
     def cudaHostUnregister(address: int) -> int:
+        _check(None)
         return 0 if call("unpin", address) else _NOT_REGISTERED
 
 
@@ -224,9 +244,9 @@ REPLACED: dict[str, Any] = {
     "cudart": Runtime,
     "is_available": lambda: True,
     "is_initialized": lambda: True,
-    "device_count": lambda: 1,
-    "current_device": lambda: DEVICE.index,
-    "is_current_stream_capturing": lambda: False,
+    "device_count": lambda: DEVICE.index + 1,
+    "current_device": lambda: torch._C._accelerator_getDeviceIndex(),
+    "is_current_stream_capturing": lambda: _check(None) is not None,
     "is_bf16_supported": lambda including_emulation=True: True,
     "empty_cache": lambda: None,
     "_sleep": lambda cycles: None,
@@ -234,7 +254,7 @@ REPLACED: dict[str, Any] = {
     "_lazy_call": lambda call, **_: call(),
     "_is_in_bad_fork": lambda: False,
     # Random numbers are the host's, and so is their state.
-    "default_generators": (torch.default_generator,),
+    "default_generators": (torch.default_generator,) * (DEVICE.index + 1),
 }
 
 ABSENT = (
@@ -283,8 +303,19 @@ def _absent(name: str) -> Callable[..., Any]:
     return absent
 
 
-def _check(device: Any) -> None:
-    """Raise where a device is named that is not there."""
+def _index_of(device: Any) -> int | None:
+    """None: the current one. Raises where a device is named that is not there."""
     index = torch.device(device).index if isinstance(device, (str, torch.device)) else device
-    if index not in (None, -1, DEVICE.index):
-        raise RuntimeError(f"CUDA error: invalid device ordinal: the simulated machine has one device, not {device}")
+    if index in (None, -1):
+        return None
+    if not 0 <= index <= DEVICE.index:
+        raise RuntimeError(f"CUDA error: invalid device ordinal: the simulated machine has no device {index}")
+    return index
+
+
+def _check(device: Any) -> None:
+    """Raise where a device is named that is not there, or is not this rank's. None: the current one."""
+    index = _index_of(device)
+    index = torch._C._accelerator_getDeviceIndex() if index is None else index
+    if index != DEVICE.index:
+        raise RuntimeError(f"GPU {index} is used, and not GPU {DEVICE.index}, which is the rank's")

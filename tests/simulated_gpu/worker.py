@@ -18,13 +18,14 @@ Call = Callable[..., tuple[Any, list[Race]]]
 
 
 @contextlib.contextmanager
-def worker() -> Iterator[Call]:
-    """Starts the process. A body is a function of a module; it and its results travel by pickle.
+def worker(number: int = 0) -> Iterator[Call]:
+    """Starts the process. A body is a function of a module; it and its results travel by pickle. ``number``: of the
+    device; the current one is GPU 0.
 
     Each call begins with an idle device, ``set_arrival("never")`` and the seed 0. What the body raises is raised here.
     """
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_start) as pool:
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_start, initargs=(number,)) as pool:
 
         def call(body: Callable[..., Any], *args: Any) -> tuple[Any, list[Race]]:
             try:
@@ -37,8 +38,8 @@ def worker() -> Iterator[Call]:
         yield call
 
 
-def _start() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
+def _start(number: int) -> None:
+    os.environ |= {"OMP_NUM_THREADS": "1", "SIMULATED_GPU_NUMBER": str(number)}
     load()
     install()
     import torch

@@ -128,3 +128,74 @@ def test_the_next_unit_is_copied_beside_the_one_in_use(call: Call) -> None:
     assert [name for name, _ in used] == ["copy_", "copy_", "linear", "copy_", "linear", "linear"]
     lane = {stream for name, stream in used if name == "copy_"}
     assert len(lane) == 1 and lane != {0} and {stream for name, stream in used if name == "linear"} == {0}
+
+
+class _LastError(TorchDispatchMode):
+    """CUDA keeps the error of a call that has failed; torch asks for it after each launch, whoever's that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending = False
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.pending = True
+        return 2  # cudaErrorMemoryAllocation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        launched = isinstance(result, Tensor) and result.is_cuda and "empty" not in str(func)
+        if self.pending and launched:
+            self.pending = False
+            raise RuntimeError("CUDA error: out of memory")
+        return result
+
+
+def refused() -> tuple[str, float]:
+    """What a store says whose memory cannot be pinned, and what somebody else's kernel then gives."""
+    from zero_optim.errors import OffloadError
+
+    x, before = torch.ones(1, device="cuda"), torch.cuda.cudart
+    with _LastError() as runtime:
+        torch.cuda.cudart = lambda: runtime
+        try:
+            _store().allocate(_page(1.0))
+        except OffloadError as error:
+            return str(error), float(x.add_(1).cpu())
+        finally:
+            torch.cuda.cudart = before
+    return "", 0.0
+
+
+def test_memory_that_cannot_be_pinned_leaves_no_error_to_others(call: Call) -> None:
+    (told, value), _ = call(refused)
+    assert "could not be pinned (CUDA error 2)" in told and "ulimit -l" in told
+    assert value == 2.0
+
+
+class _Pinned(TorchDispatchMode):
+    """Counts what is pinned by torch's own allocator, which takes a power of two."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += bool((kwargs or {}).get("pin_memory"))
+        return func(*args, **(kwargs or {}))
+
+
+def as_large_as_asked_for() -> tuple[int, list[int], bool]:
+    """Of two saves in the background, how often torch pins, the bytes of their memory, and whether it is pinned."""
+    from zero_optim.checkpoint.background import Slab
+
+    torch.empty(1, pin_memory=True)  # else ``is_pinned`` of this torch, which has no CUDA, asks nobody
+    slab, sizes = Slab(), []
+    with _Pinned() as by_torch:
+        for numel in (5000, 3000):
+            values = torch.arange(numel, dtype=torch.float32, device="cuda")
+            copied = slab.hold([4 * numel], [values])
+            assert torch.equal(next(iter(copied)).view(torch.float32), values.cpu())
+            sizes.append(slab._memory.untyped_storage().nbytes())
+    return by_torch.count, sizes, slab._memory.is_pinned()
+
+
+def test_a_save_in_the_background_pins_no_more_than_it_has(call: Call) -> None:
+    assert call(as_large_as_asked_for) == ((0, [20_000, 20_000], True), [])

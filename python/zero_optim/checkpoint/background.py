@@ -34,6 +34,7 @@ class Slab:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._pinned = False
 
     def hold(self, sizes: Sequence[int], values: Iterable[Tensor]) -> CopiedValues:
         """Copy ``values``, of so many bytes each. From a GPU they are on their way when this returns."""
@@ -51,8 +52,9 @@ class Slab:
         return CopiedValues(copied, [_reached(gpu) for gpu in gpus])
 
     def _allocate(self, nbytes: int, gpu: torch.device | None) -> None:
-        if self._memory.numel() < nbytes or (gpu is not None and not self._memory.is_pinned()):
+        if self._memory.numel() < nbytes or (gpu is not None and not self._pinned):
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old goes before the new comes
+            self._pinned = gpu is not None
             if gpu is not None:
                 self._memory = HostMemory(pinned=True, device=gpu).take(nbytes)
             else:
