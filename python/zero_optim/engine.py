@@ -324,6 +324,8 @@ class Engine:
             buckets: list[Bucket] = []
             with self._allocating("making the buckets"):
                 buckets = self.reducer.grow(trained)
+            flats = [(bucket.layout.numel, bucket.dtype) for bucket in buckets]
+            self.sharding.connect_for(flats, reduced=True, gathered=whole)  # units are gathered over the model's group
             for bucket in buckets if whole else ():
                 self.sharding.broadcast(bucket.flat.full)
             with self._allocating("making the state"):

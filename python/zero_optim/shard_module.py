@@ -101,6 +101,8 @@ def shard_module(
     except BaseException:
         comm.close()
         raise
+    flats = [(flat.layout.numel, flat.dtype) for unit in made for flat in unit.flats]
+    sharding.connect_for(flats, reduced=False, gathered=True)
     for unit, plan in zip(made, plans, strict=True):
         unit.enclosing = {made[outer] for outer in plan.enclosing}
     schedule = UnitSchedule(made, sharding, prefetch, keep_evaluating=keep)

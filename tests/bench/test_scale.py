@@ -45,10 +45,10 @@ def test_what_is_timed_has_as_many_buckets_as_the_true_shapes(rows):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_stage_2_communicates_by_the_bucket(rows, ranks):
-    """Construction: three collectives connect, a broadcast a bucket. In the first step the ranks learn."""
+    """Construction: three collectives connect, two more do so for buckets, and there is a broadcast a bucket. In the first step the ranks learn."""
     row = rows[ranks, "stage2"]
     buckets = row.buckets
-    connect = {"reduce_scatter": 1, "all_gather": 1, "all_reduce": 1 + FAILURES}
+    connect = {"reduce_scatter": 2, "all_gather": 2, "all_reduce": 1 + FAILURES}
     assert row.collectives["construction"] == {**connect, "broadcast": buckets, "gather_objects": 4}
     step = {"reduce_scatter": buckets, "all_gather": buckets, "all_reduce": 1}
     assert row.collectives["step"] == step
@@ -60,7 +60,7 @@ def test_stage_3_communicates_by_the_unit(rows, ranks):
     """The root is gathered once, a block for forward and for backward. Each unit is asked for failures once."""
     row = rows[ranks, "stage3"]
     assert row.buckets == ROOT_AND_BLOCKS
-    connect = {"reduce_scatter": 2, "all_gather": 2, "all_reduce": 2 + ROOT_AND_BLOCKS + FAILURES}
+    connect = {"reduce_scatter": 3, "all_gather": 3, "all_reduce": 2 + ROOT_AND_BLOCKS + FAILURES}
     assert row.collectives["construction"] == {**connect, "broadcast": ROOT_AND_BLOCKS, "gather_objects": 7}
     assert row.collectives["step"] == {
         "reduce_scatter": ROOT_AND_BLOCKS,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import zero_optim
 from guards import CollectiveLog
 from harness import run_ranks
 from torch import Tensor, nn
 from training_cases import ROW, TINY_CAP_MB, linear_backward
-from zero_optim.comm import sharding
+from zero_optim.comm import sharding, transport
 
 ROWS = 2 * 3 * ROW  # whole rows for 2 and 3 ranks: no padding
 COUNT = 12
@@ -129,3 +130,36 @@ def test_what_is_added_and_what_thaws_travels_by_the_bucket():
         assert adding == [4 * ROWS * 4] * 2
         assert thawing == [6 * ROWS * 4, 2 * ROWS * 4]
         assert values == [[n] for n in range(1, 9)] * 2
+
+
+def _first_step(rank: int, world_size: int, stage: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
+    """By kind, the largest number of elements that construction has sent in a call, and those of the first step."""
+
+    def largest() -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for entry in used.issued:
+            if entry.kind in ("reduce_scatter", "all_gather", "all_reduce"):
+                sizes[entry.kind] = max(entry.numel, sizes.get(entry.kind, 0))
+        used.issued.clear()
+        return sizes
+
+    used: Any = transport.used()
+    model = nn.Sequential(*(nn.Linear(ROW, ROW, bias=False) for _ in range(4))).to(dtype)
+    if stage == 3:
+        zero_optim.shard_module(model, (nn.Linear,))
+    opt = zero_optim.ShardedAdamW(model.parameters(), stage=stage)
+    at_construction = largest()
+    model(torch.ones(2, ROW, dtype=dtype)).sum().backward()
+    opt.step()
+    in_step = largest()
+    opt.close()
+    return at_construction, in_step
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nccl_has_connected_for_the_sizes_of_a_step(stage):
+    """It chooses an algorithm by size, and connects the ranks at its first use, while its host waits for all of them.
+    In the first backward one may have raised."""
+    for before, first in run_ranks(2, _first_step, stage, torch.bfloat16, simulated="held"):
+        assert max(first.values()) >= ROW * ROW // 2, "a bucket, or a shard of one"
+        assert all(before[kind] >= numel for kind, numel in first.items() if numel >= ROW * ROW // 2), (before, first)

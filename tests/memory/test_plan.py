@@ -314,6 +314,7 @@ def test_the_table_of_the_command(capsys):
     assert lines["model state"] == ["120.0", "31.41", "16.64", "1.88"]
     assert "The smallest stage that fits into 40 GB is 2" in said
     assert "Activations are not in it" in said
+    assert "CUDA's context and NCCL's communicators are not in it" in said
 
 
 def test_activations_and_a_picture(capsys, tmp_path):

@@ -34,13 +34,13 @@ What cannot be found this way
     them are one host here. Reads and writes of pinned memory by the host that nobody tells of.
 
 Which GPU is the rank's
-    ``SIMULATED_GPU_NUMBER`` is its number, 0 as a rule. Those below it are other ranks': the current one is GPU 0, as in
-    a program that never calls ``torch.cuda.set_device``. What is not told its device uses that one, and this raises:
+    ``SIMULATED_GPU_NUMBER`` is its number, 0 as a rule. Those below it are other ranks'. The current one is GPU 0, as
+    in a program that never calls ``torch.cuda.set_device``. What is not told its device uses that one. This raises:
     an allocation, a stream, a wait of the host, memory that is pinned.
 
 What is not there
-    A second device that works, sparse tensors, CUDA graphs, Triton. Random numbers are the host's, so ``torch.manual_seed`` gives
-    those of the CPU.
+    A second device that works, sparse tensors, CUDA graphs, Triton. Random numbers are the host's, so
+    ``torch.manual_seed`` gives those of the CPU.
 
 ``load()`` comes before torch is imported, so a test runs its body in a process of its own.
 

@@ -174,3 +174,28 @@ def not_told() -> list[str]:
 
 def test_the_device_tells_of_another_gpu(call: Call) -> None:
     assert call(not_told) == (["GPU 0 is used"] * 6, [])
+
+
+def measured() -> tuple[int, str]:
+    """Of a job on a GPU of which 300 MB are in use that torch has not allocated."""
+    import zero_optim
+
+    def mem_get_info(device: Any) -> tuple[int, int]:
+        free, total = before(device)
+        return free - 300 * 10**6, total
+
+    before, torch.cuda.mem_get_info = torch.cuda.mem_get_info, mem_get_info
+    try:
+        with zero_optim.memory.track() as memory:
+            opt = zero_optim.ShardedAdamW(_model().parameters())
+            result = memory.beside_torch(), memory.table()
+        opt.close()
+        return result
+    finally:
+        torch.cuda.mem_get_info = before
+
+
+def test_what_a_gpu_has_in_use_beside_torch_is_measured(call: Call) -> None:
+    (nbytes, table), _ = call(measured)
+    assert nbytes == 300 * 10**6
+    assert table.endswith("  beside torch's allocator, in no plan: 300 MB")

@@ -74,7 +74,7 @@ def the_device() -> None:
     for refused in (lambda: torch.cuda.set_device(1), lambda: torch.empty(1, device="cuda:1")):
         with pytest.raises(RuntimeError, match="GPU 1 is used|no device 1"):
             refused()
-    for absent in (torch.cuda.memory_reserved, torch.cuda.CUDAGraph):
+    for absent in (torch.cuda.memory_stats, torch.cuda.CUDAGraph):
         with pytest.raises(NotImplementedError, match="simulated GPU"):
             absent()
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):

@@ -239,6 +239,7 @@ REPLACED: dict[str, Any] = {
     "get_device_properties": get_device_properties,
     "memory_allocated": memory_allocated,
     "max_memory_allocated": max_memory_allocated,
+    "memory_reserved": memory_allocated,
     "reset_peak_memory_stats": reset_peak_memory_stats,
     "mem_get_info": mem_get_info,
     "cudart": Runtime,
@@ -258,7 +259,6 @@ REPLACED: dict[str, Any] = {
 }
 
 ABSENT = (
-    "memory_reserved",
     "max_memory_reserved",
     "memory_stats",
     "memory_summary",

@@ -244,15 +244,24 @@ class Comm:
         It does so where a kind of collective is first used, and its host waits for all ranks in that. In the first
         backward a rank that has raised would not come.
         """
+        for kind in ("reduce_scatter", "all_gather", "all_reduce"):
+            self.connect_for(kind, self.world_size, torch.float32, device)
+
+    def connect_for(self, kind: str, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Collective. The same for one kind, on a flat tensor [numel], a multiple of the ranks: by the size NCCL chooses
+        an algorithm, and it connects the ranks for each algorithm when that is first used."""
         if self.world_size == 1 or self.host_waits(device):
             return
         transport, group = self._transport(device), self.own_group
-        full = torch.zeros(self.world_size, device=device)
+        full = torch.zeros(numel, dtype=dtype, device=device)
         own = self.own_part(full)
-        reduction = Reduction(full, own, own, accumulate=False)
-        self._pending(transport.reduce_scatter(reduction, group, full.new_empty), "construction", full).wait()
-        self._pending(transport.all_gather(full, own, group), "construction", full).wait()
-        self._pending(transport.all_reduce(full, group), "construction", full).wait()
+        if kind == "reduce_scatter":
+            issued = transport.reduce_scatter(Reduction(full, own, own, accumulate=False), group, full.new_empty)
+        elif kind == "all_gather":
+            issued = transport.all_gather(full, own, group)
+        else:
+            issued = transport.all_reduce(full, group)
+        self._pending(issued, "construction", full).wait()
 
     def of_consecutive(self, count: int) -> Comm:
         """Collective. The ``count`` consecutive ranks among which this one is, a divisor of all; traffic is one."""

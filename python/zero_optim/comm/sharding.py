@@ -8,7 +8,7 @@ share and an all-reduce over those that repeat; that would change this file alon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,6 +98,19 @@ class Sharding:
         return full.narrow(0, self.shard_index * shard_numel, shard_numel)
 
     # -- what is communicated ------------------------------------------------------------------------------------
+
+    def connect_for(self, flats: Iterable[tuple[int, torch.dtype]], *, reduced: bool, gathered: bool) -> None:
+        """Collective. See ``Comm.connect``. ``flats``: elements and dtype of the flat tensors of parameters that are
+        gathered, and whose gradients are reduced. The largest of each dtype counts."""
+        largest: dict[torch.dtype, int] = {}
+        for numel, dtype in flats:
+            largest[dtype] = max(numel, largest.get(dtype, 0))
+        for dtype, numel in largest.items():
+            if reduced:
+                kind = "reduce_scatter" if self.shard_count > 1 else "all_reduce"
+                self.everyone.connect_for(kind, numel, self.reduce_dtype(dtype), self.device)
+            if gathered and self.shard_count > 1:
+                self.everyone.connect_for("all_gather", numel, dtype, self.device)
 
     def reduce(self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool) -> Pending:
         """Sum ``full`` [shard_count * shard] over the ranks; this rank's shard of the sum goes to ``out`` [shard].

@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
-    """Within it ``device`` is the current one, where it is a GPU. For calls that torch does not do by a tensor's device.
+    """Within it ``device`` is the current one, where it is a GPU: for calls to which torch tells no device.
 
     A program need not call ``torch.cuda.set_device``, and a thread has a current GPU of its own, number 0. A wait for
     an event, or memory that is pinned, would make a context there, a few hundred megabytes, from every rank of the

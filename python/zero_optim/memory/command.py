@@ -284,6 +284,10 @@ def _report(parsed: argparse.Namespace, plans: Sequence[Plan], largest: Sequence
         yield "Activations are not in it: --seq and --batch count them."
     else:
         yield from _about_activations(plans[0])
+    yield (
+        "CUDA's context and NCCL's communicators are not in it: on the GPU, beside_torch() of zero_optim.memory.track() "
+        "measures them."
+    )
     if any(made.first_step for made in plans):
         yield "In the first step of stages 0 to 2 no gradient is reduced before backward ends."
     if parsed.nodes is not None:

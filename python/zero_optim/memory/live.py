@@ -162,6 +162,15 @@ class Tracker:
         now, peak = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
         return {"now": sum(map(now, gpus)), "peak": sum(map(peak, gpus))}
 
+    def beside_torch(self) -> int:
+        """Bytes in use now on those GPUs that torch's allocator has not: CUDA's context, NCCL's communicators, and what
+        other processes have there. No plan has them. 0 on a CPU."""
+        used = 0
+        for gpu in _gpus():
+            free, total = torch.cuda.mem_get_info(gpu)
+            used += total - free - torch.cuda.memory_reserved(gpu)
+        return used
+
     def table(self, planned: Plan | None = None) -> str:
         """What was measured at most, by kind, in GB, MB or kB; beside it what ``planned`` has, and the difference."""
         unit = unit_for(
@@ -172,6 +181,8 @@ class Tracker:
             wanted = planned.memory.get(kind) if planned is not None else None
             lines.append(row(kind, [unit.cell(nbytes), *_beside(nbytes, wanted, unit)]))
         lines += [f"  allocated by torch, {when}: {figure(nbytes)}" for when, nbytes in self.allocated().items()]
+        if _gpus():
+            lines.append(f"  beside torch's allocator, in no plan: {figure(self.beside_torch())}")
         return "\n".join(lines)
 
     def _watch(self, engine: Engine) -> None:
@@ -204,6 +215,7 @@ def track() -> Tracker:
 
     It looks at all open optimizers of the process, also those that are made within the block: after every step, as
     each unit's forward begins, and at every call of ``now()``. It reads sizes alone, nothing from the device.
-    ``peak`` has the most of each kind, ``allocated()`` what torch's allocator says on a GPU, whose peak it resets.
+    ``peak`` has the most of each kind, ``allocated()`` what torch's allocator says on a GPU, whose peak it resets, and
+    ``beside_torch()`` what a GPU has in use beside it.
     """
     return Tracker()
