@@ -196,3 +196,21 @@ def test_the_scripts_of_the_checkout_run_their_op(script):
     source = (Path(__file__).parents[2] / "benchmarks" / f"bench_{script}.py").read_text()
     op = "step" if script == "gpt_step" else script
     assert f'main(["bench", "{op}", *sys.argv[1:]])' in source
+
+
+def test_what_was_measured_is_on_disk_when_the_run_is_ended(bench, monkeypatch):
+    """Ctrl-C in the second case: the first has been said, and is in the file."""
+    measure = runner._measure
+
+    def once(op, *rest):
+        if op == "grad_stats":
+            raise KeyboardInterrupt
+        return measure(op, *rest)
+
+    monkeypatch.setattr(runner, "_measure", once)
+    outcome = bench("pack", "grad_stats", *SMALL, "--dtypes", "bf16", "--out", "results")
+    assert outcome.code != 0
+    (path,) = Path("results").glob("*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert rows and {row["op"] for row in rows} == {"pack"}
+    assert f"    {rows[0]['backend']} {rows[0]['ms']:.3f} ms" in outcome.err

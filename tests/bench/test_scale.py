@@ -45,7 +45,8 @@ def test_what_is_timed_has_as_many_buckets_as_the_true_shapes(rows):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_stage_2_communicates_by_the_bucket(rows, ranks):
-    """Construction: three collectives connect, two more do so for buckets, and there is a broadcast a bucket. In the first step the ranks learn."""
+    """Construction: three collectives connect, and two more for buckets; a broadcast a bucket. In the first step the
+    ranks learn."""
     row = rows[ranks, "stage2"]
     buckets = row.buckets
     connect = {"reduce_scatter": 2, "all_gather": 2, "all_reduce": 1 + FAILURES}

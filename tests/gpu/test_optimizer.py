@@ -13,7 +13,7 @@ import torch.distributed as dist
 from guards import storages_of
 from harness import RankFailure, run_ranks
 from oracle import Hyper, MasterAdamW, adamw_bound
-from places import DEVICE, ON_GPU, Place, needs_gpu, on_kernels, why_not_nccl_ranks
+from places import DEVICE, ON_GPU, Place, needs_gpu, on_kernels, why_not_nccl_ranks, within
 from programs import SHAPES, Program, Result, expected, on, parameters, train
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -115,7 +115,8 @@ def test_nothing_is_allocated_after_the_second_step(dtype: torch.dtype, scaled: 
     opt.close()
     assert in_use[2:] == in_use[1:2] * 4
     assert storages[2:] == storages[1:2] * 4
-    assert max(temporary[2:]) < 256 * 1024  # the smallest shard has 1 Mi elements
+    most = max(temporary[2:])  # the smallest shard has 1 Mi elements
+    within(most < 256 * 1024, f"a step takes {most:,} bytes for itself")
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -151,6 +152,7 @@ def test_one_nccl_rank(dtype: torch.dtype, stage: int) -> None:
     _check_ranks(run_ranks(1, _train_on_rank, program, DEVICE, "nccl" if ON_GPU else "gloo", timeout=120), program)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_two_nccl_ranks(dtype: torch.dtype, stage: int) -> None:
@@ -164,13 +166,6 @@ def test_two_nccl_ranks(dtype: torch.dtype, stage: int) -> None:
             pytest.skip("one GPU, and this NCCL takes one rank a GPU")
         raise
     _check_ranks(results, program)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_two_gloo_ranks_share_the_gpu(dtype: torch.dtype) -> None:
-    """Stage 0: gloo's all-reduce takes CUDA tensors. So hooks, streams and the shared overflow run on one GPU too."""
-    program = _program(dtype, 0)
-    _check_ranks(run_ranks(2, _train_on_rank, program, DEVICE, "gloo", timeout=120), program)
 
 
 def _used_twice(weight: Tensor, x: Tensor) -> Tensor:
@@ -217,12 +212,15 @@ def _late(rank: int, world_size: int, device: str) -> tuple[list[str], bool, lis
     return raised, same, [p.cpu() for p in copies(params)]
 
 
+@pytest.mark.ranks
 def test_a_late_gradient_is_told_one_step_later_and_skipped_at_once() -> None:
     """The host learns of it without waiting for the device; on a CPU there is nothing to wait for."""
     oracle = MasterAdamW(make_parameters(LATE_SHAPES, torch.float32), Hyper(lr=1e-2))
     for _ in range(4):
         oracle.step([torch.full((4, 8), 0.5)] * 3 + [torch.full((4, 8), 3.0)])
-    for raised, same, params in run_ranks(2, _late, DEVICE, timeout=120):
+    if reason := why_not_nccl_ranks(2):
+        pytest.skip(reason)
+    for raised, same, params in run_ranks(2, _late, DEVICE, timeout=120, backend="nccl" if ON_GPU else "gloo"):
         told = [bool(text) for text in raised]
         assert told == [False] * (3 if ON_GPU else 2) + [True, False, False], raised
         assert "observe()" in next(filter(None, raised))

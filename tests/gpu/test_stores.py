@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from places import DEVICE, needs_gpu
+from places import DEVICE, needs_gpu, within
 from programs import Program, on, parameters, state_of, train
 from test_units import ROWS, STEPS, WIDTH, Block, Net
 from torch import Tensor
@@ -148,7 +148,8 @@ def test_nothing_is_allocated_after_the_second_step(store: str) -> None:
         host.append(big.opt.stats()["state_offload"]["host"])
     big.opt.close()
     assert in_use[2:] == in_use[1:2] * 4 and host[2:] == host[1:2] * 4
-    assert max(temporary[2:]) < 256 * 1024  # a page has 12 Mi bytes
+    most = max(temporary[2:])  # a page has 12 Mi bytes
+    within(most < 256 * 1024, f"a step takes {most:,} bytes for itself")
 
 
 # ---- what is made once -----------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import select
 import shutil
 import subprocess
 import sys
+import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,22 @@ if str(BENCHMARKS) not in sys.path:
 import gpu_build  # noqa: E402
 import gpu_check  # noqa: E402
 import gpu_nccl  # noqa: E402
+import gpu_phases  # noqa: E402
+import gpu_profile  # noqa: E402
 import gpu_trainer  # noqa: E402
-from gpu_check import FAILED, NOT_RUN, OK, TIMED_OUT, Outcome, Phase, run_phase  # noqa: E402
+from gpu_check import Log, run_phase  # noqa: E402
+from gpu_phases import PARTS, Phase  # noqa: E402
+from gpu_results import (  # noqa: E402
+    FAILED,
+    NOT_RUN,
+    OK,
+    SKIPPED,
+    TIMED_OUT,
+    Outcome,
+    Results,
+    reports,
+    verdict,
+)
 from gpu_trainer import Run, compare  # noqa: E402
 from zero_optim.bench.request import OPS  # noqa: E402
 
@@ -34,7 +50,15 @@ def python(code: str) -> list[str]:
 
 
 def check(folder: Path, phases: list[Phase], seconds: float = 60.0) -> int:
-    return gpu_check.check(phases, gpu_check.Results(torch.device("cpu"), folder), folder / "log", seconds)
+    """Each phase is a step of its own."""
+    results = Results(torch.device("cpu"), folder, "gpu-test")
+    return gpu_check.check([[phase] for phase in phases], results, Log(folder / "log"), seconds)
+
+
+def phases_of(parts: Iterable[str], *, rehearse: bool = False, nccl: Path | None = None) -> dict[str, Phase]:
+    scratch = Path("scratch")
+    steps = [step for part in parts for step in gpu_phases.steps_of(part, scratch, rehearse=rehearse, nccl=nccl)]
+    return {phase.name: phase for step in steps for phase in step}
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -45,30 +69,31 @@ def read_record(folder: Path) -> dict[str, Any]:
 # ---- the whole -------------------------------------------------------------------------------------------------------
 
 
+REHEARSED = ("build", "bench_adam_step", "profile", "test_large", "nccl_two_ranks", "test_collectives")
+REHEARSED += ("test_nccl_ranks", "test_work_order", "memory", "trainer", "bench_step", "bench_offload")
+"""In the order in which they run. The tests of the other phases take longer, and need no process of their own."""
+
+
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """By the make target, with $OUT, in an environment that must not matter to the phases."""
     folder = tmp_path_factory.mktemp("out")
-    command = ["make", "-C", str(ROOT), "gpu-check", f"PYTHON={sys.executable}", "ARGS=--rehearse"]
+    arguments = f"ARGS=--rehearse --only {' '.join(REHEARSED)}"
+    command = ["make", "-C", str(ROOT), "gpu-check", f"PYTHON={sys.executable}", arguments]
     environment = {**os.environ, "OUT": str(folder), "RANK": "3", "WORLD_SIZE": "7", "ZERO_KERNELS_BACKEND": "abacus"}
     for name in ("PYTHONPATH", "MAKEFLAGS", "MFLAGS", "MAKELEVEL"):  # of a make that runs this test
         environment.pop(name, None)
     return folder, subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-def test_every_phase_is_rehearsed(rehearsal: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_phases_are_rehearsed(rehearsal: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, done = rehearsal
     assert done.returncode == 0, done.stdout + done.stderr
     record = read_record(folder)
-    names = [phase["phase"] for phase in record["phases"]]
-    programs = ["test_work_order", "test_nccl_ranks"]
-    measuring = ["trainer", "memory", *(f"bench_{op}" for op in gpu_check.REHEARSED), "bench_offload"]
-    assert names == ["build", "test_large", *programs, *measuring]
-    assert names == [phase.name for phase in gpu_check.phases(Path("scratch"), rehearse=True)]
-    assert [phase["result"] for phase in record["phases"]] == [OK] * len(names)
-    assert all(
-        any(line.startswith(f"{name} ") and f" {OK} " in line for line in done.stdout.splitlines()) for name in names
-    )
+    assert tuple(phase["phase"] for phase in record["phases"]) == REHEARSED
+    assert [phase["result"] for phase in record["phases"]] == [OK] * len(REHEARSED)
+    assert all(f"\n{name} {OK}, " in done.stdout for name in REHEARSED)
+    assert "nccl_two_ranks| two ranks have each other's sums\n" in done.stdout, "its lines are shown as they come"
     assert {row["op"] for row in record["rows"]} == {"adam_step", "step", "train_step", "offload"}
     assert [share["stage"] for share in record["memory"]["stages"]] == [1, 2, 3]
     (trained,) = record["trainer"]["runs"]
@@ -87,23 +112,67 @@ def test_the_programs_are_rehearsed_on_ranks(rehearsal: tuple[Path, subprocess.C
 def test_its_files_are_few_and_flat(rehearsal: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, done = rehearsal
     (record,) = folder.glob("*.json")
+    assert record.stem.endswith("-gpu-some")
     plots = {record.with_suffix(".png").name, f"{record.stem}-offload.png"}
     drawn = plots if importlib.util.find_spec("matplotlib") else set()
-    assert {path.name for path in folder.iterdir()} == {record.name, "gpu-check.log"} | drawn
-    log = (folder / "gpu-check.log").read_text()
-    assert all(f"==== {phase['phase']} (at most" in log for phase in read_record(folder)["phases"])
+    assert {path.name for path in folder.iterdir()} == {record.name, "gpu-check-some.log"} | drawn
+    log = (folder / "gpu-check-some.log").read_text()
+    assert all(f"{phase['phase']} ... (at most" in log for phase in read_record(folder)["phases"])
     assert str(record) in done.stdout.splitlines()
 
 
-def test_the_phases_on_a_gpu_cover_all_of_its_tests() -> None:
-    names = [phase.name for phase in gpu_check.phases(Path("scratch"), rehearse=False)]
-    assert {path.stem for path in (ROOT / "tests/gpu").glob("test_*.py")} <= set(names)
-    assert {"build", "trainer", "memory", *(f"bench_{op}" for op in OPS)} <= set(names)
+# ---- the parts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_ends_within_its_time(part: str) -> None:
+    """With what is left for the plot and the table, whatever its phases do."""
+    steps = gpu_phases.steps_of(part, Path("scratch"), rehearse=False)
+    assert gpu_phases.seconds_of(steps) + gpu_phases.KEPT <= gpu_phases.SECONDS == 530
+    assert all(step for step in steps)
+
+
+def test_the_parts_cover_all_tests_and_no_phase_is_in_two() -> None:
+    names = [name for part in PARTS for name in phases_of(part)]
     assert len(names) == len(set(names)) and names[0] == "build"
+    given = {word for phase in phases_of(PARTS).values() for word in phase.command}
+    assert {str(path) for path in (ROOT / "tests/gpu").glob("test_*.py")} <= given
+    assert {"trainer", "memory", "profile", "nccl_two_ranks", *(f"bench_{op}" for op in OPS)} <= set(names)
+
+
+def test_figures_come_first() -> None:
+    """Whatever happens to the rest: a first call that ends early has some."""
+    assert [*phases_of("a")][:5] == ["build", "smoke_cuda", "smoke_triton", "bench_adam_step", "bench_pack"]
+    command = phases_of("a")["bench_adam_step"].command
+    assert "2^20" in command and "2^30" in command and [*command][command.index("--dtypes") + 1] == "bf16"
+
+
+def test_tests_of_several_ranks_are_where_they_can_share_the_gpu() -> None:
+    for name in ("test_optimizer", "test_units"):
+        command = [*phases_of("b")[name].command]
+        assert "gpu and not ranks" in command
+    alone = {"nccl_two_ranks", "test_collectives"}
+    assert {name: phase.after for name, phase in phases_of("c").items()} == {
+        name: None if name in alone else "nccl_two_ranks" for name in phases_of("c")
+    }
+
+
+def test_what_several_processes_share_is_all_of_it(tmp_path: Path) -> None:
+    """Of a file of tests, each is in one of the parts."""
+    (tmp_path / "test_some.py").write_text("import pytest\n@pytest.mark.parametrize('n', range(7))\ndef test(n): ...\n")
+    shutil.copy(ROOT / "tests/gpu/conftest.py", tmp_path)
+    (tmp_path / "places.py").write_text("SEED = 1\ndef why_no_device(): return None\n")
+    ran = []
+    for number in range(1, 4):
+        environment = {**os.environ, "ZERO_KERNELS_GPU_TESTS_PART": f"{number}/3", "PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", str(tmp_path)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+        ran.append({line for line in done.stdout.splitlines() if "::" in line})
+    assert [len(some) for some in ran] == [3, 2, 2] and len(set.union(*ran)) == 7
 
 
 def test_programs_run_again_under_the_sanitizer_and_in_one_queue() -> None:
-    phases = {phase.name: phase for phase in gpu_check.phases(Path("scratch"), rehearse=False)}
+    phases = phases_of(PARTS)
     again = {
         "order_sanitized": "test_work_order",
         "order_one_queue": "test_work_order",
@@ -126,7 +195,7 @@ def test_no_phase_takes_over_the_sanitizer_of_another(monkeypatch: pytest.Monkey
     monkeypatch.setenv("TORCH_CUDA_SANITIZER", "1")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert not {"TORCH_CUDA_SANITIZER", "CUDA_DEVICE_MAX_CONNECTIONS"} & gpu_check.environment({}).keys()
-    assert gpu_check.environment(gpu_check.SANITIZER)["TORCH_CUDA_SANITIZER"] == "1"
+    assert gpu_check.environment(gpu_phases.SANITIZER)["TORCH_CUDA_SANITIZER"] == "1"
 
 
 def test_the_build_finds_what_it_calls_in_setup_py() -> None:
@@ -211,11 +280,11 @@ def test_the_flag_takes_a_newer_nccl(libraries: dict[int, Path], monkeypatch: py
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     options = gpu_check._parse(["--nccl", str(libraries[NEW])])
     assert options.nccl == libraries[NEW]
-    phases = gpu_check.phases(Path("scratch"), rehearse=False, nccl=options.nccl)
-    preloaded = {phase.name: phase.environment["LD_PRELOAD"] for phase in phases if "LD_PRELOAD" in phase.environment}
-    names = ("test_optimizer", "test_units", "test_buffers", "test_nccl_ranks", "nccl_one_queue", "nccl_sanitized")
-    assert preloaded == dict.fromkeys(names, str(libraries[NEW]))
-    assert not any("LD_PRELOAD" in phase.environment for phase in gpu_check.phases(Path("scratch"), rehearse=False))
+    phases = phases_of(PARTS, nccl=options.nccl)
+    preloaded = {name for name, phase in phases.items() if phase.environment.get("LD_PRELOAD") == str(libraries[NEW])}
+    assert preloaded == {*phases_of("c")} - {"test_collectives"}
+    assert all(phases[name].environment["NCCL_MULTI_RANK_GPU_ENABLE"] == "1" for name in preloaded)
+    assert not any("LD_PRELOAD" in phase.environment for phase in phases_of(PARTS).values())
 
 
 def refusal(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -276,7 +345,7 @@ signal.pause()
 def test_a_phase_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here it ignores the request to end, and its child has a session of its own, as the ranks of a training have."""
     monkeypatch.setattr(gpu_check, "GRACE", 0.1)
-    outcome = run_phase(Phase("hangs", python(HANGS), 30), 3.0, tmp_path / "log")
+    outcome = run_phase(Phase("hangs", python(HANGS), 30), 3.0, Log(tmp_path / "log"))
     assert outcome.result == TIMED_OUT
     assert has_ended(int(outcome.note))
 
@@ -296,19 +365,139 @@ def test_without_time_phases_are_not_run_and_the_record_is_written(tmp_path: Pat
     assert phase["result"] == NOT_RUN and phase["seconds"] == 0.0
 
 
+ROW = {"op": "pack", "backend": "cuda", "dtype": "bf16", "numel": 2**20, "fraction": 0.9, "vs_torch": 2.0}
+GIVEN = json.dumps({"rows": [{**ROW, "yardstick": "copy"}], "baselines": {"te": "not installed"}})
+
+
 def test_rows_of_a_phase_that_then_fails_are_kept(tmp_path: Path) -> None:
-    row = {"op": "pack", "backend": "cuda", "dtype": "bf16", "numel": 2**20, "fraction": 0.9, "vs_torch": 2.0}
-    given = json.dumps({"rows": [{**row, "yardstick": "copy"}], "baselines": {"te": "not installed"}})
     folder = tmp_path / "scratch"
-    write = f"from pathlib import Path; Path({str(folder)!r}, 'a.json').write_text({given!r}); raise SystemExit(3)"
-    results = gpu_check.Results(torch.device("cpu"), tmp_path)
+    write = f"from pathlib import Path; Path({str(folder)!r}, 'a.json').write_text({GIVEN!r}); raise SystemExit(3)"
+    results = Results(torch.device("cpu"), tmp_path, "gpu-test")
     phase = Phase("bench_pack", python(write), 30, folder=folder)
-    outcome = results.take(phase, run_phase(phase, 30, tmp_path / "log"))
-    results.save()
+    outcome = results.take(phase, run_phase(phase, 30, Log(tmp_path / "log")))
     assert outcome.result == FAILED and outcome.note == "bf16, 1 Mi, of copy (vs torch): cuda 0.90 (2.00x)"
     assert len(read_record(tmp_path)["rows"]) == 1
     (folder / "a.json").write_text('{"rows": [')  # ended while it wrote
-    assert results.take(phase, Outcome("bench_pack", TIMED_OUT, 1.0, "ended")).note == "ended"
+    assert results.take(phase, Outcome("bench_pack", TIMED_OUT, 1.0, "ended")).result == TIMED_OUT
+    assert len(read_record(tmp_path)["rows"]) == 1, "what was whole before"
+
+
+def test_rows_are_on_disk_while_the_phase_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever ends the run from without loses nothing that was measured."""
+    monkeypatch.setattr(gpu_check, "LOOK", 0.05)
+    folder = tmp_path / "scratch"
+    os.mkfifo(go_on := tmp_path / "go on")  # what the phase waits for: its row is in the record
+    write = (
+        f"from pathlib import Path; Path({str(folder)!r}, 'a.json').write_text({GIVEN!r}); open({str(go_on)!r}).read()"
+    )
+    results, seen = Results(torch.device("cpu"), tmp_path, "gpu-test"), []
+
+    def look() -> None:
+        results.look(phase)
+        if not seen and (written := [*tmp_path.glob("*.json")]) and json.loads(written[0].read_text())["rows"]:
+            seen.append(json.loads(written[0].read_text())["rows"][0]["backend"])
+            go_on.write_text("now")
+
+    phase = Phase("bench_pack", python(write), 30, folder=folder)
+    assert run_phase(phase, 30, Log(tmp_path / "log"), look).result == OK
+    assert seen == ["cuda"] and read_record(tmp_path)["phases"] == []
+
+
+# ---- verdicts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "last", "result"),
+    [
+        (0, "3 passed in 0.1s", OK),
+        (0, "3 passed, 2 skipped in 0.1s", OK),
+        (0, "3 skipped in 0.1s", SKIPPED),
+        (0, "3 skipped, 4 deselected in 0.1s", SKIPPED),
+        (5, "1 skipped in 0.1s", SKIPPED),  # a module that pytest.importorskip has left out
+        (5, "7 deselected in 0.1s", FAILED),
+        (1, "1 failed, 2 skipped in 0.1s", FAILED),
+        (77, "ncu is not on the PATH", SKIPPED),
+        (0, "two ranks have each other's sums", OK),
+        (None, "3 skipped in 0.1s", TIMED_OUT),
+    ],
+)
+def test_tests_that_were_all_skipped_are_not_ok(code: int | None, last: str, result: str) -> None:
+    assert verdict(code, ["something", last]) == result
+
+
+def test_a_skipped_phase_fails_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What needs it is left out with it; what needs one that failed is not run."""
+    skips = Phase("first", python("print('no such GPU'); raise SystemExit(77)"), 30)
+    assert check(tmp_path, [skips, Phase("second", python("print('fine')"), 30, after="first")]) == 0
+    said = capsys.readouterr().out
+    assert "first skipped, " in said and "second skipped, 0.0 s: first skipped" in said
+    fails = Phase("first", python("raise SystemExit(1)"), 30)
+    (tmp_path / "again").mkdir()
+    assert check(tmp_path / "again", [fails, Phase("second", python("print('fine')"), 30, after="first")]) == 1
+    assert "second not run, 0.0 s: first failed" in capsys.readouterr().out
+
+
+def test_what_was_never_calibrated_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = ["  /a/test_units.py:3: Uncalibrated: 5 bytes more", "Uncalibrated: 3% of the plan", "1 passed"]
+    assert reports(said) == ["5 bytes more", "3% of the plan"]
+    assert check(tmp_path, [Phase("measures", python("print('Uncalibrated: 3% off')"), 30)]) == 0
+    (phase,) = read_record(tmp_path)["phases"]
+    assert phase["result"] == OK and phase["reported"] == ["3% off"]
+    assert "    reported, as no GPU has been measured for it: 3% off\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_tolerance_that_is_a_guess_fails_on_a_cpu_alone(device: str) -> None:
+    tests = ROOT / "tests"
+    paths = [tests / "gpu", tests / "kernels", BENCHMARKS, ROOT, ROOT / "python"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "ZERO_KERNELS_GPU_TESTS_ON": device}
+    code = "import places; places.within(True, 'right'); places.within(1 > 2, 'one is less'); print('went on')"
+    done = subprocess.run(python(code), env=environment, capture_output=True, text=True)
+    if device == "cuda":
+        assert done.stdout == "went on\n" and "Uncalibrated: one is less" in done.stderr and "right" not in done.stderr
+    else:
+        assert done.stdout == "" and "AssertionError: one is less" in done.stderr
+
+
+def test_phases_of_a_step_run_at_the_same_time(tmp_path: Path) -> None:
+    """Each waits for what the other has written."""
+    for name in ("one", "two"):
+        os.mkfifo(tmp_path / name)
+    give = "import threading; t = threading.Thread(target=lambda: open({!r}, 'w').write('here')); t.start(); "
+    give += "print(open({!r}).read()); t.join()"
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    step = [Phase("a", python(give.format(one, two)), 30), Phase("b", python(give.format(two, one)), 30)]
+    results = Results(torch.device("cpu"), tmp_path, "gpu-test")
+    assert gpu_check.check([step], results, Log(tmp_path / "log"), 60) == 0
+    assert [phase["note"] for phase in results.record["phases"]] == ["here", "here"]
+
+
+def test_a_wheel_is_unpacked_for_the_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = tmp_path / "some-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as files:
+        files.writestr("of_the_wheel.py", "VALUE = 5")
+    (given,) = gpu_check._parse(["--wheel", str(wheel)]).wheel
+    monkeypatch.setattr(gpu_check, "unpacked", [gpu_check._unpack(given, tmp_path / "wheels")])
+    phase = Phase("imports", python("import of_the_wheel; print(of_the_wheel.VALUE)"), 30)
+    assert run_phase(phase, 30, Log(tmp_path / "log")).note == "5"
+
+
+# ---- Nsight Compute --------------------------------------------------------------------------------------------------
+
+NCU = """==PROF== Connected to process 7
+adam_step cuda: launched
+"ID","Kernel Name","gpu__time_duration.sum","dram__bytes_read.sum","dram__bytes_write.sum"
+"","","ns","byte","byte"
+"0","void adam_step_kernel<float>(Args)","1,000","2,000,000","1,000,000"
+"""
+
+
+def test_what_ncu_says_is_read() -> None:
+    (kernel,) = gpu_profile.read(NCU.splitlines())
+    assert kernel["kernel"] == "void adam_step_kernel<float>"
+    assert (kernel["ns"], kernel["bytes_read"], kernel["occupancy_percent"]) == (1000, 2_000_000, None)
+    assert gpu_profile.line_of(kernel).startswith("void adam_step_kernel<float>: 1000.0 ns, 3000 GB/s")
+    assert gpu_profile.read(["==ERROR== ERR_NVGPUCTRPERM"]) == []
 
 
 # ---- the trainer's comparison ----------------------------------------------------------------------------------------

@@ -289,6 +289,13 @@ def write(record: Mapping[str, Any], folder: Path, about: str | None = None) -> 
     return path
 
 
+def write_anew(record: Mapping[str, Any], path: Path) -> None:
+    """Over a file that ``write`` has made. Whoever reads it meanwhile finds it whole, as it was or as it is."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(record, indent=1) + "\n")
+    unfinished.replace(path)
+
+
 def read(path: Path, flag: str = "") -> dict[str, Any]:
     """A record that ``write`` has written. Raises UsageError, which begins with ``flag``."""
     named = f"{flag} {path}".lstrip()

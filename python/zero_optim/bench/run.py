@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from . import (
 )
 from .case import Case, Setting, choose_backends
 from .panels import sheet_of
-from .record import AnyRows, Row, make_record, read, results_folder, write
+from .record import AnyRows, Row, make_record, read, results_folder, write, write_anew
 from .request import ALONE, Request
 from .table import table
 from .timing import Clock, Rounds, interleaved, make_clock
@@ -49,6 +49,8 @@ STEP_NUMELS = {"cpu": (2**24,), "cuda": (10**9,)}
 Say = Callable[[str], object]
 # The rows, and the versions of baselines, or why they are not in the rows.
 Measured = tuple[AnyRows, Mapping[str, str]]
+Keep = Callable[[AnyRows, Mapping[str, str]], object]
+"""Called with what there is so far."""
 
 
 def main(request: Request) -> int:
@@ -66,26 +68,48 @@ def main(request: Request) -> int:
     try:
         folder = _make_folder(results_folder(device, request.out)) if request.write else None
         alone = request.ops[0] if request.ops[0] in ALONE else None
-        rows, baselines = (ALONE_RUNS[alone] if alone else run_ops)(request, device, _say)
-        record = make_record(rows, device, baselines)
+        growing = _Growing(folder, device, alone)
+        if alone:
+            rows, baselines = ALONE_RUNS[alone](request, device, _say)
+        else:
+            rows, baselines = run_ops(request, device, _say, growing.keep)
+        growing.keep(rows, baselines)
     finally:
         torch.set_num_threads(threads)
-    print(table(record))
-    if folder is not None:
-        path = write(record, folder, alone)
-        print(f"\n{path}\n{_draw(record, path.with_suffix('.png'))}")
+    print(table(growing.record))
+    if growing.path is not None:
+        print(f"\n{growing.path}\n{_draw(growing.record, growing.path.with_suffix('.png'))}")
     return 0
+
+
+class _Growing:
+    """The record of a run, on disk as far as it has come: what ends the run early loses one case."""
+
+    def __init__(self, folder: Path | None, device: torch.device, about: str | None) -> None:
+        self.record: dict[str, Any] = {}
+        self.path: Path | None = None
+        self._folder, self._device, self._about = folder, device, about
+
+    def keep(self, rows: AnyRows, baselines: Mapping[str, str]) -> None:
+        self.record = make_record(rows, self._device, baselines)
+        if self._folder is None:
+            return
+        if self.path is None:
+            self.path = write(self.record, self._folder, self._about)
+        else:
+            write_anew(self.record, self.path)
 
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def run_ops(request: Request, device: torch.device, say: Say) -> Measured:
-    rows = run(request, device, say)
+def run_ops(request: Request, device: torch.device, say: Say, keep: Keep) -> Measured:
+    baselines = fused_adams.describe(device) if "adam_step" in request.ops else {}
+    rows = run(request, device, say, lambda so_far: keep(so_far, baselines))
     if not rows:
         raise ZeroOptimError("nothing was measured: no case fits the device's memory; give smaller sizes by --numel")
-    return rows, fused_adams.describe(device) if "adam_step" in request.ops else {}
+    return rows, baselines
 
 
 def run_step_overhead(request: Request, device: torch.device, say: Say) -> Measured:
@@ -178,17 +202,34 @@ ALONE_RUNS: dict[str, Callable[[Request, torch.device, Say], Measured]] = {
 }
 
 
-def run(request: Request, device: torch.device, say: Say = lambda line: None) -> list[Row]:
-    """All rows of the request. A case that the GPU's memory cannot hold is left out, and said."""
+def run(
+    request: Request,
+    device: torch.device,
+    say: Say = lambda line: None,
+    keep: Callable[[Sequence[Row]], object] = lambda rows: None,
+) -> list[Row]:
+    """All rows of the request. A case that the GPU's memory cannot hold is left out, and said. ``keep`` is called with
+    the rows so far after each case."""
     settings = [(op, setting) for op in request.ops for setting in _settings(request, device, op)]
     clock = make_clock(device)
     rounds = _rounds(request)
     rows: list[Row] = []
     for op, setting in settings:
         say(f"{op}, {setting.dtype}, {setting.numel:,} elements")
-        rows += _measure(op, setting, clock, rounds, say)
+        new = _measure(op, setting, clock, rounds, say)
+        for row in new:
+            say(f"    {_in_a_line(row)}")
+        rows += new
+        keep(rows)
         _free(device)
     return rows
+
+
+def _in_a_line(row: Row) -> str:
+    """What there is of it before the table is."""
+    ratios = [(row.fraction, f"of {row.yardstick}"), (row.vs_torch, "times torch's speed")]
+    told = [f"{figure:.2f} {what}" for figure, what in ratios if figure is not None]
+    return ", ".join([f"{row.backend} {row.ms:.3f} ms", *told])
 
 
 def _rounds(request: Request) -> Rounds:

@@ -248,8 +248,8 @@ class Comm:
             self.connect_for(kind, self.world_size, torch.float32, device)
 
     def connect_for(self, kind: str, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Collective. The same for one kind, on a flat tensor [numel], a multiple of the ranks: by the size NCCL chooses
-        an algorithm, and it connects the ranks for each algorithm when that is first used."""
+        """Collective. The same for one kind, on a flat tensor [numel], a multiple of the ranks. By size NCCL chooses
+        an algorithm, and it connects the ranks for each when that is first used."""
         if self.world_size == 1 or self.host_waits(device):
             return
         transport, group = self._transport(device), self.own_group

@@ -285,8 +285,8 @@ def _report(parsed: argparse.Namespace, plans: Sequence[Plan], largest: Sequence
     else:
         yield from _about_activations(plans[0])
     yield (
-        "CUDA's context and NCCL's communicators are not in it: on the GPU, beside_torch() of zero_optim.memory.track() "
-        "measures them."
+        "CUDA's context and NCCL's communicators are not in it: beside_torch() of zero_optim.memory.track() measures "
+        "them on the GPU."
     )
     if any(made.first_step for made in plans):
         yield "In the first step of stages 0 to 2 no gradient is reduced before backward ends."

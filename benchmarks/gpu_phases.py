@@ -1,0 +1,207 @@
+"""What `make gpu-check` runs: four parts, each of at most nine minutes and useful by itself.
+
+A part is a list of steps, and the phases of a step run at the same time. A step takes as long as the longest of its
+phases may; the sum over a part's steps, and KEPT, are no more than SECONDS.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+TESTS = ROOT / "tests" / "gpu"
+
+SECONDS = 530.0  # of a part
+KEPT = 15.0  # of it for the plot and the table at the end
+REHEARSED_SLOWER = 4  # times the limits: on a CPU there are few cores, and no GPU
+
+SIZES = tuple(f"2^{power}" for power in range(20, 31, 2))
+STORES = ("paged 0", "cpu", "torchao")  # of the contenders of offload
+FEW = {"ZERO_KERNELS_ORDER_PROGRAMS": "few"}  # of the programs of test_work_order
+SANITIZER = {"TORCH_CUDA_SANITIZER": "1"}
+ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # all streams share one queue to the device
+SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}  # ranks on one GPU; NVLS can't be had there
+ON_RANKS, ALONE = "gpu and ranks", "gpu and not ranks"  # marks of tests
+TWO_RANKS = "test_programs and 2-"
+BITS_IN = 4  # processes: one alone takes too long
+
+PARTS = {
+    "a": "the kernels: build, smoke, figures, one profiled launch each, no waits, capture",
+    "b": "the same bits, stores, units, checkpoints; compute-sanitizer; more than 2^31 elements",
+    "c": "NCCL: several ranks on one GPU, and every collective on one rank",
+    "d": "the order of work under the sanitizer, memory, training, a training step",
+}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A command and the most seconds that it may take. Rows and results that it writes lie in ``folder``.
+
+    ``after``: a phase that must have been ok, else this one is not run. ``told``: whether each line that it says is
+    shown as it comes; else the last ones, where it fails.
+    """
+
+    name: str
+    command: Sequence[str]
+    limit: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+    folder: Path | None = None
+    after: str | None = None
+    told: bool = False
+
+
+Step = Sequence[Phase]
+
+
+def steps_of(part: str, scratch: Path, *, rehearse: bool, nccl: Path | None = None) -> list[Step]:
+    """``nccl``: a library for several ranks on one GPU, which is preloaded where there are any."""
+    device = "cpu" if rehearse else "cuda"
+    preloaded = os.pathsep.join(filter(None, [str(nccl) if nccl else "", os.environ.get("LD_PRELOAD")]))
+    ranks = SHARED | ({"LD_PRELOAD": preloaded} if nccl else {})
+    steps: list[Step] = {
+        "a": lambda: kernels(scratch, device),
+        "b": lambda: bits(scratch, device),
+        "c": lambda: nccl_ranks(device, ranks),
+        "d": lambda: training(scratch, device),
+    }[part]()
+    if not rehearse:
+        return steps
+    return [[replace(phase, limit=REHEARSED_SLOWER * phase.limit) for phase in step] for step in steps]
+
+
+def all_steps(scratch: Path, *, rehearse: bool, nccl: Path | None = None) -> list[Step]:
+    return [step for part in PARTS for step in steps_of(part, scratch, rehearse=rehearse, nccl=nccl)]
+
+
+def seconds_of(steps: Sequence[Step]) -> float:
+    """That they may take."""
+    return sum(max(phase.limit for phase in step) for step in steps)
+
+
+# ---- the parts -------------------------------------------------------------------------------------------------------
+
+
+def kernels(scratch: Path, device: str) -> list[Step]:
+    on_gpu = device == "cuda"
+    build = Phase("build", [sys.executable, str(HERE / "gpu_build.py"), device], 150, told=True)
+    sizes = ("--numel", *SIZES) if on_gpu else ("--numel", "4096", "--rounds", "2")
+    return [
+        [build],
+        [_smoke(backend, device) for backend in (("cuda", "triton") if on_gpu else ("cpu",))],
+        [_bench(scratch, "adam_step", 80, device, "--dtypes", "bf16", *sizes)],
+        [_bench(scratch, "pack", 50, device, "--dtypes", "bf16", *sizes)],
+        [_bench(scratch, "grad_stats", 50, device, "--dtypes", "bf16", *sizes)],
+        [_script(scratch, "profile", "gpu_profile.py", 60, device)],
+        [_tests("test_no_sync", 70, device), _tests("test_capture", 70, device)],
+    ]
+
+
+def bits(scratch: Path, device: str) -> list[Step]:
+    of_bits = [
+        replace(
+            _tests("test_bit_contract", 240, device, {"ZERO_KERNELS_GPU_TESTS_PART": f"{number}/{BITS_IN}"}),
+            name=f"test_bit_contract_{number}",
+        )
+        for number in range(1, BITS_IN + 1)
+    ]
+    alone = [_tests(f"test_{name}", 240, device) for name in ("checkpoints", "stores")]
+    alone += [_tests(f"test_{name}", 240, device, {}, "-m", ALONE) for name in ("optimizer", "units")]
+    together = [*of_bits, *alone]
+    at_once = [together] if device == "cuda" else [[phase] for phase in together]  # a CPU has too few cores
+    return [*at_once, [_tests("test_memcheck", 170, device)], [_tests("test_large", 80, device)]]
+
+
+def nccl_ranks(device: str, ranks: Mapping[str, str]) -> list[Step]:
+    """First of all whether two ranks can share the GPU: what needs that is left out where they cannot."""
+
+    def on_ranks(name: str, tests: str, limit: float, more: Mapping[str, str], *flags: str) -> Phase:
+        phase = _tests(tests, limit, device, {**ranks, **more}, *flags)
+        return replace(phase, name=name, after="nccl_two_ranks")
+
+    pair = Phase("nccl_two_ranks", [sys.executable, str(HERE / "gpu_two_ranks.py"), device], 60, ranks, told=True)
+    steps: list[Step] = [
+        [pair],
+        [_tests("test_collectives", 60, device, {}, "-m", ALONE)],
+        [
+            *([on_ranks("collectives_ranks", "test_collectives", 110, {}, "-m", ON_RANKS)] if device == "cuda" else []),
+            on_ranks("test_buffers", "test_buffers", 110, {}),
+            on_ranks("optimizer_ranks", "test_optimizer", 110, {}, "-m", ON_RANKS),
+            on_ranks("units_ranks", "test_units", 110, {}, "-m", ON_RANKS),
+        ],
+        [on_ranks("test_nccl_ranks", "test_nccl_ranks", 160, {})],
+    ]
+    if device == "cpu":
+        return steps
+    again = [
+        on_ranks("nccl_one_queue", "test_nccl_ranks", 120, ONE_QUEUE, "-k", TWO_RANKS),
+        on_ranks("nccl_sanitized", "test_nccl_ranks", 120, SANITIZER, "-k", TWO_RANKS),
+    ]
+    return [*steps, again]
+
+
+def training(scratch: Path, device: str) -> list[Step]:
+    if device == "cpu":
+        tiny = "--numel", "4096", "--rounds", "2"
+        small = "--tiny", "--steps", "3", "--stages", "0", "--dtypes", "bf16"
+        return [
+            [_tests("test_work_order", 100, device)],
+            [_script(scratch, "memory", "gpu_memory.py", 60, device, "--params", "4e6")],
+            [_script(scratch, "trainer", "gpu_trainer.py", 100, device, *small)],
+            [_bench(scratch, "step", 90, device, *tiny)],
+            [_bench(scratch, "offload", 60, device, *tiny, "--contenders", STORES[0])],
+        ]
+    return [
+        [_tests("test_work_order", 100, device)],
+        [
+            _again("order_sanitized", "test_work_order", 100, SANITIZER | FEW),
+            _again("order_one_queue", "test_work_order", 100, SANITIZER | ONE_QUEUE | FEW),
+        ],
+        [_script(scratch, "memory", "gpu_memory.py", 60, device)],
+        [_script(scratch, "trainer", "gpu_trainer.py", 100, device)],
+        [_bench(scratch, "step", 90, device)],
+        [_bench(scratch, "offload", 65, device, "--numel", "2^27", "--rounds", "5", "--contenders", *STORES)],
+    ]
+
+
+# ---- a phase ---------------------------------------------------------------------------------------------------------
+
+
+def _tests(name: str, limit: float, device: str, environment: Mapping[str, str] | None = None, *flags: str) -> Phase:
+    pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--durations=5"]
+    command = [*pytest, *_in_this_process(), str(TESTS / f"{name}.py"), *flags]
+    return Phase(name, command, limit, {"ZERO_KERNELS_GPU_TESTS_ON": device, **(environment or {})})
+
+
+def _in_this_process() -> Iterator[str]:
+    """The flag of pytest-xdist, where that is installed: phases themselves run at the same time."""
+    if importlib.util.find_spec("xdist") is not None:
+        yield "-n0"
+
+
+def _again(name: str, tests: str, limit: float, environment: Mapping[str, str]) -> Phase:
+    """Tests that another phase runs as well, under another environment."""
+    return replace(_tests(tests, limit, "cuda", environment), name=name)
+
+
+def _smoke(backend: str, device: str) -> Phase:
+    """Every op once at small and odd sizes: whether it runs at all."""
+    command = [sys.executable, str(TESTS / "memcheck_ops.py"), backend, device]
+    return Phase(f"smoke_{backend}", command, 40, told=True)
+
+
+def _script(scratch: Path, name: str, script: str, limit: float, device: str, *flags: str) -> Phase:
+    folder = scratch / name
+    out = ["--device", device, "--out", str(folder / f"{name}.json")]
+    return Phase(name, [sys.executable, str(HERE / script), *out, *flags], limit, folder=folder, told=True)
+
+
+def _bench(scratch: Path, op: str, limit: float, device: str, *flags: str) -> Phase:
+    folder = scratch / f"bench_{op}"
+    command = [sys.executable, "-m", "zero_optim", "bench", op, "--device", device, "--out", str(folder), *flags]
+    return Phase(f"bench_{op}", command, limit, folder=folder, told=True)

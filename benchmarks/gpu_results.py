@@ -1,0 +1,184 @@
+"""What `make gpu-check` has found so far: outcomes and figures, in one JSON file that is written as they come."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gpu_phases import Phase
+
+OK, SKIPPED, FAILED, TIMED_OUT, NOT_RUN = "ok", "skipped", "failed", "timed out", "not run"
+SKIP_CODE = 77  # of a script that cannot do its work here; its last line says why
+NO_TESTS = 5  # pytest's, where it has run none
+OWN_RESULTS = ("trainer", "memory", "profile")  # phases whose JSON is no table of rows
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a phase ended.
+
+    Attributes:
+        note: its last line, or why it did not run.
+        skipped: why tests of it did not run.
+        reported: what is beyond a tolerance that nobody has measured on a GPU. It does not fail the phase.
+    """
+
+    phase: str
+    result: str
+    seconds: float
+    note: str
+    skipped: Sequence[str] = ()
+    reported: Sequence[str] = ()
+
+
+def verdict(code: int | None, said: Sequence[str]) -> str:
+    """Of the exit code, None where the phase was ended, and of what it has said.
+
+    Tests that were all skipped have shown nothing, so the phase is not ok.
+    """
+    if code is None:
+        return TIMED_OUT
+    last = said[-1] if said else ""
+    skipped, ran = re.search(r"\b\d+ skipped", last), re.search(r"\b\d+ (passed|failed|xfailed|error)", last)
+    if code == SKIP_CODE or (code in (0, NO_TESTS) and skipped and not ran):
+        return SKIPPED
+    return FAILED if code else OK
+
+
+def skips(said: Sequence[str]) -> list[str]:
+    """Why pytest has skipped tests: each reason once, in the order of its summary."""
+    return _told(r"SKIPPED \[\d+\] \S+?:\d+: (.*)", said)
+
+
+def reports(said: Sequence[str]) -> list[str]:
+    """What a phase has said of tolerances that were never measured."""
+    return _told(r".*\bUncalibrated: (.*)", said)
+
+
+def _told(pattern: str, said: Sequence[str]) -> list[str]:
+    matches = (re.fullmatch(pattern, line.strip()) for line in said)
+    return list(dict.fromkeys(match[1] for match in matches if match))
+
+
+class Results:
+    """What the phases have given so far. It is on disk after each change: nothing is lost to what comes later."""
+
+    def __init__(self, device: Any, folder: Path, about: str) -> None:
+        """``about``: the end of the file's name."""
+        from zero_optim.bench import record
+
+        self.folder, self._about = folder, about
+        self.record: dict[str, Any] = {**record.make_record([], device, {}), "phases": []}
+        self.path: Path | None = None
+        self._write, self._write_anew = record.write, record.write_anew
+        self._lock = threading.RLock()
+        self._given: dict[str, dict[str, Any]] = {}  # by phase and file, what was written so far
+
+    def result_of(self, phase: str) -> str | None:
+        """None where it was not run."""
+        return next((outcome["result"] for outcome in self.record["phases"] if outcome["phase"] == phase), None)
+
+    def look(self, phase: Phase) -> None:
+        """Take over what the phase has written by now."""
+        with self._lock:
+            before = self._given.get(phase.name, {})
+            if (now := before | _read(phase.folder)) != before:
+                self._given[phase.name] = now
+                self._fill()
+                self.save()
+
+    def take(self, phase: Phase, outcome: Outcome) -> Outcome:
+        """Add the outcome, and the rows or the results that the phase has written, which then make its note."""
+        with self._lock:
+            self.look(phase)
+            tables = [given for given in self._given.get(phase.name, {}).values() if phase.name not in OWN_RESULTS]
+            rows = [row for given in tables for row in given["rows"]]
+            if rows:
+                outcome = replace(outcome, note=headline(rows))
+            self.record["phases"].append(asdict(outcome))
+            self.save()
+        return outcome
+
+    def _fill(self) -> None:
+        self.record["rows"] = []
+        for name, files in self._given.items():
+            for given in files.values():
+                if name in OWN_RESULTS:
+                    self.record[name] = given
+                else:
+                    self.record["rows"] += given["rows"]
+                    self.record["baselines"].update(given["baselines"])
+
+    def save(self) -> Path:
+        """Write the record: under a new name the first time, over it from then on, at once."""
+        with self._lock:
+            if self.path is None:
+                self.path = self._write(self.record, self.folder, self._about)
+            else:
+                self._write_anew(self.record, self.path)
+            return self.path
+
+    def draw(self) -> str:
+        """The plot's path, or why there is none."""
+        if not self.record["rows"]:
+            return "no plot: nothing was measured"
+        try:
+            return " ".join(map(str, self._draw_all()))
+        except Exception as error:  # the figures are on disk: a drawing must not hide them
+            return f"no plot: {type(error).__name__}: {error}"
+
+    def _draw_all(self) -> Iterator[Path]:
+        """One of speed under the roof, and one of stores."""
+        from zero_optim.bench.bars import draw_bars
+        from zero_optim.bench.panels import offload_sheet
+        from zero_optim.bench.roofline import draw
+
+        path = self.save().with_suffix(".png")
+        of_stores = [row for row in self.record["rows"] if row["op"] == "offload"]
+        under_the_roof = [row for row in self.record["rows"] if row["op"] != "offload"]
+        if under_the_roof:
+            draw({**self.record, "rows": under_the_roof}, path)
+            yield path
+        if of_stores:
+            beside = path.with_name(f"{path.stem}-offload.png")
+            draw_bars(offload_sheet(self.record), self.record, beside)
+            yield beside
+
+
+def headline(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Each backend's share of the yardstick, and its speed against torch, at the largest size of the first dtype."""
+    from zero_optim.bench.table import elements
+
+    if any(row["op"] == "offload" for row in rows):
+        held = [row for row in rows if row["part"] == "step" and row["fraction"] is not None]
+        return "of bound: " + ", ".join(f"{row['backend']} {row['fraction']:.2f} ({row['bound']})" for row in held)
+    measured = [row for row in rows if row["fraction"] is not None and row["backend"] != row["yardstick"]]
+    if not measured:
+        return "no rows"
+    dtype, numel = measured[0]["dtype"], max(row["numel"] for row in measured)
+    shown = [row for row in measured if (row["dtype"], row["numel"]) == (dtype, numel)]
+    figures = [f"{row['backend']} {row['fraction']:.2f} ({row['vs_torch']:.2f}x)" for row in shown]
+    return f"{dtype}, {elements(numel)}, of {shown[0]['yardstick']} (vs torch): {', '.join(figures)}"
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    width = max([len(outcome.phase) for outcome in outcomes], default=5)
+    lines = [f"{'phase':{width}}  {'':9}  {'seconds':>7}"]
+    lines += [f"{o.phase:{width}}  {o.result:9}  {o.seconds:7.1f}  {o.note[:110]}" for o in outcomes]
+    return "\n".join(lines)
+
+
+def _read(folder: Path | None) -> dict[str, Any]:
+    """By name, the JSON files that are whole."""
+    found = {}
+    for path in sorted(folder.glob("*.json")) if folder is not None else []:
+        try:
+            found[path.name] = json.loads(path.read_text())
+        except ValueError:  # it is being written, or the phase was ended while it was
+            continue
+    return found

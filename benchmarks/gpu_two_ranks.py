@@ -1,0 +1,70 @@
+"""Whether two ranks get a sum from each other on this machine's GPUs, or on its only one. No optimizer is in it.
+
+    python benchmarks/gpu_two_ranks.py cuda
+
+Exit codes: 0; 1 where the sum is wrong or does not come within SECONDS; 77 where NCCL takes one rank a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import gpu_nccl
+import torch
+import torch.distributed as dist
+
+SECONDS = 45
+SKIP_CODE = 77
+
+
+def rank(number: int, device: str, store: str) -> None:
+    where = torch.device("cpu")
+    if device == "cuda":
+        where = torch.device("cuda", number % torch.cuda.device_count())
+        torch.cuda.set_device(where)
+    backend, patience = "nccl" if device == "cuda" else "gloo", timedelta(seconds=SECONDS)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=number, world_size=2, timeout=patience)
+    for numel in (1, 2**22):
+        x = torch.full((numel,), float(number + 1), device=where)
+        dist.all_reduce(x)
+        if (low := float(x.min())) != 3.0 or float(x.max()) != 3.0:
+            sys.exit(f"rank {number}: the sum of 1 and 2 is {low}")
+        print(f"rank {number} on {where}, {backend}: all_reduce of {numel:,} elements is right", flush=True)
+    dist.destroy_process_group()
+
+
+def main(device: str) -> int:
+    if device == "cuda":
+        version = gpu_nccl.loaded() or torch.cuda.nccl.version()[:3]
+        print(f"NCCL {gpu_nccl.dotted(version)}, {torch.cuda.device_count()} GPU(s)", flush=True)
+        if reason := gpu_nccl.why_not_shared(2, torch.cuda.device_count(), version):
+            print(reason, flush=True)
+            return SKIP_CODE
+    with tempfile.TemporaryDirectory(prefix="two-ranks-") as folder:
+        command = [sys.executable, __file__, device, str(Path(folder, "store"))]
+        ranks = [subprocess.Popen([*command, str(number)]) for number in range(2)]
+        try:
+            codes = [process.wait(SECONDS) for process in ranks]
+        except subprocess.TimeoutExpired:
+            codes = [None]
+        finally:
+            for process in ranks:
+                with contextlib.suppress(OSError):
+                    process.kill()
+                process.wait()
+    if codes == [0, 0]:
+        print("two ranks have each other's sums", flush=True)
+        return 0
+    print(f"no sum within {SECONDS} s" if codes == [None] else f"exit codes {codes}", flush=True)
+    return 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        sys.exit(main(sys.argv[1]))
+    rank(int(sys.argv[3]), sys.argv[1], sys.argv[2])
