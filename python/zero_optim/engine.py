@@ -325,7 +325,7 @@ class Engine:
             with self._allocating("making the buckets"):
                 buckets = self.reducer.grow(trained)
             flats = [(bucket.layout.numel, bucket.dtype) for bucket in buckets]
-            self.sharding.connect_for(flats, reduced=True, gathered=whole)  # units are gathered over the model's group
+            self.sharding.connect_for_buckets(flats, gathered=whole)  # units are gathered over the model's group
             for bucket in buckets if whole else ():
                 self.sharding.broadcast(bucket.flat.full)
             with self._allocating("making the state"):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from . import validate
 from .comm.collectives import make_comm
-from .comm.sharding import Sharding
+from .comm.sharding import Sharding, largest_of
 from .errors import ParameterError
 from .params.param_shard import ParamShard
 from .params.parameter_set import check_free, plain_name
@@ -101,8 +101,9 @@ def shard_module(
     except BaseException:
         comm.close()
         raise
-    flats = [(flat.layout.numel, flat.dtype) for unit in made for flat in unit.flats]
-    sharding.connect_for(flats, reduced=False, gathered=True)
+    for dtype, numel in largest_of((flat.layout.numel, flat.dtype) for unit in made for flat in unit.flats).items():
+        for ranks in (comm, *([node] if node is not None else [])):
+            ranks.connect_for("all_gather", numel, dtype, target)
     for unit, plan in zip(made, plans, strict=True):
         unit.enclosing = {made[outer] for outer in plan.enclosing}
     schedule = UnitSchedule(made, sharding, prefetch, keep_evaluating=keep)

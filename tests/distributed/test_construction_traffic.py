@@ -132,34 +132,43 @@ def test_what_is_added_and_what_thaws_travels_by_the_bucket():
         assert values == [[n] for n in range(1, 9)] * 2
 
 
-def _first_step(rank: int, world_size: int, stage: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
-    """By kind, the largest number of elements that construction has sent in a call, and those of the first step."""
+Sizes = dict[tuple[str, str], int]
 
-    def largest() -> dict[str, int]:
-        sizes: dict[str, int] = {}
+
+def _first_step(rank: int, world_size: int, stage: int, dtype: torch.dtype, options: dict[str, Any]) -> list[Sizes]:
+    """By kind and group, the most elements that a rank has sent in a call: at construction, and in the first step."""
+
+    def largest() -> Sizes:
+        sizes: Sizes = {}
         for entry in used.issued:
             if entry.kind in ("reduce_scatter", "all_gather", "all_reduce"):
-                sizes[entry.kind] = max(entry.numel, sizes.get(entry.kind, 0))
+                of = entry.kind, entry.group
+                sizes[of] = max(entry.numel, sizes.get(of, 0))
         used.issued.clear()
         return sizes
 
     used: Any = transport.used()
     model = nn.Sequential(*(nn.Linear(ROW, ROW, bias=False) for _ in range(4))).to(dtype)
     if stage == 3:
-        zero_optim.shard_module(model, (nn.Linear,))
+        zero_optim.shard_module(model, (nn.Linear,), **options)
     opt = zero_optim.ShardedAdamW(model.parameters(), stage=stage)
-    at_construction = largest()
+    sizes = [largest()]
     model(torch.ones(2, ROW, dtype=dtype)).sum().backward()
     opt.step()
-    in_step = largest()
+    sizes.append(largest())
     opt.close()
-    return at_construction, in_step
+    return sizes
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_nccl_has_connected_for_the_sizes_of_a_step(stage):
+@pytest.mark.parametrize(
+    ("stage", "ranks", "options"),
+    [(0, 2, {}), (1, 2, {}), (2, 2, {}), (3, 2, {}), (3, 4, {"reshard_after_forward": 2})],
+)
+def test_nccl_has_connected_for_the_sizes_of_a_step(stage, ranks, options):
     """It chooses an algorithm by size, and connects the ranks at its first use, while its host waits for all of them.
     In the first backward one may have raised."""
-    for before, first in run_ranks(2, _first_step, stage, torch.bfloat16, simulated="held"):
-        assert max(first.values()) >= ROW * ROW // 2, "a bucket, or a shard of one"
-        assert all(before[kind] >= numel for kind, numel in first.items() if numel >= ROW * ROW // 2), (before, first)
+    least = ROW * ROW // ranks  # a bucket or a unit, or this rank's part of it
+    for before, first in run_ranks(ranks, _first_step, stage, torch.bfloat16, options, simulated="held"):
+        large = {of: numel for of, numel in first.items() if numel >= least}
+        assert len(large) == {0: 1, 3: 2 + len(options)}.get(stage, 2)
+        assert all(before.get(of, 0) >= numel for of, numel in large.items()), (before, first)

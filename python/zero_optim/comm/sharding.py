@@ -99,16 +99,12 @@ class Sharding:
 
     # -- what is communicated ------------------------------------------------------------------------------------
 
-    def connect_for(self, flats: Iterable[tuple[int, torch.dtype]], *, reduced: bool, gathered: bool) -> None:
-        """Collective. See ``Comm.connect``. ``flats``: elements and dtype of the flat tensors of parameters that are
-        gathered, and whose gradients are reduced. The largest of each dtype counts."""
-        largest: dict[torch.dtype, int] = {}
-        for numel, dtype in flats:
-            largest[dtype] = max(numel, largest.get(dtype, 0))
-        for dtype, numel in largest.items():
-            if reduced:
-                kind = "reduce_scatter" if self.shard_count > 1 else "all_reduce"
-                self.everyone.connect_for(kind, numel, self.reduce_dtype(dtype), self.device)
+    def connect_for_buckets(self, flats: Iterable[tuple[int, torch.dtype]], *, gathered: bool) -> None:
+        """Collective. See ``Comm.connect_for``. ``flats``: elements and dtype of the buckets' parameters. ``gathered``:
+        whether they are by ``all_gather``, too."""
+        kind = "reduce_scatter" if self.shard_count > 1 else "all_reduce"
+        for dtype, numel in largest_of(flats).items():
+            self.everyone.connect_for(kind, numel, self.reduce_dtype(dtype), self.device)
             if gathered and self.shard_count > 1:
                 self.everyone.connect_for("all_gather", numel, dtype, self.device)
 
@@ -159,6 +155,14 @@ class Sharding:
     def exchange(self, vector: Tensor, *, maximum: bool = False) -> None:
         """Sum (or maximise) a small vector over the ranks, in place, ordered before what follows."""
         self.everyone.exchange(vector, maximum=maximum)
+
+
+def largest_of(flats: Iterable[tuple[int, torch.dtype]]) -> dict[torch.dtype, int]:
+    """By dtype, the most elements that one of these flat tensors has."""
+    largest: dict[torch.dtype, int] = {}
+    for numel, dtype in flats:
+        largest[dtype] = max(numel, largest.get(dtype, 0))
+    return largest
 
 
 def runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
