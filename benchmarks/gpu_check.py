@@ -74,6 +74,9 @@ class Log:
                 print(line[:300], flush=True)
 
 
+running: set[subprocess.Popen[bytes]] = set()
+
+
 def run_phase(phase: Phase, limit: float, log: Log, look: Callable[[], object] = lambda: None) -> Outcome:
     """Run the phase for at most ``limit`` seconds; nothing of it outlives this. ``look`` is called every second."""
     begin = time.monotonic()
@@ -91,6 +94,7 @@ def run_phase(phase: Phase, limit: float, log: Log, look: Callable[[], object] =
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+    running.add(process)
     listener = threading.Thread(target=_listen, args=(process, phase, log, said), daemon=True)
     listener.start()
     code = None
@@ -101,6 +105,7 @@ def run_phase(phase: Phase, limit: float, log: Log, look: Callable[[], object] =
             look()
     finally:
         end(process)
+        running.discard(process)
         listener.join(GRACE)
     result = verdict(code, said)
     if result not in (OK, SKIPPED) and not phase.told:
@@ -139,7 +144,12 @@ def run_step(step: Step, left: float, log: Log, results: Results) -> list[Outcom
         return outcome
 
     with ThreadPoolExecutor(len(step)) as pool:
-        return list(pool.map(run, step))
+        try:
+            return list(pool.map(run, step))
+        except BaseException:  # Ctrl-C, or SIGTERM: the threads would wait for their phases
+            for process in list(running):
+                end(process)
+            raise
 
 
 unpacked: list[Path] = []  # folders of wheels

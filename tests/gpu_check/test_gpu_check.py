@@ -7,6 +7,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -348,6 +349,28 @@ def test_a_phase_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkey
     outcome = run_phase(Phase("hangs", python(HANGS), 30), 3.0, Log(tmp_path / "log"))
     assert outcome.result == TIMED_OUT
     assert has_ended(int(outcome.note))
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux: descendants are found in /proc")
+def test_ctrl_c_ends_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The phases of a step run in threads, which no signal reaches."""
+    monkeypatch.setattr(gpu_check, "GRACE", 0.1)
+    monkeypatch.setattr(gpu_check, "LOOK", 0.05)
+    log = Log(tmp_path / "log")
+
+    class Interrupted(Results):
+        sent = False
+
+        def look(self, phase: Phase) -> None:
+            said = log.path.read_text()
+            if not self.sent and said.rsplit("hangs| ", 1)[-1].strip().isdecimal():
+                self.sent = True
+                os.kill(os.getpid(), signal.SIGINT)
+
+    results = Interrupted(torch.device("cpu"), tmp_path, "gpu-test")
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.run_step([Phase("hangs", python(HANGS), 60)], 60.0, log, results)
+    assert has_ended(int(log.path.read_text().rsplit("hangs| ", 1)[1]))
 
 
 def has_ended(pid: int) -> bool:
