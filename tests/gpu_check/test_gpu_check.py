@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -362,15 +363,17 @@ def test_ctrl_c_ends_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         sent = False
 
         def look(self, phase: Phase) -> None:
-            said = log.path.read_text()
-            if not self.sent and said.rsplit("hangs| ", 1)[-1].strip().isdecimal():
+            if not self.sent and children():
                 self.sent = True
                 os.kill(os.getpid(), signal.SIGINT)
+
+    def children() -> list[int]:
+        return [int(pid) for pid in re.findall(r"^hangs\| (\d+)$", log.path.read_text(), re.MULTILINE)]
 
     results = Interrupted(torch.device("cpu"), tmp_path, "gpu-test")
     with pytest.raises(KeyboardInterrupt):
         gpu_check.run_step([Phase("hangs", python(HANGS), 60)], 60.0, log, results)
-    assert has_ended(int(log.path.read_text().rsplit("hangs| ", 1)[1]))
+    assert has_ended(*children())
 
 
 def has_ended(pid: int) -> bool:
