@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 if str(BENCHMARKS) not in sys.path:
@@ -34,11 +35,19 @@ def test_a_share_is_as_planned(tmp_path, capsys):
                 assert share[peak] == pytest.approx(share[f"planned_{peak}"], rel=0.01)
 
 
-def test_a_plan_that_is_off_fails(monkeypatch):
-    def short(plan, held, peak, first_peak):
-        return gpu_memory.Share(plan.job.stage, held, held, 0.02, peak, peak, peak, peak, {})
+@pytest.mark.parametrize(("device", "code"), [("cpu", 1), ("cuda", 0)])
+def test_a_plan_that_is_off_fails(device, code, monkeypatch, capsys):
+    """On a GPU it is reported: the tolerance was measured on a CPU."""
 
-    monkeypatch.setattr(gpu_memory, "compare", short)
-    monkeypatch.setattr(gpu_memory, "STAGES", (3,))
-    assert gpu_memory.main(["--device", "cpu", "--params", "2e6"]) == 1
-    assert memory.gpt_of(2 * 10**6).numel == 2 * 10**6
+    def off(decoder, stage, on):
+        return gpu_memory.Share(stage, 102, 100, 0.02, 200, 200, 200, 200, {})
+
+    monkeypatch.setattr(gpu_memory, "measure", off)
+    assert gpu_memory.main(["--device", device, "--params", "2e6"]) == code
+    assert ("Uncalibrated: 2.00% is more than 1%" in capsys.readouterr().out) == (device == "cuda")
+
+
+def test_what_is_off_is_measured_so(monkeypatch):
+    plan = memory.plan(memory.of_decoder(memory.gpt_of(2 * 10**6), torch.bfloat16), memory.Job(stage=2, world=4))
+    planned = gpu_memory.compare(plan, 0, 0, 0).planned
+    assert gpu_memory.compare(plan, planned + planned // 50, 0, 0).difference == pytest.approx(0.02, abs=1e-6)
