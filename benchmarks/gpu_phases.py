@@ -164,7 +164,7 @@ def training(scratch: Path, device: str) -> list[Step]:
         ],
         [_script(scratch, "memory", "gpu_memory.py", 60, device)],
         [_script(scratch, "trainer", "gpu_trainer.py", 100, device)],
-        [_bench(scratch, "step", 90, device)],
+        [_bench(scratch, "step", 90, device, "--dtypes", "bf16")],
         [_bench(scratch, "offload", 65, device, "--numel", "2^27", "--rounds", "5", "--contenders", *STORES)],
     ]
 
