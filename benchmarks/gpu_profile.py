@@ -19,7 +19,7 @@ from typing import Any
 
 OPS = ("adam_step", "pack", "grad_stats")
 NUMEL = {"cuda": 2**26, "cpu": 4096}
-SECONDS = 55
+SECONDS = 45
 SKIP_CODE = 77
 FORBIDDEN = "ERR_NVGPUCTRPERM"
 METRICS = {
