@@ -215,6 +215,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.engine.check_step(self.param_groups)
         result = None
         if closure is not None:
+            self.engine.reducer.join_before_closure()
             with torch.enable_grad():
                 result = closure()
         self._adopt_torch_scale()

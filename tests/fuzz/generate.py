@@ -65,8 +65,16 @@ PLAIN = Flavour(stages=(0, 1, 2), optims=(1,), raises=0.08, infinite=0.03)
 STAGE3 = Flavour(stages=(3,), optims=(1,), raises=0.08, infinite=0.02)
 SEVERAL = Flavour(stages=(0, 1, 2, 2), optims=(2, 2, 3), raises=0.2)
 MIXED = Flavour(stages=(0, 1, 2, 3), optims=(1, 2, 2, 3), raises=0.15, infinite=0.05)
+SHARDED = Flavour(stages=(3,), optims=(2, 2, 3), raises=0.15)
 STRAIGHT = Flavour(stages=(0, 1, 2), optims=(1,), infinite=0.03, left_out=0)  # nothing raises, no rank is left out
-FLAVOURS = {"straight": STRAIGHT, "plain": PLAIN, "stage3": STAGE3, "several": SEVERAL, "mixed": MIXED}
+FLAVOURS = {
+    "straight": STRAIGHT,
+    "plain": PLAIN,
+    "stage3": STAGE3,
+    "several": SEVERAL,
+    "mixed": MIXED,
+    "sharded": SHARDED,
+}
 
 
 def program(seed: int, flavour: Flavour) -> Program:
@@ -204,6 +212,7 @@ class _Generator:
             (1.0, lambda: [Zero(o, not self.chance(0.3))]),
             (0.8, lambda: [ModuleZero(o, not self.chance(0.3))]),
             (1.5 if state.any_grads() else 0.2, lambda: [Step(o), Zero(o)]),
+            (1.2, lambda: [self.step(law, o)]),
             (0.8, lambda: [Step(k) for k in range(len(law.states))]),
             (0.5, lambda: [Zero(k) for k in range(len(law.states))]),
             (0.8, lambda: [self.clip(law, o)]),
@@ -258,8 +267,20 @@ class _Generator:
         no_sync = tuple(o for o in range(several) if self.chance(0.25))
         if self.chance(0.1):
             no_sync = tuple(range(several))
+        roots = rng.choice((2, 3)) if self.chance(0.15) else 1
         ranks = tuple(None if no and not chain else tuple(chain) for no, chain in zip(nothing, chains, strict=True))
-        return Backward(ranks, no_sync)
+        return Backward(ranks, no_sync, roots)
+
+    def step(self, law: Law, o: int) -> Step:
+        """With a closure, hooks, or both."""
+        rng = self.rng
+        closure: list[Op] = []
+        if self.chance(0.7):
+            closure = [[], [Zero(o)], [ModuleZero(o)]][rng.choice((0, 0, 1, 1, 2))] + [self.backward(law)]
+        set_lr = SetLr(o, rng.randrange(law.states[o].groups), rng.choice((0.125, 0.25)))
+        before = rng.choice(([], [], [self.clip(law, o)], [set_lr], [AllReduce(1.0)]))
+        after = rng.choice(([], [], [Zero(o)], [set_lr], [AllReduce(1.0)]))
+        return Step(o, tuple(closure), tuple(before), tuple(after))
 
     def chain(self, law: Law, optims: list[int], mode: str, rank: int, calls: dict[int, list[int]]) -> list[Link]:
         blocks: list[list[Link]] = []

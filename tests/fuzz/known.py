@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fuzz.program import (
     AllReduce,
     Backward,
@@ -17,6 +19,7 @@ from fuzz.program import (
     Program,
     Renew,
     SaveFull,
+    SetLr,
     Step,
     Unit,
     Use,
@@ -62,6 +65,8 @@ def _net(*units: int, after: int | None = None, o: int = 0) -> tuple[Net]:
 
 
 ONE = (_optim(8),)
+OF_ALL_SIZES = (replace(_optim(4, stage=3), shapes=((600,), (5,), (300,), (40, 10))),)
+IN_CLOSURE = (_both(_net(0, 1, 2, 3), _net(0, 1, 2)),)
 PAIR = (_optim(6), _optim(6, bucket_cap_mb=25.0))
 SHARDED = (_optim(6, stage=3),)
 EIGHT, HALF = _all(0, 8), (*_all(0, 4), Boom(), *_all(0, 8)[4:])
@@ -290,6 +295,40 @@ KNOWN: dict[str, Program] = {
             Step(0),
             _both(_net(1), _net(1, 0)),
             Step(0),
+        ),
+    ),
+    "stage 3, a raise in units of another order, then a step with a closure": Program(
+        2,
+        OF_ALL_SIZES,
+        (*_loop(_net(0, 1, 2, 3), 0), _both(_net(3, 1, 0, 2), _net(3, 1, 0, 2, after=0)), Step(0, IN_CLOSURE)),
+    ),
+    "stage 3, a raise before the first unit, then a step with a closure": Program(
+        2,
+        OF_ALL_SIZES,
+        (
+            *_loop(_net(0, 1, 2, 3), 0),
+            _both(_net(0, 1, 2, 3), (*_net(0, 1, 2, 3), Boom())),
+            Step(0, IN_CLOSURE, before=(SetLr(0, 0, 0.25),), after=(Zero(0),)),
+        ),
+    ),
+    "stage 3, a raise before the first unit under no_sync, then a step with a closure": Program(
+        2,
+        OF_ALL_SIZES,
+        (
+            *_loop(_net(0, 1, 2, 3), 0),
+            _both(_net(0, 1, 2, 3), (*_net(0, 1, 2, 3), Boom()), no_sync=(0,)),
+            Step(0, IN_CLOSURE),
+        ),
+    ),
+    "stage 3, twice no backward after a forward, once under no_sync, then a step with a closure": Program(
+        2,
+        OF_ALL_SIZES,
+        (
+            *_loop(_net(0, 1, 2, 3), 0),
+            _both(_net(0, 1), (*_net(0, 1), Boom()), no_sync=(0,)),
+            Step(0),
+            _both(_net(0, 3), (*_net(0, 1), Boom())),
+            Step(0, IN_CLOSURE),
         ),
     ),
     "stages 0 and 3, a raise between units, then a backward of stage 0": Program(

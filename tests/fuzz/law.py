@@ -23,6 +23,9 @@
   in that backward's averages. A parameter that was thawed is used by every rank in the first step. After a raise a
   module's ``zero_grad`` only where every rank has a gradient: else it cannot tell.
   ``gather_parameters`` only where no raise is open.
+- A closure zeroes and runs backwards, and does not raise. ``step`` with one is those calls, and then ``step``; at stage
+  3 it settles first what raised before. Hooks of the optimizer clip, set a learning rate, zero after the step, or send
+  something of their own. With a scaler there are neither.
 - Thawing, freezing, dropping, assigning and scaling gradients happen on all ranks, where no raise is open and no rank
   was left out. What was thawed does not count as trained until ``step`` has met it. Frozen later: without a gradient.
 - After a clip: no assigning. With ``max_grad_norm`` no further backward, nor ``no_sync`` block, either. After a step
@@ -185,6 +188,7 @@ class Law:
     # Backward
 
     def _backward(self, op: Backward) -> None:
+        need(op.roots in (1, 2, 3), "one to three roots")
         need(len(op.ranks) == self.world, "a chain for each rank")
         need(len(set(op.no_sync)) == len(op.no_sync), "twice in no_sync")
         need(all(0 <= o < len(self.states) for o in op.no_sync), "no such optimizer")
@@ -368,8 +372,35 @@ class Law:
             self.waiting.pop(0)
 
     def _step(self, op: Step) -> None:
+        need(not self.scaler or not op.inner, "a closure or a hook with the scaler")
+        for kinds, of in ((Clip | SetLr | AllReduce, op.before), (Zero | SetLr | AllReduce, op.after)):
+            need(all(isinstance(inner, kinds) for inner in of), "not in a hook")
+        need(all(getattr(inner, "o", op.o) == op.o for inner in op.inner), "another optimizer's")
+        for inner in op.before:
+            self.apply(inner)
+        if op.closure:
+            self._closure(op)
+        self._update_of(op.o)
+        for inner in op.after:
+            self.apply(inner)
+
+    def _closure(self, op: Step) -> None:
         state = self.states[op.o]
-        self._collective(op.o)
+        if state.stage == 3:  # what raised before it is settled
+            self._collective(op.o)
+            need(state.left_out != "skip", "step without a closure has to follow")
+            state.left_out, state.raised = "", False
+        for inner in op.closure:
+            need(isinstance(inner, Zero | ModuleZero | Backward), "not in a closure")
+            raises = isinstance(inner, Backward) and any(
+                arrivals(chain, self.trainable).raised for chain in inner.ranks
+            )
+            need(not raises, "a closure raises")
+            self.apply(inner)
+
+    def _update_of(self, o: int) -> None:
+        state = self.states[o]
+        self._collective(o)
         need(not state.dirty, "stepped, clipped and not zeroed")
         if self.scaler:
             need(state.any_grads() & state.requires_grad, "the scaler steps what has a gradient")

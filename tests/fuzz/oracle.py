@@ -266,8 +266,12 @@ class Oracle:
         optim = self.optims[op.o]
         match op:
             case Step():
+                for inner in (*op.before, *op.closure):
+                    self.operation(inner)
                 skipped = optim.step(self.scale)
                 self.overflow |= skipped
+                for inner in op.after:
+                    self.operation(inner)
                 return self.everywhere(None if optim.stage == 3 else optim.values())
             case Zero() | ModuleZero():
                 optim.zero(op.to_none)

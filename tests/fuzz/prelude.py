@@ -106,21 +106,38 @@ def call(net, *links):
     return lambda x: net(x, links)
 
 
-def backward(links, no_sync=(), scaler=None):
-    """The value of a chain, after its backward; or where it raised."""
+def backward(links, no_sync=(), scaler=None, roots=1):
+    """The value of a chain, after its backward; or where it raised. The chain is cut into one for each root."""
     with contextlib.ExitStack() as stack:
         for opt in no_sync:
             stack.enter_context(opt.no_sync())
         if links is None:
             return None
         try:
-            x = torch.ones((), requires_grad=True)
-            for link in links:
-                x = link(x)
-            (scaler.scale(x) if scaler else x * 1.0).backward()
-            return float(x.detach())
+            ends, long = [], max(1, -(-len(links) // roots))
+            for start in range(0, len(links) or 1, long):
+                x = torch.full((), 0.0 if start else 1.0, requires_grad=True)
+                for link in links[start : start + long]:
+                    x = link(x)
+                ends.append(x)
+            torch.autograd.backward([scaler.scale(x) if scaler else x * 1.0 for x in ends])
+            return float(sum(x.detach() for x in ends))
         except Planned as error:
             return str(error)
+
+
+def step(opt, closure=(), before=(), after=()):
+    def all_of(calls):
+        def run(*_):
+            for call in calls:
+                call()
+
+        return run
+
+    hooks = opt.register_step_pre_hook(all_of(before)), opt.register_step_post_hook(all_of(after))
+    opt.step(all_of(closure) if closure else None)
+    for hook in hooks:
+        hook.remove()
 
 
 def evaluate(link):

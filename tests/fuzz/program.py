@@ -94,8 +94,11 @@ Chain = tuple[Link, ...] | None  # None: this rank does no backward
 
 @dataclass(frozen=True)
 class Backward:
+    """``roots``: how many tensors it begins at, each with a part of the chain: ``torch.autograd.backward``."""
+
     ranks: tuple[Chain, ...]
     no_sync: tuple[int, ...] = ()
+    roots: int = 1
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,16 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Step:
+    """With what its closure does, if it has one, and hooks of the optimizer before it and after it."""
+
     o: int
+    closure: tuple[Any, ...] = ()
+    before: tuple[Any, ...] = ()
+    after: tuple[Any, ...] = ()
+
+    @property
+    def inner(self) -> tuple[Any, ...]:
+        return (*self.before, *self.closure, *self.after)
 
 
 @dataclass(frozen=True)

@@ -119,31 +119,55 @@ class _Writer:
     def all_grads(self) -> str:
         return "".join(f", grads({self.holder(o)})" for o in range(len(self.stages)))
 
+    def call(self, op: Op, chains: str | None = None) -> str:
+        """An expression, for what may also be done in a closure or a hook."""
+        o = getattr(op, "o", None)
+        match op:
+            case Backward():
+                scaler = "scaler" if self.program.scale is not None else "None"
+                options = f"no_sync=[{', '.join(f'o{k}' for k in op.no_sync)}], scaler={scaler}, roots={op.roots}"
+                chains = chains or "[" + ", ".join(map(_chain, op.ranks)) + "]"
+                return f"backward({chains}[rank], {options})"
+            case Zero():
+                return f"o{o}.zero_grad(set_to_none={op.to_none})"
+            case ModuleZero():
+                module = f"N{o}" if self.stages[op.o] == 3 else f"module_of(P{o})"
+                return f"{module}.zero_grad(set_to_none={op.to_none})"
+            case Clip():
+                some = "" if op.params is None else f", [{', '.join(f'P{o}[{p}]' for p in op.params)}]"
+                return f"o{o}.clip_grad_norm_({op.max_norm}, {_number(op.norm_type)}{some})"
+            case SetLr():
+                return f"o{o}.param_groups[{op.group}].update(lr={op.lr})"
+            case AllReduce():
+                return f"own_sum({op.value}, rank)"
+        raise TypeError(op)
+
+    def step(self, op: Step) -> str:
+        given = {"closure": op.closure, "before": op.before, "after": op.after}
+        lists = [f"{name}=[{', '.join(f'lambda: {self.call(i)}' for i in of)}]" for name, of in given.items() if of]
+        return f"step({', '.join([f'o{op.o}', *lists])})" if lists else f"o{op.o}.step()"
+
     def operation(self, index: int, op: Op) -> list[str]:
         """The lines of an operation; the last one tells ``see`` what it was to see."""
-        scaler = "scaler" if self.program.scale is not None else "None"
         o = getattr(op, "o", None)
         grads = f", grads({self.holder(o)})" if isinstance(o, int) else ""
         match op:
             case Backward():
                 chains = ", ".join(map(_chain, op.ranks))
-                options = f"no_sync=[{', '.join(f'o{k}' for k in op.no_sync)}], scaler={scaler}"
-                return [f"chains = [{chains}]", f"see({index}, backward(chains[rank], {options}){self.all_grads()})"]
+                return [f"chains = [{chains}]", f"see({index}, {self.call(op, 'chains')}{self.all_grads()})"]
             case Evaluate():
                 return [f"see({index}, evaluate([{', '.join(map(_link, op.ranks))}][rank]))"]
             case Step():
-                call = f"o{o}.step()" if self.program.scale is None else f"scaler.step(o{o})"
+                call = self.step(op) if self.program.scale is None else f"scaler.step(o{o})"
                 return [call, f"see({index}, None)" if self.stages[o] == 3 else f"see({index}, values(P{o}))"]
             case Zero():
-                return [f"o{o}.zero_grad(set_to_none={op.to_none})", f"see({index}{grads})"]
+                return [self.call(op), f"see({index}{grads})"]
             case ModuleZero():
-                module = f"N{o}" if self.stages[o] == 3 else f"module_of(P{o})"
-                return [f"{module}.zero_grad(set_to_none={op.to_none})", f"see({index}{grads})"]
+                return [self.call(op), f"see({index}{grads})"]
             case Clip():
-                some = "" if op.params is None else f", [{', '.join(f'P{o}[{p}]' for p in op.params)}]"
-                return [f"see({index}, float(o{o}.clip_grad_norm_({op.max_norm}, {_number(op.norm_type)}{some})))"]
+                return [f"see({index}, float({self.call(op)}))"]
             case SetLr():
-                return [f'o{o}.param_groups[{op.group}]["lr"] = {op.lr}', f"see({index})"]
+                return [self.call(op), f"see({index})"]
             case Save():
                 return [f"saved{o} = copy.deepcopy(o{o}.state_dict())", f"see({index})"]
             case Load():
@@ -185,7 +209,7 @@ class _Writer:
             case ScaleGrad():
                 return [f"P{o}[{op.p}].grad.mul_({op.factor})", f"see({index})"]
             case AllReduce():
-                return [f"see({index}, own_sum({op.value}, rank))"]
+                return [f"see({index}, {self.call(op)})"]
             case Read():
                 return [f"see({index}, whole(N{o}))"]
             case Unscale():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from fuzz.program import (
     Optim,
     Program,
     Renew,
+    Step,
     Unit,
     Unscale,
     Update,
@@ -102,7 +103,19 @@ def without_rank(program: Program, rank: int) -> Program:
     def cut(op: Op) -> Op:
         return replace(op, ranks=op.ranks[:rank] + op.ranks[rank + 1 :]) if hasattr(op, "ranks") else op
 
-    return replace(program, world=program.world - 1, ops=tuple(map(cut, program.ops)))
+    return replace(program, world=program.world - 1, ops=_each(program.ops, cut))
+
+
+def _each(ops: Iterable[Op], change: Callable[[Op], Op | None]) -> tuple[Op, ...]:
+    """What ``change`` makes of each, and of those in closures and hooks; without those of which it makes None."""
+    new = []
+    for op in ops:
+        if isinstance(op, Step):
+            parts = {name: _each(getattr(op, name), change) for name in ("closure", "before", "after")}
+            op = replace(op, **parts)
+        if (changed := change(op)) is not None:
+            new.append(changed)
+    return tuple(new)
 
 
 def without_optim(program: Program, gone: int) -> Program:
@@ -119,20 +132,21 @@ def without_optim(program: Program, gone: int) -> Program:
             return Net(number(old.o), inner)
         return old
 
-    ops: list[Op] = []
-    for op in program.ops:
+    def change(op: Op) -> Op | None:
         if isinstance(op, Backward | Evaluate):
             op = _links(op, link)
             if isinstance(op, Evaluate) and None in op.ranks:
-                continue
+                return None
             if isinstance(op, Backward):
                 op = replace(op, no_sync=tuple(number(o) for o in op.no_sync if o != gone))
         elif getattr(op, "o", None) == gone:
-            continue
+            return None
         elif hasattr(op, "o"):
             op = replace(op, o=number(op.o))
-        ops.append(op)
-    return replace(program, optims=program.optims[:gone] + program.optims[gone + 1 :], ops=tuple(ops))
+        return op
+
+    optims = program.optims[:gone] + program.optims[gone + 1 :]
+    return replace(program, optims=optims, ops=_each(program.ops, change))
 
 
 def _links(op: Any, link: Any) -> Any:
@@ -176,19 +190,20 @@ def without_parameter(program: Program, o: int, gone: int) -> Program:
         frozen=tuple(number(p) for p in optim.frozen if p != gone),
         units=optim.units[:gone] + optim.units[gone + 1 :],
     )
-    ops: list[Op] = []
-    for op in program.ops:
+
+    def change(op: Op) -> Op | None:
         if isinstance(op, Backward | Evaluate):
-            op = _links(op, link)
-        elif getattr(op, "o", None) == o:
+            return _links(op, link)
+        if getattr(op, "o", None) == o:
             if getattr(op, "p", None) == gone:
-                continue
+                return None
             if hasattr(op, "p"):
                 op = replace(op, p=number(op.p))
             if isinstance(op, Clip) and op.params is not None:
                 op = replace(op, params=tuple(number(p) for p in op.params if p != gone))
-        ops.append(op)
-    return replace(program, optims=_with(program.optims, o, smaller), ops=tuple(ops))
+        return op
+
+    return replace(program, optims=_with(program.optims, o, smaller), ops=_each(program.ops, change))
 
 
 def simpler_optims(optim: Optim) -> Iterator[Optim]:
@@ -212,8 +227,16 @@ def simpler_ops(op: Op) -> Iterator[Op]:
         for simple in (Clip(op.o, op.max_norm), Clip(op.o, 1.0, op.norm_type, op.params)):
             if simple != op:
                 yield simple
+    for name in ("closure", "before", "after") if isinstance(op, Step) else ():
+        of = getattr(op, name)
+        for i, inner in enumerate(of):
+            yield replace(op, **{name: of[:i] + of[i + 1 :]})
+            for simple in simpler_ops(inner):
+                yield replace(op, **{name: _with(of, i, simple)})
     if not isinstance(op, Backward):
         return
+    if op.roots > 1:
+        yield replace(op, roots=1)
     for rank in range(1, len(op.ranks)):
         if op.ranks[rank] != op.ranks[0]:
             yield replace(op, ranks=_with(op.ranks, rank, op.ranks[0]))

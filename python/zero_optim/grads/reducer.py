@@ -241,6 +241,8 @@ class Reducer:
         finally:
             self.synchronize = before
             self.rounds.local()
+            if self._schedule is not None:
+                self._schedule.excuse(self)
             self._tell_change()
 
     def _tell_change(self) -> None:
@@ -387,6 +389,22 @@ class Reducer:
         if self._schedule is not None:
             self.complete_open_round()
             self._schedule.end_all_backwards()
+
+    def join_before_closure(self) -> None:
+        """Collective, as ``step`` begins that is given a closure. At stage 3, settle now what raised before it.
+
+        The closure's forward gathers, and must not meet the gathers of a backward in which other ranks still are. Where
+        that backward has raised here before its first gradient, they have launched its round. So it is launched here,
+        too, with nothing in it: the closure's backward is another. All ranks know how many forwards there were, so each
+        that had no backward after one does the same.
+        """
+        if self._schedule is None:
+            return
+        missed = self._schedule.missed(self)
+        self.join_all_backwards()
+        self.settle_rounds()
+        if missed and self.synchronize and self.rounds.state.owed:
+            self._complete_round(_nothing)
 
     def complete_open_round(self) -> None:
         """A backward that raised has left its round open. Launch the rest: the other ranks have launched theirs.

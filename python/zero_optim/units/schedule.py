@@ -58,7 +58,8 @@ end_all_backwards     0
 end_step              0
 ====================  ================
 
-``end_all_backwards`` ends the cycle that is open, and goes through what is owed, one cycle for each.
+``end_all_backwards`` ends the cycle that is open, and goes through what is owed, one cycle for each. What is owed as a
+``no_sync`` block ends is *excused* for that optimizer: a backward that did not come there has missed no round.
 
 Whether backward takes as many cycles as were counted depends on the *course* of the forward cycles:
 
@@ -178,6 +179,7 @@ class UnitSchedule:
         self._hold = False  # create_graph: a backward may go through this one, so nothing is resharded until ``settle``
         self._over: set[FlatParams] = set()  # their gradients are complete in the open or last backward
         self._backwards_due = 0  # forward cycles that a backward may still come back through
+        self._excused: dict[Listener, int] = {}  # how many of these were due as its last ``no_sync`` block ended
         self._course = Course.NONE  # of the forward cycles since no backward was due
         self._digest = 0
         self._called: list[Unit] = []  # in the forward that is open, but for a unit called twice in a row
@@ -326,6 +328,7 @@ class UnitSchedule:
         if self._direction is Direction.BACKWARD:
             self._end_cycle()
             self._backwards_due -= 1
+            self._excused = {of: min(count, self._backwards_due) for of, count in self._excused.items()}
             if self._backwards_due <= 0:
                 self._none_due()
 
@@ -346,6 +349,14 @@ class UnitSchedule:
         while self._backwards_due:
             self._begin_cycle(Direction.BACKWARD)
             self.end_backward()
+
+    def missed(self, by: Listener) -> bool:
+        """Whether a backward is due that was to reduce."""
+        return self._backwards_due > self._excused.get(by, 0)
+
+    def excuse(self, by: Listener) -> None:
+        """What is due now need not reduce: its forward was within ``no_sync``."""
+        self._excused[by] = self._backwards_due
 
     def settle(self) -> None:
         """Collective, where a cycle is open. End it, and reshard every unit but those of ``gather_parameters``."""
@@ -398,6 +409,7 @@ class UnitSchedule:
         """It is closed: nobody waits for its reductions."""
         self.listeners.remove(listener)
         self._reducing.discard(listener)
+        self._excused.pop(listener, None)
 
     def is_over(self, flat: FlatParams) -> bool:
         """Whether the backward that is open, or the last, can bring no more gradients to these parameters."""
@@ -513,6 +525,7 @@ class UnitSchedule:
 
     def _none_due(self) -> None:
         self._backwards_due, self._course = 0, Course.NONE
+        self._excused.clear()
 
     def _kept_after_forward(self, unit: Unit) -> bool:
         """Whether it is left unsharded after its forward."""
