@@ -120,8 +120,8 @@ def test_a_rank_that_gave_up_is_heard_before_its_closed_connection(monkeypatch):
     standing = ToldOnce()
     monkeypatch.setattr(collectives, "standstill_of", lambda ranks: standing)
     monkeypatch.setattr(collectives.dist, "is_initialized", lambda: True)
-    group = SimpleNamespace(group_name="own")
-    comm = SimpleNamespace(own_group=group, ranks=[0, 1], rounds=1, label="an optimizer", out_of_step=False)
+    comm = SimpleNamespace(own_group=object(), ranks=[0, 1], out_of_step=False)
+    comm.whole = comm
     comm.given_up = lambda: Comm.given_up(comm)
     pending = Pending(Issued(Works([FakeWork("failed")])), Traffic("all_reduce"), comm=comm)
     with pytest.raises(RankMismatchError, match="the ranks wait for each other"):

@@ -116,9 +116,9 @@ class Pending:
         if comm is None or group is None:
             self._work.wait()
             return
-        standing = standstill_of(comm.ranks)
+        standing = standstill_of(comm.whole.ranks)
         while not self.arrives_within(standstill.SECONDS):
-            standing.look(Wait(group.group_name, comm.rounds, f"{self._kind} of {comm.label}", self._given))
+            standing.look(Wait(comm.owner, comm.rounds, f"{self._kind} of {comm.label}", self._given))
         self._work.wait()  # raises where it has failed: then what another rank has written of this wait is read first
         standing.ended()
 
@@ -142,7 +142,8 @@ class Comm:
         self.device = device
         self._own = self._group
         self._backends: dict[str, str] | None = None  # by type of device; read once
-        self.out_of_step = False  # whether a collective has failed: the group is of no use any more
+        self._failed = False
+        self._part_of: Comm | None = None  # of these ranks are some
         self._beside: list[weakref.ref[Comm]] = []  # of optimizers between some of the same ranks
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -165,6 +166,28 @@ class Comm:
         """Raises ClosedError where it was destroyed."""
         return self._alive(self._own)
 
+    @property
+    def whole(self) -> Comm:
+        """The ranks that share one optimizer's state; of some of them, as those of a node, it is another than this."""
+        return self if self._part_of is None else self._part_of
+
+    @property
+    def owner(self) -> str:
+        """Whose collectives these are, by a name that is the same on all ranks of the whole."""
+        group = self.whole.own_group
+        assert group is not None
+        name: str = group.group_name
+        return name if self._part_of is None else f"{name}, by nodes"
+
+    @property
+    def out_of_step(self) -> bool:
+        """Whether a collective has failed, of the whole or of some of its ranks: the group is of no use any more."""
+        return self.whole._failed
+
+    @out_of_step.setter
+    def out_of_step(self, value: bool) -> None:
+        self.whole._failed = value
+
     def _alive(self, reference: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup | None:
         group = reference() if reference is not None else None
         if group is None and self.world_size > 1:
@@ -175,7 +198,7 @@ class Comm:
         """Why another rank does not wait any more, where it has found that ranks wait for each other in vain."""
         if not dist.is_initialized():
             return None
-        standing = standstill_of(self.ranks)
+        standing = standstill_of(self.whole.ranks)
         verdict = standing.verdict()
         standing.ended()
         return verdict
@@ -267,7 +290,7 @@ class Comm:
         """Collective. The ``count`` consecutive ranks among which this one is, a divisor of all; traffic is one."""
         ranks = dist.get_process_group_ranks(self.group)
         node = Comm(self._split([ranks[start : start + count] for start in range(0, len(ranks), count)]), self.device)
-        node.traffic = self.traffic
+        node.traffic, node.label, node._part_of = self.traffic, self.label, self
         return node
 
     @property

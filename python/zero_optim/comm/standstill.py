@@ -42,7 +42,8 @@ class Wait:
     """Where a rank waits.
 
     Attributes:
-        owner: the name of the process group of the optimizer, or sharded model, that waits.
+        owner: the name of the process group of the optimizer, or sharded model, that waits; another where it waits
+            within a node.
         rounds: launched there by this rank. Ranks that only lag behind show equal numbers as soon as they catch up.
         what: the collective, for people.
         agreeing: whether it goes over the group that the user has given, as for loading.
@@ -58,7 +59,8 @@ class Standstill:
     """What this process writes and reads while it waits for certain ranks, in whichever of their groups.
 
     Looking beyond one group is safe among the same ranks alone: a rank that waits elsewhere, for a rank of other groups
-    too, may be waiting for one that computes.
+    too, may be waiting for one that computes. A wait within a node counts among all ranks of the model: where all of
+    these wait, none of them computes.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
