@@ -166,7 +166,7 @@ def plan_units(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list
             walk(child, f"{name}.{own}" if name else own, inner)
 
     walk(model, "", 0)
-    if len(plans) == 1:
+    if len(plans) == 1 and not _is_unit(model, kinds):
         names = sorted({type(_within(module)).__name__ for module in model.modules()})
         raise ParameterError(f"no module of the model is a unit of {kinds}: it has {names}")
     for key, of in users.items():

@@ -91,6 +91,26 @@ def test_every_cell_equals_stage_2_bit_for_bit(world_size, dtype):
     assert_as_stage_2(run_ranks(world_size, losses_and_states, runs, timeout=120), runs)
 
 
+def _own_unit(rank: int, world_size: int) -> str:
+    """The whole model as the one unit that there is."""
+    found = []
+    for reshard in (True, False):
+        outcomes = []
+        for stage in (2, 3):
+            run = Run(stage=stage, steps=2, micro=2, shard={"reshard_after_forward": reshard})
+            torch.manual_seed(rank)
+            net, opt = make(run, Net(), units=(Net,))
+            losses = [train_step(run, rank, net, opt, step)[0] for step in range(run.steps)]
+            outcomes.append([torch.tensor(losses), *gathered(net).values()])
+            opt.close()
+        found.append(difference(*outcomes))
+    return "".join(found)
+
+
+def test_a_model_that_is_its_own_unit_equals_stage_2():
+    assert run_ranks(2, _own_unit) == [""] * 2
+
+
 def test_accumulation_in_the_reduce_dtype_equals_stage_2():
     options = {"grad_reduce_dtype": torch.float32}
     runs = []

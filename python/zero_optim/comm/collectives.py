@@ -7,6 +7,7 @@ the group's own timeout.
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import user_thread
 from ..errors import ClosedError, CollectiveError, RankMismatchError
 from . import standstill, transport
 from .gloo import GLOO
-from .standstill import Wait, standstill_of
+from .standstill import Standstill, Wait, standstill_of
 from .streams import on_device
 from .transport import STREAMS, Issued, Reduction, Transport, Work
 
@@ -46,6 +48,7 @@ _live: weakref.WeakSet[Comm] = weakref.WeakSet()  # of optimizers, which reduce 
 # Groups made for optimizers that are closed, by ranks. torch names a group after its ranks and how many there are, so
 # one that is made where another was destroyed could be given that one's name, and find its addresses.
 _spare: dict[tuple[int, ...], list[weakref.ref[dist.ProcessGroup]]] = {}
+_meetings: dict[str, threading.Lock] = {}  # by the name of a given group: one thread at a time gathers objects over it
 
 
 class Pending:
@@ -116,7 +119,7 @@ class Pending:
         if comm is None or group is None:
             self._work.wait()
             return
-        standing = standstill_of(comm.whole.ranks)
+        standing = comm.standing()
         while not self.arrives_within(standstill.SECONDS):
             standing.look(Wait(comm.owner, comm.rounds, f"{self._kind} of {comm.label}", self._given))
         self._work.wait()  # raises where it has failed: then what another rank has written of this wait is read first
@@ -194,11 +197,16 @@ class Comm:
             raise ClosedError("the process group was destroyed: close the optimizer before, or make a new one")
         return group
 
+    def standing(self) -> Standstill:
+        """What this thread writes while it waits here. A thread beside the first one looks at its own optimizer alone:
+        what other threads wait for says nothing of it."""
+        return standstill_of(self.whole.ranks, self.owner if user_thread.is_beside() else "")
+
     def given_up(self) -> str | None:
         """Why another rank does not wait any more, where it has found that ranks wait for each other in vain."""
         if not dist.is_initialized():
             return None
-        standing = standstill_of(self.whole.ranks)
+        standing = self.standing()
         verdict = standing.verdict()
         standing.ended()
         return verdict
@@ -377,18 +385,28 @@ class Comm:
         """
         if self.world_size == 1:
             return [value]
-        if self.host_waits(ON_HOST):  # what follows cannot be looked after while the host waits for it
-            meeting = self._transport(ON_HOST).barrier(self.group)
-            Pending(meeting, Traffic(f"the wait for the other ranks in {where}"), comm=self, given=True).wait()
-        with on_device(self.device):
-            reports = self._transport(ON_HOST).gather_objects((where, value), self.group)
-        odd = next((rank for rank, (there, _) in enumerate(reports) if there != reports[0][0]), None)
+        group = self.group
+        assert group is not None
+        with _meetings.setdefault(group.group_name, threading.Lock()):
+            if self.host_waits(ON_HOST):  # what follows cannot be looked after while the host waits for it
+                meeting = self._transport(ON_HOST).barrier(group)
+                Pending(meeting, Traffic(f"the wait for the other ranks in {where}"), comm=self, given=True).wait()
+            with on_device(self.device):
+                reports = self._transport(ON_HOST).gather_objects((where, self.owner, value), group)
+        odd = next((rank for rank, (there, _, _) in enumerate(reports) if there != reports[0][0]), None)
         if odd is not None:
             raise RankMismatchError(
                 f"rank 0 is in {reports[0][0]}, rank {odd} in {reports[odd][0]}: each rank has to make the same calls, "
                 "in the same order. Does each find what it loads?"
             )
-        return [of_rank for _, of_rank in reports]
+        odd = next((rank for rank, (_, owner, _) in enumerate(reports) if owner != reports[0][1]), None)
+        if odd is not None:
+            raise RankMismatchError(
+                f"ranks 0 and {odd} are in {where} of different optimizers, or sharded models: each rank has to make "
+                "the same calls, in the same order. Where several threads train, give the optimizer of each a process "
+                "group of its own, process_group=dist.new_group(), or the model, to shard_module"
+            )
+        return [of_rank for _, _, of_rank in reports]
 
     @contextmanager
     def raising_together(self, where: str, device: torch.device | None = None) -> Iterator[None]:

@@ -34,7 +34,7 @@ SECONDS = 2.0
 LOOKS = 4
 """How often all ranks must be found unchanged before one raises."""
 
-_OF_RANKS: dict[tuple[int, ...], Standstill] = {}
+_ALL: dict[tuple[str, ...], Standstill] = {}
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Standstill:
     these wait, none of them computes.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks = list(ranks)
+    def __init__(self, ranks: Sequence[int], of: str) -> None:
+        self._ranks, self._of = list(ranks), of
         self._waits = 0
         self._seen: tuple[str, ...] = ()
         self._looks = 0
@@ -121,15 +121,15 @@ class Standstill:
                 dist.distributed_c10d._get_default_store().set(self._key(dist.get_rank()), "")
 
     def _key(self, rank: int) -> str:
-        return f"zero_optim/waits of {self._ranks}/{rank}"
+        return f"zero_optim/waits of {self._ranks}{self._of}/{rank}"
 
     def _verdict_key(self, rank: int, number: int) -> str:
-        return f"zero_optim/verdict of {self._ranks}/{rank}/{number}"
+        return f"zero_optim/verdict of {self._ranks}{self._of}/{rank}/{number}"
 
 
-def standstill_of(ranks: Sequence[int]) -> Standstill:
-    """The one for these ranks, as the whole job numbers them."""
-    return _OF_RANKS.setdefault(tuple(ranks), Standstill(ranks))
+def standstill_of(ranks: Sequence[int], owner: str = "") -> Standstill:
+    """The one for these ranks, as the whole job numbers them. ``owner``: of waits of this one alone."""
+    return _ALL.setdefault((owner, *map(str, ranks)), Standstill(ranks, owner))
 
 
 def _different_rounds(waits: Sequence[Wait]) -> str:

@@ -32,6 +32,7 @@ from ..comm.streams import GradStreams
 from ..errors import ParameterError, RankMismatchError, ZeroOptimError
 from ..params.storage_order import described
 from ..units.schedule import UnitSchedule, end_raised_backwards, prefetch_rest_of_backwards
+from ..user_thread import UserThread
 from .bucket import Bucket
 from .bucket_plan import buffer_nbytes
 from .buckets import Buckets
@@ -69,6 +70,7 @@ class Reducer:
     Attributes:
         rounds: which reductions are owed.
         layout: the buckets.
+        thread: who trains with it; at stage 3, who uses the model.
         buffers: what they pack into, and receive in.
         on_layout: are told the new buckets after they were laid out again.
         on_change: called when gradients change after an exchange may have read them; on all ranks at the same point.
@@ -96,6 +98,7 @@ class Reducer:
         self._in_place: set[int] = set()  # buckets whose parameters were found where they were laid, in this backward
         self.buffers = CommBuffers(0, sharding.device)
         self._watch = BackwardWatch(self._backward_begins, self._backward_ended)
+        self.thread = UserThread() if schedule is None else schedule.thread
         self.rounds = Rounds()
         self.synchronize = True  # False inside no_sync()
         self._next = 0  # the bucket that leaves next, of the open round; 0 where none is open
@@ -266,7 +269,8 @@ class Reducer:
         return self.sharding.stage == 0 or not self.sharding.everyone.shared
 
     def _backward_begins(self) -> None:
-        end_raised_backwards()
+        self.thread.note()
+        end_raised_backwards(self.thread)
         # What other optimizers owe leaves now, before this backward waits for anything: other ranks may wait for it.
         for reducer in self._not_in_backward():
             reducer.complete_open_round()
@@ -370,7 +374,7 @@ class Reducer:
     def _await_averages(self) -> None:
         """At stage 0 ``.grad`` is the averaged gradient, to be read at once."""
         if self.sharding.stage == 0:
-            prefetch_rest_of_backwards()
+            prefetch_rest_of_backwards(self.thread)
             for bucket in self.buckets:
                 bucket.wait()
 
@@ -447,20 +451,23 @@ class Reducer:
             rank 0   backward: raises, before B                A.step(): launches A and B, then waits for A
             rank 1   backward: launches both, waits for B      A.step()
         """
+        self.thread.note()
         settled = self._not_in_backward()
         for reducer in settled:
             reducer.complete_open_round()
-        end_raised_backwards()  # those under ``no_sync`` have no round, and other ranks wait in their gathers
+        # Those under ``no_sync`` have no round, and other ranks wait in their gathers.
+        end_raised_backwards(self.thread)
         for reducer in settled:  # only now, when all are launched
             reducer._await_averages()
 
     def _not_in_backward(self) -> list[Reducer]:
-        """This reducer, and those of this process that no running backward has come to: what is open there has raised.
+        """This reducer, and those of this thread that no running backward has come to: what is open there has raised.
 
         Those with units first: a rank that waits in their gathers launches nothing until we join.
         """
         alive = [reducer for reference in _reducers if (reducer := reference()) is not None]
-        chosen = [of for of in alive if of is self or not (of.out_of_step or of._watch.running)]
+        own = [of for of in alive if self.thread.may_complete(of.thread)]
+        chosen = [of for of in own if of is self or not (of.out_of_step or of._watch.running)]
         return sorted(chosen, key=lambda reducer: reducer._schedule is None)
 
     # -- step ------------------------------------------------------------------------------------------------------

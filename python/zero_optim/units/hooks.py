@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import _get_sequence_nr
 
-from ..errors import ZeroOptimError
+from ..errors import ShardAccessError, ZeroOptimError
 from .schedule import UnitSchedule, in_backward
 from .unit import Unit, UnitState
 
@@ -47,6 +47,12 @@ class _Hook:
 class BeforeForward(_Hook):
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.unit.state is not UnitState.GATHERED and _in_transform():
+            raise ShardAccessError(
+                f"{self.unit.label} was called within a transform of torch.func, such as grad, jvp or vmap, while it "
+                "is sharded: gathers cannot be a part of one. Enter zero_optim.gather_parameters(model) around the "
+                "transform, on every rank"
+            )
         given = (args, kwargs, _in_attributes(self.unit.modules))
         made = list(_made_by_autograd(given))
         caller = None if in_backward() else self.schedule.caller_of(self.unit)
@@ -57,6 +63,15 @@ class BeforeForward(_Hook):
         self.unit.given = {id(tensor): (weakref.ref(tensor), tensor._version) for tensor in made}
         self.unit.began = _get_sequence_nr()
         self.schedule.before_forward(self.unit, part=self.part)
+
+
+def _in_transform() -> bool:
+    """Whether a transform of torch.func is under way that a gather cannot be a part of. One can be of ``vmap`` without
+    gradients, as parameters are not mapped."""
+    if torch._C._functorch.maybe_current_level() is None:
+        return False
+    levels = torch._C._functorch.get_interpreter_stack()
+    return torch.is_grad_enabled() or any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
 
 
 class _BackIn(_Hook):

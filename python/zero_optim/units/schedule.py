@@ -58,8 +58,20 @@ end_all_backwards     0
 end_step              0
 ====================  ================
 
-``end_all_backwards`` ends the cycle that is open, and goes through what is owed, one cycle for each. What is owed as a
-``no_sync`` block ends is *excused* for that optimizer: a backward that did not come there has missed no round.
+``end_all_backwards`` ends the cycle that is open, and goes through what is owed, one cycle for each.
+
+Of what is owed, some is *excused*: a backward that has not come there has missed no reduction. For each optimizer:
+
+====================  ================
+excused               becomes
+====================  ================
+excuse                all that is owed
+BACKWARD ends         what is owed, or fewer
+end_all_backwards     0
+end_step              0
+====================  ================
+
+- *excuse*: a ``no_sync`` block ends.
 
 Whether backward takes as many cycles as were counted depends on the *course* of the forward cycles:
 
@@ -103,6 +115,7 @@ from ..backward_watch import BackwardWatch
 from ..comm.sharding import Sharding
 from ..errors import ParameterError, ShardAccessError
 from ..params.flat_params import FlatParams
+from ..user_thread import UserThread
 from .order import calls_ended, merged, nested, over
 from .unit import Unit, UnitState
 
@@ -155,6 +168,7 @@ class UnitSchedule:
         prefetch_count: as given.
         listeners: the reducers of the optimizers that train the model.
         owner: the ``ShardedModel``. Hooks hold the schedule, and so it.
+        thread: who uses the model.
     """
 
     def __init__(self, units: Sequence[Unit], sharding: Sharding, prefetch: int, *, keep_evaluating: bool) -> None:
@@ -162,6 +176,7 @@ class UnitSchedule:
         self._keep_evaluating = keep_evaluating
         self.listeners: list[Listener] = []
         self.owner: object = None
+        self.thread = UserThread()
         self._reducing: set[Listener] = set()  # whose reduction is under way, and had better not be disturbed
         self.watch = BackwardWatch(self._begin_backward, self.end_backward)
         self._cycles = {
@@ -218,6 +233,7 @@ class UnitSchedule:
         if in_backward():
             self._visit(unit, Direction.BACKWARD, closing=False)  # others of the checkpoint's wait for their backward
             return
+        self.thread.note()
         if self._direction is Direction.FORWARD and not self.running:
             self._trains |= torch.is_grad_enabled()  # an evaluation by parts has left the cycle open
         root = unit is self.units[0]
@@ -228,7 +244,7 @@ class UnitSchedule:
             self._forwards += 1
             if self._forwards == 1:
                 self._root_trains = torch.is_grad_enabled()
-                end_raised_backwards()
+                end_raised_backwards(self.thread)
                 if not self._root_alone_by_part:
                     self._end_open()  # a forward that raised
                 self._check_in_place()
@@ -486,7 +502,7 @@ class UnitSchedule:
     def _open_unit(self, unit: Unit, position: int) -> None:
         unit.unshard()
         if self._direction is Direction.BACKWARD:
-            prefetch_rest_of_backwards(but=self)
+            prefetch_rest_of_backwards(self.thread, but=self)
         unit.wait()
         self._open[unit] = position
 
@@ -560,8 +576,13 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def prefetch_rest_of_backwards(but: UnitSchedule | None = None) -> None:
-    """Start all gathers that are left of backwards which are open, before this rank waits for something else in one.
+def _used_by(thread: UserThread) -> list[UnitSchedule]:
+    alive = [schedule for reference in _schedules if (schedule := reference()) is not None]
+    return [schedule for schedule in alive if thread.may_complete(schedule.thread)]
+
+
+def prefetch_rest_of_backwards(thread: UserThread, but: UnitSchedule | None = None) -> None:
+    """Start all gathers that are left of the thread's backwards, before it waits for something else in one.
 
     It may have skipped units, and would gather them as backward ends. Another rank waits for them before it comes to
     what this one is about to wait for::
@@ -571,18 +592,17 @@ def prefetch_rest_of_backwards(but: UnitSchedule | None = None) -> None:
 
     As a rule nothing is left. ``but``: a schedule that is about to wait for its own.
     """
-    for schedule in (reference() for reference in _schedules):
-        if schedule is not None and schedule is not but:
+    for schedule in _used_by(thread):
+        if schedule is not but:
             schedule.prefetch_rest_of_backward()
 
 
-def end_raised_backwards() -> None:
-    """Collective. End the backward cycles that a raise has left open here, of all models: before this rank waits for
-    something else, in a forward or in another backward. Other ranks wait in them::
+def end_raised_backwards(thread: UserThread) -> None:
+    """Collective. End the backward cycles that a raise has left open here, of all models of the thread: before it waits
+    for something else, in a forward or in another backward. Other ranks wait in them::
 
         rank 0   backward of A: raises in unit 2                       forward of B: joins A's gathers first
         rank 1   backward of A: waits for rank 0 to gather unit 1      forward of B
     """
-    for schedule in (reference() for reference in _schedules):
-        if schedule is not None:
-            schedule.end_raised_backward()
+    for schedule in _used_by(thread):
+        schedule.end_raised_backward()

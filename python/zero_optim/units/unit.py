@@ -194,7 +194,8 @@ class Unit:
         if held.get(place.name) is not place.plain and held.get(place.name) is not place.shard:
             raise ParameterError(
                 f"{place.shard.label} was replaced after zero_optim.shard_module: write into it instead, within "
-                "zero_optim.gather_parameters(model, writeback=True)"
+                "zero_optim.gather_parameters(model, writeback=True). torch.func.functional_call with other parameters "
+                "runs within zero_optim.gather_parameters(model)"
             )
         held[place.name] = new  # type: ignore[assignment]  # setattr would check, and find it is no nn.Parameter
 

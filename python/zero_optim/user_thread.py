@@ -1,0 +1,40 @@
+"""Which thread of the program uses what: each of several threads may train a model of its own.
+
+What a backward that raised has left open is completed by the calls that follow on the same thread. What another thread
+has open may be under way there::
+
+    thread 1   backward of A: its round is open      step of A
+    thread 2   step of B: leaves A's round alone     backward of B
+"""
+
+from __future__ import annotations
+
+import threading
+
+
+def current() -> threading.Thread | None:
+    """None on a thread that torch has made: it runs the backward of a GPU, or of many nested checkpoints, for some
+    thread of the program."""
+    thread = threading.current_thread()
+    return None if isinstance(thread, threading._DummyThread) else thread
+
+
+def is_beside() -> bool:
+    """Whether this is a thread of the program beside its first one."""
+    thread = current()
+    return thread is not None and thread is not threading.main_thread()
+
+
+class UserThread:
+    """The thread that has last used an optimizer, or a sharded model; at first, the one that has made it."""
+
+    def __init__(self) -> None:
+        self._thread = threading.current_thread()
+
+    def note(self) -> None:
+        """It is used now."""
+        self._thread = current() or self._thread
+
+    def may_complete(self, other: UserThread) -> bool:
+        """Whether what the user of ``other`` has left open is this one's to complete."""
+        return other._thread is self._thread or not other._thread.is_alive()
