@@ -153,6 +153,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         validate.check_agreement(comm, parameters, 0, options)
         comm.separate()
         comm.connect(parameters.all[0].device)
+        if stage == 0:  # its gradients and the exchange of ``step`` are both summed by an all-reduce
+            comm.take_channels(["all_reduce"], parameters.all[0].device, "the constructor")
         if sharded:
             parameters.take_names(sharded[0].model)
             comm.traffic = sharded[0].sharding.everyone.traffic

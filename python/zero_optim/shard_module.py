@@ -98,6 +98,8 @@ def shard_module(
             own_node = node if number else None
             made.append(Unit(plan.name, plan.module, plan.modules, own_node, keep=keep or number == 0))
             _fill(made[-1], plan, sharding, host_memory, lanes)
+        sizes = dict.fromkeys(flat.full.nbytes for unit in made for flat in unit.flats)
+        comm.take_channels([*sizes][1:], target, "shard_module")  # the first has the group that there is
     except BaseException:
         comm.close()
         raise

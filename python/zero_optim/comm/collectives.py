@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +27,9 @@ from .gloo import GLOO
 from .standstill import Standstill, Wait, standstill_of
 from .streams import on_device
 from .transport import STREAMS, Issued, Reduction, Transport, Work
+
+CHANNELS = 8
+"""Groups that one comm has under gloo, at most: of its own, and for gathers of other sizes."""
 
 ON_HOST = torch.device("cpu")
 """Where ``torch.distributed`` keeps pickled objects, if the group has a back-end there."""
@@ -54,8 +57,12 @@ _meetings: dict[str, threading.Lock] = {}  # by the name of a given group: one t
 class Pending:
     """A collective under way. ``wait`` may be called any number of times; ``on_arrival`` runs in the first.
 
-    ``comm``: whose it is, where the host waits in ``wait``, as under gloo; None: the current stream does. ``given``:
-    whether it goes over the group that the comm was given, and not over its own.
+    ``comm``: whose it is, where the host waits in ``wait``, as under gloo; None: the current stream does. ``number``:
+    how many the comm has issued with it. ``given``: whether it goes over the group that the comm was given, and not
+    over its own.
+
+    Attributes:
+        of: what it is for, in messages; None: for the comm.
     """
 
     def __init__(
@@ -64,12 +71,14 @@ class Pending:
         traffic: Traffic,
         comm: Comm | None = None,
         *,
+        number: int = 0,
         given: bool = False,
     ) -> None:
         self._work: Work | None = issued.work
         self._on_arrival = issued.on_arrival
-        self._comm, self._given = comm, given
+        self._comm, self._number, self._given = comm, number, given
         self._kind, self._traffic = traffic.kind, traffic
+        self.of: str | None = None
 
     def arrives_within(self, seconds: float) -> bool:
         """Whether ``wait`` would not hold the host, at the latest after so long. Where the current stream waits, it
@@ -121,7 +130,8 @@ class Pending:
             return
         standing = comm.standing()
         while not self.arrives_within(standstill.SECONDS):
-            standing.look(Wait(comm.owner, comm.rounds, f"{self._kind} of {comm.label}", self._given))
+            what = f"{self._kind} of {comm.label if self.of is None else f'{self.of} of {comm.label}'}"
+            standing.look(Wait(comm.owner, comm.rounds, what, self._number, self._given))
         self._work.wait()  # raises where it has failed: then what another rank has written of this wait is read first
         standing.ended()
 
@@ -147,10 +157,15 @@ class Comm:
         self._backends: dict[str, str] | None = None  # by type of device; read once
         self._failed = False
         self._part_of: Comm | None = None  # of these ranks are some
+        # Other groups of the same ranks, under gloo. It ends the process where one rank sends more than another expects
+        # in what is for both the n-th broadcast, or the n-th all-reduce, of a group. Ranks that are out of step come to
+        # that. So what differs in size does not share a group, and they wait: see ``standstill``.
+        self._channels: dict[object, weakref.ref[dist.ProcessGroup]] = {}
         self._beside: list[weakref.ref[Comm]] = []  # of optimizers between some of the same ranks
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self.rounds = 0  # of reductions that this rank has launched
+        self.issued = 0  # collectives over groups of its own
         self.label = "an optimizer"  # whose collectives these are, for people
         self.traffic: dict[str, Traffic] = {}
 
@@ -240,8 +255,27 @@ class Comm:
         if self.world_size > 1:
             self._take_group(dist.get_process_group_ranks(self.group), "shard_module", needed=True)
 
+    def take_channels(self, of: Iterable[object], device: torch.device, where: str) -> None:
+        """Collective. A group more for each of these: sizes of what is gathered, or "all_reduce" for gradients. Where
+        none can be made, where the stream waits, and for all after the first few, the own one serves."""
+        if self.world_size == 1 or not self.host_waits(device):
+            return
+        ranks = dist.get_process_group_ranks(self.group)
+        for key in [*of][: CHANNELS - 1]:
+            if (group := self._obtain(ranks, where, needed=False)) is None:
+                return
+            self._channels[key] = weakref.ref(group)
+
+    def _channel(self, of: object) -> dist.ProcessGroup | None:
+        return self._alive(self._channels.get(of, self._own))
+
     def _take_group(self, ranks: list[int], where: str, *, needed: bool) -> None:
         """``needed``: raise where none can be made; else go on over the given group, which another may use, too."""
+        if (own := self._obtain(ranks, where, needed=needed)) is not None:
+            self._own = weakref.ref(own)
+
+    def _obtain(self, ranks: list[int], where: str, *, needed: bool) -> dist.ProcessGroup | None:
+        """A group that nobody else uses: a spare one, or a new one. None, on every rank: none can be made."""
         alive = [group for group in map(_dereference, _spare.get(tuple(ranks), ())) if group is not None]
         spare = {group.group_name: group for group in alive}
         reports = self.gather_objects((needed, set(spare), len(dist.distributed_c10d._world.pg_names)), where)
@@ -253,10 +287,10 @@ class Comm:
                     "its own cannot be made here: some of them are in more groups than others. Make one on all ranks, "
                     "dist.new_group(ranks), and give it"
                 )
-            return
+            return None
         own = spare.pop(common[0]) if common else self._split([ranks])
         _spare[tuple(ranks)] = [weakref.ref(group) for group in spare.values()]
-        self._own = weakref.ref(own)
+        return own
 
     def new_host_group(self) -> dist.ProcessGroup:
         """Collective. A new group of these ranks over gloo."""
@@ -311,11 +345,15 @@ class Comm:
         return dist.get_process_group_ranks(group) if group is not None else []
 
     def close(self) -> None:
-        """Leave the group of its own to the next that needs one, unless what was sent over it may not be over."""
+        """Leave the groups of its own to the next that need one, unless what was sent over them may not be over."""
         _live.discard(self)
-        if self._own is not None and self._own is not self._group and not self.out_of_step:
-            _spare.setdefault(tuple(self._ranks()), []).append(self._own)
+        own = [*self._channels.values()]
+        if self._own is not None and self._own is not self._group:
+            own.append(self._own)
+        if own and not self.out_of_step:
+            _spare.setdefault(tuple(self._ranks()), []).extend(own)
         self._own = self._group
+        self._channels.clear()
 
     def _split(self, parts: list[list[int]]) -> dist.ProcessGroup:
         """Collective. A new group of the part of these ranks in which this one is."""
@@ -352,12 +390,13 @@ class Comm:
 
     def all_reduce(self, full: Tensor, on_arrival: Callable[[], object] | None = None) -> Pending:
         """Sum ``full`` over the ranks, in place."""
-        issued = self._transport(full.device).all_reduce(full, self.own_group)
+        issued = self._transport(full.device).all_reduce(full, self._channel("all_reduce"))
         return self._pending(Issued(issued.work, on_arrival), "all_reduce", full)
 
     def all_gather(self, full: Tensor, kind: str = "all_gather") -> Pending:
         """Fill ``full`` [N * shard] with every rank's own part of it, in place."""
-        issued = self._transport(full.device).all_gather(full, self.own_part(full), self.own_group)
+        group = self._channel(full.nbytes)
+        issued = self._transport(full.device).all_gather(full, self.own_part(full), group)
         return self._pending(issued, kind, full)
 
     def exchange(self, vector: Tensor, *, maximum: bool = False, kind: str = "exchange") -> None:
@@ -367,7 +406,9 @@ class Comm:
             self._pending(issued, kind, vector).wait()
 
     def _pending(self, issued: Issued, kind: str, tensor: Tensor) -> Pending:
-        return Pending(issued, self._record(kind, tensor), self if self.host_waits(tensor.device) else None)
+        self.whole.issued += 1
+        comm = self if self.host_waits(tensor.device) else None
+        return Pending(issued, self._record(kind, tensor), comm, number=self.whole.issued)
 
     def broadcast(self, tensor: Tensor, kind: str = "construction") -> None:
         """Copy rank 0's ``tensor`` to every rank, in place."""

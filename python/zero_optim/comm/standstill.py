@@ -12,6 +12,11 @@ Or ranks wait in different groups, each for what the other would do next::
     rank 0   backward of a sharded model: waits in its gathers for rank 1
     rank 1   the same backward: raises at once       step of another optimizer: waits for rank 0
 
+Or they wait for the same collective, and take it for different ones::
+
+    rank 0   an evaluation   forward: gathers the root     waits for rank 1
+    rank 1                   backward: gathers unit 3      waits for rank 0
+
 Nothing on the wire tells so. But a host that waits has time: after some seconds it writes into the job's store where it
 waits, and reads what the others have written. Where all have been waiting, with nothing changed, and not all at the
 same place, they raise.
@@ -46,12 +51,14 @@ class Wait:
             within a node.
         rounds: launched there by this rank. Ranks that only lag behind show equal numbers as soon as they catch up.
         what: the collective, for people.
+        number: how many collectives this rank had issued there, with this one: others issue as many in the same order.
         agreeing: whether it goes over the group that the user has given, as for loading.
     """
 
     owner: str
     rounds: int
     what: str
+    number: int = 0
     agreeing: bool = False
 
 
@@ -92,9 +99,12 @@ class Standstill:
     def _judge(self, entries: Sequence[str]) -> None:
         """All have been waiting for long, and nothing has changed. Raise unless all wait at the same place."""
         parts = [entry.split("\t") for entry in entries]
-        waits = [Wait(owner, int(rounds), what, agreeing == "True") for owner, rounds, what, agreeing, _ in parts]
+        waits = [
+            Wait(owner, int(rounds), what, int(number), agreeing == "True")
+            for owner, rounds, what, number, agreeing, _ in parts
+        ]
         numbers = [int(number) for *_, number in parts]
-        if len({(wait.owner, wait.rounds, wait.agreeing) for wait in waits}) == 1:
+        if len({(wait.owner, wait.rounds, wait.agreeing) for wait in waits}) == 1 and not _differ(waits):
             return
         one_owner = len({wait.owner for wait in waits}) == 1 and len({wait.rounds for wait in waits}) > 1
         verdict = _different_rounds(waits) if one_owner else _different_places(waits)
@@ -132,6 +142,13 @@ def standstill_of(ranks: Sequence[int], owner: str = "") -> Standstill:
     return _ALL.setdefault((owner, *map(str, ranks)), Standstill(ranks, owner))
 
 
+def _differ(waits: Sequence[Wait]) -> bool:
+    """Whether some of those of one owner take the same collective for different ones. Where they wait for different
+    ones, the first of these is on its way."""
+    own = {(wait.number, wait.what) for wait in waits if not wait.agreeing}
+    return len({number for number, _ in own}) < len(own)
+
+
 def _different_rounds(waits: Sequence[Wait]) -> str:
     told = ", ".join(f"rank {rank} has reduced {wait.rounds}" for rank, wait in enumerate(waits))
     return (
@@ -144,7 +161,8 @@ def _different_rounds(waits: Sequence[Wait]) -> str:
 def _different_places(waits: Sequence[Wait]) -> str:
     told = ", ".join(f"rank {rank} in {wait.what}" for rank, wait in enumerate(waits))
     return (
-        f"the ranks wait for each other, in different places: {told}. Did a backward raise on some of them, before it "
-        "came to a model or an optimizer that the others use in it? Then step() of that optimizer has to follow on "
-        "every rank, before the call of any other. Make new optimizers to go on"
+        f"the ranks wait for each other, in different places: {told}. Has each made as many forwards and backwards? "
+        "Did a backward raise on some of them, before it came to a model or an optimizer that the others use in it? "
+        "Then step() of that optimizer has to follow on every rank, before the call of any other. Make new optimizers "
+        "to go on"
     )

@@ -350,7 +350,7 @@ class UnitSchedule:
 
     def end_raised_backward(self) -> None:
         """Collective, where one has raised here, and no other has begun since."""
-        if self._direction is Direction.BACKWARD and not self.watch.running and not self.out_of_step:
+        if self._direction is Direction.BACKWARD and not self.watch.running:
             self.end_backward()
 
     # -- what the optimizer calls --------------------------------------------------------------------------------
@@ -577,8 +577,9 @@ def in_backward() -> bool:
 
 
 def _used_by(thread: UserThread) -> list[UnitSchedule]:
+    """Not those in which a gather has failed: what is open there stays so."""
     alive = [schedule for reference in _schedules if (schedule := reference()) is not None]
-    return [schedule for schedule in alive if thread.may_complete(schedule.thread)]
+    return [schedule for schedule in alive if thread.may_complete(schedule.thread) and not schedule.out_of_step]
 
 
 def prefetch_rest_of_backwards(thread: UserThread, but: UnitSchedule | None = None) -> None:

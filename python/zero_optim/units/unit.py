@@ -153,6 +153,7 @@ class Unit:
         return list(dict.fromkeys(place.shard.label for place in self.registrations if id(place.plain) in chosen))
 
     def _await(self, gather: Pending) -> None:
+        gather.of = self.label
         try:
             gather.wait()
         except CollectiveError as error:
