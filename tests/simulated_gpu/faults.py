@@ -430,9 +430,9 @@ _GRADIENTS = (
     _fault(
         "an average is not there when backward ends",
         "grads/reducer.py",
-        "            prefetch_rest_of_backwards()\n            for bucket in self.buckets:\n"
+        "            prefetch_rest_of_backwards(self.thread)\n            for bucket in self.buckets:\n"
         "                bucket.wait()\n",
-        "            prefetch_rest_of_backwards()\n",
+        "            prefetch_rest_of_backwards(self.thread)\n",
         _one(0, "read"),
     ),
     _fault(
