@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import threading
 
+_first: threading.Thread | None = None
+
 
 def current() -> threading.Thread | None:
     """None on a thread that torch has made: it runs the backward of a GPU, or of many nested checkpoints, for some
@@ -20,9 +22,11 @@ def current() -> threading.Thread | None:
 
 
 def is_beside() -> bool:
-    """Whether this is a thread of the program beside its first one."""
+    """Whether this is a thread of the program beside the first one that has asked."""
+    global _first
     thread = current()
-    return thread is not None and thread is not threading.main_thread()
+    _first = _first or thread
+    return thread is not None and thread is not _first
 
 
 class UserThread:
