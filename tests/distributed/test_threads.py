@@ -135,6 +135,7 @@ def _each_waits_for_the_other_rank(rank: int, world_size: int) -> None:
 
     def early() -> None:
         _train(models[rank], opts[rank], rank, 0)
+        looked.set()  # where the other rank was the first to have looked often enough
 
     def late() -> None:
         assert looked.wait(PATIENCE)
