@@ -331,6 +331,16 @@ KNOWN: dict[str, Program] = {
             Step(0, IN_CLOSURE),
         ),
     ),
+    "stage 3, a raise before any unit of a backward without gradients, then a step with a closure": Program(
+        2,
+        OF_ALL_SIZES,
+        (*_loop(_net(0, 1, 2, 3), 0), _both((Net(0, ()),), (Net(0, ()), Boom())), Step(0, IN_CLOSURE)),
+    ),
+    "stage 3, gradients on one rank, then a step with a closure": Program(
+        2,
+        OF_ALL_SIZES,
+        (*_loop(_net(0, 1, 2, 3), 0), _both(_net(0, 1), (Net(0, ()),)), Step(0, IN_CLOSURE)),
+    ),
     "stages 0 and 3, a raise between units, then a backward of stage 0": Program(
         2,
         (_optim(2, stage=0), _optim(3, stage=3)),

@@ -388,7 +388,6 @@ class Law:
         state = self.states[op.o]
         if state.stage == 3:  # what raised before it is settled
             self._collective(op.o)
-            need(state.left_out != "skip", "step without a closure has to follow")
             state.left_out, state.raised = "", False
         for inner in op.closure:
             need(isinstance(inner, Zero | ModuleZero | Backward), "not in a closure")

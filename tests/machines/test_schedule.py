@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from zero_optim.units.unit import Unit, UnitState
 
 CYCLE = table(module.__doc__, "cycle")
 OWED = table(module.__doc__, "owed")
-EXCUSED = table(module.__doc__, "excused")
+ANNOUNCED = table(module.__doc__, "announced")
 COURSE = table(module.__doc__, "course")
 CLOSED = table(module.__doc__, "closed in")
 ROOT, A, B, C, FROZEN = range(5)
@@ -233,8 +234,8 @@ def test_the_tables_have_every_state_and_every_event():
         "is_over",
         "remove",
     }
-    about_others |= {"prefetch_rest_of_backward", "missed"}
-    assert {event for event, _ in (*CYCLE, *EXCUSED)} >= methods - told - about_others
+    about_others |= {"prefetch_rest_of_backward", "is_announced"}
+    assert {event for event, _ in (*CYCLE, *ANNOUNCED)} >= methods - told - about_others
     assert methods >= told | about_others
     assert {course for _, course in COURSE} == {course.name for course in Course}
     assert {text for (row, _), text in CLOSED.items() if row == "held"} == {"UNSHARDED"}
@@ -334,27 +335,21 @@ def test_what_is_owed(monkeypatch: pytest.MonkeyPatch, event: str, becomes: str,
     assert bench.owed == {"one more": owed + 1, "the same": owed, "one less, or 0": max(0, owed - 1), "0": 0}[becomes]
 
 
-@pytest.mark.parametrize(("owed", "excused"), [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)])
-@pytest.mark.parametrize(("event", "becomes"), [(event, text) for (event, _), text in EXCUSED.items()])
-def test_what_is_excused(monkeypatch: pytest.MonkeyPatch, event: str, becomes: str, owed: int, excused: int):
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(("event", "becomes"), [(event, text) for (event, _), text in ANNOUNCED.items()])
+def test_what_is_announced(monkeypatch: pytest.MonkeyPatch, event: str, becomes: str, before: bool):
     bench = Bench(monkeypatch)
-    listener: Any = object()
-    bench.bring("none", 0, owed=excused)
-    bench.schedule.excuse(listener)
-    for _ in range(owed - excused):
+    listener: Any = Mock()
+    bench.schedule.listeners.append(listener)
+    if before:
         bench.whole_forward()
-    assert bench.schedule.missed(listener) is (owed > excused)
-    if event == "BACKWARD ends":
-        bench.backward_to(1)
-        bench.end_backward()
-    elif event == "excuse":
+        assert bench.schedule.is_announced(listener)
+    if event == "excuse":
         bench.schedule.excuse(listener)
     else:
-        getattr(bench.schedule, event)()
-    after = {"all that is owed": bench.owed, "what is owed, or fewer": min(excused, bench.owed), "0": 0}[becomes]
-    assert bench.schedule.missed(listener) is (bench.owed > after)
-    bench.whole_forward()  # what is excused now is so until it is over
-    assert bench.schedule.missed(listener)
+        with torch.set_grad_enabled("trains" in event):
+            bench.whole_forward()
+    assert bench.schedule.is_announced(listener) is {"yes": True, "the same": before, "no": False}[becomes]
 
 
 @pytest.mark.parametrize("keeps", ["nothing", "all", "1/k"])

@@ -244,9 +244,12 @@ class Reducer:
         finally:
             self.synchronize = before
             self.rounds.local()
-            if self._schedule is not None:
-                self._schedule.excuse(self)
+            self._excuse_forwards()
             self._tell_change()
+
+    def _excuse_forwards(self) -> None:
+        if self._schedule is not None:
+            self._schedule.excuse(self)
 
     def _tell_change(self) -> None:
         for tell in self.on_change:
@@ -399,16 +402,17 @@ class Reducer:
 
         The closure's forward gathers, and must not meet the gathers of a backward in which other ranks still are. Where
         that backward has raised here before its first gradient, they have launched its round. So it is launched here,
-        too, with nothing in it: the closure's backward is another. All ranks know how many forwards there were, so each
-        that had no backward after one does the same.
+        too, with nothing in it: the closure's backward is another. A rank cannot know whether the others have. But all
+        know of the forward, and each that has launched nothing after it does so now.
         """
         if self._schedule is None:
             return
-        missed = self._schedule.missed(self)
-        self.join_all_backwards()
+        self.complete_open_round()
+        if self.synchronize and self.rounds.state.owed and self._schedule.is_announced(self):
+            self._complete_round(self._schedule.end_all_backwards)
+        else:
+            self._schedule.end_all_backwards()
         self.settle_rounds()
-        if missed and self.synchronize and self.rounds.state.owed:
-            self._complete_round(_nothing)
 
     def complete_open_round(self) -> None:
         """A backward that raised has left its round open. Launch the rest: the other ranks have launched theirs.
@@ -543,6 +547,7 @@ class Reducer:
         """The gradients were applied. They stay until they are cleared, and the next step has rounds of its own."""
         self._streams.forget()
         self.rounds.step()
+        self._excuse_forwards()
 
     def clear(self, set_to_none: bool = True) -> None:
         """Drop every gradient, or make it zero. A round that an exception cut short is completed for the others."""
@@ -553,6 +558,7 @@ class Reducer:
         if joins:
             self._join_rounds_of_others()
         self.rounds.clear()
+        self._excuse_forwards()
         self._round_grads.forget()
         self.late.clear()
         self.leftover.clear()

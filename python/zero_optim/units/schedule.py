@@ -60,18 +60,17 @@ end_step              0
 
 ``end_all_backwards`` ends the cycle that is open, and goes through what is owed, one cycle for each.
 
-Of what is owed, some is *excused*: a backward that has not come there has missed no reduction. For each optimizer:
+For each optimizer, whether a forward has *announced* a reduction, which a backward may not have come to here:
 
 ====================  ================
-excused               becomes
+announced             becomes
 ====================  ================
-excuse                all that is owed
-BACKWARD ends         what is owed, or fewer
-end_all_backwards     0
-end_step              0
+FORWARD ends, trains  yes
+FORWARD ends          the same
+excuse                no
 ====================  ================
 
-- *excuse*: a ``no_sync`` block ends.
+- *excuse*: the optimizer has stepped, or zeroed, or a ``no_sync`` block has ended. All ranks know of it.
 
 Whether backward takes as many cycles as were counted depends on the *course* of the forward cycles:
 
@@ -194,7 +193,7 @@ class UnitSchedule:
         self._hold = False  # create_graph: a backward may go through this one, so nothing is resharded until ``settle``
         self._over: set[FlatParams] = set()  # their gradients are complete in the open or last backward
         self._backwards_due = 0  # forward cycles that a backward may still come back through
-        self._excused: dict[Listener, int] = {}  # how many of these were due as its last ``no_sync`` block ended
+        self._announced: set[Listener] = set()  # to whom a forward has announced a reduction
         self._course = Course.NONE  # of the forward cycles since no backward was due
         self._digest = 0
         self._called: list[Unit] = []  # in the forward that is open, but for a unit called twice in a row
@@ -344,7 +343,6 @@ class UnitSchedule:
         if self._direction is Direction.BACKWARD:
             self._end_cycle()
             self._backwards_due -= 1
-            self._excused = {of: min(count, self._backwards_due) for of, count in self._excused.items()}
             if self._backwards_due <= 0:
                 self._none_due()
 
@@ -366,13 +364,13 @@ class UnitSchedule:
             self._begin_cycle(Direction.BACKWARD)
             self.end_backward()
 
-    def missed(self, by: Listener) -> bool:
-        """Whether a backward is due that was to reduce."""
-        return self._backwards_due > self._excused.get(by, 0)
+    def is_announced(self, to: Listener) -> bool:
+        """Whether there was a forward that trains since it was last excused: the same on all ranks."""
+        return to in self._announced or (self._direction is Direction.FORWARD and self._trains)
 
-    def excuse(self, by: Listener) -> None:
-        """What is due now need not reduce: its forward was within ``no_sync``."""
-        self._excused[by] = self._backwards_due
+    def excuse(self, listener: Listener) -> None:
+        """The forwards so far announce no reduction to it any more."""
+        self._announced.discard(listener)
 
     def settle(self) -> None:
         """Collective, where a cycle is open. End it, and reshard every unit but those of ``gather_parameters``."""
@@ -425,7 +423,7 @@ class UnitSchedule:
         """It is closed: nobody waits for its reductions."""
         self.listeners.remove(listener)
         self._reducing.discard(listener)
-        self._excused.pop(listener, None)
+        self._announced.discard(listener)
 
     def is_over(self, flat: FlatParams) -> bool:
         """Whether the backward that is open, or the last, can bring no more gradients to these parameters."""
@@ -487,6 +485,7 @@ class UnitSchedule:
         self._close([*self._open])
         if self._direction is Direction.FORWARD and self._trains:
             self._backwards_due += 1
+            self._announced.update(self.listeners)
         self._direction = None
 
     def _go_to(self, position: int, *, closing: bool) -> None:
@@ -541,7 +540,6 @@ class UnitSchedule:
 
     def _none_due(self) -> None:
         self._backwards_due, self._course = 0, Course.NONE
-        self._excused.clear()
 
     def _kept_after_forward(self, unit: Unit) -> bool:
         """Whether it is left unsharded after its forward."""
