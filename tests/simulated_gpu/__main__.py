@@ -53,9 +53,9 @@ LEFT_OUT = {
     f"{_KNOWN}[two optimizers of stage 0, a raise in one, then a backward of the other on one rank]": "it reads what a "
     "raised backward has left in .grad at stage 0 before that is there, which the docs forbid on a GPU",
     **{
-        f"{_KNOWN}[stage 3, {raised}, then a step with a closure]": "one rank's gathers and reductions take turns, and "
-        "another's do not. So it is where step follows without a closure"
-        for raised in (
+        f"{_KNOWN}[stage 3, {before}, then a step with a closure]": "one rank's gathers and reductions take turns, and "
+        "another's do not, as it has no gradients or has come to the units in another order"
+        for before in (
             "a raise in units of another order",
             "a raise before any unit of a backward without gradients",
             "gradients on one rank",
