@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "bounds.h"
 #include "cpu/isa.h"
 #include "hyper_table.h"
 #include "stable.h"
@@ -54,6 +55,8 @@ void adam_step(
     const std::optional<Tensor>& param_out, const Tensor& row_slot, const Tensor& hyper,
     const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& nonfinite_slots) {
+  check_adam_step(
+      grad, master, exp_avg, exp_avg_sq, param_out, row_slot, hyper, grad_scale, found_inf, nonfinite_slots);
   AdamStepArgs args = {
       data<const void>(grad),
       data<float>(master),
@@ -113,6 +116,7 @@ void for_slots(const std::vector<Slot>& slots, int64_t begin, int64_t end, Visit
 void pack(
     const std::vector<Tensor>& grads, const std::vector<int64_t>& offsets, const Tensor& bucket, double scale,
     const std::optional<Tensor>& nonfinite) {
+  check_slots_fit(grads, offsets, bucket, nonfinite);
   std::vector<Slot> slots = slots_of(grads, offsets);
   char* out = data<char>(bucket);
   DType dtype = dtype_of(bucket);
@@ -136,6 +140,7 @@ void pack(
 }
 
 void unpack(const Tensor& bucket, const std::vector<int64_t>& offsets, const std::vector<Tensor>& grads, double scale) {
+  check_slots_fit(grads, offsets, bucket, std::nullopt);
   std::vector<Slot> slots = slots_of(grads, offsets);
   const char* in = data<const char>(bucket);
   DType dtype = dtype_of(bucket);

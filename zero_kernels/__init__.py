@@ -7,6 +7,7 @@ from zero_kernels.capture import is_capturing
 from zero_kernels.dispatch import BackendError, available_backends, check_backend, use_backend
 from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, hyper_table
 from zero_kernels.ops import adam_step, fused_adamw_, grad_stats, pack, unpack
+from zero_kernels.prepared import Prepared
 
 __version__ = "0.1.0"
 
@@ -15,6 +16,7 @@ __all__ = [
     "HYPER_COLUMNS",
     "ROW",
     "BackendError",
+    "Prepared",
     "adam_step",
     "available_backends",
     "check_backend",

@@ -117,14 +117,19 @@ def use_isa(name: str | None) -> None:
     torch.ops.zero_kernels_C.use_isa(name or "")
 
 
+def overload(op: str) -> Callable[..., Any]:
+    """The library's own op, as torch has it. Looked up at each call: `zero-optim bench scale` puts others in place."""
+    return getattr(torch.ops.zero_kernels_C, op).default  # type: ignore[no-any-return]
+
+
 def _grad_stats(shards: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     if norm_type in (1.0, 2.0, math.inf):
-        return torch.ops.zero_kernels_C.grad_stats(shards, norm_type)
+        return overload("grad_stats")(shards, norm_type)
     return reference.grad_stats(shards, norm_type)
 
 
 def _adam_step(*args: torch.Tensor | None) -> None:
-    torch.ops.zero_kernels_C.adam_step(*args)
+    overload("adam_step")(*args)
 
 
 def _pack(
@@ -134,15 +139,15 @@ def _pack(
     scale: float,
     nonfinite: torch.Tensor | None,
 ) -> None:
-    torch.ops.zero_kernels_C.pack(grads, offsets, bucket, scale, nonfinite)
+    overload("pack")(grads, offsets, bucket, scale, nonfinite)
 
 
 def _unpack(bucket: torch.Tensor, offsets: Sequence[int], grads: Sequence[torch.Tensor], scale: float) -> None:
-    torch.ops.zero_kernels_C.unpack(bucket, offsets, grads, scale)
+    overload("unpack")(bucket, offsets, grads, scale)
 
 
 def _hyper_table(*args: torch.Tensor | None) -> None:
-    torch.ops.zero_kernels_C.hyper_table(*args)
+    overload("hyper_table")(*args)
 
 
 # Both libraries define the same ops, each for the tensors of its device.

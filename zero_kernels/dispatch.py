@@ -64,6 +64,9 @@ REGISTRY: dict[str, Backend] = {
 _forced: str | None = None
 _warned = False
 
+choices = 0
+"""How often `use_backend` has changed what is forced."""
+
 
 def unusable_backends(device: torch.device | str = "cpu") -> dict[str, str]:
     """The backends that can't run on tensors of `device`, each with the reason in words."""
@@ -85,12 +88,11 @@ class use_backend:
     """
 
     def __init__(self, name: str | None) -> None:
-        global _forced
         if name is not None:
             device_types = _lookup(name, "cpu").device_types
             _usable(name, "cpu" if device_types is None or "cpu" in device_types else "cuda")
         self._previous = _forced
-        _forced = name
+        _force(name)
 
     def __enter__(self) -> "use_backend":
         return self
@@ -98,8 +100,13 @@ class use_backend:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global _forced
-        _forced = self._previous
+        _force(self._previous)
+
+
+def _force(name: str | None) -> None:
+    global _forced, choices
+    _forced = name
+    choices += 1
 
 
 def select(op: str, device: torch.device) -> Callable[..., Any]:
@@ -113,6 +120,11 @@ def select(op: str, device: torch.device) -> Callable[..., Any]:
                 _warn_once()
             return backend.ops()[op]
     raise BackendError(_explain(f"no backend runs {op} on {device.type} tensors", device.type))
+
+
+def compiled_overload(op: str, device: torch.device) -> Callable[..., Any] | None:
+    """What `select` gives, as the compiled library has it; None where it gives another backend."""
+    return compiled.overload(op) if select(op, device) is compiled.OPS[op] else None
 
 
 def check_backend(device: torch.device) -> None:

@@ -5,6 +5,7 @@ Checks look at Python numbers only; no device value is ever read on the host.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -293,6 +294,17 @@ def _fake_grad_stats(shards: Sequence[Tensor], norm_type: float) -> Tensor:
     return shards[0].new_empty(len(shards), 2, dtype=torch.float32)
 
 
+@dataclass(frozen=True)
+class Registered:
+    """What is known of an op beside its schema: its check, which gives the device, and which arguments it writes."""
+
+    check: Callable[..., torch.device]
+    mutated: tuple[int, ...]
+
+
+REGISTERED: dict[str, Registered] = {}
+
+
 def _register(op: str, check: Callable[..., torch.device], fake: Callable[..., Any], mutated: tuple[int, ...]) -> None:
     """Bind the op on every device to: check the arguments, pick the backend, run it, tell autograd what changed."""
     schema = getattr(torch.ops.zero_kernels, op).default._schema
@@ -314,6 +326,7 @@ def _register(op: str, check: Callable[..., torch.device], fake: Callable[..., A
     for key in ("CPU", "CUDA"):
         _library.impl(op, run, key)
     torch.library.register_fake(f"zero_kernels::{op}", run_fake, lib=_library)
+    REGISTERED[op] = Registered(check, mutated)
 
 
 _register("adam_step", _check_adam_step, _fake_nothing, mutated=(1, 2, 3, 4, 9))

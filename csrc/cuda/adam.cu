@@ -5,6 +5,7 @@
 #include "chunk.h"
 
 #if defined(__CUDACC__)
+#include "../bounds.h"
 #include "launch.h"
 #endif
 
@@ -177,6 +178,8 @@ void adam_step(
     const std::optional<Tensor>& param_out, const Tensor& row_slot, const Tensor& hyper,
     const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& nonfinite_slots) {
+  check_adam_step(
+      grad, master, exp_avg, exp_avg_sq, param_out, row_slot, hyper, grad_scale, found_inf, nonfinite_slots);
   AdamStepArgs args = {
       data<const void>(grad),
       data<float>(master),

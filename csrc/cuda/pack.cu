@@ -6,6 +6,7 @@
 #include "chunk.h"
 
 #if defined(__CUDACC__)
+#include "../bounds.h"
 #include "launch.h"
 #endif
 
@@ -280,6 +281,7 @@ void launch_on(const Launch& on_gpu, const Job& job) {
 void pack(
     const std::vector<Tensor>& grads, const std::vector<int64_t>& offsets, const Tensor& bucket, double scale,
     const std::optional<Tensor>& nonfinite) {
+  check_slots_fit(grads, offsets, bucket, nonfinite);
   Job job = make_job(grads, offsets, bucket, scale);
   Launch on_gpu("pack", bucket);
   if (nonfinite && nonfinite->numel() != 0) {
@@ -290,6 +292,7 @@ void pack(
 }
 
 void unpack(const Tensor& bucket, const std::vector<int64_t>& offsets, const std::vector<Tensor>& grads, double scale) {
+  check_slots_fit(grads, offsets, bucket, std::nullopt);
   launch_on<Direction::kUnpack>(Launch("unpack", bucket), make_job(grads, offsets, bucket, scale));
 }
 

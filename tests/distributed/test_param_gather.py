@@ -82,7 +82,7 @@ def _lazy(monkeypatch: pytest.MonkeyPatch) -> None:
         def wait(self) -> None:
             eager(self._comm, self._full).wait()
 
-    def all_gather(comm: Comm, full: Tensor, kind: str = "all_gather") -> Pending:
+    def all_gather(comm: Comm, full: Tensor, kind: str = "all_gather", own: Tensor | None = None) -> Pending:
         return Lazy(comm, full) if kind == "all_gather" else eager(comm, full, kind)
 
     monkeypatch.setattr(Comm, "all_gather", all_gather)

@@ -41,6 +41,9 @@ class Scaled:
         table[:, 1] = active
         table[:, 2] = 1.0
 
+    def for_shard(self) -> Scaled:
+        return self
+
     def update(self, shard: ShardUpdate) -> None:
         rows = shard.hyper[shard.row_slot.clamp(min=0).long()] * (shard.row_slot >= 0)[:, None]
         active = rows[:, 1:2] > 0

@@ -393,10 +393,11 @@ class Comm:
         issued = self._transport(full.device).all_reduce(full, self._channel("all_reduce"))
         return self._pending(Issued(issued.work, on_arrival), "all_reduce", full)
 
-    def all_gather(self, full: Tensor, kind: str = "all_gather") -> Pending:
-        """Fill ``full`` [N * shard] with every rank's own part of it, in place."""
-        group = self._channel(full.nbytes)
-        issued = self._transport(full.device).all_gather(full, self.own_part(full), group)
+    def all_gather(self, full: Tensor, kind: str = "all_gather", own: Tensor | None = None) -> Pending:
+        """Fill ``full`` [N * shard] with every rank's own part of it, in place. ``own``: that part, a view, where the
+        caller has it at hand."""
+        own = self.own_part(full) if own is None else own
+        issued = self._transport(full.device).all_gather(full, own, self._channel(full.nbytes))
         return self._pending(issued, kind, full)
 
     def exchange(self, vector: Tensor, *, maximum: bool = False, kind: str = "exchange") -> None:
@@ -489,7 +490,9 @@ class Comm:
         return {kind: {name: getattr(of, name) for name in counted} for kind, of in self.traffic.items()}
 
     def _record(self, kind: str, tensor: Tensor) -> Traffic:
-        traffic = self.traffic.setdefault(kind, Traffic(kind))
+        traffic = self.traffic.get(kind)
+        if traffic is None:
+            traffic = self.traffic[kind] = Traffic(kind)
         traffic.calls += 1
         traffic.bytes += tensor.nbytes
         return traffic

@@ -123,9 +123,12 @@ class Sharding:
         store = out.add_ if accumulate else out.copy_
         return self.everyone.all_reduce(full, on_arrival=lambda: store(full))
 
-    def all_gather(self, full: Tensor, kind: str = "all_gather") -> Pending | None:
-        """Fill ``full`` [shard_count * shard] with every shard, in place; its own is there. None: that is all."""
-        return self.everyone.all_gather(full, kind) if self.shard_count > 1 else None
+    def all_gather(self, full: Tensor, kind: str = "all_gather", own: Tensor | None = None) -> Pending | None:
+        """Fill ``full`` [shard_count * shard] with every shard, in place; its own is there. None: that is all.
+
+        ``own``: this rank's shard, a view of ``full``, where the caller has it at hand.
+        """
+        return self.everyone.all_gather(full, kind, own) if self.shard_count > 1 else None
 
     def whole_of(self, shard: Tensor, kind: str) -> Tensor:
         """Collective. The whole of which each rank has given its ``shard``; this itself where it is all."""

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-import zero_kernels  # noqa: F401  registers torch.ops.zero_kernels
+import zero_kernels
 
 from ..comm.arrivals import Arrivals
 from ..comm.buffers import CommBuffers
@@ -32,6 +32,7 @@ from .handed_out import HandedOut
 from .slots import GradState, Slots, Zeroed
 
 _dtype_of, _layout_of = operator.attrgetter("dtype"), operator.attrgetter("layout")
+_STRIDED = {torch.strided}
 
 
 class Flight:
@@ -121,6 +122,8 @@ class Bucket:
         self.offsets = [slot.offset for slot in layout.slots]
         self.nonfinite = torch.zeros(len(self.params), dtype=torch.int32, device=self.device)
         self._absent = torch.empty(0, dtype=self.dtype, device=self.device)  # what pack is given for no gradient
+        self._dtypes = {self.dtype}  # of gradients
+        self._pack_op = zero_kernels.Prepared("pack")
         self.arrivals = Arrivals()
         self._zeroings = 0  # by the user, as the last reduction left
         self._zeroings_noted = 0  # by the user, as ``note_writes`` was last called
@@ -135,7 +138,7 @@ class Bucket:
 
     def gradient_to_apply(self) -> Tensor:
         """``grad_shard``; zeros where no gradient has come since its memory was taken, as alone at stage 3."""
-        if self.grad_buffer.untyped_storage().nbytes() == 0:
+        if self.flat.sharded and self.grad_buffer.untyped_storage().nbytes() == 0:
             allocate(self.grad_buffer)
             self.grad_buffer.zero_()
         return self.grad_shard
@@ -353,7 +356,7 @@ class Bucket:
     def unshard(self) -> None:
         """Start to bring in every rank's shard of the parameters. At stage 3 units do, as they are used."""
         if self.sharding.stage < 3:
-            self.unsharding = self.sharding.all_gather(self.flat.full)
+            self.unsharding = self.sharding.all_gather(self.flat.full, own=self.flat.shard)
 
     def wait_for_parameters(self) -> None:
         """Order what follows after the arrival of the parameters."""
@@ -435,7 +438,7 @@ class Bucket:
         self, sources: Sequence[tuple[int, Tensor]], full: Tensor, scale: float, accumulate: bool = False
     ) -> None:
         grads = [grad for _, grad in sources]
-        usual = {*map(_dtype_of, grads)} <= {self.dtype} and {*map(_layout_of, grads)} <= {torch.strided}
+        usual = self._dtypes.issuperset(map(_dtype_of, grads)) and _STRIDED.issuperset(map(_layout_of, grads))
         if self.flat.permuted:  # autograd gives a gradient in the parameter's memory format, so these are contiguous
             grads = [as_stored(grad, self.flat.orders[index]) for index, grad in sources]
         if not usual or not all(map(Tensor.is_contiguous, grads)):  # torch lets none be on another device
@@ -445,7 +448,7 @@ class Bucket:
             for (index, _), grad in zip(sources, present, strict=True):
                 grads[index] = grad
         flags = torch.empty_like(self.nonfinite) if accumulate else self.nonfinite
-        torch.ops.zero_kernels.pack(grads, self.offsets, full, scale, flags)  # zeroes the gaps
+        self._pack_op(grads, self.offsets, full, scale, flags)  # zeroes the gaps
         if accumulate:
             torch.maximum(self.nonfinite, flags, out=self.nonfinite)
 

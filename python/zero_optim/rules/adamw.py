@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from .update_rule import Begins, ShardUpdate, StateTensor
 
 @dataclass(frozen=True)
 class AdamW:
-    """``decoupled``: False is Adam. See ``UpdateRule`` for the rest."""
+    """``decoupled``: False is Adam. ``adam_step``: the op as this one's updates call it. See ``UpdateRule`` for the
+    rest."""
 
     decoupled: bool = True
+    adam_step: Callable[..., None] = field(default=zero_kernels.adam_step, repr=False, compare=False)
 
     tensors = (StateTensor("master", Begins.PARAMETER), StateTensor("exp_avg"), StateTensor("exp_avg_sq"))
     coefficients = zero_kernels.HYPER_COEFFICIENTS
@@ -32,9 +34,12 @@ class AdamW:
     def fill_table(self, by_group: Tensor, group_of: Tensor, steps: Tensor, active: Tensor, table: Tensor) -> None:
         torch.ops.zero_kernels.hyper_table(by_group, group_of, steps, active, table)
 
+    def for_shard(self) -> AdamW:
+        return AdamW(self.decoupled, zero_kernels.Prepared("adam_step"))
+
     def update(self, shard: ShardUpdate) -> None:
         master = shard.state.get("master")
-        torch.ops.zero_kernels.adam_step(
+        self.adam_step(
             shard.grad,
             shard.parameter if master is None else master,
             shard.state["exp_avg"],

@@ -36,7 +36,7 @@ class ShardState:
     def __init__(
         self, bucket: Bucket, rule: UpdateRule, store: StateStore, speculator: Speculator | None = None
     ) -> None:
-        self.bucket, self.rule, self._store = bucket, rule, store
+        self.bucket, self.rule, self._store = bucket, rule.for_shard(), store
         self.tensors = tensors_for(rule, bucket.dtype)
         self._place: Workplace = OnDevice(bucket)
         visiting = {PARAMETER: bucket.param_shard} if bucket.flat.offloaded else {}

@@ -71,7 +71,7 @@ class Speculation:
     def __init__(
         self, speculator: Speculator, rule: UpdateRule, place: OnHost, store: HostStore, page: int, row_slot: Tensor
     ) -> None:
-        self._speculator, self._rule, self._place, self._store = speculator, rule, place, store
+        self._speculator, self._rule, self._place, self._store = speculator, rule.for_shard(), place, store
         self._page, self._row_slot = page, row_slot
         self._parameters = torch.unique(row_slot[row_slot >= 0]).long()  # [n] those in this shard
         self._guess: Guess | None = None

@@ -1,0 +1,54 @@
+"""Ops for calls that are alike, such as a shard's update in every step: checked once, then without a detour.
+
+A call of `torch.ops.zero_kernels.*` goes from Python through torch's dispatcher back to Python, which checks every
+argument, picks the backend, and calls the dispatcher again. For a small shard that takes longer than the update.
+"""
+
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_kernels import dispatch, ops
+
+OPS = ("adam_step", "pack")
+"""What can be prepared: the ops that an optimizer calls for every bucket."""
+
+
+class Prepared:
+    """`adam_step` or `pack`, without the checks that the first call has passed.
+
+    Call it with all arguments of the op, by position. Each call after the first has to be like the first: every tensor
+    has the dtype, the device, the number of elements and the contiguous layout that it had there, and None is None. A
+    gradient of `pack` may also be empty, or have been empty in the first call. The tensors may be others, and nothing
+    of them is kept.
+
+    With a compiled backend such a call goes straight to the library, which only checks that nothing lies out of bounds
+    (RuntimeError). With any other backend it is the op. The backend is picked by the first call, and again by the first
+    one after `use_backend` was called. Errors of these calls are those of the op. Raises ValueError for another op.
+    """
+
+    def __init__(self, op: str) -> None:
+        if op not in OPS:
+            raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+        self._name = op
+        self._picked: int | None = None  # as of which choice of a backend
+        self._run: Any = None
+        self._written: Any = None  # gives what a call writes, of its arguments; None: the op itself tells autograd
+
+    def __call__(self, *args: Any) -> None:
+        if self._picked != dispatch.choices:
+            self._pick(args)
+        self._run(*args)
+        if self._written is not None:
+            torch.autograd.graph.increment_version(self._written(args))
+
+    def _pick(self, args: tuple[Any, ...]) -> None:
+        op = ops.REGISTERED[self._name]
+        device = op.check(*args)
+        written = [i for i in op.mutated if isinstance(args[i], Tensor)]
+        overload = dispatch.compiled_overload(self._name, device)
+        self._run = overload or getattr(torch.ops.zero_kernels, self._name).default
+        self._written = itemgetter(*written) if overload is not None else None
+        self._picked = dispatch.choices
