@@ -12,6 +12,8 @@ from zero_optim.bench import scale
 from zero_optim.bench.scale_model import LLAMA_70B, SHRINK, Shapes, layouts
 from zero_optim.comm import transport
 
+import zero_kernels
+
 LAYERS = 4
 SMALL = Shapes(layers=LAYERS, hidden=8192, ffn=28672, kv=1024, vocab=32000)
 RANKS = (8, 16384)
@@ -84,6 +86,21 @@ def test_objects_grow_with_the_ranks_and_not_with_the_parameters(rows):
         assert 0 < rows[16384, "stage2"].object_bytes[when] < 16384 * 200
 
 
+def test_a_small_bucket_is_timed_by_part_at_stage_2(rows):
+    for (_, stage), row in rows.items():
+        if stage == "stage3":
+            assert row.of_bucket is None
+        else:
+            assert set(row.of_bucket) == {"pack", "adam_step", "all_gather"} and min(row.of_bucket.values()) > 0
+
+
+def test_kernels_are_left_out_of_prepared_calls_too():
+    pack, bucket = zero_kernels.Prepared("pack"), torch.ones(256)
+    with scale._without_kernels():
+        pack([torch.ones(3)], [0], bucket, 1.0, None)
+    assert bucket.tolist() == [1.0] * 256
+
+
 def test_everything_is_as_before(rows):
     """The kernels, the transport and the process group."""
     assert transport.used() is None and not dist.is_initialized()
@@ -103,7 +120,7 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, draws_again, 
     rows = json.loads(file.read_text())["rows"]
     assert [(row["ranks"], row["backend"]) for row in rows] == [(n, s) for n in (8, 64) for s in ("stage2", "stage3")]
     assert all(set(row["timed"]) == {"construction", "first step", "hooks", "step", "zero_grad"} for row in rows)
-    assert "padding" in first.out and "construction: broadcast" in first.out
+    assert all(text in first.out for text in ("padding", "construction: broadcast", "a small bucket: all, µs"))
     draws_again(first, file, plot)
 
 

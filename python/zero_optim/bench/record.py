@@ -88,7 +88,7 @@ class PhaseRow:
 @dataclass(frozen=True)
 class ScaleRow:
     """What the host does at so many ranks. ``timed`` and ``timed_buckets`` are of small tensors, all else of true
-    shapes."""
+    shapes. ``of_bucket``: see ``bucket_parts``."""
 
     op: str
     backend: str
@@ -105,6 +105,7 @@ class ScaleRow:
     rounds: int
     timed_buckets: int
     timed: dict[str, float]  # ms
+    of_bucket: dict[str, float] | None = None  # microseconds, by part
 
 
 @dataclass(frozen=True)

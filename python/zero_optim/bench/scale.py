@@ -6,6 +6,8 @@ of it, and a row says which is which:
 - *Integers of the true shapes*: buckets, padding, bytes. The layout needs no tensors, so nothing is shrunk.
 - *Timed, on small tensors*: there are as many parameters, buckets and ranks, and Python's work depends on nothing else.
   The kernels that pack and update are left out: on a CPU they would be most of the time.
+
+``bucket_parts`` is apart: what one small bucket takes at stage 2, kernels and all, on the same ranks in every run.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +30,7 @@ from ..comm import transport
 from ..comm.transport import Issued, Reduction, StreamTransport
 from ..optimizer import ShardedAdamW
 from ..shard_module import shard_module
+from . import bucket_parts
 from .fused_adams import HYPER
 from .record import ScaleRow
 from .scale_model import LLAMA_70B, Block, Shapes, Small, cap_mb, layouts
@@ -93,11 +98,15 @@ class Nowhere(StreamTransport):
 def measure(ranks: Sequence[int], rounds: int, say: Say, shapes: Shapes = LLAMA_70B) -> list[ScaleRow]:
     """A row a number of ranks and stage."""
     rows = []
+    say(f"scale: {bucket_parts.BUCKETS} small buckets")
+    with fake_ranks(bucket_parts.RANKS):
+        of_bucket = bucket_parts.measure(rounds)
     for count in ranks:
         for stage in STAGES:
             say(f"scale: stage {stage}, {count:,} ranks")
             with fake_ranks(count) as nowhere, _without_kernels():
-                rows.append(_row(shapes, count, stage, nowhere, rounds))
+                row = _row(shapes, count, stage, nowhere, rounds)
+            rows.append(row if stage == 3 else replace(row, of_bucket=of_bucket))
     return rows
 
 
@@ -152,7 +161,7 @@ def _without_kernels() -> Iterator[None]:
     kernels = {name: getattr(library, name) for name in KERNELS if hasattr(library, name)}
     try:
         for name in kernels:
-            setattr(library, name, lambda *args: None)
+            setattr(library, name, SimpleNamespace(default=lambda *args: None))
         yield
     finally:
         for name, kernel in kernels.items():

@@ -176,6 +176,12 @@ def _scale(rows: Sequence[JsonRow]) -> list[str]:
     lines.append(_beside("timed: buckets", [f"{row['timed_buckets']:,}" for row in rows]))
     for what in first["timed"]:
         lines.append(_beside(f"timed: {what}, ms", [milliseconds(row["timed"][what]) for row in rows]))
+    parts = [row.get("of_bucket") or {} for row in rows]
+    for part in dict.fromkeys(part for of_row in parts for part in of_row):
+        cells = [f"{of_row[part]:.1f}" if part in of_row else "-" for of_row in parts]
+        lines.append(_beside(f"a small bucket: {part}, µs", cells))
+    if any(parts):
+        lines.append(_beside("a small bucket: all, µs", [f"{sum(of.values()):.1f}" if of else "-" for of in parts]))
     return lines
 
 

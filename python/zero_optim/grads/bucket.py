@@ -247,7 +247,7 @@ class Bucket:
         self._use_new_memory_if_kept()
         sources = found.local if self.state is GradState.EMPTY else self._present()
         allocate(self.grad_buffer)
-        self._pack(sources, self.grad_buffer, 1.0)
+        self.pack(sources, self.grad_buffer, 1.0)
         streams.keep(grad for _, grad in sources)
         self.slots.collect(sources, self._views)
         return True
@@ -283,7 +283,7 @@ class Bucket:
 
         in_place = self.keeps_full and self.grad_buffer.dtype == self.reduce_dtype and not accumulate
         full = self.grad_buffer if in_place else lend(self.layout.numel)
-        self._pack(sources, full, self.sharding.grad_scale, accumulate)
+        self.pack(sources, full, self.sharding.grad_scale, accumulate)
         self.slots.launch(sources, self._reduced_handles())
         streams.keep(grad for _, grad in sources)
         del sources, found  # what was packed goes before memory is taken to receive into
@@ -434,9 +434,11 @@ class Bucket:
         piece = self.pieces[index]
         return self.grad_shard.narrow(0, piece.in_shard, piece.numel)
 
-    def _pack(
-        self, sources: Sequence[tuple[int, Tensor]], full: Tensor, scale: float, accumulate: bool = False
-    ) -> None:
+    def pack(self, sources: Sequence[tuple[int, Tensor]], full: Tensor, scale: float, accumulate: bool = False) -> None:
+        """Bring gradients, each with its slot's number, into ``full`` [numel], times ``scale``.
+
+        ``accumulate``: those that were found non-finite before stay so.
+        """
         grads = [grad for _, grad in sources]
         usual = self._dtypes.issuperset(map(_dtype_of, grads)) and _STRIDED.issuperset(map(_layout_of, grads))
         if self.flat.permuted:  # autograd gives a gradient in the parameter's memory format, so these are contiguous

@@ -1,0 +1,178 @@
+"""Prepared calls: the same bits and the same account with autograd, checked once, and the backend that is chosen now."""
+
+import weakref
+
+import pytest
+import torch
+from cases import ISAS, awkward, backend, same_bits
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zero_kernels
+from zero_kernels import ROW, Prepared
+
+NAMES = ["reference", *ISAS]
+SIZES = (2 * ROW + 5, 0, 130 * ROW)
+TABLE = zero_kernels.hyper_table([1e-3, 1e-2], (0.9, 0.99), 1e-8, [0.1, 0.0], 3, active=[True, False])
+needs_library = pytest.mark.skipif(not ISAS, reason="the CPU library is not built")
+
+
+class Watch(TorchDispatchMode):
+    """Notes the namespaces of the ops that run."""
+
+    def __init__(self, ran: list[str]) -> None:
+        super().__init__()
+        self._ran = ran
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace = func._schema.name.split("::")[0]
+        if namespace.startswith("zero_kernels"):
+            self._ran.append(namespace)
+        return func(*args, **(kwargs or {}))
+
+
+def adam_arguments(numel: int, seed: int, found_inf: float = 0.0) -> list[Tensor | None]:
+    """Of two slots, one of them inactive, and padding."""
+    state = [awkward(numel, torch.float32, seed + i).abs() for i in range(3)]
+    rows = torch.arange(-(-numel // ROW), dtype=torch.int32) % 3 - 1
+    flags = torch.zeros(2, dtype=torch.int32)
+    scale, found = torch.full((1,), 0.5), torch.full((1,), found_inf)
+    grad = awkward(numel, torch.float16, seed + 3).clone()
+    return [grad, *state, state[0].bfloat16(), rows, TABLE, scale, found, flags]
+
+
+def pack_arguments(seed: int) -> list:
+    grads = [awkward(numel, torch.bfloat16, seed + numel).clone() for numel in (0, 5, 300)]
+    return [grads, [1, 1, 128], torch.ones(500, dtype=torch.float16), 0.3, torch.ones(3, dtype=torch.int32)]
+
+
+def copied(value):
+    if isinstance(value, list):
+        return [copied(item) for item in value]
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def tensors(arguments: list) -> list[Tensor]:
+    flat = [item for value in arguments for item in (value if isinstance(value, list) else [value])]
+    return [item for item in flat if isinstance(item, Tensor)]
+
+
+def runs_like_the_op(name: str, calls: list[list]) -> None:
+    prepared, op = Prepared(name), getattr(torch.ops.zero_kernels, name)
+    for arguments in calls:
+        given, twins = copied(arguments), copied(arguments)
+        prepared(*given)
+        op(*twins)
+        for ours, theirs in zip(tensors(given), tensors(twins), strict=True):
+            assert same_bits(ours, theirs) if ours.is_floating_point() else torch.equal(ours, theirs)
+            assert ours._version == theirs._version
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("numel", SIZES)
+def test_adam_step_has_the_bits_and_versions_of_the_op(name: str, numel: int) -> None:
+    with backend(name):
+        runs_like_the_op(
+            "adam_step", [adam_arguments(numel, seed, found_inf=float(seed == 20)) for seed in (0, 10, 20, 30)]
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pack_has_the_bits_and_versions_of_the_op(name: str) -> None:
+    with backend(name):
+        runs_like_the_op("pack", [pack_arguments(seed) for seed in (0, 1000, 2000)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_not_given_is_not_written(name: str) -> None:
+    with backend(name):
+        alone = [
+            [*adam_arguments(ROW, seed)[:4], None, *adam_arguments(ROW, seed)[5:7], None, None, None] for seed in (0, 9)
+        ]
+        runs_like_the_op("adam_step", alone)
+        runs_like_the_op("pack", [[*pack_arguments(seed)[:4], None] for seed in (0, 1000)])
+
+
+def test_the_first_call_is_checked() -> None:
+    arguments = adam_arguments(ROW, 0)
+    arguments[1] = arguments[1].double()
+    with pytest.raises(TypeError, match="master must be float32, got float64"):
+        Prepared("adam_step")(*arguments)
+    with pytest.raises(ValueError, match="op must be one of adam_step, pack, got 'unpack'"):
+        Prepared("unpack")
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (0, torch.ones(ROW // 2)),
+        (1, torch.ones(ROW, dtype=torch.float64)),
+        (2, torch.ones(2 * ROW)[::2]),
+        (3, torch.ones(ROW - 1)),
+        (4, torch.ones(0)),
+        (5, torch.zeros(1, dtype=torch.int64)),
+        (6, torch.zeros(2, 11)),
+        (7, torch.ones(0)),
+        (8, torch.ones(1, dtype=torch.float64)),
+        (9, torch.zeros(1, dtype=torch.int32)),
+    ],
+)
+def test_a_later_call_of_adam_step_stays_in_bounds(place: int, value: Tensor) -> None:
+    prepared, arguments = Prepared("adam_step"), adam_arguments(ROW, 0)
+    with backend(ISAS[0]):
+        prepared(*arguments)
+        wrong = [*arguments[:place], value, *arguments[place + 1 :]]
+        before = copied(wrong)
+        with pytest.raises(RuntimeError, match="this call was prepared for"):
+            prepared(*wrong)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(wrong, before, strict=True))
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (0, [torch.ones(2), torch.ones(5), torch.ones(3)]),  # over the next one
+        (0, [torch.ones(0), torch.ones(5), torch.ones(373)]),  # over the end
+        (0, [torch.ones(0), torch.ones(5)]),
+        (0, [torch.ones(0), torch.ones(5), torch.ones(6)[::2]]),
+        (1, [-1, 1, 128]),
+        (2, torch.ones(400, dtype=torch.float16)),
+        (2, torch.ones(1000, dtype=torch.float16)[::2]),
+        (4, torch.ones(2, dtype=torch.int32)),
+        (4, torch.ones(3)),
+    ],
+)
+def test_a_later_call_of_pack_stays_in_bounds(place: int, value: object) -> None:
+    prepared, arguments = Prepared("pack"), pack_arguments(0)
+    with backend(ISAS[0]):
+        prepared(*arguments)
+        with pytest.raises(RuntimeError, match="this call was prepared for|do not fit"):
+            prepared(*arguments[:place], value, *arguments[place + 1 :])
+
+
+@needs_library
+def test_a_backend_that_is_chosen_later_runs() -> None:
+    prepared, ran = Prepared("pack"), []
+    with Watch(ran):
+        for name in ("cpu", "reference", "cpu"):
+            with zero_kernels.use_backend(name):
+                prepared(*pack_arguments(0))
+                prepared(*pack_arguments(0))
+    assert ran == [
+        "zero_kernels_C",
+        "zero_kernels_C",
+        "zero_kernels",
+        "zero_kernels",
+        "zero_kernels_C",
+        "zero_kernels_C",
+    ]
+
+
+def test_nothing_is_kept() -> None:
+    prepared, arguments = Prepared("adam_step"), adam_arguments(ROW, 0)
+    prepared(*arguments)
+    kept = [weakref.ref(tensor) for tensor in tensors(arguments) if tensor is not TABLE]
+    del arguments
+    assert not any(reference() is not None for reference in kept)
