@@ -119,7 +119,7 @@ def use_isa(name: str | None) -> None:
 
 def overload(op: str) -> Callable[..., Any]:
     """The library's own op, as torch has it. Looked up at each call: `zero-optim bench scale` puts others in place."""
-    return getattr(torch.ops.zero_kernels_C, op).default  # type: ignore[no-any-return]
+    return getattr(torch.ops.zero_kernels_C, op).default
 
 
 def _grad_stats(shards: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Prepared calls: the same bits and the same account with autograd, checked once, and the backend that is chosen now."""
+"""Prepared calls: the bits and the version counts of the op, checked once, by the backend that is chosen now."""
 
 import weakref
 
