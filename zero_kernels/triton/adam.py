@@ -49,11 +49,13 @@ def _step_rows(
     exp_avg,
     exp_avg_sq,
     param_out,
+    row_slot,
     hyper,
     grad_scale,
     found_inf,
     nonfinite_slots,
-    slot,  # [ROWS] int32
+    row,  # [ROWS] int64
+    has_row,  # [ROWS]: rows that exist
     at,  # [ROWS, 128] int64: elements
     inside,  # [ROWS, 128], or [ROWS, 1] where rows are whole: elements that exist
 ):
@@ -61,8 +63,10 @@ def _step_rows(
     p_old = tl.load(master + at, mask=inside)
     m = tl.load(exp_avg + at, mask=inside)
     v = tl.load(exp_avg_sq + at, mask=inside)
-    # Holds the compiler to this order. It would put loads of coefficients first, and with them the wait for `slot`.
+    # Holds the compiler to this order: all data is asked for before anything is waited for. Loaded above the barrier,
+    # `slot` was seen to be used there, to address coefficients, before exp_avg_sq was asked for (Triton 3.6, 3.7).
     tl.debug_barrier()
+    slot = tl.load(row_slot + row, mask=has_row, other=-1)  # [ROWS] int32
 
     coefficients = hyper + tl.maximum(slot, 0).to(tl.int64)[:, None] * COLUMNS  # each below is [ROWS, 1]
     step_size = tl.load(coefficients + STEP_SIZE)
@@ -118,17 +122,16 @@ def _adam_step_kernel(
     row = first + tl.arange(0, _ROWS)
     at = row[:, None] * _ROW + tl.arange(0, _ROW)[None, :]
     has_row = row * _ROW < numel
-    slot = tl.load(row_slot + row, mask=has_row, other=-1)
     if RAGGED and (first + _ROWS) * _ROW > numel:
         # A mask of elements makes every access narrow: only the last tile pays for it.
         _step_rows(
-            grad, master, exp_avg, exp_avg_sq, param_out, hyper,
-            grad_scale, found_inf, nonfinite_slots, slot, at, at < numel,
+            grad, master, exp_avg, exp_avg_sq, param_out, row_slot, hyper,
+            grad_scale, found_inf, nonfinite_slots, row, has_row, at, at < numel,
         )  # fmt: skip
     else:
         _step_rows(
-            grad, master, exp_avg, exp_avg_sq, param_out, hyper,
-            grad_scale, found_inf, nonfinite_slots, slot, at, has_row[:, None],
+            grad, master, exp_avg, exp_avg_sq, param_out, row_slot, hyper,
+            grad_scale, found_inf, nonfinite_slots, row, has_row, at, has_row[:, None],
         )  # fmt: skip
 
 
