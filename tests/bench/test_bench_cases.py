@@ -68,9 +68,20 @@ def test_both_ways_to_widen_give_the_same(setting):
     assert torch.equal(first.wide_grad, second.wide_grad)
 
 
+def test_zeros_stay_zeros(setting):
+    shard = adam_step.make_shard(setting)
+    zeros = adam_step.with_zeros(shard)
+    for _ in range(2):
+        adam_step.ours(zeros)()
+    for name in ("grad", "exp_avg", "exp_avg_sq"):
+        assert not getattr(zeros, name).any() and getattr(shard, name).any()
+    assert zeros.master.isfinite().all() and zeros.master is shard.master
+
+
 def test_the_jobs_of_adam_step(setting):
     jobs = adam_step.make_case(setting)
-    assert list(jobs.jobs)[: len(setting.backends)] == list(setting.backends)
+    of_zeros = [f"{name}, zeros" for name in setting.backends]
+    assert list(jobs.jobs)[: 2 * len(setting.backends)] == [*setting.backends, *of_zeros]
     assert TORCH in jobs.jobs and COPY in jobs.jobs
     streams = setting.device.type == "cpu" and "cpu" in setting.backends
     assert jobs.yardstick == (STREAM if streams else COPY)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from .timing import Job
 
 BYTES = 28  # gradient 2; master, exp_avg, exp_avg_sq 12 read and 12 written; parameter 2
 STEP = 10
+OF_ZEROS = ", zeros"
+"""Behind a backend's name: the same update where gradient, exp_avg and exp_avg_sq are zero and stay so, as in rows of an
+embedding that no batch has used. A root of zero, and a division of zero, take a GPU's slow path."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,17 @@ def make_shard(setting: Setting) -> Shard:
 def make_case(setting: Setting) -> Case:
     shard = make_shard(setting)
     jobs = backend_jobs(setting, ours(shard))
+    jobs |= {f"{name}{OF_ZEROS}": job for name, job in backend_jobs(setting, ours(with_zeros(shard))).items()}
     jobs[TORCH] = [torch_pipeline(shard)]
     baselines = fused_adams(setting.device)
     jobs |= {name: [pipeline(shard, make, STEP - 1)] for name, make in baselines.items()}
     jobs |= {COPY: copy_job(setting, BYTES), **stream_job(setting, shard)}
     return Case("adam_step", setting, BYTES, STREAM if STREAM in jobs else COPY, jobs, list(baselines))
+
+
+def with_zeros(shard: Shard) -> Shard:
+    zeros = {name: torch.zeros_like(getattr(shard, name)) for name in ("grad", "exp_avg", "exp_avg_sq")}
+    return replace(shard, **zeros)
 
 
 def ours(shard: Shard) -> Callable[[], None]:
