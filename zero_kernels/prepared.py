@@ -26,7 +26,8 @@ class Prepared:
 
     With a compiled backend such a call goes straight to the library, which only checks that nothing lies out of bounds
     (RuntimeError). With any other backend it is the op. The backend is picked by the first call, and again by the first
-    one after `use_backend` was called. Errors of these calls are those of the op. Raises ValueError for another op.
+    one after `use_backend` was called: these calls are checked, and raise what the op raises. Raises ValueError for
+    another op.
     """
 
     def __init__(self, op: str) -> None:
