@@ -1,4 +1,4 @@
-// What a call that comes without Python's checks, as of zero_kernels/prepared.py, could read or write out of bounds.
+// What a call without Python's checks, as those of zero_kernels/prepared.py are, could read or write out of bounds.
 #pragma once
 
 #include <optional>
@@ -14,15 +14,16 @@ namespace zero_kernels {
 inline void check_bounds(const char* name, const Tensor& tensor, int64_t numel, int32_t device) {
   if (tensor.numel() == numel && tensor.is_contiguous() && tensor.get_device_index() == device) return;
   throw std::runtime_error(
-      std::string("zero_kernels: ") + name + " is not as this call was prepared for: expected " + std::to_string(numel) +
-      " elements, contiguous, on the device of the other tensors; got " + std::to_string(tensor.numel()) + " elements");
+      std::string("zero_kernels: ") + name + " is not as this call was prepared for: expected " +
+      std::to_string(numel) + " elements, contiguous, on the device of the other tensors; got " +
+      std::to_string(tensor.numel()) + " elements");
 }
 
-inline void check_bounds(
-    const char* name, const Tensor& tensor, ScalarType dtype, int64_t numel, int32_t device) {
+inline void check_bounds(const char* name, const Tensor& tensor, ScalarType dtype, int64_t numel, int32_t device) {
   check_bounds(name, tensor, numel, device);
   if (tensor.scalar_type() != dtype)
-    throw std::runtime_error(std::string("zero_kernels: ") + name + " has another dtype than this call was prepared for");
+    throw std::runtime_error(
+        std::string("zero_kernels: ") + name + " has another dtype than this call was prepared for");
 }
 
 inline void check_bounds(

@@ -19,15 +19,14 @@ OPS = ("adam_step", "pack")
 class Prepared:
     """`adam_step` or `pack`, without the checks that the first call has passed.
 
-    Call it with all arguments of the op, by position. Each call after the first has to be like the first: every tensor
-    has the dtype, the device, the number of elements and the contiguous layout that it had there, and None is None. A
-    gradient of `pack` may also be empty, or have been empty in the first call. The tensors may be others, and nothing
-    of them is kept.
+    Call it with all arguments of the op, by position. Each call after the first has to be like the first: its tensors
+    are on the same device and fit each other as the op wants it, and None is where None was. The tensors may be others,
+    and nothing of them is kept.
 
-    With a compiled backend such a call goes straight to the library, which only checks that nothing lies out of bounds
-    (RuntimeError). With any other backend it is the op. The backend is picked by the first call, and again by the first
-    one after `use_backend` was called: these calls are checked, and raise what the op raises. Raises ValueError for
-    another op.
+    With a compiled backend such a call goes straight to the library. What the op would refuse with a TypeError or
+    ValueError, the library refuses with a RuntimeError that says less. With any other backend it is the op. The backend
+    is picked by the first call, and again by the first one after `use_backend` was called: these calls are checked, and
+    raise what the op raises. Raises ValueError for another op.
     """
 
     def __init__(self, op: str) -> None:
