@@ -45,10 +45,10 @@ class Prepared:
             torch.autograd.graph.increment_version(self._written(args))
 
     def _pick(self, args: tuple[Any, ...]) -> None:
-        op = ops.REGISTERED[self._name]
+        choices, op = dispatch.choices, ops.REGISTERED[self._name]
         device = op.check(*args)
         written = [i for i in op.mutated if isinstance(args[i], Tensor)]
         overload = dispatch.compiled_overload(self._name, device)
         self._run = overload or getattr(torch.ops.zero_kernels, self._name).default
         self._written = itemgetter(*written) if overload is not None else None
-        self._picked = dispatch.choices
+        self._picked = choices

@@ -18,8 +18,8 @@ from .timing import Job
 BYTES = 28  # gradient 2; master, exp_avg, exp_avg_sq 12 read and 12 written; parameter 2
 STEP = 10
 OF_ZEROS = ", zeros"
-"""Behind a backend's name: the same update where gradient, exp_avg and exp_avg_sq are zero and stay so, as in rows of an
-embedding that no batch has used. A root of zero, and a division of zero, take a GPU's slow path."""
+"""Behind a backend's name: the same update where gradient, exp_avg and exp_avg_sq are zero and stay so, as in rows of
+an embedding that no batch has used. A root of zero, and a division of zero, take a GPU's slow path."""
 
 
 @dataclass(frozen=True)
