@@ -20,8 +20,8 @@ _FP16_ON_CPU = {"layers": 2, "hidden": 128, "heads": 2, "seq": 128, "batch": 4, 
 
 RESUME_AUTO = Path("auto")
 # A resumed run takes everything from its checkpoint; these flags alone may differ from it.
-_FREE_ON_RESUME = {"steps", "data", "out", "save_every", "keep_last", "checkpoint", "device", "stage", "dtype", "batch"}
-_FREE_ON_RESUME |= {"accumulate"}
+_FREE_ON_RESUME = {"steps", "data", "out", "save_every", "keep_last", "checkpoint"}
+_FREE_ON_RESUME |= {"device", "stage", "dtype", "batch", "accumulate"}
 _FREE_ON_RESUME |= {"state_offload", "device_budget", "param_offload"}
 
 
