@@ -127,9 +127,13 @@ def nccl_ranks(device: str, ranks: Mapping[str, str]) -> list[Step]:
     pair = Phase("nccl_two_ranks", [sys.executable, str(HERE / "gpu_two_ranks.py"), device], 60, ranks, told=True)
     steps: list[Step] = [
         [pair],
-        [_tests("test_collectives", 60, device, {}, "-m", ALONE)],
+        [_tests("test_each_collective", 60, device, {}, "-m", ALONE)],
         [
-            *([on_ranks("collectives_ranks", "test_collectives", 110, {}, "-m", ON_RANKS)] if device == "cuda" else []),
+            *(
+                [on_ranks("collectives_ranks", "test_each_collective", 110, {}, "-m", ON_RANKS)]
+                if device == "cuda"
+                else []
+            ),
             on_ranks("test_buffers", "test_buffers", 110, {}),
             on_ranks("optimizer_ranks", "test_optimizer", 110, {}, "-m", ON_RANKS),
             on_ranks("units_ranks", "test_units", 110, {}, "-m", ON_RANKS),

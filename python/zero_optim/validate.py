@@ -80,7 +80,7 @@ def warn_of_meaningless(keywords: dict[str, bool | None]) -> None:
     given = [name for name, value in keywords.items() if value]
     if given:
         warnings.warn(
-            f"{', '.join(given)}: has no effect, ShardedAdamW is always fused and capturable", UserWarning, stacklevel=3
+            f"{', '.join(given)}: has no effect, ShardedAdamW is always fused and capturable", UserWarning, stacklevel=4
         )
 
 

@@ -123,6 +123,8 @@ def test_each_trains_as_it_does_alone(ranks, stage, apart):
 def _each_waits_for_the_other_rank(rank: int, world_size: int) -> None:
     """Rank 0 waits in the first optimizer and rank 1 in the second, until each has looked often enough to be judged."""
     models, opts = _models(2, world_size, apart=False)
+    for model, opt in zip(models, opts, strict=True):
+        _train(model, opt, rank, 0)  # the first step goes over the group that both were given
     looks, looked = 0, threading.Event()
     look = Standstill.look
 
@@ -134,12 +136,12 @@ def _each_waits_for_the_other_rank(rank: int, world_size: int) -> None:
             looked.set()
 
     def early() -> None:
-        _train(models[rank], opts[rank], rank, 0)
+        _train(models[rank], opts[rank], rank, 1)
         looked.set()  # where the other rank was the first to have looked often enough
 
     def late() -> None:
         assert looked.wait(PATIENCE)
-        _train(models[1 - rank], opts[1 - rank], rank, 0)
+        _train(models[1 - rank], opts[1 - rank], rank, 1)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(standstill, "SECONDS", 0.05)

@@ -112,7 +112,8 @@ def test_a_wrong_number_is_seen():
     seen = [copy.deepcopy(rank) for rank in seen]  # the ranks' arrays are the same ones
     assert compare(made, expected(made), seen) is None
     seen[1][1][1][0][7] += 1e-3
-    assert "operation 1 (Step(o=0)), rank 1" in compare(made, expected(made), seen)
+    told = compare(made, expected(made), seen)
+    assert told is not None and told.startswith("operation 1 (Step(o=0, ") and "), rank 1: " in told
 
 
 def test_what_raises_is_told_with_its_line():

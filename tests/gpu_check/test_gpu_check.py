@@ -71,7 +71,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 # ---- the whole -------------------------------------------------------------------------------------------------------
 
 
-REHEARSED = ("build", "bench_adam_step", "profile", "test_large", "nccl_two_ranks", "test_collectives")
+REHEARSED = ("build", "bench_adam_step", "profile", "test_large", "nccl_two_ranks", "test_each_collective")
 REHEARSED += ("test_nccl_ranks", "test_work_order", "memory", "trainer", "bench_step", "bench_offload")
 """In the order in which they run. The tests of the other phases take longer, and need no process of their own."""
 
@@ -153,7 +153,7 @@ def test_tests_of_several_ranks_are_where_they_can_share_the_gpu() -> None:
     for name in ("test_optimizer", "test_units"):
         command = [*phases_of("b")[name].command]
         assert "gpu and not ranks" in command
-    alone = {"nccl_two_ranks", "test_collectives"}
+    alone = {"nccl_two_ranks", "test_each_collective"}
     assert {name: phase.after for name, phase in phases_of("c").items()} == {
         name: None if name in alone else "nccl_two_ranks" for name in phases_of("c")
     }
@@ -284,7 +284,7 @@ def test_the_flag_takes_a_newer_nccl(libraries: dict[int, Path], monkeypatch: py
     assert options.nccl == libraries[NEW]
     phases = phases_of(PARTS, nccl=options.nccl)
     preloaded = {name for name, phase in phases.items() if phase.environment.get("LD_PRELOAD") == str(libraries[NEW])}
-    assert preloaded == {*phases_of("c")} - {"test_collectives"}
+    assert preloaded == {*phases_of("c")} - {"test_each_collective"}
     assert all(phases[name].environment["NCCL_MULTI_RANK_GPU_ENABLE"] == "1" for name in preloaded)
     assert not any("LD_PRELOAD" in phase.environment for phase in phases_of(PARTS).values())
 

@@ -128,7 +128,7 @@ def test_ctrl_c_saves_and_ends_every_rank(two_ranks: object, tmp_path: Path) -> 
     command.process.send_signal(signal.SIGINT)
     assert command.finish() == 130, command.output
     stopped = newest_step(tmp_path / "run")
-    assert f"interrupted after step {stopped}; go on with --resume run\n" in command.output
+    assert f"interrupted after step {stopped}; go on with --resume {tmp_path / 'run'}\n" in command.output
     assert f"It was interrupted after step {stopped:,} of 4,000." in (tmp_path / "run" / "report.html").read_text()
     assert "Traceback" not in command.output
     assert read_log(tmp_path / "run")[-1]["step"] == stopped < 4000

@@ -173,7 +173,7 @@ def test_under_torchrun_memory_and_traffic_are_as_planned(text: Path, tmp_path: 
     assert "gather_parameters" not in command.output  # saving gathers nothing
     assert "stage 3: 3 blocks, each gathered when it is used\n" in command.output
     # The gathers' own group too: gloo's threads would end after the interpreter.
-    assert command.output.count("of 3 groups alive 0\n") == 2, command.output
+    assert command.output.count("of 4 groups alive 0\n") == 2, command.output
 
 
 @pytest.mark.parametrize(("stage", "kinds"), [("0", ["all_reduce"]), ("3", ["all_gather", "reduce_scatter"])])

@@ -32,7 +32,7 @@ from ..comm.host_copy import HostCopy
 from ..comm.sharding import Sharding
 from .shard_state import ShardState
 
-_LEAST, _MOST = 2**14, 2**20  # elements of a window
+_LEAST, _MOST = 2**12, 2**20  # elements of a window
 _REMEMBERED = 15  # turns whose answers the host can tell apart
 _NOWHERE = _REMEMBERED * _MOST  # exact in fp32, as all that is below
 _TURNS = 256  # windows in all, unless they would be smaller or larger than that
