@@ -22,10 +22,11 @@ def current() -> threading.Thread | None:
 
 
 def is_beside() -> bool:
-    """Whether this is a thread of the program beside the first one that has asked."""
+    """Whether this is a thread of the program beside the first one that has asked, of those that are alive."""
     global _first
     thread = current()
-    _first = _first or thread
+    if _first is None or not _first.is_alive():  # one that has made the models for the others may have ended
+        _first = thread
     return thread is not None and thread is not _first
 
 

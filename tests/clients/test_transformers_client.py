@@ -179,6 +179,10 @@ def _generates(rank: int, world_size: int) -> None:
     assert expected.shape[1] == 6 + 3 * rank
     for given in ({}, {"synced_gpus": False}, {"synced_gpus": True}):
         assert torch.equal(model.generate(prompt, **options, **given), expected)
+    with zero_optim.gather_parameters(model):
+        sharded_again = copy.deepcopy(model)
+    zero_optim.shard_module(sharded_again, ("GPT2Block",))
+    assert torch.equal(sharded_again.generate(prompt, **options), expected)
     zero_optim.register_forward_method(model, "generate")
     assert torch.equal(model.generate(prompt, **options), expected)
     with zero_optim.gather_parameters(model):

@@ -359,3 +359,36 @@ def test_a_rank_alone_that_waits_for_no_answer_misses_none(monkeypatch: pytest.M
     opt.close()
     assert list(told) == [6]
     assert len(told[6]) == 1 and told[6][0].startswith("'layer")
+
+
+def test_an_edit_that_is_seen_hides_none_that_is_not() -> None:
+    """One parameter is edited in place after each step, and another through ``.data``: of which alone is warned."""
+    import zero_optim
+
+    params = make_parameters([(2, 128)] * 2, torch.bfloat16)
+    opt = zero_optim.ShardedAdamW(named(params), lr=LR)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            linear_backward(params, make_gradients(params, 0, step))
+            opt.step()
+            params[0].data.fill_(0.25)
+            with torch.no_grad():
+                params[1].fill_(0.25)
+    opt.close()
+    assert [str(warning.message).partition(" was edited")[0] for warning in caught] == ["'layer0.weight'"]
+
+
+def test_a_seen_edit_alone_is_warned_of_by_nobody() -> None:
+    import zero_optim
+
+    params = make_parameters([(2, 128)] * 2, torch.bfloat16)
+    opt = zero_optim.ShardedAdamW(named(params), lr=LR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(4):
+            linear_backward(params, make_gradients(params, 0, step))
+            opt.step()
+            with torch.no_grad():
+                params[1].fill_(0.25)
+    opt.close()

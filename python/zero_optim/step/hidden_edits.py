@@ -30,6 +30,7 @@ from zero_kernels import is_capturing
 
 from ..comm.host_copy import HostCopy
 from ..comm.sharding import Sharding
+from ..params.layout import SlotPiece
 from .shard_state import ShardState
 
 _LEAST, _MOST = 2**12, 2**20  # elements of a window
@@ -118,16 +119,25 @@ class HiddenEdits:
 
     def lay_out(self, shards: Sequence[ShardState]) -> None:
         """Watch these from now on: those of which an update on the device writes what a user can write, too."""
-        self.forget()
+        self._kept = 0
         self._looked.clear()
         self._windows = windows_of([shard for shard in shards if shard.can_be_edited_unseen])
         room = max((window.numel for window in self._windows), default=0)
         if room > len(self._values):
             self._values, self._changed = self._values.new_empty(room), self._changed.new_empty(room)
 
-    def forget(self) -> None:
-        """Parameters were written by somebody who has said so: nothing is to be compared with what was there before."""
-        self._kept = 0
+    def accept(self, shard: ShardState, pieces: Sequence[SlotPiece]) -> None:
+        """These parameters were written by somebody who has said so: what is there now is what is looked for."""
+        start = 0
+        for part in self._window.parts if self._kept and not self._idle else ():
+            if part.shard is shard:
+                values = part.values()
+                for piece in pieces:
+                    low = max(piece.in_shard - part.start, 0)
+                    high = min(piece.in_shard + piece.numel - part.start, part.numel)
+                    if low < high:
+                        self._values[start + low : start + high].copy_(values[low:high])
+            start += part.numel
 
     @property
     def _window(self) -> Window:
@@ -155,7 +165,7 @@ class HiddenEdits:
             if self._kept == window.numel:
                 self._compare(window)
             self._turn += 1
-        self.forget()
+        self._kept = 0
 
     def _compare(self, window: Window) -> None:
         changed, start = self._changed[: window.numel], 0

@@ -124,9 +124,9 @@ class OptimizerState:
         self._hidden.look()
 
     def refresh_masters(self, indices: set[int]) -> None:
-        self._hidden.forget()
         for shard, pieces in self._pieces(indices):
             self._try(shard, partial(shard.refresh_masters, pieces))
+            self._hidden.accept(shard, pieces)
 
     def mark_updated(self) -> None:
         """Tell autograd that the parameters were written: a backward through a graph older than this must raise."""

@@ -59,7 +59,9 @@ def sync_generation(model: nn.Module, units: Sequence[Unit], ranks: Iterable[int
         return
     for module in model.modules():
         method = getattr(type(module), "generate", None)
-        if "generate" not in vars(module) and callable(method) and _OPTION in inspect.signature(method).parameters:
+        own = vars(module).get("generate")
+        copied = isinstance(own, functools.partial) and own.func is method  # by ``SyncedGenerate.__reduce__``
+        if (own is None or copied) and callable(method) and _OPTION in inspect.signature(method).parameters:
             within = {*module.modules()}
             held = [unit for unit in units if any(place.module in within for place in unit.registrations)]
             module.generate = SyncedGenerate(module, held)  # type: ignore[assignment]  # any attribute
