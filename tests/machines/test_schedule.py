@@ -55,6 +55,9 @@ class FakeFlat:
     def show(self) -> None:
         pass
 
+    def order_after_copy(self) -> None:
+        pass
+
     def reshard(self, node: object) -> None:
         pass
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,7 +92,10 @@ def agreed() -> tuple[list[int], int]:
             return [value, value]
 
     class OfTwo(Comm):
-        group = None  # the default one
+        group = own_group = SimpleNamespace(group_name="of two")
+
+        def host_waits(self, device: torch.device) -> bool:
+            return False
 
     seen: list[int] = []
     comm = OfTwo(None, torch.device("cuda:1"))
