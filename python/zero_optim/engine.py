@@ -143,7 +143,8 @@ class Engine:
     @torch.compiler.disable  # traced together with the optimizer's step, it counted no steps (seen)
     def step(self, groups: Groups) -> None:
         """Update the parameters. As a rule the host reads nothing from the device: it does where this rank raises an
-        alarm, and while the layout is still learned."""
+        alarm, and while the layout is still learned. On several ranks it reads what the step before has found of edits
+        through ``.data``, too: the exchange of that step lets it be no further ahead."""
         self.param_gather.wait()
         self.keep_edits()
         self.states.refresh_edited()
