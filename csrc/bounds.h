@@ -31,23 +31,55 @@ inline void check_bounds(
   if (tensor) check_bounds(name, *tensor, dtype, numel, device);
 }
 
-inline void check_adam_step(
-    const Tensor& grad, const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq,
-    const std::optional<Tensor>& param_out, const Tensor& row_slot, const Tensor& hyper,
-    const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
+// What an update of one shard is given.
+struct AdamStepTensors {
+  const Tensor &grad, &master, &exp_avg, &exp_avg_sq;
+  const Tensor* param_out;  // or null
+  const Tensor &row_slot, &hyper;
+  const std::optional<Tensor>&grad_scale, &found_inf, &nonfinite_slots;
+
+  DType param_dtype() const { return param_out ? dtype_of(*param_out) : DType::kFloat; }
+};
+
+inline void check_adam_step(const AdamStepTensors& of) {
+  int64_t numel = of.grad.numel(), slots = of.hyper.size(0);
+  int32_t device = of.grad.get_device_index();
+  check_bounds("grad", of.grad, numel, device);
+  check_bounds("master", of.master, ScalarType::Float, numel, device);
+  check_bounds("exp_avg", of.exp_avg, ScalarType::Float, numel, device);
+  check_bounds("exp_avg_sq", of.exp_avg_sq, ScalarType::Float, numel, device);
+  if (of.param_out) check_bounds("param_out", *of.param_out, numel, device);
+  check_bounds("row_slot", of.row_slot, ScalarType::Int, ceil_div(numel, kRow), device);
+  check_bounds("hyper", of.hyper, ScalarType::Float, slots * kHyperColumns, device);
+  check_bounds("grad_scale", of.grad_scale, ScalarType::Float, 1, device);
+  check_bounds("found_inf", of.found_inf, ScalarType::Float, 1, device);
+  check_bounds("nonfinite_slots", of.nonfinite_slots, ScalarType::Int, slots, device);
+}
+
+// What foreach_adam_step is given, shard by shard and checked. params_out is empty where masters are the parameters.
+inline std::vector<AdamStepTensors> check_foreach_adam_step(
+    const std::vector<Tensor>& grads, const std::vector<Tensor>& masters, const std::vector<Tensor>& exp_avgs,
+    const std::vector<Tensor>& exp_avg_sqs, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
+    const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& nonfinite_slots) {
-  int64_t numel = grad.numel(), slots = hyper.size(0);
-  int32_t device = grad.get_device_index();
-  check_bounds("grad", grad, numel, device);
-  check_bounds("master", master, ScalarType::Float, numel, device);
-  check_bounds("exp_avg", exp_avg, ScalarType::Float, numel, device);
-  check_bounds("exp_avg_sq", exp_avg_sq, ScalarType::Float, numel, device);
-  if (param_out) check_bounds("param_out", *param_out, numel, device);
-  check_bounds("row_slot", row_slot, ScalarType::Int, ceil_div(numel, kRow), device);
-  check_bounds("hyper", hyper, ScalarType::Float, slots * kHyperColumns, device);
-  check_bounds("grad_scale", grad_scale, ScalarType::Float, 1, device);
-  check_bounds("found_inf", found_inf, ScalarType::Float, 1, device);
-  check_bounds("nonfinite_slots", nonfinite_slots, ScalarType::Int, slots, device);
+  size_t count = grads.size();
+  for (size_t given : {masters.size(), exp_avgs.size(), exp_avg_sqs.size(), row_slots.size()})
+    if (given != count) throw std::runtime_error("zero_kernels: foreach_adam_step got lists of unlike lengths");
+  if (!params_out.empty() && params_out.size() != count)
+    throw std::runtime_error("zero_kernels: params_out must be empty, or have a tensor for each gradient");
+  std::vector<AdamStepTensors> shards;
+  shards.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    const Tensor* param_out = params_out.empty() ? nullptr : &params_out[i];
+    shards.push_back(
+        {grads[i], masters[i], exp_avgs[i], exp_avg_sqs[i], param_out, row_slots[i], hyper, grad_scale, found_inf,
+         nonfinite_slots});
+    check_adam_step(shards[i]);
+    if (grads[i].get_device_index() != grads[0].get_device_index() || dtype_of(grads[i]) != dtype_of(grads[0]) ||
+        shards[i].param_dtype() != shards[0].param_dtype())
+      throw std::runtime_error("zero_kernels: the shards of foreach_adam_step are not alike in device and dtypes");
+  }
+  return shards;
 }
 
 // Of pack and unpack: no slot reaches over the next one, or over the bucket's end.

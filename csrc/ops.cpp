@@ -50,32 +50,68 @@ void mark_nonfinite(const AdamStepArgs& args, int32_t* flags) {
   });
 }
 
+AdamStepArgs args_of(const AdamStepTensors& of) {
+  AdamStepArgs args = {
+      data<const void>(of.grad),
+      data<float>(of.master),
+      data<float>(of.exp_avg),
+      data<float>(of.exp_avg_sq),
+      of.param_out ? data<void>(*of.param_out) : nullptr,
+      data<const int32_t>(of.row_slot),
+      data<const HyperRow>(of.hyper),
+      of.grad.numel(),
+      of.grad_scale ? *data<const float>(*of.grad_scale) : 1.0f,
+      dtype_of(of.grad),
+      of.param_dtype()};
+  check_slots(args.row_slot, ceil_div(args.numel, kRow), of.hyper.size(0));
+  return args;
+}
+
+// Whether nothing is updated. Slots are marked then, where that is wanted.
+bool skips(const AdamStepTensors& of, const AdamStepArgs& args) {
+  if (!of.found_inf || *data<const float>(*of.found_inf) == 0.0f) return false;
+  if (of.nonfinite_slots) mark_nonfinite(args, data<int32_t>(*of.nonfinite_slots));
+  return true;
+}
+
 void adam_step(
     const Tensor& grad, const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq,
     const std::optional<Tensor>& param_out, const Tensor& row_slot, const Tensor& hyper,
     const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& nonfinite_slots) {
-  check_adam_step(
-      grad, master, exp_avg, exp_avg_sq, param_out, row_slot, hyper, grad_scale, found_inf, nonfinite_slots);
-  AdamStepArgs args = {
-      data<const void>(grad),
-      data<float>(master),
-      data<float>(exp_avg),
-      data<float>(exp_avg_sq),
-      param_out ? data<void>(*param_out) : nullptr,
-      data<const int32_t>(row_slot),
-      data<const HyperRow>(hyper),
-      grad.numel(),
-      grad_scale ? *data<const float>(*grad_scale) : 1.0f,
-      dtype_of(grad),
-      param_out ? dtype_of(*param_out) : DType::kFloat};
-  check_slots(args.row_slot, ceil_div(args.numel, kRow), hyper.size(0));
-  if (found_inf && *data<const float>(*found_inf) != 0.0f) {
-    if (nonfinite_slots) mark_nonfinite(args, data<int32_t>(*nonfinite_slots));
-    return;
-  }
+  AdamStepTensors of = {grad,     master, exp_avg,    exp_avg_sq, param_out ? &*param_out : nullptr,
+                        row_slot, hyper,  grad_scale, found_inf,  nonfinite_slots};
+  check_adam_step(of);
+  AdamStepArgs args = args_of(of);
+  if (skips(of, args)) return;
   const KernelTable& table = kernels();
   parallel_rows(args.numel, [&](int64_t begin, int64_t end) { table.adam_step(args, begin, end); });
+}
+
+void foreach_adam_step(
+    const std::vector<Tensor>& grads, const std::vector<Tensor>& masters, const std::vector<Tensor>& exp_avgs,
+    const std::vector<Tensor>& exp_avg_sqs, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
+    const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
+    const std::optional<Tensor>& nonfinite_slots) {
+  std::vector<AdamStepTensors> given = check_foreach_adam_step(
+      grads, masters, exp_avgs, exp_avg_sqs, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots);
+  std::vector<AdamStepArgs> shards;
+  std::vector<int64_t> ends;  // of each shard, in the rows of all
+  int64_t rows = 0;
+  for (const AdamStepTensors& of : given) {
+    shards.push_back(args_of(of));
+    ends.push_back(rows += ceil_div(shards.back().numel, kRow));
+  }
+  bool skipped = false;
+  for (size_t i = 0; i < given.size(); ++i) skipped = skips(given[i], shards[i]);
+  if (skipped) return;
+  const KernelTable& table = kernels();
+  torch::stable::parallel_for(0, rows, kGrain / kRow, [&](int64_t begin, int64_t end) {
+    for (size_t i = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin(); begin < end; begin = ends[i++]) {
+      int64_t first = i ? ends[i - 1] : 0;
+      table.adam_step(shards[i], begin - first, std::min(end, ends[i]) - first);
+    }
+  });
 }
 
 void stream(const Tensor& grad, const Tensor& a, const Tensor& b, const Tensor& c, const Tensor& out) {
@@ -210,6 +246,10 @@ STABLE_TORCH_LIBRARY(zero_kernels_C, m) {
   m.def(
       "adam_step(Tensor grad, Tensor(a!) master, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? param_out, "
       "Tensor row_slot, Tensor hyper, Tensor? grad_scale, Tensor? found_inf, Tensor(e!)? nonfinite_slots) -> ()");
+  m.def(
+      "foreach_adam_step(Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+      "Tensor(d!)[] params_out, Tensor[] row_slots, Tensor hyper, Tensor? grad_scale, Tensor? found_inf, "
+      "Tensor(e!)? nonfinite_slots) -> ()");
   m.def("pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale, Tensor(b!)? nonfinite) -> ()");
   m.def("unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale) -> ()");
   m.def("grad_stats(Tensor[] shards, float norm_type) -> Tensor");
@@ -224,6 +264,7 @@ STABLE_TORCH_LIBRARY(zero_kernels_C, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(zero_kernels_C, CPU, m) {
   m.impl("adam_step", TORCH_BOX(&zero_kernels::adam_step));
+  m.impl("foreach_adam_step", TORCH_BOX(&zero_kernels::foreach_adam_step));
   m.impl("pack", TORCH_BOX(&zero_kernels::pack));
   m.impl("unpack", TORCH_BOX(&zero_kernels::unpack));
   m.impl("grad_stats", TORCH_BOX(&zero_kernels::grad_stats));

@@ -6,7 +6,7 @@ The ops know tensors and nothing else: no parameters, no ranks. `docs/ops.md` is
 from zero_kernels.capture import is_capturing
 from zero_kernels.dispatch import BackendError, available_backends, check_backend, use_backend
 from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, hyper_table
-from zero_kernels.ops import adam_step, fused_adamw_, grad_stats, pack, unpack
+from zero_kernels.ops import adam_step, foreach_adam_step, fused_adamw_, grad_stats, pack, unpack
 from zero_kernels.prepared import Prepared
 
 __version__ = "0.1.0"
@@ -20,6 +20,7 @@ __all__ = [
     "adam_step",
     "available_backends",
     "check_backend",
+    "foreach_adam_step",
     "fused_adamw_",
     "grad_stats",
     "hyper_table",

@@ -132,6 +132,10 @@ def _adam_step(*args: torch.Tensor | None) -> None:
     overload("adam_step")(*args)
 
 
+def _foreach_adam_step(*args: Any) -> None:
+    overload("foreach_adam_step")(*args)
+
+
 def _pack(
     grads: Sequence[torch.Tensor],
     offsets: Sequence[int],
@@ -153,6 +157,7 @@ def _hyper_table(*args: torch.Tensor | None) -> None:
 # Both libraries define the same ops, each for the tensors of its device.
 OPS: dict[str, Callable[..., Any]] = {
     "adam_step": _adam_step,
+    "foreach_adam_step": _foreach_adam_step,
     "pack": _pack,
     "unpack": _unpack,
     "grad_stats": _grad_stats,

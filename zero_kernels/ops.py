@@ -20,6 +20,9 @@ SCHEMAS = (
     "adam_step(Tensor grad, Tensor(a!) master, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? param_out, "
     "Tensor row_slot, Tensor hyper, Tensor? grad_scale=None, Tensor? found_inf=None, "
     "Tensor(e!)? nonfinite_slots=None) -> ()",
+    "foreach_adam_step(Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(d!)[] params_out, Tensor[] row_slots, Tensor hyper, Tensor? grad_scale=None, Tensor? found_inf=None, "
+    "Tensor(e!)? nonfinite_slots=None) -> ()",
     "pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale=1.0, Tensor(b!)? nonfinite=None) -> ()",
     "unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale=1.0) -> ()",
     "grad_stats(Tensor[] shards, float norm_type=2.0) -> Tensor",
@@ -68,6 +71,45 @@ def adam_step(
         exp_avg_sq,
         param_out,
         row_slot,
+        hyper,
+        grad_scale,
+        found_inf,
+        nonfinite_slots,
+    )
+
+
+def foreach_adam_step(
+    grads: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    params_out: Sequence[Tensor],
+    row_slots: Sequence[Tensor],
+    hyper: Tensor,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    nonfinite_slots: Tensor | None = None,
+) -> None:
+    """`adam_step` of several shards at once, which for small ones takes less time than a call for each.
+
+    Args:
+        grads, masters, exp_avgs, exp_avg_sqs, row_slots: of each shard what `adam_step` calls so. The gradients have
+            one dtype.
+        params_out: of each shard, all of one dtype; empty when the masters are the parameters.
+        hyper, grad_scale, found_inf, nonfinite_slots: shared by all shards, as in `adam_step`.
+
+    No two shards overlap. The bits are those of a call for each shard. Raises what `adam_step` raises, and ValueError
+    for lists of unlike lengths or without a shard.
+    """
+    if not grads:
+        raise ValueError("foreach_adam_step needs at least one shard")
+    torch.ops.zero_kernels.foreach_adam_step(
+        grads,
+        masters,
+        exp_avgs,
+        exp_avg_sqs,
+        params_out,
+        row_slots,
         hyper,
         grad_scale,
         found_inf,
@@ -226,6 +268,39 @@ def _check_adam_step(
     return device
 
 
+def _check_foreach_adam_step(
+    grads: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    params_out: Sequence[Tensor],
+    row_slots: Sequence[Tensor],
+    *shared: Tensor | None,
+) -> torch.device:
+    lists = {
+        "masters": masters,
+        "exp_avgs": exp_avgs,
+        "exp_avg_sqs": exp_avg_sqs,
+        "params_out": params_out or grads,
+        "row_slots": row_slots,
+    }
+    for name, tensors in lists.items():
+        if len(tensors) != len(grads):
+            raise ValueError(f"{name} must have one tensor a shard: {len(grads)} grads, {len(tensors)} {name}")
+    for name, tensors in (("grads", grads), ("params_out", params_out)):
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            raise TypeError(f"{name} must have one dtype: make a call for each dtype")
+    outs: Sequence[Tensor | None] = params_out or [None] * len(grads)
+    for i, shard in enumerate(zip(grads, masters, exp_avgs, exp_avg_sqs, outs, row_slots, strict=True)):
+        try:
+            device = _check_adam_step(*shard, *shared)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"shard {i}: {error}") from None
+        if device != grads[0].device:
+            raise ValueError(f"shard {i} is on {device}, shard 0 on {grads[0].device}: make a call for each device")
+    return grads[0].device
+
+
 def _check_slots(grads: Sequence[Tensor], offsets: Sequence[int], bucket: Tensor) -> torch.device:
     device = bucket.device
     _check_flat("bucket", bucket, FLOATS, device, None)
@@ -330,6 +405,7 @@ def _register(op: str, check: Callable[..., torch.device], fake: Callable[..., A
 
 
 _register("adam_step", _check_adam_step, _fake_nothing, mutated=(1, 2, 3, 4, 9))
+_register("foreach_adam_step", _check_foreach_adam_step, _fake_nothing, mutated=(1, 2, 3, 4, 9))
 _register("pack", _check_pack, _fake_nothing, mutated=(2, 4))
 _register("unpack", _check_unpack, _fake_nothing, mutated=(2,))
 _register("grad_stats", _check_grad_stats, _fake_grad_stats, mutated=())

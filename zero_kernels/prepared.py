@@ -4,6 +4,7 @@ A call of `torch.ops.zero_kernels.*` goes from Python through torch's dispatcher
 argument, picks the backend, and calls the dispatcher again. For a small shard that takes longer than the update.
 """
 
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -12,16 +13,16 @@ from torch import Tensor
 
 from zero_kernels import dispatch, ops
 
-OPS = ("adam_step", "pack")
+OPS = ("adam_step", "foreach_adam_step", "pack")
 """What can be prepared: the ops that an optimizer calls for every bucket."""
 
 
 class Prepared:
-    """`adam_step` or `pack`, without the checks that the first call has passed.
+    """`adam_step`, `foreach_adam_step` or `pack`, without the checks that the first call has passed.
 
     Call it with all arguments of the op, by position. Each call after the first has to be like the first: its tensors
     are on the same device and fit each other as the op wants it, and None is where None was. The tensors may be others,
-    and nothing of them is kept.
+    as may be the number of those in a list, and nothing of them is kept.
 
     With a compiled backend such a call goes straight to the library. What the op would refuse with a TypeError or
     ValueError, the library refuses with a RuntimeError that says less. With any other backend it is the op. The backend
@@ -47,8 +48,16 @@ class Prepared:
     def _pick(self, args: tuple[Any, ...]) -> None:
         choices, op = dispatch.choices, ops.REGISTERED[self._name]
         device = op.check(*args)
-        written = [i for i in op.mutated if isinstance(args[i], Tensor)]
         overload = dispatch.compiled_overload(self._name, device)
         self._run = overload or getattr(torch.ops.zero_kernels, self._name).default
-        self._written = itemgetter(*written) if overload is not None else None
+        self._written = _written(args, op.mutated) if overload is not None else None
         self._picked = choices
+
+
+def _written(args: tuple[Any, ...], mutated: tuple[int, ...]) -> Any:
+    """What gives the tensors that a call like this one writes, of its arguments."""
+    single = [i for i in mutated if isinstance(args[i], Tensor)]
+    lists = [i for i in mutated if isinstance(args[i], list | tuple)]
+    if not lists:
+        return itemgetter(*single)
+    return lambda args: [*chain.from_iterable(args[i] for i in lists), *(args[i] for i in single)]

@@ -60,6 +60,25 @@ def adam_step(
         _update(g, p, m, v, out, coefficients, live)
 
 
+def one_by_one(adam_step: Callable[..., None]) -> Callable[..., None]:
+    """`foreach_adam_step` by a call of a backend's `adam_step` for each shard."""
+
+    def foreach_adam_step(
+        grads: Sequence[Tensor],
+        masters: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        params_out: Sequence[Tensor],
+        row_slots: Sequence[Tensor],
+        *shared: Tensor | None,
+    ) -> None:
+        outs = params_out or [None] * len(grads)
+        for shard in zip(grads, masters, exp_avgs, exp_avg_sqs, outs, row_slots, strict=True):
+            adam_step(*shard, *shared)
+
+    return foreach_adam_step
+
+
 def _row_chunks(numel: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
     """Cut [0, numel) into (elements, rows, two-dimensional shape): runs of whole rows, then the tail row."""
     full = numel // ROW
@@ -215,6 +234,7 @@ def _power(base: Tensor, exponent: Tensor) -> Tensor:
 
 OPS: dict[str, Callable[..., Any]] = {
     "adam_step": adam_step,
+    "foreach_adam_step": one_by_one(adam_step),
     "pack": pack,
     "unpack": unpack,
     "grad_stats": grad_stats,

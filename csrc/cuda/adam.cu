@@ -1,8 +1,12 @@
-// adam_step on CUDA: one launch for a shard, whatever the number of its parameters and groups.
+// adam_step on CUDA: one launch for a shard, whatever the number of its parameters and groups; foreach_adam_step: one
+// for up to kShards shards.
+#include <algorithm>
 #include <type_traits>
+#include <vector>
 
 #include "../adam_math.h"
 #include "chunk.h"
+#include "shard_of_block.h"
 
 #if defined(__CUDACC__)
 #include "../bounds.h"
@@ -37,6 +41,15 @@ struct AdamStepArgs {
   int32_t slots;
   bool vector;  // every tensor starts where its chunks are aligned
 };
+
+constexpr int kShards = 32;  // of a launch: their table is among its arguments, and stays below 4 KB
+
+struct ForeachArgs {
+  int count;  // of shards
+  int64_t first_block[kShards];
+  AdamStepArgs shards[kShards];
+};
+static_assert(sizeof(ForeachArgs) <= 4096);
 
 struct NoOutput {};  // the master is the parameter
 
@@ -143,6 +156,12 @@ ZK_HOST_DEVICE inline void adam_step_thread(const AdamStepArgs& args, int64_t bl
     adam_step_quads<Grad, Out, false>(args, first);
 }
 
+template <class Grad, class Out>
+ZK_HOST_DEVICE inline void foreach_adam_step_thread(const ForeachArgs& args, int64_t block, int thread) {
+  int shard = shard_of_block(block, args.count, [&](int i) { return args.first_block[i]; });
+  adam_step_thread<Grad, Out>(args.shards[shard], block - args.first_block[shard], thread);
+}
+
 // ---- launcher -----------------------------------------------------------------------------------------------------
 
 inline bool all_aligned(const AdamStepArgs& args, int64_t grad_size, int64_t out_size) {
@@ -152,16 +171,39 @@ inline bool all_aligned(const AdamStepArgs& args, int64_t grad_size, int64_t out
          starts_at(args.hyper, 16);
 }
 
+// Calls run(Type<Grad>, Type<Out>).
+template <class Run>
+void with_types(DType grad, const AdamStepArgs& args, DType out, Run run) {
+  with_type(grad, [&](auto g) {
+    if (args.param_out == nullptr) return run(g, Type<NoOutput>());
+    with_type(out, [&](auto o) { run(g, o); });
+  });
+}
+
 // Calls run(Type<Grad>, Type<Out>, args, blocks), if there is anything to do.
 template <class Run>
 void launch(AdamStepArgs args, DType grad, DType out, Run run) {
   if (args.slots == 0) return;  // all is padding
   args.vector = all_aligned(args, size_of(grad), size_of(out));
-  int64_t blocks = ceil_div(args.numel, kTile);
-  with_type(grad, [&](auto g) {
-    if (args.param_out == nullptr) return run(g, Type<NoOutput>(), args, blocks);
-    with_type(out, [&](auto o) { run(g, o, args, blocks); });
-  });
+  with_types(grad, args, out, [&](auto g, auto o) { run(g, o, args, ceil_div(args.numel, kTile)); });
+}
+
+// The same for each launch that several shards take, which are alike in their dtypes and share their slots.
+template <class Run>
+void launch_foreach(const std::vector<AdamStepArgs>& shards, DType grad, DType out, Run run) {
+  if (shards.empty() || shards[0].slots == 0) return;
+  for (size_t from = 0; from < shards.size(); from += kShards) {
+    ForeachArgs args;
+    args.count = int(std::min<size_t>(kShards, shards.size() - from));
+    int64_t blocks = 0;
+    for (int i = 0; i < args.count; ++i) {
+      args.shards[i] = shards[from + i];
+      args.shards[i].vector = all_aligned(args.shards[i], size_of(grad), size_of(out));
+      args.first_block[i] = blocks;
+      blocks += ceil_div(args.shards[i].numel, kTile);
+    }
+    with_types(grad, shards[0], out, [&](auto g, auto o) { run(g, o, args, blocks); });
+  }
 }
 
 #if defined(__CUDACC__)
@@ -171,34 +213,60 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) adam_step_kernel(const
   adam_step_thread<Grad, Out>(args, blockIdx.x, threadIdx.x);
 }
 
-// ---- op -----------------------------------------------------------------------------------------------------------
+template <class Grad, class Out>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    adam_step_foreach_kernel(const __grid_constant__ ForeachArgs args) {
+  foreach_adam_step_thread<Grad, Out>(args, blockIdx.x, threadIdx.x);
+}
+
+// ---- ops ----------------------------------------------------------------------------------------------------------
+
+AdamStepArgs args_of(const AdamStepTensors& of) {
+  return {
+      data<const void>(of.grad),
+      data<float>(of.master),
+      data<float>(of.exp_avg),
+      data<float>(of.exp_avg_sq),
+      of.param_out ? data<void>(*of.param_out) : nullptr,
+      data<const int32_t>(of.row_slot),
+      data<const HyperRow>(of.hyper),
+      of.grad_scale ? data<const float>(*of.grad_scale) : nullptr,
+      of.found_inf ? data<const float>(*of.found_inf) : nullptr,
+      of.nonfinite_slots ? data<int32_t>(*of.nonfinite_slots) : nullptr,
+      of.grad.numel(),
+      static_cast<int32_t>(of.hyper.size(0)),
+      false};
+}
 
 void adam_step(
     const Tensor& grad, const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq,
     const std::optional<Tensor>& param_out, const Tensor& row_slot, const Tensor& hyper,
     const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& nonfinite_slots) {
-  check_adam_step(
-      grad, master, exp_avg, exp_avg_sq, param_out, row_slot, hyper, grad_scale, found_inf, nonfinite_slots);
-  AdamStepArgs args = {
-      data<const void>(grad),
-      data<float>(master),
-      data<float>(exp_avg),
-      data<float>(exp_avg_sq),
-      param_out ? data<void>(*param_out) : nullptr,
-      data<const int32_t>(row_slot),
-      data<const HyperRow>(hyper),
-      grad_scale ? data<const float>(*grad_scale) : nullptr,
-      found_inf ? data<const float>(*found_inf) : nullptr,
-      nonfinite_slots ? data<int32_t>(*nonfinite_slots) : nullptr,
-      grad.numel(),
-      static_cast<int32_t>(hyper.size(0)),
-      false};
+  AdamStepTensors of = {grad,     master, exp_avg,    exp_avg_sq, param_out ? &*param_out : nullptr,
+                        row_slot, hyper,  grad_scale, found_inf,  nonfinite_slots};
+  check_adam_step(of);
   Launch on_gpu("adam_step", grad);
-  launch(
-      args, dtype_of(grad), param_out ? dtype_of(*param_out) : DType::kFloat,
-      [&](auto g, auto out, auto args, auto blocks) {
-        on_gpu(adam_step_kernel<typename decltype(g)::type, typename decltype(out)::type>, blocks, kThreads, args);
+  launch(args_of(of), dtype_of(grad), of.param_dtype(), [&](auto g, auto out, auto args, auto blocks) {
+    on_gpu(adam_step_kernel<typename decltype(g)::type, typename decltype(out)::type>, blocks, kThreads, args);
+  });
+}
+
+void foreach_adam_step(
+    const std::vector<Tensor>& grads, const std::vector<Tensor>& masters, const std::vector<Tensor>& exp_avgs,
+    const std::vector<Tensor>& exp_avg_sqs, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
+    const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
+    const std::optional<Tensor>& nonfinite_slots) {
+  std::vector<AdamStepTensors> given = check_foreach_adam_step(
+      grads, masters, exp_avgs, exp_avg_sqs, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots);
+  std::vector<AdamStepArgs> shards;
+  shards.reserve(given.size());
+  for (const AdamStepTensors& of : given) shards.push_back(args_of(of));
+  Launch on_gpu("foreach_adam_step", grads.at(0));
+  launch_foreach(
+      shards, dtype_of(grads[0]), given[0].param_dtype(), [&](auto g, auto out, const auto& args, auto blocks) {
+        on_gpu(
+            adam_step_foreach_kernel<typename decltype(g)::type, typename decltype(out)::type>, blocks, kThreads, args);
       });
 }
 
@@ -208,5 +276,8 @@ void adam_step(
 }  // namespace zero_kernels
 
 #if defined(__CUDACC__)
-STABLE_TORCH_LIBRARY_IMPL(zero_kernels_C, CUDA, m) { m.impl("adam_step", TORCH_BOX(&zero_kernels::adam_step)); }
+STABLE_TORCH_LIBRARY_IMPL(zero_kernels_C, CUDA, m) {
+  m.impl("adam_step", TORCH_BOX(&zero_kernels::adam_step));
+  m.impl("foreach_adam_step", TORCH_BOX(&zero_kernels::foreach_adam_step));
+}
 #endif

@@ -1,6 +1,7 @@
 """Prepared calls: the bits and the version counts of the op, checked once, by the backend that is chosen now."""
 
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -41,6 +42,14 @@ def adam_arguments(numel: int, seed: int, found_inf: float = 0.0) -> list[Tensor
     return [grad, *state, state[0].bfloat16(), rows, TABLE, scale, found, flags]
 
 
+def foreach_arguments(sizes: Sequence[int], seed: int, found_inf: float = 0.0, *, masters_alone: bool = False) -> list:
+    shards = [adam_arguments(numel, seed + 7 * i, found_inf) for i, numel in enumerate(sizes)]
+    lists = [list(column) for column in zip(*(shard[:6] for shard in shards), strict=True)]
+    if masters_alone:
+        lists[4] = []
+    return [*lists, *shards[0][6:]]
+
+
 def pack_arguments(seed: int) -> list:
     grads = [awkward(numel, torch.bfloat16, seed + numel).clone() for numel in (0, 5, 300)]
     return [grads, [1, 1, 128], torch.ones(500, dtype=torch.float16), 0.3, torch.ones(3, dtype=torch.int32)]
@@ -78,6 +87,14 @@ def test_adam_step_has_the_bits_and_versions_of_the_op(name: str, numel: int) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("masters_alone", [False, True])
+def test_foreach_adam_step_has_the_bits_and_versions_of_the_op(name: str, masters_alone: bool) -> None:
+    calls = [(SIZES, 0, 0.0), (SIZES[::-1], 50, 0.0), (SIZES[:1], 100, 1.0), (SIZES, 150, 0.0)]
+    with backend(name):
+        runs_like_the_op("foreach_adam_step", [foreach_arguments(*call, masters_alone=masters_alone) for call in calls])
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_pack_has_the_bits_and_versions_of_the_op(name: str) -> None:
     with backend(name):
         runs_like_the_op("pack", [pack_arguments(seed) for seed in (0, 1000, 2000)])
@@ -98,7 +115,7 @@ def test_the_first_call_is_checked() -> None:
     arguments[1] = arguments[1].double()
     with pytest.raises(TypeError, match="master must be float32, got float64"):
         Prepared("adam_step")(*arguments)
-    with pytest.raises(ValueError, match="op must be one of adam_step, pack, got 'unpack'"):
+    with pytest.raises(ValueError, match="op must be one of adam_step, foreach_adam_step, pack, got 'unpack'"):
         Prepared("unpack")
 
 
@@ -127,6 +144,36 @@ def test_a_later_call_of_adam_step_stays_in_bounds(place: int, value: Tensor) ->
         with pytest.raises(RuntimeError, match="this call was prepared for"):
             prepared(*wrong)
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(wrong, before, strict=True))
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (0, [torch.ones(ROW)]),
+        (0, [torch.ones(ROW), torch.ones(ROW).half()]),
+        (1, [torch.ones(ROW)]),
+        (1, [torch.ones(ROW), torch.ones(ROW - 1)]),
+        (2, [torch.ones(ROW, dtype=torch.float64)] * 2),
+        (3, []),
+        (4, [torch.ones(ROW).bfloat16()]),
+        (4, [torch.ones(ROW).bfloat16(), torch.ones(ROW)]),
+        (5, [torch.zeros(1, dtype=torch.int32)]),
+        (5, [torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)]),
+        (6, torch.zeros(2, 11)),
+        (9, torch.zeros(1, dtype=torch.int32)),
+    ],
+)
+def test_a_later_call_of_foreach_adam_step_stays_in_bounds(place: int, value: object) -> None:
+    prepared, arguments = Prepared("foreach_adam_step"), foreach_arguments((ROW, ROW), 0)
+    with backend(ISAS[0]):
+        prepared(*arguments)
+        wrong = [*arguments[:place], value, *arguments[place + 1 :]]
+        before = copied(wrong)
+        with pytest.raises(RuntimeError, match="this call was prepared for|unlike lengths|must be empty|not alike"):
+            prepared(*wrong)
+    for ours, theirs in zip(tensors(wrong), tensors(before), strict=True):
+        assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
 
 @needs_library

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from zero_kernels.reference import one_by_one
+
 _import_error: str | None = None
 OPS: dict[str, Callable[..., Any]] = {}
 """The ops by name; empty when triton can't be imported."""
@@ -22,6 +24,7 @@ except (ImportError, AttributeError) as error:  # the latter from an older trito
 else:
     OPS = {
         "adam_step": adam.adam_step,
+        "foreach_adam_step": one_by_one(adam.adam_step),
         "pack": pack.pack,
         "unpack": pack.unpack,
         "grad_stats": grad_stats.grad_stats,
