@@ -341,6 +341,14 @@ KNOWN: dict[str, Program] = {
         OF_ALL_SIZES,
         (*_loop(_net(0, 1, 2, 3), 0), _both(_net(0, 1), (Net(0, ()),)), Step(0, IN_CLOSURE)),
     ),
+    "stage 3, a forward without gradients, then a step with a closure that reaches one rank": Program(
+        2,
+        (_optim(2, stage=3),),
+        (
+            _both((Net(0, (Unit(0, ()), Unit(1, ()))),)),
+            Step(0, (_both(_net(1), (Net(0, ()),)),)),
+        ),
+    ),
     "stages 0 and 3, a raise between units, then a backward of stage 0": Program(
         2,
         (_optim(2, stage=0), _optim(3, stage=3)),

@@ -403,7 +403,8 @@ class Reducer:
         The closure's forward gathers, and must not meet the gathers of a backward in which other ranks still are. Where
         that backward has raised here before its first gradient, they have launched its round. So it is launched here,
         too, with nothing in it: the closure's backward is another. A rank cannot know whether the others have. But all
-        know of the forward, and each that has launched nothing after it does so now.
+        know of the forward, and each that has launched nothing after it does so now. The closure's backward may reach
+        some ranks only, so each of the others owes its round again.
         """
         if self._schedule is None:
             return
@@ -413,6 +414,7 @@ class Reducer:
         else:
             self._schedule.end_all_backwards()
         self.settle_rounds()
+        self.rounds.local()
 
     def complete_open_round(self) -> None:
         """A backward that raised has left its round open. Launch the rest: the other ranks have launched theirs.

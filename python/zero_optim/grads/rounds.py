@@ -33,7 +33,8 @@ clear         UNREDUCED     UNREDUCED     UNREDUCED     error         error
 - *rest*: what is left of the round leaves now.
 - *complete*: the last bucket has left.
 - *local*: a ``no_sync`` block has ended, or a backward that reduces nothing. Whether this rank had a gradient in it
-  does not matter: the others count the block, too. A round is open then only where an error has ended the block.
+  does not matter: the others count the block, too. A round is open then only where an error has ended the block. Or a
+  closure begins at stage 3, after a round: its backward may reach other ranks alone.
 - *step*: the gradients were applied. *clear*: ``zero_grad`` has dropped them.
 
 A backward that raises is no event. It leaves its round OPEN, and whatever comes next completes it first::
