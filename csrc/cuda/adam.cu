@@ -22,8 +22,9 @@ namespace {
 // serves the warp. 16-bit tensors go in 8 bytes a lane: 16 would put the fp32 accesses of neighbours 16 bytes apart.
 constexpr int kQuad = 4;
 constexpr int kThreads = 256;
-constexpr int kQuads = 2;        // of a thread: eight loads of data are under way before the first is used
-constexpr int kBlocksPerSm = 4;  // at 64 registers a thread; 112 KB under way on each multiprocessor
+constexpr int kQuads = 2;               // of a thread: eight loads of data are under way before the first is used
+constexpr int kBlocksPerSm = 4;         // at 64 registers a thread; 112 KB under way on each multiprocessor
+constexpr int kForeachBlocksPerSm = 3;  // held to 64 registers, it spilled: the shard's addresses take some
 constexpr int64_t kTile = kThreads * kQuads * kQuad;
 
 struct AdamStepArgs {
@@ -173,9 +174,9 @@ inline bool all_aligned(const AdamStepArgs& args, int64_t grad_size, int64_t out
 
 // Calls run(Type<Grad>, Type<Out>).
 template <class Run>
-void with_types(DType grad, const AdamStepArgs& args, DType out, Run run) {
+void with_types(DType grad, bool has_output, DType out, Run run) {
   with_type(grad, [&](auto g) {
-    if (args.param_out == nullptr) return run(g, Type<NoOutput>());
+    if (!has_output) return run(g, Type<NoOutput>());
     with_type(out, [&](auto o) { run(g, o); });
   });
 }
@@ -185,13 +186,16 @@ template <class Run>
 void launch(AdamStepArgs args, DType grad, DType out, Run run) {
   if (args.slots == 0) return;  // all is padding
   args.vector = all_aligned(args, size_of(grad), size_of(out));
-  with_types(grad, args, out, [&](auto g, auto o) { run(g, o, args, ceil_div(args.numel, kTile)); });
+  with_types(
+      grad, args.param_out != nullptr, out, [&](auto g, auto o) { run(g, o, args, ceil_div(args.numel, kTile)); });
 }
 
 // The same for each launch that several shards take, which are alike in their dtypes and share their slots.
 template <class Run>
 void launch_foreach(const std::vector<AdamStepArgs>& shards, DType grad, DType out, Run run) {
   if (shards.empty() || shards[0].slots == 0) return;
+  // An empty tensor's address is null.
+  bool has_output = std::any_of(shards.begin(), shards.end(), [](const auto& shard) { return shard.param_out; });
   for (size_t from = 0; from < shards.size(); from += kShards) {
     ForeachArgs args;
     args.count = int(std::min<size_t>(kShards, shards.size() - from));
@@ -202,7 +206,7 @@ void launch_foreach(const std::vector<AdamStepArgs>& shards, DType grad, DType o
       args.first_block[i] = blocks;
       blocks += ceil_div(args.shards[i].numel, kTile);
     }
-    with_types(grad, shards[0], out, [&](auto g, auto o) { run(g, o, args, blocks); });
+    with_types(grad, has_output, out, [&](auto g, auto o) { run(g, o, args, blocks); });
   }
 }
 
@@ -214,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) adam_step_kernel(const
 }
 
 template <class Grad, class Out>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kForeachBlocksPerSm)
     adam_step_foreach_kernel(const __grid_constant__ ForeachArgs args) {
   foreach_adam_step_thread<Grad, Out>(args, blockIdx.x, threadIdx.x);
 }

@@ -28,16 +28,21 @@ ZK_HOST_DEVICE inline void load_chunk(const T* from, float (&x)[N]) {
   }
 }
 
-// As one word of 16 bytes: the compiler was seen to cut a struct's store into four.
+#if defined(__CUDA_ARCH__)
+template <class Word, class C>
+__device__ inline void store_as(C* to, const C& chunk) {
+  Word word;
+  memcpy(&word, &chunk, sizeof word);
+  __stwb(reinterpret_cast<Word*>(to), word);
+}
+#endif
+
+// As one word of 8 or 16 bytes, by an intrinsic: the compiler was seen to cut an assignment into four.
 template <class C>
 ZK_HOST_DEVICE inline void store_word(C* to, const C& chunk) {
 #if defined(__CUDA_ARCH__)
-  if constexpr (sizeof(C) == sizeof(uint4)) {
-    uint4 word;
-    memcpy(&word, &chunk, sizeof word);
-    *reinterpret_cast<uint4*>(to) = word;
-    return;
-  }
+  if constexpr (sizeof(C) == sizeof(uint4)) return store_as<uint4>(to, chunk);
+  if constexpr (sizeof(C) == sizeof(uint2)) return store_as<uint2>(to, chunk);
 #endif
   *to = chunk;
 }

@@ -99,6 +99,44 @@ def adam_arguments(
     )
 
 
+def foreach_adam_step(folder: Path) -> int:
+    body = ctypes.CDLL(str(folder / "adam.so")).foreach_adam_step
+    body.argtypes = [ADDRESS, ADDRESS, *[ctypes.c_int] * 3, *[ADDRESS] * 4, ctypes.c_int32]
+    body.restype = ctypes.c_int
+    ran = 0
+    several = [(0, 1, 0, 4097, 127, 2048, 0), (0, 0), (2049,) * 33, tuple(range(0, 70 * ROW, ROW)), (20_001, 5)]
+    for (grad_dtype, out_dtype), sizes in itertools.product(
+        ((torch.float16, torch.bfloat16), (torch.bfloat16, None), (torch.float32, torch.float32)), several
+    ):
+        for found_inf in (0.0, 1.0) if len(sizes) == 2 else (0.0,):
+            # Every third shard is misaligned. All share the last four arguments: those of the first.
+            shards = [
+                adam_arguments(grad_dtype, out_dtype, numel, (int(i % 3 == 2),) * 5, 0.0)
+                for i, numel in enumerate(sizes)
+            ]
+            hyper, scale, _, flags = shards[0][6:]
+            skip = torch.tensor([found_inf])
+            twins = [[None if tensor is None else tensor.clone() for tensor in shard[:6]] for shard in shards]
+            expected = flags.clone()
+            tensors = [at(tensor) for shard in shards for tensor in shard[:6]]
+            addresses = ctypes.cast((ctypes.c_void_p * len(tensors))(*tensors), ADDRESS)
+            launches = body(
+                addresses,
+                ctypes.cast((LONG * len(sizes))(*sizes), ADDRESS),
+                *(len(sizes), DTYPE_CODE[grad_dtype], DTYPE_CODE[out_dtype or torch.float32]),
+                *(at(hyper), at(scale), at(skip), at(flags), len(hyper)),
+            )
+            for twin in twins:
+                reference.adam_step(*twin, hyper, scale, skip, expected)
+            for number, (ours, theirs) in enumerate(zip(shards, twins, strict=True)):
+                for a, b in zip(ours[1:5], theirs[1:5], strict=True):
+                    demand(a is None or same_bits(a, b), number, grad_dtype, out_dtype, sizes, found_inf)
+            demand(torch.equal(flags, expected), "flags", sizes, found_inf)
+            demand(launches == -(-len(sizes) // 32), "launches", launches, sizes)
+            ran += 1
+    return ran
+
+
 # ---- pack and unpack ------------------------------------------------------------------------------------------------
 
 
@@ -251,7 +289,14 @@ def overrun(folder: Path) -> int:
     return call_stats(stats_body(folder), [shard], [1025], 2.0, partials, nonfinite, out)
 
 
-OPS = {"adam_step": adam_step, "pack": pack, "grad_stats": grad_stats, "hyper_table": hyper, "overrun": overrun}
+OPS = {
+    "adam_step": adam_step,
+    "foreach_adam_step": foreach_adam_step,
+    "pack": pack,
+    "grad_stats": grad_stats,
+    "hyper_table": hyper,
+    "overrun": overrun,
+}
 
 if __name__ == "__main__":
     print(OPS[sys.argv[2]](Path(sys.argv[1])))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from toolchain import ARCHS, SOURCES, run, to_ptx
 
-KERNELS = {"adam_step": 12, "stats": 3, "stats_combine": 3, "hyper_table": 1, "pack": 12}
+KERNELS = {"adam_step": 12, "adam_step_foreach": 12, "stats": 3, "stats_combine": 3, "hyper_table": 1, "pack": 12}
 
 # Accesses of 16 bytes on the main path of a kernel, as (loads, stores).
 # adam_step: the state of two quads (16-bit tensors go in 8 bytes) and three pieces of their rows of the hyper table.
@@ -20,6 +20,7 @@ KERNELS = {"adam_step": 12, "stats": 3, "stats_combine": 3, "hyper_table": 1, "p
 # it is 16-bit, an fp32 gradient goes in twice 16.
 WIDE = {
     "adam_step": (6 + 2 * 3, 6),
+    "adam_step_foreach": (6 + 2 * 3, 6),
     "stats": (8 + 8 + 16, 0),
     "pack, fp32 bucket": (4, 12),
     "pack, 16-bit bucket": (16, 12),
@@ -127,8 +128,8 @@ def test_every_operation_is_rounded_on_its_own(ptx: Mapping[tuple[str, str], Pat
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_update_divides_and_takes_roots_as_ieee_does(ptx: Mapping[tuple[str, str], Path], arch: str) -> None:
     text = ptx["adam", arch].read_text()
-    # Two divisions and a root for each of at least two quads of four elements, in twelve kernels.
-    assert text.count("div.rn.f32") == 2 * text.count("sqrt.rn.f32") >= 2 * 2 * 4 * 12
+    # Two divisions and a root for each of at least two quads of four elements, in 24 kernels.
+    assert text.count("div.rn.f32") == 2 * text.count("sqrt.rn.f32") >= 2 * 2 * 4 * 24
     assert "cvt.rn.bf16.f32" in text and "cvt.rn.f16.f32" in text
     of_table = ptx["hyper_table", arch].read_text()
     assert of_table.count("div.rn.f64") == of_table.count("sqrt.rn.f64") == 1

@@ -83,6 +83,8 @@ def main() -> None:
                 with options.out.open("a") as out:
                     out.write(f"{text}\n{'#' * 100}\n")
         programs += len(batch)
+        if programs % 200 == 0:
+            print(f"fuzz: {programs} programs so far, {failures} failures", flush=True)
     print(f"fuzz: {programs} programs, {failures} failures")
     close_pool()
 

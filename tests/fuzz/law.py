@@ -483,8 +483,9 @@ class Law:
         need(not self.states[o].left_out, "step has to follow")
         return self.states[o]
 
-    def _save(self, op: Save) -> None:
-        self._still(op.o).saved = True
+    def _save(self, op: Save) -> None:  # communicates nothing, and so completes nothing
+        need(not self.states[op.o].left_out, "step has to follow")
+        self.states[op.o].saved = True
 
     def _savefull(self, op: SaveFull) -> None:
         self._still(op.o).saved_full = True
