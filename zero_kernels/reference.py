@@ -72,7 +72,7 @@ def one_by_one(adam_step: Callable[..., None]) -> Callable[..., None]:
         row_slots: Sequence[Tensor],
         *shared: Tensor | None,
     ) -> None:
-        outs = params_out or [None] * len(grads)
+        outs: Sequence[Tensor | None] = params_out or [None] * len(grads)
         for shard in zip(grads, masters, exp_avgs, exp_avg_sqs, outs, row_slots, strict=True):
             adam_step(*shard, *shared)
 

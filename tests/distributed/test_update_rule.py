@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -41,10 +41,14 @@ class Scaled:
         table[:, 1] = active
         table[:, 2] = 1.0
 
-    def for_shard(self) -> Scaled:
+    def prepared(self) -> Scaled:
         return self
 
-    def update(self, shard: ShardUpdate) -> None:
+    def update(self, shards: Sequence[ShardUpdate]) -> None:
+        for shard in shards:
+            self._update(shard)
+
+    def _update(self, shard: ShardUpdate) -> None:
         rows = shard.hyper[shard.row_slot.clamp(min=0).long()] * (shard.row_slot >= 0)[:, None]
         active = rows[:, 1:2] > 0
         gradient = shard.grad.float().view(-1, ROW) * rows[:, 2:3]

@@ -46,6 +46,21 @@ def adam_step(device: str) -> int:
     return calls
 
 
+def foreach_adam_step(device: str) -> int:
+    """Shards of all sizes at once, and more of them than a launch takes."""
+    calls = 0
+    table = torch.ones(2, len(HYPER_COLUMNS), device=device)
+    flag, slots = make(1, torch.float32, device), torch.zeros(2, dtype=torch.int32, device=device)
+    for sizes, offset, has_output in itertools.product((SIZES, (257,) * 70), (0, 1), (True, False)):
+        grads, *states = ([make(numel, torch.float32, device, offset) for numel in sizes] for _ in range(4))
+        outs = [make(numel, torch.bfloat16, device, offset) for numel in sizes] if has_output else []
+        rows = [(torch.arange(-(-numel // ROW), device=device) % 3 - 1).to(torch.int32) for numel in sizes]
+        zero_kernels.foreach_adam_step(grads, *states, outs, rows, table)
+        zero_kernels.foreach_adam_step(grads, *states, outs, rows, table, flag, flag, slots)
+        calls += 2
+    return calls
+
+
 def pack(device: str) -> int:
     """Gradients of odd sizes with gaps between them, and once more of them than a launch takes."""
     calls = 0
@@ -100,6 +115,7 @@ def write_past_the_end(at):
 
 OPS: dict[str, Callable[[str], int]] = {
     "adam_step": adam_step,
+    "foreach_adam_step": foreach_adam_step,
     "pack": pack,
     "grad_stats": grad_stats,
     "hyper_table": hyper_table,

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -158,6 +159,26 @@ def test_adam_step_of_a_shard_that_is_all_padding(place: Place) -> None:
     rows, table = put(torch.full((3,), -1, dtype=torch.int32), place), put(torch.empty(0, 12), place)
     using(place, lambda: zero_kernels.adam_step(states[0].clone(), *states, None, rows, table))
     check([fetch(s) for s in states], [values(300, torch.float32, which) for which in (2, 3, 4)], ADAM_NAMES[:3], place)
+
+
+@everywhere
+@pytest.mark.parametrize(("grad_dtype", "param_dtype"), [(torch.bfloat16, torch.bfloat16), (torch.float16, None)])
+def test_several_shards_at_once_are_a_call_for_each(
+    grad_dtype: torch.dtype, param_dtype: torch.dtype | None, place: Place
+) -> None:
+    for sizes in ((*SIZES[:6], 4097), (2049,) * 70):
+        cases = [Adam(numel, grad_dtype, param_dtype) for numel in sizes_at(place, sizes)]
+        want = [adam_specification(case)[:4] for case in cases]
+        grads = [put(values(case.numel, grad_dtype, 1), place) for case in cases]
+        states = [[put(state, place) for state in column] for column in zip(*map(Adam.states, cases), strict=True)]
+        outs = [] if param_dtype is None else [put(values(case.numel, param_dtype, 5), place) for case in cases]
+        rows = [put(case.rows(), place) for case in cases]
+        table, scale = put(four_slots(), place), put(torch.tensor([cases[0].scale]), place)
+        using(place, partial(zero_kernels.foreach_adam_step, grads, *states, outs, rows, table, scale))
+        columns = [*states, outs] if outs else states
+        for number, got in enumerate(zip(*columns, strict=True)):
+            shard = f"{place}, shard {number} of {sizes}"
+            check([fetch(tensor) for tensor in got], want[number][: len(columns)], ADAM_NAMES[: len(columns)], shard)
 
 
 # ---- pack and unpack -------------------------------------------------------------------------------------------------

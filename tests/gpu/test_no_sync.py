@@ -120,8 +120,9 @@ def launches_of_a_step(place: Place, buckets: int) -> dict[str, int]:
 
 @on_kernels
 def test_a_bucket_costs_at_most_three_launches(place: Place) -> None:
-    """`grad_stats` and `adam_step`; what else a step runs does not grow with the buckets."""
+    """`grad_stats` and the update, of several small shards at once; what else a step runs does not grow with the
+    buckets."""
     few, many = launches_of_a_step(place, 4), launches_of_a_step(place, 12)
     assert many["kernels"] - few["kernels"] <= 3 * (12 - 4), (few, many)
     assert (many["memcpys"], many["memsets"]) == (few["memcpys"], few["memsets"])
-    assert few["kernels"] >= 4 or not ON_GPU, "the profiler saw less than an update a bucket"
+    assert few["kernels"] >= 3 or not ON_GPU, "the profiler saw less than the statistics and an update"

@@ -242,9 +242,9 @@ _OF_PAGES = (
     ),
     fault(
         "a page leaves before it is updated",
-        "step/shard_state.py",
-        "            self.rule.update(update)\n",
-        "            self._store.commit(self.page)\n            self.rule.update(update)\n",
+        "step/batches.py",
+        "                self._rule.update(updates)\n",
+        "                begun[0].end_update()\n                self._rule.update(updates)\n",
         one(2, "paged"),
     ),
 )
@@ -400,9 +400,9 @@ _ON_HOST = (
     ),
     fault(
         "parameters are sent before they are updated",
-        "step/shard_state.py",
-        "            self.rule.update(update)\n",
-        "            self._place.updated()\n            self.rule.update(update)\n",
+        "step/batches.py",
+        "                self._rule.update(updates)\n",
+        "                begun[0].end_update()\n                self._rule.update(updates)\n",
         one(2, "updated on the host"),
     ),
     fault(

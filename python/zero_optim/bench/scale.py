@@ -39,7 +39,7 @@ from .timing import HostClock, Job, Rounds, Spread, interleaved
 RANKS = (8, 64, 1024, 16384)
 STAGES = (2, 3)
 ROUNDS = 21
-KERNELS = ("pack", "adam_step")
+KERNELS = ("pack", "adam_step", "foreach_adam_step")
 
 Say = Callable[[str], object]
 Calls = dict[str, int]

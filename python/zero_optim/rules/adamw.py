@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,12 @@ from .update_rule import Begins, ShardUpdate, StateTensor
 
 @dataclass(frozen=True)
 class AdamW:
-    """``decoupled``: False is Adam. ``adam_step``: the op as this one's updates call it. See ``UpdateRule`` for the
-    rest."""
+    """``decoupled``: False is Adam. ``adam_step`` and ``foreach_adam_step``: the ops as this one's updates call them.
+    See ``UpdateRule`` for the rest."""
 
     decoupled: bool = True
     adam_step: Callable[..., None] = field(default=zero_kernels.adam_step, repr=False, compare=False)
+    foreach_adam_step: Callable[..., None] = field(default=zero_kernels.foreach_adam_step, repr=False, compare=False)
 
     tensors = (StateTensor("master", Begins.PARAMETER), StateTensor("exp_avg"), StateTensor("exp_avg_sq"))
     coefficients = zero_kernels.HYPER_COEFFICIENTS
@@ -34,22 +35,17 @@ class AdamW:
     def fill_table(self, by_group: Tensor, group_of: Tensor, steps: Tensor, active: Tensor, table: Tensor) -> None:
         torch.ops.zero_kernels.hyper_table(by_group, group_of, steps, active, table)
 
-    def for_shard(self) -> AdamW:
-        return AdamW(self.decoupled, zero_kernels.Prepared("adam_step"))
+    def prepared(self) -> AdamW:
+        return AdamW(self.decoupled, *map(zero_kernels.Prepared, ("adam_step", "foreach_adam_step")))
 
-    def update(self, shard: ShardUpdate) -> None:
-        master = shard.state.get("master")
-        self.adam_step(
-            shard.grad,
-            shard.parameter if master is None else master,
-            shard.state["exp_avg"],
-            shard.state["exp_avg_sq"],
-            None if master is None else shard.parameter,
-            shard.row_slot,
-            shard.hyper,
-            shard.grad_scale,
-            shard.found_inf,
-            shard.marks,
+    def update(self, shards: Sequence[ShardUpdate]) -> None:
+        shared = shards[0][-4:]  # hyper, grad_scale, found_inf, marks
+        if len(shards) == 1:
+            self.adam_step(*_tensors(shards[0]), *shared)
+            return
+        grads, masters, exp_avgs, exp_avg_sqs, outs, row_slots = map(list, zip(*map(_tensors, shards), strict=True))
+        self.foreach_adam_step(
+            grads, masters, exp_avgs, exp_avg_sqs, [] if outs[0] is None else outs, row_slots, *shared
         )
 
     def update_in_float64(
@@ -66,6 +62,15 @@ class AdamW:
         v.mul_(_f32(beta2)).add_(g * g * _f32(1 - beta2))
         root = v.sqrt() / _f32(math.sqrt(1 - beta2**step)) + _f32(float(group["eps"]))
         p.sub_(_f32(lr / (1 - beta1**step)) * (m / root))
+
+
+def _tensors(shard: ShardUpdate) -> tuple[Tensor | None, ...]:
+    """In the order of ``adam_step``: gradient, master, moments, what the master is cast into if there is one, rows."""
+    state = shard.state
+    master = state.get("master")
+    out = None if master is None else shard.parameter
+    own = shard.parameter if master is None else master
+    return (shard.grad, own, state["exp_avg"], state["exp_avg_sq"], out, shard.row_slot)
 
 
 def _f32(value: float) -> float:

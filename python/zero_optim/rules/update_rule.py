@@ -116,12 +116,15 @@ class UpdateRule(Protocol):
         this one counted; ``active`` [parameters] bool, whether it is updated.
         """
 
-    def for_shard(self) -> UpdateRule:
-        """This rule, for the updates of one shard: its tensors keep their dtypes and sizes, and what was checked and
+    def prepared(self) -> UpdateRule:
+        """This rule, for updates of the same shards: their tensors keep dtypes and sizes, and what was checked and
         prepared for the first update holds for the others."""
 
-    def update(self, shard: ShardUpdate) -> None:
-        """One fused pass: unscale, clip, update, cast into the parameter."""
+    def update(self, shards: Sequence[ShardUpdate]) -> None:
+        """One fused pass over each: unscale, clip, update, cast into the parameter.
+
+        Parameters have one dtype, and gradients one. ``hyper`` and what follows it are the same for all.
+        """
 
     def update_in_float64(
         self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any], step: float

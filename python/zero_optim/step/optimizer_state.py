@@ -21,6 +21,7 @@ from ..rules.update_rule import Begins, StateTensor, UpdateRule, has_master
 from ..stores.host_store import HostStore
 from ..stores.host_threads import host_threads
 from ..stores.state_store import StateStore
+from .batches import Batch, batches_of
 from .hidden_edits import HiddenEdits
 from .shard_state import ShardState
 from .speculation import Speculator
@@ -63,6 +64,7 @@ class OptimizerState:
         self.trouble = Trouble()
         self._hidden = HiddenEdits(sharding)
         self.shards: list[ShardState] = []
+        self._batches: list[Batch] = []  # of the shards, in the order in which they are updated
         self.started = False  # whether state may differ from what it is at construction
         self._all: list[Tensor] = []
         self._mastered: dict[int, Tensor] = {}  # those that have a master beside them
@@ -74,18 +76,24 @@ class OptimizerState:
         """Make state for new buckets, whose parameters come last in ``parameters``."""
         self.refresh_edited()
         self.shards += [self._shard_state(bucket) for bucket in buckets]
-        self._hidden.lay_out(self.shards)
+        self._follow_shards()
         self.record_versions()
+
+    def _follow_shards(self) -> None:
+        """There are other shards than before, or none."""
+        # In the order in which the next forward wants the parameters.
+        self._batches = batches_of(self.shards[::-1], self.rule)
+        self._hidden.lay_out(self.shards)
 
     def close(self, *, wait: bool = True) -> None:
         """``wait``: for what is under way to and from the host. Not where the ranks have parted: a copy may come after
         a reduction that never ends."""
-        self._hidden.lay_out(())
+        old, self.shards = self.shards, []
+        self._follow_shards()
         try:
-            while self.shards and wait:
-                self.shards.pop().release()
+            while old and wait:
+                old.pop().release()
         finally:
-            self.shards.clear()
             self._store.close()
             if self._speculator is not None:
                 self._speculator.close(wait=wait)
@@ -143,18 +151,19 @@ class OptimizerState:
     def update(self, by: Coefficients) -> Iterator[ShardState]:
         """Update every shard, in the order in which the next forward wants the parameters, and yield each once its
         parameters can be sent out. The state of those that follow is on its way meanwhile."""
-        order, ahead = self.shards[::-1], self._store.lookahead
-        for shard in order[:ahead]:
-            self._try(shard, shard.prefetch)
+        batches, ahead = self._batches, self._store.lookahead
+        for batch in batches[:ahead]:
+            self._try(batch, batch.prefetch)
         host = self._store if isinstance(self._store, HostStore) else None
         here = by if host is None else by.on_host()
         with nullcontext() if host is None else host_threads(host.threads):
-            for number, shard in enumerate(order):
-                for later in order[number + ahead : number + ahead + 1] if ahead else ():
+            for number, batch in enumerate(batches):
+                for later in batches[number + ahead : number + ahead + 1] if ahead else ():
                     self._try(later, later.prefetch)
-                self._try(shard, partial(shard.update, here))
-                self._hidden.keep(shard)
-                yield shard
+                self._try(batch, partial(batch.update, here))
+                for shard in batch.shards:
+                    self._hidden.keep(shard)
+                    yield shard
         if host is not None:
             by.marks.copy_(here.marks, non_blocking=True)
         if self._speculator is not None:
@@ -163,11 +172,11 @@ class OptimizerState:
 
     # -- state that is in trouble --------------------------------------------------------------------------------
 
-    def _try(self, shard: ShardState, act: Callable[[], None]) -> None:
+    def _try(self, of: ShardState | Batch, act: Callable[[], None]) -> None:
         try:
             act()
         except OffloadError as error:
-            self.trouble.lose(shard.parameters, error)
+            self.trouble.lose(of.parameters, error)
 
     def look_for_trouble(self) -> None:
         """Before every rank hears of it: what could not be written since the last time."""
@@ -196,7 +205,7 @@ class OptimizerState:
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Follow the parameters into new buckets. State that was started moves over, one old bucket at a time."""
         old, self.shards = self.shards, []
-        self._hidden.lay_out(())
+        self._follow_shards()
         while old and not self.started:  # they hold nothing that is not made anew
             old.pop().release()
         # Memory may be lacking on one rank, and what follows may be collective.
@@ -206,7 +215,7 @@ class OptimizerState:
         while old:
             self._move(old[-1], places)
             old.pop().release()
-        self._hidden.lay_out(self.shards)
+        self._follow_shards()
         self._store.take_in()  # old pages and new ones were there together
         self.raise_lost_together()
 

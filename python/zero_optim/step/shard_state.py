@@ -36,7 +36,7 @@ class ShardState:
     def __init__(
         self, bucket: Bucket, rule: UpdateRule, store: StateStore, speculator: Speculator | None = None
     ) -> None:
-        self.bucket, self.rule, self._store = bucket, rule.for_shard(), store
+        self.bucket, self.rule, self._store = bucket, rule, store
         self.tensors = tensors_for(rule, bucket.dtype)
         self._place: Workplace = OnDevice(bucket)
         visiting = {PARAMETER: bucket.param_shard} if bucket.flat.offloaded else {}
@@ -73,20 +73,20 @@ class ShardState:
         self._place.prefetch()
         self._store.prefetch(self.page)
 
-    def update(self, by: Coefficients) -> None:
-        """One fused pass: unscale, clip, update, cast into the bucket's parameters. See ``ShardUpdate``."""
+    def begin_update(self, by: Coefficients) -> ShardUpdate | None:
+        """What the update reads and writes: the page is fetched, until ``end_update`` or ``give_up_update``. None: the
+        update is made already."""
         if self._speculation is not None and by.take_over:
             self._speculation.drop()
         elif self._speculation is not None and self._speculation.confirm(by):
-            return
+            return None
         state = self._store.fetch(self.page)
         try:
             if by.take_over:
                 self._take_edits_over(state)
-            parameters = self._place.parameters(state, by)
-            update = ShardUpdate(
+            return ShardUpdate(
                 self._place.gradient(),
-                parameters,
+                self._place.parameters(state, by),
                 state,
                 self.row_slot,
                 by.hyper,
@@ -94,12 +94,23 @@ class ShardState:
                 by.found_inf,
                 by.marks,
             )
-            self.rule.update(update)
         except BaseException:
-            self._store.discard(self.page)
+            self.give_up_update()
             raise
+
+    def end_update(self) -> None:
+        """The update has been launched."""
         self._store.commit(self.page)
         self._place.updated()
+
+    def give_up_update(self) -> None:
+        """The update has failed."""
+        self._store.discard(self.page)
+
+    def is_updated_like(self, other: ShardState) -> bool:
+        """Whether one call may update both: their pages stay where they are updated, and their dtypes are the same."""
+        dtypes = [(shard.bucket.dtype, shard.bucket.grad_shard.dtype) for shard in (self, other)]
+        return self._store.keeps_views and dtypes[0] == dtypes[1]
 
     # -- its parts -----------------------------------------------------------------------------------------------
 
@@ -130,6 +141,16 @@ class ShardState:
     def master(self, state: Mapping[str, Tensor]) -> Tensor:
         """[shard_numel] what the parameters are roundings of; they themselves where they have no master."""
         return state.get(master_of(self.rule), state.get(PARAMETER, self.bucket.param_shard))
+
+    @property
+    def numel(self) -> int:
+        """Of the shard, padding included."""
+        return self.bucket.layout.shard_numel
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is updated."""
+        return self._store.works_on
 
     @property
     def parameters(self) -> list[int]:

@@ -71,7 +71,7 @@ class Speculation:
     def __init__(
         self, speculator: Speculator, rule: UpdateRule, place: OnHost, store: HostStore, page: int, row_slot: Tensor
     ) -> None:
-        self._speculator, self._rule, self._place, self._store = speculator, rule.for_shard(), place, store
+        self._speculator, self._rule, self._place, self._store = speculator, rule.prepared(), place, store
         self._page, self._row_slot = page, row_slot
         self._parameters = torch.unique(row_slot[row_slot >= 0]).long()  # [n] those in this shard
         self._guess: Guess | None = None
@@ -97,9 +97,10 @@ class Speculation:
         for name, tensor in spare.items():
             tensor.copy_(live[name])
         parameters = self._place.parameters_to_guess()
-        self._rule.update(
-            ShardUpdate(gradient, parameters, spare, self._row_slot, by.hyper, by.grad_scale, by.found_inf, by.marks)
+        update = ShardUpdate(
+            gradient, parameters, spare, self._row_slot, by.hyper, by.grad_scale, by.found_inf, by.marks
         )
+        self._rule.update([update])
 
     def confirm(self, by: Coefficients) -> bool:
         """In the step: whether the update is made, and sent on its way."""

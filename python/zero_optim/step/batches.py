@@ -1,0 +1,70 @@
+"""Which shards one call of the rule updates: neighbours that are small, and alike in their dtypes.
+
+A call costs the host some time, and a launch costs a GPU some, however few elements it updates. Where many ranks share
+a bucket that is more than the update itself takes. But the parameters of a shard are sent out when its update has been
+launched. So a batch has no more elements than are updated in about that time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..rules.update_rule import ShardUpdate, UpdateRule
+from .shard_state import ShardState
+from .workplace import Coefficients
+
+ON_A_GPU, ON_A_PROCESSOR = 2**22, 2**16
+"""Elements of a batch: some 30 and 60 µs."""
+
+
+class Batch:
+    """Shards that are updated together, or one alone."""
+
+    def __init__(self, shards: Sequence[ShardState], rule: UpdateRule) -> None:
+        self.shards = shards
+        self._rule = rule.prepared()
+
+    @property
+    def parameters(self) -> list[int]:
+        """Their indices."""
+        return [index for shard in self.shards for index in shard.parameters]
+
+    def prefetch(self) -> None:
+        """``update`` will follow soon."""
+        for shard in self.shards:
+            shard.prefetch()
+
+    def update(self, by: Coefficients) -> None:
+        """One fused pass: unscale, clip, update, cast into the buckets' parameters. See ``ShardUpdate``."""
+        begun: list[ShardState] = []
+        updates: list[ShardUpdate] = []
+        try:
+            for shard in self.shards:
+                update = shard.begin_update(by)
+                if update is not None:
+                    begun.append(shard)
+                    updates.append(update)
+            if updates:
+                self._rule.update(updates)
+        except BaseException:
+            for shard in begun:
+                shard.give_up_update()
+            raise
+        for shard in begun:
+            shard.end_update()
+
+
+def batches_of(shards: Sequence[ShardState], rule: UpdateRule) -> list[Batch]:
+    """``shards`` in their order, cut into batches."""
+    batches: list[list[ShardState]] = []
+    numel = 0
+    for shard in shards:
+        numel += shard.numel
+        most = ON_A_PROCESSOR if shard.device.type == "cpu" else ON_A_GPU
+        together = batches and shard.is_updated_like(batches[-1][-1]) and numel <= most
+        if together:
+            batches[-1].append(shard)
+        else:
+            batches.append([shard])
+            numel = shard.numel
+    return [Batch(batch, rule) for batch in batches]
