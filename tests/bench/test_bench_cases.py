@@ -78,10 +78,23 @@ def test_zeros_stay_zeros(setting):
     assert zeros.master.isfinite().all() and zeros.master is shard.master
 
 
+def test_parts_are_updated_as_the_whole(setting):
+    whole, *others = same_shards(setting, 3)
+    adam_step.ours(whole)()
+    for shard, in_parts in zip(others, (adam_step.ours_in_parts, adam_step.ours_at_once), strict=True):
+        parts = adam_step.parts_of(shard)
+        assert len(parts) == 16 and sum(part.grad.numel() for part in parts) == setting.numel
+        in_parts(shard)()
+        for name in ("master", "exp_avg", "exp_avg_sq", "param"):
+            assert torch.equal(getattr(shard, name), getattr(whole, name)), name
+
+
 def test_the_jobs_of_adam_step(setting):
     jobs = adam_step.make_case(setting)
-    of_zeros = [f"{name}, zeros" for name in setting.backends]
-    assert list(jobs.jobs)[: 2 * len(setting.backends)] == [*setting.backends, *of_zeros]
+    ours = [
+        f"{name}{which}" for which in ("", ", zeros", ", 16 calls", ", 16 shards at once") for name in setting.backends
+    ]
+    assert list(jobs.jobs)[: len(ours)] == ours
     assert TORCH in jobs.jobs and COPY in jobs.jobs
     streams = setting.device.type == "cpu" and "cpu" in setting.backends
     assert jobs.yardstick == (STREAM if streams else COPY)

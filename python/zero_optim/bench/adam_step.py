@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ STEP = 10
 OF_ZEROS = ", zeros"
 """Behind a backend's name: the same update where gradient, exp_avg and exp_avg_sq are zero and stay so, as in rows of
 an embedding that no batch has used. A root of zero, and a division of zero, take a GPU's slow path."""
+
+IN_PARTS, AT_ONCE = ", 16 calls", ", 16 shards at once"
+"""Behind a backend's name: the same elements as 16 small shards, by a call for each, or by one call for all."""
+PARTS = 16
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ def make_case(setting: Setting) -> Case:
     shard = make_shard(setting)
     jobs = backend_jobs(setting, ours(shard))
     jobs |= {f"{name}{OF_ZEROS}": job for name, job in backend_jobs(setting, ours(with_zeros(shard))).items()}
+    jobs |= {f"{name}{IN_PARTS}": job for name, job in backend_jobs(setting, ours_in_parts(shard)).items()}
+    jobs |= {f"{name}{AT_ONCE}": job for name, job in backend_jobs(setting, ours_at_once(shard)).items()}
     jobs[TORCH] = [torch_pipeline(shard)]
     baselines = fused_adams(setting.device)
     jobs |= {name: [pipeline(shard, make, STEP - 1)] for name, make in baselines.items()}
@@ -68,12 +75,46 @@ def with_zeros(shard: Shard) -> Shard:
 
 
 def ours(shard: Shard) -> Callable[[], None]:
+    return partial(zero_kernels.adam_step, *_tensors(shard), *_shared(shard))
+
+
+def parts_of(shard: Shard) -> list[Shard]:
+    """``shard`` in ``PARTS`` that end where rows do; some may be empty."""
+    size = -(-shard.grad.numel() // (PARTS * ROW)) * ROW
+    wholes = {field.name: getattr(shard, field.name) for field in fields(Shard) if field.name != "grad_scale"}
+    return [
+        replace(shard, **{name: whole[part * size : (part + 1) * size] for name, whole in wholes.items()})
+        for part in range(PARTS)
+    ]
+
+
+def ours_in_parts(shard: Shard) -> Callable[[], None]:
+    calls = [partial(zero_kernels.adam_step, *_tensors(part), *_shared(shard)) for part in parts_of(shard)]
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def ours_at_once(shard: Shard) -> Callable[[], None]:
+    lists = [list(column) for column in zip(*map(_tensors, parts_of(shard)), strict=True)]
+    shared = _shared(shard)
+    return lambda: torch.ops.zero_kernels.foreach_adam_step(*lists, *shared)
+
+
+def _tensors(shard: Shard) -> tuple[Tensor, ...]:
+    """In the order of ``adam_step``."""
+    row_slot = torch.zeros(-(-shard.grad.numel() // ROW), dtype=torch.int32, device=shard.grad.device)
+    return (shard.grad, shard.master, shard.exp_avg, shard.exp_avg_sq, shard.param, row_slot)
+
+
+def _shared(shard: Shard) -> tuple[Tensor, ...]:
+    """The hyper table, the scale, and that nothing is inf."""
     device = shard.grad.device
     hyper = zero_kernels.hyper_table(**HYPER, step=STEP, device=device)
-    row_slot = torch.zeros(-(-shard.grad.numel() // ROW), dtype=torch.int32, device=device)
-    found_inf = torch.zeros(1, device=device)
-    state = (shard.master, shard.exp_avg, shard.exp_avg_sq)
-    return lambda: zero_kernels.adam_step(shard.grad, *state, shard.param, row_slot, hyper, shard.grad_scale, found_inf)
+    return (hyper, shard.grad_scale, torch.zeros(1, device=device))
 
 
 def stream_job(setting: Setting, shard: Shard) -> dict[str, Job]:
