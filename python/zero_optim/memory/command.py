@@ -21,7 +21,7 @@ from ..stores.offload import Offload, Tier, read_nbytes, read_offload
 from ..train.config import DTYPES, UsageError
 from .activations import Batch
 from .decoders import KNOWN, gpt_of
-from .fit import MOST_PARAMETERS, largest_model, smallest_stage
+from .fit import MOST_MEMORY, MOST_PARAMETERS, largest_model, smallest_stage
 from .plan import Job, Plan, plan
 from .shapes import ModelShapes, of_decoder, of_module, usual_units
 from .table import advice, figure, memory_lines, row, said_smallest, unit_of
@@ -107,6 +107,8 @@ def _size(text: str) -> int:
     nbytes = read_nbytes(text)
     if not nbytes:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 80GB or 40GiB")
+    if nbytes > MOST_MEMORY:
+        raise argparse.ArgumentTypeError(f"{text!r} is too much to be planned: at most {MOST_MEMORY // 10**12}TB")
     return nbytes
 
 
