@@ -69,7 +69,9 @@ def run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     _check_stages(parsed, stages)
     plans = [_plan(model, _job(parsed, stage)) for stage in stages]
     if parsed.nodes is not None and not any(made.host or made.disk for made in plans):
-        raise UsageError("--nodes: says what a machine takes of host memory and disk: nothing, without --offload or --param-offload")
+        raise UsageError(
+            "--nodes: says what a machine takes of host memory and disk: nothing, without --offload or --param-offload"
+        )
     largest = [largest_model(made.job, dtype, parsed.gpu_memory) for made in plans]
     if parsed.json:
         described = zip(plans, largest, strict=True)
