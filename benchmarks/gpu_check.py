@@ -34,11 +34,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gpu_nccl
-from gpu_phases import KEPT, PARTS, REHEARSED_SLOWER, SECONDS, Phase, Step, all_steps, steps_of
-from gpu_results import NOT_RUN, OK, SKIPPED, Outcome, Results, reports, skips, summary, verdict
+from gpu_phases import KEPT, PARTS, REHEARSED_SLOWER, SECONDS, Group, Phase, all_groups, groups_of
+from gpu_results import Outcome, Results, Verdict, reports, skips, summary, verdict
 
 ROOT = Path(__file__).resolve().parents[1]
-LEAST = 5.0  # a step with fewer seconds left is not started
+LEAST = 5.0  # a group with fewer seconds left is not started
 GRACE = 5.0  # between asking a phase to end and ending it
 LOOK = 1.0  # seconds between two looks at what a phase has written
 TAIL = 30  # lines shown of a phase that failed
@@ -108,7 +108,7 @@ def run_phase(phase: Phase, limit: float, log: Log, look: Callable[[], object] =
         running.discard(process)
         listener.join(GRACE)
     result = verdict(code, said)
-    if result not in (OK, SKIPPED) and not phase.told:
+    if not result.passes and not phase.told:
         print("\n".join(f"    {line[:200]}" for line in said[-TAIL:]), flush=True)
     note = said[-1].strip() if said else "it said nothing"
     seconds = round(time.monotonic() - begin, 1)
@@ -124,28 +124,29 @@ def _listen(process: subprocess.Popen[bytes], phase: Phase, log: Log, said: list
             log.say(f"{phase.name}| {line}", show=phase.told)
 
 
-def run_step(step: Step, left: float, log: Log, results: Results) -> list[Outcome]:
+def run_group(group: Group, left: float, log: Log, results: Results) -> list[Outcome]:
     """Its phases at the same time, each for as long as it may, and ``left`` seconds at most."""
 
     def run(phase: Phase) -> Outcome:
-        needed = results.result_of(phase.after) if phase.after is not None else OK
-        if needed not in (None, OK):  # None: it is not among the phases that were asked for
-            outcome = Outcome(phase.name, SKIPPED if needed == SKIPPED else NOT_RUN, 0.0, f"{phase.after} {needed}")
+        needed = results.result_of(phase.after) if phase.after is not None else None
+        if needed not in (None, Verdict.OK):  # None: it is not among the phases that were asked for
+            result = needed if needed is Verdict.SKIPPED else Verdict.NOT_RUN
+            outcome = Outcome(phase.name, result, 0.0, f"{phase.after} {needed.value}")
         elif left < LEAST:
-            outcome = Outcome(phase.name, NOT_RUN, 0.0, "no time left")
+            outcome = Outcome(phase.name, Verdict.NOT_RUN, 0.0, "no time left")
         else:
             outcome = run_phase(phase, min(phase.limit, left), log, lambda: results.look(phase))
         outcome = results.take(phase, outcome)
-        log.say(f"{phase.name} {outcome.result}, {outcome.seconds:.1f} s: {outcome.note}")
+        log.say(f"{phase.name} {outcome.result.value}, {outcome.seconds:.1f} s: {outcome.note}")
         for reason in outcome.skipped:
             log.say(f"    skipped: {reason}")
         for text in outcome.reported:
             log.say(f"    reported, as no GPU has been measured for it: {text}")
         return outcome
 
-    with ThreadPoolExecutor(len(step)) as pool:
+    with ThreadPoolExecutor(len(group)) as pool:
         try:
-            return list(pool.map(run, step))
+            return list(pool.map(run, group))
         except BaseException:  # Ctrl-C, or SIGTERM: the threads would wait for their phases
             for process in list(running):
                 end(process)
@@ -220,37 +221,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     codes = []
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         unpacked[:] = [_unpack(wheel, Path(scratch, "wheels")) for wheel in options.wheel]
-        for name, steps in _chosen(options, Path(scratch)):
+        for name, groups in _chosen(options, Path(scratch)):
             results = Results(device, folder, f"gpu-{name}")
-            codes.append(check(steps, results, Log(logs / f"gpu-check-{name}.log"), options.seconds))
+            codes.append(check(groups, results, Log(logs / f"gpu-check-{name}.log"), options.seconds))
     return max(codes)
 
 
-def _chosen(options: argparse.Namespace, scratch: Path) -> Iterator[tuple[str, list[Step]]]:
-    """A name for the files, and the steps: of a part, of all, or the phases that were named."""
+def _chosen(options: argparse.Namespace, scratch: Path) -> Iterator[tuple[str, list[Group]]]:
+    """A name for the files, and the groups: of a part, of all, or the phases that were named."""
     how = {"rehearse": options.rehearse, "nccl": options.nccl}
     if options.only and not options.part:
-        yield "some", _only(all_steps(scratch, **how), options.only)
+        yield "some", _only(all_groups(scratch, **how), options.only)
         return
     for part in options.part or PARTS:
-        yield part, _only(steps_of(part, scratch / part, **how), options.only)
+        yield part, _only(groups_of(part, scratch / part, **how), options.only)
 
 
-def _only(steps: Sequence[Step], names: Sequence[str] | None) -> list[Step]:
-    kept = ([phase for phase in step if not names or phase.name in names] for step in steps)
-    return [step for step in kept if step]
+def _only(groups: Sequence[Group], names: Sequence[str] | None) -> list[Group]:
+    kept = ([phase for phase in group if not names or phase.name in names] for group in groups)
+    return [group for group in kept if group]
 
 
-def check(steps: Sequence[Step], results: Results, log: Log, seconds: float) -> int:
-    """Run the steps within ``seconds``, saving as they go; then the plot and the table. The exit code."""
+def check(groups: Sequence[Group], results: Results, log: Log, seconds: float) -> int:
+    """Run the groups within ``seconds``, saving as they go; then the plot and the table. The exit code."""
     deadline = time.monotonic() + seconds
     outcomes: list[Outcome] = []
-    for step in steps:
-        outcomes += run_step(step, deadline - KEPT - time.monotonic(), log, results)
+    for group in groups:
+        outcomes += run_group(group, deadline - KEPT - time.monotonic(), log, results)
     plot = results.draw()
     log.say(f"\n{summary(outcomes)}\n\n{results.save()}\n{plot}\n{log.path}", show=False)
     print(f"\n{summary(outcomes)}\n\n{results.save()}\n{plot}\n{log.path}", flush=True)
-    return 0 if all(outcome.result in (OK, SKIPPED) for outcome in outcomes) else 1
+    return 0 if all(outcome.result.passes for outcome in outcomes) else 1
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -261,7 +262,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     out = os.environ.get("OUT")
     parser.add_argument("--part", nargs="+", choices=PARTS, help="which parts (all)")
     parser.add_argument("--out", type=Path, default=Path(out) if out else None, help="folder of the files ($OUT)")
-    every = (phase.name for how in (False, True) for step in all_steps(Path(), rehearse=how) for phase in step)
+    every = (phase.name for how in (False, True) for group in all_groups(Path(), rehearse=how) for phase in group)
     names = list(dict.fromkeys(every))
     parser.add_argument("--only", nargs="+", choices=names, metavar="PHASE", help=f"of {', '.join(names)}")
     parser.add_argument("--seconds", type=float, help=f"time for a part ({SECONDS:.0f})")

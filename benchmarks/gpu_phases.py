@@ -1,7 +1,7 @@
 """What `make gpu-check` runs: four parts, each of at most nine minutes and useful by itself.
 
-A part is a list of steps, and the phases of a step run at the same time. A step takes as long as the longest of its
-phases may; the sum over a part's steps, and KEPT, are no more than SECONDS.
+A part is a list of groups, and the phases of a group run at the same time. A group takes as long as the longest of its
+phases may; the sum over a part's groups, and KEPT, are no more than SECONDS.
 """
 
 from __future__ import annotations
@@ -56,38 +56,38 @@ class Phase:
     told: bool = False
 
 
-Step = Sequence[Phase]
+Group = Sequence[Phase]
 
 
-def steps_of(part: str, scratch: Path, *, rehearse: bool, nccl: Path | None = None) -> list[Step]:
+def groups_of(part: str, scratch: Path, *, rehearse: bool, nccl: Path | None = None) -> list[Group]:
     """``nccl``: a library for several ranks on one GPU, which is preloaded where there are any."""
     device = "cpu" if rehearse else "cuda"
     preloaded = os.pathsep.join(filter(None, [str(nccl) if nccl else "", os.environ.get("LD_PRELOAD")]))
     ranks = SHARED | ({"LD_PRELOAD": preloaded} if nccl else {})
-    steps: list[Step] = {
+    groups: list[Group] = {
         "a": lambda: kernels(scratch, device),
         "b": lambda: bits(scratch, device),
         "c": lambda: nccl_ranks(device, ranks),
         "d": lambda: training(scratch, device),
     }[part]()
     if not rehearse:
-        return steps
-    return [[replace(phase, limit=REHEARSED_SLOWER * phase.limit) for phase in step] for step in steps]
+        return groups
+    return [[replace(phase, limit=REHEARSED_SLOWER * phase.limit) for phase in group] for group in groups]
 
 
-def all_steps(scratch: Path, *, rehearse: bool, nccl: Path | None = None) -> list[Step]:
-    return [step for part in PARTS for step in steps_of(part, scratch, rehearse=rehearse, nccl=nccl)]
+def all_groups(scratch: Path, *, rehearse: bool, nccl: Path | None = None) -> list[Group]:
+    return [group for part in PARTS for group in groups_of(part, scratch, rehearse=rehearse, nccl=nccl)]
 
 
-def seconds_of(steps: Sequence[Step]) -> float:
+def seconds_of(groups: Sequence[Group]) -> float:
     """That they may take."""
-    return sum(max(phase.limit for phase in step) for step in steps)
+    return sum(max(phase.limit for phase in group) for group in groups)
 
 
 # ---- the parts -------------------------------------------------------------------------------------------------------
 
 
-def kernels(scratch: Path, device: str) -> list[Step]:
+def kernels(scratch: Path, device: str) -> list[Group]:
     on_gpu = device == "cuda"
     build = Phase("build", [sys.executable, str(HERE / "gpu_build.py"), device], 150, told=True)
     sizes = ("--numel", *SIZES) if on_gpu else ("--numel", "4096", "--rounds", "2")
@@ -102,7 +102,7 @@ def kernels(scratch: Path, device: str) -> list[Step]:
     ]
 
 
-def bits(scratch: Path, device: str) -> list[Step]:
+def bits(scratch: Path, device: str) -> list[Group]:
     of_bits = [
         replace(
             _tests("test_bit_contract", 240, device, {"ZERO_KERNELS_GPU_TESTS_PART": f"{number}/{BITS_IN}"}),
@@ -117,7 +117,7 @@ def bits(scratch: Path, device: str) -> list[Step]:
     return [*at_once, [_tests("test_memcheck", 170, device)], [_tests("test_large", 80, device)]]
 
 
-def nccl_ranks(device: str, ranks: Mapping[str, str]) -> list[Step]:
+def nccl_ranks(device: str, ranks: Mapping[str, str]) -> list[Group]:
     """First of all whether two ranks can share the GPU: what needs that is left out where they cannot."""
 
     def on_ranks(name: str, tests: str, limit: float, more: Mapping[str, str], *flags: str) -> Phase:
@@ -125,7 +125,7 @@ def nccl_ranks(device: str, ranks: Mapping[str, str]) -> list[Step]:
         return replace(phase, name=name, after="nccl_two_ranks")
 
     pair = Phase("nccl_two_ranks", [sys.executable, str(HERE / "gpu_two_ranks.py"), device], 60, ranks, told=True)
-    steps: list[Step] = [
+    groups: list[Group] = [
         [pair],
         [_tests("test_each_collective", 60, device, {}, "-m", ALONE)],
         [
@@ -141,15 +141,15 @@ def nccl_ranks(device: str, ranks: Mapping[str, str]) -> list[Step]:
         [on_ranks("test_nccl_ranks", "test_nccl_ranks", 160, {})],
     ]
     if device == "cpu":
-        return steps
+        return groups
     again = [
         on_ranks("nccl_one_queue", "test_nccl_ranks", 120, ONE_QUEUE, "-k", TWO_RANKS),
         on_ranks("nccl_sanitized", "test_nccl_ranks", 120, SANITIZER, "-k", TWO_RANKS),
     ]
-    return [*steps, again]
+    return [*groups, again]
 
 
-def training(scratch: Path, device: str) -> list[Step]:
+def training(scratch: Path, device: str) -> list[Group]:
     if device == "cpu":
         tiny = "--numel", "4096", "--rounds", "2"
         small = "--tiny", "--steps", "3", "--stages", "0", "--dtypes", "bf16"

@@ -17,10 +17,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_results import SKIP_CODE
+
 OPS = ("adam_step", "pack", "grad_stats")
 NUMEL = {"cuda": 2**26, "cpu": 4096}
 SECONDS = 45
-SKIP_CODE = 77
 FORBIDDEN = "ERR_NVGPUCTRPERM"
 METRICS = {
     "ns": "gpu__time_duration.sum",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import re
 import threading
@@ -12,10 +13,23 @@ from typing import Any
 
 from gpu_phases import Phase
 
-OK, SKIPPED, FAILED, TIMED_OUT, NOT_RUN = "ok", "skipped", "failed", "timed out", "not run"
 SKIP_CODE = 77  # of a script that cannot do its work here; its last line says why
 NO_TESTS = 5  # pytest's, where it has run none
 OWN_RESULTS = ("trainer", "memory", "profile")  # phases whose JSON is no table of rows
+
+
+class Verdict(enum.Enum):
+    """Of a phase, as its record says it."""
+
+    OK = "ok"
+    SKIPPED = "skipped"
+    FAILED = "failed"
+    TIMED_OUT = "timed out"
+    NOT_RUN = "not run"
+
+    @property
+    def passes(self) -> bool:
+        return self in (Verdict.OK, Verdict.SKIPPED)
 
 
 @dataclass(frozen=True)
@@ -29,25 +43,25 @@ class Outcome:
     """
 
     phase: str
-    result: str
+    result: Verdict
     seconds: float
     note: str
     skipped: Sequence[str] = ()
     reported: Sequence[str] = ()
 
 
-def verdict(code: int | None, said: Sequence[str]) -> str:
+def verdict(code: int | None, said: Sequence[str]) -> Verdict:
     """Of the exit code, None where the phase was ended, and of what it has said.
 
     Tests that were all skipped have shown nothing, so the phase is not ok.
     """
     if code is None:
-        return TIMED_OUT
+        return Verdict.TIMED_OUT
     last = said[-1] if said else ""
     skipped, ran = re.search(r"\b\d+ skipped", last), re.search(r"\b\d+ (passed|failed|xfailed|error)", last)
     if code == SKIP_CODE or (code in (0, NO_TESTS) and skipped and not ran):
-        return SKIPPED
-    return FAILED if code else OK
+        return Verdict.SKIPPED
+    return Verdict.FAILED if code else Verdict.OK
 
 
 def skips(said: Sequence[str]) -> list[str]:
@@ -79,9 +93,10 @@ class Results:
         self._lock = threading.RLock()
         self._given: dict[str, dict[str, Any]] = {}  # by phase and file, what was written so far
 
-    def result_of(self, phase: str) -> str | None:
+    def result_of(self, phase: str) -> Verdict | None:
         """None where it was not run."""
-        return next((outcome["result"] for outcome in self.record["phases"] if outcome["phase"] == phase), None)
+        results = (Verdict(outcome["result"]) for outcome in self.record["phases"] if outcome["phase"] == phase)
+        return next(results, None)
 
     def look(self, phase: Phase) -> None:
         """Take over what the phase has written by now."""
@@ -100,7 +115,7 @@ class Results:
             rows = [row for given in tables for row in given["rows"]]
             if rows:
                 outcome = replace(outcome, note=headline(rows))
-            self.record["phases"].append(asdict(outcome))
+            self.record["phases"].append({**asdict(outcome), "result": outcome.result.value})
             self.save()
         return outcome
 
@@ -169,7 +184,7 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> str:
 def summary(outcomes: Sequence[Outcome]) -> str:
     width = max([len(outcome.phase) for outcome in outcomes], default=5)
     lines = [f"{'phase':{width}}  {'':9}  {'seconds':>7}"]
-    lines += [f"{o.phase:{width}}  {o.result:9}  {o.seconds:7.1f}  {o.note[:110]}" for o in outcomes]
+    lines += [f"{o.phase:{width}}  {o.result.value:9}  {o.seconds:7.1f}  {o.note[:110]}" for o in outcomes]
     return "\n".join(lines)
 
 

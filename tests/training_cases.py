@@ -84,16 +84,16 @@ def impatient(patience: float = 0.02, standstill: float = 0.2) -> Iterator[None]
     For programs in which one rank waits for another that has raised: there all patience is in vain.
     """
     from zero_optim.comm import buffers
-    from zero_optim.comm import standstill as standing
+    from zero_optim.comm import standstill as standstills
     from zero_optim.grads import reducer
 
-    before = buffers.PATIENCE_SECONDS, standing.SECONDS
+    before = buffers.PATIENCE_SECONDS, standstills.SECONDS
     buffers.PATIENCE_SECONDS = reducer.PATIENCE_SECONDS = patience
-    standing.SECONDS = standstill
+    standstills.SECONDS = standstill
     try:
         yield
     finally:
-        buffers.PATIENCE_SECONDS, standing.SECONDS = before
+        buffers.PATIENCE_SECONDS, standstills.SECONDS = before
         reducer.PATIENCE_SECONDS = before[0]
 
 

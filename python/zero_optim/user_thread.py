@@ -22,10 +22,14 @@ def current() -> threading.Thread | None:
 
 
 def is_beside() -> bool:
-    """Whether this is a thread of the program beside the first one that has asked, of those that are alive."""
+    """Whether this is a thread of the program other than the first one.
+
+    The first one is the thread that has asked before all others. Once it has ended, the next that asks takes its place:
+    a thread that has only made the models for the others may end. A thread that torch has made is never beside.
+    """
     global _first
     thread = current()
-    if _first is None or not _first.is_alive():  # one that has made the models for the others may have ended
+    if _first is None or not _first.is_alive():
         _first = thread
     return thread is not None and thread is not _first
 

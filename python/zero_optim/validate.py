@@ -164,9 +164,10 @@ def check_sharded(parameters: ParameterSet, indices: Sequence[int], stage: int, 
 def _parted(model: ShardedModel, unit: Unit, own: Container[int], given: Tensor, left_out: Tensor) -> str:
     """What to do where an optimizer has ``given`` of a unit and not ``left_out``. ``own``: ids of all that it has."""
     named = {id(place.plain): place.shard.label for place in unit.registrations}
+    has = named[id(given)]
     text = (
-        f"{named[id(left_out)]} is in {unit.label} with {named[id(given)]}, and the optimizer has the latter alone: "
-        "give it all of the unit that the model trains, or call requires_grad_(False) on the others before shard_module"
+        f"{named[id(left_out)]} is in {unit.label} with {has}, and the optimizer has {has} alone: give it all of the "
+        "unit that the model trains, or call requires_grad_(False) on the others before shard_module"
     )
     for name, module in model.model.named_modules():  # the outermost first
         held = {id(p): p for p in map(plain_parameter, module.parameters())}

@@ -86,9 +86,9 @@ class Loop:
 
     def wait_long(self) -> None:
         """What a rank does that has waited for the others for seconds, and is through then."""
-        standing = standstill_of(range(dist.get_world_size()))
-        standing.look(Wait("a group", 0, "a reduction"))
-        standing.ended()
+        standstill = standstill_of(range(dist.get_world_size()))
+        standstill.look(Wait("a group", 0, "a reduction"))
+        standstill.ended()
 
     def backward(self, overflows: bool = False) -> None:
         inputs = torch.linspace(-1, 1, 60).reshape(5, 12).half() + self.rank

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from typing import Any
 
 import pytest
 import torch
@@ -216,6 +217,34 @@ HIDDEN: dict[str, tuple[Callable[[list[nn.Parameter]], None], frozenset[int]]] =
 }
 
 
+def _train_edited(
+    params: list[nn.Parameter],
+    opt: Any,
+    rank: int,
+    edit: Callable[[list[nn.Parameter]], None],
+    when: Container[int],
+    *,
+    said: bool,
+) -> tuple[list[Tensor], list[str]]:
+    """Six steps, with an edit before each of ``when``: the parameters then, and the warnings of hidden edits.
+
+    ``said``: the masters are refreshed after each edit.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(6):
+            if step in when:
+                edit(params)
+                if said:
+                    opt.refresh_master()
+            linear_backward(params, make_gradients(params, rank, step))
+            opt.step()
+            opt.zero_grad()
+    opt.close()
+    messages = (str(warning.message) for warning in caught)
+    return copies(params), [message for message in messages if "version counter" in message]
+
+
 def _edit_unseen(
     rank: int, world_size: int, stage: int, offload: str | None
 ) -> dict[str, tuple[list[Tensor], list[Tensor], list[str]]]:
@@ -230,19 +259,9 @@ def _edit_unseen(
             opt = zero_optim.ShardedAdamW(
                 named(params), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB, state_offload=offload
             )
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                for step in range(6):
-                    if step in when:
-                        edit(params)
-                        if said or "refreshed" in kind:
-                            opt.refresh_master()
-                    linear_backward(params, make_gradients(params, rank, step))
-                    opt.step()
-                    opt.zero_grad()
-            opt.close()
-            trained.append(copies(params))
-            warned += [str(warning.message) for warning in caught if "version counter" in str(warning.message)]
+            last, messages = _train_edited(params, opt, rank, edit, when, said=said or "refreshed" in kind)
+            trained.append(last)
+            warned += messages
         results[kind] = *trained, warned
     return results
 
@@ -301,23 +320,14 @@ def _answered_later(rank: int, world_size: int, stage: int) -> tuple[list[Tensor
         immediate = False
 
     trained, warned = [], []
-    for hidden in (True, False):
+    for said, when in ((False, (2, 3, 4)), (True, (3, 4))):
         params = make_parameters(SHAPES, torch.bfloat16)
-        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hidden_edits, "HostCopy", Later)
-            warnings.simplefilter("always")
             opt = zero_optim.ShardedAdamW(named(params), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-            for step in range(6):
-                if step in ((2, 3, 4) if hidden else (3, 4)):
-                    _clamp_data(params)
-                    if not hidden:
-                        opt.refresh_master()
-                linear_backward(params, make_gradients(params, rank, step))
-                opt.step()
-                opt.zero_grad()
-            opt.close()
-        trained.append(copies(params))
-        warned += [str(warning.message) for warning in caught if "version counter" in str(warning.message)]
+            last, messages = _train_edited(params, opt, rank, _clamp_data, when, said=said)
+        trained.append(last)
+        warned += messages
     return *trained, warned
 
 

@@ -32,17 +32,7 @@ import gpu_profile  # noqa: E402
 import gpu_trainer  # noqa: E402
 from gpu_check import Log, run_phase  # noqa: E402
 from gpu_phases import PARTS, Phase  # noqa: E402
-from gpu_results import (  # noqa: E402
-    FAILED,
-    NOT_RUN,
-    OK,
-    SKIPPED,
-    TIMED_OUT,
-    Outcome,
-    Results,
-    reports,
-    verdict,
-)
+from gpu_results import SKIP_CODE, Outcome, Results, Verdict, reports, verdict  # noqa: E402
 from gpu_trainer import Run, compare  # noqa: E402
 from zero_optim.bench.request import OPS  # noqa: E402
 
@@ -52,15 +42,15 @@ def python(code: str) -> list[str]:
 
 
 def check(folder: Path, phases: list[Phase], seconds: float = 60.0) -> int:
-    """Each phase is a step of its own."""
+    """Each phase is a group of its own."""
     results = Results(torch.device("cpu"), folder, "gpu-test")
     return gpu_check.check([[phase] for phase in phases], results, Log(folder / "log"), seconds)
 
 
 def phases_of(parts: Iterable[str], *, rehearse: bool = False, nccl: Path | None = None) -> dict[str, Phase]:
     scratch = Path("scratch")
-    steps = [step for part in parts for step in gpu_phases.steps_of(part, scratch, rehearse=rehearse, nccl=nccl)]
-    return {phase.name: phase for step in steps for phase in step}
+    groups = [group for part in parts for group in gpu_phases.groups_of(part, scratch, rehearse=rehearse, nccl=nccl)]
+    return {phase.name: phase for group in groups for phase in group}
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -93,8 +83,8 @@ def test_phases_are_rehearsed(rehearsal: tuple[Path, subprocess.CompletedProcess
     assert done.returncode == 0, done.stdout + done.stderr
     record = read_record(folder)
     assert tuple(phase["phase"] for phase in record["phases"]) == REHEARSED
-    assert [phase["result"] for phase in record["phases"]] == [OK] * len(REHEARSED)
-    assert all(f"\n{name} {OK}, " in done.stdout for name in REHEARSED)
+    assert [phase["result"] for phase in record["phases"]] == [Verdict.OK.value] * len(REHEARSED)
+    assert all(f"\n{name} {Verdict.OK.value}, " in done.stdout for name in REHEARSED)
     assert "nccl_two_ranks| two ranks have each other's sums\n" in done.stdout, "its lines are shown as they come"
     assert {row["op"] for row in record["rows"]} == {"adam_step", "step", "train_step", "offload"}
     assert [share["stage"] for share in record["memory"]["stages"]] == [1, 2, 3]
@@ -129,9 +119,9 @@ def test_its_files_are_few_and_flat(rehearsal: tuple[Path, subprocess.CompletedP
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_ends_within_its_time(part: str) -> None:
     """With what is left for the plot and the table, whatever its phases do."""
-    steps = gpu_phases.steps_of(part, Path("scratch"), rehearse=False)
-    assert gpu_phases.seconds_of(steps) + gpu_phases.KEPT <= gpu_phases.SECONDS == 530
-    assert all(step for step in steps)
+    groups = gpu_phases.groups_of(part, Path("scratch"), rehearse=False)
+    assert gpu_phases.seconds_of(groups) + gpu_phases.KEPT <= gpu_phases.SECONDS == 530
+    assert all(group for group in groups)
 
 
 def test_the_parts_cover_all_tests_and_no_phase_is_in_two() -> None:
@@ -316,7 +306,7 @@ def test_a_failing_phase_is_told_and_the_others_run(tmp_path: Path, capsys: pyte
     bad = Phase("bad", python("print('before'); raise SystemExit('the culprit')"), 30)
     assert check(tmp_path, [bad, Phase("good", python("print('fine')"), 30)]) == 1
     outcomes = {phase["phase"]: (phase["result"], phase["note"]) for phase in read_record(tmp_path)["phases"]}
-    assert outcomes == {"bad": (FAILED, "the culprit"), "good": (OK, "fine")}
+    assert outcomes == {"bad": (Verdict.FAILED.value, "the culprit"), "good": (Verdict.OK.value, "fine")}
     assert "    before\n    the culprit\n" in capsys.readouterr().out
 
 
@@ -348,13 +338,13 @@ def test_a_phase_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkey
     """Here it ignores the request to end, and its child has a session of its own, as the ranks of a training have."""
     monkeypatch.setattr(gpu_check, "GRACE", 0.1)
     outcome = run_phase(Phase("hangs", python(HANGS), 30), 3.0, Log(tmp_path / "log"))
-    assert outcome.result == TIMED_OUT
+    assert outcome.result == Verdict.TIMED_OUT
     assert has_ended(int(outcome.note))
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux: descendants are found in /proc")
 def test_ctrl_c_ends_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The phases of a step run in threads, which no signal reaches."""
+    """The phases of a group run in threads, which no signal reaches."""
     monkeypatch.setattr(gpu_check, "GRACE", 0.1)
     monkeypatch.setattr(gpu_check, "LOOK", 0.05)
     log = Log(tmp_path / "log")
@@ -372,7 +362,7 @@ def test_ctrl_c_ends_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     results = Interrupted(torch.device("cpu"), tmp_path, "gpu-test")
     with pytest.raises(KeyboardInterrupt):
-        gpu_check.run_step([Phase("hangs", python(HANGS), 60)], 60.0, log, results)
+        gpu_check.run_group([Phase("hangs", python(HANGS), 60)], 60.0, log, results)
     assert has_ended(*children())
 
 
@@ -388,7 +378,7 @@ def has_ended(pid: int) -> bool:
 def test_without_time_phases_are_not_run_and_the_record_is_written(tmp_path: Path) -> None:
     assert check(tmp_path, [Phase("late", python("print('fine')"), 30)], seconds=0.0) == 1
     (phase,) = read_record(tmp_path)["phases"]
-    assert phase["result"] == NOT_RUN and phase["seconds"] == 0.0
+    assert phase["result"] == Verdict.NOT_RUN.value and phase["seconds"] == 0.0
 
 
 ROW = {"op": "pack", "backend": "cuda", "dtype": "bf16", "numel": 2**20, "fraction": 0.9, "vs_torch": 2.0}
@@ -401,10 +391,10 @@ def test_rows_of_a_phase_that_then_fails_are_kept(tmp_path: Path) -> None:
     results = Results(torch.device("cpu"), tmp_path, "gpu-test")
     phase = Phase("bench_pack", python(write), 30, folder=folder)
     outcome = results.take(phase, run_phase(phase, 30, Log(tmp_path / "log")))
-    assert outcome.result == FAILED and outcome.note == "bf16, 1 Mi, of copy (vs torch): cuda 0.90 (2.00x)"
+    assert outcome.result == Verdict.FAILED and outcome.note == "bf16, 1 Mi, of copy (vs torch): cuda 0.90 (2.00x)"
     assert len(read_record(tmp_path)["rows"]) == 1
     (folder / "a.json").write_text('{"rows": [')  # ended while it wrote
-    assert results.take(phase, Outcome("bench_pack", TIMED_OUT, 1.0, "ended")).result == TIMED_OUT
+    assert results.take(phase, Outcome("bench_pack", Verdict.TIMED_OUT, 1.0, "ended")).result == Verdict.TIMED_OUT
     assert len(read_record(tmp_path)["rows"]) == 1, "what was whole before"
 
 
@@ -425,7 +415,7 @@ def test_rows_are_on_disk_while_the_phase_still_runs(tmp_path: Path, monkeypatch
             go_on.write_text("now")
 
     phase = Phase("bench_pack", python(write), 30, folder=folder)
-    assert run_phase(phase, 30, Log(tmp_path / "log"), look).result == OK
+    assert run_phase(phase, 30, Log(tmp_path / "log"), look).result == Verdict.OK
     assert seen == ["cuda"] and read_record(tmp_path)["phases"] == []
 
 
@@ -435,25 +425,25 @@ def test_rows_are_on_disk_while_the_phase_still_runs(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("code", "last", "result"),
     [
-        (0, "3 passed in 0.1s", OK),
-        (0, "3 passed, 2 skipped in 0.1s", OK),
-        (0, "3 skipped in 0.1s", SKIPPED),
-        (0, "3 skipped, 4 deselected in 0.1s", SKIPPED),
-        (5, "1 skipped in 0.1s", SKIPPED),  # a module that pytest.importorskip has left out
-        (5, "7 deselected in 0.1s", FAILED),
-        (1, "1 failed, 2 skipped in 0.1s", FAILED),
-        (77, "ncu is not on the PATH", SKIPPED),
-        (0, "two ranks have each other's sums", OK),
-        (None, "3 skipped in 0.1s", TIMED_OUT),
+        (0, "3 passed in 0.1s", Verdict.OK),
+        (0, "3 passed, 2 skipped in 0.1s", Verdict.OK),
+        (0, "3 skipped in 0.1s", Verdict.SKIPPED),
+        (0, "3 skipped, 4 deselected in 0.1s", Verdict.SKIPPED),
+        (5, "1 skipped in 0.1s", Verdict.SKIPPED),  # a module that pytest.importorskip has left out
+        (5, "7 deselected in 0.1s", Verdict.FAILED),
+        (1, "1 failed, 2 skipped in 0.1s", Verdict.FAILED),
+        (SKIP_CODE, "ncu is not on the PATH", Verdict.SKIPPED),
+        (0, "two ranks have each other's sums", Verdict.OK),
+        (None, "3 skipped in 0.1s", Verdict.TIMED_OUT),
     ],
 )
-def test_tests_that_were_all_skipped_are_not_ok(code: int | None, last: str, result: str) -> None:
+def test_tests_that_were_all_skipped_are_not_ok(code: int | None, last: str, result: Verdict) -> None:
     assert verdict(code, ["something", last]) == result
 
 
 def test_a_skipped_phase_fails_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What needs it is left out with it; what needs one that failed is not run."""
-    skips = Phase("first", python("print('no such GPU'); raise SystemExit(77)"), 30)
+    skips = Phase("first", python(f"print('no such GPU'); raise SystemExit({SKIP_CODE})"), 30)
     assert check(tmp_path, [skips, Phase("second", python("print('fine')"), 30, after="first")]) == 0
     said = capsys.readouterr().out
     assert "first skipped, " in said and "second skipped, 0.0 s: first skipped" in said
@@ -468,7 +458,7 @@ def test_what_was_never_calibrated_is_reported(tmp_path: Path, capsys: pytest.Ca
     assert reports(said) == ["5 bytes more", "3% of the plan"]
     assert check(tmp_path, [Phase("measures", python("print('Uncalibrated: 3% off')"), 30)]) == 0
     (phase,) = read_record(tmp_path)["phases"]
-    assert phase["result"] == OK and phase["reported"] == ["3% off"]
+    assert phase["result"] == Verdict.OK.value and phase["reported"] == ["3% off"]
     assert "    reported, as no GPU has been measured for it: 3% off\n" in capsys.readouterr().out
 
 
@@ -485,16 +475,16 @@ def test_a_tolerance_that_is_a_guess_fails_on_a_cpu_alone(device: str) -> None:
         assert done.stdout == "" and "AssertionError: one is less" in done.stderr
 
 
-def test_phases_of_a_step_run_at_the_same_time(tmp_path: Path) -> None:
+def test_phases_of_a_group_run_at_the_same_time(tmp_path: Path) -> None:
     """Each waits for what the other has written."""
     for name in ("one", "two"):
         os.mkfifo(tmp_path / name)
     give = "import threading; t = threading.Thread(target=lambda: open({!r}, 'w').write('here')); t.start(); "
     give += "print(open({!r}).read()); t.join()"
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
-    step = [Phase("a", python(give.format(one, two)), 30), Phase("b", python(give.format(two, one)), 30)]
+    group = [Phase("a", python(give.format(one, two)), 30), Phase("b", python(give.format(two, one)), 30)]
     results = Results(torch.device("cpu"), tmp_path, "gpu-test")
-    assert gpu_check.check([step], results, Log(tmp_path / "log"), 60) == 0
+    assert gpu_check.check([group], results, Log(tmp_path / "log"), 60) == 0
     assert [phase["note"] for phase in results.record["phases"]] == ["here", "here"]
 
 

@@ -389,6 +389,7 @@ def test_a_configuration_of_transformers(capsys, tmp_path):
         (["--params", "7e9", "--seq", "10"], "--seq and --batch"),
         (["--params", "7e9", "--checkpointing"], "--checkpointing"),
         (["--params", "7e9", "--world", "64", "--nodes", "5"], "--nodes 5"),
+        (["--params", "1e6", "--nodes", "1"], "without --offload or --param-offload"),
         (["--params", "7e9", "--world", "2", "--rank", "2"], "--rank 2"),
         (["--params", "7e9", "--bucket-cap-mb", "inf"], "--bucket-cap-mb inf"),
         (["--model", "llama-3-8b", "--world", "8", "--stage", "3", "--units", "Foo"], "--units Foo"),
@@ -467,6 +468,15 @@ def test_more_parameters_than_are_planned(capsys, parameters):
         main(["plan", "--params", parameters])
     said = capsys.readouterr().err
     assert "--params" in said and parameters in said and "at most 1e+15" in said
+
+
+@pytest.mark.parametrize("size", ["11TB", "10.001TB", "1000000TB", "9" * 400 + "GB"])
+def test_more_memory_than_is_planned(capsys, size):
+    """The larger the memory, the larger are the models that are tried for it, and the longer that takes."""
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "gpt2", "--gpu-memory", size])
+    said = capsys.readouterr().err
+    assert "--gpu-memory" in said and size in said and "at most 10TB" in said
 
 
 def test_the_most_parameters_take_few_plans(monkeypatch):

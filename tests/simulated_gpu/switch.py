@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,10 @@ if _chosen is not None and _chosen.kind == "streams" and _RANK in os.environ:
     device.load()
 
 
+BATCH = 1024
+"""Elements that one call updates: some two of the programs' buckets, so that updates and gathers take turns."""
+
+
 @contextmanager
 def starting_a_rank(simulated: str) -> Iterator[None]:
     """A process that is started within it is a rank of this simulation. It imports this module before torch."""
@@ -77,8 +82,10 @@ def running(rank: int) -> Iterator[list[Entry]]:
         yield issued
         return
     from zero_optim.comm import transport
+    from zero_optim.step import batches
 
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(batches, "ON_A_GPU", BATCH))
         simulated = _transport(_chosen, rank)
         stack.enter_context(simulated.watching())
         stack.enter_context(transport.use(simulated))

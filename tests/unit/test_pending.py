@@ -117,15 +117,15 @@ class ToldOnce:
 
 def test_a_rank_that_gave_up_is_heard_before_its_closed_connection(monkeypatch):
     """It writes why, raises and leaves: the connection may close before this rank has looked again."""
-    standing = ToldOnce()
+    standstill = ToldOnce()
     monkeypatch.setattr(collectives.dist, "is_initialized", lambda: True)
     comm = SimpleNamespace(own_group=object(), ranks=[0, 1], out_of_step=False)
-    comm.standing = lambda: standing
+    comm.standstill = lambda: standstill
     comm.given_up = lambda: Comm.given_up(comm)
     pending = Pending(Issued(Works([FakeWork("failed")])), Traffic("all_reduce"), comm=comm)
     with pytest.raises(RankMismatchError, match="the ranks wait for each other"):
         pending.wait()
-    assert standing.told is None and comm.out_of_step
+    assert standstill.told is None and comm.out_of_step
 
 
 class Unasked(FakeWork):

@@ -7,8 +7,9 @@ than those of the branch that was left::
     step                4 ----- 8       |       |
                         `-------------- 6 ----- 7      the newest is 7. It came from 6, that from 4; 8 was left
 
-So the index says the how-many-th save into its folder it is, and after which other. No clock is asked. Checkpoints of
-earlier versions say neither: they come first, by their steps.
+So each index has a number, which is one more than the highest in its folder when it was saved. It also names the
+checkpoint that the training went on from. No clock is asked. Checkpoints of earlier versions have neither: they count
+as saved before all that do, in the order of their steps.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Place = tuple[int, int]
 class Lineage:
     """
     Attributes:
-        number: of saves into the folder, this one counted; 0: not known.
-        after: the place of the checkpoint that the training went on from; None: not known, it is the one before.
+        number: one more than the highest in the folder when it was saved; 0: not known.
+        after: the place of the checkpoint that the training went on from; None: not known, and the one before counts.
     """
 
     number: int = 0

@@ -1,7 +1,7 @@
 """``load``: every rank reads the index, finds what of each file it needs, and reads that.
 
-Which ranks saved, and at which stage, does not matter: what this rank holds of a tensor is a flat range, and so are the
-pieces; what is read is where they meet::
+It does not matter how many ranks saved, nor at which stage. What this rank holds of a tensor is a flat range of it. So
+is what a file has of the tensor. What the two have in common is read::
 
     saved by 3 ranks   |----- rank-0 -----|----- rank-1 -----|----- rank-2 -----|
     needed on rank 1                 |-------- of 2 ranks ---------|
@@ -72,7 +72,7 @@ def load(
 
     Args:
         path: a checkpoint, or the folder of several: then the newest whole one, which is the one that was saved last.
-            That one is damaged is said in a warning, and the one that it came from is taken.
+            Where that is damaged, a warning says so, and the one that it came from is loaded in its place.
         model: sharded or not.
         opt: as it was given to ``save``: a ``ShardedAdamW``, one of torch's, or several; None: the model alone.
         scaler, scheduler, data: whose ``load_state_dict`` gets what was saved of them.
@@ -81,8 +81,9 @@ def load(
 
     Raises, on every rank: CheckpointError where there is no whole checkpoint; StateMismatchError, naming what does not
     fit, such as a scheduler that refuses its state. Then model and optimizer are as they were: all that is going
-    to be loaded is read, and checked, before the first tensor is written. (A disk that has given it then may still
-    refuse it a second time. This is said, and then they are a mixture: load another checkpoint, or make them anew.)
+    to be loaded is read, and checked, before the first tensor is written. There is one exception: a disk may refuse
+    the second time what it has given the first time. The error says so. Then they are a mixture: load another
+    checkpoint, or make them anew.
     """
     wait()
     subject = make_subject(model, opt, _WHERE)

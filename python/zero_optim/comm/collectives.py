@@ -128,12 +128,12 @@ class Pending:
         if comm is None or group is None:
             self._work.wait()
             return
-        standing = comm.standing()
+        watcher = comm.standstill()
         while not self.arrives_within(standstill.SECONDS):
             what = f"{self._kind} of {comm.label if self.of is None else f'{self.of} of {comm.label}'}"
-            standing.look(Wait(comm.owner, comm.rounds, what, self._number, self._given))
+            watcher.look(Wait(comm.owner, comm.rounds, what, self._number, self._given))
         self._work.wait()  # raises where it has failed: then what another rank has written of this wait is read first
-        standing.ended()
+        watcher.ended()
 
 
 class Comm:
@@ -212,7 +212,7 @@ class Comm:
             raise ClosedError("the process group was destroyed: close the optimizer before, or make a new one")
         return group
 
-    def standing(self) -> Standstill:
+    def standstill(self) -> Standstill:
         """What this thread writes while it waits here. A thread beside the first one looks at its own optimizer alone:
         what other threads wait for says nothing of it."""
         return standstill_of(self.whole.ranks, self.owner if user_thread.is_beside() else "")
@@ -221,9 +221,9 @@ class Comm:
         """Why another rank does not wait any more, where it has found that ranks wait for each other in vain."""
         if not dist.is_initialized():
             return None
-        standing = self.standing()
-        verdict = standing.verdict()
-        standing.ended()
+        watcher = self.standstill()
+        verdict = watcher.verdict()
+        watcher.ended()
         return verdict
 
     def check_alone(self) -> None:

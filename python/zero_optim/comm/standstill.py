@@ -143,8 +143,11 @@ def standstill_of(ranks: Sequence[int], owner: str = "") -> Standstill:
 
 
 def _differ(waits: Sequence[Wait]) -> bool:
-    """Whether some of those of one owner take the same collective for different ones. Where they wait for different
-    ones, the first of these is on its way."""
+    """Whether ranks that have issued equally many collectives wait in different ones. ``waits`` are of one owner.
+
+    Ranks that have issued different numbers of them do not differ: those that have issued more have issued the earlier
+    one, too, so that it is on its way.
+    """
     own = {(wait.number, wait.what) for wait in waits if not wait.agreeing}
     return len({number for number, _ in own}) < len(own)
 

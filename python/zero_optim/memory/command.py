@@ -21,7 +21,7 @@ from ..stores.offload import Offload, Tier, read_nbytes, read_offload
 from ..train.config import DTYPES, UsageError
 from .activations import Batch
 from .decoders import KNOWN, gpt_of
-from .fit import MOST_PARAMETERS, largest_model, smallest_stage
+from .fit import MOST_MEMORY, MOST_PARAMETERS, largest_model, smallest_stage
 from .plan import Job, Plan, plan
 from .shapes import ModelShapes, of_decoder, of_module, usual_units
 from .table import advice, figure, memory_lines, row, said_smallest, unit_of
@@ -69,7 +69,9 @@ def run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     _check_stages(parsed, stages)
     plans = [_plan(model, _job(parsed, stage)) for stage in stages]
     if parsed.nodes is not None and not any(made.host or made.disk for made in plans):
-        raise UsageError("--nodes: says what a machine takes of host memory and disk: nothing, without --offload")
+        raise UsageError(
+            "--nodes: says what a machine takes of host memory and disk: nothing, without --offload or --param-offload"
+        )
     largest = [largest_model(made.job, dtype, parsed.gpu_memory) for made in plans]
     if parsed.json:
         described = zip(plans, largest, strict=True)
@@ -107,6 +109,8 @@ def _size(text: str) -> int:
     nbytes = read_nbytes(text)
     if not nbytes:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 80GB or 40GiB")
+    if nbytes > MOST_MEMORY:
+        raise argparse.ArgumentTypeError(f"{text!r} is too much to be planned: at most {MOST_MEMORY // 10**12}TB")
     return nbytes
 
 

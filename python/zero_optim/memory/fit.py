@@ -17,6 +17,9 @@ BUCKET_MB = (None, 16, 8, 4, 2, 1)
 
 _MOST_TIMES = 64  # ranks are added up to so many times as many
 _FEWEST, MOST_PARAMETERS = 10**6, 10**15
+MOST_MEMORY = 10**13
+"""Bytes on a device. For more of them ``largest_model`` would try models of so many buckets that it takes very long."""
+
 _STORES = (Tier.PAGED, Tier.CPU)
 
 

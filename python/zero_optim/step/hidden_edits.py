@@ -1,4 +1,4 @@
-"""Edits of 16-bit parameters that no version counter shows, such as ``p.data.clamp_(-c, c)``: a look at a part of them.
+"""Edits of 16-bit parameters that no version counter shows, such as ``p.data.clamp_(-c, c)``: a look at a window.
 
 A parameter is its fp32 master, rounded. The update reads the master alone, so an edit that nobody notices is
 overwritten. To compare all of them in every step takes longer than the update. So a *window* of them is compared: what
@@ -145,6 +145,7 @@ class HiddenEdits:
 
     @property
     def _idle(self) -> bool:
+        """Whether nothing is looked for: all is compared anyway, there is nothing to watch, or the step is recorded."""
         return self.found or not self._windows or is_capturing(self._sharding.device)
 
     def keep(self, shard: ShardState) -> None:

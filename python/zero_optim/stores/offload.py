@@ -7,6 +7,7 @@ import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
 from ..params.layout import round_up
@@ -96,7 +97,7 @@ def read_nbytes(text: str) -> int | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kKMGT]?)(i?)B?", text.strip())
     if match is None or (match[3] and not match[2]):
         return None
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+    return int(Decimal(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
 
 
 def resident(pages: Sequence[int], budget: int) -> list[bool]:

@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--data", str, "a file or a folder of text (the Python standard library of this interpreter)")
     flag("--out", str, "run directory: report.html, log.jsonl, loss.png, sample.txt, checkpoint/ (runs/<date>)")
     flag("--save-every", int, "steps between checkpoints; 0: at the end alone (0)")
-    flag("--keep-last", int, "of the checkpoints keep so many, the newest; 0: all (0)")
+    flag("--keep-last", int, "keep so many checkpoints: the newest and those that it came from; 0: all (0)")
     parser.add_argument(
         "--no-checkpoint", dest="checkpoint", action="store_const", const=False, help="save none, not at the end either"
     )

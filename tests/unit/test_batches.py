@@ -1,0 +1,128 @@
+"""Which shards one call updates: neighbours that are alike, up to so many elements; and what an update leaves that fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zero_optim.rules.adamw import AdamW
+from zero_optim.step import batches
+from zero_optim.step.batches import Batch, batches_of
+
+MOST = {"cpu": batches.ON_A_PROCESSOR, "cuda": batches.ON_A_GPU}
+
+
+@dataclass
+class Shard:
+    """As much of a ``ShardState`` as a batch asks for."""
+
+    numel: int
+    dtypes: str = "bf16"
+    device: torch.device = torch.device("cpu")
+    fails: str = ""
+    done: list[str] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> list[int]:
+        return [self.numel]
+
+    def is_updated_like(self, other: Shard) -> bool:
+        return self.dtypes == other.dtypes
+
+    def begin_update(self, by: Any) -> Any:
+        self.done.append("begin")
+        if self.fails == "begin":
+            raise OSError
+        return None if self.fails == "made already" else self
+
+    def end_update(self) -> None:
+        self.done.append("end")
+
+    def give_up_update(self) -> None:
+        self.done.append("give up")
+
+
+class Rule:
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.updated = fails, []
+
+    def prepared(self) -> Rule:
+        return self
+
+    def update(self, shards: list[Shard]) -> None:
+        self.updated.append(list(shards))
+        if self.fails:
+            raise OSError
+
+
+def sizes_of(shards: list[Shard]) -> list[list[int]]:
+    return [[shard.numel for shard in batch.shards] for batch in batches_of(shards, Rule())]
+
+
+@pytest.mark.parametrize("device", MOST)
+def test_neighbours_are_together_up_to_so_many_elements(device):
+    half = MOST[device] // 2
+    sizes = [half, half, half, 1, half, 2 * half, 0, 2 * half + 1, 5, 5]
+    shards = [Shard(size, device=torch.device(device)) for size in sizes]
+    assert sizes_of(shards) == [[half, half], [half, 1], [half], [2 * half, 0], [2 * half + 1], [5, 5]]
+    assert sizes_of([]) == []
+
+
+def test_other_dtypes_are_apart_and_the_order_stays():
+    shards = [Shard(size, dtypes) for size, dtypes in ((1, "bf16"), (2, "bf16"), (3, "fp32"), (4, "bf16"), (5, "bf16"))]
+    assert sizes_of(shards) == [[1, 2], [3], [4, 5]]
+
+
+def test_what_was_updated_already_is_left_out():
+    rule, shards = Rule(), [Shard(1), Shard(2, fails="made already"), Shard(3)]
+    Batch(shards, rule).update(None)
+    assert rule.updated == [[shards[0], shards[2]]]
+    assert [shard.done for shard in shards] == [["begin", "end"], ["begin"], ["begin", "end"]]
+    rule = Rule()
+    Batch(shards[1:2], rule).update(None)
+    assert rule.updated == []
+
+
+def test_an_update_that_fails_leaves_no_page_fetched():
+    shards = [Shard(1), Shard(2, fails="begin"), Shard(3)]
+    with pytest.raises(OSError):
+        Batch(shards, Rule()).update(None)
+    assert [shard.done for shard in shards] == [["begin", "give up"], ["begin"], []]
+    shards = [Shard(1), Shard(2)]
+    with pytest.raises(OSError):
+        Batch(shards, Rule(fails=True)).update(None)
+    assert [shard.done for shard in shards] == [["begin", "give up"]] * 2
+    assert Batch(shards, Rule()).parameters == [1, 2]
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 6, (torch.bfloat16, torch.float32) * 3, (torch.float32,) * 6])
+def test_batches_and_single_shards_give_the_same_bits(dtypes, monkeypatch):
+    """Buckets of fp32 and of bf16; parameters of both take part in one step, and one is not used."""
+    import zero_optim
+
+    def trained(most: int) -> list[torch.Tensor]:
+        monkeypatch.setattr(batches, "ON_A_PROCESSOR", most)
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(300 + 130 * i).to(dtype)) for i, dtype in enumerate(dtypes)]
+        opt = zero_optim.ShardedAdamW(parameters, lr=1e-2, bucket_cap_mb=0.001, max_grad_norm=0.5)
+        together = {len(batch.shards) for batch in opt.engine.states._batches}
+        assert together == {1} if most == 0 else max(together) > 1 or len(set(dtypes)) > 1
+        for step in range(3):
+            for i, parameter in enumerate(parameters):
+                parameter.grad = None if i == 1 and step == 1 else torch.randn_like(parameter)
+            opt.step()
+        tensors = [p.detach() for p in parameters]
+        state = opt.state_dict()["state"]
+        tensors += [value for entry in state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+        opt.close()
+        return tensors
+
+    for one, other in zip(trained(0), trained(2**16), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_prepared_rule_updates_as_the_rule():
+    assert AdamW(decoupled=False).prepared() == AdamW(decoupled=False)
