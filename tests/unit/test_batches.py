@@ -1,4 +1,4 @@
-"""Which shards one call updates: neighbours that are alike, up to so many elements; and what an update leaves that fails."""
+"""Which shards one call updates: neighbours that are alike, up to so many elements; what is left of one that fails."""
 
 from __future__ import annotations
 
