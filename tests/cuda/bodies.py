@@ -19,7 +19,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/kernels")]
 
-from cases import FLOATS, at_offset, awkward, same_bits  # noqa: E402
+from cases import FLOATS, at_offset, awkward, dominated, same_bits  # noqa: E402
 
 from zero_kernels import HYPER_COLUMNS, ROW, hyper_table, reference  # noqa: E402
 
@@ -196,24 +196,25 @@ def partials_of_many_blocks(body) -> int:
     """Given partials in place of shards with gigabytes. A shard with more than 16 rows of 1024 partials is large."""
     few, large = [5, 0, 1025, 16 * 1024], [0, 16 * 1024 + 1, 3, 0, 16 * 1024, 65 * 1024 + 7, 17 * 1024, 1, 0]
     ran = 0
-    for sizes, values, norm in itertools.product((few, large), ("tame", "wild", "huge"), (1.0, 2.0, math.inf)):
+    for sizes, values, norm in itertools.product((few, large), ("finite", "wild", "huge"), (1.0, 2.0, math.inf)):
         demand(same_bits(*both_combined(body, sizes, values, norm)), sizes, values, norm)
         ran += 1
     # The last shard has launches of its own, without a large one. They find the scratch as the first left it.
     sizes = [1] * 500 + [17 * 1024] + [2] * 523 + [1]
-    out, expected = both_combined(body, sizes, "tame", 2.0)
+    out, expected = both_combined(body, sizes, "finite", 2.0)
     demand(same_bits(out[:1024], expected[:1024]), "a large shard among small ones")
     return ran + 1
 
 
 def both_combined(body, sizes: list[int], values: str, norm: float) -> tuple[Tensor, Tensor]:
     """From as many partials as `sizes` has for each shard. Where those are finite, no count is written."""
-    partials = fresh(sum(sizes), torch.float32, 11).abs()
-    if values == "tame":
-        partials = torch.nan_to_num(partials, 0.1, 0.2).clamp(max=9)
-    elif values == "huge":  # finite, with sums that are not
-        partials.fill_(1e38)
-    nonfinite = (torch.arange(sum(sizes)) % 8192 + 1).to(torch.int32)
+    numel = sum(sizes)
+    partials = {
+        "finite": lambda: dominated(numel, 11),
+        "wild": lambda: fresh(numel, torch.float32, 11).abs(),
+        "huge": lambda: torch.full((numel,), 1e38),  # finite, with sums that are not
+    }[values]()
+    nonfinite = (torch.arange(numel) % 8192 + 1).to(torch.int32)
     expected = torch.stack(
         [combined(*of_shard, norm) for of_shard in zip(partials.split(sizes), nonfinite.split(sizes), strict=True)]
     )
@@ -221,7 +222,7 @@ def both_combined(body, sizes: list[int], values: str, norm: float) -> tuple[Ten
     numels = [max(0, 8192 * size - 5) for size in sizes]
     launches = call_stats(body, None, numels, norm, partials, nonfinite, out)
     lots = [sizes[i : i + 1024] for i in range(0, len(sizes), 1024)]
-    demand(launches == sum(2 + (max(lot) > 16 * 1024) for lot in lots), "launches", launches, sizes)
+    demand(launches == sum(2 + (max(lot) > 16 * 1024) for lot in lots), "launches", launches, len(sizes))
     return out, expected
 
 
