@@ -210,7 +210,7 @@ ZK_HOST_DEVICE inline int64_t sum_counts(const StatsArgs& args, float sum, int64
 // Adds the rows of a large shard's partials into the first row, some lanes a block. No other thread reads or writes the
 // lane of a thread. A running sum starts from +0, so the first row added to +0 once more stays as it is.
 template <class Norm>
-ZK_HOST_DEVICE inline void stats_rows(const StatsArgs& args, int64_t block, int thread) {
+ZK_HOST_DEVICE inline void stats_large(const StatsArgs& args, int64_t block, int thread) {
   const Shard& shard = args.shards[args.large[block / kBlocksOfLarge]];
   int64_t at = shard.first_block + block % kBlocksOfLarge * kLanesOfBlock + thread;
   int64_t end = shard.first_block + partials_of(shard);
@@ -291,8 +291,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) stats_kernel(const __g
 // One block on a multiprocessor will do. Where that is not said, sm_100's compiler holds a thread to 32 registers, and
 // its loads wait for each other.
 template <class Norm>
-__global__ void __launch_bounds__(kLanesOfBlock, 1) stats_rows_kernel(const __grid_constant__ StatsArgs args) {
-  stats_rows<Norm>(args, blockIdx.x, threadIdx.x);
+__global__ void __launch_bounds__(kLanesOfBlock, 1) stats_large_kernel(const __grid_constant__ StatsArgs args) {
+  stats_large<Norm>(args, blockIdx.x, threadIdx.x);
 }
 
 template <class Norm>
@@ -324,7 +324,7 @@ Tensor grad_stats(const std::vector<Tensor>& tensors, double norm_type) {
   launch(shards, dtypes, norm_type, args, [&](auto norm, const StatsArgs& args) {
     using Norm = typename decltype(norm)::type;
     on_gpu(stats_kernel<Norm>, args.blocks, kThreads, args);
-    on_gpu(stats_rows_kernel<Norm>, int64_t(args.large_count) * kBlocksOfLarge, kLanesOfBlock, args);
+    on_gpu(stats_large_kernel<Norm>, int64_t(args.large_count) * kBlocksOfLarge, kLanesOfBlock, args);
     on_gpu(stats_combine_kernel<Norm>, args.count, kThreads, args);
   });
   return out;

@@ -190,7 +190,9 @@ def _combine(
     if large:
         indices = upload(torch.tensor(large, dtype=torch.int64, device="cpu"), out.device)
         grid = (len(large), STATS_LANES // LARGE_LANES)
-        _large_kernel[grid](table, indices, partials, bad_counts, NORM=norm, num_warps=1, **EXACT)
+        # ptxas keeps a program to 64 registers where none are promised, and then waits for the first loads before the last.
+        options = {"num_warps": 1, "maxnreg": 255, **EXACT}
+        _large_kernel[grid](table, indices, partials, bad_counts, NORM=norm, **options)
     _shard_kernel[(len(rows) - 1,)](table, partials, bad_counts, out, NORM=norm, num_warps=WARPS, **EXACT)
 
 

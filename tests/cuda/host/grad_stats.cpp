@@ -38,7 +38,7 @@ extern "C" int grad_stats(
     if (data)
       for (int64_t block = args.blocks - 1; block >= 0; --block) stats_block<Norm>(args, block, acc, EachOfBlock());
     for (int block = args.large_count * kBlocksOfLarge - 1; block >= 0; --block)
-      for (int thread = 0; thread < kLanesOfBlock; ++thread) stats_rows<Norm>(args, block, thread);
+      for (int thread = 0; thread < kLanesOfBlock; ++thread) stats_large<Norm>(args, block, thread);
     for (int shard = 0; shard < args.count; ++shard) stats_combine<Norm>(args, shard, acc, counts, EachOfBlock());
   });
   return launches;
