@@ -228,7 +228,7 @@ def test_registers_leave_room_for_many_warps(arch: int, name: str) -> None:
     slow = name in ("adam_step-ragged", "adam_step-misaligned")
     most = 128 if slow else bounds[name.partition("-")[0]]
     for launch in launches(arch, name):
-        if launch.kernel != "_shard_kernel":  # a program a shard: an SM has one, if any
+        if launch.kernel not in ("_large_kernel", "_shard_kernel"):  # few programs: an SM has one, if any
             assert launch.resources["REG"] <= most, launch.kernel
 
 

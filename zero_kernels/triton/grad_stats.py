@@ -122,7 +122,7 @@ def _block_kernel(
 
 @triton.jit
 def _add_partials(partials, bad_counts, begin, end, lane, ROWS: tl.constexpr, NORM: tl.constexpr):
-    """Sum or largest, and count, of each lane: of the partials begin + lane, begin + 1024 + lane and so on up to end."""
+    """Sum or largest, and count, of each lane: of the partials begin + lane, begin + 1024 + lane and so on to end."""
     total = tl.zeros(lane.shape, partials.dtype.element_ty)
     bad = tl.zeros(lane.shape, tl.int64)
     while begin < end:
@@ -190,7 +190,7 @@ def _combine(
     if large:
         indices = upload(torch.tensor(large, dtype=torch.int64, device="cpu"), out.device)
         grid = (len(large), STATS_LANES // LARGE_LANES)
-        # ptxas keeps a program to 64 registers where none are promised, and then waits for the first loads before the last.
+        # Else ptxas was seen to keep it to 64 registers, and to wait for the first loads before it asked for the last.
         options = {"num_warps": 1, "maxnreg": 255, **EXACT}
         _large_kernel[grid](table, indices, partials, bad_counts, NORM=norm, **options)
     _shard_kernel[(len(rows) - 1,)](table, partials, bad_counts, out, NORM=norm, num_warps=WARPS, **EXACT)
