@@ -1,10 +1,12 @@
 // grad_stats on CUDA, for any number of shards in two launches: a block of threads makes the partial of each block of
-// elements, then one block adds the partials of each shard. The order of additions is that of docs/ops.md.
+// elements, then one block adds the partials of each shard. Where a shard has many partials, a launch between the two
+// has many blocks add them to one row. The order of additions is that of docs/ops.md.
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
 #include "chunk.h"
+#include "shard_of_block.h"
 
 #if defined(__CUDACC__)
 #include "launch.h"
@@ -28,13 +30,22 @@ struct Shard {
 };
 constexpr int kShards = 1024;  // of a launch: their table is among its arguments, which may be 32764 bytes
 
+// Row k of a shard's partials has a term for each running sum, as a row of elements has. One block has kDepth rows on
+// their way at a time. With many rows it waits long, while a launch more shares the lanes out among many blocks.
+constexpr int64_t kLarge = 2 * kDepth * kStatsLanes;  // partials; a shard that has more of them is large
+constexpr int kLanesOfBlock = 32;                     // of a large shard; a thread each, which makes 128 bytes of a row
+constexpr int kBlocksOfLarge = kStatsLanes / kLanesOfBlock;
+constexpr int kRowsOfLarge = 32;  // a thread's loads under way; of 64 the compiler holds some back for the first sums
+
 struct StatsArgs {
   float* partials;     // [blocks]
   int32_t* nonfinite;  // [blocks]; written where the partial is not finite, and else undefined
   float* out;          // [count, 2]: norm term, count of non-finite values
   int64_t blocks;
-  int count;  // of shards
+  int count;        // of shards
+  int large_count;  // of large ones
   DType dtypes[kShards];
+  int16_t large[kShards];  // indices of the large ones
   Shard shards[kShards];
 };
 static_assert(sizeof(StatsArgs) <= 32764);
@@ -64,20 +75,6 @@ ZK_HOST_DEVICE inline void fold(float* acc, Each each) {
     each([&](int thread) {
       for (int j = thread; j < h; j += kThreads) acc[j] = Norm::join(acc[j], acc[j + h]);
     });
-}
-
-// Index of the shard that a block of the launch belongs to: the last that begins at or before it. (Empty ones, which
-// begin where the next does, come before that.)
-ZK_HOST_DEVICE inline int find_shard(const StatsArgs& args, int64_t block) {
-  int low = 0, high = args.count;
-  while (high - low > 1) {
-    int middle = (low + high) / 2;
-    if (args.shards[middle].first_block <= block)
-      low = middle;
-    else
-      high = middle;
-  }
-  return low;
 }
 
 // A block of elements of one shard. What lies beyond the shard's end is +0.
@@ -155,7 +152,7 @@ ZK_HOST_DEVICE inline void stats_of(
 
 template <class Norm, class Each>
 ZK_HOST_DEVICE inline void stats_block(const StatsArgs& args, int64_t block, float* acc, Each each) {
-  int shard = find_shard(args, block);
+  int shard = shard_of_block(block, args.count, [&](int i) { return args.shards[i].first_block; });
   switch (args.dtypes[shard]) {
     case DType::kHalf:
       return stats_of<Norm>(args, Block<Half>(args.shards[shard], block), block, acc, each);
@@ -166,34 +163,65 @@ ZK_HOST_DEVICE inline void stats_block(const StatsArgs& args, int64_t block, flo
   }
 }
 
-// Adds the partials of a shard's blocks. Several rows of lanes are under way at a time: this is one block's work, and
-// would else wait for the memory as often as there are rows. acc: [kStatsLanes], counts: [kThreads].
+ZK_HOST_DEVICE inline int64_t partials_of(const Shard& shard) { return ceil_div(shard.numel, kStatsBlock); }
+
+// Adds partials to the running sums of a thread: kN lanes, kThreads apart, of which the first has the partials `at`,
+// at + kStatsLanes and so on, before `end`. kRows rows are under way at a time: a thread would else wait for the memory
+// as often as there are rows.
+template <class Norm, int kRows, int kN>
+ZK_HOST_DEVICE inline void add_partials(const float* partials, int64_t at, int64_t end, float (&sum)[kN]) {
+  for (; at < end; at += kRows * kStatsLanes) {
+    float x[kRows][kN];
+    ZK_UNROLL
+    for (int k = 0; k < kRows; ++k)
+      for (int j = 0; j < kN; ++j) {
+        int64_t i = at + k * kStatsLanes + j * kThreads;
+        x[k][j] = i < end ? partials[i] : 0.0f;
+      }
+    ZK_UNROLL
+    for (int k = 0; k < kRows; ++k)
+      for (int j = 0; j < kN; ++j) sum[j] = Norm::join(sum[j], x[k][j]);
+  }
+}
+
+// The non-finite values behind the partials `at`, at + step and so on, of which `sum` is the sum. As with a block of
+// elements, there are none where it is finite.
+ZK_HOST_DEVICE inline int64_t sum_counts(const StatsArgs& args, float sum, int64_t at, int64_t end, int64_t step) {
+  int64_t count = 0;
+  if (is_nonfinite(sum))
+    for (; at < end; at += step)
+      if (is_nonfinite(args.partials[at])) count += args.nonfinite[at];
+  return count;
+}
+
+// Adds the rows of a large shard's partials into the first row, some lanes a block. No other thread reads or writes the
+// lane of a thread. A running sum starts from +0, so the first row added to +0 once more stays as it is.
+template <class Norm>
+ZK_HOST_DEVICE inline void stats_large(const StatsArgs& args, int64_t block, int thread) {
+  const Shard& shard = args.shards[args.large[block / kBlocksOfLarge]];
+  int64_t at = shard.first_block + block % kBlocksOfLarge * kLanesOfBlock + thread;
+  int64_t end = shard.first_block + partials_of(shard);
+  float sum[1] = {};
+  add_partials<Norm, kRowsOfLarge>(args.partials, at, end, sum);
+  int32_t count = int32_t(sum_counts(args, sum[0], at, end, kStatsLanes));
+  args.partials[at] = sum[0];
+  if (is_nonfinite(sum[0])) args.nonfinite[at] = count;
+}
+
+// Adds the partials of a shard's blocks; of a large shard those of the first row, which has become the sum of all.
+// acc: [kStatsLanes], counts: [kThreads].
 template <class Norm, class Each>
 ZK_HOST_DEVICE inline void stats_combine(const StatsArgs& args, int shard, float* acc, int64_t* counts, Each each) {
   int64_t begin = args.shards[shard].first_block;
-  int64_t end = begin + ceil_div(args.shards[shard].numel, kStatsBlock);
+  int64_t partials = partials_of(args.shards[shard]);
+  int64_t end = begin + (partials > kLarge ? kStatsLanes : partials);
   each([&](int thread) {
     float sum[kLanes] = {};
-    int64_t count = 0;
-    for (int64_t first = begin + thread; first < end; first += kDepth * kStatsLanes) {
-      float x[kDepth][kLanes];
-      ZK_UNROLL
-      for (int k = 0; k < kDepth; ++k)
-        for (int j = 0; j < kLanes; ++j) {
-          int64_t i = first + k * kStatsLanes + j * kThreads;
-          x[k][j] = i < end ? args.partials[i] : 0.0f;
-        }
-      ZK_UNROLL
-      for (int k = 0; k < kDepth; ++k)
-        for (int j = 0; j < kLanes; ++j) {
-          sum[j] = Norm::join(sum[j], x[k][j]);
-          if (is_nonfinite(x[k][j])) count += args.nonfinite[first + k * kStatsLanes + j * kThreads];
-        }
-    }
+    add_partials<Norm, kDepth>(args.partials, begin + thread, end, sum);
     for (int j = 0; j < kLanes; ++j) acc[thread + j * kThreads] = sum[j];
-    counts[thread] = count;
   });
   fold<Norm>(acc, each);
+  each([&](int thread) { counts[thread] = sum_counts(args, acc[0], begin + thread, end, kThreads); });
   each([&](int thread) {
     if (thread != 0) return;
     int64_t count = 0;
@@ -205,18 +233,21 @@ ZK_HOST_DEVICE inline void stats_combine(const StatsArgs& args, int shard, float
 
 // ---- launcher -----------------------------------------------------------------------------------------------------
 
-// Calls run(Type<Norm>, args) for each pair of launches that it takes. All launches use the same scratch, one after
-// the other: `blocks` of it are enough.
+// Calls run(Type<Norm>, args) for each kShards shards, for their two or three launches. All launches use the same
+// scratch, one after the other: `blocks` of it are enough.
 template <class Run>
 void launch(
     const std::vector<Shard>& shards, const std::vector<DType>& dtypes, double norm_type, StatsArgs args, Run run) {
   for (size_t from = 0; from < shards.size(); from += kShards) {
     args.count = int(std::min<size_t>(kShards, shards.size() - from));
     args.blocks = 0;
+    args.large_count = 0;
     for (int i = 0; i < args.count; ++i) {
       args.dtypes[i] = dtypes[from + i];
       args.shards[i] = {shards[from + i].data, shards[from + i].numel, args.blocks};
-      args.blocks += ceil_div(shards[from + i].numel, kStatsBlock);
+      int64_t partials = partials_of(args.shards[i]);
+      if (partials > kLarge) args.large[args.large_count++] = int16_t(i);
+      args.blocks += partials;
     }
     if (std::isinf(norm_type))
       run(Type<Largest>(), args);
@@ -244,8 +275,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) stats_kernel(const __g
   stats_block<Norm>(args, blockIdx.x, acc, EachThread());
 }
 
+// One block on a multiprocessor will do. Where that is not said, sm_100's compiler holds a thread to 32 registers, and
+// its loads wait for each other.
 template <class Norm>
-__global__ void __launch_bounds__(kThreads) stats_combine_kernel(const __grid_constant__ StatsArgs args) {
+__global__ void __launch_bounds__(kLanesOfBlock, 1) stats_large_kernel(const __grid_constant__ StatsArgs args) {
+  stats_large<Norm>(args, blockIdx.x, threadIdx.x);
+}
+
+template <class Norm>
+__global__ void __launch_bounds__(kThreads, 1) stats_combine_kernel(const __grid_constant__ StatsArgs args) {
   __shared__ float acc[kStatsLanes];
   __shared__ int64_t counts[kThreads];
   stats_combine<Norm>(args, blockIdx.x, acc, counts, EachThread());
@@ -273,6 +311,7 @@ Tensor grad_stats(const std::vector<Tensor>& tensors, double norm_type) {
   launch(shards, dtypes, norm_type, args, [&](auto norm, const StatsArgs& args) {
     using Norm = typename decltype(norm)::type;
     on_gpu(stats_kernel<Norm>, args.blocks, kThreads, args);
+    on_gpu(stats_large_kernel<Norm>, int64_t(args.large_count) * kBlocksOfLarge, kLanesOfBlock, args);
     on_gpu(stats_combine_kernel<Norm>, args.count, kThreads, args);
   });
   return out;

@@ -19,7 +19,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/kernels")]
 
-from cases import FLOATS, at_offset, awkward, same_bits  # noqa: E402
+from cases import FLOATS, at_offset, awkward, dominated, same_bits  # noqa: E402
 
 from zero_kernels import HYPER_COLUMNS, ROW, hyper_table, reference  # noqa: E402
 
@@ -227,7 +227,48 @@ def grad_stats(folder: Path) -> int:
         for norm in (1.0, 2.0, math.inf):
             demand(same_bits(*both_stats(body, shards, norm)), len(shards), norm)
             ran += 1
-    return ran
+    return ran + partials_of_many_blocks(body)
+
+
+def partials_of_many_blocks(body) -> int:
+    """Given partials in place of shards with gigabytes. A shard with more than 16 rows of 1024 partials is large."""
+    few, large = [5, 0, 1025, 16 * 1024], [0, 16 * 1024 + 1, 3, 0, 16 * 1024, 65 * 1024 + 7, 17 * 1024, 1, 0]
+    ran = 0
+    for sizes, values, norm in itertools.product((few, large), ("finite", "wild", "huge"), (1.0, 2.0, math.inf)):
+        demand(same_bits(*both_combined(body, sizes, values, norm)), sizes, values, norm)
+        ran += 1
+    # The last shard has launches of its own, without a large one. They find the scratch as the first left it.
+    sizes = [1] * 500 + [17 * 1024] + [2] * 523 + [1]
+    out, expected = both_combined(body, sizes, "finite", 2.0)
+    demand(same_bits(out[:1024], expected[:1024]), "a large shard among small ones")
+    return ran + 1
+
+
+def both_combined(body, sizes: list[int], values: str, norm: float) -> tuple[Tensor, Tensor]:
+    """From as many partials as `sizes` has for each shard. Where those are finite, no count is written."""
+    numel = sum(sizes)
+    partials = {
+        "finite": lambda: dominated(numel, 11),
+        "wild": lambda: fresh(numel, torch.float32, 11).abs(),
+        "huge": lambda: torch.full((numel,), 1e38),  # finite, with sums that are not
+    }[values]()
+    nonfinite = (torch.arange(numel) % 8192 + 1).to(torch.int32)
+    expected = torch.stack(
+        [combined(*of_shard, norm) for of_shard in zip(partials.split(sizes), nonfinite.split(sizes), strict=True)]
+    )
+    out = torch.full((len(sizes), 2), math.nan)
+    numels = [max(0, 8192 * size - 5) for size in sizes]
+    launches = call_stats(body, None, numels, norm, partials, nonfinite, out)
+    lots = [sizes[i : i + 1024] for i in range(0, len(sizes), 1024)]
+    demand(launches == sum(2 + (max(lot) > 16 * 1024) for lot in lots), "launches", launches, len(sizes))
+    return out, expected
+
+
+def combined(partials: Tensor, nonfinite: Tensor, norm: float) -> Tensor:
+    """[2]: the sum or the largest of a shard's partials, and what they count."""
+    rows = torch.nn.functional.pad(partials, (0, -len(partials) % 1024)).view(1, -1, 1024)
+    total = reference._max_abs(partials) if norm == math.inf else reference._fold(rows)[0]
+    return torch.stack([total, nonfinite[~partials.isfinite()].sum().float()])
 
 
 def stats_body(folder: Path):
@@ -245,10 +286,12 @@ def both_stats(body, shards: list[Tensor], norm: float) -> tuple[Tensor, Tensor]
     return out, reference.grad_stats(shards, norm)
 
 
-def call_stats(body, shards, numels, norm: float, partials: Tensor, nonfinite: Tensor, out: Tensor) -> int:
-    count = len(shards)
-    pointers = (ctypes.c_void_p * count)(*(shard.data_ptr() for shard in shards))
-    dtypes = (ctypes.c_int * count)(*(DTYPE_CODE[shard.dtype] for shard in shards))
+def call_stats(
+    body, shards: list[Tensor] | None, numels: list[int], norm: float, partials: Tensor, nonfinite: Tensor, out: Tensor
+) -> int:
+    count = len(numels)
+    pointers = shards and (ctypes.c_void_p * count)(*(shard.data_ptr() for shard in shards))
+    dtypes = (ctypes.c_int * count)(*(DTYPE_CODE[shard.dtype] for shard in shards or ()))
     tables = [ctypes.cast(table, ADDRESS) for table in (pointers, dtypes, (LONG * count)(*numels))]
     return body(*tables, count, norm, at(partials), at(nonfinite), at(out))
 

@@ -11,7 +11,15 @@ from types import SimpleNamespace
 import pytest
 from toolchain import ARCHS, SOURCES, run, to_ptx
 
-KERNELS = {"adam_step": 12, "adam_step_foreach": 12, "stats": 3, "stats_combine": 3, "hyper_table": 1, "pack": 12}
+KERNELS = {
+    "adam_step": 12,
+    "adam_step_foreach": 12,
+    "stats": 3,
+    "stats_large": 3,
+    "stats_combine": 3,
+    "hyper_table": 1,
+    "pack": 12,
+}
 
 # Accesses of 16 bytes on the main path of a kernel, as (loads, stores).
 # adam_step: the state of two quads (16-bit tensors go in 8 bytes) and three pieces of their rows of the hyper table.
@@ -105,6 +113,19 @@ def test_main_paths_move_16_bytes_at_a_time(sass: Mapping[tuple[str, str], str],
             if any(has < wanted for has, wanted in zip(found, WIDE[path(name)], strict=True)):
                 short[name] = (found, WIDE[path(name)])
     assert short == {}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("name", "loads"), [("stats_large", 32), ("stats_combine", 64)])
+def test_partials_are_all_asked_for_before_the_first_is_added(
+    sass: Mapping[tuple[str, str], str], name: str, loads: int, arch: str
+) -> None:
+    if arch not in archs_of(sass):
+        pytest.skip(f"this library was built for {sorted(archs_of(sass))}")
+    for (of, kernel), body in sass.items():
+        if of == arch and kind(kernel) == name:
+            order = re.findall(r"\bLDG\.E\b|\bFADD\b|\bV?IMNMX3?\b", body)
+            assert order[:loads] == ["LDG.E"] * loads, kernel
 
 
 @pytest.mark.parametrize("arch", ARCHS)

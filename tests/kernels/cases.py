@@ -62,6 +62,12 @@ def awkward(numel: int, dtype: torch.dtype, seed: int, offset: int = 0) -> Tenso
     return torch.where(where, special[choice], x)[offset:]
 
 
+def dominated(numel: int, seed: int) -> Tensor:
+    """fp32 values from 0 to 1, of which every 1024th outweighs the rest. So a sum tells the order of those."""
+    values = torch.rand(numel, generator=torch.Generator().manual_seed(seed))
+    return torch.where(torch.arange(numel) % 1024 == 0, values, values * 2.0**-30)
+
+
 def at_offset(x: Tensor, offset: int) -> Tensor:
     """A copy of flat `x` that starts `offset` elements into its allocation."""
     return torch.cat([x.new_zeros(offset), x])[offset:]

@@ -100,6 +100,7 @@ def test_no_launch_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
         "_adam_step_kernel": 1,
         "_slots_kernel": 2,
         "_block_kernel": 1,
+        "_large_kernel": 0,
         "_shard_kernel": 1,
         "_hyper_table_kernel": 1,
     }

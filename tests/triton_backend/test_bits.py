@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import FLOATS, at_offset, awkward, same_bits
+from cases import FLOATS, at_offset, awkward, dominated, same_bits
 from interpreter import interpreted
 from torch import Tensor
 
@@ -258,19 +258,25 @@ def test_grad_stats_of_one_shard(dtype: torch.dtype) -> None:
     assert same_bits(got, reference.grad_stats([shard], 2.0)[0])
 
 
+@pytest.mark.parametrize("norm", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("wild", [False, True])
 @interpreted
-def test_partials_are_added_in_order() -> None:
-    """The second launch by itself, for shards too large to interpret the first on."""
-    sizes = [1, 0, 1024, 1025, STATS_BLOCK + 1, 20_000]
-    firsts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    table = torch.tensor([(0, 0, first, 0, 0) for first in firsts])
-    partials, counts = tame(awkward(firsts[-1], torch.float32, 1).abs()), torch.arange(firsts[-1], dtype=torch.int32)
+def test_partials_are_added_in_order(wild: bool, norm: float) -> None:
+    """The launches after the first by themselves, for shards too large to interpret that on; two shards are large."""
+    sizes = [1, 0, 1024, 16 * 1024 + 1, 1025, 0, STATS_BLOCK + 1, 16 * 1024, 35 * 1024 + 7, 3, 0]
+    rows = [(0, 0, sum(sizes[:i]), 0, 0) for i in range(len(sizes) + 1)]
+    partials = awkward(rows[-1][2], torch.float32, 1).abs() if wild else dominated(rows[-1][2], 2)
+    counts = torch.arange(len(partials), dtype=torch.int32) % STATS_BLOCK
+    want = []
+    for of_shard, of_count in zip(partials.split(sizes), counts.split(sizes), strict=True):
+        lanes = torch.nn.functional.pad(of_shard, (0, -len(of_shard) % 1024)).view(1, -1, 1024)
+        total = reference._max_abs(of_shard) if norm == math.inf else reference._fold(lanes)[0]
+        want.append(torch.stack([total, of_count.sum().float()]))
     out = torch.empty(len(sizes), 2)
-    triton.grad_stats._shard_kernel[(len(sizes),)](table, partials, counts, out, NORM=2)
-    for i, (first, blocks) in enumerate(zip(firsts, sizes, strict=False)):
-        padded = torch.nn.functional.pad(partials[first : first + blocks], (0, -blocks % 1024)).view(1, -1, 1024)
-        count = counts[first : first + blocks].sum()
-        assert same_bits(out[i], torch.stack([reference._fold(padded)[0], count.float()])), blocks
+    partials = partials.view(torch.int32) if norm == math.inf else partials
+    norm = triton.grad_stats.INF if norm == math.inf else int(norm)
+    triton.grad_stats._combine(rows, torch.tensor(rows), partials.clone(), counts.clone(), out, norm)
+    check(want, list(out), (wild, norm))
 
 
 @interpreted

@@ -50,8 +50,8 @@ def unpack(bucket: torch.dtype) -> None:
     triton.OPS["unpack"](torch.empty(5000, dtype=bucket), [0], [torch.empty(5000)], 0.5)
 
 
-def grad_stats(norm: float) -> None:
-    triton.OPS["grad_stats"]([torch.empty(10_000)], norm)
+def grad_stats(norm: float, numel: int = 10_000) -> None:
+    triton.OPS["grad_stats"]([torch.empty(numel, device="meta")], norm)
 
 
 def hyper_table(full: bool) -> None:
@@ -73,6 +73,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "pack-without-flags": partial(pack, BF16, False),
     **{f"unpack-{NAMES[dtype]}": partial(unpack, dtype) for dtype in FLOATS},
     **{f"grad_stats-{norm}": partial(grad_stats, norm) for norm in (1.0, 2.0, float("inf"))},
+    **{f"grad_stats-{norm}-large": partial(grad_stats, norm, 2**28) for norm in (2.0, float("inf"))},
     "hyper_table": partial(hyper_table, True),
     "hyper_table-bare": partial(hyper_table, False),
 }
@@ -138,7 +139,7 @@ def test_a_fused_operation_would_be_seen(arch: int, fused: bool, machine: str) -
 
 
 @every_arch
-@pytest.mark.parametrize("name", ["adam_step-fp32-fp32", "pack-bf16", "unpack-bf16", "grad_stats-2.0"])
+@pytest.mark.parametrize("name", ["adam_step-fp32-fp32", "pack-bf16", "unpack-bf16", "grad_stats-2.0-large"])
 def test_the_machine_code_keeps_to_it(arch: int, name: str) -> None:
     """ptxas contracts what is paired (FFMA2). Plain FFMA is what divisions and roots are made of."""
     for launch in launches(arch, name):
@@ -202,6 +203,16 @@ def test_grad_stats_loads_16_bytes_at_a_time(arch: int) -> None:
 
 
 @every_arch
+@pytest.mark.parametrize("norm", [2.0, float("inf")])
+def test_a_large_shard_has_many_rows_of_partials_on_their_way(arch: int, norm: float) -> None:
+    """In machine code: 32 rows of partials and of counts are asked for before the first sum, by each of 32 programs."""
+    blocks, large, shards = launches(arch, f"grad_stats-{norm}-large")
+    assert [blocks.grid, large.grid, shards.grid] == [(2**28 // 8192,), (1, 32), (1,)]
+    order = re.findall(r"LDG\.E(?= )|FADD|V?IMNMX", large.sass)
+    assert order[:64] == ["LDG.E"] * 64, order
+
+
+@every_arch
 def test_hyper_table_divides_and_takes_roots_as_ieee_wants(arch: int) -> None:
     (launch,) = launches(arch, "hyper_table")
     found = instructions(launch.ptx, "div.", "sqrt.")
@@ -217,7 +228,7 @@ def test_registers_leave_room_for_many_warps(arch: int, name: str) -> None:
     slow = name in ("adam_step-ragged", "adam_step-misaligned")
     most = 128 if slow else bounds[name.partition("-")[0]]
     for launch in launches(arch, name):
-        if launch.kernel != "_shard_kernel":  # a program a shard: an SM has one, if any
+        if launch.kernel not in ("_large_kernel", "_shard_kernel"):  # few programs: an SM has one, if any
             assert launch.resources["REG"] <= most, launch.kernel
 
 
@@ -237,8 +248,8 @@ def test_grids_reach_beyond_2_to_the_31_elements() -> None:
     with aot.compiling_for(90) as made:
         triton.OPS["adam_step"](*shard, None, row_slot, torch.zeros(1, 12), None, None, None)
         triton.OPS["grad_stats"](shard[:1], 2.0)
-    grids = [launch.grid[0] for launch in made]
-    assert grids == [-(-numel // 1024), -(-numel // 8192), 1]
+    grids = [launch.grid for launch in made]
+    assert grids == [(-(-numel // 1024),), (-(-numel // 8192),), (1, 32), (1,)]
     assert made[0].kernel == "_adam_step_kernel" and made[1].kernel == "_block_kernel"
 
 

@@ -1,5 +1,9 @@
-"""`grad_stats` in Triton: one launch over the blocks of all shards, one over the shards; docs/ops.md has the order."""
+"""`grad_stats` in Triton: one launch over the blocks of all shards, one over the shards; docs/ops.md has the order.
 
+Where a shard has many partials, a launch between the two has many programs add them to one row.
+"""
+
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -17,12 +21,21 @@ from zero_kernels.triton.table import BF16, DTYPES, FP16, elements, upload
 # Eight lanes a thread: 16 bytes of a 16-bit type, twice that of fp32.
 WARPS = 4
 
+# Row k of a shard's partials has a term for each lane, as a row of elements has. The one program of a shard has eight
+# rows on their way at a time. With many rows it waits long, while a launch more shares the lanes out.
+LARGE = 16 * STATS_LANES  # partials; a shard that has more of them is large
+LARGE_LANES = 32  # of a large shard, a program: 128 bytes of a row
+LARGE_ROWS = 32  # on their way at a time
+
 INF = 0  # the norm inf, for a kernel; 1 and 2 are themselves
 FIELDS = 5  # of a shard in the table
 
 _LANES = tl.constexpr(STATS_LANES)
 _DEPTH = tl.constexpr(STATS_BLOCK // STATS_LANES)
 _BLOCK = tl.constexpr(STATS_BLOCK)
+_LARGE = tl.constexpr(LARGE)
+_LARGE_LANES = tl.constexpr(LARGE_LANES)
+_LARGE_ROWS = tl.constexpr(LARGE_ROWS)
 _INF = tl.constexpr(INF)
 _FIELDS = tl.constexpr(FIELDS)
 
@@ -108,27 +121,52 @@ def _block_kernel(
 
 
 @triton.jit
+def _add_partials(partials, bad_counts, begin, end, lane, ROWS: tl.constexpr, NORM: tl.constexpr):
+    """Sum or largest, and count, of each lane: of the partials begin + lane, begin + 1024 + lane and so on to end."""
+    total = tl.zeros(lane.shape, partials.dtype.element_ty)
+    bad = tl.zeros(lane.shape, tl.int64)
+    while begin < end:
+        # Several rows at a time, so that their loads are in flight together.
+        for k in tl.static_range(ROWS):
+            at = begin + k * _LANES + lane
+            inside = at < end
+            bad += tl.load(bad_counts + at, mask=inside, other=0)
+            partial = tl.load(partials + at, mask=inside, other=0)
+            total = tl.maximum(total, partial) if NORM == _INF else total + partial
+        begin += ROWS * _LANES
+    return total, bad
+
+
+@triton.jit
+def _large_kernel(
+    table,
+    large,  # [grid's first] int64: indices of the large shards
+    partials,
+    bad_counts,
+    NORM: tl.constexpr,
+):
+    """Adds the rows of a large shard's partials into the first row, some lanes a program, which no other one touches.
+
+    A sum starts from +0, so the first row added to +0 once more stays as it is. An int32 has room for a lane's count.
+    """
+    shard = table + tl.load(large + tl.program_id(0).to(tl.int64)) * _FIELDS
+    begin = tl.load(shard + 2)
+    lane = tl.program_id(1).to(tl.int64) * _LARGE_LANES + tl.arange(0, _LARGE_LANES)
+    total, bad = _add_partials(partials, bad_counts, begin, tl.load(shard + _FIELDS + 2), lane, _LARGE_ROWS, NORM)
+    tl.store(partials + begin + lane, total)
+    tl.store(bad_counts + begin + lane, bad.to(tl.int32))
+
+
+@triton.jit
 def _shard_kernel(table, partials, bad_counts, out, NORM: tl.constexpr):
     shard = tl.program_id(0).to(tl.int64)
     begin = tl.load(table + shard * _FIELDS + 2)
     end = tl.load(table + (shard + 1) * _FIELDS + 2)
-    lane = tl.arange(0, _LANES)
-    total = tl.zeros([_LANES], tl.float32)
-    largest = tl.zeros([_LANES], tl.int32)
-    bad = tl.zeros([_LANES], tl.int64)
-    while begin < end:
-        # Several rounds at a time, so that their loads are in flight together.
-        for k in tl.static_range(_DEPTH):
-            at = begin + k * _LANES + lane
-            inside = at < end
-            bad += tl.load(bad_counts + at, mask=inside, other=0)
-            if NORM == _INF:
-                largest = tl.maximum(largest, tl.load(partials + at, mask=inside, other=0))
-            else:
-                total = total + tl.load(partials + at, mask=inside, other=0.0)
-        begin += _BLOCK
+    # The first row of a large shard's partials has become the sum of all rows.
+    end = tl.where(end - begin > _LARGE, begin + _LANES, end)
+    total, bad = _add_partials(partials, bad_counts, begin, end, tl.arange(0, _LANES), _DEPTH, NORM)
     if NORM == _INF:
-        tl.store(out + 2 * shard, tl.max(largest, axis=0).to(tl.float32, bitcast=True))
+        tl.store(out + 2 * shard, tl.max(total, axis=0).to(tl.float32, bitcast=True))
     else:
         tl.store(out + 2 * shard, _fold(total))
     tl.store(out + 2 * shard + 1, tl.sum(bad, axis=0).to(tl.float32))
@@ -142,6 +180,20 @@ def _rows(shards: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:
         yield address, shard.numel(), first, DTYPES[shard.dtype], address % 16 == 0
         first += triton.cdiv(shard.numel(), STATS_BLOCK)
     yield 0, 0, first, 0, 0
+
+
+def _combine(
+    rows: Sequence[tuple[int, ...]], table: Tensor, partials: Tensor, bad_counts: Tensor, out: Tensor, norm: int
+) -> None:
+    """The launches that make of the blocks' partials what is known of each shard. ``table`` has ``rows``."""
+    large = [shard for shard, (this, after) in enumerate(itertools.pairwise(rows)) if after[2] - this[2] > LARGE]
+    if large:
+        indices = upload(torch.tensor(large, dtype=torch.int64, device="cpu"), out.device)
+        grid = (len(large), STATS_LANES // LARGE_LANES)
+        # Else ptxas was seen to keep it to 64 registers, and to wait for the first loads before it asked for the last.
+        options = {"num_warps": 1, "maxnreg": 255, **EXACT}
+        _large_kernel[grid](table, indices, partials, bad_counts, NORM=norm, **options)
+    _shard_kernel[(len(rows) - 1,)](table, partials, bad_counts, out, NORM=norm, num_warps=WARPS, **EXACT)
 
 
 def grad_stats(shards: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -158,5 +210,5 @@ def grad_stats(shards: Sequence[Tensor], norm_type: float) -> Tensor:
         out = some.new_empty(len(shards), 2, dtype=torch.float32)
         if blocks:
             _block_kernel[(blocks,)](table, partials, bad_counts, len(shards), NORM=norm, num_warps=WARPS, **EXACT)
-        _shard_kernel[(len(shards),)](table, partials, bad_counts, out, NORM=norm, num_warps=WARPS, **EXACT)
+        _combine(rows, table, partials, bad_counts, out, norm)
     return out
