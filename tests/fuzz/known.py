@@ -349,6 +349,16 @@ KNOWN: dict[str, Program] = {
             Step(0, (_both(_net(1), (Net(0, ()),)),)),
         ),
     ),
+    "stage 3, a raise, the module's zero_grad, then a backward without gradients": Program(
+        2,
+        (_optim(1, stage=3),),
+        (
+            _both((Net(0, (Boom(), Unit(0, ((0, 1.0),)))),), _net(0)),
+            ModuleZero(0, True),
+            _both((Net(0, ()),)),
+            Step(0),
+        ),
+    ),
     "stages 0 and 3, a raise between units, then a backward of stage 0": Program(
         2,
         (_optim(2, stage=0), _optim(3, stage=3)),

@@ -42,7 +42,7 @@ from .observations import merged
 from .readiness import ByCounts, ByUnits, Learned, Readiness
 from .round_grads import RoundGrads
 from .rounds import Rounds, RoundState
-from .slots import GradState
+from .slots import GradState, Zeroed
 
 _reducers: list[weakref.ref[Reducer]] = []  # of this process, in the order in which they were made
 
@@ -322,10 +322,13 @@ class Reducer:
 
     def units_over(self) -> None:
         """Backward is through with another unit, or with the units of one that raised."""
-        if self.rounds.state is RoundState.OPEN and not self._watch.running:
-            self._round_grads.after_raise(self.buckets[: self._next])  # another call joins a backward that raised
+        launched = self._next
+        zeroed = None
+        if self.rounds.state is RoundState.OPEN and not self._watch.running:  # another call joins one that raised
+            zeroed = self._round_grads.after_raise(self.buckets[:launched]).zeroed
         if self.rounds.open:
             self._launch_ready()
+        _drop(self.buckets[launched : self._next], zeroed)  # so that no ``.grad`` shows it until the round is complete
 
     def order_known(self) -> None:
         """Reduce in the order in which backward is through with units, as the ranks have agreed."""
@@ -438,11 +441,7 @@ class Reducer:
         # cycle that is open now belongs to the new backward: to join it here would end that one.
         next_is_under_way = self._schedule is not None and self._schedule.watch.running
         self._complete_round(_nothing if next_is_under_way else self._join_open_backward)
-        for bucket in unseen:
-            if isinstance(found.zeroed, Tensor):
-                bucket.keep_where(found.zeroed)
-            elif found.zeroed is not None:
-                bucket.drop_all(found.zeroed)
+        _drop(unseen, found.zeroed)
 
     @property
     def out_of_step(self) -> bool:
@@ -635,3 +634,12 @@ class Reducer:
 
 def _nothing() -> None:
     pass
+
+
+def _drop(buckets: Sequence[Bucket], zeroed: Zeroed | Tensor | None) -> None:
+    """Zero all gradients of these as the user has zeroed the others. See ``AfterRaise``."""
+    for bucket in buckets:
+        if isinstance(zeroed, Tensor):
+            bucket.keep_where(zeroed)
+        elif zeroed is not None:
+            bucket.drop_all(zeroed)
