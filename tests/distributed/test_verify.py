@@ -112,18 +112,17 @@ def test_a_right_optimizer_differs_by_rounding_alone(world_size, stage, dtype):
 
 
 def _on_update(change: Callable[[Any, Any], Any], of_step: int = 3) -> Callable[[Any], None]:
-    """Wraps ``ShardState.update`` of every bucket: ``change`` sees the shard and the coefficients, and returns others;
-    None leaves the update out."""
+    """Wraps ``ShardState.begin_update`` of every bucket: ``change`` sees the shard and the coefficients, and returns
+    others; None leaves the update out."""
 
     def corrupt(opt: Any) -> None:
         for shard in opt.engine.states.shards:
 
-            def update(by, shard=shard, right=shard.update):
+            def begin_update(by, shard=shard, right=shard.begin_update):
                 changed = by if opt.engine.steps != of_step else change(shard, by)
-                if changed is not None:
-                    right(changed)
+                return None if changed is None else right(changed)
 
-            shard.update = update
+            shard.begin_update = begin_update
 
     return corrupt
 
@@ -217,13 +216,13 @@ def test_a_parameter_that_is_not_its_master_rounded_is_counted():
     verifier = zero_optim.verify(opt)
     _step(params, opt, 0, 0)
     (shard,) = [shard for shard in opt.engine.states.shards if shard.bucket.params[0].shape == (300,)]
-    right = shard.update
+    right = shard.end_update
 
-    def update(*arguments: Any) -> None:
-        right(*arguments)
+    def end_update() -> None:
+        right()
         shard.bucket.param_shard[:7] += 1.0
 
-    shard.update = update
+    shard.end_update = end_update
     _step(params, opt, 0, 1)
     assert (verifier.report().unrounded, verifier.report().ulps < 4) == (7, True)
 

@@ -361,8 +361,12 @@ def test_ctrl_c_ends_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return [int(pid) for pid in re.findall(r"^hangs\| (\d+)$", log.path.read_text(), re.MULTILINE)]
 
     results = Interrupted(torch.device("cpu"), tmp_path, "gpu-test")
-    with pytest.raises(KeyboardInterrupt):
-        gpu_check.run_group([Phase("hangs", python(HANGS), 60)], 60.0, log, results)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            gpu_check.run_group([Phase("hangs", python(HANGS), 60)], 60.0, log, results)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert has_ended(*children())
 
 

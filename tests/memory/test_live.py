@@ -160,11 +160,11 @@ def test_other_errors_pass():
 def test_the_first_step_out_of_memory_and_no_later_one():
     model, opt = make(2, torch.bfloat16)
     loss_of(model, tokens(0, 0)).backward()
-    with full_for_state("update"):
+    with full_for_state("begin_update"):
         name, said, _ = raised(opt.step)
     assert name == "OutOfMemoryError" and "in the first step: CUDA out of memory" in said
     opt.step()
-    with full_for_state("update"):
+    with full_for_state("begin_update"):
         assert raised(opt.step)[0] == "OutOfMemoryError"
         assert "model state" not in raised(opt.step)[1]  # torch's own: all the memory that it takes is there by then
     opt.close()
