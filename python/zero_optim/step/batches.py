@@ -14,8 +14,8 @@ from .shard_state import ShardState
 from .workplace import Coefficients
 
 ON_A_GPU, ON_A_PROCESSOR = 2**22, 2**16
-"""Elements of a batch, at most. By the bytes that it moves, such an update takes some 30 µs on an H200, which nobody has
-measured. On two threads of a processor 2^20 elements took 290 µs, so 2^16 take some 20."""
+"""Elements of a batch, at most. By the bytes that it moves, such an update takes some 30 µs on an H200. Nobody has
+measured that. On two threads of a processor 2^20 elements took 290 µs, so 2^16 take some 20."""
 
 
 class Batch:
