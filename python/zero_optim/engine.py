@@ -161,7 +161,8 @@ class Engine:
         Two kinds of gradient need a second pass: those of thawed parameters, and those assigned after the last round.
         The first exchange shows that every rank has them, or raises. The second pass reduces them.
         """
-        self.reducer.join_all_backwards()  # also where the exchange holds: a backward that made no gradient has gathers
+        # Also where the exchange holds: a backward that has made no gradient still has gathers.
+        self.reducer.complete_all_backwards()
         if self.exchange.current:
             self._follow_edits()
         if self.exchange.current and (self.exchange.with_stats or not self._wants_stats):
@@ -174,7 +175,7 @@ class Engine:
             if not thawed and not self.reducer.leftover:
                 return
             if thawed:
-                self.take_in(thawed, thawed)  # it ends with a round owed, which takes leftovers along
+                self.grow(thawed, thawed)  # it ends with a round owed, which takes leftovers along
             else:
                 self.reducer.reduce_leftover()
 
@@ -191,7 +192,7 @@ class Engine:
             "late": reducer.late,
             "refused": {*refused},
             "thawed": {*thawed},
-            "leftover": {*reducer.leftover},
+            "leftover": reducer.leftover,
         }
         try:
             self.exchange.run(
@@ -215,7 +216,7 @@ class Engine:
 
         On several ranks this takes no message. If only some ranks had edits, only they would send it.
         """
-        edits = self.reducer.edits()
+        edits = self.reducer.follow_edits()
         if self.sharding.reduces and edits.assigned:
             raise GradientError(
                 "a gradient was assigned after clip_grad_norm_ had reduced them: assign it before, on every rank"
@@ -235,7 +236,7 @@ class Engine:
     def _apply(self, groups: Groups, grad_scale: Tensor | None, found_inf: Tensor) -> None:
         """Phase 4: update every shard and send it out, in the order in which the next forward wants the parameters."""
         if self.sharded_model is not None:
-            self.sharded_model.schedule.settle()  # it may raise: before anything is counted
+            self.sharded_model.schedule.reshard_all()  # it may raise: before anything is counted
         self.hyper.advance(groups, self.exchange.used & (found_inf == 0), self.clip.factor)
         for watcher in self.watchers:
             watcher.before_update(grad_scale, found_inf)
@@ -281,7 +282,7 @@ class Engine:
         """Divide gradients where ``.grad`` shows them, a dtype at a time; else note it for ``step``."""
         self.clip.scaled = True
         if self.parameters.thawed():
-            self.finish_and_exchange(None)  # takes them in
+            self.finish_and_exchange(None)  # gives them slots
         if not self.reducer.make_readable():
             self.clip.inverse_scale = inverse_scale
             return
@@ -310,8 +311,8 @@ class Engine:
         return [index for index in indices if index in wanted or id(self.parameters.all[index]) in beside]
 
     @torch.inference_mode(False)  # hooks need autograd's nodes, and what is made here is written in every step
-    def take_in(self, indices: Sequence[int], trained: Sequence[int]) -> None:
-        """Collective. Broadcast rank 0's values of these parameters; give the ``trained`` ones a slot and state."""
+    def grow(self, indices: Sequence[int], trained: Sequence[int]) -> None:
+        """Collective. Broadcast rank 0's values of these new parameters; give the ``trained`` ones a slot and state."""
         whole = self.sharded_model is None  # else ``shard_module`` has broadcast them
         if whole:  # what is trained goes a bucket at a time, below; what is not has no place in one
             alone = set(indices).difference(trained)
@@ -367,10 +368,10 @@ class Engine:
 
     def settle(self) -> None:
         """Leave nothing under way: complete raised backwards, wait for parameters, reshard units, raise alarms."""
-        self.reducer.settle_rounds()
+        self.reducer.complete_all_raised()
         self.param_gather.wait()
         if self.sharded_model is not None:
-            self.sharded_model.schedule.settle()
+            self.sharded_model.schedule.reshard_all()
         self.exchange.check_alarms()
         self.states.raise_lost_together()  # a rank that has lost its part must not be alone in what follows
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .comm.collectives import Comm
-from .full_parameters import gathered_one_by_one, settled_between_steps
+from .full_parameters import gathered_one_by_one, resharded_between_steps
 from .params.param_shard import plain_parameter
 
 
@@ -30,7 +30,7 @@ def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_onl
     Raises ValueError for a rank that is not there; ShardAccessError within a forward, a backward or
     ``gather_parameters``; and what fails on one rank, such as MemoryError, on all.
     """
-    sharded = settled_between_steps(model, "full_model_state_dict")
+    sharded = resharded_between_steps(model, "full_model_state_dict")
     everyone = sharded[0].sharding.everyone if sharded else None
     here, ranks = _place(everyone)
     if rank is not None and rank not in range(ranks):

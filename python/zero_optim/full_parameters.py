@@ -38,11 +38,11 @@ def iter_full_parameters(
     if opt is not None:
         opt.check_usable()
         opt.settle()
-    sharded = settled_between_steps(model, "iter_full_parameters")
+    sharded = resharded_between_steps(model, "iter_full_parameters")
     return _parameters(model, sharded, opt, dtype)
 
 
-def settled_between_steps(model: nn.Module, what: str) -> list[ShardedModel]:
+def resharded_between_steps(model: nn.Module, what: str) -> list[ShardedModel]:
     """Collective. The sharded models that have parameters of ``model``, every unit of them resharded.
 
     Raises ShardAccessError where ``what`` was called within a forward, a backward or ``gather_parameters``.
@@ -52,7 +52,7 @@ def settled_between_steps(model: nn.Module, what: str) -> list[ShardedModel]:
         raise ShardAccessError(f"{what} was called in a forward or backward: call it between steps")
     for of in sharded:
         of.schedule.check_not_gathered(what)
-        of.schedule.settle()
+        of.schedule.reshard_all()
     return sharded
 
 

@@ -74,8 +74,8 @@ def _on_cpu(options: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What rank 0 has read, but for the tensors: ``names``, by parameter index, says which of them it has."""
+class _SavedState:
+    """Says what rank 0 has read, but for the tensors: ``names``, by parameter index, says which of them it has."""
 
     refusal: str | None = None
     names: Mapping[int, Sequence[str]] = field(default_factory=dict)
@@ -100,34 +100,34 @@ def load_full_state_dict(opt: ShardedAdamW, state: Mapping[str, Any] | None) -> 
     engine = opt.engine
     everyone = engine.sharding.everyone
     tensors: Mapping[int, Mapping[str, Any]] = {}
-    plan = _Plan()
+    saved = _SavedState()
     opt.settle()
     with everyone.raising_together("load_full_state_dict"):
         opt.check_usable()
         if everyone.rank == 0:
-            tensors, plan = _read(engine, state)
-    plan = everyone.gather_objects(plan, "load_full_state_dict")[0]
-    if plan.refusal is not None:
-        raise StateMismatchError(plan.refusal)
-    engine.states.restart(set(engine.parameters.trained) - set(plan.names))
+            tensors, saved = _read(engine, state)
+    saved = everyone.gather_objects(saved, "load_full_state_dict")[0]
+    if saved.refusal is not None:
+        raise StateMismatchError(saved.refusal)
+    engine.states.restart(set(engine.parameters.trained) - set(saved.names))
     master = master_of(engine.rule)
-    engine.states.restart_masters({index for index, names in plan.names.items() if master not in names})
-    engine.states.distribute(plan.names, tensors)
-    engine.hyper.steps.copy_(plan.steps)
-    load_groups(opt.param_groups, tree_map_only(Tensor, lambda tensor: tensor.to(opt.device), plan.groups))
+    engine.states.restart_masters({index for index, names in saved.names.items() if master not in names})
+    engine.states.distribute(saved.names, tensors)
+    engine.hyper.steps.copy_(saved.steps)
+    load_groups(opt.param_groups, tree_map_only(Tensor, lambda tensor: tensor.to(opt.device), saved.groups))
     opt.call_load_hooks()
 
 
-def _read(engine: Engine, state: Any) -> tuple[Mapping[int, Mapping[str, Any]], _Plan]:
+def _read(engine: Engine, state: Any) -> tuple[Mapping[int, Mapping[str, Any]], _SavedState]:
     try:
         if state is None:
             raise StateMismatchError("rank 0 was given None: it is the rank whose state is loaded")
         saved = match_state(state, engine.parameters, engine.rule)
         names = {index: _names_of(engine, index, entry) for index, entry in saved.items()}
     except StateMismatchError as error:
-        return {}, _Plan(refusal=str(error))
+        return {}, _SavedState(refusal=str(error))
     groups = [_on_cpu(dict(group)) for group in state["param_groups"]]
-    return saved, _Plan(None, names, step_counts(saved, len(engine.parameters.labels)), groups)
+    return saved, _SavedState(None, names, step_counts(saved, len(engine.parameters.labels)), groups)
 
 
 def _names_of(engine: Engine, index: int, entry: Mapping[str, Any]) -> list[str]:

@@ -52,7 +52,7 @@ def _gather(model: ShardedModel, module: nn.Module, writeback: bool) -> Iterator
     if writeback and len(fresh) < len(units):
         raise ShardAccessError("gather_parameters(writeback=True) was entered within another: write in that one")
     if fresh:
-        model.schedule.settle()
+        model.schedule.reshard_all()
     try:
         for unit in fresh:
             unit.gather()

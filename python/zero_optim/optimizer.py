@@ -168,7 +168,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         _made[:] = [*(reference for reference in _made if reference() is not None), weakref.ref(self)]
         try:
             with explaining_out_of_memory(self.engine, "as the optimizer was made"):
-                self.engine.take_in(indices, self.engine.to_train(indices))
+                self.engine.grow(indices, self.engine.to_train(indices))
         except BaseException:
             self._close(collective=False)
             raise
@@ -217,7 +217,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.engine.check_step(self.param_groups)
         result = None
         if closure is not None:
-            self.engine.reducer.join_before_closure()
+            self.engine.reducer.complete_before_closure()
             with torch.enable_grad():
                 result = closure()
         self._adopt_torch_scale()
@@ -389,7 +389,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             del self.param_groups[before:]
             parameters.read_groups()
             raise
-        self.engine.take_in(indices, self.engine.to_train(indices))
+        self.engine.grow(indices, self.engine.to_train(indices))
 
     def settle(self) -> None:
         """Collective. Complete what a backward or ``step`` has left under way.

@@ -28,7 +28,7 @@ from zero_optim.grads.rounds import RoundState
 
 EVENTS = table(rounds.__doc__, "event")
 STATES = table(rounds.__doc__, "state")
-UNREDUCED, REDUCED, DIRTY, OPEN = "UNREDUCED", "REDUCED", "DIRTY", "OPEN"
+UNREDUCED, COMPLETE, DIRTY, OPEN = "UNREDUCED", "COMPLETE", "DIRTY", "OPEN"
 
 RANKS = 2
 SIZES = (700, 500, 600)
@@ -77,11 +77,11 @@ _WAYS = [
     Way((UNREDUCED, UNREDUCED), (("no_sync", WHOLE, NONE),)),
     Way((UNREDUCED, UNREDUCED), (("no_sync", HALF, WHOLE),)),
     Way((UNREDUCED, UNREDUCED), (("backward", FIRST, FIRST),)),
-    Way((REDUCED, REDUCED), (BOTH,)),
-    Way((REDUCED, REDUCED), (BOTH, BOTH)),
-    Way((REDUCED, REDUCED), (("backward", HALF, WHOLE), BOTH)),
-    Way((REDUCED, REDUCED), (CLIP,)),
-    Way((REDUCED, REDUCED), (("no_sync", NONE, WHOLE), CLIP)),
+    Way((COMPLETE, COMPLETE), (BOTH,)),
+    Way((COMPLETE, COMPLETE), (BOTH, BOTH)),
+    Way((COMPLETE, COMPLETE), (("backward", HALF, WHOLE), BOTH)),
+    Way((COMPLETE, COMPLETE), (CLIP,)),
+    Way((COMPLETE, COMPLETE), (("no_sync", NONE, WHOLE), CLIP)),
     Way((DIRTY, DIRTY), (BOTH, ("no_sync", NONE, NONE))),
     Way((DIRTY, DIRTY), (BOTH, ("no_sync", WHOLE, NONE))),
     Way((DIRTY, DIRTY), (("backward", WHOLE, HALF), ("no_sync", NONE, HALF))),
@@ -89,12 +89,12 @@ _WAYS = [
     Way((OPEN, OPEN), (("backward", HALF, HALF),)),
     Way((OPEN, OPEN), (("backward", HALF, LAST),)),
     Way((OPEN, OPEN), (BOTH, ("no_sync", WHOLE, NONE), ("backward", LAST, HALF))),
-    Way((REDUCED, OPEN), (("backward", WHOLE, HALF),)),
-    Way((REDUCED, OPEN), (("backward", WHOLE, LAST),)),
-    Way((REDUCED, OPEN), (BOTH, ("no_sync", NONE, WHOLE), ("backward", WHOLE, HALF))),
-    Way((UNREDUCED, REDUCED), (("backward", NONE, WHOLE),)),
-    Way((UNREDUCED, REDUCED), (("backward", FIRST, WHOLE),)),
-    Way((UNREDUCED, REDUCED), (("no_sync", WHOLE, NONE), ("backward", FIRST, WHOLE))),
+    Way((COMPLETE, OPEN), (("backward", WHOLE, HALF),)),
+    Way((COMPLETE, OPEN), (("backward", WHOLE, LAST),)),
+    Way((COMPLETE, OPEN), (BOTH, ("no_sync", NONE, WHOLE), ("backward", WHOLE, HALF))),
+    Way((UNREDUCED, COMPLETE), (("backward", NONE, WHOLE),)),
+    Way((UNREDUCED, COMPLETE), (("backward", FIRST, WHOLE),)),
+    Way((UNREDUCED, COMPLETE), (("no_sync", WHOLE, NONE), ("backward", FIRST, WHOLE))),
     Way((UNREDUCED, OPEN), (("backward", NONE, HALF),)),
     Way((UNREDUCED, OPEN), (("backward", FIRST, LAST),)),
 ]
@@ -108,7 +108,7 @@ WAYS_WITHOUT_OVERLAP = [
     Way((UNREDUCED, UNREDUCED), (("backward", FIRST, WHOLE),)),
     Way((UNREDUCED, UNREDUCED), (("backward", WHOLE, NONE),)),
     Way((UNREDUCED, UNREDUCED), (BOTH, ("no_sync", NONE, HALF))),
-    Way((REDUCED, REDUCED), (BOTH, CLIP)),
+    Way((COMPLETE, COMPLETE), (BOTH, CLIP)),
     Way((DIRTY, DIRTY), (BOTH, CLIP, BOTH)),
     Way((DIRTY, DIRTY), (BOTH, CLIP, ("backward", HALF, WHOLE))),
     Way((DIRTY, DIRTY), (("backward", NONE, WHOLE), CLIP, ("no_sync", NONE, NONE))),
@@ -119,8 +119,8 @@ ONE_OF_SEVERAL = "One of several synchronised backwards may not reach one rank a
 BLOCK_AFTER_ONE = "No no_sync block may come after a backward that has reached one rank alone."
 WITHIN_A_CALL = "It begins and ends within one call."
 UNREACHABLE = {
-    (DIRTY, REDUCED): ONE_OF_SEVERAL,
-    (REDUCED, DIRTY): ONE_OF_SEVERAL,
+    (DIRTY, COMPLETE): ONE_OF_SEVERAL,
+    (COMPLETE, DIRTY): ONE_OF_SEVERAL,
     (DIRTY, OPEN): ONE_OF_SEVERAL,
     (OPEN, DIRTY): ONE_OF_SEVERAL,
     (DIRTY, UNREDUCED): BLOCK_AFTER_ONE,
@@ -189,11 +189,13 @@ class Machine:
     def tell(self, event: str) -> None:
         self.state = EVENTS[event, self.state]
         assert self.state != "error"
-        self.launched = self.launched + 1 if event == "complete" else 0 if event in ("step", "clear") else self.launched
+        self.launched = (
+            self.launched + 1 if event == "completed" else 0 if event in ("step", "clear") else self.launched
+        )
 
     def complete(self) -> None:
-        self.tell("rest")
         self.tell("complete")
+        self.tell("completed")
 
     def settle(self) -> None:
         """What every call begins with that all ranks make."""

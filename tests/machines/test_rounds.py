@@ -45,8 +45,8 @@ def test_launched_counts_since_the_last_step_or_zero_grad():
     for forget in (machine.clear, machine.step):
         for _ in range(2):
             machine.begin()
-            machine.rest()
             machine.complete()
+            machine.completed()
         assert machine.launched == 2
         forget()
         assert machine.launched == 0

@@ -112,7 +112,7 @@ class Bench:
         self.whole_forward()
         self.backward_to(len(BACKWARD) - 1)
         self.end_backward()
-        self.schedule.settle()
+        self.schedule.reshard_all()
         self.schedule.end_step()
         self.gathers.clear()
 
@@ -217,7 +217,7 @@ def happens(bench: Bench, event: str, number: int | None, *, again: bool = False
     elif event == "backward is over":
         bench.end_backward()
     else:
-        if event == "end_raised_backward":
+        if event == "complete_raised_backward":
             bench.raises()
         getattr(bench.schedule, event)()
 
@@ -225,7 +225,7 @@ def happens(bench: Bench, event: str, number: int | None, *, again: bool = False
 def test_the_tables_have_every_state_and_every_event():
     assert {cycle for _, cycle in CYCLE} == {"none", *(direction.name for direction in Direction)}
     methods = {name for name, value in vars(UnitSchedule).items() if callable(value) and not name.startswith("_")}
-    told = {"before_forward", "forward_ended", "after_forward", "before_backward", "end_backward"}  # by modules
+    told = {"before_forward", "forward_ended", "after_forward", "before_backward", "complete_backward"}  # by modules
     about_others = {
         "check_not_gathered",
         "is_called",
@@ -285,7 +285,7 @@ def test_a_cell_of_the_cycle(monkeypatch: pytest.MonkeyPatch, event: str, cycle:
             happens(bench, event, number, again=again)
             assert bench.cycle == after
             gathers = order[cycle][place + 1 :] if ends else []
-            if event == "end_all_backwards" and cycle == "FORWARD" and ends:
+            if event == "complete_all_backwards" and cycle == "FORWARD" and ends:
                 gathers = gathers + BACKWARD  # the cycle that has ended trains: its backward is owed
             if number is not None:  # on the way to it, in the cycle that goes on, or in the one that has begun
                 path = order[after]
@@ -301,7 +301,7 @@ def test_a_backward_that_goes_on_is_not_ended_as_one_that_raised(monkeypatch: py
     bench = Bench(monkeypatch)
     bench.bring("BACKWARD", 1)
     bench.gathers.clear()
-    bench.schedule.end_raised_backward()
+    bench.schedule.complete_raised_backward()
     assert bench.cycle == "BACKWARD" and bench.gathers == []
 
 
@@ -311,7 +311,7 @@ def test_all_that_is_owed_is_gone_through(monkeypatch: pytest.MonkeyPatch, cycle
     bench = Bench(monkeypatch)
     bench.bring(cycle, 1, owed=owed)
     bench.gathers.clear()
-    bench.schedule.end_all_backwards()
+    bench.schedule.complete_all_backwards()
     assert bench.cycle == "none" and bench.owed == 0
     assert bench.gathers == (BACKWARD[2:] if cycle == "BACKWARD" else []) + BACKWARD * owed
 
@@ -327,7 +327,7 @@ def test_what_is_owed(monkeypatch: pytest.MonkeyPatch, event: str, becomes: str,
                 with torch.enable_grad():
                     bench.whole_forward()
             bench.forward_to(1)
-            bench.schedule.settle()
+            bench.schedule.reshard_all()
     else:
         bench.bring("none", 0, owed=owed)
         if event == "BACKWARD ends":
@@ -423,7 +423,7 @@ def test_ranks_at_different_places_of_a_cycle_gather_alike(
             if through:
                 bench.end_backward()
             happens(bench, event, number, again=again)
-            bench.schedule.settle()
+            bench.schedule.reshard_all()
             gathers.setdefault((prefetch, number, again), []).append(list(bench.gathers))
     for of_places in gathers.values():
         assert all(of_place == of_places[0] for of_place in of_places)

@@ -60,7 +60,7 @@ def test_what_a_scan_makes_of_a_slot(before: str, column: str, after: str):
     name, _, local = after.partition(", ")
     assert bench.slots[0] is SlotState[name]
     assert [index for index, _ in found.local] == ([0] if local else [])
-    held = before in ("COLLECTED", "REDUCED") or (before == "TAKEN" and kind == "None")
+    held = before in ("COLLECTED", "AVERAGED") or (before == "TAKEN" and kind == "None")
     assert found.gone == ([0] if held and kind != "handle" else [])
     assert bench.slots.used[0] == (before not in ("ABSENT", "STALE") and not found.gone)
 
@@ -79,7 +79,7 @@ def test_what_an_event_makes_of_a_slot(before: str, event: str, after: str):
     bench = Bench(SlotState[before])
     if event == "accumulate":
         bench.slots.accumulate(0, bench.current()[0])
-        assert (bench.params[0].grad is None) is (before in ("ABSENT", "REDUCED", "STALE"))
+        assert (bench.params[0].grad is None) is (before in ("ABSENT", "AVERAGED", "STALE"))
     elif event == "collect":
         bench.slots.collect([(0, bench.local)], bench.views)
         assert bench.params[0].grad is bench.views[0]

@@ -255,12 +255,12 @@ def play(rank: Rank, number: int, step: Step, flag: threading.local) -> None:
         flag.backward = True
         with torch.no_grad():
             rank.backward(rank.units[0], used, step.checkpointed)
-            rank.schedule.end_backward()
+            rank.schedule.complete_backward()
         through = [unit for unit in rank.units if unit.number not in rank.frozen]  # the others may be kept until step
         assert all(unit.state is UnitState.SHARDED for unit in through), "after backward all are sharded"
         flag.backward = False
     if step.trains:
-        rank.schedule.settle()
+        rank.schedule.reshard_all()
         rank.schedule.end_step()
 
 

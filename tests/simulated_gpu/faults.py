@@ -17,7 +17,7 @@ from .store_faults import STORES
 __all__ = ["FAULTS", "PACKAGE", "Edit", "Fault"]
 
 # Waits that hide others, left out in several faults.
-_SETTLE_WAIT = Edit(
+_FOLLOW_WAIT = Edit(
     "grads/bucket.py",
     "            self.arrivals.wait()\n            self._drop_zeroed(found.zeroed)\n",
     "            self._drop_zeroed(found.zeroed)\n",
@@ -405,8 +405,8 @@ _GRADIENTS = (
         "        if len(stale) == len(self.params):\n            _zero(self.grad_shard)",
         _one(2, "dropped"),
         _one(1, "dropped"),
-        and_=(_SETTLE_WAIT,),
-        hidden_by="It is done when a step has begun, and settle waits there before it.",
+        and_=(_FOLLOW_WAIT,),
+        hidden_by="It is done when a step has begun, and follow_edits waits there before it.",
     ),
     _fault(
         "some of a bucket that were dropped are zeroed under way",
@@ -424,8 +424,8 @@ _GRADIENTS = (
         "            bucket.note_writes()",
         _one(2),
         _one(1),
-        and_=(_SETTLE_WAIT,),
-        hidden_by="Before finish waits for all buckets, settle has waited for each that has reduced.",
+        and_=(_FOLLOW_WAIT,),
+        hidden_by="Before finish waits for all buckets, follow_edits has waited for each that has reduced.",
     ),
     _fault(
         "an average is not there when backward ends",
@@ -438,7 +438,7 @@ _GRADIENTS = (
     _fault(
         "an average is not there when a raise is settled",
         "grads/reducer.py",
-        "            reducer._await_averages()\n",
+        "            reducer._wait_for_averages()\n",
         "            pass\n",
         _one(0, "raised, then read"),
     ),
@@ -449,8 +449,8 @@ _GRADIENTS = (
         "            bucket.wait_for_parameters()\n        moving",
         _one(1, "relaid"),
         _one(2, "relaid"),
-        and_=(_SETTLE_WAIT,),
-        hidden_by="In the first step settle has waited; a layout that is restored has nobody else who waits.",
+        and_=(_FOLLOW_WAIT,),
+        hidden_by="In the first step follow_edits has waited; a layout that is restored has nobody else who waits.",
         unseen="The exchange of the step goes over the same group, after the reductions, and is waited for. Under "
         "gloo nothing else orders them.",
     ),
@@ -565,8 +565,8 @@ _PARAMETERS = (
         and_=(
             Edit(
                 "engine.py",
-                "        self.reducer.settle_rounds()\n        self.param_gather.wait()\n",
-                "        self.reducer.settle_rounds()\n",
+                "        self.reducer.complete_all_raised()\n        self.param_gather.wait()\n",
+                "        self.reducer.complete_all_raised()\n",
             ),
         ),
         hidden_by="Whoever lays out again while a step's gathers are under way has settled the engine before.",
@@ -689,14 +689,14 @@ _PARAMETERS = (
     _fault(
         "a load leaves units as they were gathered",
         "units/hooks.py",
-        "        self.schedule.settle()  # what",
+        "        self.schedule.reshard_all()  # what",
         "        pass  # what",
         _one(3, "kept"),
     ),
     _fault(
         "a step leaves units as they were gathered",
         "engine.py",
-        "            self.sharded_model.schedule.settle()  # it may raise",
+        "            self.sharded_model.schedule.reshard_all()  # it may raise",
         "            pass  # it may raise",
         _one(3, "graph"),
         _one(3, "evaluated"),

@@ -79,9 +79,9 @@ class ShardedPart:
     def holdings(self) -> list[Holding]:
         owner = Owner.THIS_RANK if self._engine.sharding.shard_count > 1 else Owner.EVERY_RANK
         found = []
-        for place in self._engine.states.places():
-            start, length = place.tensor.span(place.piece.in_param, place.piece.numel)
-            found.append(Holding(self._spec(place.piece.slot.param, place.tensor), start, length, owner))
+        for own in self._engine.states.state_pieces():
+            start, length = own.tensor.span(own.piece.in_param, own.piece.numel)
+            found.append(Holding(self._spec(own.piece.slot.param, own.tensor), start, length, owner))
         return found
 
     def values(self) -> Iterator[Tensor]:

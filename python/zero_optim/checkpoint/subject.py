@@ -91,7 +91,7 @@ class Subject:
             sharded.settle()
             sharded.engine.states.refresh_edited()
         for model in self._models:
-            model.schedule.settle()
+            model.schedule.reshard_all()
 
     # -- saving --------------------------------------------------------------------------------------------------
 

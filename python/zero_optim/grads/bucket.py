@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -54,6 +54,16 @@ class Flight:
 
     def arrives_within(self, seconds: float) -> bool:
         return self.pending.arrives_within(seconds)
+
+
+@dataclass
+class Edits:
+    """What the user has done to reduced gradients, by index of the parameter: assigned others, dropped them, or written
+    into those of their bucket."""
+
+    assigned: set[int] = field(default_factory=set)
+    dropped: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
 
 
 class Follower(Protocol):
@@ -327,7 +337,7 @@ class Bucket:
         """Let all gradients be zero where ``keep``, [] bool on the device, is False."""
         self.arrivals.then(partial(_keep_where, self.grad_shard, keep))
 
-    def launch_nothing(self) -> None:
+    def launch_zeros(self) -> None:
         """Take part in the others' reduction with zeros, and drop the sum.
 
         Their backward launched it. Ours raised before its first gradient, and all ranks have zeroed since.
@@ -364,19 +374,16 @@ class Bucket:
             self.unsharding.wait()
             self.unsharding = None
 
-    def settle(self) -> tuple[list[int], list[int]]:
-        """After the last reduction: drop what was zeroed since.
-
-        Returns the parameters whose gradients came after it, and those whose gradients the user has dropped.
-        """
+    def follow_edits(self) -> Edits:
+        """Drop what the user has zeroed since the last reduction. Returns the gradients assigned since, and dropped."""
         found = self.slots.scan(self._handles())
         if self.state is GradState.REDUCED:
             self.arrivals.wait()
             self._drop_zeroed(found.zeroed)
             self._drop_stale()
-        late = self._present() if self.state is GradState.LOCAL else found.local
+        assigned = self._present() if self.state is GradState.LOCAL else found.local
         slots = self.layout.slots
-        return [slots[index].param for index, _ in late], [slots[index].param for index in found.gone]
+        return Edits({slots[index].param for index, _ in assigned}, {slots[index].param for index in found.gone})
 
     def abandon(self) -> None:
         """Wait for nothing any more: the ranks have parted."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,9 +30,9 @@ from ..comm.sharding import Sharding
 from ..comm.streams import GradStreams
 from ..errors import ParameterError, RankMismatchError, ZeroOptimError
 from ..params.storage_order import described
-from ..units.schedule import UnitSchedule, end_raised_backwards, prefetch_rest_of_backwards
+from ..units.schedule import UnitSchedule, complete_raised_backwards, prefetch_rest_of_backwards
 from ..user_thread import UserThread
-from .bucket import Bucket
+from .bucket import Bucket, Edits
 from .bucket_plan import buffer_nbytes
 from .buckets import Buckets
 from .ddp_check import check_not_replicated
@@ -45,16 +44,6 @@ from .rounds import Rounds, RoundState
 from .slots import GradState, Zeroed
 
 _reducers: list[weakref.ref[Reducer]] = []  # of this process, in the order in which they were made
-
-
-@dataclass
-class Edits:
-    """What the user has done to reduced gradients, by index of the parameter: assigned others, dropped them, or written
-    into those of their bucket."""
-
-    assigned: set[int] = field(default_factory=set)
-    dropped: set[int] = field(default_factory=set)
-    written: set[int] = field(default_factory=set)
 
 
 class Reducer:
@@ -105,7 +94,7 @@ class Reducer:
         self._round_grads = RoundGrads(parameters)
         self._streams = GradStreams(sharding.device)
         self.late: set[int] = set()
-        self.leftover: list[int] = []
+        self.leftover: set[int] = set()
         self.on_layout: Sequence[Callable[[list[Bucket]], None]] = ()
         self.on_change: Sequence[Callable[[], None]] = ()
         self.grow(list(parameters))
@@ -117,7 +106,7 @@ class Reducer:
 
     def grow(self, indices: Sequence[int]) -> list[Bucket]:
         """Take in parameters, in buckets after all others. The next backward observes. Returns the new buckets."""
-        self.complete_open_round()
+        self.complete_raised()
         new = self.layout.grow(indices)
         self._use_layout()
         for index in indices:
@@ -236,7 +225,8 @@ class Reducer:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within it gradients add up on each rank and nothing is communicated."""
-        self.settle_rounds()  # every rank enters here: what a raise has left open is completed outside of the block
+        # Every rank enters here: what a raise has left open is completed outside of the block.
+        self.complete_all_raised()
         self._tell_change()  # a call within the block must not take an exchange of before for its own
         before, self.synchronize = self.synchronize, False
         try:
@@ -273,10 +263,10 @@ class Reducer:
 
     def _backward_begins(self) -> None:
         self.thread.note()
-        end_raised_backwards(self.thread)
+        complete_raised_backwards(self.thread)
         # What other optimizers owe leaves now, before this backward waits for anything: other ranks may wait for it.
         for reducer in self._not_in_backward():
-            reducer.complete_open_round()
+            reducer.complete_raised()
         self._round_grads.backward_begins()
         self._in_place.clear()
         for bucket in self.buckets:
@@ -296,8 +286,8 @@ class Reducer:
         if self.rounds.open:
             if self._counts.learned is not Learned.ALL and self.rounds.launched == 0:
                 check_not_replicated(self.parameters, self.labels)
-            self._complete_round(self._join_open_backward)
-            self._await_averages()
+            self._complete_round(self._complete_backward)
+            self._wait_for_averages()
         else:
             self.rounds.local()
             self._readiness.begin()
@@ -336,7 +326,7 @@ class Reducer:
         flats = [flat for unit in self._schedule.over_order for flat in unit.flats]
         buckets = sorted(self.buckets, key=lambda bucket: flats.index(bucket.flat))
         if buckets != self.buckets:
-            self.complete_open_round()
+            self.complete_raised()
             self.layout.use([slot.param for bucket in buckets for slot in bucket.layout.slots], buckets)
             self._use_layout()
 
@@ -368,27 +358,27 @@ class Reducer:
         """
         if not self.rounds.open:
             self._open_round()
-        self.rounds.rest()
+        self.rounds.complete()
         join()
         while self._next < len(self.buckets):
             self._launch_next()
-        self.rounds.complete()
+        self.rounds.completed()
         self._next = 0
         self._round_grads.forget()
         self._readiness.begin()
 
-    def _await_averages(self) -> None:
+    def _wait_for_averages(self) -> None:
         """At stage 0 ``.grad`` is the averaged gradient, to be read at once."""
         if self.sharding.stage == 0:
             prefetch_rest_of_backwards(self.thread)
             for bucket in self.buckets:
                 bucket.wait()
 
-    def _join_open_backward(self) -> None:
+    def _complete_backward(self) -> None:
         if self._schedule is not None:
-            self._schedule.end_backward()
+            self._schedule.complete_backward()
 
-    def join_all_backwards(self) -> None:
+    def complete_all_backwards(self) -> None:
         """Collective, at a call that every rank makes after its backward. Go through the rest of all its gathers.
 
         Other ranks may wait in them, even if the backward raised here before it came to any unit::
@@ -397,10 +387,10 @@ class Reducer:
             rank 1   backward: waits to gather unit 3       unit 2   unit 1   step
         """
         if self._schedule is not None:
-            self.complete_open_round()
-            self._schedule.end_all_backwards()
+            self.complete_raised()
+            self._schedule.complete_all_backwards()
 
-    def join_before_closure(self) -> None:
+    def complete_before_closure(self) -> None:
         """Collective, as ``step`` begins that is given a closure. At stage 3, settle now what raised before it.
 
         The closure's forward gathers, and must not meet the gathers of a backward in which other ranks still are. Where
@@ -411,15 +401,15 @@ class Reducer:
         """
         if self._schedule is None:
             return
-        self.complete_open_round()
+        self.complete_raised()
         if self.synchronize and self.rounds.state.owed and self._schedule.is_announced(self):
-            self._complete_round(self._schedule.end_all_backwards)
+            self._complete_round(self._schedule.complete_all_backwards)
         else:
-            self._schedule.end_all_backwards()
-        self.settle_rounds()
+            self._schedule.complete_all_backwards()
+        self.complete_all_raised()
         self.rounds.local()
 
-    def complete_open_round(self) -> None:
+    def complete_raised(self) -> None:
         """A backward that raised has left its round open. Launch the rest: the other ranks have launched theirs.
 
         The user may have zeroed gradients since the raise. That counts as done after the round. Where this rank finds
@@ -440,7 +430,7 @@ class Reducer:
         # At stage 3 the schedule meets a new backward before we do, and it has ended the raised one's cycle then. The
         # cycle that is open now belongs to the new backward: to join it here would end that one.
         next_is_under_way = self._schedule is not None and self._schedule.watch.running
-        self._complete_round(_nothing if next_is_under_way else self._join_open_backward)
+        self._complete_round(_nothing if next_is_under_way else self._complete_backward)
         _drop(unseen, found.zeroed)
 
     @property
@@ -448,7 +438,7 @@ class Reducer:
         """Whether a collective has failed: the other ranks are at another one, and nothing can be completed."""
         return self.sharding.everyone.out_of_step or (self._schedule is not None and self._schedule.out_of_step)
 
-    def settle_rounds(self) -> None:
+    def complete_all_raised(self) -> None:
         """Complete what a raised backward has left open: here, and in every optimizer that it went through.
 
         Every rank calls this. All optimizers launch before one is waited for. At stage 0, with optimizers A and B::
@@ -459,11 +449,11 @@ class Reducer:
         self.thread.note()
         settled = self._not_in_backward()
         for reducer in settled:
-            reducer.complete_open_round()
+            reducer.complete_raised()
         # Those under ``no_sync`` have no round, and other ranks wait in their gathers.
-        end_raised_backwards(self.thread)
+        complete_raised_backwards(self.thread)
         for reducer in settled:  # only now, when all are launched
-            reducer._await_averages()
+            reducer._wait_for_averages()
 
     def _not_in_backward(self) -> list[Reducer]:
         """This reducer, and those of this thread that no running backward has come to: what is open there has raised.
@@ -486,14 +476,14 @@ class Reducer:
         if not self.sharding.reduces:
             self._collect()
         else:
-            self.join_all_backwards()
-            self.settle_rounds()
+            self.complete_all_backwards()
+            self.complete_all_raised()
             if not self.synchronize:
                 self.rounds.local()  # within a no_sync block: other ranks may have had gradients in it
             if self.rounds.state.owed:  # one at most: no round is open any more
                 self._complete_round(_nothing)
-            unreduced = [index for bucket in self.buckets for index in bucket.settle()[0]]
-            self.leftover = [] if self.late else unreduced
+            edits = [bucket.follow_edits() for bucket in self.buckets]
+            self.leftover = set() if self.late else set().union(*(of_bucket.assigned for of_bucket in edits))
             if self._counts.learned is not Learned.ALL:
                 self._learn()
         for bucket in self.buckets:
@@ -529,16 +519,17 @@ class Reducer:
     def _collect(self) -> bool:
         return any([bucket.collect(self._streams) for bucket in self.buckets])  # noqa: C419  every bucket, whatever the first says
 
-    def edits(self) -> Edits:
-        """What the user has done to gradients since ``finish``, or since this was last asked."""
+    def follow_edits(self) -> Edits:
+        """Let gradients count as the user has left them. Returns what was done to them since ``finish``, or since the
+        last call."""
         edits = Edits()
         for bucket in self.buckets:
             if bucket.written:
                 edits.written.update(slot.param for slot in bucket.layout.slots)
             if self.sharding.reduces:
-                assigned, dropped = bucket.settle()
-                edits.assigned.update(assigned)
-                edits.dropped.update(dropped)
+                of_bucket = bucket.follow_edits()
+                edits.assigned |= of_bucket.assigned
+                edits.dropped |= of_bucket.dropped
             elif bucket.collect(self._streams):
                 edits.assigned.update(slot.param for slot in bucket.layout.slots)
             bucket.note_writes()  # what was dropped is zero now: that was not the user
@@ -554,10 +545,10 @@ class Reducer:
         """Drop every gradient, or make it zero. A round that an exception cut short is completed for the others."""
         joins = self.sharding.reduces and self.rounds.zeroed
         if joins:
-            self.join_all_backwards()
-        self.settle_rounds()
+            self.complete_all_backwards()
+        self.complete_all_raised()
         if joins:
-            self._join_rounds_of_others()
+            self._launch_missed_rounds()
         self.rounds.clear()
         self._excuse_forwards()
         self._round_grads.forget()
@@ -570,7 +561,7 @@ class Reducer:
         self._streams.forget()
         self._deallocate_idle_buffers()
 
-    def _join_rounds_of_others(self) -> None:
+    def _launch_missed_rounds(self) -> None:
         """Collective. Launch as many rounds as any rank has since the last ``zero_grad``; the results are dropped.
 
         A backward that raised before its first gradient has left no trace here, and the others wait for its round. It
@@ -580,11 +571,11 @@ class Reducer:
         for _ in range(max(launched) - self.rounds.launched):
             self.sharding.everyone.rounds += 1
             for bucket in self.buckets:
-                bucket.launch_nothing()
+                bucket.launch_zeros()
 
     def observe(self) -> None:
         """Let the next synchronised backward count anew how often each gradient becomes ready. The layout stays."""
-        self.settle_rounds()
+        self.complete_all_raised()
         self.late.clear()
         self._counts.forget(order=False)
         self._use_readiness()
@@ -596,7 +587,7 @@ class Reducer:
         everyone = self.sharding.everyone
         try:
             if collective:
-                self.settle_rounds()
+                self.complete_all_raised()
             for bucket in self.buckets if collective else ():
                 bucket.wait_for_parameters()
                 if bucket.arrives_within(PATIENCE_SECONDS):

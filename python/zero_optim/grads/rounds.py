@@ -8,7 +8,7 @@ So each rank derives the count from the calls that all ranks make. One state is 
 state         owed  meaning
 ============  ====  ==============================================================================
 UNREDUCED     1     no round since the last ``step`` or ``zero_grad``
-REDUCED       0     every gradient was in a round
+COMPLETE      0     every gradient was in a round
 DIRTY         1     a round, and after it gradients that stayed on their rank
 OPEN          1     a round was begun: its backward runs, or has raised
 COMPLETING    1     the rest of the round is being launched, as its backward is over or is joined
@@ -18,11 +18,11 @@ COMPLETING    1     the rest of the round is being launched, as its backward is 
 under ``no_sync``; so a rank without data takes part by calling ``step``.
 
 ============  ============  ============  ============  ============  ===========
-event         UNREDUCED     REDUCED       DIRTY         OPEN          COMPLETING
+event         UNREDUCED     COMPLETE      DIRTY         OPEN          COMPLETING
 ============  ============  ============  ============  ============  ===========
 begin         OPEN          OPEN          OPEN          error         error
-rest          error         error         error         COMPLETING    COMPLETING
-complete      error         error         error         error         REDUCED
+complete      error         error         error         COMPLETING    COMPLETING
+completed     error         error         error         error         COMPLETE
 local         UNREDUCED     DIRTY         DIRTY         OPEN          COMPLETING
 step          UNREDUCED     UNREDUCED     UNREDUCED     error         error
 clear         UNREDUCED     UNREDUCED     UNREDUCED     error         error
@@ -30,8 +30,8 @@ clear         UNREDUCED     UNREDUCED     UNREDUCED     error         error
 
 - *begin*: a synchronised backward begins; or a whole round does, outside of any backward. What is open was cut short by
   an exception, and is completed before.
-- *rest*: what is left of the round leaves now.
-- *complete*: the last bucket has left.
+- *complete*: what is left of the round leaves now.
+- *completed*: the last bucket has left.
 - *local*: a ``no_sync`` block has ended, or a backward that reduces nothing. Whether this rank had a gradient in it
   does not matter: the others count the block, too. A round is open then only where an error has ended the block. Or a
   closure begins at stage 3, after a round: its backward may reach other ranks alone.
@@ -40,7 +40,7 @@ clear         UNREDUCED     UNREDUCED     UNREDUCED     error         error
 A backward that raises is no event. It leaves its round OPEN, and whatever comes next completes it first::
 
     rank 0   backward raises half-way   OPEN       zero_grad: launch what is left, then clear
-    rank 1   backward                   REDUCED    zero_grad: clear
+    rank 1   backward                   COMPLETE   zero_grad: clear
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RoundState(enum.Enum):
     """What is owed. The value is the number of rounds."""
 
     UNREDUCED = "unreduced", 1
-    REDUCED = "reduced", 0
+    COMPLETE = "complete", 0
     DIRTY = "dirty", 1
     OPEN = "open", 1
     COMPLETING = "not complete", 1
@@ -87,19 +87,19 @@ class Rounds:
         self._refuse_open("begin")
         self.state = RoundState.OPEN
 
-    def rest(self) -> None:
+    def complete(self) -> None:
         if not self.open:
-            raise RuntimeError(f"rest: a round is {self.state.value[0]}, and none was begun")
+            raise RuntimeError(f"complete: a round is {self.state.value[0]}, and none was begun")
         self.state = RoundState.COMPLETING
 
-    def complete(self) -> None:
+    def completed(self) -> None:
         if self.state is not RoundState.COMPLETING:
-            raise RuntimeError(f"complete: a round is {self.state.value[0]}, and its rest has not left")
+            raise RuntimeError(f"completed: a round is {self.state.value[0]}, and its rest has not left")
         self.launched += 1
-        self.state = RoundState.REDUCED
+        self.state = RoundState.COMPLETE
 
     def local(self) -> None:
-        if self.state is RoundState.REDUCED:
+        if self.state is RoundState.COMPLETE:
             self.state = RoundState.DIRTY
 
     def step(self) -> None:

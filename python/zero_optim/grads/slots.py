@@ -5,9 +5,9 @@ state                 the bucket holds    ``.grad`` found None   ``.grad`` is th
 ====================  ==================  =====================  =======================  ===================
 ABSENT                nothing             ABSENT                 --                       ABSENT, local
 COLLECTED             this rank's sum     ABSENT                 COLLECTED                ABSENT, local
-REDUCED               the average         STALE                  REDUCED                  STALE, local
-TAKEN                 the average         STALE                  REDUCED                  TAKEN, local
-STALE                 what to drop        STALE                  REDUCED                  STALE, local
+AVERAGED              the average         STALE                  AVERAGED                 STALE, local
+TAKEN                 the average         STALE                  AVERAGED                 TAKEN, local
+STALE                 what to drop        STALE                  AVERAGED                 STALE, local
 ====================  ==================  =====================  =======================  ===================
 
 The *handle* is the tensor that the bucket has put into ``.grad``. *local*: ``.grad`` is a gradient of this rank's that
@@ -18,11 +18,11 @@ more events change all slots of a bucket, or one:
 ====================  ==================  =====================  =======================  ===================
 state                 accumulate          collect                launch                   clear
 ====================  ==================  =====================  =======================  ===================
-ABSENT                ABSENT              COLLECTED if local     REDUCED                  ABSENT
-COLLECTED             COLLECTED           COLLECTED              REDUCED                  ABSENT
-REDUCED               TAKEN               --                     REDUCED                  ABSENT
-TAKEN                 TAKEN               --                     REDUCED                  ABSENT
-STALE                 STALE               --                     REDUCED                  ABSENT
+ABSENT                ABSENT              COLLECTED if local     AVERAGED                 ABSENT
+COLLECTED             COLLECTED           COLLECTED              AVERAGED                 ABSENT
+AVERAGED              TAKEN               --                     AVERAGED                 ABSENT
+TAKEN                 TAKEN               --                     AVERAGED                 ABSENT
+STALE                 STALE               --                     AVERAGED                 ABSENT
 ====================  ==================  =====================  =======================  ===================
 
 - *accumulate*: autograd is about to add to ``.grad``, after ``scan`` has looked at it. A reduced gradient is an average
@@ -31,14 +31,14 @@ STALE                 STALE               --                     REDUCED        
 - *collect*: local gradients move into ``grad_buffer``. *launch*: a reduction leaves with them; what is STALE is
   dropped before the sum is added. *clear*: ``zero_grad``.
 - Three are outside of the tables: *drop* makes any slot STALE; *make_room* makes all STALE in a bucket that is to
-  receive averages from another layout; *take_over* then makes one REDUCED.
+  receive averages from another layout; *take_over* then makes one AVERAGED.
 
 As an example, two backwards and a user in between::
 
-    backward            REDUCED   .grad is a FlatShard
-    p.grad = None       REDUCED   nobody has looked yet
-    backward begins     STALE     accumulate looks: the user zeroed it
-    its bucket leaves   REDUCED   the average of the second backward alone
+    backward            AVERAGED   .grad is a FlatShard
+    p.grad = None       AVERAGED   nobody has looked yet
+    backward begins     STALE      accumulate looks: the user zeroed it
+    its bucket leaves   AVERAGED   the average of the second backward alone
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SlotState(enum.Enum):
 
     ABSENT = enum.auto()
     COLLECTED = enum.auto()
-    REDUCED = enum.auto()
+    AVERAGED = enum.auto()
     TAKEN = enum.auto()
     STALE = enum.auto()
 
@@ -68,7 +68,7 @@ class GradState(enum.Enum):
 
     EMPTY = enum.auto()  # nowhere, or in each ``.grad`` that autograd allocated: ABSENT
     LOCAL = enum.auto()  # grad_buffer holds this rank's sums in full: ABSENT, COLLECTED
-    REDUCED = enum.auto()  # grad_shard holds the average, or will when it arrives: REDUCED, TAKEN, STALE
+    REDUCED = enum.auto()  # grad_shard holds the average, or will when it arrives: AVERAGED, TAKEN, STALE
 
 
 class Zeroed(enum.Enum):
@@ -131,7 +131,7 @@ class Slots:
             return SlotState.COLLECTED if self.used[index] else SlotState.ABSENT
         if index in self.stale:
             return SlotState.STALE
-        return SlotState.TAKEN if index in self._taken else SlotState.REDUCED
+        return SlotState.TAKEN if index in self._taken else SlotState.AVERAGED
 
     # -- events ----------------------------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class Slots:
         grad = self._params[index].grad
         self._look(index, grad, handle)
         written = self._is_written(index, grad)
-        if self[index] is SlotState.REDUCED:
+        if self[index] is SlotState.AVERAGED:
             self._params[index].grad = None
         if self[index] is not SlotState.STALE:
             self._taken[index] = None  # autograd writes from here on, until ``added``
@@ -259,7 +259,7 @@ class Slots:
             return True
         left = self._taken.get(index)
         replaced = grad is None or (left is not None and left.grad is not grad)
-        if state is SlotState.REDUCED or (state is SlotState.TAKEN and replaced):
+        if state is SlotState.AVERAGED or (state is SlotState.TAKEN and replaced):
             self._make_stale(index)
             return True
         return False

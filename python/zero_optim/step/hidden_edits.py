@@ -40,7 +40,7 @@ _TURNS = 256  # windows in all, unless they would be smaller or larger than that
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class WindowPart:
     """Elements ``start`` to ``start + numel`` of the parameters of a shard."""
 
     shard: ShardState
@@ -62,7 +62,7 @@ class Part:
 class Window:
     """What is looked at together: of one shard, or of several small ones."""
 
-    parts: Sequence[Part]
+    parts: Sequence[WindowPart]
 
     @property
     def numel(self) -> int:
@@ -82,12 +82,12 @@ def windows_of(shards: Sequence[ShardState]) -> list[Window]:
     ends = [max(piece.in_shard + piece.numel for piece in shard.bucket.pieces) for shard in shards]
     size = min(max(-(-sum(ends) // _TURNS), _LEAST), _MOST)
     windows: list[Window] = []
-    parts: list[Part] = []
+    parts: list[WindowPart] = []
     room = size
     for shard, end in zip(shards, ends, strict=True):
         start = 0
         while start < end:
-            parts.append(Part(shard, start, min(room, end - start)))
+            parts.append(WindowPart(shard, start, min(room, end - start)))
             start, room = start + parts[-1].numel, room - parts[-1].numel
             if room == 0:
                 windows.append(Window(parts))

@@ -33,7 +33,7 @@ _version_of = operator.attrgetter("_version")
 
 
 @dataclass(frozen=True)
-class Place:
+class StatePiece:
     """A parameter's part of one tensor of a shard's state."""
 
     tensor: StateTensor
@@ -246,17 +246,17 @@ class OptimizerState:
             self._try(shard, partial(carry_out, shard, list(of_shard)))
         self.distrust_masters()
 
-    def places(self) -> Iterator[Place]:
+    def state_pieces(self) -> Iterator[StatePiece]:
         """What this rank holds, shard by shard: each parameter's part of every tensor, empty parts left out."""
         for shard in self.shards:
-            yield from _places(shard)
+            yield from _state_pieces(shard)
 
     def values(self) -> Iterator[Tensor]:
-        """Of each of ``places``, in their order, its values, flat: to be read or written before the next."""
+        """Of each of ``state_pieces``, in their order, its values, flat: to be read or written before the next."""
         for shard in self.shards:
             with shard.opened() as state:
-                for place in _places(shard):
-                    yield shard.part(place.tensor, state[place.tensor.name], place.piece)
+                for own in _state_pieces(shard):
+                    yield shard.part(own.tensor, state[own.tensor.name], own.piece)
 
     def restart(self, indices: set[int]) -> None:
         """Make the state of these parameters what it is at construction."""
@@ -372,8 +372,8 @@ def _by_index(shard: ShardState, tensor: StateTensor, full: Tensor) -> dict[int,
     }
 
 
-def _places(shard: ShardState) -> Iterator[Place]:
+def _state_pieces(shard: ShardState) -> Iterator[StatePiece]:
     for tensor in shard.tensors:
         for piece in shard.bucket.pieces:
             if piece.numel:
-                yield Place(tensor, piece)
+                yield StatePiece(tensor, piece)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..grads.bucket import Bucket
 
 
-class _Owner:
+class _OwningModule:
     """The pre-forward hook of a module that owns parameters. A copy of the module gets one that does nothing."""
 
     def __init__(self, parameters: Sequence[int] = ()) -> None:
@@ -34,7 +34,7 @@ class _Owner:
             bucket.wait_for_parameters()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Owner, ()
+        return _OwningModule, ()
 
 
 class ParamGather:
@@ -43,7 +43,7 @@ class ParamGather:
     def __init__(self, overlap: bool) -> None:
         self.overlap = overlap
         self._buckets: Sequence[Bucket] = ()
-        self._owners: list[_Owner] = []
+        self._owners: list[_OwningModule] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._observed = False
         self._under_way: set[Bucket] = set()  # buckets that only called modules use
@@ -62,7 +62,7 @@ class ParamGather:
         self.wait()
         self.close()
         for module, parameters in _owners(model):
-            owner = _Owner([index_of[id(p)] for p in parameters if id(p) in index_of])
+            owner = _OwningModule([index_of[id(p)] for p in parameters if id(p) in index_of])
             if owner.parameters:
                 self._owners.append(owner)
                 self._hooks += [

@@ -12,36 +12,27 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from .stand_in import StandIn
 from .unit import Unit, UnitState
 
 _OPTION = "synced_gpus"
 
 
-class SyncedGenerate:
-    """Stands in the place of a module's ``generate``, and gives it ``synced_gpus=True`` where its tokens communicate.
+class SyncedGenerate(StandIn):
+    """Gives a module's ``generate`` the argument ``synced_gpus=True`` where its tokens communicate.
 
     False is not left as it is: ``Seq2SeqTrainer`` gives it to every model that it does not know.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
-        self._module, self._units = module, units
-        functools.update_wrapper(self, self._method(), updated=())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of its module is an ordinary one."""
-        kind: Any = type(self._module)
-        return functools.partial, (kind.generate, self._module)
-
-    def _method(self) -> Callable[..., Any]:
-        kind: Any = type(self._module)
-        method: Callable[..., Any] = kind.generate.__get__(self._module)
-        return method
+        super().__init__(module, "generate")
+        self._units = units
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         method = self._method()
@@ -60,8 +51,8 @@ def sync_generation(model: nn.Module, units: Sequence[Unit], ranks: Iterable[int
     for module in model.modules():
         method = getattr(type(module), "generate", None)
         own = vars(module).get("generate")
-        copied = isinstance(own, functools.partial) and own.func is method  # by ``SyncedGenerate.__reduce__``
+        copied = isinstance(own, functools.partial) and own.func is method  # by ``StandIn.__reduce__``
         if (own is None or copied) and callable(method) and _OPTION in inspect.signature(method).parameters:
             within = {*module.modules()}
             held = [unit for unit in units if any(place.module in within for place in unit.registrations)]
-            module.generate = SyncedGenerate(module, held)  # type: ignore[assignment]  # any attribute
+            SyncedGenerate(module, held).watch()

@@ -151,7 +151,7 @@ class _BeforeLoad(_Hook):
                 "load_state_dict(assign=True) would replace parameters that are sharded: without assign it copies into "
                 "each rank's shard; or load before zero_optim.shard_module"
             )
-        self.schedule.settle()  # what is unsharded, or arriving, now would be used as it is
+        self.schedule.reshard_all()  # what is unsharded, or arriving, now would be used as it is
 
 
 def _no_hook() -> Any:

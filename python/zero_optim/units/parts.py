@@ -9,8 +9,7 @@ While a forward of its unit is under way a part is out of the way, so that the u
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,11 +17,12 @@ from torch import nn
 
 from .hooks import AfterForward, BeforeForward, ForwardEnded
 from .schedule import UnitSchedule, in_backward
+from .stand_in import StandIn
 from .unit import Unit, UnitState
 
 
-class Part:
-    """Stands in the place of a module's method, and does the same, with the unit's parameters.
+class Part(StandIn):
+    """Does what a module's method does, with the unit's parameters.
 
     Args:
         module: of the unit.
@@ -30,33 +30,13 @@ class Part:
     """
 
     def __init__(self, module: nn.Module, name: str, unit: Unit, units: Sequence[Unit], schedule: UnitSchedule) -> None:
-        self._module, self._name, self._unit, self._schedule = module, name, unit, schedule
-        self._own = module.__dict__.get(name)  # what the module had before, where that was not its class's
+        super().__init__(module, name)
+        self._unit, self._schedule = unit, schedule
         part = not _has_all(module, units)  # a call of what has all units in it is a forward of the root
         self._others = [] if part else units[1:]
         self._before = BeforeForward(schedule, unit, part=part)
         self._ended = ForwardEnded(schedule, unit, part=part)
         self._after = AfterForward(schedule, unit, part=part)
-        functools.update_wrapper(self, self._method(), updated=())  # clients look at a forward's signature
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of its module is an ordinary one."""
-        return functools.partial, (getattr(type(self._module), self._name), self._module)
-
-    def _method(self) -> Callable[..., Any]:
-        return self._own or getattr(type(self._module), self._name).__get__(self._module)
-
-    def watch(self) -> None:
-        """Be called in the method's place."""
-        if self._module.__dict__.get(self._name) is self._own:  # else somebody has wrapped this, and calls it
-            self._module.__dict__[self._name] = self
-
-    def unwatch(self) -> None:
-        """Let the method be called."""
-        if self._module.__dict__.get(self._name) is self:
-            del self._module.__dict__[self._name]
-            if self._own is not None:
-                self._module.__dict__[self._name] = self._own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._must_gather():

@@ -12,29 +12,29 @@ for. The next few are sent for while it computes: at once, or as soon as a reduc
 The first part of the state is the cycle that is open, a ``Direction`` or none, and the position in it. The table has
 what each event makes of it. *ends*: this rank goes through the rest of the cycle first:
 
-====================  ================  ================  ================
-cycle                 none              FORWARD           BACKWARD
-====================  ================  ================  ================
-forward: root         FORWARD           ends, FORWARD     ends, FORWARD
-forward: ahead        FORWARD           FORWARD           ends, FORWARD
-forward: open         --                FORWARD           ends, FORWARD
-forward: behind       --                ends, FORWARD     ends, FORWARD
-forward: part         FORWARD           FORWARD           ends, FORWARD
-root returns          none              ends              ends
-unit returns          none              FORWARD           BACKWARD
-part returns          none              FORWARD           BACKWARD
-backward: ahead       BACKWARD          ends, BACKWARD    BACKWARD
-backward: open        --                ends, BACKWARD    BACKWARD
-backward: behind      --                ends, BACKWARD    ends, BACKWARD
-backward: frozen      BACKWARD          ends, BACKWARD    BACKWARD
-backward begins       none              FORWARD           ends
-backward is over      none              FORWARD           ends
-end_raised_backward   none              FORWARD           ends
-end_all_backwards     none              ends              ends
-settle                none              ends              ends
-end_step              none              FORWARD           BACKWARD
-record                none              FORWARD           BACKWARD
-====================  ================  ================  ================
+=========================  ================  ================  ================
+cycle                      none              FORWARD           BACKWARD
+=========================  ================  ================  ================
+forward: root              FORWARD           ends, FORWARD     ends, FORWARD
+forward: ahead             FORWARD           FORWARD           ends, FORWARD
+forward: open              --                FORWARD           ends, FORWARD
+forward: behind            --                ends, FORWARD     ends, FORWARD
+forward: part              FORWARD           FORWARD           ends, FORWARD
+root returns               none              ends              ends
+unit returns               none              FORWARD           BACKWARD
+part returns               none              FORWARD           BACKWARD
+backward: ahead            BACKWARD          ends, BACKWARD    BACKWARD
+backward: open             --                ends, BACKWARD    BACKWARD
+backward: behind           --                ends, BACKWARD    ends, BACKWARD
+backward: frozen           BACKWARD          ends, BACKWARD    BACKWARD
+backward begins            none              FORWARD           ends
+backward is over           none              FORWARD           ends
+complete_raised_backward   none              FORWARD           ends
+complete_all_backwards     none              ends              ends
+reshard_all                none              ends              ends
+end_step                   none              FORWARD           BACKWARD
+record                     none              FORWARD           BACKWARD
+=========================  ================  ================  ================
 
 - *forward*: a unit is called. *backward*: a gradient comes into it, or a checkpoint computes it again.
 - *part*: a module of the root is called while no forward of the root is under way. It brings in the root, as a visit
@@ -43,22 +43,22 @@ record                none              FORWARD           BACKWARD
 - *frozen*: the unit is not in the backward cycle. It needed no gradient when the order was recorded.
 - *forward: root* with a cycle open: what was open has raised. So it is with *backward begins*. A cycle goes on in which
   a part has brought in the root, and nothing else was visited.
-- *end_raised_backward* of a backward that has not raised changes nothing.
+- *complete_raised_backward* of a backward that has not raised changes nothing.
 - *root returns*: its outermost forward. Where the order is not known, the ranks agree on it then.
 
 The second part is how many backward cycles this rank *owes* to forward cycles that other ranks may come back through:
 
-====================  ================
-owed                  becomes
-====================  ================
-FORWARD ends, trains  one more
-FORWARD ends          the same
-BACKWARD ends         one less, or 0
-end_all_backwards     0
-end_step              0
-====================  ================
+======================  ================
+owed                    becomes
+======================  ================
+FORWARD ends, trains    one more
+FORWARD ends            the same
+BACKWARD ends           one less, or 0
+complete_all_backwards  0
+end_step                0
+======================  ================
 
-``end_all_backwards`` ends the cycle that is open, and goes through what is owed, one cycle for each.
+``complete_all_backwards`` ends the cycle that is open, and goes through what is owed, one cycle for each.
 
 For each optimizer, whether a forward has *announced* a reduction, which a backward may not have come to here:
 
@@ -177,7 +177,7 @@ class UnitSchedule:
         self.owner: object = None
         self.thread = UserThread()
         self._reducing: set[Listener] = set()  # whose reduction is under way, and had better not be disturbed
-        self.watch = BackwardWatch(self._begin_backward, self.end_backward)
+        self.watch = BackwardWatch(self._begin_backward, self.complete_backward)
         self._cycles = {
             Direction.FORWARD: list(units),
             Direction.BACKWARD: list(reversed(list(calls_ended(units)))),
@@ -190,7 +190,7 @@ class UnitSchedule:
         self._open: dict[Unit, int] = {}  # visited in it and not over, and where
         self._trains = False  # whether a backward may follow the forward that is open
         self._begun_by_part = False  # outside of a forward of the root
-        self._hold = False  # create_graph: a backward may go through this one, so nothing is resharded until ``settle``
+        self._hold = False  # create_graph: a backward may go through this one; units stay until ``reshard_all``
         self._over: set[FlatParams] = set()  # their gradients are complete in the open or last backward
         self._backwards_due = 0  # forward cycles that a backward may still come back through
         self._announced: set[Listener] = set()  # to whom a forward has announced a reduction
@@ -243,7 +243,7 @@ class UnitSchedule:
             self._forwards += 1
             if self._forwards == 1:
                 self._root_trains = torch.is_grad_enabled()
-                end_raised_backwards(self.thread)
+                complete_raised_backwards(self.thread)
                 if not self._root_alone_by_part:
                     self._end_open()  # a forward that raised
                 self._check_in_place()
@@ -338,7 +338,7 @@ class UnitSchedule:
         """Whether a forward of the root is under way."""
         return self._forwards > 0
 
-    def end_backward(self) -> None:
+    def complete_backward(self) -> None:
         """Collective, where one is open: join what is left of it."""
         if self._direction is Direction.BACKWARD:
             self._end_cycle()
@@ -346,14 +346,14 @@ class UnitSchedule:
             if self._backwards_due <= 0:
                 self._none_due()
 
-    def end_raised_backward(self) -> None:
+    def complete_raised_backward(self) -> None:
         """Collective, where one has raised here, and no other has begun since."""
         if self._direction is Direction.BACKWARD and not self.watch.running:
-            self.end_backward()
+            self.complete_backward()
 
     # -- what the optimizer calls --------------------------------------------------------------------------------
 
-    def end_all_backwards(self) -> None:
+    def complete_all_backwards(self) -> None:
         """Collective, from ``step``. End the cycle that is open; then go through one whole cycle for each backward due.
 
         A forward with gradients makes one due. If this rank's backward raised before it came to a unit, nothing has
@@ -362,7 +362,7 @@ class UnitSchedule:
         self._end_open()  # it may be a forward that raised
         while self._backwards_due:
             self._begin_cycle(Direction.BACKWARD)
-            self.end_backward()
+            self.complete_backward()
 
     def is_announced(self, to: Listener) -> bool:
         """Whether there was a forward that trains since it was last excused: the same on all ranks."""
@@ -372,7 +372,7 @@ class UnitSchedule:
         """The forwards so far announce no reduction to it any more."""
         self._announced.discard(listener)
 
-    def settle(self) -> None:
+    def reshard_all(self) -> None:
         """Collective, where a cycle is open. End it, and reshard every unit but those of ``gather_parameters``."""
         self._end_open()
         self._hold = False
@@ -453,7 +453,7 @@ class UnitSchedule:
     # -- cycles --------------------------------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
-        self.end_backward()  # one that is open has raised
+        self.complete_backward()  # one that is open has raised
 
     def _begin_cycle(self, direction: Direction) -> None:
         self._direction, self._position = direction, -1
@@ -473,7 +473,7 @@ class UnitSchedule:
 
     def _end_open(self) -> None:
         if self._direction is Direction.BACKWARD:
-            self.end_backward()
+            self.complete_backward()
         elif self._direction is Direction.FORWARD:
             self._end_cycle()
 
@@ -596,7 +596,7 @@ def prefetch_rest_of_backwards(thread: UserThread, but: UnitSchedule | None = No
             schedule.prefetch_rest_of_backward()
 
 
-def end_raised_backwards(thread: UserThread) -> None:
+def complete_raised_backwards(thread: UserThread) -> None:
     """Collective. End the backward cycles that a raise has left open here, of all models of the thread: before it waits
     for something else, in a forward or in another backward. Other ranks wait in them::
 
@@ -604,4 +604,4 @@ def end_raised_backwards(thread: UserThread) -> None:
         rank 1   backward of A: waits for rank 0 to gather unit 1      forward of B
     """
     for schedule in _used_by(thread):
-        schedule.end_raised_backward()
+        schedule.complete_raised_backward()

@@ -101,7 +101,7 @@ class ShardedModel:
 
     def _part(self, unit: Unit, flat: FlatParams, thawed: Sequence[Tensor]) -> None:
         """Collective. Give the thawed parameters of a frozen ``flat`` a flat tensor of their own."""
-        self.schedule.settle()
+        self.schedule.reshard_all()
         shards = dict(zip(map(id, flat.params), flat.param_shards, strict=False))
         whole = flat.copy_out() if flat.sharded else flat.full  # to live until all have moved
         unit.flats.remove(flat)

@@ -39,7 +39,6 @@ import enum
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -47,6 +46,7 @@ from ..comm.collectives import Comm, Pending
 from ..errors import CollectiveError, ParameterError
 from ..params.flat_params import FlatParams
 from ..params.param_shard import ParamShard
+from .stand_in import StandIn
 
 
 class UnitState(enum.Enum):
@@ -57,14 +57,6 @@ class UnitState(enum.Enum):
     UNSHARDING = enum.auto()  # all of them is allocated, and arriving; modules hold ParamShards
     UNSHARDED = enum.auto()  # all of them; modules hold plain parameters
     GATHERED = enum.auto()  # all of them, in memory of their own, for gather_parameters; modules hold plain parameters
-
-
-class Part(Protocol):
-    """``parts.Part``, as far as units ask it."""
-
-    def watch(self) -> None: ...
-
-    def unwatch(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -111,7 +103,7 @@ class Unit:
         self.enclosing: set[Unit] = set()
         self.flats: list[FlatParams] = []
         self.registrations: list[Registration] = []
-        self._parts: list[Part] = []
+        self._parts: list[StandIn] = []
         self._pending: list[Pending] = []
         self._wholes: list[Tensor] = []  # of each of ``flats``, while gathered
         self._versions: list[int] = []
@@ -202,7 +194,7 @@ class Unit:
 
     # -- calls of what is within -----------------------------------------------------------------------------------
 
-    def add_part(self, part: Part) -> None:
+    def add_part(self, part: StandIn) -> None:
         self._parts.append(part)
         part.watch()
 
