@@ -163,9 +163,9 @@ class Engine:
         """
         # Also where the exchange holds: a backward that has made no gradient still has gathers.
         self.reducer.complete_all_backwards()
-        if self.exchange.current:
+        if self.exchange.knows(stats=False):
             self._follow_edits()
-        if self.exchange.current and (self.exchange.with_stats or not self._wants_stats):
+        if self.exchange.knows(stats=self._wants_stats):
             return
         while True:
             thawed = self.parameters.thawed()
@@ -201,7 +201,7 @@ class Engine:
                 norm_type,
                 stats=self._wants_stats,
                 about=about,
-                order_code=0 if self.sharded_model is None else self.sharded_model.schedule.order_code,
+                order_code=0 if self.sharded_model is None else self.sharded_model.schedule.cycle.code,
                 own={"refused": [*refused.values()], "offload": self.states.trouble.reasons},
                 flags=(reducer.layout.nonfinite, reducer.layout.slot_params),
             )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from training_cases import bytes_of
-from zero_optim.units.schedule import UnitSchedule
+from zero_optim.units.prefetch import Prefetch
 
 DEPTH = 6
 KINDS = {"parameters": 2, "gradients": 2, "master": 4, "exp_avg": 4, "exp_avg_sq": 4}  # bytes a parameter
@@ -243,7 +243,7 @@ def _step(rank: int, world_size: int, shard: dict[str, Any], segment: int, reent
         loss = loss_of(model, few(rank, 3))
     with pytest.MonkeyPatch.context() as patch, _Watch(units) as backwards:
         # As where each reduction has arrived before the next unit is sent for.
-        patch.setattr(UnitSchedule, "reduction_begins", lambda schedule, of: None)
+        patch.setattr(Prefetch, "reduction_begins", lambda prefetch, of: None)
         loss.backward()
     opt.step()
     opt.close()

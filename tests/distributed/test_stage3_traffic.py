@@ -194,7 +194,7 @@ def test_a_gather_is_not_sent_ahead_beside_a_reduction_under_gloo():
 def _loaded_in_between(rank: int, world_size: int) -> tuple[UnitState, dict[str, Tensor], dict[str, Tensor]]:
     """Whether a unit is sent for as a backward raises: rank 1's alone. Parameters after loading and a step, and without
     all that."""
-    from zero_optim.units.schedule import UnitSchedule
+    from zero_optim.units.prefetch import Prefetch
 
     run = Run()
     results = []
@@ -206,14 +206,14 @@ def _loaded_in_between(rank: int, world_size: int) -> tuple[UnitState, dict[str,
             saved = gathered(model)
             handles = [parameter.register_hook(_raise) for parameter in model.blocks[1].parameters()]
             told = "reductions_arrived" if rank == 0 else "reduction_begins"  # rank 0 never hears of an arrival
-            tell = getattr(UnitSchedule, told)
-            setattr(UnitSchedule, told, lambda schedule, of: None)
+            tell = getattr(Prefetch, told)
+            setattr(Prefetch, told, lambda prefetch, of: None)
             try:
                 loss_of(model, tokens(rank, 1)).backward()
             except ArithmeticError:
                 of_block_0 = model._zero_optim_sharded.units[1].state
             finally:
-                setattr(UnitSchedule, told, tell)
+                setattr(Prefetch, told, tell)
                 for handle in handles:
                     handle.remove()
             model.load_state_dict(saved)

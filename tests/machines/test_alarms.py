@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from zero_optim.step import exchange
 from zero_optim.step.alarms import About, Alarm, AlarmColumns, Combine, alarms, width
 
 TABLE = table(module.__doc__, "combine")
+EXCHANGED = table(exchange.__doc__, "event")
 CODES = 4
 ABOUT = About("weight", dtypes="torch.float32")
 
@@ -184,6 +185,35 @@ def test_the_exchange_carries_a_new_alarm(
         if error is not None:
             named = ", ".join(labels[index] for index in range(1, 1 + max(numbers)))
             assert isinstance(error, GradientError) and str(error) == f"{named} is invented"
+
+
+@pytest.mark.parametrize(("event", "before", "after"), [(*cell, after) for cell, after in EXCHANGED.items()])
+def test_what_is_known_of_the_gradients(event: str, before: str, after: str):
+    comm: Any = FakeComm(0, 2)
+    carries = exchange.Exchange(Sharding(comm, 2, None, torch.device("cpu")), ["a", "b"], {}, by_units=False)
+
+    def run(*, stats: bool, late: Set[int] = frozenset()) -> None:
+        flags = torch.zeros(2, dtype=torch.int32), torch.arange(2)
+        about = {"late": late}
+        carries.run([], bytearray(2), None, stats=stats, about=about, order_code=0, own={}, flags=flags)
+
+    assert {state for _, state in EXCHANGED} == {state.name for state in exchange.Exchanged}
+    if before != "OUTDATED":
+        run(stats=before == "COUNTED")
+    assert carries.state is exchange.Exchanged[before]
+    if event == "run: raises":
+        with pytest.raises(GradientError, match="of b arrived"):
+            run(stats=True, late={1})
+    elif event.startswith("run"):
+        run(stats=event == "run: stats")
+    elif event == "follow_edits":
+        carries.follow_edits({0}, {1})
+        assert not carries.used[0]
+    else:
+        getattr(carries, event)()
+    assert carries.state is exchange.Exchanged[after]
+    assert carries.knows(stats=False) is (after != "OUTDATED")
+    assert carries.knows(stats=True) is (after == "COUNTED")
 
 
 MANY = 16_384

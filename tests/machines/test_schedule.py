@@ -1,4 +1,7 @@
-"""Every cell of the tables in ``units.schedule``: the cycle that is open, what is owed, and what becomes of units."""
+"""Every cell of the tables in ``units.schedule``, ``backwards_due`` and ``order``.
+
+The cycle that is open, what is owed, what is known, and what becomes of units.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,19 @@ import pytest
 import torch
 from tables import table
 from torch import nn
+from zero_optim.units import backwards_due, order
 from zero_optim.units import schedule as module
-from zero_optim.units.schedule import Course, Direction, UnitSchedule
+from zero_optim.units.backwards_due import Course
+from zero_optim.units.cycle import Direction
+from zero_optim.units.order import Known
+from zero_optim.units.schedule import UnitSchedule
 from zero_optim.units.unit import Unit, UnitState
 
 CYCLE = table(module.__doc__, "cycle")
-OWED = table(module.__doc__, "owed")
-ANNOUNCED = table(module.__doc__, "announced")
-COURSE = table(module.__doc__, "course")
+OWED = table(backwards_due.__doc__, "owed")
+ANNOUNCED = table(backwards_due.__doc__, "announced")
+COURSE = table(backwards_due.__doc__, "course")
+KNOWN = table(order.__doc__, "known")
 CLOSED = table(module.__doc__, "closed in")
 ROOT, A, B, C, FROZEN = range(5)
 FORWARD, BACKWARD = [ROOT, A, B, C, FROZEN], [ROOT, C, B, A]  # the root is around the others
@@ -168,11 +176,11 @@ class Bench:
 
     @property
     def cycle(self) -> str:
-        return "none" if self.schedule._direction is None else self.schedule._direction.name
+        return "none" if self.schedule.cycle.direction is None else self.schedule.cycle.direction.name
 
     @property
     def owed(self) -> int:
-        return self.schedule._backwards_due
+        return self.schedule.due.count
 
     def bring(self, cycle: str, place: int, *, owed: int = 0) -> None:
         """Open this cycle at this place. ``owed``: how many backwards are, beside that of a BACKWARD cycle itself."""
@@ -228,28 +236,49 @@ def test_the_tables_have_every_state_and_every_event():
     told = {"before_forward", "forward_ended", "after_forward", "before_backward", "complete_backward"}  # by modules
     about_others = {
         "check_not_gathered",
-        "is_called",
-        "is_open",
-        "caller_of",
-        "prefetch_next",
-        "reduction_begins",
-        "reductions_arrived",
         "is_over",
         "remove",
     }
-    about_others |= {"prefetch_rest_of_backward", "is_announced"}
+    about_others |= {"is_announced"}
     assert {event for event, _ in (*CYCLE, *ANNOUNCED)} >= methods - told - about_others
     assert methods >= told | about_others
+    assert {known for _, known in KNOWN} == {known.name for known in Known}
     assert {course for _, course in COURSE} == {course.name for course in Course}
     assert {text for (row, _), text in CLOSED.items() if row == "held"} == {"UNSHARDED"}
     assert set(CLOSED.values()) <= {state.name for state in UnitState}
+
+
+@pytest.mark.parametrize(("event", "before", "after"), [(*cell, after) for cell, after in KNOWN.items()])
+def test_what_the_ranks_have_agreed_on(monkeypatch: pytest.MonkeyPatch, event: str, before: str, after: str):
+    """The ranks talk in the cells in which an order is wanted, and in no other; then cycles go in that order."""
+    bench = Bench(monkeypatch)
+    orders = bench.schedule.orders
+    assert orders.known is Known.BOTH, "the bench has been through a step"
+    orders.record()
+    if before != "NOTHING":
+        with torch.set_grad_enabled(before == "BOTH"):
+            bench.whole_forward()
+    assert orders.known is Known[before]
+    agreed = Mock(wraps=orders.agree)
+    monkeypatch.setattr(orders, "agree", agreed)
+    if event == "record":
+        orders.record()
+    else:
+        trains = event == "agree: trains"
+        bench.calls.reverse()
+        with torch.set_grad_enabled(trains):
+            bench.whole_forward()
+        assert agreed.call_count == (after != "--")
+        called = FORWARD if after == "--" else [ROOT, *bench.calls]
+        assert orders.forward == [bench.units[number] for number in called]
+    assert orders.known is (Known[before] if after == "--" else Known[after])
 
 
 @pytest.mark.parametrize(("event", "before", "after"), [(*cell, after) for cell, after in COURSE.items()])
 def test_a_cell_of_the_course(monkeypatch: pytest.MonkeyPatch, event: str, before: str, after: str):
     """And a unit's gradients are complete early just where the cycles can be counted."""
     bench = Bench(monkeypatch)
-    bench.schedule._course = Course[before]
+    bench.schedule.due.course = Course[before]
     if event == "FORWARD begins, root":
         bench.forward_to(0)
     elif event == "FORWARD begins, part":
@@ -260,9 +289,9 @@ def test_a_cell_of_the_course(monkeypatch: pytest.MonkeyPatch, event: str, befor
             bench.schedule.before_forward(bench.units[number])
     else:
         bench.schedule.end_step()
-    assert bench.schedule._course is Course[after]
-    bench.schedule._backwards_due = 1
-    assert bench.schedule._is_last_backward_cycle is (after != "TANGLED")
+    assert bench.schedule.due.course is Course[after]
+    bench.schedule.due.count = 1
+    assert bench.schedule.due.is_last(bench.schedule.orders.known) is (after != "TANGLED")
 
 
 @pytest.mark.parametrize(

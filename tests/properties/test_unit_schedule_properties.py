@@ -109,13 +109,13 @@ class FakeReducer:
 
     def gradient_ready(self) -> None:
         if self.arrives():
-            self.of.reductions_arrived(self)
+            self.of.prefetch.reductions_arrived(self)
 
     def backward_moves(self) -> None:
         pass
 
     def units_over(self) -> None:
-        self.of.reduction_begins(self)
+        self.of.prefetch.reduction_begins(self)
         self.gradient_ready()
 
     def order_known(self) -> None:
@@ -354,7 +354,7 @@ def test_all_ranks_gather_alike(
                 played.result()
             first, *others = (rank.log.gathers for rank in ranks)
             assert all(other == first for other in others), f"step {number}"
-            codes = {rank.schedule.order_code for rank in ranks}
+            codes = {rank.schedule.cycle.code for rank in ranks}
             assert len(codes) == 1
 
 

@@ -129,8 +129,8 @@ _MEMORY = (
     _fault(
         "the exchange grows, and drops what it had",
         "step/exchange.py",
-        "        keep_tensors_of(self)\n",
-        "",
+        "            keep_tensors_of(holder)\n",
+        "            pass\n",
         _two(2, "thawed"),
     ),
     _fault(

@@ -323,7 +323,7 @@ class Reducer:
     def order_known(self) -> None:
         """Reduce in the order in which backward is through with units, as the ranks have agreed."""
         assert self._schedule is not None
-        flats = [flat for unit in self._schedule.over_order for flat in unit.flats]
+        flats = [flat for unit in self._schedule.orders.over for flat in unit.flats]
         buckets = sorted(self.buckets, key=lambda bucket: flats.index(bucket.flat))
         if buckets != self.buckets:
             self.complete_raised()
@@ -346,7 +346,7 @@ class Reducer:
     def _launch_next(self) -> None:
         if self._schedule is not None and self._one_at_a_time:
             self.buffers.deallocate_once_arrived()  # it waits for the reduction before this one
-            self._schedule.reduction_begins(self)
+            self._schedule.prefetch.reduction_begins(self)
         self.buckets[self._next].launch(self.buffers, self._streams, may_wait=self._may_wait)
         self._next += 1
 
@@ -620,7 +620,7 @@ class Reducer:
         waits_for_nothing = self.sharding.host_waits or not self.rounds.open
         if self._schedule is not None and waits_for_nothing and self.buffers.allocated and self.buffers.idle:
             self.buffers.deallocate()
-            self._schedule.reductions_arrived(self)
+            self._schedule.prefetch.reductions_arrived(self)
 
 
 def _nothing() -> None:

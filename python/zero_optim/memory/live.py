@@ -44,7 +44,7 @@ def plan_of_engine(engine: Engine, *, mean: bool = False, accumulate: int = 1) -
         rank=None if mean else sharding.rank,
         bucket_cap_mb=engine.bucket_cap_mb,
         grad_reduce_dtype=sharding.grad_reduce_dtype,
-        prefetch=1 if sharded is None else sharded.schedule.prefetch_count,
+        prefetch=1 if sharded is None else sharded.schedule.prefetch.count,
         reshard_after_forward=_reshards(units),
         accumulate=accumulate,
         offload=engine.offload,

@@ -30,8 +30,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..comm.host_copy import HostCopy
 from ..errors import GradientError, OffloadError, RankMismatchError, ZeroOptimError
-from ..units.schedule import ORDER_CODES
+from ..units.cycle import ORDER_CODES
 
 
 class Combine(enum.Enum):
@@ -168,6 +169,7 @@ class AlarmColumns:
         quiet = [value for alarm in of for value in alarm.entry(0)]
         self._quiet = torch.tensor(quiet, dtype=torch.float32, device=columns.device)
         self._all = columns
+        self._on_host = HostCopy(columns) if of else None
 
     def fill(self, counts: Mapping[str, int]) -> None:
         """Write this rank's. As a rule there are none, and one copy does it."""
@@ -185,6 +187,21 @@ class AlarmColumns:
         for alarm, view in zip(self._alarms, self._views, strict=True):
             total = total + alarm.raised_on_device(view)
         return total
+
+    def send(self) -> None:
+        """Send the columns to the host, which reads them when they have arrived."""
+        if self._on_host is not None:
+            self._on_host.send()
+
+    @property
+    def immediate(self) -> bool:
+        """Whether what is sent can be read at once, as on a CPU."""
+        return self._on_host is not None and self._on_host.immediate
+
+    def read_first_raised(self) -> Alarm | None:
+        """Of what was sent last, once; None also where nothing was. The host waits for it."""
+        values = self._on_host.read(wait=True) if self._on_host is not None else None
+        return None if values is None else self.first_raised(values)
 
     def first_raised(self, values: Sequence[float]) -> Alarm | None:
         """Of the columns as the host has read them."""

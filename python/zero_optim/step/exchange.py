@@ -1,14 +1,27 @@
 """Phase 2 of a step: what all ranks must know of the gradients, in one small all-reduce.
 
-The vector: ``[norm term, non-finite count, alarms ..., used count of each parameter ..., alarm count of each
-parameter ..., reports of non-finite gradients ...]``. It is summed for finite norms and maximised for the infinity
-norm; every part means the same under either. ``alarms`` has what a step fails for, ``clip`` what the norm is used for.
+What was exchanged holds for the gradients as they were then. The state says what of it is known of them as they are:
 
-A rank adds 0 or 1 to each count: fp32 adds up as many ranks as there are, 2^24 of them, without rounding in any order.
+==============  ==========  ==========  ==========
+event           OUTDATED    USED        COUNTED
+==============  ==========  ==========  ==========
+run             USED        USED        USED
+run: stats      COUNTED     COUNTED     COUNTED
+run: raises     OUTDATED    OUTDATED    OUTDATED
+follow_edits    OUTDATED    USED        COUNTED
+outdate         OUTDATED    OUTDATED    OUTDATED
+resize          OUTDATED    OUTDATED    OUTDATED
+==============  ==========  ==========  ==========
+
+- *run: stats*: gradients were read for it. *run: raises*: an alarm.
+- *outdate*: gradients come, or may have come on some rank; or the step is over, or they were dropped.
+
+``exchange_vector`` has what is sent, ``alarms`` what a step fails for, ``clip`` what the norm is used for.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Mapping, Sequence, Set
 
@@ -17,27 +30,33 @@ from torch import Tensor
 
 from zero_kernels import is_capturing
 
-from ..comm.host_copy import HostCopy
 from ..comm.sharding import Sharding
 from ..comm.streams import keep_tensors_of
 from ..grads.bucket import Bucket
 from ..grads.slots import GradState
-from .alarms import About, AlarmColumns, alarms, width
+from .alarms import About, alarms
+from .exchange_vector import ExchangeVector, OwnUse
 from .nonfinite import NonFinite
 
-_TOTALS = 2  # the norm term and the non-finite count
+
+class Exchanged(enum.Enum):
+    """What is known of the gradients as they are."""
+
+    OUTDATED = enum.auto()  # nothing
+    USED = enum.auto()  # which parameters are used, on any rank
+    COUNTED = enum.auto()  # and how many values are not finite
 
 
 class Exchange:
     """Norm, overflow and use of the gradients of one step, as device tensors.
 
     Attributes:
-        current: whether the values below are those of the gradients as they are.
+        state: which of the values below are those of the gradients as they are.
         norm_type: of the norm that was exchanged; None: no norm was.
-        with_stats: whether the non-finite count was.
         used: [parameters] bool, whether any rank has a gradient for it.
         found_inf: [1] fp32, not 0 where the step must be skipped on every rank.
         skipped: [] fp32, steps skipped so far.
+        nonfinite: the record of who was not finite.
     """
 
     def __init__(
@@ -50,22 +69,38 @@ class Exchange:
         at_once: bool = False,
     ) -> None:
         """``at_once``: the host waits for every exchange, so that alarms are raised in the same step on all ranks."""
-        self.sharding, self.labels, self._parameters = sharding, labels, parameters
+        self.sharding, self.labels, self._parameters, self._at_once = sharding, labels, parameters, at_once
         device = sharding.device
+        self._alarms = alarms(by_units=by_units) if sharding.reduces else ()  # alone, a rank has none
         self.nonfinite = NonFinite(sharding.rank, sharding.world_size, device)
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         self.skipped = torch.zeros((), dtype=torch.float32, device=device)
-        self._at_once = at_once
-        self.current = False
+        self.state = Exchanged.OUTDATED
         self.norm_type: float | None = None
-        self.with_stats = False
         self._edited: set[int] = set()  # parameters, since the last exchange
-        self._alarms = alarms(by_units=by_units) if sharding.reduces else ()  # alone, a rank has none
-        self.resize()
+        self._make_room()
+
+    def _make_room(self) -> None:
+        device, count = self.sharding.device, len(self.labels)
+        self.used = torch.zeros(count, dtype=torch.bool, device=device)
+        self.nonfinite.resize(count)
+        self._vector = ExchangeVector(self._alarms, count, self.nonfinite.entries, device)
+        self._own_use = OwnUse(count, device)
+
+    def resize(self) -> None:
+        """Make room for as many parameters as there are labels."""
+        self.outdate()
+        for holder in (self, self._vector, self._own_use):  # kernels of another stream may still use what they had
+            keep_tensors_of(holder)
+        self._make_room()
+
+    def knows(self, *, stats: bool) -> bool:
+        """Whether the gradients as they are were exchanged; ``stats``: and their non-finite values counted."""
+        return self.state is Exchanged.COUNTED or (self.state is Exchanged.USED and not stats)
 
     def outdate(self) -> None:
         """The gradients change, or have gone: what was exchanged is no longer what they are. On all ranks alike."""
-        self.current = False
+        self.state = Exchanged.OUTDATED
 
     def follow_edits(self, dropped: Set[int], written: Set[int]) -> None:
         """The user has done this to the gradients of these parameters, by index, since they were exchanged.
@@ -76,26 +111,10 @@ class Exchange:
             self.used[index].fill_(False)
         self._edited |= dropped | written
 
-    def resize(self) -> None:
-        """Make room for as many parameters as there are labels."""
-        device, count = self.sharding.device, len(self.labels)
-        self.outdate()
-        keep_tensors_of(self)
-        self.used = torch.zeros(count, dtype=torch.bool, device=device)
-        self.nonfinite.resize(count)
-        named = count if self._alarms else 0
-        sizes = [_TOTALS, width(self._alarms), count, named, self.nonfinite.entries]
-        self._vector = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        self._totals, columns, self._used_counts, self._named_counts, self._reports = self._vector.split(sizes)
-        self._columns = AlarmColumns(self._alarms, columns)
-        self._on_host = HostCopy(columns) if self._alarms else None
-        self._used_here = torch.zeros(count, dtype=torch.float32, device=device)  # [parameters] as last sent there
-        self._used_sent = bytearray(count)
-
     @property
     def total(self) -> Tensor:
         """[] fp32: the sum of |g|^p of all gradients, or their largest; of the ``norm_type`` exchanged."""
-        return self._totals[0]
+        return self._vector.totals[0]
 
     def run(
         self,
@@ -125,60 +144,46 @@ class Exchange:
         """
         self.check_alarms()
         about, self._edited = {**about, "edited": self._edited}, set()
-        wanted = norm_type is not None or stats
-        self._totals.copy_(self._local_totals(buckets, norm_type or 2.0)) if wanted else self._totals.zero_()
-        self._columns.fill({name: len(of) for name, of in about.items()} | {"parted": order_code})
-        self._used_counts.copy_(self._on_device(used))
-        self._named_counts.zero_()
-        for index in set().union(*about.values()) if self._alarms else ():
-            self._named_counts[index].fill_(1.0)
-        self.nonfinite.report(self._reports, *flags)
-        self.sharding.exchange(self._vector, maximum=norm_type == math.inf)
-        if self._on_host is not None and not is_capturing(self.sharding.device):
-            self._on_host.send()
-            if self._on_host.immediate or self._at_once or any(about.values()):
+        vector = self._vector
+        if norm_type is not None or stats:
+            vector.totals.copy_(self._local_totals(buckets, norm_type or 2.0))
+        else:
+            vector.totals.zero_()
+        vector.alarms.fill({name: len(of) for name, of in about.items()} | {"parted": order_code})
+        vector.used_counts.copy_(self._own_use.on_device(used))
+        vector.name(set().union(*about.values()) if self._alarms else ())
+        self.nonfinite.report(vector.reports, *flags)
+        self.sharding.exchange(vector.all, maximum=norm_type == math.inf)
+        if not is_capturing(self.sharding.device):  # a graph that is replayed has no host to raise anything
+            vector.alarms.send()
+            if vector.alarms.immediate or self._at_once or any(about.values()):
                 self._raise_alarm(own)
-        torch.gt(self._used_counts, 0, out=self.used)
-        self.current, self.norm_type, self.with_stats = True, norm_type, stats
+        torch.gt(vector.used_counts, 0, out=self.used)
+        self.state, self.norm_type = Exchanged.COUNTED if stats else Exchanged.USED, norm_type
 
     def check_alarms(self) -> None:
         """Raise what a GPU has reported of the last step. It has arrived, or the host is a step ahead and waits."""
-        if self._on_host is not None and not is_capturing(self.sharding.device):
+        if not is_capturing(self.sharding.device):
             self._raise_alarm({})
 
     def _raise_alarm(self, own: Mapping[str, Sequence[str]]) -> None:
-        values = self._on_host.read(wait=True) if self._on_host is not None else None
-        alarm = self._columns.first_raised(values) if values is not None else None
+        alarm = self._vector.alarms.read_first_raised()
         if alarm is not None:
-            named = [index for index, count in enumerate(self._named_counts.tolist()) if count > 0]
+            named = self._vector.named()
             names = ", ".join(self.labels[index] for index in named) or "a parameter"
             dtypes = {str(self._parameters[index].dtype) for index in named if index in self._parameters}
             self.outdate()
             raise alarm.error(About(names, own.get(alarm.name, ()), " or ".join(sorted(dtypes))))
 
-    def _on_device(self, used: bytearray) -> Tensor:
-        """``used`` as fp32 on the device, [parameters]. As a rule it is that of the step before, and is there."""
-        if is_capturing(self._used_here.device):
-            # A copy from the host would read, at every replay, memory that is long gone: the values go into kernels.
-            flags = torch.ones_like(self._used_here)
-            for index in (index for index, flag in enumerate(used) if not flag):
-                flags[index].zero_()
-            return flags
-        if used != self._used_sent:
-            host = torch.frombuffer(used, dtype=torch.uint8).float()
-            self._used_here.copy_(host.pin_memory() if self._used_here.is_cuda else host, non_blocking=True)
-            self._used_sent = bytearray(used)
-        return self._used_here
-
     def overflowed(self) -> Tensor:
         """[1] fp32: not 0 where a gradient of any rank is not finite."""
-        return (self._totals[1:] > 0).float()
+        return (self._vector.totals[1:] > 0).float()
 
     def decide(self, skip_nonfinite: bool) -> None:
         """Fill in found_inf. What an alarm is raised for always skips; a non-finite gradient if asked."""
-        nonfinite = self._totals[1:] if skip_nonfinite else 0.0
-        self.found_inf.copy_(self._columns.raised_on_device() + nonfinite > 0)
-        self.nonfinite.note(self._reports, self.found_inf)
+        nonfinite = self._vector.totals[1:] if skip_nonfinite else 0.0
+        self.found_inf.copy_(self._vector.alarms.raised_on_device() + nonfinite > 0)
+        self.nonfinite.note(self._vector.reports, self.found_inf)
 
     def _local_totals(self, buckets: Sequence[Bucket], norm_type: float) -> Tensor:
         """[2]: this rank's term of the norm, and its count of non-finite values."""

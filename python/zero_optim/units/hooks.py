@@ -55,7 +55,7 @@ class BeforeForward(_Hook):
             )
         given = (args, kwargs, _in_attributes(self.unit.modules))
         made = list(_made_by_autograd(given))
-        caller = None if in_backward() else self.schedule.caller_of(self.unit)
+        caller = None if in_backward() else self.schedule.calls.caller_of(self.unit)
         if caller is not None:
             for node in dict.fromkeys(tensor.grad_fn for tensor in made):
                 if node is not None and node._sequence_nr() >= caller.began:
@@ -78,7 +78,7 @@ class _BackIn(_Hook):
     """A unit within the one that calls may have returned the same tensor, and then both are there already."""
 
     def __call__(self, grads: Any) -> None:
-        if not self.schedule.is_open(self.unit):
+        if self.unit not in self.schedule.cycle.open:
             self.schedule.before_backward(self.unit)
 
 

@@ -1,11 +1,97 @@
-"""Orders of units: those of the ranks made one, and what follows from one."""
+"""Orders of units: those of the ranks made one, what follows from one, and which the ranks have agreed on.
+
+Until the ranks have agreed, a cycle goes through the units as modules are listed. They agree at the end of a forward of
+the root: on the order of forward in the first, and on both orders in the first that trains.
+
+=================  =========  =========  =========
+known              NOTHING    FORWARD    BOTH
+=================  =========  =========  =========
+agree: trains      BOTH       BOTH       --
+agree: evaluates   FORWARD    --         --
+record             NOTHING    NOTHING    NOTHING
+=================  =========  =========  =========
+
+- *--*: nobody asks for it, as ``is_wanted`` is False.
+"""
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..comm.sharding import Sharding
 from .unit import Unit
+
+
+class Known(enum.Enum):
+    """Which orders the ranks have agreed on."""
+
+    NOTHING = enum.auto()
+    FORWARD = enum.auto()
+    BOTH = enum.auto()
+
+
+class Orders:
+    """The orders of the two cycles, and what this rank has seen since the last forward of the root began.
+
+    Attributes:
+        forward, backward: the units as cycles go through them.
+        known: which of the two the ranks have agreed on.
+    """
+
+    def __init__(self, units: Sequence[Unit], sharding: Sharding) -> None:
+        self._units, self._sharding = list(units), sharding
+        self.forward: list[Unit] = list(units)
+        self.backward: list[Unit] = calls_ended(units)[::-1]
+        self.known = Known.NOTHING
+        self._called: list[Unit] = []  # but for a unit called twice in a row
+        self._ended: list[tuple[Unit, bool]] = []  # with whether what it gave requires a gradient
+
+    def record(self) -> None:
+        """Learn the order anew, from the next forward of the root, and that of backward from the next that trains."""
+        self.known = Known.NOTHING
+
+    def forget_calls(self) -> None:
+        """What was seen so far belongs to a forward that has raised, or to one by parts: it tells no order."""
+        self._called, self._ended = [], []
+
+    def note_call(self, unit: Unit) -> None:
+        self._called.append(unit)
+
+    def note_end(self, unit: Unit, *, needed: bool) -> None:
+        """``needed``: whether backward comes to the unit."""
+        self._ended.append((unit, needed))
+
+    def is_wanted(self, *, trains: bool) -> bool:
+        """Whether the ranks are to agree, after a forward of the root that trains, or not."""
+        return self.known is Known.NOTHING or (trains and self.known is Known.FORWARD)
+
+    def agree(self, *, trains: bool) -> None:
+        """Collective. Take rank 0's order, and have in it what other ranks, or none, have used."""
+        number = {unit: index for index, unit in enumerate(self._units)}
+        report = ([number[unit] for unit in self._called], [(number[u], needed) for u, needed in self._ended])
+        reports = self._sharding.everyone.gather_objects(report, "the first forward")
+        known = nested(self.forward)  # where an earlier forward was seen, in its order
+        orders = [[self._units[index] for index in called] for called, _ in reports]
+        self.forward = merged(orders, known)
+        self.known = Known.FORWARD
+        if trains:
+            useless = {index for _, ended in reports for index, needed in ended if not needed}
+            useless -= {index for _, ended in reports for index, needed in ended if needed}
+            needed_units = [unit for unit in reversed(calls_ended(known)) if number[unit] not in useless]
+            orders = [[self._units[index] for index, _ in reversed(of) if index not in useless] for _, of in reports]
+            self.backward = merged(orders, needed_units)
+            self.known = Known.BOTH
+
+    @property
+    def over(self) -> list[Unit]:
+        """All units in the order in which a backward is through with them; last those that it does not come to."""
+        last: dict[Unit, None] = {}
+        for unit in over(self.backward):
+            last.pop(unit, None)
+            last[unit] = None
+        return [*last, *(unit for unit in self._units if unit not in last)]
 
 
 def calls_ended(units: Sequence[Unit]) -> list[Unit]:

@@ -51,7 +51,7 @@ class Part(StandIn):
 
     def _must_gather(self) -> bool:
         unit = self._unit
-        if self._schedule.is_called(unit) or unit.state is UnitState.GATHERED:
+        if self._schedule.calls.is_called(unit) or unit.state is UnitState.GATHERED:
             return False
         if self._others and all(other.state is UnitState.GATHERED for other in self._others):
             return False  # what it holds of the root itself are parts of their own

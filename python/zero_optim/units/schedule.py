@@ -46,42 +46,8 @@ record                     none              FORWARD           BACKWARD
 - *complete_raised_backward* of a backward that has not raised changes nothing.
 - *root returns*: its outermost forward. Where the order is not known, the ranks agree on it then.
 
-The second part is how many backward cycles this rank *owes* to forward cycles that other ranks may come back through:
-
-======================  ================
-owed                    becomes
-======================  ================
-FORWARD ends, trains    one more
-FORWARD ends            the same
-BACKWARD ends           one less, or 0
-complete_all_backwards  0
-end_step                0
-======================  ================
-
-``complete_all_backwards`` ends the cycle that is open, and goes through what is owed, one cycle for each.
-
-For each optimizer, whether a forward has *announced* a reduction, which a backward may not have come to here:
-
-====================  ================
-announced             becomes
-====================  ================
-FORWARD ends, trains  yes
-FORWARD ends          the same
-excuse                no
-====================  ================
-
-- *excuse*: the optimizer has stepped, or zeroed, or a ``no_sync`` block has ended. All ranks know of it.
-
-Whether backward takes as many cycles as were counted depends on the *course* of the forward cycles:
-
-====================  ============  ============  ============  ============
-course                NONE          ROOT          PART          TANGLED
-====================  ============  ============  ============  ============
-FORWARD begins, root  ROOT          ROOT          TANGLED       TANGLED
-FORWARD begins, part  PART          TANGLED       TANGLED       TANGLED
-a unit calls another  TANGLED       TANGLED       TANGLED       TANGLED
-none is due           NONE          NONE          NONE          NONE
-====================  ============  ============  ============  ============
+The second part is what forwards have announced to backward: ``backwards_due`` has its tables. ``order`` has that of the
+orders which the ranks have agreed on.
 
 The third part is each unit's own state. What it becomes as the cycle leaves it behind depends on what the unit keeps:
 
@@ -102,9 +68,7 @@ held                  UNSHARDED     UNSHARDED     UNSHARDED
 
 from __future__ import annotations
 
-import enum
 import weakref
-import zlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -115,31 +79,14 @@ from ..comm.sharding import Sharding
 from ..errors import ParameterError, ShardAccessError
 from ..params.flat_params import FlatParams
 from ..user_thread import UserThread
-from .order import calls_ended, merged, nested, over
+from .backwards_due import BackwardsDue, Course
+from .calls import Calls
+from .cycle import Cycle, Direction
+from .order import Orders
+from .prefetch import Prefetch
 from .unit import Unit, UnitState
 
-ORDER_CODES = 64
-"""How many values the digest of a rank's cycles is told apart by, when ranks compare theirs in ``step``."""
-
 _schedules: list[weakref.ref[UnitSchedule]] = []  # of this process, in the order in which they were made
-
-
-class Direction(enum.Enum):
-    FORWARD = 1
-    BACKWARD = 2
-
-
-class Course(enum.Enum):
-    """How the forward cycles went that a backward may come back through: whether it takes as many as they were."""
-
-    NONE = enum.auto()
-    ROOT = enum.auto()  # each within a forward of the root
-    PART = enum.auto()  # one, of parts or units that were called by themselves
-    TANGLED = enum.auto()  # that cannot be told
-
-    def begin(self, by: Course) -> Course:
-        """Another cycle begins, ``by`` the ROOT or a PART."""
-        return by if self is Course.NONE or (self is by is Course.ROOT) else Course.TANGLED
 
 
 class Listener(Protocol):
@@ -152,11 +99,11 @@ class Listener(Protocol):
         """More units are over: ``is_over`` says which."""
 
     def order_known(self) -> None:
-        """The order in which backward is through with units is known, ``over_order``."""
+        """The order in which backward is through with units is known, ``orders.over``."""
 
 
 class UnitSchedule:
-    """The cycles of one model.
+    """Visits the units of one model as its modules and autograd call them.
 
     Args:
         units: the root first, the others in the order of ``model.modules()``.
@@ -164,41 +111,29 @@ class UnitSchedule:
         keep_evaluating: whether units that are kept unsharded after a forward are so where no backward can follow, too.
 
     Attributes:
-        prefetch_count: as given.
+        cycle: the one that is open.
+        calls: the forwards that are under way.
+        orders: of the cycles.
+        due: what forwards have announced to backward.
+        prefetch: starts gathers ahead of the visits.
         listeners: the reducers of the optimizers that train the model.
         owner: the ``ShardedModel``. Hooks hold the schedule, and so it.
         thread: who uses the model.
     """
 
     def __init__(self, units: Sequence[Unit], sharding: Sharding, prefetch: int, *, keep_evaluating: bool) -> None:
-        self.units, self._sharding, self.prefetch_count = list(units), sharding, prefetch
-        self._keep_evaluating = keep_evaluating
+        self.units, self._sharding, self._keep_evaluating = list(units), sharding, keep_evaluating
+        self.cycle = Cycle()
+        self.calls = Calls()
+        self.orders = Orders(units, sharding)
+        self.due = BackwardsDue()
+        self.prefetch = Prefetch(self.cycle, prefetch)
         self.listeners: list[Listener] = []
         self.owner: object = None
         self.thread = UserThread()
-        self._reducing: set[Listener] = set()  # whose reduction is under way, and had better not be disturbed
         self.watch = BackwardWatch(self._begin_backward, self.complete_backward)
-        self._cycles = {
-            Direction.FORWARD: list(units),
-            Direction.BACKWARD: list(reversed(list(calls_ended(units)))),
-        }
-        self._forwards = 0  # of the root that are under way
-        self._running: list[Unit] = []  # units whose forward is under way
-        self._root_trains = False  # whether the outermost of them began with gradients enabled
-        self._direction: Direction | None = None  # of the cycle that is open
-        self._position = -1  # of the last unit visited in it
-        self._open: dict[Unit, int] = {}  # visited in it and not over, and where
-        self._trains = False  # whether a backward may follow the forward that is open
-        self._begun_by_part = False  # outside of a forward of the root
-        self._hold = False  # create_graph: a backward may go through this one; units stay until ``reshard_all``
+        self._holds = False  # create_graph: a backward may go through this one; units stay until ``reshard_all``
         self._over: set[FlatParams] = set()  # their gradients are complete in the open or last backward
-        self._backwards_due = 0  # forward cycles that a backward may still come back through
-        self._announced: set[Listener] = set()  # to whom a forward has announced a reduction
-        self._course = Course.NONE  # of the forward cycles since no backward was due
-        self._digest = 0
-        self._called: list[Unit] = []  # in the forward that is open, but for a unit called twice in a row
-        self._ended: list[tuple[Unit, bool]] = []  # with whether what it gave requires a gradient
-        self.record()
         _schedules[:] = [*(of for of in _schedules if of() is not None), weakref.ref(self)]
 
     @property
@@ -206,20 +141,12 @@ class UnitSchedule:
         """Whether a gather has failed: the other ranks are at another one."""
         return self._sharding.everyone.out_of_step
 
+    @property
+    def running(self) -> bool:
+        """Whether a forward of the root is under way."""
+        return self.calls.in_root
+
     # -- what modules and autograd call --------------------------------------------------------------------------
-
-    def caller_of(self, unit: Unit) -> Unit | None:
-        """The unit whose forward is under way and calls this one, which is not within it; None: there is none."""
-        caller = self._running[-1] if self._running else unit
-        return None if caller is unit or caller in unit.enclosing else caller
-
-    def is_open(self, unit: Unit) -> bool:
-        """Whether it was visited in the cycle that is open, and is not over."""
-        return unit in self._open
-
-    def is_called(self, unit: Unit) -> bool:
-        """Whether a forward of it is under way, or a call that stands in for one."""
-        return unit in self._running
 
     def before_forward(self, unit: Unit, *, part: bool = False) -> None:
         """``unit`` is called; within a backward, by a checkpoint that computes again what was not kept.
@@ -233,36 +160,31 @@ class UnitSchedule:
             self._visit(unit, Direction.BACKWARD, closing=False)  # others of the checkpoint's wait for their backward
             return
         self.thread.note()
-        if self._direction is Direction.FORWARD and not self.running:
-            self._trains |= torch.is_grad_enabled()  # an evaluation by parts has left the cycle open
+        # An evaluation by parts leaves its cycle open. Where a part is called next that trains, a backward may follow.
+        if self.cycle.direction is Direction.FORWARD and not self.running:
+            self.calls.trains |= torch.is_grad_enabled()
         root = unit is self.units[0]
-        if root and part and unit.state is UnitState.UNSHARDED and self._direction is not Direction.BACKWARD:
-            self._begin_call(unit)  # an earlier part, or the forward before it, has brought it in
+        if root and part and unit.state is UnitState.UNSHARDED and self.cycle.direction is not Direction.BACKWARD:
+            self.calls.begin(unit)  # an earlier part, or the forward before it, has brought it in
             return
-        if root and not part:
-            self._forwards += 1
-            if self._forwards == 1:
-                self._root_trains = torch.is_grad_enabled()
-                complete_raised_backwards(self.thread)
-                if not self._root_alone_by_part:
-                    self._end_open()  # a forward that raised
-                self._check_in_place()
-                self._called, self._ended, self._running = [], [], []
-        if unit not in self._open:
-            self._called.append(unit)
-        if self.caller_of(unit) is not None:
-            self._course = Course.TANGLED
+        if root and not part and self.calls.root_begins():
+            self._outermost_forward_begins()
+        if unit not in self.cycle.open:
+            self.orders.note_call(unit)
+        if self.calls.caller_of(unit) is not None:
+            self.due.unit_calls_another()
         self._visit(unit, Direction.FORWARD, closing=True)
-        self._begin_call(unit)  # only now: a visit that ends a backward which has raised reshards this unit, too
+        self.calls.begin(unit)  # only now: a visit that ends a backward which has raised reshards this unit, too
 
-    @property
-    def _root_alone_by_part(self) -> bool:
-        """Whether the cycle that is open was begun by a part of the root, and has come no further."""
-        return self._direction is Direction.FORWARD and self._begun_by_part and self._position == 0
-
-    def _begin_call(self, unit: Unit) -> None:
-        self._running.append(unit)
-        unit.unwatch_parts()
+    def _outermost_forward_begins(self) -> None:
+        complete_raised_backwards(self.thread)
+        # What is open has raised. But a part may have brought in the root and nothing else: that cycle goes on.
+        root_alone_by_part = self.calls.by_part and self.cycle.position == 0
+        if not (self.cycle.direction is Direction.FORWARD and root_alone_by_part):
+            self._complete_open()
+        self._check_in_place()
+        self.orders.forget_calls()
+        self.calls.forget()
 
     def _check_in_place(self) -> None:
         """Raise ParameterError where the model was moved or cast while an evaluation had left units unsharded."""
@@ -274,10 +196,99 @@ class UnitSchedule:
                 "what they were: move or cast the model before"
             )
 
+    def forward_ended(self, unit: Unit, *, part: bool = False) -> None:
+        """A forward of ``unit`` is through, or has raised. To be called before ``after_forward``."""
+        self.calls.end(unit)
+        if unit is self.units[0]:
+            if not part:
+                self.calls.root_ended()
+        # It is here and in no open cycle: a backward within its forward has gone through it, and left it to us.
+        elif unit not in self.cycle.open and unit.state is UnitState.UNSHARDED and not self._kept_after_forward(unit):
+            self._reshard_after_forward(unit)
+
+    def after_forward(self, unit: Unit, *, requires_grad: bool, part: bool = False) -> None:
+        """A forward of ``unit`` is through; what it returned does or does not require a gradient."""
+        if unit.state is UnitState.GATHERED or in_backward() or (part and unit is self.units[0]):
+            return
+        checkpointed = self.calls.trains and not torch.is_grad_enabled()  # re-entrant: backward calls it again
+        self.orders.note_end(unit, needed=requires_grad or checkpointed)
+        if unit is self.units[0] and not self.running:
+            self._complete_open()
+            trains = self.calls.trains
+            if self.orders.is_wanted(trains=trains):
+                self.orders.agree(trains=trains)
+                for listener in self.listeners if trains else ():
+                    listener.order_known()
+
     def before_backward(self, unit: Unit) -> None:
         """A gradient has come to what ``unit`` returned: the backward of all that was called after it is through."""
         if unit.state is not UnitState.GATHERED:
             self._visit(unit, Direction.BACKWARD, closing=True)
+
+    # -- what the optimizer calls --------------------------------------------------------------------------------
+
+    def complete_backward(self) -> None:
+        """Collective, where one is open: take part in what is left of it."""
+        if self.cycle.direction is Direction.BACKWARD:
+            self._complete_cycle()
+            self.due.backward_ended()
+
+    def complete_raised_backward(self) -> None:
+        """Collective, where one has raised here, and no other has begun since."""
+        if self.cycle.direction is Direction.BACKWARD and not self.watch.running:
+            self.complete_backward()
+
+    def complete_all_backwards(self) -> None:
+        """Collective, from ``step``. Complete the cycle that is open; then go through one for each backward due.
+
+        A forward with gradients makes one due. If this rank's backward raised before it came to a unit, nothing has
+        begun here, while other ranks wait in the gathers of theirs.
+        """
+        self._complete_open()  # it may be a forward that raised
+        while self.due.count:
+            self._begin_cycle(Direction.BACKWARD)
+            self.complete_backward()
+
+    def reshard_all(self) -> None:
+        """Collective, where a cycle is open. Complete it, and reshard every unit but those of ``gather_parameters``."""
+        self._complete_open()
+        self._holds = False
+        for unit in self.units:
+            unit.reshard()
+
+    def end_step(self) -> None:
+        """The gradients were applied: no backward may come through the forwards so far."""
+        self.due.none_is_due()
+
+    def record(self) -> None:
+        """Learn the orders anew. See ``Orders.record``."""
+        self.orders.record()
+
+    def is_announced(self, to: Listener) -> bool:
+        """Whether there was a forward that trains since it was last excused: the same on all ranks."""
+        open_one_trains = self.cycle.direction is Direction.FORWARD and self.calls.trains
+        return open_one_trains or self.due.is_announced(to)
+
+    def excuse(self, listener: Listener) -> None:
+        """The forwards so far announce no reduction to it any more."""
+        self.due.excuse(listener)
+
+    def remove(self, listener: Listener) -> None:
+        """It is closed: nobody waits for its reductions."""
+        self.listeners.remove(listener)
+        self.prefetch.forget(listener)
+        self.due.excuse(listener)
+
+    def is_over(self, flat: FlatParams) -> bool:
+        """Whether the backward that is open, or the last, can bring no more gradients to these parameters."""
+        return flat in self._over
+
+    def check_not_gathered(self, what: str = "step") -> None:
+        """Raise ShardAccessError within ``gather_parameters``: what it shows would not be what is updated."""
+        if any(unit.state is UnitState.GATHERED for unit in self.units):
+            raise ShardAccessError(f"{what} was called within gather_parameters: leave that before, on every rank")
+
+    # -- visits ----------------------------------------------------------------------------------------------------
 
     def _visit(self, unit: Unit, direction: Direction, *, closing: bool) -> None:
         """Go to ``unit`` in the cycle of this direction; begin a new cycle where that is behind.
@@ -288,167 +299,78 @@ class UnitSchedule:
             self.watch.enter()
             for listener in self.listeners if closing else ():
                 listener.backward_moves()
-            self._hold |= closing and torch.is_grad_enabled()  # create_graph=True; a checkpoint computes with it, too
-        if direction is not self._direction:
-            self._end_open()
+            self._holds |= closing and torch.is_grad_enabled()  # create_graph=True; a checkpoint computes with it, too
+        cycle = self.cycle
+        if direction is not cycle.direction:
+            self._complete_open()
             self._begin_cycle(direction)
-        cycle = self._cycles[direction]
-        if unit in self._open:
+        # It was visited already, so it is here. As a gradient comes into it, what came before it is over.
+        if unit in cycle.open:
             if closing:
-                self._close([other for other, position in self._open.items() if position < self._open[unit]], unit)
+                self._close(cycle.opened_before(unit), unit)
             return
-        if unit not in cycle:  # it needed no gradient when the order was recorded
-            if closing:  # not what is within it: where both have returned the same tensor, that may have come first
-                self._close([other for other in self._open if unit not in other.enclosing], unit)
-            # This unit is in no cycle, so its gather has no turn of its own. Some ranks have prefetched already, others
-            # have not. Now all have, and this unit comes next on each.
-            self.prefetch_next()
-            self._open_unit(unit, self._position)
+        if unit not in cycle.order:
+            self._visit_out_of_order(unit, closing=closing)
             return
-        if unit not in cycle[self._position + 1 :]:
-            self._end_open()
+        # It is behind: all ranks go through the rest of this cycle before they begin another.
+        if unit not in cycle.ahead:
+            self._complete_open()
             self._begin_cycle(direction)
-        for position in range(self._position + 1, cycle.index(unit, self._position + 1) + 1):
+        for position in cycle.positions_to(unit):
             self._go_to(position, closing=closing)
 
-    def after_forward(self, unit: Unit, *, requires_grad: bool, part: bool = False) -> None:
-        """A forward of ``unit`` is through; what it returned does or does not require a gradient."""
-        if unit.state is UnitState.GATHERED or in_backward() or (part and unit is self.units[0]):
-            return
-        checkpointed = self._trains and not torch.is_grad_enabled()  # re-entrant: backward calls it again
-        self._ended.append((unit, requires_grad or checkpointed))
-        if unit is self.units[0] and not self.running:
-            self._end_open()
-            if not self._forward_known or (self._trains and not self._backward_known):
-                self._agree_on_order()
+    def _visit_out_of_order(self, unit: Unit, *, closing: bool) -> None:
+        """Visit a unit that is not in the cycle: it needed no gradient when the order was recorded."""
+        if closing:  # not what is within it: where both have returned the same tensor, that may have come first
+            self._close([other for other in self.cycle.open if unit not in other.enclosing], unit)
+        # This unit is in no cycle, so its gather has no turn of its own. Some ranks have prefetched already, others
+        # have not. Now all have, and this unit comes next on each.
+        self.prefetch.start_next()
+        self._open_unit(unit, self.cycle.position)
 
-    def forward_ended(self, unit: Unit, *, part: bool = False) -> None:
-        """A forward of ``unit`` is through, or has raised. To be called before ``after_forward``."""
-        if unit in self._running:
-            self._running.pop()
-            if unit not in self._running:
-                unit.watch_parts()
-        if unit is self.units[0]:
-            self._forwards = max(0, self._forwards - (not part))
-        elif unit not in self._open and unit.state is UnitState.UNSHARDED and not self._kept_after_forward(unit):
-            self._reshard_after_forward(unit)  # a backward within its forward has gone through it
+    def _go_to(self, position: int, *, closing: bool) -> None:
+        unit = self.cycle.order[position]
+        if closing:
+            self._close([*self.cycle.open], unit)
+        self.cycle.position = position
+        self._open_unit(unit, position)
+        if not self.prefetch.waits:
+            self.prefetch.start_next()
 
-    @property
-    def running(self) -> bool:
-        """Whether a forward of the root is under way."""
-        return self._forwards > 0
+    def _open_unit(self, unit: Unit, position: int) -> None:
+        unit.unshard()
+        # The host is about to wait. Another model's backward may have gathers left that other ranks wait for.
+        if self.cycle.direction is Direction.BACKWARD:
+            prefetch_rest_of_backwards(self.thread, but=self)
+        unit.wait()
+        self.cycle.open[unit] = position
 
-    def complete_backward(self) -> None:
-        """Collective, where one is open: join what is left of it."""
-        if self._direction is Direction.BACKWARD:
-            self._end_cycle()
-            self._backwards_due -= 1
-            if self._backwards_due <= 0:
-                self._none_due()
+    def _close(self, units: Sequence[Unit], but: Unit | None = None) -> None:
+        """These are over, those within others first; not ``but``, and what it is within."""
+        kept = set() if but is None else {but, *but.enclosing}
+        for unit in sorted(set(units) - kept, key=lambda unit: -len(unit.enclosing)):
+            del self.cycle.open[unit]
+            held = self._holds or self.calls.is_called(unit)
+            if self.cycle.direction is Direction.FORWARD:
+                if not held and not self._kept_after_forward(unit):
+                    self._reshard_after_forward(unit)
+                continue
+            again = unit in self.cycle.ahead
+            if not held and not (unit.keep and again):
+                unit.reshard()
+            # Only where no more gradients can come: reducers launch what is over at once.
+            if not again and not self._holds and self.due.is_last(self.orders.known):
+                self._over.update(unit.flats)
+                for listener in self.listeners:
+                    listener.units_over()
 
-    def complete_raised_backward(self) -> None:
-        """Collective, where one has raised here, and no other has begun since."""
-        if self._direction is Direction.BACKWARD and not self.watch.running:
-            self.complete_backward()
+    def _kept_after_forward(self, unit: Unit) -> bool:
+        """Whether it is left unsharded after its forward."""
+        return unit.keep and (self.calls.trains or self._keep_evaluating)
 
-    # -- what the optimizer calls --------------------------------------------------------------------------------
-
-    def complete_all_backwards(self) -> None:
-        """Collective, from ``step``. End the cycle that is open; then go through one whole cycle for each backward due.
-
-        A forward with gradients makes one due. If this rank's backward raised before it came to a unit, nothing has
-        begun here, while other ranks wait in the gathers of theirs.
-        """
-        self._end_open()  # it may be a forward that raised
-        while self._backwards_due:
-            self._begin_cycle(Direction.BACKWARD)
-            self.complete_backward()
-
-    def is_announced(self, to: Listener) -> bool:
-        """Whether there was a forward that trains since it was last excused: the same on all ranks."""
-        return to in self._announced or (self._direction is Direction.FORWARD and self._trains)
-
-    def excuse(self, listener: Listener) -> None:
-        """The forwards so far announce no reduction to it any more."""
-        self._announced.discard(listener)
-
-    def reshard_all(self) -> None:
-        """Collective, where a cycle is open. End it, and reshard every unit but those of ``gather_parameters``."""
-        self._end_open()
-        self._hold = False
-        for unit in self.units:
-            unit.reshard()
-
-    def check_not_gathered(self, what: str = "step") -> None:
-        """Raise ShardAccessError within ``gather_parameters``: what it shows would not be what is updated."""
-        if any(unit.state is UnitState.GATHERED for unit in self.units):
-            raise ShardAccessError(f"{what} was called within gather_parameters: leave that before, on every rank")
-
-    def prefetch_next(self) -> None:
-        """Start to gather the next units of the cycle that is open, as far as their turn has come.
-
-        Ranks need not do so at the same time: whenever it is, each unit is gathered in its turn. One that also
-        has an earlier turn may be resharded after that, and gathered again: it waits, and so do those behind it.
-        """
-        self._prefetch_units(self.prefetch_count)
-
-    def prefetch_rest_of_backward(self) -> None:
-        """Start the gathers that are left of a backward that is open, as far as units are not gathered twice in it."""
-        if self._direction is Direction.BACKWARD:
-            self._prefetch_units(None)
-
-    def _prefetch_units(self, count: int | None) -> None:
-        if self._direction is None:
-            return
-        earlier: set[Unit] = set()  # whose turn comes before
-        for ahead in self._cycles[self._direction][self._position + 1 :][:count]:
-            if ahead.state is UnitState.UNSHARDED or ahead in earlier:
-                break
-            ahead.unshard()
-            earlier.add(ahead)
-
-    def reduction_begins(self, of: Listener) -> None:
-        """The host is going to wait for a reduction (gloo). Do not prefetch beside it: gathers would slow it down on
-        the same threads, and take memory. They start when it has arrived, or at the latest when a unit is visited."""
-        self._reducing.add(of)
-
-    def reductions_arrived(self, of: Listener) -> None:
-        """No reduction of this reducer is under way any more."""
-        if of in self._reducing:
-            self._reducing.remove(of)
-            if not self._reducing and self._direction is Direction.BACKWARD:
-                self.prefetch_next()
-
-    def remove(self, listener: Listener) -> None:
-        """It is closed: nobody waits for its reductions."""
-        self.listeners.remove(listener)
-        self._reducing.discard(listener)
-        self._announced.discard(listener)
-
-    def is_over(self, flat: FlatParams) -> bool:
-        """Whether the backward that is open, or the last, can bring no more gradients to these parameters."""
-        return flat in self._over
-
-    def end_step(self) -> None:
-        self._none_due()
-
-    def record(self) -> None:
-        """Learn the order anew, from the next forward of the root, and that of backward from the next that trains."""
-        self._forward_known = self._backward_known = False
-
-    @property
-    def order_code(self) -> int:
-        """The same on all ranks that have gone through the same cycles; else, as a rule, another."""
-        return self._digest % ORDER_CODES
-
-    @property
-    def over_order(self) -> list[Unit]:
-        """Units in the order in which a backward is through with them."""
-        last: dict[Unit, None] = {}
-        for unit in over(self._cycles[Direction.BACKWARD]):
-            last.pop(unit, None)
-            last[unit] = None
-        return [*last, *(unit for unit in self.units if unit not in last)]
+    def _reshard_after_forward(self, unit: Unit) -> None:
+        backward_follows = self.calls.trains and self.cycle.direction is Direction.FORWARD
+        unit.reshard(to_node=unit.node is not None and backward_follows)
 
     # -- cycles --------------------------------------------------------------------------------------------------
 
@@ -456,118 +378,33 @@ class UnitSchedule:
         self.complete_backward()  # one that is open has raised
 
     def _begin_cycle(self, direction: Direction) -> None:
-        self._direction, self._position = direction, -1
-        self._digest = zlib.crc32(bytes([direction.value]), self._digest)
-        if direction is Direction.FORWARD:
-            self._begun_by_part = not self.running
-            if self._begun_by_part:
-                self._called, self._ended = [], []  # a model that is called by parts alone agrees on no order
-            self._course = self._course.begin(Course.PART if self._begun_by_part else Course.ROOT)
-            # A re-entrant checkpoint within the root's forward disables gradients, and still is trained.
-            self._trains = torch.is_grad_enabled() or (self.running and self._root_trains)
-            for unit in self.units:
-                if unit.state is UnitState.NODE_SHARDED:  # no backward came, and shards may have been written since
-                    unit.reshard()
-        else:
+        if direction is Direction.BACKWARD:
+            self.cycle.begin(direction, self.orders.backward)
             self._over.clear()
-
-    def _end_open(self) -> None:
-        if self._direction is Direction.BACKWARD:
-            self.complete_backward()
-        elif self._direction is Direction.FORWARD:
-            self._end_cycle()
-
-    def _end_cycle(self) -> None:
-        assert self._direction is not None
-        cycle = self._cycles[self._direction]
-        for position in range(self._position + 1, len(cycle)):
-            self._go_to(position, closing=True)
-        self._close([*self._open])
-        if self._direction is Direction.FORWARD and self._trains:
-            self._backwards_due += 1
-            self._announced.update(self.listeners)
-        self._direction = None
-
-    def _go_to(self, position: int, *, closing: bool) -> None:
-        assert self._direction is not None
-        cycle = self._cycles[self._direction]
-        if closing:
-            self._close([*self._open], cycle[position])
-        self._position = position
-        self._open_unit(cycle[position], position)
-        if not self._reducing:
-            self.prefetch_next()
-
-    def _open_unit(self, unit: Unit, position: int) -> None:
-        unit.unshard()
-        if self._direction is Direction.BACKWARD:
-            prefetch_rest_of_backwards(self.thread, but=self)
-        unit.wait()
-        self._open[unit] = position
-
-    def _close(self, units: Sequence[Unit], but: Unit | None = None) -> None:
-        """These are over, those within others first; not ``but``, and what it is within."""
-        kept = set() if but is None else {but, *but.enclosing}
-        for unit in sorted(set(units) - kept, key=lambda unit: -len(unit.enclosing)):
-            del self._open[unit]
-            held = self._hold or unit in self._running
-            if self._direction is Direction.FORWARD:
-                if not held and not self._kept_after_forward(unit):
-                    self._reshard_after_forward(unit)
-                continue
-            again = unit in self._cycles[Direction.BACKWARD][self._position + 1 :]
-            if not held and not (unit.keep and again):
+            return
+        self.cycle.begin(direction, self.orders.forward)
+        self.calls.cycle_begins()
+        if self.calls.by_part:
+            self.orders.forget_calls()  # a model that is called by parts alone agrees on no order
+        self.due.forward_begins(Course.PART if self.calls.by_part else Course.ROOT)
+        for unit in self.units:
+            if unit.state is UnitState.NODE_SHARDED:  # no backward came, and shards may have been written since
                 unit.reshard()
-            if not again and not self._hold and self._is_last_backward_cycle:
-                self._over.update(unit.flats)
-                for listener in self.listeners:
-                    listener.units_over()
 
-    @property
-    def _is_last_backward_cycle(self) -> bool:
-        """Whether the cycle that is open is known to be the last before backward ends.
+    def _complete_open(self) -> None:
+        """Collective, where a cycle is open: go through the rest of it."""
+        if self.cycle.direction is Direction.BACKWARD:
+            self.complete_backward()
+        elif self.cycle.direction is Direction.FORWARD:
+            self._complete_cycle()
 
-        With two forwards before one backward, the first cycle back is not the last. The second brings more gradients to
-        the same parameters: a bucket that was launched by then would miss them. How many come is not known
-
-        - of a graph that is gone through again;
-        - where parts were called in several cycles: a re-entrant checkpoint makes none due;
-        - where a unit has called another: backward comes back to the first;
-        - where the order of the forward alone is known: a unit that is in it twice takes two cycles back.
-        """
-        counted = self._course is not Course.TANGLED and (self._backward_known or not self._forward_known)
-        return counted and self._backwards_due == 1
-
-    def _none_due(self) -> None:
-        self._backwards_due, self._course = 0, Course.NONE
-
-    def _kept_after_forward(self, unit: Unit) -> bool:
-        """Whether it is left unsharded after its forward."""
-        return unit.keep and (self._trains or self._keep_evaluating)
-
-    def _reshard_after_forward(self, unit: Unit) -> None:
-        unit.reshard(to_node=unit.node is not None and self._trains and self._direction is Direction.FORWARD)
-
-    # -- the order -----------------------------------------------------------------------------------------------
-
-    def _agree_on_order(self) -> None:
-        """Collective. Take rank 0's order, and have in it what other ranks, or none, have used."""
-        number = {unit: index for index, unit in enumerate(self.units)}
-        report = ([number[unit] for unit in self._called], [(number[u], needs) for u, needs in self._ended])
-        reports = self._sharding.everyone.gather_objects(report, "the first forward")
-        known = nested(self._cycles[Direction.FORWARD])  # where an earlier forward was seen, in its order
-        orders = [[self.units[index] for index in called] for called, _ in reports]
-        self._cycles[Direction.FORWARD] = merged(orders, known)
-        self._forward_known = True
-        if self._trains:
-            useless = {index for _, ended in reports for index, needs in ended if not needs}
-            useless -= {index for _, ended in reports for index, needs in ended if needs}
-            needed = [unit for unit in reversed(calls_ended(known)) if number[unit] not in useless]
-            orders = [[self.units[index] for index, _ in reversed(of) if index not in useless] for _, of in reports]
-            self._cycles[Direction.BACKWARD] = merged(orders, needed)
-            self._backward_known = True
-            for listener in self.listeners:
-                listener.order_known()
+    def _complete_cycle(self) -> None:
+        for position in range(self.cycle.position + 1, len(self.cycle.order)):
+            self._go_to(position, closing=True)
+        self._close([*self.cycle.open])
+        if self.cycle.direction is Direction.FORWARD and self.calls.trains:
+            self.due.forward_ended(self.listeners)
+        self.cycle.end()
 
 
 def in_backward() -> bool:
@@ -593,7 +430,7 @@ def prefetch_rest_of_backwards(thread: UserThread, but: UnitSchedule | None = No
     """
     for schedule in _used_by(thread):
         if schedule is not but:
-            schedule.prefetch_rest_of_backward()
+            schedule.prefetch.start_rest_of_backward()
 
 
 def complete_raised_backwards(thread: UserThread) -> None:

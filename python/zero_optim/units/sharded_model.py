@@ -94,7 +94,7 @@ class ShardedModel:
                     self._part(unit, flat, thawed)
         return [
             flat
-            for unit in self.schedule.over_order
+            for unit in self.schedule.orders.over
             for flat in unit.flats
             if any(id(parameter) in wanted for parameter in flat.params)
         ]

@@ -1,0 +1,77 @@
+"""What the ranks send each other in a step: one vector, and what stands where in it.
+
+::
+
+    norm term | non-finite count | alarms ... | used count of each parameter ... | alarm count of each parameter ...
+    | reports of non-finite gradients ...
+
+It is summed for finite norms and maximised for the infinity norm; every part means the same under either. A rank adds 0
+or 1 to each count: fp32 adds up as many ranks as there are, 2^24 of them, without rounding in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from zero_kernels import is_capturing
+
+from .alarms import Alarm, AlarmColumns, width
+
+_TOTALS = 2  # the norm term and the non-finite count
+
+
+class ExchangeVector:
+    """The vector, for so many parameters.
+
+    Args:
+        of: the alarms that it carries; none: nor does it name parameters.
+        reports: entries for reports of non-finite gradients.
+
+    Attributes:
+        all: fp32, the vector. What follows are views of it.
+        totals: [2] the norm term and the non-finite count.
+        alarms: their columns.
+        used_counts: [parameters] how many ranks use each.
+        reports: [reports]
+    """
+
+    def __init__(self, of: Sequence[Alarm], parameters: int, reports: int, device: torch.device) -> None:
+        sizes = [_TOTALS, width(of), parameters, parameters if of else 0, reports]
+        self.all = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        self.totals, columns, self.used_counts, self._named_counts, self.reports = self.all.split(sizes)
+        self.alarms = AlarmColumns(of, columns)
+
+    def name(self, parameters: Iterable[int]) -> None:
+        """These are what this rank's alarms are about, by index."""
+        self._named_counts.zero_()
+        for index in parameters:
+            self._named_counts[index].fill_(1.0)
+
+    def named(self) -> list[int]:
+        """Those that any rank has named. It reads device values: for an alarm that is raised."""
+        return [index for index, count in enumerate(self._named_counts.tolist()) if count > 0]
+
+
+class OwnUse:
+    """Which parameters this rank uses, on the device. As a rule they are those of the step before, and are there."""
+
+    def __init__(self, parameters: int, device: torch.device) -> None:
+        self._here = torch.zeros(parameters, dtype=torch.float32, device=device)  # as last sent there
+        self._sent = bytearray(parameters)
+
+    def on_device(self, used: bytearray) -> Tensor:
+        """``used``, a byte a parameter, as fp32 [parameters]."""
+        if is_capturing(self._here.device):
+            # A copy from the host would read, at every replay, memory that is long gone: the values go into kernels.
+            flags = torch.ones_like(self._here)
+            for index in (index for index, flag in enumerate(used) if not flag):
+                flags[index].zero_()
+            return flags
+        if used != self._sent:
+            host = torch.frombuffer(used, dtype=torch.uint8).float()
+            self._here.copy_(host.pin_memory() if self._here.is_cuda else host, non_blocking=True)
+            self._sent = bytearray(used)
+        return self._here
