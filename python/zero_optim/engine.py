@@ -26,7 +26,7 @@ from . import validate
 from .comm.sharding import Sharding
 from .errors import GradientError, OffloadError, ZeroOptimError
 from .grads.bucket import Bucket
-from .grads.bucket_plan import buckets_by_size, buckets_of_units
+from .grads.buckets import buckets_by_size, buckets_of_units
 from .grads.reducer import Reducer
 from .grads.slots import GradState
 from .params.parameter_set import ParameterSet

@@ -96,7 +96,8 @@ def _by_unit(over: bool) -> ByUnits:
         def is_over(self, flat: Any) -> bool:
             return over and flat == "flat 0"
 
-    readiness = ByUnits(Schedule())
+    schedule: Any = Schedule()
+    readiness = ByUnits(schedule)
     readiness.use(_buckets((0, 1, 2), (3,)))
     return readiness
 
@@ -335,7 +336,8 @@ def test_by_units_a_bucket_leaves_with_its_unit():
         def is_over(self, flat: Any) -> bool:
             return flat in self.over
 
-    readiness = ByUnits(Schedule())
+    schedule: Any = Schedule()
+    readiness = ByUnits(schedule)
     readiness.use(_buckets((0,), (1,)))
     assert not readiness.gradient_ready(0, 0)
     assert not readiness.may_launch(0)

@@ -6,15 +6,15 @@ import random
 
 import pytest
 import torch
-from zero_optim.grads import observations
+from zero_optim.grads import readiness
 from zero_optim.grads.readiness import ByCounts, Observation
 
 COUNT = 7
 
 
 def _merged(reports: list[Observation]) -> list[Observation]:
-    vectors = [observations._vector(own, COUNT, orders=rank == 0) for rank, own in enumerate(reports)]
-    return observations._reports(torch.stack(vectors).amax(0), COUNT)
+    vectors = [readiness._vector(own, COUNT, orders=rank == 0) for rank, own in enumerate(reports)]
+    return readiness._reports(torch.stack(vectors).amax(0), COUNT)
 
 
 def _agreed(reports: list[Observation], *, learns_order: bool) -> tuple:

@@ -33,12 +33,10 @@ from ..params.storage_order import described
 from ..units.schedule import UnitSchedule, complete_raised_backwards, prefetch_rest_of_backwards
 from ..user_thread import UserThread
 from .bucket import Bucket, Edits
-from .bucket_plan import buffer_nbytes
-from .buckets import Buckets
+from .buckets import Buckets, buffer_nbytes
 from .ddp_check import check_not_replicated
 from .hooks import GradHooks
-from .observations import merged
-from .readiness import ByCounts, ByUnits, Learned, Readiness
+from .readiness import ByCounts, ByUnits, Learned, Readiness, merged
 from .round_grads import RoundGrads
 from .rounds import Rounds, RoundState
 from .slots import GradState, Zeroed

@@ -10,7 +10,7 @@ import torch
 from ..comm.buffers import COUNT
 from ..comm.collectives import Comm
 from ..comm.sharding import Sharding
-from ..grads.bucket_plan import buffer_nbytes, layouts_by_size
+from ..grads.buckets import buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, SlotPiece, one_bucket
 from ..rules.adamw import AdamW
 from ..rules.update_rule import UpdateRule, tensors_for
