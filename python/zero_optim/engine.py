@@ -11,7 +11,7 @@ A step has four phases, each a method of ``Engine``::
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from .comm.sharding import Sharding
 from .errors import GradientError, OffloadError, ZeroOptimError
 from .grads.bucket import Bucket
 from .grads.buckets import buckets_by_size, buckets_of_units
-from .grads.reducer import Reducer
+from .grads.reducer import Reducer, open_reducers
 from .grads.slots import GradState
 from .params.parameter_set import ParameterSet
 from .rules.update_rule import UpdateRule
@@ -46,7 +46,6 @@ from .stores.state_store import StateStore
 from .units.sharded_model import ShardedModel
 
 Groups = Sequence[Mapping[str, Any]]
-_open: weakref.WeakSet[Engine] = weakref.WeakSet()  # of this process
 
 
 class Watcher(Protocol):
@@ -80,6 +79,7 @@ class Engine:
         reducer: the buckets, and their gradients.
         states: the state of every shard.
         exchange, clip, hyper, param_gather: the phases' own.
+        optimizer: gives the face that it is behind, while that lives.
         steps: calls of ``step`` so far.
         watchers: told of every update; ``zero_optim.verify`` adds one.
         bucket_cap_mb, max_grad_norm, skip_nonfinite: as the optimizer was given them.
@@ -122,7 +122,8 @@ class Engine:
         self.reducer.on_change = [self.clip.discard, self.exchange.outdate]
         self.steps = 0
         self.watchers: list[Watcher] = []
-        _open.add(self)
+        self.reducer.engine = weakref.ref(self)
+        self.optimizer: Callable[[], object] = lambda: None
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -408,7 +409,6 @@ class Engine:
 
     def close(self, *, collective: bool) -> None:
         """``collective``: complete what a backward that raised has begun, for the ranks on which it did not."""
-        _open.discard(self)
         self.param_gather.close()
         try:
             self.reducer.close(collective=collective)
@@ -419,5 +419,5 @@ class Engine:
 
 
 def open_engines() -> list[Engine]:
-    """Of the optimizers of this process that are open."""
-    return list(_open)
+    """Those of the optimizers of this process that are open, in the order in which they were made."""
+    return [engine for reducer in open_reducers() if isinstance(engine := reducer.engine(), Engine)]

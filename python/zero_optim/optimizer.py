@@ -8,7 +8,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,10 +20,11 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from . import validate
+from .callers import called_from, local_of_caller
 from .checkpoint import rank_state
 from .comm.collectives import make_comm
 from .comm.sharding import Sharding
-from .engine import Engine, Overlap
+from .engine import Engine, Overlap, open_engines
 from .errors import ClosedError, ZeroOptimError
 from .memory.out_of_memory import explaining_out_of_memory
 from .params.param_shard import plain_parameter
@@ -37,7 +37,6 @@ from .stores.state_store import StateStore
 from .units.hooks import tensors_in
 from .units.sharded_model import sharded_model_of
 
-_made: list[weakref.ref[ShardedAdamW]] = []  # every optimizer of this process that is alive, in order
 _DCP_STATE_DICT = "torch.distributed.checkpoint.state_dict"
 
 
@@ -165,7 +164,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.engine = Engine(parameters, sharding, rule, model, bucket_cap_mb, overlap, offload, store)
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self._closed = False
-        _made[:] = [*(reference for reference in _made if reference() is not None), weakref.ref(self)]
+        self.engine.optimizer = weakref.ref(self)
         try:
             with explaining_out_of_memory(self.engine, "as the optimizer was made"):
                 self.engine.grow(indices, self.engine.to_train(indices))
@@ -296,7 +295,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
         Lightning asks too, to leave out ``unscale_``: told no, it clips gradients that are unscaled.
         """
-        if not _asked_by(TorchGradScaler.__module__):
+        if not called_from(TorchGradScaler.__module__):
             return False
         if self.engine.sharding.reduces:
             raise ZeroOptimError(
@@ -318,7 +317,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         ``torch.distributed.checkpoint.state_dict`` makes a step of zero gradients where it finds none. To it, the names
         of the state are shown.
         """
-        if _asked_by(_DCP_STATE_DICT):
+        if called_from(_DCP_STATE_DICT):
             kinds = dict.fromkeys((*(tensor.name for tensor in self.engine.rule.tensors), "step"))
             shown = [parameter for group in self.param_groups for parameter in group["params"]]  # DCP asks for these
             return defaultdict(dict, {shown[index]: kinds for index in self.engine.parameters.trained})
@@ -412,9 +411,10 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.check_usable()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        as_torch = _asked_by(_DCP_STATE_DICT)  # it gives parameters their names itself
+        as_torch = called_from(_DCP_STATE_DICT)  # it gives parameters their names itself
         state = rank_state.save(self.engine, self.param_groups, as_torch=as_torch)
-        if as_torch and _flattens(sys._getframe(1)):
+        # Where DCP makes one flat dict of the state, it looks in it for every option that the live groups have.
+        if as_torch and getattr(local_of_caller("info"), "flatten_optimizer_state_dict", False):
             for packed, group in zip(state["param_groups"], self.param_groups, strict=True):
                 packed.update({name: value for name, value in group.items() if name == "param_names"})
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -504,7 +504,8 @@ class ShardedAdamW(torch.optim.Optimizer):
 def optimizers_of(model: nn.Module) -> list[ShardedAdamW]:
     """The open ones that hold parameters of ``model``, in the order in which they were made."""
     held = {id(plain_parameter(parameter)) for parameter in model.parameters()}
-    alive = [opt for reference in _made if (opt := reference()) is not None and not opt._closed]
+    known = [engine.optimizer() for engine in open_engines()]
+    alive = [opt for opt in known if isinstance(opt, ShardedAdamW) and not opt._closed]
     return [opt for opt in alive if any(id(parameter) in held for parameter in opt.engine.parameters.all)]
 
 
@@ -517,13 +518,3 @@ def _store(offload: Offload, sharding: Sharding, *, params_on_host: bool) -> Sta
         warn_of_one_thread(threads, cores[comm.rank])
     with comm.raising_together("the constructor"):
         return make_store(offload, sharding.device, comm.rank, params_on_host=params_on_host, threads=threads)
-
-
-def _flattens(caller: FrameType) -> bool:
-    """Whether DCP makes one flat dict of the state. It looks in it for every option that the live groups have, then."""
-    return bool(getattr(caller.f_locals.get("info"), "flatten_optimizer_state_dict", False))
-
-
-def _asked_by(module: str) -> bool:
-    """Whether the caller of what calls this is code of ``module``."""
-    return sys._getframe(2).f_globals.get("__name__") == module

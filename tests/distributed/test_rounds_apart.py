@@ -232,8 +232,7 @@ class Player:
         self.opt = zero_optim.ShardedAdamW(
             self.params, lr=LR, stage=self.stage, bucket_cap_mb=CAP_MB, overlap_grad_reduce=self.overlap
         )
-        made = reducer._reducers[-1]()
-        assert made is not None
+        made = reducer.open_reducers()[-1]
         self.found = made.rounds
         self.adam = torch.optim.AdamW(self.theirs, lr=LR)
         self.machines = [Machine(self.overlap) for _ in range(RANKS)]

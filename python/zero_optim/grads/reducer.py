@@ -41,7 +41,14 @@ from .round_grads import RoundGrads
 from .rounds import Rounds, RoundState
 from .slots import GradState, Zeroed
 
-_reducers: list[weakref.ref[Reducer]] = []  # of this process, in the order in which they were made
+_open: list[weakref.ref[Reducer]] = []
+"""The one list of this process's optimizers that are open, in the order in which they were made. It lies in the lowest
+room that needs it: a reducer looks for the others of its thread. Each leads to its engine, and that to its optimizer."""
+
+
+def open_reducers() -> list[Reducer]:
+    """Those of this process that were not closed, in the order in which they were made."""
+    return [reducer for reference in _open if (reducer := reference()) is not None]
 
 
 class Reducer:
@@ -59,6 +66,7 @@ class Reducer:
         layout: the buckets.
         thread: who trains with it; at stage 3, who uses the model.
         buffers: what they pack into, and receive in.
+        engine: gives the engine that it is of, while that lives.
         on_layout: are told the new buckets after they were laid out again.
         on_change: called when gradients change after an exchange may have read them; on all ranks at the same point.
         late: parameters whose gradient arrived after their bucket had left; it stays on this rank.
@@ -93,12 +101,13 @@ class Reducer:
         self._streams = GradStreams(sharding.device)
         self.late: set[int] = set()
         self.leftover: set[int] = set()
+        self.engine: Callable[[], object] = _nothing
         self.on_layout: Sequence[Callable[[list[Bucket]], None]] = ()
         self.on_change: Sequence[Callable[[], None]] = ()
         self.grow(list(parameters))
         if self._schedule is not None:
             self._schedule.listeners.append(self)
-        _reducers[:] = [*(of for of in _reducers if of() is not None), weakref.ref(self)]
+        _open[:] = [weakref.ref(reducer) for reducer in (*open_reducers(), self)]
 
     # -- the layout ------------------------------------------------------------------------------------------------
 
@@ -458,8 +467,7 @@ class Reducer:
 
         Those with units first: a rank that waits in their gathers launches nothing until we join.
         """
-        alive = [reducer for reference in _reducers if (reducer := reference()) is not None]
-        own = [of for of in alive if self.thread.may_complete(of.thread)]
+        own = [of for of in open_reducers() if self.thread.may_complete(of.thread)]
         chosen = [of for of in own if of is self or not (of.out_of_step or of._watch.running)]
         return sorted(chosen, key=lambda reducer: reducer._schedule is None)
 
@@ -595,7 +603,7 @@ class Reducer:
         if self._schedule is not None:  # only now: it tells of units that are over while the round is completed
             self._schedule.remove(self)
         self._hooks.remove()
-        _reducers[:] = [of for of in _reducers if of() is not self]
+        _open[:] = [of for of in _open if of() is not self]
         for bucket in self.buckets:
             everyone.out_of_step |= bucket.arrivals.under_way or bucket.unsharding is not None
             bucket.abandon()

@@ -12,7 +12,6 @@ A flat range of a channels_last tensor is one of the tensor with its dimensions 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..callers import locals_of_callers
 from ..errors import ShardAccessError
 from .storage_order import StorageOrder, stored_dims, tensor_dims, view_of
 
@@ -116,13 +116,10 @@ def _parts(shard: Shard) -> Iterator[Rectangle]:
 
 def _check_storage(shard: Shard) -> None:
     """DCP asks for what is to be written without saying where to. The call that asks knows."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        writer = type(frame.f_locals.get("storage_writer"))
+    for writer in map(type, locals_of_callers("storage_writer")):
         if any(kind.__name__ == "HuggingFaceStorageWriter" for kind in writer.__mro__):
             raise ShardAccessError(
                 f"the {shard.label} is sharded, and {writer.__name__} keeps one piece of a tensor for each name and "
                 "file: the others would be lost. Use DCP's file system storage, or zero_optim.checkpoint.save; of what "
                 "that has written, `zero-optim export` makes Hugging Face's files"
             )
-        frame = frame.f_back  # type: ignore[assignment]
