@@ -4,8 +4,8 @@ A step has four phases, each a method of ``Engine``::
 
     finish         complete the reductions that are owed                      grads/
     exchange       one small all-reduce: norm, overflow, use, alarms          step/exchange, step/alarms
-    coefficients   one device scalar that unscales and clips, one that skips  step/clip
-    apply          update every shard, and send the parameters out            step/shard_state, step/param_gather
+    coefficients   one device scalar that unscales and clips, one that skips  step/clip, step/hyper_table
+    update         update every shard, and send the parameters out            step/optimizer_state, step/param_gather
 """
 
 from __future__ import annotations
@@ -153,8 +153,12 @@ class Engine:
         if not self.sharding.reduces:  # else all ranks raise together, in the exchange
             self.states.raise_trouble()
         self.finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
-        grad_scale, found_inf = self._coefficients()
-        self._apply(groups, grad_scale, found_inf)
+        by = self._coefficients(groups)
+        for watcher in self.watchers:
+            watcher.before_update(by.grad_scale, by.found_inf)
+        for shard in self.states.update(by):
+            shard.bucket.unshard()
+        self._end_step(by.found_inf)
 
     def finish_and_exchange(self, norm_type: float | None) -> None:
         """Phases 1 and 2: complete the reductions; agree on norm, overflow and used parameters.
@@ -227,33 +231,28 @@ class Engine:
         elif edits.assigned or edits.dropped or edits.written:
             self.exchange.outdate()
 
-    def _coefficients(self) -> tuple[Tensor | None, Tensor]:
-        """Phase 3: one device scalar that unscales and clips, and one that says whether to skip."""
+    def _coefficients(self, groups: Groups) -> Coefficients:
+        """Phase 3: what unscales and clips, what says whether to skip, and the rule's own; all on the device."""
         if self.max_grad_norm is not None and not self.clip.clipped:
             self.clip.clip_to(self.max_grad_norm, 2.0, self.exchange, self.reducer.buckets)
         self.exchange.decide(self._wants_stats)
-        return self.clip.grad_scale(), self.exchange.found_inf
-
-    def _apply(self, groups: Groups, grad_scale: Tensor | None, found_inf: Tensor) -> None:
-        """Phase 4: update every shard and send it out, in the order in which the next forward wants the parameters."""
+        grad_scale, found_inf = self.clip.grad_scale(), self.exchange.found_inf
         if self.sharded_model is not None:
             self.sharded_model.schedule.reshard_all()  # it may raise: before anything is counted
         self.hyper.advance(groups, self.exchange.used & (found_inf == 0), self.clip.factor)
-        for watcher in self.watchers:
-            watcher.before_update(grad_scale, found_inf)
-        marks = self.exchange.nonfinite.marks
-        by = Coefficients(
+        return Coefficients(
             self.hyper.table,
             grad_scale,
             self.clip.inverse_scale,
             found_inf,
-            marks,
+            self.exchange.nonfinite.marks,
             self.exchange.used,
             self.hyper.steps,
             take_over=self.states.takes_edits_over,
         )
-        for shard in self.states.update(by):
-            shard.bucket.unshard()
+
+    def _end_step(self, found_inf: Tensor) -> None:
+        """The end of phase 4: every shard was updated, and sent out."""
         self.param_gather.after_step()
         for watcher in self.watchers:
             watcher.after_update(found_inf)

@@ -202,7 +202,6 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters. The host reads nothing from the device, unless state or parameters are off it; a
         skipped step is skipped there.
@@ -212,17 +211,18 @@ class ShardedAdamW(torch.optim.Optimizer):
             OffloadError: state off the device was lost, or could not be written; on every rank.
             ClosedError: after ``close()``.
         """
-        self.check_usable()
-        self.engine.check_step(self.param_groups)
-        result = None
-        if closure is not None:
-            self.engine.reducer.complete_before_closure()
-            with torch.enable_grad():
-                result = closure()
-        self._adopt_torch_scale()
-        with explaining_out_of_memory(self.engine, "in the first step"):
-            self.engine.step(self.param_groups)
-        return result
+        with torch.no_grad():
+            self.check_usable()
+            self.engine.check_step(self.param_groups)
+            result = None
+            if closure is not None:
+                self.engine.reducer.complete_before_closure()
+                with torch.enable_grad():
+                    result = closure()
+            self._adopt_torch_scale()
+            with explaining_out_of_memory(self.engine, "in the first step"):
+                self.engine.step(self.param_groups)
+            return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient; ``set_to_none=False`` makes it zero instead, which counts as a gradient in ``step``.

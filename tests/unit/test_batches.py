@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import zero_optim
 from torch import nn
 from zero_optim.rules.adamw import AdamW
 from zero_optim.step import batches
 from zero_optim.step.batches import Batch, batches_of
+
+import zero_kernels
 
 MOST = {"cpu": batches.ON_A_PROCESSOR, "cuda": batches.ON_A_GPU}
 
@@ -126,3 +132,17 @@ def test_batches_and_single_shards_give_the_same_bits(dtypes, monkeypatch):
 
 def test_a_prepared_rule_updates_as_the_rule():
     assert AdamW(decoupled=False).prepared() == AdamW(decoupled=False)
+
+
+def test_from_a_step_to_its_op_it_is_seven_frames(monkeypatch: pytest.MonkeyPatch):
+    """From ``ShardedAdamW.step`` to what calls the kernel, those of ``torch.compiler`` counted."""
+    opt = zero_optim.ShardedAdamW([nn.Parameter(torch.ones(4))])
+    ways = []
+
+    def noted(prepared: Any, *args: Any) -> None:
+        names = [(Path(frame.filename).name, frame.name) for frame in traceback.extract_stack(sys._getframe(1))]
+        ways.append(names[names.index(("optimizer.py", "step")) :])
+
+    monkeypatch.setattr(zero_kernels.Prepared, "__call__", noted)
+    opt.step()
+    assert [len(way) + 1 for way in ways] == [7], ways

@@ -42,8 +42,10 @@ from .rounds import Rounds, RoundState
 from .slots import GradState, Zeroed
 
 _open: list[weakref.ref[Reducer]] = []
-"""The one list of this process's optimizers that are open, in the order in which they were made. It lies in the lowest
-room that needs it: a reducer looks for the others of its thread. Each leads to its engine, and that to its optimizer."""
+"""The one list of this process's optimizers that are open, in the order in which they were made.
+
+It lies in the lowest room that needs it, where a reducer looks for the others of its thread. Each leads to its engine,
+and that to its optimizer."""
 
 
 def open_reducers() -> list[Reducer]:

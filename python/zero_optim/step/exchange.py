@@ -154,7 +154,7 @@ class Exchange:
         vector.name(set().union(*about.values()) if self._alarms else ())
         self.nonfinite.report(vector.reports, *flags)
         self.sharding.exchange(vector.all, maximum=norm_type == math.inf)
-        if not is_capturing(self.sharding.device):  # a graph that is replayed has no host to raise anything
+        if self._alarms and not is_capturing(self.sharding.device):  # a replayed graph has no host to raise anything
             vector.alarms.send()
             if vector.alarms.immediate or self._at_once or any(about.values()):
                 self._raise_alarm(own)
@@ -163,7 +163,7 @@ class Exchange:
 
     def check_alarms(self) -> None:
         """Raise what a GPU has reported of the last step. It has arrived, or the host is a step ahead and waits."""
-        if not is_capturing(self.sharding.device):
+        if self._alarms and not is_capturing(self.sharding.device):
             self._raise_alarm({})
 
     def _raise_alarm(self, own: Mapping[str, Sequence[str]]) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -133,7 +132,8 @@ class OptimizerState:
 
     def refresh_masters(self, indices: set[int]) -> None:
         for shard, pieces in self._pieces(indices):
-            self._try(shard, partial(shard.refresh_masters, pieces))
+            with self.trouble.losing(shard):
+                shard.refresh_masters(pieces)
             self._hidden.accept(shard, pieces)
 
     def mark_updated(self) -> None:
@@ -153,14 +153,17 @@ class OptimizerState:
         parameters can be sent out. The state of those that follow is on its way meanwhile."""
         batches, ahead = self._batches, self._store.lookahead
         for batch in batches[:ahead]:
-            self._try(batch, batch.prefetch)
+            with self.trouble.losing(batch):
+                batch.prefetch()
         host = self._store if isinstance(self._store, HostStore) else None
         here = by if host is None else by.on_host()
         with nullcontext() if host is None else host_threads(host.threads):
             for number, batch in enumerate(batches):
                 for later in batches[number + ahead : number + ahead + 1] if ahead else ():
-                    self._try(later, later.prefetch)
-                self._try(batch, partial(batch.update, here))
+                    with self.trouble.losing(later):
+                        later.prefetch()
+                with self.trouble.losing(batch):
+                    batch.update(here)
                 for shard in batch.shards:
                     self._hidden.keep(shard)
                     yield shard
@@ -171,12 +174,6 @@ class OptimizerState:
         self._store.end_step()
 
     # -- state that is in trouble --------------------------------------------------------------------------------
-
-    def _try(self, of: ShardState | Batch, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except OffloadError as error:
-            self.trouble.lose(of.parameters, error)
 
     def look_for_trouble(self) -> None:
         """Before every rank hears of it: what could not be written since the last time."""
@@ -224,7 +221,8 @@ class OptimizerState:
             full = self._gathered(old, tensor, "construction")
             for shard, slots in itertools.groupby(old.bucket.layout.slots, lambda slot: places[slot.param][0]):
                 parts = [(places[slot.param][1], slot.offset) for slot in slots]
-                self._try(shard, partial(_fill, shard, tensor, full, parts))
+                with self.trouble.losing(shard):
+                    _fill(shard, tensor, full, parts)
 
     # -- state dicts ---------------------------------------------------------------------------------------------
 
@@ -243,7 +241,8 @@ class OptimizerState:
     def load(self, copies: Sequence[Copy]) -> None:
         """Carry out a planned load."""
         for shard, of_shard in itertools.groupby(copies, lambda copy: copy.shard):
-            self._try(shard, partial(carry_out, shard, list(of_shard)))
+            with self.trouble.losing(shard):
+                carry_out(shard, of_shard)
         self.distrust_masters()
 
     def state_pieces(self) -> Iterator[StatePiece]:
@@ -261,11 +260,13 @@ class OptimizerState:
     def restart(self, indices: set[int]) -> None:
         """Make the state of these parameters what it is at construction."""
         for shard, pieces in self._pieces(indices):
-            self._try(shard, partial(shard.restart, pieces))
+            with self.trouble.losing(shard):
+                shard.restart(pieces)
 
     def restart_masters(self, indices: set[int]) -> None:
         for shard, pieces in self._pieces(indices):
-            self._try(shard, partial(shard.restart, pieces, masters_alone=True))
+            with self.trouble.losing(shard):
+                shard.restart(pieces, masters_alone=True)
 
     def whole_tensors(self) -> Iterator[tuple[int, str, Tensor]]:
         """Collective. Every parameter's whole tensors, by index and name: those of one bucket at a time."""
@@ -336,7 +337,8 @@ class OptimizerState:
         for index in (piece.slot.param for piece in given) if self.sharding.rank == 0 else ():
             wholes[index].copy_(tensors[index][tensor.name])
         self.sharding.broadcast(full, "state")
-        self._try(shard, partial(_fill, shard, tensor, full, [(piece, piece.slot.offset) for piece in given]))
+        with self.trouble.losing(shard):
+            _fill(shard, tensor, full, [(piece, piece.slot.offset) for piece in given])
 
     def _pieces(self, indices: set[int]) -> Iterator[tuple[ShardState, list[SlotPiece]]]:
         """Of these parameters, by shard; shards without any are left out."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 import warnings
 from collections.abc import Iterable
+from typing import Protocol
 
 from ..errors import OffloadError
 
@@ -27,6 +28,29 @@ class Condition(enum.Enum):
     WHOLE = enum.auto()
     UNWRITTEN = enum.auto()
     LOST = enum.auto()
+
+
+class Holder(Protocol):
+    """Who has the state of some parameters, by index: a shard, or a batch of shards."""
+
+    @property
+    def parameters(self) -> list[int]: ...
+
+
+class Losing:
+    """See ``Trouble.losing``. A class of its own adds no frame between ``step`` and an update's kernel."""
+
+    def __init__(self, trouble: Trouble, of: Holder) -> None:
+        self._trouble, self._of = trouble, of
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if not isinstance(error, OffloadError):
+            return False
+        self._trouble.lose(self._of.parameters, error)
+        return True
 
 
 class Trouble:
@@ -61,6 +85,10 @@ class Trouble:
         self.parameters |= set(parameters)
         if why not in self.reasons:
             self.reasons.append(why)
+
+    def losing(self, of: Holder) -> Losing:
+        """Within it an OffloadError loses the state of these parameters, and is not raised."""
+        return Losing(self, of)
 
     def told(self) -> None:
         """Every rank has raised."""
