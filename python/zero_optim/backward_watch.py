@@ -1,4 +1,4 @@
-"""When a backward begins and ends, seen from the hooks that fire within it.
+"""Finds when a backward begins and ends, from the hooks that fire within it.
 
 A backward may run others inside it: re-entrant checkpointing runs one a segment, and all hooks may fire in those.
 """
@@ -50,7 +50,7 @@ class BackwardWatch:
 
     @property
     def running(self) -> bool:
-        """Whether a backward that was entered goes on. Outside of all backwards none does.
+        """True if a backward that was entered goes on. Outside of all backwards none does.
 
         A task that lives proves nothing there: after a raise, the engine's thread of a GPU may hold it for some moments
         more.
@@ -90,7 +90,7 @@ class BackwardWatch:
 
 
 class _EndOfTask:
-    """What the engine calls when a graph task is through."""
+    """A callback for autograd's engine, called when a graph task is through."""
 
     def __init__(self, watch: BackwardWatch, task: int) -> None:
         self._watch, self._task = watch, task

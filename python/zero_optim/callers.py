@@ -1,4 +1,4 @@
-"""Who calls: read from the interpreter's frames, where torch gives no other sign.
+"""Finds who calls, in the interpreter's frames, where torch gives no other sign.
 
 ``torch.amp.GradScaler`` and ``torch.distributed.checkpoint`` ask an optimizer what every client asks, by the same
 attributes and methods, and need another answer. They pass nothing along that tells them from the others. Nowhere else
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def called_from(module: str) -> bool:
-    """Whether the function that asks this was called by code of ``module``."""
+    """True if the function that asks this was called by code of ``module``."""
     return sys._getframe(2).f_globals.get("__name__") == module
 
 

@@ -1,4 +1,4 @@
-"""What is behind the face: the parts of an optimizer, and the step that goes through them.
+"""The engine behind the face: the parts of an optimizer, and the step that goes through them.
 
 A step has four phases, each a method of ``Engine``::
 
@@ -49,7 +49,7 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class Watcher(Protocol):
-    """What looks on while ``step`` updates the shards."""
+    """Looks on while ``step`` updates the shards."""
 
     def before_update(self, grad_scale: Tensor | None, found_inf: Tensor) -> None: ...
     def after_update(self, found_inf: Tensor) -> None: ...
@@ -57,7 +57,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Overlap:
-    """What goes on while the host does something else: reductions in backward, gathers in the next forward."""
+    """Choice of what goes on beside the host's work: reductions in backward, gathers in the next forward."""
 
     grad_reduce: bool
     param_gather: bool
@@ -302,8 +302,8 @@ class Engine:
     # -- parameters and state ------------------------------------------------------------------------------------
 
     def to_train(self, indices: Sequence[int]) -> list[int]:
-        """Those that require a gradient. At stage 3 also frozen ones in a flat tensor that is trained: a bucket is a
-        whole flat tensor, so they need a slot and state, too."""
+        """List those that require a gradient. At stage 3 also frozen ones in a flat tensor that is trained: a bucket is
+        a whole flat tensor, so they need a slot and state, too."""
         wanted = self.parameters.requiring_grad(indices)
         if self.sharded_model is None:
             return wanted
@@ -418,5 +418,5 @@ class Engine:
 
 
 def open_engines() -> list[Engine]:
-    """Those of the optimizers of this process that are open, in the order in which they were made."""
+    """List those of the optimizers of this process that are open, in the order in which they were made."""
     return [engine for reducer in open_reducers() if isinstance(engine := reducer.engine(), Engine)]

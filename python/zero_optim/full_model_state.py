@@ -60,7 +60,7 @@ def _place(everyone: Comm | None) -> tuple[int, int]:
 
 
 def _chosen(model: nn.Module, trained_only: bool) -> dict[str, Any]:
-    """What the state dict has, parameters as modules hold them."""
+    """Choose what the state dict has, parameters as modules hold them."""
     state = model.state_dict(keep_vars=True)
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     return {key: value for key, value in state.items() if not trained_only or id(value) in trained}

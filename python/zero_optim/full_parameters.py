@@ -101,7 +101,7 @@ def _copies(flat: FlatParams, wanted: Sequence[Tensor], dtype: torch.dtype | Non
 
 
 def _masters(opt: ShardedAdamW, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of parameters that have one and are to be of another dtype than they are."""
+    """Masters of parameters that have one, and are to be of another dtype than they are."""
     parameters = opt.engine.parameters.all
     for masters in opt.engine.states.whole_masters():
         wanted = [index for index in masters if parameters[index].dtype != dtype]

@@ -17,7 +17,7 @@ from .comm.host_copy import HostCopy
 
 
 class _Sharded(Protocol):
-    """What the scaler asks of an optimizer that unscales and skips by itself, on the device."""
+    """An optimizer, as far as the scaler asks it, that unscales and skips by itself, on the device."""
 
     device: torch.device
 

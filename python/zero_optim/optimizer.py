@@ -174,17 +174,17 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @property
     def stage(self) -> int:
-        """What the ranks share, as given."""
+        """The stage, as given: what the ranks share."""
         return self.engine.sharding.stage
 
     @property
     def device(self) -> torch.device:
-        """Where parameters and gradients are, and state unless it is offloaded."""
+        """The device of parameters and gradients, and of state unless it is offloaded."""
         return self.engine.sharding.device
 
     @property
     def max_grad_norm(self) -> float | None:
-        """As given; read at every step."""
+        """The norm to clip to, as given; read at every step."""
         return self.engine.max_grad_norm
 
     @max_grad_norm.setter
@@ -193,7 +193,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @property
     def skip_nonfinite(self) -> bool:
-        """As given; read at every step."""
+        """True if steps with gradients that are not finite are skipped, as given; read at every step."""
         return self.engine.skip_nonfinite
 
     @skip_nonfinite.setter
@@ -439,12 +439,12 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.call_load_hooks()
 
     def call_load_hooks(self) -> None:
-        """Those given to ``register_load_state_dict_post_hook``, as torch calls them."""
+        """Call those given to ``register_load_state_dict_post_hook``, as torch does."""
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
     def _prepare_load(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the hooks make of a shallow copy."""
+        """Let the hooks change a shallow copy."""
         state: Any = copy.copy(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state)

@@ -56,13 +56,15 @@ def shard_module(
             consecutive ranks, those of a node, which gather it again among them.
         prefetch: how many units are gathered ahead of the one that computes.
         device: where units compute. None: where the parameters are; for those on ``meta``, the current GPU or the CPU.
-        init_fn: called with each module that holds parameters or buffers on ``meta``, after they have been given
-            memory, to give them values; None: its ``reset_parameters()``. One unit after another, so that no rank ever
-            holds the whole model.
+        init_fn: gives values to a module whose parameters or buffers were on ``meta``, and have memory now. It is
+            called with each such module; None calls the module's ``reset_parameters()``. Units are initialised and
+            sharded one after another, so no rank ever holds the whole model.
         param_offload: "cpu": shards rest in host memory, pinned for a GPU, and units are copied from there. They are
             updated there with ``ShardedAdamW(..., state_offload="cpu")``, else on the device.
 
-    Raises, on every rank, and what fails later than these, such as ``init_fn``, leaves a model to be made anew:
+    Where something fails later than the checks below, as in ``init_fn``, make the model anew.
+
+    Raises, on every rank:
         ParameterError: a parameter that cannot be sharded; no such unit; a model that is sharded already.
         ValueError: an argument out of range.
         RankMismatchError: ranks disagree on model or arguments, or one of them failed.
@@ -128,7 +130,7 @@ class UnitPlan:
     registrations: dict[int, list[tuple[nn.Module, str, str]]] = field(default_factory=dict)
 
     def flats(self) -> dict[tuple[torch.dtype, bool], list[nn.Parameter]]:
-        """What goes into one flat tensor each: the parameters by dtype, and by whether they are trained."""
+        """Group what goes into one flat tensor each: by dtype, and by whether it is trained."""
         kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for parameter in self.parameters.values():
             kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
@@ -189,7 +191,7 @@ def _without_empty(plans: Sequence[UnitPlan]) -> list[UnitPlan]:
 
 
 def _within(module: nn.Module) -> nn.Module:
-    """What a compiled module runs."""
+    """Take out of a compiled module what it runs."""
     return module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module
 
 
@@ -247,7 +249,7 @@ def _device(plans: Sequence[UnitPlan], device: torch.device | str | None) -> tor
 
 
 def _nearest(model: nn.Module, device: torch.device | str | None) -> torch.device | None:
-    """Where units compute, as far as that is known before anything is checked; else None."""
+    """Guess where units compute, before anything is checked; None: that is not known."""
     with suppress(RuntimeError):  # of a ``device`` that is none, which is told later, on all ranks
         if device is not None:
             return torch.device(device)

@@ -1,4 +1,4 @@
-"""What a rank holds and has sent, counted from its storages and its collectives."""
+"""Counts what a rank holds and has sent, from its storages and its collectives."""
 
 from __future__ import annotations
 
@@ -97,6 +97,6 @@ def count_bucket(
 
 
 def state_nbytes(state: StateTensor, layout: BucketLayout) -> int:
-    """Of a state tensor of one shard, padding included."""
+    """Bytes of a state tensor of one shard, padding included."""
     _, there = state.span(0, layout.shard_numel)
     return there * state.dtype.itemsize

@@ -98,7 +98,7 @@ def _without_repeats(buffer: Tensor) -> Tensor:
 
 
 def _device(comm: Comm, buffers: Sequence[Tensor]) -> torch.device:
-    """Where buffers are put together: the first of theirs that the group serves, else one that it does."""
+    """Choose where buffers are put together: the first of their devices that the group serves, else another."""
     devices = dict.fromkeys(buffer.device for buffer in buffers)
     gpu = [comm.device] if comm.device is not None else []
     gpu += [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
@@ -106,7 +106,7 @@ def _device(comm: Comm, buffers: Sequence[Tensor]) -> torch.device:
 
 
 def _broadcast(comm: Comm, buffers: Sequence[Tensor], device: torch.device) -> None:
-    """As bytes: no back-end knows every dtype."""
+    """Broadcast them as bytes: no back-end knows every dtype."""
     flat = torch.cat([buffer.reshape(-1).to(device) for buffer in buffers])
     if flat.numel():
         comm.broadcast(flat.view(torch.uint8), "buffers")

@@ -1,4 +1,4 @@
-"""Which thread of the program uses what: each of several threads may train a model of its own.
+"""Keeps which thread of the program uses what: each of several threads may train a model of its own.
 
 What a backward that raised has left open is completed by the calls that follow on the same thread. What another thread
 has open may be under way there::
@@ -22,7 +22,7 @@ def current() -> threading.Thread | None:
 
 
 def is_beside() -> bool:
-    """Whether this is a thread of the program other than the first one.
+    """True if this is a thread of the program other than the first one.
 
     The first one is the thread that has asked before all others. Once it has ended, the next that asks takes its place:
     a thread that has only made the models for the others may end. A thread that torch has made is never beside.
@@ -41,9 +41,9 @@ class UserThread:
         self._thread = threading.current_thread()
 
     def note(self) -> None:
-        """It is used now."""
+        """Note that it is used now."""
         self._thread = current() or self._thread
 
     def may_complete(self, other: UserThread) -> bool:
-        """Whether what the user of ``other`` has left open is this one's to complete."""
+        """True if what the user of ``other`` has left open is this one's to complete."""
         return other._thread is self._thread or not other._thread.is_alive()

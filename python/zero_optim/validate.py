@@ -1,4 +1,4 @@
-"""What is checked at construction, and agreed on by all ranks before anything else is communicated."""
+"""Checks at construction, and what all ranks agree on before anything else is communicated."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_backend(comm: Comm, device: torch.device) -> None:
 
 
 def serves(comm: Comm, device: torch.device) -> bool:
-    """Whether the group has the back-end for tensors on ``device``: NCCL for those on a GPU, gloo for the CPU's."""
+    """True if the group has the back-end for tensors on ``device``: NCCL for those on a GPU, gloo for the CPU's."""
     backend = comm.backend_of(device)
     return used() is not None or (backend is not None and not (device.type == "cuda" and backend == "gloo"))
 
@@ -162,7 +162,7 @@ def check_sharded(parameters: ParameterSet, indices: Sequence[int], stage: int, 
 
 
 def _parted(model: ShardedModel, unit: Unit, own: Container[int], given: Tensor, left_out: Tensor) -> str:
-    """What to do where an optimizer has ``given`` of a unit and not ``left_out``. ``own``: ids of all that it has."""
+    """Say what to do where an optimizer has ``given`` of a unit, not ``left_out``. ``own``: ids of all that it has."""
     named = {id(place.plain): place.shard.label for place in unit.registrations}
     has = named[id(given)]
     text = (

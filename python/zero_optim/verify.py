@@ -85,7 +85,7 @@ def verify(
 
 
 class Verifier:
-    """What ``verify`` returns. One of the engine's watchers until it is closed."""
+    """The watcher that ``verify`` returns. The engine tells it of updates until it is closed."""
 
     def __init__(self, opt: ShardedAdamW, every: int, parameters: Iterable[Tensor | str] | None, samples: int) -> None:
         if every < 1 or samples < 1:

@@ -58,8 +58,8 @@ class Flight:
 
 @dataclass
 class Edits:
-    """What the user has done to reduced gradients, by index of the parameter: assigned others, dropped them, or written
-    into those of their bucket."""
+    """The user's edits of reduced gradients, by index of the parameter: others were assigned, or they were dropped, or
+    written in place."""
 
     assigned: set[int] = field(default_factory=set)
     dropped: set[int] = field(default_factory=set)
@@ -67,19 +67,19 @@ class Edits:
 
 
 class Follower(Protocol):
-    """Who takes the reduced gradient elsewhere, as it arrives."""
+    """Takes the reduced gradient elsewhere, as it arrives."""
 
     def reduction_begins(self) -> None:
         """The shard is about to be written."""
 
     def reduction_launched(self, pending: Pending) -> bool:
-        """Whether it has been seen to, without waiting, that the sum is taken as it arrives."""
+        """True if it has been seen to, without waiting, that the sum is taken as it arrives."""
 
     def reduction_arrived(self) -> None:
         """The sum is there, and nobody has seen to it. What follows comes after it was taken."""
 
     def after_taking(self) -> None:
-        """What follows comes after the sum was taken: the user may zero it."""
+        """Order what follows after the sum was taken: the user may zero it."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Bucket:
         arrivals: the reductions on their way into ``grad_shard``. Whoever reads or writes it waits, or queues, there.
         slots: what is known of each parameter's gradient.
         offsets: where each slot starts, in elements.
-        nonfinite: [slots] int32, 1 where the gradient that this rank last packed was not finite. Given by the reducer.
+        nonfinite: [slots] int32, 1 where the gradient that this rank last packed was not finite. The reducer gives it.
         follower: is told of reductions; None: nobody is.
         unsharding: brings in the other ranks' parts of the parameters after a step, while it is under way.
     """
@@ -131,12 +131,12 @@ class Bucket:
         self.pieces = tuple(layout.pieces(sharding.shard_index))
         self.offsets = [slot.offset for slot in layout.slots]
         self.nonfinite = torch.zeros(len(self.params), dtype=torch.int32, device=self.device)
-        self._absent = torch.empty(0, dtype=self.dtype, device=self.device)  # what pack is given for no gradient
-        self._dtypes = {self.dtype}  # of gradients
+        self._absent = torch.empty(0, dtype=self.dtype, device=self.device)  # ``pack`` takes it for a missing gradient
+        self._dtypes = {self.dtype}  # the one dtype that gradients may have; a set, as ``pack`` compares sets
         self._pack_op = zero_kernels.Prepared("pack")
         self.arrivals = Arrivals()
-        self._zeroings = 0  # by the user, as the last reduction left
-        self._zeroings_noted = 0  # by the user, as ``note_writes`` was last called
+        self._zeroings = 0  # how often the user had zeroed gradients here as the last reduction left
+        self._zeroings_noted = 0  # the same, as ``note_writes`` was last called
         self.unsharding: Pending | None = None
         self.follower: Follower | None = None
         self.slots = Slots(self.params)
@@ -148,6 +148,7 @@ class Bucket:
 
     def gradient_to_apply(self) -> Tensor:
         """``grad_shard``; zeros where no gradient has come since its memory was taken, as alone at stage 3."""
+        # At stage 3 the memory is freed while there is no gradient. Without a round nothing takes it again.
         if self.flat.sharded and self.grad_buffer.untyped_storage().nbytes() == 0:
             allocate(self.grad_buffer)
             self.grad_buffer.zero_()
@@ -165,9 +166,11 @@ class Bucket:
         self.grad_buffer = torch.zeros(numel, dtype=dtype, device=self.device)
         self.grad_shard = self.sharding.own_part(self.grad_buffer) if self.keeps_full else self.grad_buffer
         self._views: Sequence[Tensor] = ()
+        # ``.grad`` can show a view only in the parameter's own dtype: torch takes no other.
         if self.keeps_full and dtype == self.dtype:
             self._views = self.flat.slot_views(self.grad_buffer)
         self._shards: Sequence[FlatShard] = ()
+        # From stage 1 on the average is there for this rank's shard alone, so ``.grad`` must not look whole.
         if stage >= 1 and reduces:
             self._shards = self.shard_views(self.grad_shard, "gradient", self.dtype)
         held = [shard.local for shard in self._shards] if self.flat.sharded else []
@@ -180,6 +183,7 @@ class Bucket:
 
     def _use_new_memory_if_kept(self) -> None:
         """Before all gradients here are lost: where the user keeps one of before, new ones go elsewhere."""
+        # A client that keeps ``p.grad`` over ``zero_grad`` would see the next step's values in it.
         if any(handed_out.kept(self.params) for handed_out in self._handed_out):
             self.arrivals.wait()
             self._allocate_gradients()
@@ -213,7 +217,7 @@ class Bucket:
         return Moving(self.layout, self.sharding, held, shown, bytes(self.slots.used))
 
     def make_room(self) -> None:
-        """For reduced gradients that other buckets have held: zeros until ``take_over``."""
+        """Make memory for reduced gradients that other buckets have held: zeros until ``take_over``."""
         allocate(self.grad_buffer)
         self.grad_buffer.zero_()
         self.slots.make_room()
@@ -234,7 +238,7 @@ class Bucket:
 
     @property
     def can_collect(self) -> bool:
-        """Whether this rank's own gradients can wait in ``grad_buffer``, readable through ``.grad``."""
+        """True if this rank's own gradients can wait in ``grad_buffer``, readable through ``.grad``."""
         return bool(self._views) and self.state is not GradState.REDUCED and not self.arrivals.under_way
 
     def before_accumulate(self, index: int) -> None:
@@ -252,9 +256,11 @@ class Bucket:
         """
         streams.join()
         found = self.slots.scan(self._handles())
+        # Everything is in ``grad_buffer`` already: to pack it again would only read and write it.
         if not found.local and not found.gone:
             return False
         self._use_new_memory_if_kept()
+        # In LOCAL those collected before are packed again, each from its own slot: ``pack`` zeroes what is absent.
         sources = found.local if self.state is GradState.EMPTY else self._present()
         allocate(self.grad_buffer)
         self.pack(sources, self.grad_buffer, 1.0)
@@ -277,9 +283,12 @@ class Bucket:
         found = self.slots.scan(self._handles())
         self._drop_zeroed(found.zeroed)
         accumulate = self.state is GradState.REDUCED and len(self.slots.stale) < len(self.params)
-        if accumulate:  # some average stays: the rest is dropped, and the new sum added
+        # Three cases. Some average stays: the rest is dropped, and the new sum added to it. Or nothing is wanted, but
+        # an old sum is on its way, and would arrive over the new one: it is zeroed as it arrives, and the new one
+        # added. Or nothing is there: the new sum takes the memory, unless somebody keeps a gradient in it.
+        if accumulate:
             self._drop_stale()
-        elif self.arrivals.under_way:  # nothing is wanted, but the old sum would arrive over the new one
+        elif self.arrivals.under_way:  # nothing is wanted of what arrives
             self.arrivals.then(partial(_zero, self.grad_shard))
             accumulate = True
         else:
@@ -291,6 +300,7 @@ class Bucket:
             lent.append(buffers.take(self, numel, self.reduce_dtype, may_wait=may_wait))
             return lent[-1]
 
+        # Where an average stays in ``grad_buffer``, or its dtype is not what is communicated, other memory is needed.
         in_place = self.keeps_full and self.grad_buffer.dtype == self.reduce_dtype and not accumulate
         full = self.grad_buffer if in_place else lend(self.layout.numel)
         self.pack(sources, full, self.sharding.grad_scale, accumulate)
@@ -298,29 +308,31 @@ class Bucket:
         streams.keep(grad for _, grad in sources)
         del sources, found  # what was packed goes before memory is taken to receive into
         allocate(self.grad_buffer)
+        # State on the host takes the gradient there: not what is about to be overwritten.
         if self.follower is not None:
             self.follower.reduction_begins()
         pending = self.sharding.reduce(full, self.grad_shard, lend, accumulate=accumulate)
-        self._zeroings = self._zeroings_now()
+        self._zeroings = self._zeroings_now()  # what is zeroed from here on is meant for this sum
         then = [self._poison_others] if in_place and buffers.poison else []
         if (follower := self.follower) is not None:
+            # On a GPU a stream beside this one takes the sum as it arrives. Else the host does, when it has waited.
             taken = follower.reduction_launched(pending)
             then.append(follower.after_taking if taken else follower.reduction_arrived)
         self.arrivals.expect(Flight(pending, buffers, lent, then))
 
     def zeroed_since_launch(self) -> Zeroed | None:
-        """How the user has zeroed every gradient of this bucket since it left; None: not all of them."""
+        """Find how the user has zeroed every gradient of this bucket since it left; None: not all of them."""
         if all(parameter.grad is None for parameter in self.params):
             return Zeroed.TO_NONE
         return Zeroed.IN_PLACE if self._zeroings_now() - self._zeroings >= len(self.params) else None
 
     def note_writes(self) -> None:
-        """What was written into the gradients so far is known, or was not the user's."""
+        """Note that what was written into the gradients so far is known, or was not the user's."""
         self._zeroings_noted = self._zeroings_now()
 
     @property
     def written(self) -> bool:
-        """Whether the user has written gradients that are here in place since ``note_writes``."""
+        """True if the user has written gradients that are here in place since ``note_writes``."""
         return self._zeroings_now() != self._zeroings_noted
 
     def _zeroings_now(self) -> int:
@@ -351,11 +363,12 @@ class Bucket:
         self.arrivals.wait()
 
     def arrives_within(self, seconds: float) -> bool:
-        """Whether every reduction is there, at the latest after so long. On CUDA the host need not know."""
+        """True if every reduction is there, at the latest after so long. On CUDA the host need not know."""
         return self.arrivals.arrive_within(seconds)
 
     def _poison_others(self) -> None:
         """Reduced in place: what ``grad_buffer`` holds beside this rank's shard has been communicated, too."""
+        # At stage 0 every rank has the average of all of it.
         if self.sharding.stage >= 1:
             kept = self.grad_shard.clone()
             self.grad_buffer.fill_(torch.nan)
@@ -365,7 +378,7 @@ class Bucket:
 
     def unshard(self) -> None:
         """Start to bring in every rank's shard of the parameters. At stage 3 units do, as they are used."""
-        if self.sharding.stage < 3:
+        if self.sharding.stage < 3:  # else a unit gathers them when it is called
             self.unsharding = self.sharding.all_gather(self.flat.full, own=self.flat.shard)
 
     def wait_for_parameters(self) -> None:
@@ -377,6 +390,7 @@ class Bucket:
     def follow_edits(self) -> Edits:
         """Drop what the user has zeroed since the last reduction. Returns the gradients assigned since, and dropped."""
         found = self.slots.scan(self._handles())
+        # What was zeroed is taken out of ``grad_shard``, which has to be there for that.
         if self.state is GradState.REDUCED:
             self.arrivals.wait()
             self._drop_zeroed(found.zeroed)
@@ -393,6 +407,7 @@ class Bucket:
     def clear(self) -> None:
         """Forget every gradient. At stage 3 their memory goes, else it stays."""
         self.slots.clear()
+        # A reduction may still write into it: memory that is freed under one is another tensor's soon.
         if self.flat.sharded:
             self.arrivals.wait()
             self._use_new_memory_if_kept()
@@ -401,13 +416,14 @@ class Bucket:
     def zero(self) -> None:
         """Make every gradient that is there zero, as ``zero_grad(set_to_none=False)`` means."""
         if self.state is not GradState.EMPTY:
+            # Of averages the rest of ``grad_buffer`` means nothing, and a collective may still read it.
             buffer = self.grad_shard if self.state is GradState.REDUCED else self.grad_buffer
             self.arrivals.then(partial(_zero, buffer))
         for _, grad in self.slots.scan(self._handles()).local:
             grad.detach_().zero_()
 
     def _handles(self) -> Sequence[Tensor | None]:
-        """What each ``.grad`` is while the bucket holds the slot's gradient."""
+        """List what each ``.grad`` is while the bucket holds the slot's gradient."""
         if self.state is GradState.EMPTY:
             return [None] * len(self.params)
         return self._views if self.state is GradState.LOCAL else self._reduced_handles()
@@ -423,13 +439,14 @@ class Bucket:
         stale = [*self.slots.stale]
         if not stale:
             return
+        # One kernel where all of it goes, as after ``module.zero_grad()``; else one for each slot.
         if len(stale) == len(self.params):
             self.arrivals.then(partial(_zero, self.grad_shard))
         else:
             self.arrivals.then(partial(_zero, *(self._part_of(index) for index in stale)))
 
     def _drop_zeroed(self, zeroed: Sequence[tuple[int, Tensor]]) -> None:
-        """Where a local gradient was zeroed in place, its average, which ``.grad`` did not show, is to be zero, too.
+        """Zero the averages of local gradients that were zeroed in place: ``.grad`` did not show them.
 
         Whether it is zero is asked on the device: no host sync.
         """
@@ -465,6 +482,7 @@ class Bucket:
         try:
             return self._checked(index, grad)
         except GradientError as error:
+            # Alone, a rank raises at once. Of several, to raise here would leave the others waiting in the reduction.
             if not self.sharding.reduces:
                 raise
             self.slots.refused[index] = str(error)  # the others count on this rank: the exchange tells them all

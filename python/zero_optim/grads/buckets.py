@@ -41,7 +41,7 @@ class Buckets:
         self.all: list[Bucket] = []
 
     def use(self, order: Sequence[int], buckets: Sequence[Bucket]) -> None:
-        """These are the buckets from now on. Their gradients stay where they are."""
+        """Go by these buckets from now on. Their gradients stay where they are."""
         for bucket in self.all:  # those that ``let_go`` have nothing but their arrivals
             bucket.wait()
         self.order, self.all = list(order), list(buckets)
@@ -124,7 +124,7 @@ def layouts_by_size(
     bucket_cap_mb: float | None,
     order: Sequence[int],
 ) -> list[BucketLayout]:
-    """Of parameters of so many elements, by index: as many in a bucket as fit. Without any tensors."""
+    """Lay out parameters of so many elements, by index: as many in a bucket as fit. Without any tensors."""
     itemsizes = {dtype: sharding.reduce_dtype(dtype).itemsize for dtype in dtypes.values()}
     cap_bytes = None if bucket_cap_mb is None else bucket_cap_mb * 2**20
     capacities = bucket_capacities(numels, dtypes, cap_bytes, itemsizes, sharding.shard_count)
@@ -132,7 +132,7 @@ def layouts_by_size(
 
 
 def buffer_nbytes(buckets: Iterable[tuple[int, torch.dtype]], sharding: Sharding) -> int:
-    """Of one communication buffer, which gradients of any bucket of so many elements go through."""
+    """Bytes of one communication buffer, which gradients of any bucket of so many elements go through."""
     sizes = (numel * sharding.reduce_dtype(dtype).itemsize for numel, dtype in buckets)
     return max(sizes, default=0) if sharding.reduces else 0
 

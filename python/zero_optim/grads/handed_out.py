@@ -1,4 +1,4 @@
-"""Whether somebody keeps a gradient that ``.grad`` has shown: its memory is not to be used again then."""
+"""Finds whether somebody keeps a gradient that ``.grad`` has shown: its memory is not to be used again then."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HandedOut:
         self._uses = _storage_uses(buffer)
 
     def kept(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether anything but each one's own ``parameter.grad`` refers to one of them, or to the memory."""
+        """True if anything but each one's own ``parameter.grad`` refers to one of them, or to the memory."""
         references = [*map(sys.getrefcount, self._handles)]
         uses = [*map(references_in_cpp, self._handles)]  # all of them are one of the above
         if max(references, default=0) > _ALONE or max(uses, default=0) > 1:
@@ -38,6 +38,6 @@ class HandedOut:
 
 
 def _storage_uses(tensor: Tensor) -> int:
-    """How many tensors share the storage, its own Python object included."""
+    """Count the tensors that share the storage, its own Python object included."""
     uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return uses

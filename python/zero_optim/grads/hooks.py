@@ -48,7 +48,7 @@ class GradHooks:
         parameter.requires_grad_(trains)
 
     def followed_by_users(self, indices: Sequence[int]) -> bool:
-        """Whether a hook of the user's, which may change the gradient, runs after ours at one of these."""
+        """True if a hook of the user's, which may change the gradient, runs after ours at one of these."""
         if max(map(len, map(self._post.__getitem__, indices)), default=0) <= 1:
             return False  # as a rule
         return any(next(reversed(self._post[index])) != self._own[index] for index in indices)

@@ -1,4 +1,4 @@
-"""When a bucket may leave: by counts of its gradients, or because its unit is over.
+"""Decides when a bucket may leave: by counts of its gradients, or because its unit is over.
 
 The reducer asks one question, in ascending order of buckets: ``may_launch(number)``. It asks while a backward runs.
 When the backward is over, every bucket may leave, and nobody needs to be asked. The reducer tells what happens: a
@@ -101,10 +101,10 @@ from .bucket import Bucket
 
 
 class Readiness(Protocol):
-    """What the reducer asks, and tells."""
+    """Answers the reducer, and is told by it."""
 
     def use(self, buckets: Sequence[Bucket]) -> None:
-        """These are the buckets from now on. No backward is under way."""
+        """Go by these buckets from now on. No backward is under way."""
 
     def begin(self) -> None:
         """A backward begins, or what the last one has told is of no use any more."""
@@ -121,7 +121,7 @@ class Readiness(Protocol):
 
 
 class Learned(enum.Enum):
-    """What the ranks have agreed on from backwards that were observed."""
+    """The knowledge that ranks have agreed on from backwards that were observed."""
 
     NOTHING = enum.auto()  # buckets leave when backward ends
     ORDER = enum.auto()  # the layout is final; counts are to be taken anew, and buckets leave when backward ends
@@ -130,7 +130,7 @@ class Learned(enum.Enum):
 
 @dataclass(frozen=True)
 class Observation:
-    """What one rank has seen in its backwards.
+    """The report of what one rank has seen in its backwards.
 
     Attributes:
         order: parameters as their gradients became ready.
@@ -271,7 +271,7 @@ class ByCounts:
         self._forget_observation()
 
     def drop_observation(self) -> None:
-        """What was observed since the ranks last agreed was no usual backward: its gradients were dropped."""
+        """Forget what was observed since the ranks last agreed: its gradients were dropped."""
         self._forget_observation()
 
     def _forget_observation(self) -> None:

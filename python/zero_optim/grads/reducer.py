@@ -49,7 +49,7 @@ and that to its optimizer."""
 
 
 def open_reducers() -> list[Reducer]:
-    """Those of this process that were not closed, in the order in which they were made."""
+    """List those of this process that were not closed, in the order in which they were made."""
     return [reducer for reference in _open if (reducer := reference()) is not None]
 
 
@@ -177,8 +177,11 @@ class Reducer:
             bucket.before_accumulate(slot)
 
     def _on_ready(self, index: int, parameter: Tensor) -> None:
-        """For every gradient, so it does little more than count: 4 µs here are a third of a backward over parameters of
-        512 elements. What can wait until a bucket is full does."""
+        """Count a gradient that is ready.
+
+        This runs for every gradient, so it does little more: 4 µs here are a third of a backward over parameters of 512
+        elements. What can wait until a bucket is full does.
+        """
         if current_task() != self._watch.task:
             self._watch.enter()
         bucket, number, slot = self.layout.slot_of[index]
@@ -256,12 +259,12 @@ class Reducer:
 
     @property
     def _stays_local(self) -> bool:
-        """Whether gradients of a backward that begins now stay on this rank, and nobody is to reduce them soon."""
+        """True if gradients of a backward that begins now stay on this rank, and nobody is to reduce them soon."""
         return not self.sharding.reduces or not self.synchronize
 
     @property
     def _may_wait(self) -> bool:
-        """Whether the host may wait for other ranks within a backward. Not where another optimizer reduces in it::
+        """True if the host may wait for other ranks within a backward. Not where another optimizer reduces in it::
 
             rank 0   uses A alone: waits in A for rank 1
             rank 1   uses B alone: waits in B for rank 0
@@ -444,7 +447,7 @@ class Reducer:
 
     @property
     def out_of_step(self) -> bool:
-        """Whether a collective has failed: the other ranks are at another one, and nothing can be completed."""
+        """True if a collective has failed: the other ranks are at another one, and nothing can be completed."""
         return self.sharding.everyone.out_of_step or (self._schedule is not None and self._schedule.out_of_step)
 
     def complete_all_raised(self) -> None:
@@ -615,7 +618,7 @@ class Reducer:
 
     @property
     def _one_at_a_time(self) -> bool:
-        """Whether one reduction waits for the one before: under gloo, where the host waits, and memory is what counts.
+        """True if one reduction waits for the one before: under gloo, where the host waits, and memory is what counts.
         On CUDA the host is ahead of both."""
         return self._schedule is not None and self.sharding.host_waits and self._may_wait
 

@@ -14,13 +14,13 @@ from .slots import Zeroed
 
 @dataclass(frozen=True)
 class AfterRaise:
-    """What is found of a round that a raise has left open, as the rest of it is about to leave.
+    """State of a round that a raise has left open, as found before the rest of it leaves.
 
     Attributes:
         launched: how many buckets had left.
-        zeroed: how the user has zeroed, since then, what this rank knows of the round: gradients in these buckets, and
-            those that are still here. None: not all of it. Whether local gradients that were written in place are zero
-            is asked on the device: a tensor, [] bool, is False where all of them are.
+        zeroed: how the user has zeroed this rank's gradients since the raise: those in the buckets that had left, and
+            those that are still here. None: some of them were not zeroed. A tensor, [] bool on the device: they were
+            written in place, and it is False where all of them are zero.
     """
 
     launched: int

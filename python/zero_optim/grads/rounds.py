@@ -49,7 +49,7 @@ import enum
 
 
 class RoundState(enum.Enum):
-    """What is owed. The value is the number of rounds."""
+    """The debt of a rank. The value has the number of rounds that it owes."""
 
     UNREDUCED = "unreduced", 1
     COMPLETE = "complete", 0

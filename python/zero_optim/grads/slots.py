@@ -54,7 +54,7 @@ _grad_of = operator.attrgetter("grad")
 
 
 class SlotState(enum.Enum):
-    """What the bucket holds of one gradient."""
+    """State of one slot: what the bucket holds of its gradient."""
 
     ABSENT = enum.auto()
     COLLECTED = enum.auto()
@@ -64,7 +64,7 @@ class SlotState(enum.Enum):
 
 
 class GradState(enum.Enum):
-    """Where a bucket's gradients are in memory. It says which states its slots can have."""
+    """State of a bucket: where its gradients are in memory. It says which states its slots can have."""
 
     EMPTY = enum.auto()  # nowhere, or in each ``.grad`` that autograd allocated: ABSENT
     LOCAL = enum.auto()  # grad_buffer holds this rank's sums in full: ABSENT, COLLECTED
@@ -72,7 +72,7 @@ class GradState(enum.Enum):
 
 
 class Zeroed(enum.Enum):
-    """How the user has zeroed gradients: by ``zero_grad(set_to_none=...)`` of a module, or by hand."""
+    """The way in which the user has zeroed gradients: by ``zero_grad(set_to_none=...)`` of a module, or by hand."""
 
     TO_NONE = enum.auto()  # ``.grad`` is None: they are absent
     IN_PLACE = enum.auto()  # they are zero, and count as gradients
@@ -80,13 +80,14 @@ class Zeroed(enum.Enum):
 
 @dataclass
 class Found:
-    """What a scan of every ``.grad`` has found, by slot.
+    """Findings of a scan of every ``.grad``, by slot.
 
     Attributes:
         local: gradients of this rank that the bucket does not hold.
         gone: slots whose gradient the bucket held, and the user has zeroed or replaced since.
-        zeroed: TAKEN slots whose local gradient the user has written in place since its backward. Where it is all zero
-            by now, as after ``module.zero_grad(set_to_none=False)``, the average that was taken out is meant, too.
+        zeroed: TAKEN slots whose local gradient the user may have zeroed in place: it was written since its backward.
+            ``module.zero_grad(set_to_none=False)`` sees that gradient alone, and means the average as well. So where
+            the local gradient is all zero now, the average becomes zero, too.
     """
 
     local: list[tuple[int, Tensor]] = field(default_factory=list)
@@ -137,15 +138,19 @@ class Slots:
 
     def accumulate(self, index: int, handle: Tensor | None) -> bool:
         """Autograd is about to add to this slot's ``.grad``. Returns whether the user has written into a local one."""
+        # A gradient of this rank's own can be added to: it is the same sum that autograd makes.
         if self.bucket_state is not GradState.REDUCED:
             return False
-        if index in self._touched and index in self._taken:  # this backward has been here: what is there is its own
+        # A parameter that is used twice comes twice. What this backward has left there is its own, and no edit.
+        if index in self._touched and index in self._taken:
             return False
         grad = self._params[index].grad
         self._look(index, grad, handle)
         written = self._is_written(index, grad)
+        # Out of autograd's way: it would add this rank's own gradient to an average over all ranks.
         if self[index] is SlotState.AVERAGED:
             self._params[index].grad = None
+        # The average still counts, beside what comes now. One that the user has zeroed counts no more.
         if self[index] is not SlotState.STALE:
             self._taken[index] = None  # autograd writes from here on, until ``added``
             self._touched.add(index)
@@ -161,7 +166,7 @@ class Slots:
         self._taken[index] = None if grad is None else _LocalGrad(grad, grad._version)
 
     def _is_written(self, index: int, grad: Tensor | None) -> bool:
-        """Whether the user has written into a local gradient beside an average since its backward ended."""
+        """True if the user has written into a local gradient beside an average since its backward ended."""
         left = self._taken.get(index)
         return left is not None and left.grad is grad and left.version != grad._version
 
@@ -178,6 +183,7 @@ class Slots:
     def scan(self, handles: Sequence[Tensor | None]) -> Found:
         """Read each ``.grad`` once."""
         found = Found()
+        # As a rule nobody has touched any ``.grad``, and one pass in C tells.
         if all(map(operator.is_, map(_grad_of, self._params), handles)):
             if self._taken or self.stale:  # the user has put a handle back
                 self._taken.clear()
@@ -188,7 +194,7 @@ class Slots:
             found.local = [(index, grad) for index, grad in enumerate(grads) if grad is not None]
             return found
         for index, (grad, handle) in enumerate(zip(grads, handles, strict=True)):
-            written = self._is_written(index, grad)
+            written = self._is_written(index, grad)  # before ``_look``, which may forget what its backward left
             if self._look(index, grad, handle):
                 found.gone.append(index)
             if grad is not None and grad is not handle:
@@ -198,7 +204,7 @@ class Slots:
         return found
 
     def collect(self, sources: Sequence[tuple[int, Tensor]], views: Sequence[Tensor]) -> None:
-        """These local gradients are in ``grad_buffer`` now; each ``.grad`` becomes its view of that."""
+        """Note that these local gradients are in ``grad_buffer``; each ``.grad`` becomes its view of that."""
         self.bucket_state = GradState.LOCAL if sources else GradState.EMPTY
         for index, _ in sources:
             self._params[index].grad, self.used[index] = views[index], 1
@@ -247,16 +253,19 @@ class Slots:
     # -- the table's columns ---------------------------------------------------------------------------------------
 
     def _look(self, index: int, grad: Tensor | None, handle: Tensor | None) -> bool:
-        """What ``.grad`` tells of one slot. Returns whether the bucket held a gradient that the user has dropped."""
+        """Follow what ``.grad`` tells of one slot. Returns whether the user has dropped what the bucket held."""
         state = self[index]
+        # The handle is there, so the user wants what the bucket holds: also one who has put it back after zeroing.
         if grad is handle and handle is not None:
             if self.bucket_state is GradState.REDUCED:
                 self._taken.pop(index, None)
                 self.stale.discard(index)
             return False
+        # This rank's own sum was zeroed or replaced. What is in ``.grad`` now is packed in its place.
         if state is SlotState.COLLECTED:
             self.used[index] = 0
             return True
+        # Of a TAKEN slot ``.grad`` shows the local part alone. Another tensor there, or none, stands for the whole.
         left = self._taken.get(index)
         replaced = grad is None or (left is not None and left.grad is not grad)
         if state is SlotState.AVERAGED or (state is SlotState.TAKEN and replaced):

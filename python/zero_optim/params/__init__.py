@@ -1,1 +1,1 @@
-"""Where every parameter lives: layout, flat parameters, shards."""
+"""The place of every parameter: layout, flat parameters, shards."""

@@ -54,7 +54,7 @@ class Rectangle:
 
 
 def rectangles(shape: Sequence[int], start: int, numel: int) -> Iterator[Rectangle]:
-    """What the flat range of ``numel`` elements from ``start`` on is, in order. A tensor without elements is one."""
+    """Cut a flat range, ``numel`` elements from ``start`` on, into rectangles. A tensor without elements is one."""
     if 0 in shape:
         yield Rectangle((0,) * len(shape), tuple(shape), 0)
         return
@@ -74,7 +74,7 @@ def rectangles(shape: Sequence[int], start: int, numel: int) -> Iterator[Rectang
 
 
 def write_items(shard: Shard, fqn: str) -> list[Any]:
-    """What DCP is to write of ``shard``. Raises ShardAccessError for a storage that would lose some of it."""
+    """List what DCP is to write of ``shard``. Raises ShardAccessError for a storage that would lose some of it."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -91,7 +91,7 @@ def write_items(shard: Shard, fqn: str) -> list[Any]:
 
 
 def chunks(shard: Shard) -> list[Any]:
-    """What ``shard`` has, as DCP says it."""
+    """List what ``shard`` has, as DCP says it."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [

@@ -69,7 +69,7 @@ class FlatParams:
         ]
 
     def as_stored(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Of a tensor for each parameter a view that is contiguous where it lies as its slot does."""
+        """View a tensor for each parameter so that it is contiguous where it lies as its slot does."""
         if not self.permuted:  # as a rule: nothing is done for each
             return tensors
         return [as_stored(tensor, order) for tensor, order in zip(tensors, self.orders, strict=True)]
@@ -138,7 +138,7 @@ class FlatParams:
             return self._sharding.all_gather(self.full)
 
     def order_after_copy(self) -> None:
-        """What follows on the current stream comes after what ``unshard`` has copied from host memory."""
+        """Order what follows on the current stream after what ``unshard`` has copied from host memory."""
         if self._lanes is not None:
             self._copied.order_current()
 
@@ -157,7 +157,7 @@ class FlatParams:
         self._versions = list(map(_version_of, self.params))
 
     def first_moved(self) -> int | None:
-        """Of those of ``params`` with a gradient the first, by slot, that was cast or given other memory or strides."""
+        """Find the first slot with a gradient whose parameter was cast, or given other memory or strides."""
         stored = self.as_stored(self.params)
         if [*map(Tensor.data_ptr, stored)] == self.addresses and all(map(Tensor.is_contiguous, stored)):
             return None  # a cast shows by the address
@@ -168,7 +168,7 @@ class FlatParams:
         return None
 
     def moved(self) -> list[Tensor]:
-        """Those of ``params`` that were cast or given other memory while they were shown. They are shown anew."""
+        """List the ``params`` that were cast or given other memory while they were shown. They are shown anew."""
         pairs = zip(self.params, self.addresses, strict=True)
         moved = [p for p, place in pairs if p.dtype != self.dtype or p.data_ptr() != place]
         if moved:
@@ -198,7 +198,7 @@ class FlatParams:
             deallocate(self.full)
 
     def nbytes(self) -> int:
-        """Of what is there beside the shard."""
+        """Bytes of what is there beside the shard."""
         part = self._node_part.nbytes if self.sharded and self._node_part is not None else 0
         return part + (self.full.untyped_storage().nbytes() if self.sharded else 0)
 

@@ -120,7 +120,7 @@ class FlatShard(Tensor):
         )
 
     def what_is_here(self) -> str:
-        """How much of it this rank holds, for messages."""
+        """Say how much of it this rank holds, for messages."""
         here, whole = self._local.numel(), self.numel()
         if not whole:
             return "it has no elements"
@@ -132,7 +132,7 @@ class FlatShard(Tensor):
         return f"this rank holds {here} of its {whole} elements"
 
     def same_range(self, other: FlatShard) -> bool:
-        """Whether this rank's elements are those that ``other`` has."""
+        """True if this rank's elements are those that ``other`` has."""
         ranges = {(shard.start, shard._local.numel(), shard.order) for shard in (self, other)}
         return self.shape == other.shape and len(ranges) == 1
 
@@ -152,7 +152,7 @@ class FlatShard(Tensor):
         return self._of_same_range(local, options.get("dtype"))
 
     def _unfilled(self, options: Mapping[str, Any]) -> FlatShard:
-        """As ``new_empty`` of the same shape: for ``dcp.async_save``, which then fills it."""
+        """Do as ``new_empty`` of the same shape: for ``dcp.async_save``, which then fills it."""
         local = torch.empty_like(self._local, dtype=options.get("dtype"), device=options.get("device"))
         return self._of_same_range(local, options.get("dtype"))
 

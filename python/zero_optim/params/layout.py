@@ -1,4 +1,4 @@
-"""Where every parameter lives: slots in buckets, buckets in shards. Integers only, no tensors.
+"""The place of every parameter: slots in buckets, buckets in shards. Integers only, no tensors.
 
 A bucket is a flat run of slots of one kind (dtype). Every slot starts on a row of 128 elements and the bucket
 is padded to ``shards * 128``, so a shard boundary always falls between rows, and no row holds two
@@ -36,7 +36,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class SlotPiece:
-    """What one shard holds of a slot: ``numel`` elements, from ``in_param`` of the parameter, at ``in_shard``."""
+    """A shard's part of a slot: ``numel`` elements, from ``in_param`` of the parameter, at ``in_shard``."""
 
     slot: Slot
     in_param: int
@@ -65,7 +65,7 @@ class BucketLayout:
         return replace(self, slots=tuple(replace(slot, param=param) for slot, param in slots))
 
     def pieces(self, shard: int) -> Iterator[SlotPiece]:
-        """What ``shard`` holds of every slot, empty pieces included."""
+        """Cut out what ``shard`` holds of every slot, empty pieces included."""
         low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
         for slot in self.slots:
             start = min(max(slot.offset, low), high)
@@ -76,7 +76,7 @@ class BucketLayout:
                 yield SlotPiece(slot, start - slot.offset, start - low, end - start)
 
     def row_slot(self, shard: int) -> list[int]:
-        """For each row of ``shard``, the index of the parameter that owns it; -1 for padding."""
+        """List, for each row of ``shard``, the index of the parameter that owns it; -1 for padding."""
         rows = [-1] * (self.shard_numel // ROW)
         for piece in self.pieces(shard):
             first = piece.in_shard // ROW

@@ -1,4 +1,4 @@
-"""What is there in place of a parameter while it is sharded: in a module, and in a module's ``state_dict()``."""
+"""Stand-ins for a parameter while it is sharded: in a module, and in a module's ``state_dict()``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Shown(Protocol):
 
 
 class StateDictShard(FlatShard):
-    """What ``state_dict()`` has in place of a sharded parameter.
+    """The stand-in for a sharded parameter in ``state_dict()``.
 
     It loads into the same rank's shard again, and ``torch.distributed.checkpoint`` takes it. No file takes it: the one
     that a rank writes would lack what the others have, and nothing would say so.
@@ -142,7 +142,7 @@ class ParamShard(FlatShard):
         return self
 
     def module_load(self, other: Tensor, assign: bool = False) -> ParamShard:
-        """For ``load_state_dict`` under ``torch.__future__.set_swap_module_params_on_conversion(True)``: it gives the
+        """Serve ``load_state_dict`` under ``torch.__future__.set_swap_module_params_on_conversion(True)``: it gives the
         parameter the inside of what is returned. That is another shard over the same memory, of the same parameter."""
         self.copy_(other)
         same = ParamShard(self.local, self.start, self.plain, "")

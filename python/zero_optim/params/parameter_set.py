@@ -1,4 +1,4 @@
-"""Which parameters an optimizer has, by index over all its groups: what they are called, which are trained."""
+"""The parameters of an optimizer, by index over all its groups: what they are called, which are trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to do instead where an operation on a shard is refused: by what it is a shard of, and by what was tried."""
+"""Advice where an operation on a shard is refused: by what it is a shard of, and by what was tried."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 
 class Kind(enum.Enum):
-    """What a shard is of."""
+    """The kind of tensor that a shard is of."""
 
     GRADIENT = enum.auto()
     PARAMETER = enum.auto()
@@ -20,7 +20,7 @@ class Kind(enum.Enum):
 
 
 class Use(enum.Enum):
-    """What was tried with it."""
+    """The kind of operation that was tried."""
 
     NORM = enum.auto()  # the norm of it, as what clips asks for
     READ = enum.auto()  # its values, for whatever is calculated of them
@@ -87,7 +87,7 @@ def kind_of(label: str) -> Kind:
 
 
 def use_of(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], shard: Tensor) -> Use:
-    """What ``operator`` would do with ``shard``, which is among its arguments."""
+    """Classify what ``operator`` would do with ``shard``, which is among its arguments."""
     name = operator._schema.name.rpartition("::")[2]
     if name in _USES:
         return _USES[name]

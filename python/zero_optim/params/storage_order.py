@@ -58,7 +58,7 @@ def view_of(flat: Tensor, shape: Sequence[int], order: StorageOrder) -> Tensor:
 
 
 def strides_of(shape: Sequence[int], order: StorageOrder) -> tuple[int, ...]:
-    """Of a tensor of ``shape`` that lies in ``order``."""
+    """Strides of a tensor of ``shape`` that lies in ``order``."""
     stored = [max(size, 1) for size in stored_dims(shape, order)]
     return tensor_dims([math.prod(stored[dim + 1 :]) for dim in range(len(stored))], order)
 
@@ -80,7 +80,7 @@ def described(tensor: Tensor) -> str:
 
 
 def is_storage_order(order: object, dims: int) -> bool:
-    """Whether ``order`` is one of a tensor with so many dimensions."""
+    """True if ``order`` is one of a tensor with so many dimensions."""
     return order is None or (dims in CHANNELS_LAST and order == CHANNELS_LAST[dims][1])
 
 

@@ -20,14 +20,14 @@ from ..params.storage_order import StorageOrder
 
 
 class Per(enum.Enum):
-    """What a state tensor has one value for."""
+    """The extent of one value of a state tensor."""
 
     ELEMENT = enum.auto()
     ROW = enum.auto()  # of 128 elements, as they lie in memory: a row is one parameter's alone, and no shard cuts it
 
 
 class Begins(enum.Enum):
-    """What a state tensor is before the first update."""
+    """The content of a state tensor before the first update."""
 
     ZERO = enum.auto()
     PARAMETER = enum.auto()  # a copy of it. Where the parameter has the dtype itself there is none: it is its own
@@ -43,11 +43,11 @@ class StateTensor:
     per: Per = Per.ELEMENT
 
     def span(self, offset: int, numel: int) -> tuple[int, int]:
-        """Where the values of ``numel`` elements from ``offset`` on lie: start and length. Both are at rows' starts."""
+        """Start and length of the values of ``numel`` elements from ``offset`` on. Both are at rows' starts."""
         return (offset, numel) if self.per is Per.ELEMENT else (offset // ROW, -(-numel // ROW))
 
     def shape(self, parameter: Sequence[int], numel: int) -> tuple[int, ...]:
-        """Of the state of a whole parameter, of that shape and so many elements."""
+        """Shape of the state of a whole parameter, of that shape and so many elements."""
         return tuple(parameter) if self.per is Per.ELEMENT else (-(-numel // ROW),)
 
     def order(self, parameter: StorageOrder) -> StorageOrder:
@@ -60,7 +60,9 @@ class StateTensor:
 
 
 class ShardUpdate(NamedTuple):
-    """What an update reads and writes. A tuple: a frozen dataclass takes four times as long to make, for every shard.
+    """The tensors that an update reads and writes.
+
+    A tuple: a frozen dataclass takes four times as long to make, for every shard.
 
     Attributes:
         grad: [shard_numel] the reduced gradient, not unscaled yet.
@@ -141,7 +143,7 @@ def tensors_for(rule: UpdateRule, dtype: torch.dtype) -> list[StateTensor]:
 
 
 def has_master(rule: UpdateRule, dtype: torch.dtype) -> bool:
-    """Whether parameters of ``dtype`` have a more precise copy in the state."""
+    """True if parameters of ``dtype`` have a more precise copy in the state."""
     return any(tensor.begins is Begins.PARAMETER for tensor in tensors_for(rule, dtype))
 
 

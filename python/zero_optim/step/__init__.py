@@ -1,1 +1,1 @@
-"""What step() does: exchange, clip, hyper table, update, the shards' state."""
+"""The work of step(): exchange, clip, hyper table, update, the shards' state."""

@@ -1,4 +1,4 @@
-"""What all ranks must hear of before they update: a list of alarms, and how the exchange carries them.
+"""Alarms, which all ranks must hear of before they update, and how the exchange carries them.
 
 An alarm is data. From the list below follow the width of the exchange's vector, what a usual step puts there, when a
 step is skipped, and what is raised. A new alarm is one entry, and the set of parameters that the optimizer gives it.
@@ -36,7 +36,7 @@ from ..units.cycle import ORDER_CODES
 
 
 class Combine(enum.Enum):
-    """How what the ranks say becomes an alarm."""
+    """The rule by which what the ranks say becomes an alarm."""
 
     ANY = enum.auto()
     DIVIDED = enum.auto()
@@ -45,7 +45,7 @@ class Combine(enum.Enum):
 
 @dataclass(frozen=True)
 class About:
-    """What a message can say: the parameters' names, joined; this rank's own reasons; the parameters' dtypes."""
+    """Material for a message: the parameters' names, joined; this rank's own reasons; the parameters' dtypes."""
 
     names: str
     own: Sequence[str] = ()
@@ -66,7 +66,7 @@ class Alarm:
         return {Combine.ANY: 1, Combine.DIVIDED: 2, Combine.DIFFERENT: self.codes}[self.combine]
 
     def entry(self, count: int) -> list[float]:
-        """What a rank writes that has ``count`` of it; of a DIFFERENT one, whose code is ``count``."""
+        """Make what a rank writes that has ``count`` of it; of a DIFFERENT one, whose code is ``count``."""
         if self.combine is Combine.ANY:
             return [float(count)]
         if self.combine is Combine.DIVIDED:
@@ -74,7 +74,7 @@ class Alarm:
         return [float(code == count) for code in range(self.codes)]
 
     def raised(self, columns: Sequence[float]) -> bool:
-        """On the host, of what came back."""
+        """True if it is raised: on the host, of what came back."""
         if self.combine is Combine.DIVIDED:
             return columns[0] > 0 and columns[1] > 0
         return sum(column > 0 for column in columns) >= (2 if self.combine is Combine.DIFFERENT else 1)
@@ -143,7 +143,7 @@ def _parted(about: About) -> ZeroOptimError:
 
 
 def alarms(*, by_units: bool) -> tuple[Alarm, ...]:
-    """Those of a step, the one that is raised first in front. ``by_units``: at stage 3."""
+    """List the alarms of a step, the one that is raised first in front. ``by_units``: at stage 3."""
     parted = (Alarm("parted", Combine.DIFFERENT, _parted, ORDER_CODES),) if by_units else ()
     return (
         *parted,
@@ -195,16 +195,16 @@ class AlarmColumns:
 
     @property
     def immediate(self) -> bool:
-        """Whether what is sent can be read at once, as on a CPU."""
+        """True if what is sent can be read at once, as on a CPU."""
         return self._on_host is not None and self._on_host.immediate
 
     def read_first_raised(self) -> Alarm | None:
-        """Of what was sent last, once; None also where nothing was. The host waits for it."""
+        """Read, once, what was sent last, and pick the alarm; None also where nothing was sent. The host waits."""
         values = self._on_host.read(wait=True) if self._on_host is not None else None
         return None if values is None else self.first_raised(values)
 
     def first_raised(self, values: Sequence[float]) -> Alarm | None:
-        """Of the columns as the host has read them."""
+        """Pick the alarm to be raised, of the columns as the host has read them."""
         start = 0
         for alarm in self._alarms:
             if alarm.raised(values[start : start + alarm.columns]):

@@ -1,4 +1,4 @@
-"""Which shards one call of the rule updates: neighbours that are small, and alike in their dtypes.
+"""Groups the shards that one call of the rule updates: neighbours that are small, and alike in their dtypes.
 
 A call costs the host some time, and a launch costs a GPU some, however few elements it updates. Where many ranks share
 a bucket that is more than the update itself takes. But the parameters of a shard are sent out when its update has been

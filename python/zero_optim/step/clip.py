@@ -1,4 +1,4 @@
-"""What multiplies the gradients of the next step: clipping, of all or of some, and the loss scale.
+"""Factors of the gradients of the next step: clipping, of all or of some, and the loss scale.
 
 No gradient is touched: ``adam_step`` multiplies as it loads. All factors are device tensors, never read by the host.
 """
@@ -103,7 +103,7 @@ class Clip:
         return self.factor
 
     def _parts(self, buckets: Sequence[Bucket], norm_type: float, subset: Sequence[int] | None) -> Parts | None:
-        """What this rank has of the gradients of ``subset``, each times its factor; None: nothing."""
+        """Measure what this rank has of the gradients of ``subset``, each times its factor; None: nothing."""
         held = [bucket for bucket in buckets if bucket.state is not GradState.EMPTY]
         if subset is None and self.factor is None:  # whole shards: what is in them beside gradients is zero
             return Parts.of([bucket.grad_shard for bucket in held], norm_type) if held else None

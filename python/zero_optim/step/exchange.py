@@ -40,7 +40,7 @@ from .nonfinite import NonFinite
 
 
 class Exchanged(enum.Enum):
-    """What is known of the gradients as they are."""
+    """Knowledge of the gradients as they are."""
 
     OUTDATED = enum.auto()  # nothing
     USED = enum.auto()  # which parameters are used, on any rank
@@ -95,7 +95,7 @@ class Exchange:
         self._make_room()
 
     def knows(self, *, stats: bool) -> bool:
-        """Whether the gradients as they are were exchanged; ``stats``: and their non-finite values counted."""
+        """True if the gradients as they are were exchanged; ``stats``: and their non-finite values counted."""
         return self.state is Exchanged.COUNTED or (self.state is Exchanged.USED and not stats)
 
     def outdate(self) -> None:
@@ -198,5 +198,5 @@ class Exchange:
 
 
 def counted_once(sharding: Sharding, totals: Tensor) -> Tensor:
-    """Where every rank holds the same gradients, rank 0 speaks for all."""
+    """Let rank 0 speak for all where every rank holds the same gradients."""
     return totals if sharding.speaks else totals.zero_()

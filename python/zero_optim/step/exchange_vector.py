@@ -1,4 +1,4 @@
-"""What the ranks send each other in a step: one vector, and what stands where in it.
+"""The vector that the ranks send each other in a step, and what stands where in it.
 
 ::
 
@@ -45,18 +45,18 @@ class ExchangeVector:
         self.alarms = AlarmColumns(of, columns)
 
     def name(self, parameters: Iterable[int]) -> None:
-        """These are what this rank's alarms are about, by index."""
+        """Name the parameters that this rank's alarms are about, by index."""
         self._named_counts.zero_()
         for index in parameters:
             self._named_counts[index].fill_(1.0)
 
     def named(self) -> list[int]:
-        """Those that any rank has named. It reads device values: for an alarm that is raised."""
+        """List those that any rank has named. It reads device values: for an alarm that is raised."""
         return [index for index, count in enumerate(self._named_counts.tolist()) if count > 0]
 
 
 class OwnUse:
-    """Which parameters this rank uses, on the device. As a rule they are those of the step before, and are there."""
+    """The use of parameters by this rank, on the device. As a rule it is that of the step before, and is there."""
 
     def __init__(self, parameters: int, device: torch.device) -> None:
         self._here = torch.zeros(parameters, dtype=torch.float32, device=device)  # as last sent there

@@ -52,7 +52,7 @@ class WindowPart:
         return self.shard.bucket.param_shard.narrow(0, self.start, self.numel).view(torch.int16)
 
     def label_at(self, place: int) -> str:
-        """What the parameter is called that has this element of the part."""
+        """Name the parameter that has this element of the part."""
         bucket, at = self.shard.bucket, self.start + place
         ends = (piece.in_shard + piece.numel for piece in bucket.pieces)
         return next((bucket.label(number) for number, end in enumerate(ends) if at < end), "a parameter")
@@ -60,7 +60,7 @@ class WindowPart:
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """What is looked at together: of one shard, or of several small ones."""
+    """Elements that are looked at together: of one shard, or of several small ones."""
 
     parts: Sequence[WindowPart]
 
@@ -69,7 +69,7 @@ class Window:
         return sum(part.numel for part in self.parts)
 
     def label_at(self, place: int) -> str:
-        """What the parameter is called that has this element of the window."""
+        """Name the parameter that has this element of the window."""
         for part in self.parts:
             if place < part.numel:
                 return part.label_at(place)
@@ -96,7 +96,7 @@ def windows_of(shards: Sequence[ShardState]) -> list[Window]:
 
 
 class HiddenEdits:
-    """Of one optimizer.
+    """Looks for the hidden edits of one optimizer's parameters.
 
     Attributes:
         found: whether there was one, as far as the host knows.
@@ -127,7 +127,7 @@ class HiddenEdits:
             self._values, self._changed = self._values.new_empty(room), self._changed.new_empty(room)
 
     def accept(self, shard: ShardState, pieces: Sequence[SlotPiece]) -> None:
-        """These parameters were written by somebody who has said so: what is there now is what is looked for."""
+        """Take what these parameters are now for what is looked for: somebody has written them, and said so."""
         start = 0
         for part in self._window.parts if self._kept and not self._idle else ():
             if part.shard is shard:
@@ -145,7 +145,7 @@ class HiddenEdits:
 
     @property
     def _idle(self) -> bool:
-        """Whether nothing is looked for: all is compared anyway, there is nothing to watch, or the step is recorded."""
+        """True if nothing is looked for: all is compared anyway, there is nothing to watch, or the step is recorded."""
         return self.found or not self._windows or is_capturing(self._sharding.device)
 
     def keep(self, shard: ShardState) -> None:

@@ -1,4 +1,4 @@
-"""Who was not finite: the first such gradient of the latest run of skipped steps, by parameter, rank and step.
+"""Finds the first gradient that was not finite in the latest run of skipped steps, by parameter, rank and step.
 
 Flags come from two places. ``pack`` marks gradients that were not finite on the rank that made them: the exchange of
 the same step tells all ranks. ``adam_step`` marks, on a skipped step, what is not finite in a shard: an overflow born

@@ -40,7 +40,7 @@ class Parts:
 
     @classmethod
     def of(cls, gradients: Sequence[Tensor], norm_type: float) -> Parts:
-        """Of flat fp16, bf16 or fp32 tensors, at least one."""
+        """Measure flat fp16, bf16 or fp32 tensors, at least one."""
         in_kernel = norm_type in KERNEL_NORMS
         stats = torch.ops.zero_kernels.grad_stats(gradients, norm_type if in_kernel else math.inf)[:, 0].double()
         if in_kernel:

@@ -122,7 +122,7 @@ class OptimizerState:
 
     @property
     def takes_edits_over(self) -> bool:
-        """Whether the next update takes over every edit of a parameter, whatever its version counter says. The first
+        """True if the next update takes over every edit of a parameter, whatever its version counter says. The first
         always does: models are often initialised through ``.data``."""
         return self._hidden.found or not self.started
 
@@ -183,7 +183,7 @@ class OptimizerState:
                 self.trouble.unwritten(shard.parameters, problems[shard.page])
 
     def raise_trouble(self) -> None:
-        """For a rank alone. Of several, the exchange has all of them raise."""
+        """Raise, on a rank alone. Of several, the exchange has all of them raise."""
         self.look_for_trouble()
         if self.trouble.condition is not Condition.WHOLE:
             error = self.trouble.error()
@@ -246,12 +246,12 @@ class OptimizerState:
         self.distrust_masters()
 
     def state_pieces(self) -> Iterator[StatePiece]:
-        """What this rank holds, shard by shard: each parameter's part of every tensor, empty parts left out."""
+        """List what this rank holds, shard by shard: each parameter's part of every tensor, empty parts left out."""
         for shard in self.shards:
             yield from _state_pieces(shard)
 
     def values(self) -> Iterator[Tensor]:
-        """Of each of ``state_pieces``, in their order, its values, flat: to be read or written before the next."""
+        """Give the values of each of ``state_pieces``, in their order, flat: to be read or written before the next."""
         for shard in self.shards:
             with shard.opened() as state:
                 for own in _state_pieces(shard):
@@ -341,7 +341,7 @@ class OptimizerState:
             _fill(shard, tensor, full, [(piece, piece.slot.offset) for piece in given])
 
     def _pieces(self, indices: set[int]) -> Iterator[tuple[ShardState, list[SlotPiece]]]:
-        """Of these parameters, by shard; shards without any are left out."""
+        """Find the pieces of these parameters, by shard; shards without any are left out."""
         for shard in self.shards:
             pieces = [piece for piece in shard.bucket.pieces if piece.slot.param in indices]
             if pieces:
@@ -367,7 +367,7 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _by_index(shard: ShardState, tensor: StateTensor, full: Tensor) -> dict[int, Tensor]:
-    """Of each parameter of a bucket its part of ``full``, a view in the parameter's shape."""
+    """Cut ``full`` into a view for each parameter of a bucket, in the parameter's shape."""
     return {
         slot.param: shard.whole(tensor, number, full.narrow(0, *tensor.span(slot.offset, slot.numel)))
         for number, slot in enumerate(shard.bucket.layout.slots)

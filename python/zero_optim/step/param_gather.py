@@ -1,4 +1,4 @@
-"""Who waits for updated parameters: ``step``, or, with ``overlap_param_gather``, the modules that use them.
+"""Decides who waits for updated parameters: ``step``, or, with ``overlap_param_gather``, the modules that use them.
 
 A module's pre-forward hook waits for the buckets of its own parameters. That covers a parameter only if each module
 that owns it is called; some are not (``nn.MultiheadAttention`` reads ``out_proj.weight`` itself). So the forwards

@@ -25,7 +25,7 @@ _CHUNK = 2**22
 
 
 class ShardState:
-    """Who updates a shard, and cuts its state into the parameters' parts.
+    """Updates a shard, and cuts its state into the parameters' parts.
 
     Attributes:
         tensors: what there is. fp32 parameters have no master: they are their own.
@@ -74,8 +74,8 @@ class ShardState:
         self._store.prefetch(self.page)
 
     def begin_update(self, by: Coefficients) -> ShardUpdate | None:
-        """What the update reads and writes: the page is fetched, until ``end_update`` or ``give_up_update``. None: the
-        update is made already."""
+        """Give what the update reads and writes: the page is fetched, until ``end_update`` or ``give_up_update``. None:
+        the update is made already."""
         if self._speculation is not None and by.take_over:
             self._speculation.drop()
         elif self._speculation is not None and self._speculation.confirm(by):
@@ -108,7 +108,7 @@ class ShardState:
         self._store.discard(self.page)
 
     def is_updated_like(self, other: ShardState) -> bool:
-        """Whether one call may update both: their pages stay where they are updated, and their dtypes are the same."""
+        """True if one call may update both: their pages stay where they are updated, and their dtypes are the same."""
         dtypes = [(shard.bucket.dtype, shard.bucket.grad_shard.dtype) for shard in (self, other)]
         return self._store.keeps_views and dtypes[0] == dtypes[1]
 
@@ -131,7 +131,7 @@ class ShardState:
             self._store.wait_for_visitors(self.page)
 
     def part(self, tensor: StateTensor, of_shard: Tensor, piece: SlotPiece) -> Tensor:
-        """What ``of_shard`` holds for a piece, a view."""
+        """View what ``of_shard`` holds for a piece."""
         return of_shard.narrow(0, *tensor.span(piece.in_shard, piece.numel))
 
     def parameter_of(self, piece: SlotPiece) -> Tensor:
@@ -144,12 +144,12 @@ class ShardState:
 
     @property
     def numel(self) -> int:
-        """Of the shard, padding included."""
+        """Elements of the shard, padding included."""
         return self.bucket.layout.shard_numel
 
     @property
     def device(self) -> torch.device:
-        """Where it is updated."""
+        """The device where it is updated."""
         return self._store.works_on
 
     @property
@@ -159,13 +159,13 @@ class ShardState:
 
     @property
     def can_be_edited_unseen(self) -> bool:
-        """Whether its parameters have masters, lie where a user can write them past their version counters, and are
+        """True if its parameters have masters, lie where a user can write them past their version counters, and are
         written by the update itself."""
         return has_master(self.rule, self.bucket.dtype) and not self.bucket.flat.sharded and not self._updated_on_host
 
     @property
     def keeps_views(self) -> bool:
-        """Whether what ``opened`` gave stays the state afterwards."""
+        """True if what ``opened`` gave stays the state afterwards."""
         return self._store.keeps_views
 
     def shapes(self) -> dict[str, Tensor]:

@@ -34,8 +34,8 @@ _HOST = torch.device("cpu")
 
 @dataclass
 class Guesses:
-    """How many updates of shards were assumed right, how many were made again, and how many were given up before the
-    step: a gradient changed, or the state was read or written."""
+    """Counts of updates of shards: those assumed right, those made again, and those given up before the step, as a
+    gradient changed, or the state was read or written."""
 
     right: int = 0
     redone: int = 0
@@ -50,7 +50,7 @@ class Guess:
     over: Future[None]
 
     def holds(self, by: Coefficients, parameters: Tensor) -> bool:
-        """Whether it assumes, of these ``parameters`` [n] int64, what is true."""
+        """True if it assumes, of these ``parameters`` [n] int64, what is true."""
         if not by.updates:
             return False
         rows, assumed = by.hyper[parameters], self.by.hyper[parameters]
@@ -59,7 +59,7 @@ class Guess:
 
 
 class Speculation:
-    """Of one shard that has masters: its parameters are only written.
+    """Updates one shard ahead. It has masters: its parameters are only written.
 
     NONE ── gradient_taken ──> a ``Guess`` ── confirm: it holds, or not; drop ──> NONE
 
@@ -141,11 +141,14 @@ class Speculator:
         self._next: Coefficients | None = None  # what is assumed; made when it is first asked for
 
     def step_is(self, by: Coefficients) -> None:
-        """What is true of this step, on the host. The next is assumed to be alike."""
+        """Note what is true of this step, on the host. The next is assumed to be alike."""
         self._last, self._next = by, None
 
     def assumed(self, parameters: Tensor) -> Coefficients | None:
-        """Of the next step; None where there is nothing to go by, or these [n] int64 are not all updated."""
+        """Assume the coefficients of the next step.
+
+        None where there is nothing to go by, or these ``parameters`` [n] int64 are not all updated.
+        """
         last = self._last
         if last is None or len(last.used) != len(self._parameters.group_of) or not bool(last.used[parameters].all()):
             return None
@@ -154,7 +157,7 @@ class Speculator:
         return self._next
 
     def _on_a_device(self) -> bool:
-        """Whether a group's number would have to be read from there: the host would wait for it."""
+        """True if a group's number would have to be read from there: the host would wait for it."""
         values = (value for group in self._parameters.groups for value in self._rule.read_group(group))
         return any(isinstance(value, Tensor) and value.device != _HOST for value in values)
 

@@ -1,4 +1,4 @@
-"""What a state that was saved brings to the shards of this rank: checked as a whole, before anything is written."""
+"""Plans what a saved state brings to the shards of this rank, and checks all of it before anything is written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Copy:
 
 
 def carry_out(shard: ShardState, copies: Iterable[Copy]) -> None:
-    """Those of one shard."""
+    """Make the copies of one shard."""
     with shard.opened() as state:
         for copy in copies:
             shard.part(copy.tensor, state[copy.tensor.name], copy.piece).copy_(copy.values())
@@ -40,7 +40,7 @@ def carry_out(shard: ShardState, copies: Iterable[Copy]) -> None:
 def plan_load(
     shards: Iterable[ShardState], saved: Mapping[int, Mapping[str, Any]], labels: Sequence[str]
 ) -> list[Copy]:
-    """What brings in state by parameter index. Nothing is written yet.
+    """Plan the copies that bring in state, by parameter index. Nothing is written yet.
 
     Shards must cut parameters where this layout does; full tensors always fit. A master that was not saved comes
     from the parameter. Raises StateMismatchError.

@@ -23,7 +23,7 @@ from ..errors import OffloadError
 
 
 class Condition(enum.Enum):
-    """Of a rank's state."""
+    """Condition of a rank's state."""
 
     WHOLE = enum.auto()
     UNWRITTEN = enum.auto()
@@ -31,7 +31,7 @@ class Condition(enum.Enum):
 
 
 class Holder(Protocol):
-    """Who has the state of some parameters, by index: a shard, or a batch of shards."""
+    """Has the state of some parameters, by index: a shard, or a batch of shards."""
 
     @property
     def parameters(self) -> list[int]: ...
@@ -54,7 +54,7 @@ class Losing:
 
 
 class Trouble:
-    """Of one rank.
+    """Keeps what is in trouble on one rank.
 
     Attributes:
         parameters: indices of those that it is about.

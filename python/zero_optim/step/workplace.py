@@ -1,4 +1,4 @@
-"""Where a shard is updated, and how its gradient and its parameters get there: on the device, or on the host."""
+"""Places where a shard is updated, and how gradient and parameters get there: on the device, or on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARAMETER = "parameter"
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What the updates of all shards share in a step. See ``ShardUpdate``.
+    """Values that the updates of all shards share in a step. See ``ShardUpdate``.
 
     Attributes:
         inverse_scale: what ``grad_scale`` is where nothing is clipped.
@@ -60,7 +60,7 @@ class Coefficients:
 
 
 class Workplace(Protocol):
-    """Of one shard."""
+    """Brings together what the update of one shard needs."""
 
     def prefetch(self) -> None:
         """The update will follow soon."""
@@ -97,22 +97,22 @@ class OnDevice:
 
 
 class Guesser(Protocol):
-    """Who updates a shard as soon as its gradient is on the host."""
+    """Updates a shard as soon as its gradient is on the host."""
 
     def gradient_taken(self) -> None:
         """The gradient is on its way to the host, or there, after as many reductions as in the last step."""
 
     def gradient_changes(self) -> None:
-        """What was taken is about to be overwritten."""
+        """Be told that what was taken is about to be overwritten."""
 
     @property
     def busy(self) -> bool:
-        """Whether it would hold who calls ``gradient_changes``."""
+        """True if it would hold who calls ``gradient_changes``."""
 
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """What the host has of a gradient: of which tensor, and as of how many writes into it."""
+    """The gradient that the host has: of which tensor, and as of how many writes into it."""
 
     source: Tensor
     written: tuple[int, int]
@@ -206,8 +206,8 @@ class OnHost:
             self._bring_parameters()
 
     def _written(self) -> tuple[int, int]:
-        """How often the gradient was written. A ``zero_`` of what ``.grad`` shows counts no version up: it runs within
-        the tensor subclass, where torch does not."""
+        """Count how often the gradient was written. A ``zero_`` of what ``.grad`` shows counts no version up: it runs
+        within the tensor subclass, where torch does not."""
         return self._bucket.grad_shard._version, self._bucket.arrivals.zeroed
 
     def gradient(self) -> Tensor:
@@ -251,7 +251,7 @@ class OnHost:
             self._guess_run = self._store.memory.take(self._bucket.param_shard.nbytes)
 
     def guessed(self) -> None:
-        """What was written to ``parameters_to_guess`` is what they are."""
+        """Let what was written to ``parameters_to_guess`` be what they are."""
         if self._param is None:
             self._bucket.flat.wait_until_copied()
             self._bucket.param_shard.copy_(self.parameters_to_guess())

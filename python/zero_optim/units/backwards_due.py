@@ -1,4 +1,4 @@
-"""What forwards have announced to backward: how many cycles it may take, and reductions.
+"""Counts what forwards have announced to backward: cycles that it may take, and reductions.
 
 A rank *owes* backward cycles to forward cycles that other ranks may come back through:
 
@@ -47,7 +47,7 @@ from .order import Known
 
 
 class Course(enum.Enum):
-    """How the forward cycles went that a backward may come back through: whether it takes as many as they were."""
+    """The way the forward cycles went: whether a backward that comes back takes as many."""
 
     NONE = enum.auto()
     ROOT = enum.auto()  # each within a forward of the root
@@ -90,7 +90,7 @@ class BackwardsDue:
         self.count, self.course = 0, Course.NONE
 
     def is_last(self, known: Known) -> bool:
-        """Whether the backward cycle that is open is known to be the last before backward ends.
+        """True if the backward cycle that is open is known to be the last before backward ends.
 
         With two forwards before one backward, the first cycle back is not the last. The second brings more gradients to
         the same parameters: a bucket that was launched by then would miss them. How many come is not known

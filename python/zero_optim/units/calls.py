@@ -8,7 +8,7 @@ from .unit import Unit
 
 
 class Calls:
-    """Who has called whom, as modules tell it.
+    """Keeps which unit has called which, as modules tell it.
 
     Attributes:
         running: the units whose forward is under way, the outermost first.
@@ -25,7 +25,7 @@ class Calls:
 
     @property
     def in_root(self) -> bool:
-        """Whether a forward of the root is under way."""
+        """True if a forward of the root is under way."""
         return self._roots > 0
 
     def root_begins(self) -> bool:
@@ -58,11 +58,11 @@ class Calls:
                 unit.watch_parts()
 
     def forget(self) -> None:
-        """What was under way has raised, and no hook has told of its end."""
+        """Forget what was under way: it has raised, and no hook has told of its end."""
         self.running = []
 
     def is_called(self, unit: Unit) -> bool:
-        """Whether a forward of it is under way, or a call that stands in for one."""
+        """True if a forward of it is under way, or a call that stands in for one."""
         return unit in self.running
 
     def caller_of(self, unit: Unit) -> Unit | None:

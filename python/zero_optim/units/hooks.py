@@ -1,4 +1,4 @@
-"""What modules and autograd tell the schedule: a unit's forward begins, or ends; a gradient comes into it."""
+"""Hooks by which modules and autograd tell the schedule: a unit's forward begins, or ends; a gradient comes into it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def register_hooks(units: Sequence[Unit], schedule: UnitSchedule) -> None:
 
 
 class _Hook:
-    """Of one unit. A copy of its module gets one that does nothing.
+    """A hook of one unit. A copy of its module gets one that does nothing.
 
     ``part``: what is called is not the unit's module, but one within it.
     """
@@ -66,7 +66,7 @@ class BeforeForward(_Hook):
 
 
 def _in_transform() -> bool:
-    """Whether a transform of torch.func is under way that a gather cannot be a part of. One can be of ``vmap`` without
+    """True if a transform of torch.func is under way that a gather cannot be a part of. One can be of ``vmap`` without
     gradients, as parameters are not mapped."""
     if torch._C._functorch.maybe_current_level() is None:
         return False
@@ -185,7 +185,7 @@ def tensors_in(thing: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
 
 
 def _in_attributes(modules: Iterable[nn.Module]) -> list[object]:
-    """What may hold tensors, such as the balance loss of a mixture of experts. Large collections are something else."""
+    """Collect what may hold tensors, as the balance loss of a mixture of experts. Large collections are left out."""
     return [
         value
         for module in modules

@@ -25,7 +25,7 @@ from .unit import Unit
 
 
 class Known(enum.Enum):
-    """Which orders the ranks have agreed on."""
+    """The orders that the ranks have agreed on."""
 
     NOTHING = enum.auto()
     FORWARD = enum.auto()
@@ -53,7 +53,7 @@ class Orders:
         self.known = Known.NOTHING
 
     def forget_calls(self) -> None:
-        """What was seen so far belongs to a forward that has raised, or to one by parts: it tells no order."""
+        """Forget what was seen so far: it was of a forward that has raised, or by parts, and tells no order."""
         self._called, self._ended = [], []
 
     def note_call(self, unit: Unit) -> None:
@@ -64,7 +64,7 @@ class Orders:
         self._ended.append((unit, needed))
 
     def is_wanted(self, *, trains: bool) -> bool:
-        """Whether the ranks are to agree, after a forward of the root that trains, or not."""
+        """True if the ranks are to agree, after a forward of the root that trains, or not."""
         return self.known is Known.NOTHING or (trains and self.known is Known.FORWARD)
 
     def agree(self, *, trains: bool) -> None:
@@ -142,8 +142,15 @@ def _agreeing(orders: Sequence[Sequence[Unit]], known: Sequence[Unit]) -> list[U
 
 
 def _complete(order: Sequence[Unit], known: Sequence[Unit]) -> list[Unit]:
-    """``order`` without immediate repeats, and with those ``known`` that it lacks: after the last call of what comes
-    before them within the same unit, and of all within that; or else directly after the unit that they are in."""
+    """Put the ``known`` units that ``order`` lacks into it, and leave out immediate repeats.
+
+    A missing unit comes after the unit before it in ``known`` that has the same units around it: after the last call of
+    that one, and of all within it. Where it is the first, it comes directly after the unit that it is in::
+
+        known    root  A  A1  A2  B        A1 and A2 are within A
+        order    root  A  A1  B            A2 is missing: after the last call of A1
+        result   root  A  A1  A2  B
+    """
     complete = [unit for place, unit in enumerate(order) if place == 0 or order[place - 1] is not unit]
     used = set(complete)
     around_of = {unit: frozenset(unit.enclosing.intersection(known)) for unit in known}
@@ -164,7 +171,7 @@ def _last(order: Sequence[Unit], unit: Unit) -> int:
 
 
 def _after_last(order: Sequence[Unit], unit: Unit) -> int:
-    """Where the last call of ``unit`` is over, with those within it."""
+    """Find where the last call of ``unit`` is over, with those within it."""
     at = 1 + _last(order, unit)
     while at < len(order) and unit in order[at].enclosing:
         at += 1

@@ -23,7 +23,7 @@ class Prefetch:
 
     @property
     def waits(self) -> bool:
-        """Whether the next units are sent for only when a reduction has arrived, or at the latest when one is visited.
+        """True if the next units are sent for only when a reduction has arrived, or at the latest when one is visited.
 
         Under gloo gathers would slow the reduction down on the same threads, and take memory.
         """

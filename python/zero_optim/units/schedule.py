@@ -1,4 +1,4 @@
-"""Which unit is unsharded when: one fixed order of gathers, the same on every rank, whatever a rank's forward uses.
+"""Decides when a unit is unsharded: one fixed order of gathers, the same on every rank, whatever a rank's forward uses.
 
 A *cycle* goes once through all units: a forward cycle in the order in which a forward calls them, a backward cycle in
 the order in which a backward comes back to them. Ranks gather by position in the cycle alone, so they agree without
@@ -41,8 +41,8 @@ record                     none              FORWARD           BACKWARD
   to any unit does. Where the root is UNSHARDED, and no BACKWARD is open, it changes nothing.
 - *ahead*, *open*, *behind*: where the unit is: later in the cycle; visited and not over; or over.
 - *frozen*: the unit is not in the backward cycle. It needed no gradient when the order was recorded.
-- *forward: root* with a cycle open: what was open has raised. So it is with *backward begins*. A cycle goes on in which
-  a part has brought in the root, and nothing else was visited.
+- *forward: root* and *backward begins*, with a cycle open: whatever opened that cycle has raised. There is one
+  exception: a cycle in which a part has brought in the root, and nothing else was visited, goes on.
 - *complete_raised_backward* of a backward that has not raised changes nothing.
 - *root returns*: its outermost forward. Where the order is not known, the ranks agree on it then.
 
@@ -90,7 +90,7 @@ _schedules: list[weakref.ref[UnitSchedule]] = []  # of this process, in the orde
 
 
 class Listener(Protocol):
-    """Who wants to know how far backward is: a reducer. Only told: what it knows must not decide what is gathered."""
+    """Wants to know how far backward is: a reducer. Only told: what it knows must not decide what is gathered."""
 
     def backward_moves(self) -> None:
         """Backward goes on to another unit; what it has passed is not over yet."""
@@ -138,12 +138,12 @@ class UnitSchedule:
 
     @property
     def out_of_step(self) -> bool:
-        """Whether a gather has failed: the other ranks are at another one."""
+        """True if a gather has failed: the other ranks are at another one."""
         return self._sharding.everyone.out_of_step
 
     @property
     def running(self) -> bool:
-        """Whether a forward of the root is under way."""
+        """True if a forward of the root is under way."""
         return self.calls.in_root
 
     # -- what modules and autograd call --------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class UnitSchedule:
         self.orders.record()
 
     def is_announced(self, to: Listener) -> bool:
-        """Whether there was a forward that trains since it was last excused: the same on all ranks."""
+        """True if there was a forward that trains since it was last excused: the same on all ranks."""
         open_one_trains = self.cycle.direction is Direction.FORWARD and self.calls.trains
         return open_one_trains or self.due.is_announced(to)
 
@@ -274,13 +274,13 @@ class UnitSchedule:
         self.due.excuse(listener)
 
     def remove(self, listener: Listener) -> None:
-        """It is closed: nobody waits for its reductions."""
+        """Forget a listener that was closed: nobody waits for its reductions."""
         self.listeners.remove(listener)
         self.prefetch.forget(listener)
         self.due.excuse(listener)
 
     def is_over(self, flat: FlatParams) -> bool:
-        """Whether the backward that is open, or the last, can bring no more gradients to these parameters."""
+        """True if the backward that is open, or the last, can bring no more gradients to these parameters."""
         return flat in self._over
 
     def check_not_gathered(self, what: str = "step") -> None:
@@ -346,7 +346,7 @@ class UnitSchedule:
         self.cycle.open[unit] = position
 
     def _close(self, units: Sequence[Unit], but: Unit | None = None) -> None:
-        """These are over, those within others first; not ``but``, and what it is within."""
+        """Leave these behind as over, those within others first; not ``but``, and what it is within."""
         kept = set() if but is None else {but, *but.enclosing}
         for unit in sorted(set(units) - kept, key=lambda unit: -len(unit.enclosing)):
             del self.cycle.open[unit]
@@ -365,7 +365,7 @@ class UnitSchedule:
                     listener.units_over()
 
     def _kept_after_forward(self, unit: Unit) -> bool:
-        """Whether it is left unsharded after its forward."""
+        """True if it is left unsharded after its forward."""
         return unit.keep and (self.calls.trains or self._keep_evaluating)
 
     def _reshard_after_forward(self, unit: Unit) -> None:

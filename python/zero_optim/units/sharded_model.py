@@ -69,20 +69,20 @@ class ShardedModel:
 
     @property
     def offload(self) -> bool:
-        """Whether shards rest in host memory."""
+        """True if shards rest in host memory."""
         return self.host_memory is not None
 
     # -- what the optimizer asks for -----------------------------------------------------------------------------
 
     def process_group(self) -> dist.ProcessGroup | None:
-        """What ``shard_module`` was given, or the default group; None for one rank without any."""
+        """The group that ``shard_module`` was given, or the default one; None for one rank without any."""
         return self._process_group() if self._process_group is not None else None
 
     def trained_flats(self) -> list[FlatParams]:
         return [flat for unit in self.units for flat in unit.flats if flat.trained]
 
     def flats_to_train(self, parameters: Iterable[Tensor]) -> list[FlatParams]:
-        """Those of these plain parameters, in the order in which backward is through with them.
+        """List the flat tensors of these plain parameters, in the order in which backward is through with them.
 
         Collective where some were frozen when the model was sharded, or the last time: these leave the others.
         """

@@ -27,7 +27,7 @@ class StandIn:
         return functools.partial, (getattr(type(self._module), self._name), self._module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What callers of the method get."""
+        """Answer the callers of the method."""
         raise NotImplementedError
 
     def _method(self) -> Callable[..., Any]:

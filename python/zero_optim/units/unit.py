@@ -10,8 +10,11 @@ UNSHARDED     all                     plain
 GATHERED      all, of its own         plain
 ============  ======================  ============
 
-Every rank always has its 1/N of the parameters. *1/k*: k are the ranks of a node. *all*: of UNSHARDING it is still
-arriving. *of its own*: in memory that the user may keep, beside that which a forward uses.
+Every rank always has its 1/N of the parameters. The table says what is in memory beside that:
+
+- *1/k*: this rank's part of what the k ranks of its node keep together.
+- *all*: every parameter. In UNSHARDING its memory is there, and the values are still arriving.
+- *all, of its own*: every parameter, in other memory than a forward uses. The user may keep it.
 
 ==================  ============  ============  ============  ============  ============
 event               SHARDED       NODE_SHARDED  UNSHARDING    UNSHARDED     GATHERED
@@ -50,7 +53,7 @@ from .stand_in import StandIn
 
 
 class UnitState(enum.Enum):
-    """What of a unit's parameters is in memory on a rank, and what its modules hold."""
+    """State of a unit: what of its parameters is in memory on a rank, and what its modules hold."""
 
     SHARDED = enum.auto()  # the rank's 1/N; modules hold ParamShards
     NODE_SHARDED = enum.auto()  # also 1/k of them, k the ranks of a node; modules hold ParamShards
@@ -61,7 +64,7 @@ class UnitState(enum.Enum):
 
 @dataclass(frozen=True)
 class Registration:
-    """Where a module registers a parameter."""
+    """A place where a module registers a parameter."""
 
     module: nn.Module
     name: str
@@ -118,7 +121,9 @@ class Unit:
 
     def unshard(self) -> None:
         """Start to bring in all parameters, where they are not here yet."""
+        # Each gather is a collective. One that is under way, or has arrived, must not be started again on this rank.
         if self.state in (UnitState.SHARDED, UnitState.NODE_SHARDED):
+            # Where the ranks of the node keep all of it among them, no other rank needs to take part.
             node = self.node if self.state is UnitState.NODE_SHARDED else None
             pending = [flat.unshard(node) for flat in self.flats]
             self._pending = [gather for gather in pending if gather is not None]
@@ -131,6 +136,7 @@ class Unit:
                 self._await(gather)
             self._pending = []  # only now: what failed to arrive must not be shown
             for flat in self.flats:
+                # A shard that rests in host memory was copied on a lane of its own. On one rank no gather follows it.
                 flat.order_after_copy()
                 flat.show()
             self.show_plain()
@@ -153,11 +159,13 @@ class Unit:
 
     def reshard(self, *, to_node: bool = False) -> None:
         """Keep this rank's shard alone; ``to_node``: and its part of what its node keeps."""
+        # The gather writes into the memory that is about to be freed, and the other ranks count on this one in it.
         if self.state is UnitState.UNSHARDING:
             self.wait()
+        # From NODE_SHARDED to the node there is nothing to do: its part was kept when the unit was last resharded.
         if self.state is UnitState.UNSHARDED or (self.state is UnitState.NODE_SHARDED and not to_node):
             node = self.node if to_node else None
-            self.show_shards()
+            self.show_shards()  # first: it raises where a parameter was replaced, and then nothing was freed
             for flat in self.flats:
                 flat.reshard(node)
             self.state = UnitState.SHARDED if node is None else UnitState.NODE_SHARDED
@@ -184,6 +192,7 @@ class Unit:
 
     def _register(self, place: Registration, new: Tensor) -> None:
         held = place.module._parameters
+        # Somebody else's parameter there would be used, and trained, without being sharded.
         if held.get(place.name) is not place.plain and held.get(place.name) is not place.shard:
             raise ParameterError(
                 f"{place.shard.label} was replaced after zero_optim.shard_module: write into it instead, within "
@@ -212,6 +221,7 @@ class Unit:
 
     def gather(self) -> None:
         """Collective. Give the modules whole parameters in memory of their own, whatever the unit's forward does."""
+        # From here on forwards leave the unit as it is, and communicate nothing.
         self.state = UnitState.GATHERED
         self.unwatch_parts()
         self._wholes = [flat.copy_out() for flat in self.flats]
@@ -233,7 +243,7 @@ class Unit:
         if self.state is UnitState.GATHERED:
             self.show_shards()
             for flat in self.flats:
-                flat.hide()
+                flat.hide()  # the memory is not freed: what the user has taken out of the block views it
             self._wholes = []
             self.state = UnitState.SHARDED
             self.watch_parts()
