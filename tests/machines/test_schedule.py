@@ -1,6 +1,6 @@
 """Every cell of the tables in ``units.schedule``, ``backwards_due`` and ``order``.
 
-The cycle that is open, what is owed, what is known, and what becomes of units.
+The cycle that is open, what is due, what is known, and what becomes of units.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zero_optim.units.schedule import UnitSchedule
 from zero_optim.units.unit import Unit, UnitState
 
 CYCLE = table(module.__doc__, "cycle")
-OWED = table(backwards_due.__doc__, "owed")
+DUE = table(backwards_due.__doc__, "due")
 ANNOUNCED = table(backwards_due.__doc__, "announced")
 COURSE = table(backwards_due.__doc__, "course")
 KNOWN = table(order.__doc__, "known")
@@ -179,20 +179,20 @@ class Bench:
         return "none" if self.schedule.cycle.direction is None else self.schedule.cycle.direction.name
 
     @property
-    def owed(self) -> int:
+    def due(self) -> int:
         return self.schedule.due.count
 
-    def bring(self, cycle: str, place: int, *, owed: int = 0) -> None:
-        """Open this cycle at this place. ``owed``: how many backwards are, beside that of a BACKWARD cycle itself."""
+    def bring(self, cycle: str, place: int, *, due: int = 0) -> None:
+        """Open this cycle at this place. ``due``: how many backwards are, beside that of a BACKWARD cycle itself."""
         self.gathers.clear()
-        for _ in range(owed):
+        for _ in range(due):
             self.whole_forward()
         if cycle == "FORWARD":
             self.forward_to(place)
         elif cycle == "BACKWARD":
             self.whole_forward()
             self.backward_to(place)
-        assert self.cycle == cycle and self.owed == owed + (cycle == "BACKWARD")
+        assert self.cycle == cycle and self.due == due + (cycle == "BACKWARD")
 
 
 def about(event: str, cycle: str, place: int) -> list[int | None]:
@@ -315,7 +315,7 @@ def test_a_cell_of_the_cycle(monkeypatch: pytest.MonkeyPatch, event: str, cycle:
             assert bench.cycle == after
             gathers = order[cycle][place + 1 :] if ends else []
             if event == "complete_all_backwards" and cycle == "FORWARD" and ends:
-                gathers = gathers + BACKWARD  # the cycle that has ended trains: its backward is owed
+                gathers = gathers + BACKWARD  # the cycle that has ended trains: its backward is due
             if number is not None:  # on the way to it, in the cycle that goes on, or in the one that has begun
                 path = order[after]
                 way = (
@@ -334,37 +334,37 @@ def test_a_backward_that_goes_on_is_not_ended_as_one_that_raised(monkeypatch: py
     assert bench.cycle == "BACKWARD" and bench.gathers == []
 
 
-@pytest.mark.parametrize("owed", [0, 1, 2])
+@pytest.mark.parametrize("due", [0, 1, 2])
 @pytest.mark.parametrize("cycle", ["none", "BACKWARD"])
-def test_all_that_is_owed_is_gone_through(monkeypatch: pytest.MonkeyPatch, cycle: str, owed: int):
+def test_all_that_is_due_is_gone_through(monkeypatch: pytest.MonkeyPatch, cycle: str, due: int):
     bench = Bench(monkeypatch)
-    bench.bring(cycle, 1, owed=owed)
+    bench.bring(cycle, 1, due=due)
     bench.gathers.clear()
     bench.schedule.complete_all_backwards()
-    assert bench.cycle == "none" and bench.owed == 0
-    assert bench.gathers == (BACKWARD[2:] if cycle == "BACKWARD" else []) + BACKWARD * owed
+    assert bench.cycle == "none" and bench.due == 0
+    assert bench.gathers == (BACKWARD[2:] if cycle == "BACKWARD" else []) + BACKWARD * due
 
 
-@pytest.mark.parametrize("owed", [0, 1, 2])
-@pytest.mark.parametrize(("event", "becomes"), [(event, text) for (event, _), text in OWED.items()])
-def test_what_is_owed(monkeypatch: pytest.MonkeyPatch, event: str, becomes: str, owed: int):
+@pytest.mark.parametrize("due", [0, 1, 2])
+@pytest.mark.parametrize(("event", "becomes"), [(event, text) for (event, _), text in DUE.items()])
+def test_what_is_due(monkeypatch: pytest.MonkeyPatch, event: str, becomes: str, due: int):
     bench = Bench(monkeypatch)
     if event.startswith("FORWARD ends"):
         with torch.set_grad_enabled("trains" in event):
             bench.bring("none", 0)
-            for _ in range(owed):
+            for _ in range(due):
                 with torch.enable_grad():
                     bench.whole_forward()
             bench.forward_to(1)
             bench.schedule.reshard_all()
     else:
-        bench.bring("none", 0, owed=owed)
+        bench.bring("none", 0, due=due)
         if event == "BACKWARD ends":
             bench.backward_to(1)
             bench.end_backward()
         else:
             getattr(bench.schedule, event)()
-    assert bench.owed == {"one more": owed + 1, "the same": owed, "one less, or 0": max(0, owed - 1), "0": 0}[becomes]
+    assert bench.due == {"one more": due + 1, "the same": due, "one less, or 0": max(0, due - 1), "0": 0}[becomes]
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -425,17 +425,17 @@ def test_what_is_kept_in_evaluation_too(monkeypatch: pytest.MonkeyPatch):
 
 
 APART = [
-    (event, cycle, owed)
+    (event, cycle, due)
     for (event, cycle), cell in CYCLE.items()
-    for owed in (0, 1)
+    for due in (0, 1)
     # One that is not in the backward cycle is gathered where the rank is. All ranks have to be at the same place.
     if cell != "--" and (event, cycle) != ("backward: frozen", "BACKWARD")
 ]
 
 
-@pytest.mark.parametrize(("event", "cycle", "owed"), APART)
+@pytest.mark.parametrize(("event", "cycle", "due"), APART)
 def test_ranks_at_different_places_of_a_cycle_gather_alike(
-    monkeypatch: pytest.MonkeyPatch, event: str, cycle: str, owed: int
+    monkeypatch: pytest.MonkeyPatch, event: str, cycle: str, due: int
 ):
     """Any two places, and an event that is the same to both: when all is settled they have gathered the same units.
 
@@ -448,7 +448,7 @@ def test_ranks_at_different_places_of_a_cycle_gather_alike(
         through = place == "through"
         for number, again in itertools.product(about(event, cycle, 1 if through else place), (False, True)):
             bench = Bench(monkeypatch, prefetch=prefetch)
-            bench.bring(cycle, len(BACKWARD) - 1 if through else place, owed=owed)
+            bench.bring(cycle, len(BACKWARD) - 1 if through else place, due=due)
             if through:
                 bench.end_backward()
             happens(bench, event, number, again=again)

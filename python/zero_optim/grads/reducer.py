@@ -6,6 +6,10 @@ What happens to a gradient, from the hook that autograd calls to ``finish`` in `
     backward has ended        ──> the buckets that are left leave: the round is complete
     step                      ──> the rounds that are owed; then everything is waited for
 
+Three words say how far that goes. A bucket is *launched* when its reduction leaves. A round, or a backward's gathers,
+is *completed* when all that is left of it has left: a rank does so for the others, whatever became of its own backward.
+``step`` *finishes*: it completes what is owed, and waits for all of it.
+
 Each part has a file: ``readiness`` says when a bucket may leave, ``rounds`` what is owed to the other ranks, ``slots``
 what a bucket holds of one gradient, ``bucket`` packs and launches. This one joins them.
 
@@ -362,16 +366,16 @@ class Reducer:
         self.buckets[self._next].launch(self.buffers, self._streams, may_wait=self._may_wait)
         self._next += 1
 
-    def _complete_round(self, join: Callable[[], None]) -> None:
+    def _complete_round(self, gathers: Callable[[], None]) -> None:
         """Launch the rest of the open round, or a whole round where none is open. It waits for nothing.
 
-        ``join`` runs first: at stage 3 it takes part in the rest of that backward's gathers. As units get over in it,
+        ``gathers`` runs first: at stage 3 it completes those of that backward. As units get over in it,
         their buckets are launched. Ranks that did not raise have launched in that order, and wait for us in it.
         """
         if not self.rounds.open:
             self._open_round()
         self.rounds.complete()
-        join()
+        gathers()
         while self._next < len(self.buckets):
             self._launch_next()
         self.rounds.completed()
@@ -403,7 +407,7 @@ class Reducer:
             self._schedule.complete_all_backwards()
 
     def complete_before_closure(self) -> None:
-        """Collective, as ``step`` begins that is given a closure. At stage 3, settle now what raised before it.
+        """Collective, as ``step`` begins that is given a closure. At stage 3, complete now what raised before it.
 
         The closure's forward gathers, and must not meet the gathers of a backward in which other ranks still are. Where
         that backward has raised here before its first gradient, they have launched its round. So it is launched here,
@@ -459,12 +463,12 @@ class Reducer:
             rank 1   backward: launches both, waits for B      A.step()
         """
         self.thread.note()
-        settled = self._not_in_backward()
-        for reducer in settled:
+        chosen = self._not_in_backward()
+        for reducer in chosen:
             reducer.complete_raised()
         # Those under ``no_sync`` have no round, and other ranks wait in their gathers.
         complete_raised_backwards(self.thread)
-        for reducer in settled:  # only now, when all are launched
+        for reducer in chosen:  # only now, when all are launched
             reducer._wait_for_averages()
 
     def _not_in_backward(self) -> list[Reducer]:
@@ -493,8 +497,10 @@ class Reducer:
                 self.rounds.local()  # within a no_sync block: other ranks may have had gradients in it
             if self.rounds.state.owed:  # one at most: no round is open any more
                 self._complete_round(_nothing)
-            edits = [bucket.follow_edits() for bucket in self.buckets]
-            self.leftover = set() if self.late else set().union(*(of_bucket.assigned for of_bucket in edits))
+            assigned: set[int] = set()
+            for bucket in self.buckets:
+                assigned |= bucket.follow_edits().assigned
+            self.leftover = set() if self.late else assigned
             if self._counts.learned is not Learned.ALL:
                 self._learn()
         for bucket in self.buckets:
@@ -528,7 +534,10 @@ class Reducer:
 
     @torch.no_grad()
     def _collect(self) -> bool:
-        return any([bucket.collect(self._streams) for bucket in self.buckets])  # noqa: C419  every bucket, whatever the first says
+        changed = False
+        for bucket in self.buckets:
+            changed |= bucket.collect(self._streams)
+        return changed
 
     def follow_edits(self) -> Edits:
         """Let gradients count as the user has left them. Returns what was done to them since ``finish``, or since the
@@ -554,11 +563,11 @@ class Reducer:
 
     def clear(self, set_to_none: bool = True) -> None:
         """Drop every gradient, or make it zero. A round that an exception cut short is completed for the others."""
-        joins = self.sharding.reduces and self.rounds.zeroed
-        if joins:
+        zeroed_before = self.sharding.reduces and self.rounds.zeroed
+        if zeroed_before:  # every rank comes here then: it is the second call since a step
             self.complete_all_backwards()
         self.complete_all_raised()
-        if joins:
+        if zeroed_before:
             self._launch_missed_rounds()
         self.rounds.clear()
         self._excuse_forwards()

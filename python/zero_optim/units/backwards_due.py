@@ -1,9 +1,9 @@
 """Counts what forwards have announced to backward: cycles that it may take, and reductions.
 
-A rank *owes* backward cycles to forward cycles that other ranks may come back through:
+Backward cycles are *due* to forward cycles that other ranks may come back through:
 
 ======================  ================
-owed                    becomes
+due                     becomes
 ======================  ================
 FORWARD ends, trains    one more
 FORWARD ends            the same
@@ -12,7 +12,7 @@ complete_all_backwards  0
 end_step                0
 ======================  ================
 
-``complete_all_backwards`` ends the cycle that is open, and goes through what is owed, one cycle for each.
+``complete_all_backwards`` ends the cycle that is open, and goes through what is due, one cycle for each.
 
 For each optimizer, whether a forward has *announced* a reduction, which a backward may not have come to here:
 
