@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -14,21 +14,11 @@ from torch.amp.grad_scaler import OptState
 from zero_kernels import is_capturing
 
 from .comm.host_copy import HostCopy
+from .optimizer import ShardedAdamW
 
 
-class _Sharded(Protocol):
-    """An optimizer, as far as the scaler asks it, that unscales and skips by itself, on the device."""
-
-    device: torch.device
-
-    def unscale_gradients(self, inverse_scale: Tensor) -> None: ...
-    def step_scaled(self, inverse_scale: Tensor | None) -> Any: ...
-    def found_inf_of_step(self) -> Tensor: ...
-    def found_inf_without_step(self) -> Tensor: ...
-    def first_non_finite(self) -> dict[str, Any] | None: ...
-
-
-def _is_sharded(optimizer: object) -> TypeGuard[_Sharded]:
+def _is_sharded(optimizer: object) -> TypeGuard[ShardedAdamW]:
+    """True if it unscales and skips by itself, on the device: a ``ShardedAdamW``, or a client's wrapper around one."""
     return hasattr(optimizer, "unscale_gradients")
 
 

@@ -189,6 +189,7 @@ class Reducer:
         if current_task() != self._watch.task:
             self._watch.enter()
         bucket, number, slot = self.layout.slot_of[index]
+        # Its bucket has left: the others have reduced without this gradient. The exchange tells them, and all raise.
         if number < self._next:
             self.late.add(index)
             return
@@ -196,7 +197,7 @@ class Reducer:
             self._check_shown(bucket, slot)
         if self._streams.several:
             self._streams.note()
-        if self._reduces:
+        if self._reduces:  # should this backward raise, what the user zeroes afterwards is told by these notes
             self._round_grads.note(index, parameter)
             if bucket.slots.bucket_state is GradState.REDUCED:
                 bucket.slots.added(slot)

@@ -71,8 +71,10 @@ class RoundGrads:
             (self._parameters[index].grad, version) for index, version in self._versions.items() if index not in gone
         ]
         written = [grad.detach() for grad, version in local if grad is not None and grad._version != version]
+        # Written may mean zeroed, or scaled. Only the device knows, and the host must not wait for it.
         if local and len(written) == len(local):
             return None if how - {Zeroed.IN_PLACE} else torch.stack([grad.ne(0).any() for grad in written]).any()
+        # Zeroed in one way is what ``zero_grad`` of a module does. Zeroed in several, or in part, is an edit of some.
         if local:
             how.add(Zeroed.TO_NONE if all(grad is None for grad, _ in local) else None)
         return how.pop() if len(how) == 1 else None

@@ -88,6 +88,7 @@ class AfterForward(_Hook):
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        # What views the parameters must not outlive them. Those of the root stay until its backward, where one follows.
         root = self.unit is self.schedule.units[0]
         if self.unit.state is UnitState.UNSHARDED and not (root and torch.is_grad_enabled()):
             self._check_returned(output)
