@@ -64,7 +64,7 @@ class Orders:
         self._ended.append((unit, needed))
 
     def is_wanted(self, *, trains: bool) -> bool:
-        """True if the ranks are to agree, after a forward of the root that trains, or not."""
+        """True if the ranks are to agree after this forward of the root. ``trains``: a backward may follow it."""
         return self.known is Known.NOTHING or (trains and self.known is Known.FORWARD)
 
     def agree(self, *, trains: bool) -> None:
