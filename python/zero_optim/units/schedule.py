@@ -41,8 +41,8 @@ record                     none              FORWARD           BACKWARD
   to any unit does. Where the root is UNSHARDED, and no BACKWARD is open, it changes nothing.
 - *ahead*, *open*, *behind*: where the unit is: later in the cycle; visited and not over; or over.
 - *frozen*: the unit is not in the backward cycle. It needed no gradient when the order was recorded.
-- *forward: root* and *backward begins*, with a cycle open: whatever opened that cycle has raised. There is one
-  exception: a cycle in which a part has brought in the root, and nothing else was visited, goes on.
+- *forward: root* with a cycle open, *backward begins* with BACKWARD open: whatever opened that cycle has raised. There
+  is one exception: a forward cycle in which a part has brought in the root, and nothing else was visited, goes on.
 - *complete_raised_backward* of a backward that has not raised changes nothing.
 - *root returns*: its outermost forward. Where the order is not known, the ranks agree on it then.
 
