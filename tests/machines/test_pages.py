@@ -19,9 +19,8 @@ from zero_optim.stores.disk_homes import DiskHomes, PagePlace
 from zero_optim.stores.host_homes import HostHomes
 from zero_optim.stores.host_memory import HostMemory
 from zero_optim.stores.lanes import HostLanes
-from zero_optim.stores.page_file import PageFile
+from zero_optim.stores.page_file import PageFile, Transfer
 from zero_optim.stores.paged_store import PagedStore, PageState
-from zero_optim.stores.transfer import Transfer
 
 IN_SLOTS = table(paged_store.__doc__, "event")
 ON_DISK = table(disk_homes.__doc__, "event")
@@ -120,7 +119,7 @@ def _page_that_is(homes: DiskHomes, place: str) -> tuple[Any, _Mark]:
             home.left(_Mark(passed=True))
             home.end_write()
     elif place == "LOST":
-        os.truncate(homes.file.path, 0)
+        os.ftruncate(homes.file._file.file, 0)
         with pytest.raises(OffloadError, match="cut off"):
             home.incoming()
     assert home.place is PagePlace[place]

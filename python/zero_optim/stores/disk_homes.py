@@ -48,11 +48,10 @@ from .extents import Extent
 from .host_memory import HostMemory
 from .lanes import Mark
 from .offload import HOST_BUFFERS
-from .page_file import PageFile
+from .page_file import PageFile, Transfer
 from .paged_store import Home
 from .patience import Patience
 from .state_store import Copied
-from .transfer import Transfer
 
 LOOKAHEAD = 3
 
@@ -167,7 +166,7 @@ class DiskHomes:
                 if last.place is PagePlace.ON_DISK:  # else it was found lost
                     self._wanted.append(last)
             else:
-                raise OffloadError(f"{self.file.path}: no buffer is left: the disk, or host memory, has failed before")
+                raise OffloadError(f"{self.file.name}: no buffer is left: the disk, or host memory, has failed before")
         return self._free.pop()
 
     def replace_buffer(self) -> None:
@@ -231,7 +230,7 @@ class _DiskHome:
         self._check("left", PagePlace.HELD, PagePlace.KEPT)
         self._homes.begin_reads()
         if self.transfer is not None and not self.transfer.done:  # of a disk that does not answer: it stays KEPT
-            self._homes.problems[self] = OffloadError(f"{self._homes.file.path} does not answer")
+            self._homes.problems[self] = OffloadError(f"{self._homes.file.name} does not answer")
             return
         whole = self._kept if self._kept is not None else self._whole_buffer()
         self.transfer, self.place = self._homes.file.write(self.extent, whole, mark.wait), PagePlace.WRITING

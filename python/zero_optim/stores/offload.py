@@ -41,7 +41,7 @@ class Offload:
     Attributes:
         device_budget: bytes of state that stay on the device, at most; None: as many as there is room for. Of
             ``Tier.PAGED`` alone, else 0.
-        folder: where ``Tier.NVME`` keeps its file. Absolute: the process may go elsewhere before it removes it.
+        folder: where ``Tier.NVME`` has its file. Absolute: the process may go elsewhere before the file is made.
         speculate: of ``Tier.CPU``, whether updates begin before the norm is known.
     """
 
