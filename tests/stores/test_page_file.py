@@ -271,7 +271,10 @@ def test_a_write_begins_after_what_it_waits_for(pages):
     transfer = pages.write(extent, buffer, after)
     assert torch.equal(get(pages, other), expected)
     assert not transfer.done
-    with pytest.raises(OffloadError, match=r"writing 50,000 bytes at 53,248 of the page file of rank 0 in .*: 7 of 7 blocks .* after 0 s"):
+    with pytest.raises(
+        OffloadError,
+        match=r"writing 50,000 bytes at 53,248 of the page file of rank 0 in .*: 7 of 7 blocks .* after 0 s",
+    ):
         transfer.wait(0)
     for misuse in (pages.write, pages.read):
         with pytest.raises(OffloadError, match="still being written or read; this is a bug"):
