@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from guards import open_files_in
 from zero_optim import ClosedError, OffloadError
 from zero_optim.stores import direct_file, page_file
 from zero_optim.stores.direct_file import checksum_function, memory_of
@@ -525,7 +526,7 @@ def test_a_failed_start_leaves_nothing(tmp_path, monkeypatch):
         OffloadError, match=f"state_offload='nvme:{tmp_path}': it cannot be written: Read-only"
     ) as caught:
         PageFile(tmp_path, rank=0)
-    assert not list(tmp_path.iterdir()), "while the error, and all that it refers to, is still there"
+    assert not open_files_in(tmp_path), "while the error, and all that it refers to, is still there"
     del caught
 
 

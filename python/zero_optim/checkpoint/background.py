@@ -21,9 +21,9 @@ from torch import Tensor
 from ..comm.collectives import Comm
 from ..comm.host_ranks import forget_group
 from ..comm.streams import on_device
+from ..comm.together import together
 from ..errors import CheckpointError
 from ..stores.host_memory import HostMemory
-from .together import together
 
 _WHERE = "checkpoint.wait"
 

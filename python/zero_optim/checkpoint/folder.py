@@ -18,13 +18,17 @@ import itertools
 import os
 import re
 import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointError
 from . import disk, index
 from .index import Index
 from .index_reading import HEAD_BYTES, from_json, lineage_from_json
 from .lineage import Lineage, Standing, standings
+from .plain import decode
 from .rank_file import crc32c
 
 _STEP = re.compile(r"(?:\.replaced-)?step-(0|[1-9][0-9]*)")
@@ -265,3 +269,50 @@ def problem_of(folder: Path) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
+
+
+def newest(path: Path) -> tuple[Path, Index, list[str]]:
+    """Find the checkpoint that ``path`` is, or the newest whole one in it. Returns its folder and its index.
+
+    The third is what is wrong with those that are newer, as sentences. Raises CheckpointError where there is none.
+    """
+    problems: list[str] = []
+    for folder in candidates(path):
+        try:
+            return folder, read_index(folder), problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    raise no_checkpoint(path, problems)
+
+
+def no_checkpoint(path: str | os.PathLike[str], problems: Sequence[str]) -> CheckpointError:
+    """Where none can be read: what is wrong with those that there are."""
+    return CheckpointError("; ".join(problems) or f"{path} holds no checkpoint")
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a checkpoint says of itself, before there is a model to load it into.
+
+    Attributes:
+        folder: where it is.
+        step: of the training, as ``save`` was told.
+        extra: what the user had added.
+        configuration, versions: how it came about.
+    """
+
+    folder: Path
+    step: int
+    extra: Any
+    configuration: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+
+def info(path: str | os.PathLike[str]) -> Info:
+    """Read the index of a checkpoint, or of the newest whole one in a folder of several. Not collective.
+
+    Whole as far as the lengths of files tell: no checksum of a tensor is looked at. Raises CheckpointError where there
+    is none.
+    """
+    folder, index, _ = newest(Path(path))
+    return Info(folder, index.step, decode(index.extra), index.configuration, index.versions)

@@ -16,17 +16,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..comm.together import together
 from ..errors import CheckpointError, StateMismatchError
 from ..params.storage_order import read_in_order
 from . import folder as folders
 from .contents import Holding, Names, contents_of_model
 from .index import BUFFER, PARAMETER, Index, SavedTensor
 from .matching import casts, counted, listed
-from .newest import newest
 from .rank_file import Files, fill
 from .safetensors_file import BLOCK_BYTES, Entry, Stored, read_header, write_entries
 from .subject import make_subject
-from .together import together
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -72,7 +71,7 @@ def export(
 
     Raises CheckpointError: there is no checkpoint; it is damaged; ``out`` cannot be written.
     """
-    folder, index = newest(Path(path))
+    folder, index, _ = folders.newest(Path(path))
     weights = list(_weights(index, dtype))
     shards = _split(weights, max_shard_bytes)
     target = Path(out).absolute()

@@ -22,6 +22,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ..comm.collectives import Comm
+from ..comm.together import on_rank_0, together
 from ..errors import CheckpointError, StateMismatchError
 from . import folder as folders
 from .background import wait
@@ -33,7 +34,6 @@ from .plain import decode
 from .random_states import check_random_states, set_random_states
 from .rank_file import Files, check_headers, crc32c
 from .subject import LoadPlan, Subject, each, give_back, make_subject
-from .together import check_agreed, on_rank_0, together
 
 _WHERE = "checkpoint.load"
 
@@ -89,7 +89,7 @@ def load(
     subject = make_subject(model, opt, _WHERE)
     others = _Others(each(scaler), each(scheduler), data)
     given = {"path": str(path), "strict": strict, "scaler": len(others.scalers), "scheduler": len(others.schedulers)}
-    check_agreed(subject.comm, {**subject.described(), **given, "data": data is not None}, _WHERE)
+    subject.check_same_call({**given, "data": data is not None}, _WHERE)
     subject.settle()
     together(subject.comm, lambda: _check_subject(subject), _WHERE)
     problems: list[str] = []
@@ -103,7 +103,7 @@ def load(
             message = f"{folder} was loaded, and none that is newer: {'; '.join(problems)}"
             warnings.warn(message, stacklevel=2)
         return loaded
-    raise CheckpointError("; ".join(problems) or f"{path} holds no checkpoint")
+    raise folders.no_checkpoint(path, problems)
 
 
 def _check_subject(subject: Subject) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Comm
 from ..comm.host_ranks import HostRanks
+from ..comm.together import Ranks, gathered, on_rank_0, together
 from ..errors import CheckpointError
 from . import folder as folders
 from .background import SLAB, Slab, start, wait
@@ -32,7 +33,6 @@ from .plain import encode
 from .random_states import read_random_states
 from .rank_file import Portion, check_dtype, crc32c, write_file
 from .subject import Subject, each, make_subject
-from .together import Ranks, check_agreed, gathered, on_rank_0, together
 
 _WHERE = "checkpoint.save"
 
@@ -80,7 +80,7 @@ def save(
     comm = subject.comm
     given = {"path": str(path), "step": step, "keep_last": keep_last, "background": background}
     given |= {"scaler": len(each(scaler)), "scheduler": len(each(scheduler))}
-    check_agreed(comm, {**subject.described(), **given, "data": data is not None}, _WHERE)
+    subject.check_same_call({**given, "data": data is not None}, _WHERE)
     absolute = together(comm, lambda: Path(path).absolute(), _WHERE)  # a thread may write there, later
     subject.settle()
     work = together(comm, lambda: _prepare(subject, step, keep_last, scaler, scheduler, data, extra), _WHERE)

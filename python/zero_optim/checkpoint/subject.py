@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..comm.collectives import Comm, make_comm
+from ..comm.together import check_same, together
 from ..errors import CheckpointError, StateMismatchError
 from ..units.sharded_model import sharded_model_of
 from .contents import Contents, Names, TensorContents, contents_of_model, modules_with_state
@@ -20,7 +21,6 @@ from .index import Index, SavedOptimizer
 from .matching import Match, match, saved_names
 from .optimizers import OptimizerPart, Sharded, is_sharded, make_part
 from .plain import decode, encode
-from .together import together
 
 
 def make_subject(model: nn.Module, opt: Any, where: str) -> Subject:
@@ -79,11 +79,13 @@ class Subject:
         self._models = sharded_model_of(model.parameters())
         self.device = _device_of(model)
 
-    def described(self) -> dict[str, Any]:
-        """What has to be the same on every rank."""
+    def check_same_call(self, given: Mapping[str, Any], where: str) -> None:
+        """Collective. Raise RankMismatchError unless all ranks have such a model and optimizers, and are ``given`` the
+        same beside."""
         counts = [sum(len(group["params"]) for group in one.param_groups) for one in self.optimizers]
         kinds = [type(one).__name__ for one in self.optimizers]
-        return {"opt": list(zip(kinds, counts, strict=True)), "model": type(self.model).__name__}
+        described = {"opt": list(zip(kinds, counts, strict=True)), "model": type(self.model).__name__, **given}
+        check_same(self.comm, [f"{name}={value!r}" for name, value in described.items()], where, f"give {where}")
 
     def settle(self) -> None:
         """Collective. Leave nothing under way, and every unit sharded."""

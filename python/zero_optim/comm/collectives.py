@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,6 +26,7 @@ from . import standstill, transport
 from .gloo import GLOO
 from .standstill import Standstill, Wait, standstill_of
 from .streams import on_device
+from .together import raising_together
 from .transport import STREAMS, Issued, Reduction, Transport, Work
 
 CHANNELS = 8
@@ -450,29 +451,14 @@ class Comm:
             )
         return [of_rank for _, _, of_rank in reports]
 
-    @contextmanager
-    def raising_together(self, where: str, device: torch.device | None = None) -> Iterator[None]:
-        """Collective. An exception within it, on any rank, is raised on all: its own, or one that names the rank.
-
-        A rank that failed alone would leave the others waiting for it.
+    def raising_together(self, where: str, device: torch.device | None = None) -> AbstractContextManager[None]:
+        """Collective. See ``together.raising_together``.
 
         Args:
             device: for what is done often, where to ask first whether any rank has failed, over the own group: one
                 number. Else every rank gets an object of each, which takes 0.3 s among 16,384.
         """
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:
-            error = caught
-        if device is not None and not self._any(error is not None, device):
-            return
-        reports = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}", where)
-        if error is not None:
-            raise error
-        failed = [f"rank {rank} failed with {report}" for rank, report in enumerate(reports) if report is not None]
-        if failed:
-            raise RankMismatchError("; ".join(failed))
+        return raising_together(self, where, lambda failed: device is None or self._any(failed, device))
 
     def _any(self, here: bool, device: torch.device) -> bool:
         """Collective. Whether it is so on any rank. The host waits."""
