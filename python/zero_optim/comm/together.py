@@ -114,7 +114,29 @@ def raising_together(ranks: Ranks, where: str, any_failed: Callable[[bool], bool
         raise RankMismatchError("; ".join(failed))
 
 
-# -- the same arguments ------------------------------------------------------------------------------------------------
+# -- the same call, with the same arguments ---------------------------------------------------------------------------
+
+
+def values_of_one_call(reports: Sequence[tuple[str, str, Any]]) -> list[Any]:
+    """The values of ``reports``: of each rank in which call it is, of whose optimizer, and its value.
+
+    Raises RankMismatchError unless all are in the same call. What a rank has gathered would mean something else to it.
+    """
+    places, owners, values = zip(*reports, strict=True)
+    odd = next((rank for rank, place in enumerate(places) if place != places[0]), None)
+    if odd is not None:
+        raise RankMismatchError(
+            f"rank 0 is in {places[0]}, rank {odd} in {places[odd]}: each rank has to make the same calls, "
+            "in the same order. Does each find what it loads?"
+        )
+    odd = next((rank for rank, owner in enumerate(owners) if owner != owners[0]), None)
+    if odd is not None:
+        raise RankMismatchError(
+            f"ranks 0 and {odd} are in {places[0]} of different optimizers, or sharded models: each rank has to make "
+            "the same calls, in the same order. Where several threads train, give the optimizer of each a process "
+            "group of its own, process_group=dist.new_group(), or the model, to shard_module"
+        )
+    return list(values)
 
 
 def check_same(ranks: Ranks, description: Sequence[str], where: str, remedy: str) -> None:
