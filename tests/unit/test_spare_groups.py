@@ -32,7 +32,8 @@ class TwoOfFour:
 def left(monkeypatch) -> list[Group]:
     """This rank is in three groups, and has left two."""
     there = [Group("5"), Group("7"), Group("9")]
-    monkeypatch.setattr(dist.distributed_c10d._world, "pg_names", {group: group.group_name for group in there})
+    for group in there:
+        monkeypatch.setitem(dist.distributed_c10d._world.pg_names, group, group.group_name)
     monkeypatch.setattr(groups, "_left", {})
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     groups.leave([0, 1], map(weakref.ref, there[:2]))
@@ -50,8 +51,8 @@ def test_what_all_have_left_is_taken_once(left):
     assert groups.take(TwoOfFour(other_left={"5"}, other_count=3), [0, 1], make, "here", needed=True) is left[0]
 
 
-def test_a_group_that_was_destroyed_is_not_taken(left):
-    del dist.distributed_c10d._world.pg_names[left[1]]
+def test_a_group_that_was_destroyed_is_not_taken(left, monkeypatch):
+    monkeypatch.delitem(dist.distributed_c10d._world.pg_names, left[1])
     assert groups.take(TwoOfFour(other_left={"7"}, other_count=2), [0, 1], make, "here", needed=True) is not left[1]
 
 
