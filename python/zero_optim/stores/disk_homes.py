@@ -16,14 +16,14 @@ event       ON_DISK  READING  HELD     WRITING  KEPT     LOST
 expect      READING  READING  HELD     WRITING  KEPT     LOST
 incoming    HELD     HELD     HELD     HELD     KEPT     error
 outgoing    HELD     error    HELD     error    KEPT     error
-left        error    error    WRITING  error    WRITING  error
+filled      error    error    WRITING  error    WRITING  error
 unchanged   error    error    ON_DISK  error    KEPT     error
 end_write   error    error    error    ON_DISK  error    error
 ==========  =======  =======  =======  =======  =======  =====
 
 Where the disk fails:
 
-- ``end_write`` makes a page KEPT: it stays in host memory, and the next ``left`` writes it again. Where the failed
+- ``end_write`` makes a page KEPT: it stays in host memory, and the next ``filled`` writes it again. Where the failed
   write is not over even then, the page stays KEPT.
 - ``incoming`` makes it LOST, and raises.
 
@@ -45,11 +45,11 @@ from torch import Tensor
 
 from ..errors import OffloadError
 from .extents import Extent
+from .homes import Home
 from .host_memory import HostMemory
 from .lanes import Mark
 from .offload import HOST_BUFFERS
 from .page_file import PageFile, Transfer
-from .paged_store import Home
 from .patience import Patience
 from .state_store import Copied
 
@@ -226,8 +226,8 @@ class _DiskHome:
             self._buffer, self.place = self._homes.lend(), PagePlace.HELD
         return self._run()
 
-    def left(self, mark: Mark) -> None:
-        self._check("left", PagePlace.HELD, PagePlace.KEPT)
+    def filled(self, mark: Mark) -> None:
+        self._check("filled", PagePlace.HELD, PagePlace.KEPT)
         self._homes.begin_reads()
         if self.transfer is not None and not self.transfer.done:  # of a disk that does not answer: it stays KEPT
             self._homes.problems[self] = OffloadError(f"{self._homes.file.name} does not answer")

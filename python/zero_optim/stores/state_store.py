@@ -75,9 +75,11 @@ class StateStore(Protocol):
     def end_step(self) -> None:
         """All pages of a step were committed."""
 
-    def take_in(self) -> None:
-        """Pages were released, and no more will be: let those stay on the device that fit there now, and give back
-        memory that nothing uses."""
+    def use_room(self) -> None:
+        """Let pages stay on the device that fit there now, and give back memory that nothing uses.
+
+        To be called when pages were released, and no more will be.
+        """
 
     def take_problems(self) -> Mapping[int, OffloadError]:
         """By page, why it could not be written since this was last asked. It is in host memory, and nothing is lost."""
@@ -117,7 +119,7 @@ class PagesStay:
 
     def end_step(self) -> None: ...
 
-    def take_in(self) -> None: ...
+    def use_room(self) -> None: ...
 
     def take_problems(self) -> Mapping[int, OffloadError]:
         return {}
