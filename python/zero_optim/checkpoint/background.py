@@ -2,7 +2,7 @@
 
 ::
 
-    program   save: copy to the slab | train ... train | save: waits for the thread, then copies again
+    program   save: copy to a buffer | train ... train | save: waits for the thread, then copies again
     thread                           | write, agree with the other ranks' threads, publish
 """
 
@@ -28,7 +28,7 @@ from ..stores.host_memory import HostMemory
 _WHERE = "checkpoint.wait"
 
 
-class Slab:
+class SaveBuffer:
     """Host memory for the values of one save. It is allocated once, as large as is asked for, and kept; pinned where
     values come from a GPU, by ``HostMemory``: torch's own pinned memory would come in powers of two."""
 
@@ -63,7 +63,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class CopiedValues:
-    """Values in the slab, as bytes, once every event of ``arrived`` has passed."""
+    """Values in the buffer, as bytes, once every event of ``arrived`` has passed."""
 
     values: Sequence[Tensor]
     arrived: Sequence[torch.cuda.Event]
@@ -82,7 +82,7 @@ def _reached(gpu: torch.device) -> torch.cuda.Event:
     return event
 
 
-SLAB = Slab()
+SAVE_BUFFER = SaveBuffer()
 
 
 class Saving:
@@ -122,7 +122,7 @@ _saving: Saving | None = None
 
 
 def start(comm: Comm, work: Callable[[], Path]) -> None:
-    """Do ``work`` in a thread. Call ``wait`` before, and before the slab is filled."""
+    """Do ``work`` in a thread. Call ``wait`` before, and before the buffer is filled."""
     global _saving
     _saving = Saving(comm, work)
 
@@ -143,7 +143,7 @@ def wait() -> None:
         forget_group(saving.comm)  # a collective may have failed in it
         raise
     finally:
-        if saving.over:  # not where Ctrl-C has ended the wait: the thread still reads the slab
+        if saving.over:  # not where Ctrl-C has ended the wait: the thread still reads the buffer
             _saving = None
 
 

@@ -32,7 +32,7 @@ from .plain import decode
 from .rank_file import crc32c
 
 _STEP = re.compile(r"(?:\.replaced-)?step-(0|[1-9][0-9]*)")
-_LEFT = re.compile(r"\.(writing|replaced|removing)-step-[0-9]+")
+_UNFINISHED = re.compile(r"\.(writing|replaced|removing)-step-[0-9]+")
 _WRITING, _REPLACED, _REMOVING = ".writing-", ".replaced-", ".removing-"
 
 
@@ -108,9 +108,9 @@ def begin(path: Path, step: int) -> None:
     writing = writing_folder(path, step)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        for left in sorted(path.iterdir(), reverse=True):
-            if _LEFT.fullmatch(left.name):
-                _clear(left)
+        for unfinished in sorted(path.iterdir(), reverse=True):
+            if _UNFINISHED.fullmatch(unfinished.name):
+                _clear(unfinished)
         writing.mkdir()
         there = step_folder(path, step)
         if os.path.lexists(there) and not _is_checkpoint(there):
@@ -119,15 +119,17 @@ def begin(path: Path, step: int) -> None:
         raise CheckpointError(f"no checkpoint can be written to {path}: {error.strerror} ({error.filename})") from error
 
 
-def _clear(left: Path) -> None:
-    """Remove what a job has died in. One that was put aside, for another that never came, is put back, whether or not
-    it can be read just now. So is one that was being removed, if it is whole: earlier versions gave both one name."""
-    folder = left.with_name("step-" + left.name.rpartition("-")[2])
-    aside = left.name.startswith(_REPLACED) or (left.name.startswith(_REMOVING) and problem_of(left) is None)
+def _clear(unfinished: Path) -> None:
+    """Remove what a job has died in, or put it back, where it is the only checkpoint of its step."""
+    folder = unfinished.with_name("step-" + unfinished.name.rpartition("-")[2])
+    # One that was put aside is put back whether or not it can be read just now. Earlier versions gave those the name
+    # of one that was being removed, too: such a one is put back if it is whole.
+    aside = unfinished.name.startswith(_REPLACED)
+    aside = aside or (unfinished.name.startswith(_REMOVING) and problem_of(unfinished) is None)
     if aside and not os.path.lexists(folder):
-        left.rename(folder)
+        unfinished.rename(folder)
     else:
-        shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -186,7 +188,7 @@ def give_up(writing: Path) -> None:
 
 def next_number(path: Path) -> int:
     """Of a checkpoint that is going to be saved in ``path``."""
-    return max((standing.place[0] for standing in standings_in(path)), default=0) + 1
+    return max((standing.stamp.number for standing in standings_in(path)), default=0) + 1
 
 
 def keep_newest(path: Path, folder: Path, count: int) -> None:
@@ -196,7 +198,7 @@ def keep_newest(path: Path, folder: Path, count: int) -> None:
     whole = (at for at in there if at.lives and (at.folder == folder or problem_of(at.folder) is None))
     kept = list(itertools.islice(whole, count))
     for standing in there if len(kept) == count else ():
-        older = standing.place < kept[-1].place and standing.place[1] < (step_of(folder) or 0)
+        older = standing.stamp < kept[-1].stamp and standing.stamp.step < (step_of(folder) or 0)
         if older and _is_checkpoint(standing.folder):
             remove(standing.folder)
 

@@ -165,7 +165,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     for files that are missing, cut off, or of another format.
     """
     subject = make_subject(model, None, "load_safetensors")
-    subject.settle()
+    subject.come_to_rest()
     together(subject.comm, lambda: subject.check_not_gathered("load_safetensors"), "load_safetensors")
     names = Names(model)
     contents = contents_of_model(model, names)

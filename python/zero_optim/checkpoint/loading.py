@@ -90,7 +90,7 @@ def load(
     others = _Others(each(scaler), each(scheduler), data)
     given = {"path": str(path), "strict": strict, "scaler": len(others.scalers), "scheduler": len(others.schedulers)}
     subject.check_same_call({**given, "data": data is not None}, _WHERE)
-    subject.settle()
+    subject.come_to_rest()
     together(subject.comm, lambda: _check_subject(subject), _WHERE)
     problems: list[str] = []
     for folder in on_rank_0(subject.comm, lambda: folders.candidates(Path(path)), _WHERE):

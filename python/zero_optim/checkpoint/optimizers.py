@@ -12,7 +12,7 @@ from torch import Tensor
 from ..engine import Engine
 from ..errors import CheckpointError
 from ..rules.update_rule import StateTensor, master_of, tensors_for
-from .contents import Contents, Holding, Names, Owner, TensorContents
+from .contents import Contents, HeldBy, Holding, Names, TensorContents
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec
 from .index_reading import ADAMS, SHARDED
 from .matching import Match, Wanted
@@ -77,11 +77,11 @@ class ShardedPart:
 
     @property
     def holdings(self) -> list[Holding]:
-        owner = Owner.THIS_RANK if self._engine.sharding.shard_count > 1 else Owner.EVERY_RANK
+        held_by = HeldBy.THIS_RANK if self._engine.sharding.shard_count > 1 else HeldBy.EVERY_RANK
         found = []
         for place in self._engine.states.places():
             start, length = place.tensor.span(place.piece.in_param, place.piece.numel)
-            found.append(Holding(self._spec(place.piece.slot.param, place.tensor), start, length, owner))
+            found.append(Holding(self._spec(place.piece.slot.param, place.tensor), start, length, held_by))
         return found
 
     def values(self) -> Iterator[Tensor]:

@@ -87,7 +87,7 @@ class Subject:
         described = {"opt": list(zip(kinds, counts, strict=True)), "model": type(self.model).__name__, **given}
         check_same(self.comm, [f"{name}={value!r}" for name, value in described.items()], where, f"give {where}")
 
-    def settle(self) -> None:
+    def come_to_rest(self) -> None:
         """Collective. Leave nothing under way, and every unit sharded."""
         for sharded in self._sharded:
             sharded.settle()
@@ -98,7 +98,7 @@ class Subject:
     # -- saving --------------------------------------------------------------------------------------------------
 
     def contents(self, names: Names) -> tuple[TensorContents, list[OptimizerPart]]:
-        """What there is to save: of the model, and of each optimizer. Call ``settle`` before."""
+        """What there is to save: of the model, and of each optimizer. Call ``come_to_rest`` before."""
         return contents_of_model(self.model, names), [make_part(one, names) for one in self.optimizers]
 
     def describe(self, names: Names, optimizers: Sequence[OptimizerPart]) -> dict[str, Any]:

@@ -147,7 +147,7 @@ class _Laid:
         return [flat for flat in self.flats if flat.trained]
 
 
-class _Ranks(Comm):
+class _AbsentComm(Comm):
     """Ranks that are not there."""
 
     def __init__(self, world: int, rank: int) -> None:
@@ -162,7 +162,7 @@ def plan(model: ModelShapes, job: Job, rule: UpdateRule | None = None) -> Plan:
     """
     _check(model, job)
     rule = rule or AdamW()
-    ranks = _Ranks(job.world, job.rank or 0)
+    ranks = _AbsentComm(job.world, job.rank or 0)
     sharding = Sharding(ranks, job.stage, job.grad_reduce_dtype, torch.device("meta"))
     laid = _lay_out(model, job, sharding)
     pages = [sum(state_nbytes(state, flat.layout) for state in tensors_for(rule, flat.dtype)) for flat in laid.buckets]
