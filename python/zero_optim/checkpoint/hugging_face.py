@@ -22,7 +22,7 @@ from ..params.storage_order import read_in_order
 from . import folder as folders
 from .contents import Holding, Names, contents_of_model
 from .index import BUFFER, PARAMETER, Index, SavedTensor
-from .matching import casts, counted, listed
+from .matching import counted, listed, shape_differs
 from .rank_file import Files, fill
 from .safetensors_file import BLOCK_BYTES, Entry, Stored, read_header, write_entries
 from .subject import make_subject
@@ -197,11 +197,10 @@ def _match(
     if left:
         told.append(f"left over in {path}: {counted(left, 'tensor')}, {listed(left)}")
     wrong = [
-        f"{spec.label} has shape {list(spec.shape)} of {spec.dtype} here, and {list(where.entry.shape)} of "
-        f"{where.entry.dtype} there"
+        differs
         for spec in (holding.spec for holding in holdings)
         if (where := found[spec.name]) is not None
-        and not (where.entry.shape == spec.shape and casts(where.entry.dtype, spec.dtype))
+        and (differs := shape_differs(spec, where.entry.shape, where.entry.dtype)) is not None
     ]
     if wrong:
         raise StateMismatchError(f"{path} does not fit: {listed(wrong)}")
@@ -213,7 +212,7 @@ def _match(
 def _find(path: Path) -> dict[str, Stored]:
     """Every tensor in ``path``, by name. Raises CheckpointError."""
     if path.is_file() and path.name != _INDEX:
-        return read_header(path)
+        return read_header(path)[0]
     folder = path.parent if path.name == _INDEX else path
     if (folder / _INDEX).exists():
         try:
@@ -223,14 +222,14 @@ def _find(path: Path) -> dict[str, Stored]:
             raise CheckpointError(f"{folder / _INDEX} cannot be read: {type(error).__name__}: {error}") from error
         stored: dict[str, Stored] = {}
         for name in sorted(files):
-            stored |= read_header(folder / name)
+            stored |= read_header(folder / name)[0]
         lost = [name for name in place if name not in stored]
         if lost:
             raise CheckpointError(f"{folder / _INDEX} names tensors that no file has: {listed(lost)}")
         return stored
     if not (folder / _ONE_FILE).exists():
         raise CheckpointError(f"{folder} has no {_ONE_FILE}, and no {_INDEX}")
-    return read_header(folder / _ONE_FILE)
+    return read_header(folder / _ONE_FILE)[0]
 
 
 def _read(stored: Mapping[str, Stored], holdings: Sequence[Holding], values: Iterator[Tensor]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack as Undo
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,12 +120,16 @@ class _Others:
     schedulers: Sequence[Any]
     data: Any
 
+    def _beside(self, index: Index) -> Iterator[tuple[str, Sequence[Any], Sequence[Any]]]:
+        """A name, those that are given here, and the states that the checkpoint has for them."""
+        yield "scaler", self.scalers, index.scalers
+        yield "scheduler", self.schedulers, index.schedulers
+
     def misfits(self, index: Index) -> list[str]:
-        """Where there is none to give, or nobody to take."""
-        pairs = {"scaler": (self.scalers, index.scalers), "scheduler": (self.schedulers, index.schedulers)}
+        """Tell where the checkpoint has a state that nobody takes, or none for one that is given, a sentence each."""
         told = [
             f"the checkpoint has the state of {len(there)} {what}(s), and {len(here)} given here"
-            for what, (here, there) in pairs.items()
+            for what, here, there in self._beside(index)
             if len(here) != len(there)
         ]
         has_data = any(of_rank["data"] is not None for of_rank in index.ranks)
@@ -135,8 +139,7 @@ class _Others:
 
     def load(self, index: Index, own: Mapping[str, Any] | None, undo: Undo) -> None:
         """``own``: what this rank had of its own."""
-        pairs = {"scaler": (self.scalers, index.scalers), "scheduler": (self.schedulers, index.schedulers)}
-        for what, (here, there) in pairs.items():
+        for what, here, there in self._beside(index):
             for one, state in zip(here, map(decode, there), strict=False):
                 if state != {}:  # of a scaler that was not enabled
                     _load_one(what, one, state, undo)

@@ -24,7 +24,7 @@ from ..errors import CheckpointError
 from ..params.storage_order import StorageOrder, read_in_order
 from . import disk
 from .index import FlatRange, Index, Piece, SavedTensor, TensorSpec
-from .safetensors_file import BLOCK_BYTES, NAMES, Entry, read_whole_header, write_entries
+from .safetensors_file import BLOCK_BYTES, NAMES, Entry, read_header, write_entries
 
 _TENSORS = "tensors"
 """In the metadata of a file: shape and order of the tensors that its entries are pieces of, as JSON."""
@@ -108,7 +108,7 @@ def check_headers(folder: Path, index: Index, rank: int, ranks: int) -> None:
 
 
 def _check_header(path: Path, expected: Mapping[str, tuple[TensorSpec, Piece]]) -> None:
-    stored, metadata = read_whole_header(path)
+    stored, metadata = read_header(path)
     if stored.keys() != expected.keys():
         odd = min(stored.keys() ^ expected.keys())
         raise CheckpointError(f"{path} and the index differ: {odd!r} is in {'it' if odd in stored else 'that'} alone")
