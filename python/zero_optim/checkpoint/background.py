@@ -52,6 +52,7 @@ class SaveBuffer:
         return CopiedValues(copied, [_reached(gpu) for gpu in gpus])
 
     def _allocate(self, nbytes: int, gpu: torch.device | None) -> None:
+        # Memory that is not pinned a GPU would copy to while the host waits.
         if self._memory.numel() < nbytes or (gpu is not None and not self._pinned):
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old goes before the new comes
             self._pinned = gpu is not None
@@ -112,7 +113,7 @@ class Saving:
         return not self._thread.is_alive()
 
     def tell(self) -> None:
-        """At the end of a program that has not asked."""
+        """Print what went wrong, at the end of a program that has not asked."""
         self._thread.join()
         if self._error is not None:
             print(f"zero_optim: a save in the background has failed, and nobody asked: {self._error}", file=sys.stderr)

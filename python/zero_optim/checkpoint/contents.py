@@ -29,13 +29,13 @@ class HeldBy(enum.Enum):
 
 @dataclass(frozen=True)
 class Holding(FlatRange):
-    """What this rank has in memory of a tensor."""
+    """The part of a tensor that this rank has in memory."""
 
     held_by: HeldBy
 
 
 class Contents(Protocol):
-    """Of a model, or of an optimizer.
+    """The tensors of a model, or of an optimizer.
 
     Attributes:
         specs: of all tensors, the same on every rank.
@@ -49,11 +49,11 @@ class Contents(Protocol):
     def holdings(self) -> Sequence[Holding]: ...
 
     def values(self) -> Iterator[Tensor]:
-        """Of each holding, in order, its elements [length]: to be read or written before the next is asked for."""
+        """Give the elements [length] of each holding, in order: to be read or written before the next is asked for."""
 
 
 class Names:
-    """What the parameters of a model are called.
+    """Names of a model's parameters.
 
     Attributes:
         parameters: each parameter once, under its first name.

@@ -59,7 +59,7 @@ def checkpoints(path: Path) -> list[Path]:
 
 
 def standings_in(path: Path) -> list[Standing]:
-    """As ``checkpoints``. One that was put aside counts where nothing has its name."""
+    """Order them as ``checkpoints`` does. One that was put aside counts where nothing has its name."""
     try:
         found = {at: step for at in path.iterdir() if (step := step_of(at)) is not None and at.is_dir()}
     except FileNotFoundError:
@@ -76,7 +76,7 @@ def _in_place(folder: Path) -> Path:
 
 
 def _lineage_of(folder: Path) -> Lineage | None:
-    """What the first bytes of its index say, or all of it. None where that cannot be read."""
+    """Read it from the first bytes of the index, or from all of it. None where that cannot be read."""
     path = folder / index.NAME
     try:
         with path.open("rb") as file:
@@ -87,7 +87,7 @@ def _lineage_of(folder: Path) -> Lineage | None:
 
 
 def candidates(path: Path) -> list[Path]:
-    """What to load where a user names ``path``, one after another: that itself, or the checkpoints in it."""
+    """List what to load where a user names ``path``, one after another: that itself, or the checkpoints in it."""
     if (path / index.NAME).exists():
         return [path]
     aside = path.with_name(_REPLACED + path.name)
@@ -169,6 +169,7 @@ def publish_folder(writing: Path, folder: Path) -> None:
         writing.rename(folder)
     elif disk.exchange(writing, folder):
         replaced = writing
+    # Two renames, between which nothing has the name: ``candidates`` and ``standings_in`` know where the old one is.
     else:
         replaced = _rename_away(folder, _REPLACED)
         try:
@@ -187,7 +188,7 @@ def give_up(writing: Path) -> None:
 
 
 def next_number(path: Path) -> int:
-    """Of a checkpoint that is going to be saved in ``path``."""
+    """Give the number of a checkpoint that is going to be saved in ``path``."""
     return max((standing.stamp.number for standing in standings_in(path)), default=0) + 1
 
 
@@ -212,7 +213,7 @@ def remove(folder: Path) -> None:
 
 
 def _rename_away(folder: Path, prefix: str) -> Path:
-    """By one rename a checkpoint is not there any more: it is never half there."""
+    """Take its name from a checkpoint, by one rename: it is never half there."""
     aside = folder.with_name(prefix + _in_place(folder).name)
     shutil.rmtree(aside, ignore_errors=True)
     return folder.rename(aside)

@@ -35,7 +35,7 @@ _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: ``nbytes`` of tensors, in ``files``."""
+    """A model that was written: ``nbytes`` of tensors, in ``files``."""
 
     folder: Path
     tensors: int
@@ -123,7 +123,7 @@ def _values(files: Files, weights: Sequence[_Weight]) -> Iterator[Tensor]:
 
 
 def _split(weights: Sequence[_Weight], most: int) -> list[list[_Weight]]:
-    """In their order, as many to a file as fit."""
+    """Split them over files, in their order, as many to a file as fit."""
     shards: list[list[_Weight]] = [[]]
     size = 0
     for weight in weights:
@@ -185,7 +185,7 @@ def _read_one(stored: Mapping[str, Stored], holding: Holding, values: Tensor) ->
 def _match(
     path: Path, names: Names, holdings: Sequence[Holding], *, strict: bool
 ) -> tuple[Mapping[str, Stored], list[str]]:
-    """Of each tensor here, by name, where it is; and what differs."""
+    """Find where each tensor here is, by name, and what differs."""
     stored = _find(path)
     known = {holding.spec.name: names.equal_to(holding.spec.name) for holding in holdings}
     found = {name: next((stored[one] for one in of if one in stored), None) for name, of in known.items()}

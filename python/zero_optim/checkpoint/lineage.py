@@ -80,7 +80,7 @@ def standings(steps: Mapping[Path, int], lineages: Mapping[Path, Lineage | None]
 # -- what a model came from --------------------------------------------------------------------------------------------
 
 _came_from: weakref.WeakKeyDictionary[nn.Module, dict[Path, Stamp]] = weakref.WeakKeyDictionary()
-"""Of a model, in each folder of checkpoints, the one that it was loaded from, or saved to, last."""
+"""By model and folder of checkpoints, the one that the model was loaded from, or saved to, last."""
 
 
 def came_from(model: nn.Module, path: Path) -> Stamp | None:
@@ -93,7 +93,7 @@ def note_saved(model: nn.Module, path: Path, stamp: Stamp) -> None:
 
 
 def note_loaded(model: nn.Module, folder: Path, number: int, step: int | None) -> None:
-    """What it came from in other folders says nothing any more. ``step``: None for a folder that has another name."""
+    """Note it, and forget what it came from in other folders. ``step``: None for a folder that has another name."""
     _came_from[_plain(model)] = {} if step is None else {folder.parent: Stamp(number, step)}
 
 

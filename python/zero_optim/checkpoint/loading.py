@@ -40,7 +40,7 @@ _WHERE = "checkpoint.load"
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded.
+    """A checkpoint that was loaded.
 
     Attributes:
         folder: the checkpoint.
@@ -75,15 +75,17 @@ def load(
             Where that is damaged, a warning says so, and the one that it came from is loaded in its place.
         model: sharded or not.
         opt: as it was given to ``save``: a ``ShardedAdamW``, one of torch's, or several; None: the model alone.
-        scaler, scheduler, data: whose ``load_state_dict`` gets what was saved of them.
-        strict: raise StateMismatchError, before anything is changed, where a tensor is missing in the checkpoint or
-            left over in it, or where parameter groups differ; False: go on without them, and say so in ``notes``.
+        scaler, scheduler, data: objects with a ``load_state_dict``, which gets what ``save`` was given of them.
+        strict: True: raise StateMismatchError, before anything is changed, where a tensor is missing in the checkpoint
+            or left over in it, or where parameter groups differ. False: load the others, and say so in ``notes``.
 
-    Raises, on every rank: CheckpointError where there is no whole checkpoint; StateMismatchError, naming what does not
-    fit, such as a scheduler that refuses its state. Then model and optimizer are as they were: all that is going
-    to be loaded is read, and checked, before the first tensor is written. There is one exception: a disk may refuse
-    the second time what it has given the first time. The error says so. Then they are a mixture: load another
-    checkpoint, or make them anew.
+    Raises, on every rank:
+        CheckpointError: there is no whole checkpoint.
+        StateMismatchError: naming what does not fit, such as a scheduler that refuses its state.
+
+    After an error model and optimizer are as they were, since all that is going to be loaded is read, and checked,
+    before the first tensor is written. There is one exception: a disk may refuse the second time what it has given the
+    first time. The error says so. Model and optimizer are a mixture then: load another checkpoint, or make them anew.
     """
     wait()
     subject = make_subject(model, opt, _WHERE)
@@ -96,6 +98,7 @@ def load(
     for folder in on_rank_0(subject.comm, lambda: folders.candidates(Path(path)), _WHERE):
         try:
             loaded = _load(folder, subject, others, strict=strict)
+        # All ranks come here, or none: see ``together``. So all go on to the one that it came from.
         except CheckpointError as error:
             problems.append(str(error))
             continue
@@ -114,7 +117,7 @@ def _check_subject(subject: Subject) -> None:
 
 @dataclass(frozen=True)
 class _Others:
-    """What is loaded beside model and optimizers."""
+    """The objects that are loaded beside model and optimizers."""
 
     scalers: Sequence[Any]
     schedulers: Sequence[Any]
@@ -159,8 +162,11 @@ def _load_one(what: str, one: Any, state: Any, undo: Undo) -> None:
 
 
 def _load(folder: Path, subject: Subject, others: _Others, *, strict: bool) -> Loaded:
-    """All that can be wrong with a checkpoint is found before the first tensor is written; so is what others, who take
-    their state before, have against it: then they get the old one back."""
+    """Load one checkpoint, in this order: read and check all; give schedulers and such their state; write the tensors.
+
+    So whatever is wrong with it, or whoever refuses their state, says so before the first tensor is written. Those who
+    took their state before that get the old one back.
+    """
     comm = subject.comm
     index = together(comm, lambda: _read_index(folder, comm), _WHERE)
     plan = together(comm, lambda: _plan(folder, index, subject, others, strict=strict), _WHERE)
@@ -170,11 +176,12 @@ def _load(folder: Path, subject: Subject, others: _Others, *, strict: bool) -> L
         together(comm, lambda: subject.set_options(plan, undo), _WHERE)
         together(comm, lambda: others.load(index, own, undo), _WHERE)
         subject.use_order(plan)
-        undo.pop_all()
+        undo.pop_all()  # from here on tensors are written: there is no way back
     together(comm, lambda: _read(folder, subject.to_fill(plan), plan.matched), _WHERE)
     together(comm, lambda: subject.take_over(plan), _WHERE)
     note_loaded(subject.model, folder.resolve(), index.lineage.number, folders.step_of(folder.resolve()))
     notes = [*plan.matched.misfits, *plan.matched.notes]
+    # Last: what was done before may have drawn random numbers.
     if own is not None:
         set_random_states(own["random"], subject.device)
     else:
@@ -190,7 +197,7 @@ def _read_index(folder: Path, comm: Comm) -> Index:
 
 
 def _own_of(folder: Path, index: Index, subject: Subject) -> Mapping[str, Any] | None:
-    """What this rank had of its own; None where other ranks saved, in number, than load."""
+    """Decode what this rank had of its own; None where another number of ranks saved than loads."""
     if len(index.ranks) != subject.comm.world_size:
         return None
     try:

@@ -20,7 +20,7 @@ _NAMED = 5  # of what does not fit; the others are counted
 
 @dataclass(frozen=True)
 class Wanted:
-    """What an optimizer is to be given.
+    """The wishes of an optimizer.
 
     Attributes:
         specs: its tensors.
@@ -39,7 +39,7 @@ class Wanted:
 
 @dataclass
 class Match:
-    """How a checkpoint fits.
+    """The fit of a checkpoint.
 
     Attributes:
         saved_name: of each parameter here, what the checkpoint calls it.
@@ -90,7 +90,7 @@ def match(
 
 
 def saved_names(index: Index, names: Names) -> dict[str, str]:
-    """Of each parameter, what the checkpoint calls it: tied ones may be saved under another of their names."""
+    """Find what the checkpoint calls each parameter: tied ones may be saved under another of their names."""
     return {name: _saved_name(index, names, name) for name in names.parameters}
 
 
@@ -158,7 +158,7 @@ def _note_leftover_weights(index: Index, names: Names, matched: Match) -> None:
 
 
 def _note_leftover_state(index: Index, matched: Match) -> None:
-    """Of parameters that were never updated there is none to speak of."""
+    """Note state that nobody takes. That of parameters which were never updated says nothing, and does not count."""
     used = {(source.spec.kind, source.spec.name) for source in matched.source.values()}
     updated = index.updated()
     unused: dict[str, list[str]] = {}
@@ -201,7 +201,7 @@ def shape_differs(here: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def _match_groups(number: int, wanted: Wanted, saved: SavedOptimizer | None, matched: Match) -> list[int | None]:
-    """The saved group of each: the one of the same parameters."""
+    """Find the saved group of each group: the one of the same parameters."""
     if saved is None:
         matched.misfits.append(f"the checkpoint holds no options of optimizer {number}: it has fewer optimizers")
         return [None] * len(wanted.groups)

@@ -32,7 +32,7 @@ _TENSORS = "tensors"
 
 @dataclass(frozen=True)
 class Portion(FlatRange):
-    """What a rank writes of a tensor."""
+    """The part of a tensor that a rank writes."""
 
     @property
     def key(self) -> str:
@@ -41,7 +41,7 @@ class Portion(FlatRange):
 
 
 def crc32c(data: bytes) -> str:
-    """In hexadecimal. Raises CheckpointError where the package for it is missing."""
+    """Compute a checksum, in hexadecimal. Raises CheckpointError where the package for it is missing."""
     try:
         from google_crc32c import value
     except ImportError as error:
@@ -124,7 +124,7 @@ def _check_header(path: Path, expected: Mapping[str, tuple[TensorSpec, Piece]]) 
 
 
 def _described(spec: TensorSpec) -> list[Any]:
-    """What of the whole tensor the entry of a piece does not show."""
+    """Describe what of the whole tensor the entry of a piece does not show: its shape and its order."""
     return [list(spec.shape), None if spec.order is None else list(spec.order)]
 
 
@@ -184,7 +184,7 @@ class Files:
             fill(target[low - start : high - start], tensor.spec.dtype, data, low - block.start)
 
     def read_block(self, block: Block) -> bytes:
-        """Its bytes, checked."""
+        """Read its bytes, and check them."""
         path = self.folder / block.piece.file
         self._read_ahead(block.nbytes)
         with self._refusals_named(block):
@@ -212,7 +212,7 @@ class Files:
             raise CheckpointError(f"{path}, which holds the {block.spec.label}: {error.strerror}") from error
 
     def _read_ahead(self, nbytes: int) -> None:
-        """So much of what was announced is going to be read now."""
+        """Announce more to the disk, as so much of what was announced is going to be read now."""
         self._ahead = max(self._ahead - nbytes, 0)
         while self._ahead < disk.RUN_BYTES and (block := next(self._coming, None)) is not None:
             with self._refusals_named(block):
@@ -237,7 +237,7 @@ class Block(FlatRange):
 
 
 def _blocks_of_rank(tensors: Sequence[SavedTensor], rank: int, ranks: int) -> Iterator[Block]:
-    """Of all blocks of ``tensors``, in the order of files, those that begin in the ``rank``-th part of the bytes."""
+    """Choose the blocks of ``tensors`` that begin in the ``rank``-th part of their bytes, in the order of files."""
     pieces = [(piece, tensor) for tensor in tensors for piece in tensor.pieces]
     pieces.sort(key=lambda pair: (len(pair[0].file), pair[0].file, pair[0].offset))
     total = sum(piece.length * tensor.spec.dtype.itemsize for piece, tensor in pieces)
@@ -256,7 +256,7 @@ def _elements_a_block(tensor: SavedTensor) -> int:
 
 
 def _blocks_of(tensor: SavedTensor, start: int, end: int) -> Iterator[Block]:
-    """Those that hold elements from ``start`` to ``end``, in order."""
+    """Cut out the blocks that hold elements from ``start`` to ``end``, in order."""
     most = _elements_a_block(tensor)
     for piece in tensor.pieces:
         low, high = max(start, piece.start), min(end, piece.end)
@@ -267,5 +267,5 @@ def _blocks_of(tensor: SavedTensor, start: int, end: int) -> Iterator[Block]:
 
 
 def blocks_in(tensor: SavedTensor, piece: Piece) -> Iterator[Block]:
-    """All of a piece."""
+    """Give all blocks of a piece."""
     return _blocks_of(tensor, piece.start, piece.end)

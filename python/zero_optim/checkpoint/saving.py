@@ -88,6 +88,7 @@ def save(
     writing = _begin(comm, absolute, share.step)
     if not background:
         return _save(comm, writing, share)
+    # The thread agrees with those of other ranks over a group of its own: the program's collectives go on meanwhile.
     with _given_up_on_failure(comm, writing):
         copied = together(comm, lambda: share.with_values_copied(SAVE_BUFFER), _WHERE)
         ranks = HostRanks(comm)
@@ -124,7 +125,7 @@ class _Share:
 
 @dataclass(frozen=True)
 class _Written:
-    """What a rank has written: ``nbytes`` in its file."""
+    """The report of a rank that has written ``nbytes`` to its file."""
 
     nbytes: int
     tensors: Sequence[SavedTensor]
@@ -170,7 +171,7 @@ def _prepare(
 
 
 def cut_for_rank(parts: Sequence[Sequence[Holding]], rank: int, ranks: int) -> list[list[Portion]]:
-    """What this rank writes of each part's holdings, one portion of each. Those that it leaves to others are empty.
+    """Choose what this rank writes of each part's holdings, one portion of each. What it leaves to others is empty.
 
     What every rank has is shared out among them, by bytes.
     """
@@ -183,6 +184,7 @@ def cut_for_rank(parts: Sequence[Sequence[Holding]], rank: int, ranks: int) -> l
         for holding in holdings:
             check_dtype(holding.spec)
             first, last = 0, holding.length
+            # Cut at whole elements, rounded up on both sides: what one rank leaves the next begins with.
             if holding.held_by is HeldBy.EVERY_RANK:
                 size = holding.spec.dtype.itemsize
                 first, last = (min(max(-(-(at - begin) // size), 0), holding.length) for at in (low, high))
@@ -200,6 +202,7 @@ def _begin(comm: Comm, path: Path, step: int) -> Path:
     """Collective. Make the folder that is written in, and see to it that every rank sees it."""
     writing = folders.writing_folder(path, step)
     on_rank_0(comm, lambda: folders.begin(path, step), _WHERE)
+    # Folders of one name on different disks would each get a part of the checkpoint.
     seen = gathered(comm, lambda: (writing.is_dir(), socket.gethostname()), _WHERE)
     blind = [f"rank {rank} on {host}" for rank, (there, host) in enumerate(seen) if not there]
     if blind:
@@ -239,7 +242,7 @@ def _write(writing: Path, rank: int, share: _Share) -> _Written:
 def _values(
     parts: Sequence[Contents], holdings: Sequence[Sequence[Holding]], portions: Sequence[Sequence[Portion]]
 ) -> Iterator[Tensor]:
-    """Of each portion that is not empty."""
+    """Give the values of each portion that is not empty."""
     for part, of_part, wanted in zip(parts, holdings, portions, strict=True):
         for holding, portion, flat in zip(of_part, wanted, part.values(), strict=True):
             if portion.length:
@@ -247,7 +250,7 @@ def _values(
 
 
 def _publish(writing: Path, written: Sequence[_Written], share: _Share) -> Path:
-    """On rank 0: check that all is there once, write the index, give the folder its name."""
+    """Check, on rank 0, that all is there once; write the index, and give the folder its name."""
     try:
         tensors = merge(share.specs, (tensor for of_rank in written for tensor in of_rank.tensors))
     except ValueError as error:
@@ -258,6 +261,7 @@ def _publish(writing: Path, written: Sequence[_Written], share: _Share) -> Path:
     folder = folders.publish(
         writing, Index(share.step, tensors, files, ranks=ranks, lineage=lineage, **share.described)
     )
+    # The model may be gone when a thread publishes: nobody goes on from the checkpoint with it then.
     if (model := share.model()) is not None:
         note_saved(model, folder.parent, Stamp(lineage.number, share.step))
     if share.keep_last is not None:

@@ -38,9 +38,13 @@ ON_HOST = torch.device("cpu")
 
 @dataclass
 class Traffic:
-    """What one kind of collective has moved. ``bytes`` counts the whole tensor of each call, as the caller sees it;
-    on the wire a rank sends and receives (N-1)/N of it (twice that for an all-reduce). ``wait_seconds``: host
-    time blocked."""
+    """An account of one kind of collective.
+
+    Attributes:
+        bytes: of the whole tensor of each call, as the caller sees it. On the wire a rank sends and receives (N-1)/N of
+            it, and twice that for an all-reduce.
+        wait_seconds: for which the host was blocked.
+    """
 
     kind: str
     calls: int = 0
@@ -141,14 +145,18 @@ class Pending:
 
 
 class Comm:
-    """The ranks that share one optimizer's state. ``group=None`` is one rank, and then nothing is communicated.
+    """The ranks that share one optimizer's state, and the collectives between them.
 
-    It has two groups of the same ranks. What every rank calls at the same place in its program, such as loading, goes
-    over the *given* one. What the optimizer sends of its own accord, reductions above all, goes over its *own*: a
-    collective of the user's, or of another optimizer, between two calls of ours cannot meet it there.
+    It has two process groups of the same ranks:
 
-    ``device``: where the tensors are that will be communicated. Objects travel by way of it, where the group has no
-    back-end for the CPU. None: the current GPU.
+    - *given*: for what every rank calls at the same place in its program, such as loading.
+    - *own*: for what the optimizer sends of its own accord, reductions above all. A collective of the user's, or of
+      another optimizer, that stands between two calls of ours cannot meet ours there.
+
+    ``group=None`` is one rank, and then nothing is communicated.
+
+    ``device``: of the tensors that will be communicated; None: the current GPU. Where the group has no back-end for the
+    CPU, pickled objects are communicated as tensors on this device.
 
     The groups are held weakly: gloo's threads end only when ``destroy_process_group`` drops the last reference, and
     one that still runs while the interpreter shuts down aborts the process.
@@ -195,7 +203,7 @@ class Comm:
 
     @property
     def owner(self) -> str:
-        """Whose collectives these are, by a name that is the same on all ranks of the whole."""
+        """Name of the optimizer, or sharded model, whose collectives these are: the same on all ranks of the whole."""
         group = self.whole.own_group
         assert group is not None
         name: str = group.group_name
@@ -217,8 +225,8 @@ class Comm:
         return group
 
     def standstill(self) -> Standstill:
-        """What this thread writes while it waits here. A thread beside the first one looks at its own optimizer alone:
-        what other threads wait for says nothing of it."""
+        """Give the record of waits that this thread writes to while it waits here."""
+        # A thread beside the first one looks at its own optimizer alone: where other threads wait says nothing of it.
         return standstill_of(self.whole.ranks, self.owner if user_thread.is_beside() else "")
 
     def given_up(self) -> str | None:
@@ -329,7 +337,7 @@ class Comm:
 
     @property
     def ranks(self) -> list[int]:
-        """As the whole job numbers them; of one rank without a group, 0."""
+        """Numbers of these ranks in the whole job; of one rank without a group, 0."""
         return self._ranks() or [0]
 
     def _ranks(self) -> list[int]:
@@ -354,7 +362,7 @@ class Comm:
         return self._transport(ON_HOST).split(self.group, parts)
 
     def _transport(self, device: torch.device) -> Transport:
-        """What serves tensors on ``device``."""
+        """Choose the transport for tensors on ``device``."""
         if (used := transport.used()) is not None:
             return used
         if self._backends is None:

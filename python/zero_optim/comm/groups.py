@@ -67,7 +67,7 @@ def can_be_made(ranks: Ranks) -> bool:
 
 
 def _count() -> int:
-    """How many groups this rank is in."""
+    """Number of groups that this rank is in."""
     return len(dist.distributed_c10d._world.pg_names)
 
 

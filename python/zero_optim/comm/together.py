@@ -35,7 +35,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class _Report(Generic[T]):
-    """What a rank has to say: its result, or the type of its error and the message."""
+    """The report of a rank: its result, or the type of its error and the message."""
 
     result: T | None = None
     failure: tuple[str, str] | None = None

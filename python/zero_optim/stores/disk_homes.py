@@ -122,6 +122,7 @@ class DiskHomes:
         """Where there is no memory for larger ones, those that there were stay."""
         if nbytes <= self._buffer_bytes:
             return
+        # All are there before the first of the old ones is given up: without memory for them the optimizer goes on.
         larger: list[Tensor] = []
         try:
             for _ in range(HOST_BUFFERS):
@@ -129,6 +130,7 @@ class DiskHomes:
         except BaseException:
             self._forget(larger)
             raise
+        # A thread may still read or write an old one.
         for home in self._homes:
             home.let_go_of_buffer()
         self._forget(self._free)
@@ -146,7 +148,7 @@ class DiskHomes:
         self.begin_reads()
 
     def begin_reads(self) -> None:
-        """Of pages that are wanted, without waiting: as many as there are buffers for."""
+        """Begin to read pages that are wanted, without waiting: as many as there are buffers for."""
         self.end_writes_that_are_over()
         while self._wanted and self._free:
             self._wanted.pop(0).begin_read()
@@ -160,6 +162,7 @@ class DiskHomes:
         while not self._free:
             if self.writing:
                 self.writing[0].end_write()
+            # What was read ahead is read again when it is wanted. The last is wanted last.
             elif self.reading:
                 last = self.reading[-1]
                 last.let_go_of_buffer()
@@ -195,6 +198,7 @@ class _DiskHome:
         self._why_lost = ""
 
     def expect(self) -> None:
+        # ``expect`` never waits: a page that is still being written stays so, and ``incoming`` waits.
         if self.place is PagePlace.WRITING and self.transfer is not None and self.transfer.done:
             self.end_write()
         if self.place is PagePlace.ON_DISK:
@@ -221,6 +225,7 @@ class _DiskHome:
 
     def outgoing(self) -> Tensor:
         self._check("outgoing", PagePlace.ON_DISK, PagePlace.HELD, PagePlace.KEPT)
+        # All of it is going to be written: what is on the disk need not be read.
         if self.place is PagePlace.ON_DISK:
             self._homes.no_longer_wants(self)
             self._buffer, self.place = self._homes.lend(), PagePlace.HELD
@@ -268,7 +273,7 @@ class _DiskHome:
                 self._kept, self._buffer = self._buffer, None
                 self._homes.replace_buffer()
         else:
-            self._forget_kept()
+            self._forget_kept()  # a page that was kept is on the disk at last
             self.place = PagePlace.ON_DISK
         self._homes.writing.remove(self)
         self._give_back_buffer()

@@ -93,7 +93,7 @@ def _read_budget(budget: int | str) -> int | None:
 
 
 def read_nbytes(text: str) -> int | None:
-    """Of a size such as ``8GB`` (10^9), ``500MiB`` (2^20) or ``4096``; None where it is none."""
+    """Read a size such as ``8GB`` (10^9), ``500MiB`` (2^20) or ``4096``; None where it is none."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kKMGT]?)(i?)B?", text.strip())
     if match is None or (match[3] and not match[2]):
         return None
@@ -101,7 +101,10 @@ def read_nbytes(text: str) -> int | None:
 
 
 def resident(pages: Sequence[int], budget: int) -> list[bool]:
-    """Of pages of so many bytes, in the order in which they were made, which stay on the device: all that still fit."""
+    """Tell which pages stay on the device, all that still fit in the order in which they were made.
+
+    ``pages``: bytes of each.
+    """
     left, stays = budget, []
     for nbytes in pages:
         stays.append(nbytes <= left)
@@ -118,7 +121,7 @@ def footprint(
     *,
     room: int = 0,
 ) -> Footprint:
-    """What the state takes.
+    """Count what the state takes of each memory.
 
     Args:
         pages: bytes of the state of each shard.

@@ -64,11 +64,11 @@ class Transfer:
         return all(block.done() for block in self._blocks)
 
     def unfinished(self, seconds: float) -> int:
-        """How many blocks are not over, well or not, after so long."""
+        """Count the blocks that are not over, well or not, after so long."""
         return len(futures.wait(self._blocks, seconds).not_done)
 
     def wait(self, seconds: float) -> None:
-        """Until it is over.
+        """Wait until it is over.
 
         Raises OffloadError, naming file and bytes, where a block could not be read or written, ended early, or has
         another checksum; and where it is not over after ``seconds``: then the buffer is still in use. What the
@@ -77,7 +77,7 @@ class Transfer:
         self.checksums(seconds)
 
     def checksums(self, seconds: float = 0) -> tuple[int, ...]:
-        """Of each block, once it is over. Raises as ``wait``."""
+        """Give the checksum of each block, once it is over. Raises as ``wait``."""
         if self._checksums is None:
             waiting = self.unfinished(seconds)
             if waiting:
@@ -138,13 +138,13 @@ class PageFile:
 
     @property
     def nbytes(self) -> int:
-        """Of the file: all extents, and what lies free between them."""
+        """Length of the file: all extents, and what lies free between them."""
         return self._space.end
 
     def allocate(self, nbytes: int) -> Extent:
-        """Space for a page. The disk has promised it: it is full here, or not at all (copy-on-write systems excepted).
+        """Take space for a page. Raises OffloadError, naming the file, bytes wanted and bytes free.
 
-        Raises OffloadError, naming file, bytes wanted and bytes free.
+        The disk has promised the space: it is full here, or not at all (copy-on-write systems excepted).
         """
         self._check_open()
         wanted = Extent(0, nbytes).space
@@ -166,7 +166,7 @@ class PageFile:
         self._space.grow(nbytes)
 
     def release(self, extent: Extent) -> None:
-        """Its space may be used for other pages. Nothing may be on its way there any more."""
+        """Leave its space to other pages. Nothing may be on its way there any more."""
         self._idle(extent)
         del self._extents[extent]
         self._space.give_back(extent.offset, extent.space)
@@ -224,7 +224,7 @@ class PageFile:
         return f"{verb} {extent.nbytes:,} bytes at {extent.offset:,} of {self.name}"
 
     def _write_block(self, block: Tensor, offset: int, ready: futures.Future[None] | None) -> int:
-        """In a thread of the pool. Returns the checksum of what was to be written."""
+        """Write, in a thread of the pool. Returns the checksum of what was to be written."""
         if ready is not None:
             ready.result()  # its pool began it before this block: somebody is at it, or it is over
         memory = memory_of(block)
@@ -240,7 +240,7 @@ class PageFile:
         return checksum
 
     def _read_block(self, block: Tensor, offset: int, expected: int) -> int:
-        """In a thread of the pool. Returns the checksum, which is as expected."""
+        """Read, in a thread of the pool. Returns the checksum, which is as expected."""
         memory = memory_of(block)
         nbytes = len(memory)
         try:

@@ -30,7 +30,7 @@ each page."""
 
 
 class Disk(enum.Enum):
-    """As far as is known."""
+    """The state of a disk, as far as is known."""
 
     ANSWERS = enum.auto()
     BEHIND = enum.auto()
