@@ -126,7 +126,7 @@ class Subject:
             model.schedule.check_not_gathered(what)
 
     def plan(self, index: Index) -> LoadPlan:
-        """Match ``index`` with what is here. Raises StateMismatchError where a tensor, or an option, cannot be loaded."""
+        """Match ``index`` with what is here. Raises StateMismatchError where it cannot be loaded."""
         names = Names(self.model)
         model, optimizers = self.contents(names)
         saved_name = saved_names(index, names)
