@@ -18,6 +18,21 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _CANNOT = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 
+class OpenFiles(contextlib.ExitStack):
+    """Files that are read, opened as they are needed. A context: it closes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._descriptors: dict[Path, int] = {}
+
+    def descriptor(self, path: Path) -> int:
+        """Raises OSError."""
+        if path not in self._descriptors:
+            self._descriptors[path] = os.open(path, os.O_RDONLY)
+            self.callback(os.close, self._descriptors[path])
+        return self._descriptors[path]
+
+
 def start_writing(file: int, offset: int, nbytes: int) -> None:
     """Let the disk begin with what was written there. Else it waits for ``fsync``, or for memory to run short."""
     sync_file_range = _sync_file_range()

@@ -21,6 +21,7 @@ from ..errors import CheckpointError, StateMismatchError
 from ..params.storage_order import read_in_order
 from . import folder as folders
 from .contents import Holding, Names, contents_of_model
+from .disk import OpenFiles
 from .index import BUFFER, PARAMETER, Index, SavedTensor
 from .matching import counted, listed, shape_differs
 from .rank_file import Files, fill
@@ -190,12 +191,13 @@ def _match(
     known = {holding.spec.name: names.equal_to(holding.spec.name) for holding in holdings}
     found = {name: next((stored[one] for one in of if one in stored), None) for name, of in known.items()}
     missing = [name for name, where in found.items() if where is None]
-    left = [name for name in stored if name not in {one for of in known.values() for one in of}]
+    here = {one for of in known.values() for one in of}
+    unused = [name for name in stored if name not in here]
     told = []
     if missing:
         told.append(f"missing in {path}: {counted(missing, 'tensor')}, {listed(missing)}")
-    if left:
-        told.append(f"left over in {path}: {counted(left, 'tensor')}, {listed(left)}")
+    if unused:
+        told.append(f"left over in {path}: {counted(unused, 'tensor')}, {listed(unused)}")
     wrong = [
         differs
         for spec in (holding.spec for holding in holdings)
@@ -233,21 +235,16 @@ def _find(path: Path) -> dict[str, Stored]:
 
 
 def _read(stored: Mapping[str, Stored], holdings: Sequence[Holding], values: Iterator[Tensor]) -> None:
-    opened: dict[Path, int] = {}
     try:
-        for holding, flat in zip(holdings, values, strict=True):
-            where = stored.get(holding.spec.name)
-            if where is not None and holding.length:
-                if where.path not in opened:
-                    opened[where.path] = os.open(where.path, os.O_RDONLY)
-                orders = (holding.spec.order, None)  # its tensors lie with their dimensions as they are
-                read = partial(_read_range, opened[where.path], where)
-                read_in_order(flat, holding.start, holding.spec.shape, orders, read)
+        with OpenFiles() as files:
+            for holding, flat in zip(holdings, values, strict=True):
+                where = stored.get(holding.spec.name)
+                if where is not None and holding.length:
+                    orders = (holding.spec.order, None)  # its tensors lie with their dimensions as they are
+                    read = partial(_read_range, files.descriptor(where.path), where)
+                    read_in_order(flat, holding.start, holding.spec.shape, orders, read)
     except OSError as error:
         raise CheckpointError(f"weights cannot be read: {error.filename or ''} {error.strerror}") from error
-    finally:
-        for file in opened.values():
-            os.close(file)
 
 
 def _read_range(file: int, where: Stored, target: Tensor, start: int) -> None:

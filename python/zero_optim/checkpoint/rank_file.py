@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -128,24 +127,14 @@ def _described(spec: TensorSpec) -> list[Any]:
     return [list(spec.shape), None if spec.order is None else list(spec.order)]
 
 
-class Files:
-    """The files of a checkpoint's ``folder``, opened as they are needed. A context: it closes them."""
+class Files(disk.OpenFiles):
+    """The files of a checkpoint's ``folder``."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
-        self._open: dict[str, int] = {}
         self._coming: Iterator[Block] = iter(())
         self._ahead = 0  # bytes that were announced, and not read yet
-
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self._open.values():
-            os.close(file)
-        self._open.clear()
 
     def verify(self, tensors: Iterable[SavedTensor], rank: int, ranks: int) -> None:
         """Read, and check, a ``ranks``-th of these: file by file, so that it is what this rank may soon read again.
@@ -188,19 +177,13 @@ class Files:
         path = self.folder / block.piece.file
         self._read_ahead(block.nbytes)
         with self._refusals_named(block):
-            data = os.pread(self._opened(block), block.nbytes, block.offset)
+            data = os.pread(self.descriptor(path), block.nbytes, block.offset)
         if len(data) < block.nbytes:
             raise CheckpointError(f"{path} ends in the midst of the {block.spec.label}: it was cut off")
         if crc32c(data) != block.crc32c:
             bytes_of = f"bytes {block.offset:,} to {block.offset + block.nbytes:,}, of the {block.spec.label}"
             raise CheckpointError(f"{path} is damaged: {bytes_of}, have another checksum")
         return data
-
-    def _opened(self, block: Block) -> int:
-        name = block.piece.file
-        if name not in self._open:
-            self._open[name] = os.open(self.folder / name, os.O_RDONLY)
-        return self._open[name]
 
     @contextmanager
     def _refusals_named(self, block: Block) -> Iterator[None]:
@@ -216,7 +199,7 @@ class Files:
         self._ahead = max(self._ahead - nbytes, 0)
         while self._ahead < disk.RUN_BYTES and (block := next(self._coming, None)) is not None:
             with self._refusals_named(block):
-                disk.will_read(self._opened(block), block.offset, block.nbytes)
+                disk.will_read(self.descriptor(self.folder / block.piece.file), block.offset, block.nbytes)
             self._ahead += block.nbytes
 
 
