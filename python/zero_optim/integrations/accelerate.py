@@ -151,7 +151,9 @@ class ShardedAccelerator(Accelerator):
         return whole_state_dict(self.unwrap_model(model) if unwrap else model, on_all=everywhere)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """Save as accelerate does, on every rank. The folder ``sharded`` has models and optimizers, for any ranks.
+        """Save as accelerate does, on every rank.
+
+        The folder ``sharded`` has models and optimizers, for any number of ranks.
 
         The file of weights that accelerate writes has whole ones: ``safetensors.torch.load_file`` reads it.
         """
