@@ -105,10 +105,10 @@ def resident(pages: Sequence[int], budget: int) -> list[bool]:
 
     ``pages``: bytes of each.
     """
-    left, stays = budget, []
+    free, stays = budget, []
     for nbytes in pages:
-        stays.append(nbytes <= left)
-        left -= nbytes if stays[-1] else 0
+        stays.append(nbytes <= free)
+        free -= nbytes if stays[-1] else 0
     return stays
 
 

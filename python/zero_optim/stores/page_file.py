@@ -1,8 +1,7 @@
 """Pages in a file: space for them, transfers in the background, and checksums that find what the disk lost.
 
 The file has no name, as ``tempfile.TemporaryFile`` makes it. So the system removes it with its last open descriptor,
-however the process ends: nothing is left in the folder, nobody else can open the file, and processes that share the
-folder do not meet.
+however the process ends: nothing is left in the folder, and processes that share the folder do not meet.
 """
 
 from __future__ import annotations
@@ -78,6 +77,7 @@ class Transfer:
 
     def checksums(self, seconds: float = 0) -> tuple[int, ...]:
         """Give the checksum of each block, once it is over. Raises as ``wait``."""
+        # The first who asks takes them from the futures, where a block that failed raises: it does so every time.
         if self._checksums is None:
             waiting = self.unfinished(seconds)
             if waiting:
@@ -268,6 +268,7 @@ class PageFile:
 
         Raises OffloadError where transfers are not over after ``seconds``. The file goes when the process ends then.
         """
+        # A fork has none of the threads that could end transfers, and the file is its parent's.
         if not self._remove.alive or os.getpid() != self._pid:
             return
         transfers = [t for last in self._extents.values() for t in (last.written, last.read) if t is not None]
