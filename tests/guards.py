@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -143,3 +144,12 @@ def storages_of(root: Any) -> dict[int, int]:
                 continue
         stack.extend(_children(value))
     return found
+
+
+def open_files_in(folder: object) -> list[str]:
+    """Those that this process has open there, also such as have no name any more."""
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [path for path in found if path.startswith(f"{folder}/")]

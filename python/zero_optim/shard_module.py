@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from . import validate
 from .comm.collectives import make_comm
 from .comm.sharding import Sharding, largest_of
+from .comm.together import check_same
 from .errors import ParameterError
 from .params.param_shard import ParamShard
 from .params.parameter_set import check_free, plain_name
@@ -80,7 +81,7 @@ def shard_module(
         target = _device(plans, device)
         validate.check_backend(comm, target)
     options = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch, "param_offload": param_offload}
-    validate.check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
+    check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
     process_group = comm.group
     comm.take_own_group()
     comm.connect(target)

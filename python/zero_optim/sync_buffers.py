@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from . import validate
 from .comm.collectives import Comm, make_comm
 from .comm.sharding import runs
+from .comm.together import check_same
 from .errors import ParameterError
 from .optimizer import optimizers_of
 from .params.parameter_set import plain_name
@@ -51,7 +52,7 @@ def sync_buffers(model: nn.Module, how: str = "broadcast", *, process_group: dis
     device = _device(comm, list(buffers.values()))
     description = [f"how={how}", f"buffers that travel on {device.type}"]
     description += [f"{name!r}: {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers.items()]
-    validate.check_same(comm, description, "sync_buffers", "give sync_buffers the same model, with")
+    check_same(comm, description, "sync_buffers", "give sync_buffers the same model, with")
     averaged = [buffer for buffer in buffers.values() if how == "mean" and buffer.is_floating_point()]
     copied = [buffer for buffer in buffers.values() if how == "broadcast" or not buffer.is_floating_point()]
     for run in runs(averaged):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import warnings
@@ -17,8 +16,9 @@ from torch.nn.parameter import is_lazy
 import zero_kernels
 
 from .comm.collectives import Comm
+from .comm.together import check_same
 from .comm.transport import used
-from .errors import ParameterError, RankMismatchError
+from .errors import ParameterError
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, check_free
 from .params.storage_order import described, storage_order
@@ -243,21 +243,6 @@ def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, opti
         if number >= first_group
     ]
     check_same(comm, description, "the constructor", "give the optimizer the same parameters, in the same order, with")
-
-
-def check_same(comm: Comm, description: Sequence[str], where: str, remedy: str) -> None:
-    """Collective. Exchange a hash; raise RankMismatchError, on every rank, unless all have the same description."""
-    digests = comm.gather_objects(hashlib.sha256("\n".join(description).encode()).digest(), where)
-    if len(set(digests)) == 1:
-        return
-    everyone = comm.gather_objects(list(description), where)
-    odd = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
-    pairs = itertools.zip_longest(everyone[0], everyone[odd], fillvalue="nothing more")
-    here, there = next(pair for pair in pairs if pair[0] != pair[1])
-    raise RankMismatchError(
-        f"rank {odd} differs from rank 0: rank 0 has {here}; rank {odd} has {there}. Every rank must {remedy} the same "
-        "arguments"
-    )
 
 
 def _has_tensor(values: dict[str, Any]) -> bool:

@@ -50,7 +50,7 @@ def save_both_ways(rank: int, world_size: int, folder: str, job: Job) -> list[in
             held.let_go()
             checkpoint.wait()
         assert path.exists()
-        sizes.append(background.SLAB._memory.data_ptr())
+        sizes.append(background.SAVE_BUFFER._memory.data_ptr())
     checkpoint.wait()  # nothing is under way
     for step in (5, 6):  # a save waits for the one before it
         path = checkpoint.save(f"{folder}/later", model, opt, step=step, background=True)

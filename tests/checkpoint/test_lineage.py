@@ -177,9 +177,9 @@ def test_any_history_is_put_in_its_order(seed: int) -> None:
         one = ancestors[one]
     steps = {Path(f"step-{step}"): step for step in there}
     found = standings(steps, {Path(f"step-{step}"): Lineage(*there[step]) for step in there})
-    assert found[0].place == at
+    assert found[0].stamp == at
     # As far as none of them was replaced: what came before one that is gone is not known.
     known = [*itertools.takewhile(lambda place: there[place[1]][0] == place[0], branch)]
-    assert known and [one.place for one in found if one.lives][: len(known)] == known
-    others = [one.place for one in found if not one.lives]
+    assert known and [one.stamp for one in found if one.lives][: len(known)] == known
+    others = [one.stamp for one in found if not one.lives]
     assert others == sorted(others, reverse=True) and len(found) == len(there)

@@ -15,7 +15,7 @@ from replacing_victim import die_in_publishing, without_exchange
 from torch import nn
 from zero_optim import checkpoint
 from zero_optim.checkpoint import disk, folder
-from zero_optim.checkpoint.newest import newest
+from zero_optim.checkpoint.folder import newest
 
 
 def model_of(value: float) -> nn.Module:

@@ -375,9 +375,9 @@ def differ(rank: int, world_size: int, folder: str) -> list[str]:
 
 def test_one_rank_that_differs_or_fails_fails_all(tmp_path: Path) -> None:
     for rank, (step, plain, data, keep, blind, full, lost) in enumerate(run_ranks(2, differ, str(tmp_path))):
-        assert "called with step 2 on rank 0, and 3 on rank 1" in step
+        assert "rank 0 has step=2; rank 1 has step=3. Every rank must give checkpoint.save the same" in step
         assert "extra is a builtins.object, which cannot be written without pickle" in plain
-        assert "no position" in data and "called with keep_last 1 on rank 0, and 2 on rank 1" in keep
+        assert "no position" in data and "rank 0 has keep_last=1; rank 1 has keep_last=2" in keep
         assert "is not there for rank 1 on " in blind and "one folder that all nodes share" in blind
         assert "rank-1.safetensors: No space left on device after 0 of " in full
         assert "was not written whole: the parameter 'weight' has 15 elements, and its pieces 9" in lost

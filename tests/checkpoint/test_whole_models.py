@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from checkpoint_cases import Cell, Job, Zoo, assert_bits, flip, look, make_zoo, train_zoo
 from checkpoint_files import read_contents
+from guards import open_files_in
 from harness import run_ranks
 from sharded_cases import allocated, gathered
 from torch import Tensor, nn
@@ -242,6 +243,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     assert_bits(before, dict(model.state_dict()))
     told = load_safetensors(model, tmp_path / "model.safetensors", strict=False)
     assert len(told) == 2 and torch.equal(model.weight, torch.ones(3, 5))
+    assert not open_files_in(tmp_path)
     with pytest.raises(StateMismatchError, match=r"parameter 'weight' has shape \[3, 4\] of .* here, and \[3, 5\] of"):
         load_safetensors(nn.Linear(4, 3), tmp_path, strict=False)
     safetensors.torch.save_file({"weight": torch.ones(3, 5, dtype=torch.int8)}, tmp_path / "model.safetensors")
@@ -287,5 +289,6 @@ def test_inspect_lists_and_verifies(saved: tuple[Path, Any], tmp_path: Path, cap
     assert main(["inspect", str(tmp_path)]) == 1
     err = capsys.readouterr().err
     assert err.count("zero-optim inspect: ") == 2 and err.count("have another checksum") == 2
+    assert not open_files_in(tmp_path)
     assert main(["inspect", str(tmp_path / "nothing")]) == 1
     assert "holds no checkpoint" in capsys.readouterr().err

@@ -19,9 +19,9 @@ from zero_optim.stores.disk_homes import DiskHomes, PagePlace
 from zero_optim.stores.host_homes import HostHomes
 from zero_optim.stores.host_memory import HostMemory
 from zero_optim.stores.lanes import HostLanes
-from zero_optim.stores.page_file import PageFile
-from zero_optim.stores.paged_store import PagedStore, PageState
-from zero_optim.stores.transfer import Transfer
+from zero_optim.stores.page import PageState
+from zero_optim.stores.page_file import PageFile, Transfer
+from zero_optim.stores.paged_store import PagedStore
 
 IN_SLOTS = table(paged_store.__doc__, "event")
 ON_DISK = table(disk_homes.__doc__, "event")
@@ -98,7 +98,7 @@ def homes(tmp_path: Path) -> Iterator[DiskHomes]:
 def _written(homes: DiskHomes) -> Any:
     home = homes.make(VALUES.nbytes)
     home.outgoing().copy_(VALUES)
-    home.left(_Mark(passed=True))
+    home.filled(_Mark(passed=True))
     home.transfer.wait(SECONDS)
     home.end_write()
     return home
@@ -112,15 +112,15 @@ def _page_that_is(homes: DiskHomes, place: str) -> tuple[Any, _Mark]:
         home.incoming()
     elif place == "WRITING":
         home.incoming()
-        home.left(mark)
+        home.filled(mark)
     elif place == "KEPT":
         home.incoming()
         failure = OSError(errno.EIO, os.strerror(errno.EIO))
         with mock.patch("os.pwritev", side_effect=failure):
-            home.left(_Mark(passed=True))
+            home.filled(_Mark(passed=True))
             home.end_write()
     elif place == "LOST":
-        os.truncate(homes.file.path, 0)
+        os.ftruncate(homes.file._file.file, 0)
         with pytest.raises(OffloadError, match="cut off"):
             home.incoming()
     assert home.place is PagePlace[place]
@@ -132,7 +132,7 @@ def test_a_page_on_a_disk(homes: DiskHomes, event: str, before: str, after: str)
     home, mark = _page_that_is(homes, before)
     if event != "expect":  # it waits for nothing
         mark.let_pass()
-    arguments = (_Mark(passed=True),) if event in ("left", "unchanged") else ()
+    arguments = (_Mark(passed=True),) if event in ("filled", "unchanged") else ()
     if after == "error":
         with pytest.raises(OffloadError if (event, before) == ("incoming", "LOST") else RuntimeError):
             getattr(home, event)(*arguments)
@@ -152,7 +152,7 @@ def test_a_page_that_was_kept_is_written_again_and_its_memory_given_back(homes: 
     held = homes.memory.in_use
     assert str(homes.take_problems()[home]).count("Input/output error") == 1
     assert not homes.take_problems()
-    home.left(_Mark(passed=True))
+    home.filled(_Mark(passed=True))
     home.end_write()
     assert home.place is PagePlace.ON_DISK
     assert homes.memory.in_use == held - home.extent.space
@@ -201,7 +201,7 @@ def test_without_memory_for_another_buffer_a_page_that_could_not_be_written_is_k
     page, _ = _page_that_is(homes, "HELD")
     with mock.patch.object(HostMemory, "take", side_effect=OffloadError("host memory is full")):
         with mock.patch("os.pwritev", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))):
-            page.left(_Mark(passed=True))
+            page.filled(_Mark(passed=True))
             page.end_write()
         with pytest.raises(OffloadError, match="full"):
             homes.make(10 * VALUES.nbytes)
@@ -218,7 +218,7 @@ def test_more_pages_than_buffers_are_written_and_read(homes: DiskHomes):
     made = [homes.make(VALUES.nbytes) for _ in range(3 * disk_homes.HOST_BUFFERS)]
     for number, home in enumerate(made):
         home.outgoing().copy_(VALUES + number)
-        home.left(_Mark(passed=True))
+        home.filled(_Mark(passed=True))
     for home in made:
         home.expect()
     for number, home in reversed(list(enumerate(made))):
@@ -233,13 +233,13 @@ def test_a_page_whose_buffer_is_taken_is_read_again_unless_it_was_found_lost(hom
         home.expect()
     first.outgoing()
     assert begun[-1].place is PagePlace.ON_DISK
-    first.left(_Mark(passed=True))
+    first.filled(_Mark(passed=True))
     first.transfer.wait(SECONDS)
     second.incoming()  # there is no other buffer than that of the page before
     with mock.patch.object(Transfer, "checksums", side_effect=OffloadError("damaged")):
         first.outgoing()
     assert begun[-2].place is PagePlace.LOST
-    first.left(_Mark(passed=True))
+    first.filled(_Mark(passed=True))
     first.transfer.wait(SECONDS)
     for home in begun[:3]:
         home.incoming()

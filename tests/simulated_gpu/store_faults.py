@@ -127,23 +127,23 @@ _OF_PAGES = (
     fault(
         "a slot is free as soon as its page was updated",
         _PAGED,
-        "        self._leave_slot(page, page.left)\n",
-        "        self._leave_slot(page, page.used)\n",
+        "        page.leave_slot(page.left)\n",
+        "        page.leave_slot(page.used)\n",
         one(2, "paged"),
     ),
     fault(
         "no mark says that a page was read",
         _PAGED,
-        "        page.used.set()\n        if",
-        "        if",
+        "        page.used.set()\n        # Where",
+        "        # Where",
         one(2, "paged, saved and loaded"),
         unseen=f"The host has all of a page that it reads before it reads the next. {_HERE}.",
     ),
     fault(
         "a slot is free while its page is read",
         _PAGED,
-        "            page.home.unchanged(page.arrived)\n        self._leave_slot(page, page.used)\n",
-        "            page.home.unchanged(page.arrived)\n        self._leave_slot(page, page.arrived)\n",
+        "            page.home.unchanged(page.arrived)\n        page.leave_slot(page.used)\n",
+        "            page.home.unchanged(page.arrived)\n        page.leave_slot(page.arrived)\n",
         one(2, "paged, saved and loaded"),
         unseen=f"The host has all of a page that it reads before it reads the next. {_HERE}.",
     ),
@@ -181,7 +181,7 @@ _OF_PAGES = (
     fault(
         "a page comes in before its slot is free",
         _PAGED,
-        "        lane.after(slot.left)\n",
+        "        lane.after(slot.free)\n",
         "",
         one(2, "paged"),
     ),
@@ -204,8 +204,8 @@ _OF_PAGES = (
         _PAGED,
         "        page.arrived.wait()\n        if page.home is not None:\n"
         "            page.home.unchanged(page.arrived)\n"
-        "        self._leave_slot(page, page.arrived)",
-        "        self._leave_slot(page, page.arrived)",
+        "        page.leave_slot(page.arrived)",
+        "        page.leave_slot(page.arrived)",
         one(2, "paged"),
         unseen="No program wants the slot of a page that is on its way in.",
     ),
@@ -228,7 +228,7 @@ _OF_PAGES = (
     fault(
         "new slots are written at once",
         _PAGED,
-        "                slot.left.set()  # its memory may be what the stream that computes has used before\n",
+        "                slot.free.set()  # its memory may be what the stream that computes has used before\n",
         "                pass\n",
         one(2, "paged"),
         unseen=f"New pages are copied into host memory, and the host waits for that. {_HERE}.",

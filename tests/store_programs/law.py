@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from guards import open_files_in
 from torch import Tensor
 
 from store_programs.execute import Machine, Trace
@@ -114,7 +115,7 @@ def _run(program: Program, rank: int, stores: list[dict[str, Any]], folder: str)
 
 
 def _files_left(folder: str, rank: int) -> str:
-    left = [str(path) for path in Path(folder, "pages").rglob("*") if path.is_file()]
+    left = [str(path) for path in Path(folder, "pages").rglob("*") if path.is_file()] + open_files_in(f"{folder}/pages")
     return f"files are left after close: {left}" if left else ""
 
 

@@ -41,7 +41,7 @@ UNSEEN: dict[str, str] = {
     "paged_store.commit: page.used.set()": _COMPUTED,
     "paged_store.commit: lane.after(page.used)": _COMPUTED,
     "paged_store.discard: page.used.set()": _COMPUTED,
-    "paged_store._fit_slots: slot.left.set()": _COMPUTED,
+    "paged_store._fit_slots: slot.free.set()": _COMPUTED,
     "workplace._take_from_current: self._now.set()": _COMPUTED,
     "workplace._take_from_current: self._store.lanes.to_host.after(self._now)": _COMPUTED,
     "workplace._bring_parameters: self._now.set()": _COMPUTED,

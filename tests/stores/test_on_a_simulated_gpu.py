@@ -184,17 +184,17 @@ class _Pinned(TorchDispatchMode):
 
 def as_large_as_asked_for() -> tuple[int, list[int], bool]:
     """Of two saves in the background, how often torch pins, the bytes of their memory, and whether it is pinned."""
-    from zero_optim.checkpoint.background import Slab
+    from zero_optim.checkpoint.background import SaveBuffer
 
     torch.empty(1, pin_memory=True)  # else ``is_pinned`` of this torch, which has no CUDA, asks nobody
-    slab, sizes = Slab(), []
+    buffer, sizes = SaveBuffer(), []
     with _Pinned() as by_torch:
         for numel in (5000, 3000):
             values = torch.arange(numel, dtype=torch.float32, device="cuda")
-            copied = slab.hold([4 * numel], [values])
+            copied = buffer.hold([4 * numel], [values])
             assert torch.equal(next(iter(copied)).view(torch.float32), values.cpu())
-            sizes.append(slab._memory.untyped_storage().nbytes())
-    return by_torch.count, sizes, slab._memory.is_pinned()
+            sizes.append(buffer._memory.untyped_storage().nbytes())
+    return by_torch.count, sizes, buffer._memory.is_pinned()
 
 
 def test_a_save_in_the_background_pins_no_more_than_it_has(call: Call) -> None:

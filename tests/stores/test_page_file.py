@@ -1,4 +1,4 @@
-"""Pages in a file: values, space, transfers, and every fault that a disk has in store."""
+"""Pages in a file: values, space, transfers, every fault that a disk has in store, and that nothing is left of it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import errno
 import fcntl
 import os
 import random
+import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import zlib
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from guards import open_files_in
 from zero_optim import ClosedError, OffloadError
 from zero_optim.stores import direct_file, page_file
 from zero_optim.stores.direct_file import checksum_function, memory_of
@@ -55,6 +59,11 @@ def get(file: PageFile, extent: Extent) -> torch.Tensor:
     return buffer
 
 
+def path_of(file: PageFile) -> Path:
+    """The file has no name: this is how its own process may open it once more."""
+    return Path(f"/proc/self/fd/{file._file.file}")
+
+
 def failing(number: int):
     """In place of a function of the system: it fails."""
 
@@ -71,7 +80,7 @@ def failing(number: int):
 def test_a_page_comes_back(pages, nbytes):
     extent, buffer = put(pages, nbytes)
     assert torch.equal(get(pages, extent), buffer)
-    assert pages.nbytes == pages.path.stat().st_size == -(-nbytes // ALIGNMENT) * ALIGNMENT
+    assert pages.nbytes == path_of(pages).stat().st_size == -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def test_a_page_of_the_real_block_size(tmp_path):
@@ -102,7 +111,7 @@ def test_random_programs(pages, seed):
         for transfer in [pages.read(extent, at[extent]) for extent in model]:
             transfer.wait(SECONDS)
         assert all(torch.equal(at[extent], model[extent]) for extent in model)
-    assert pages.nbytes == pages.path.stat().st_size
+    assert pages.nbytes == path_of(pages).stat().st_size
 
 
 def test_space_is_used_again(pages):
@@ -221,7 +230,7 @@ def test_a_write_that_stops_off_a_multiple_goes_on_at_one(pages, monkeypatch):
 def test_a_file_system_that_cannot_reserve_is_written_to(pages, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.EOPNOTSUPP))
     pages.allocate(2**20 + ALIGNMENT)
-    about = pages.path.stat()
+    about = path_of(pages).stat()
     assert about.st_size == 2**20 + ALIGNMENT
     assert about.st_blocks * 512 >= about.st_size
 
@@ -263,7 +272,10 @@ def test_a_write_begins_after_what_it_waits_for(pages):
     transfer = pages.write(extent, buffer, after)
     assert torch.equal(get(pages, other), expected)
     assert not transfer.done
-    with pytest.raises(OffloadError, match=r"writing 50,000 bytes at 53,248 of .*pages: 7 of 7 blocks .* after 0 s"):
+    with pytest.raises(
+        OffloadError,
+        match=r"writing 50,000 bytes at 53,248 of the page file of rank 0 in .*: 7 of 7 blocks .* after 0 s",
+    ):
         transfer.wait(0)
     for misuse in (pages.write, pages.read):
         with pytest.raises(OffloadError, match="still being written or read; this is a bug"):
@@ -317,9 +329,9 @@ def test_a_full_disk_is_found_by_allocate(pages, monkeypatch, number):
         full.setattr(os, "posix_fallocate", failing(number))
         with pytest.raises(OffloadError) as caught:
             pages.allocate(100_000)
-    for words in (str(pages.path), "12,288 bytes and needs 102,400 more", os.strerror(number), " bytes free"):
+    for words in (str(pages.name), "12,288 bytes and needs 102,400 more", os.strerror(number), " bytes free"):
         assert words in str(caught.value)
-    assert pages.nbytes == pages.path.stat().st_size == 3 * ALIGNMENT
+    assert pages.nbytes == path_of(pages).stat().st_size == 3 * ALIGNMENT
     assert torch.equal(get(pages, extent), buffer)
     put(pages, 100_000)
 
@@ -338,7 +350,7 @@ def test_what_could_not_be_reserved_whole_is_given_back(pages, monkeypatch):
     monkeypatch.setattr(os, "pwritev", pwritev)
     with pytest.raises(OffloadError, match="full"):
         pages.allocate(2**21)
-    assert pages.path.stat().st_size == 0
+    assert path_of(pages).stat().st_size == 0
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
@@ -351,7 +363,7 @@ def test_a_write_fails(pages, monkeypatch, number):
         with pytest.raises(OffloadError) as caught:
             transfer.wait(SECONDS)
     assert transfer.done
-    for words in (f"{pages.path}: 8,192 bytes at 0", os.strerror(number), "file system is at fault", "bytes free"):
+    for words in (f"{pages.name}: 8,192 bytes at 0", os.strerror(number), "file system is at fault", "bytes free"):
         assert words in str(caught.value)
     assert torch.equal(buffer, kept)
     with pytest.raises(OffloadError, match="could not be written"):
@@ -376,19 +388,19 @@ def test_a_read_fails(pages, monkeypatch):
 @pytest.mark.parametrize(("length", "found"), [(0, 0), (5_000, 5_000), (8_192, 0), (9_000, 808), (12_000, 3_808)])
 def test_a_file_that_is_cut_off(pages, length, found):
     extent, _ = put(pages, 10_000)
-    os.truncate(pages.path, length)
+    os.truncate(path_of(pages), length)
     nbytes, offset = (8_192, 0) if length < 8_192 else (4_096, 8_192)
     words = f"was cut off: of {nbytes:,} bytes at {offset:,}, {found:,} are there; the state that was there is lost"
     with pytest.raises(OffloadError, match=words) as caught:
         get(pages, extent)
-    assert str(pages.path) in str(caught.value)
+    assert str(pages.name) in str(caught.value)
 
 
 def test_a_file_that_is_cut_off_and_grows_again(pages):
     """A later page is written beyond the end: the hole before it reads as zeros, which is not what was there."""
     first, _ = put(pages, 10_000)
     second, buffer = put(pages, 10_000)
-    os.truncate(pages.path, 0)
+    os.truncate(path_of(pages), 0)
     pages.write(second, buffer).wait(SECONDS)
     assert torch.equal(get(pages, second), buffer)
     with pytest.raises(OffloadError, match="damaged: the 8,192 bytes at 0 have the checksum"):
@@ -398,12 +410,12 @@ def test_a_file_that_is_cut_off_and_grows_again(pages):
 @pytest.mark.parametrize("place", [0, 4_999, 8_192, 9_999])
 def test_a_flipped_bit(pages, place):
     extent, buffer = put(pages, 10_000)
-    with open(pages.path, "r+b") as file:
+    with open(path_of(pages), "r+b") as file:
         file.seek(place)
         file.write(bytes([int(buffer[place]) ^ 1]))
     with pytest.raises(OffloadError, match="damaged.*; the state that was there is lost") as caught:
         get(pages, extent)
-    assert f"{str(pages.path)} is damaged" in str(caught.value)
+    assert f"{str(pages.name)} is damaged" in str(caught.value)
 
 
 def test_an_older_page_in_place_of_the_newer(pages, monkeypatch):
@@ -460,20 +472,20 @@ def test_close_removes_the_file(tmp_path):
 
 def test_close_waits_for_transfers(tmp_path, monkeypatch):
     """The write goes on only once ``close`` waits for it, and is over when the file goes."""
-    waited_for, wait, unlink = threading.Event(), page_file.wait_for_all, page_file._unlink
+    waited_for, wait, truncate = threading.Event(), page_file.wait_for_all, os.ftruncate
+    file = PageFile(tmp_path, rank=0)
     over = []
 
     def wait_for_all(*arguments: object) -> bool:
         waited_for.set()
         return wait(*arguments)
 
-    def unlink_(path: Path) -> None:
+    def ftruncate(*arguments: int) -> None:
         over.append(transfer.done)
-        unlink(path)
+        truncate(*arguments)
 
     monkeypatch.setattr(page_file, "wait_for_all", wait_for_all)
-    monkeypatch.setattr(page_file, "_unlink", unlink_)
-    file = PageFile(tmp_path, rank=0)
+    monkeypatch.setattr(os, "ftruncate", ftruncate)
     transfer = file.write(file.allocate(10), aligned_buffer(10), lambda: waited_for.wait(SECONDS))
     file.close()
     assert over == [True]
@@ -486,7 +498,7 @@ def test_close_does_not_wait_for_ever(tmp_path):
     transfer = file.write(file.allocate(10), aligned_buffer(10), lambda: stop.wait(SECONDS))
     with pytest.raises(OffloadError, match="not over after 0 s"):
         file.close(0)
-    assert not list(tmp_path.iterdir())
+    assert path_of(file).stat().st_size == ALIGNMENT, "the thread uses it still"
     with pytest.raises(ClosedError):
         file.allocate(1)
     file.close()
@@ -494,12 +506,18 @@ def test_close_does_not_wait_for_ever(tmp_path):
     transfer.wait(SECONDS)
 
 
-def test_a_file_that_is_dropped_is_removed(tmp_path):
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_space_is_free_though_a_fork_has_the_file_open(tmp_path, how):
     file = PageFile(tmp_path, rank=0)
     put(file, 10)
-    assert list(tmp_path.iterdir()) == [file.path]
+    number, forks = file._file.file, os.dup(file._file.file)
+    assert os.fstat(forks).st_size == ALIGNMENT
+    file.close() if how == "closed" else None
     del file
-    assert not list(tmp_path.iterdir())
+    assert os.fstat(forks).st_size == 0
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+    os.close(forks)
 
 
 def test_a_failed_start_leaves_nothing(tmp_path, monkeypatch):
@@ -508,7 +526,7 @@ def test_a_failed_start_leaves_nothing(tmp_path, monkeypatch):
         OffloadError, match=f"state_offload='nvme:{tmp_path}': it cannot be written: Read-only"
     ) as caught:
         PageFile(tmp_path, rank=0)
-    assert not list(tmp_path.iterdir()), "while the error, and all that it refers to, is still there"
+    assert not open_files_in(tmp_path), "while the error, and all that it refers to, is still there"
     del caught
 
 
@@ -521,6 +539,135 @@ def test_a_fork_waits_for_no_transfers(tmp_path, monkeypatch):
         file.close(0)
         with pytest.raises(ClosedError, match="of which this one is a fork"):
             file.allocate(1)
-    assert file.path.exists()
+    assert path_of(file).stat().st_size == ALIGNMENT
     go_on.set()
     file.close()
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_directory(tmp_path):
+    folder = tmp_path / "typo"
+    with pytest.raises(OffloadError, match=f"state_offload='nvme:{folder}': there is no such directory"):
+        PageFile(folder, rank=0)
+    assert not folder.exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(OffloadError, match="no such directory"):
+        PageFile(tmp_path / "file", rank=0)
+
+
+@pytest.fixture
+def nobody() -> Iterator[None]:
+    """Root may write anywhere, and is somebody else for this test."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    yield
+    if root:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o000])
+def test_a_directory_that_cannot_be_written(mode, nobody):
+    """The temporary directories of pytest are closed to other users: this one is not."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(mode)
+    with pytest.raises(OffloadError, match=f"state_offload='nvme:{folder}': .*Permission denied"):
+        PageFile(folder, rank=0)
+    folder.rmdir()
+
+
+def test_no_file_can_be_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "open", failing(errno.EROFS))
+    with pytest.raises(OffloadError, match=f"state_offload='nvme:{tmp_path}': no file can be made there: Read-only"):
+        PageFile(tmp_path, rank=0)
+
+
+def without_o_tmpfile(monkeypatch) -> None:
+    """As a network file system: a file has to be made with a name, and loses it at once."""
+    real = os.open
+
+    def refuse(path: object, flags: int, *arguments: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return real(path, flags, *arguments)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+@pytest.mark.parametrize("refuse", [lambda monkeypatch: None, without_o_tmpfile])
+def test_files_of_one_folder_do_not_meet(tmp_path, monkeypatch, refuse):
+    """What is in the folder stays, and nothing is added to it."""
+    refuse(monkeypatch)
+    (tmp_path / "precious").write_text("data")
+    files = [PageFile(tmp_path, rank=rank) for rank in (0, 1, 0)]
+    put_there = [put(file, 50_000, seed) for seed, file in enumerate(files)]
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+    for file, (extent, buffer) in zip(files, put_there, strict=True):
+        about = os.fstat(file._file.file)
+        assert (about.st_nlink, stat.S_IMODE(about.st_mode)) == (0, 0o600), "the system removes it, whatever comes"
+        assert torch.equal(get(file, extent), buffer)
+        file.close()
+    assert (tmp_path / "precious").read_text() == "data"
+
+
+FORKS = """
+import os, sys
+from pathlib import Path
+from zero_optim import ClosedError
+from zero_optim.stores.host_memory import HostMemory
+from zero_optim.stores.page_file import PageFile
+file = PageFile(Path(sys.argv[1]), rank=0)
+extent, buffer = file.allocate(9), HostMemory(pinned=False).take(4096).fill_(7)
+file.write(extent, buffer).wait(60)
+for end in ("exit", "drop"):
+    child = os.fork()
+    if child == 0:
+        try:
+            file.read(extent, buffer)
+        except ClosedError as error:
+            print(error, flush=True)
+        file.close()
+        if end == "drop":
+            del file
+        sys.exit(7)  # runs what is to run at a process's end
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+file.read(extent, buffer.zero_()).wait(60)
+assert buffer.eq(7).all() and os.fstat(file._file.file).st_size == 4096
+print("still there", flush=True)
+"""
+
+
+def test_forked_processes_end_and_the_file_stays(tmp_path):
+    """Until its owner ends, which had no time to close it."""
+    run = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    *refusals, outcome = run.stdout.splitlines()
+    assert len(refusals) == 2
+    assert all("of which this one is a fork" in refusal for refusal in refusals)
+    assert outcome == "still there"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_process_leaves_nothing(tmp_path):
+    """The file has no name, so its space is free once no process has it open."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            file = PageFile(tmp_path, rank=1)
+            file.allocate(12345)
+            os.write(write, str(file._file.file).encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(write)
+    number = os.read(read, 4096).decode()
+    os.close(read)
+    assert not list(tmp_path.iterdir())
+    about = os.stat(f"/proc/{child}/fd/{number}")
+    assert (about.st_size, about.st_nlink) == (16384, 0)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert not list(tmp_path.iterdir())

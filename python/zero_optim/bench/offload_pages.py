@@ -12,9 +12,8 @@ from ..stores.disk_homes import LOOKAHEAD
 from ..stores.extents import Extent
 from ..stores.host_memory import HostMemory
 from ..stores.offload import HOST_BUFFERS
-from ..stores.page_file import PageFile
+from ..stores.page_file import PageFile, Transfer
 from ..stores.patience import PATIENCE_SECONDS
-from ..stores.transfer import Transfer
 from .offload_contenders import PAGES
 from .offload_links import Disk
 from .record import OffloadRow

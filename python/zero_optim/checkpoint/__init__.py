@@ -6,9 +6,8 @@
 """
 
 from .background import wait
-from .folder import latest
+from .folder import Info, info, latest
 from .loading import Loaded, load
-from .newest import Info, info
 from .saving import save
 
 __all__ = ["Info", "Loaded", "info", "latest", "load", "save", "wait"]

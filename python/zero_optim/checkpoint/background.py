@@ -2,7 +2,7 @@
 
 ::
 
-    program   save: copy to the slab | train ... train | save: waits for the thread, then copies again
+    program   save: copy to a buffer | train ... train | save: waits for the thread, then copies again
     thread                           | write, agree with the other ranks' threads, publish
 """
 
@@ -21,14 +21,14 @@ from torch import Tensor
 from ..comm.collectives import Comm
 from ..comm.host_ranks import forget_group
 from ..comm.streams import on_device
+from ..comm.together import together
 from ..errors import CheckpointError
 from ..stores.host_memory import HostMemory
-from .together import together
 
 _WHERE = "checkpoint.wait"
 
 
-class Slab:
+class SaveBuffer:
     """Host memory for the values of one save. It is allocated once, as large as is asked for, and kept; pinned where
     values come from a GPU, by ``HostMemory``: torch's own pinned memory would come in powers of two."""
 
@@ -52,6 +52,7 @@ class Slab:
         return CopiedValues(copied, [_reached(gpu) for gpu in gpus])
 
     def _allocate(self, nbytes: int, gpu: torch.device | None) -> None:
+        # Memory that is not pinned a GPU would copy to while the host waits.
         if self._memory.numel() < nbytes or (gpu is not None and not self._pinned):
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old goes before the new comes
             self._pinned = gpu is not None
@@ -63,7 +64,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class CopiedValues:
-    """Values in the slab, as bytes, once every event of ``arrived`` has passed."""
+    """Values in the buffer, as bytes, once every event of ``arrived`` has passed."""
 
     values: Sequence[Tensor]
     arrived: Sequence[torch.cuda.Event]
@@ -82,7 +83,7 @@ def _reached(gpu: torch.device) -> torch.cuda.Event:
     return event
 
 
-SLAB = Slab()
+SAVE_BUFFER = SaveBuffer()
 
 
 class Saving:
@@ -112,7 +113,7 @@ class Saving:
         return not self._thread.is_alive()
 
     def tell(self) -> None:
-        """At the end of a program that has not asked."""
+        """Print what went wrong, at the end of a program that has not asked."""
         self._thread.join()
         if self._error is not None:
             print(f"zero_optim: a save in the background has failed, and nobody asked: {self._error}", file=sys.stderr)
@@ -122,7 +123,7 @@ _saving: Saving | None = None
 
 
 def start(comm: Comm, work: Callable[[], Path]) -> None:
-    """Do ``work`` in a thread. Call ``wait`` before, and before the slab is filled."""
+    """Do ``work`` in a thread. Call ``wait`` before, and before the buffer is filled."""
     global _saving
     _saving = Saving(comm, work)
 
@@ -143,7 +144,7 @@ def wait() -> None:
         forget_group(saving.comm)  # a collective may have failed in it
         raise
     finally:
-        if saving.over:  # not where Ctrl-C has ended the wait: the thread still reads the slab
+        if saving.over:  # not where Ctrl-C has ended the wait: the thread still reads the buffer
             _saving = None
 
 

@@ -19,8 +19,8 @@ from ..params.parameter_set import plain_name
 from .index import BUFFER, PARAMETER, FlatRange, Key, TensorSpec
 
 
-class Owner(enum.Enum):
-    """Which ranks have what a holding has."""
+class HeldBy(enum.Enum):
+    """The ranks that have the elements of a holding."""
 
     THIS_RANK = enum.auto()  # no other has any element of it
     EVERY_RANK = enum.auto()  # all have the same
@@ -29,13 +29,13 @@ class Owner(enum.Enum):
 
 @dataclass(frozen=True)
 class Holding(FlatRange):
-    """What this rank has in memory of a tensor."""
+    """The part of a tensor that this rank has in memory."""
 
-    owner: Owner
+    held_by: HeldBy
 
 
 class Contents(Protocol):
-    """Of a model, or of an optimizer.
+    """The tensors of a model, or of an optimizer.
 
     Attributes:
         specs: of all tensors, the same on every rank.
@@ -49,11 +49,11 @@ class Contents(Protocol):
     def holdings(self) -> Sequence[Holding]: ...
 
     def values(self) -> Iterator[Tensor]:
-        """Of each holding, in order, its elements [length]: to be read or written before the next is asked for."""
+        """Give the elements [length] of each holding, in order: to be read or written before the next is asked for."""
 
 
 class Names:
-    """What the parameters of a model are called.
+    """Names of a model's parameters.
 
     Attributes:
         parameters: each parameter once, under its first name.
@@ -151,14 +151,14 @@ def _holding(kind: str, name: str, tensor: Any) -> Holding:
     spec = TensorSpec(name, kind, tuple(tensor.shape), tensor.dtype)
     if isinstance(tensor, ParamShard):
         spec = replace(spec, order=tensor.order)
-        return Holding(spec, tensor.start, tensor.local.numel(), Owner.THIS_RANK)
+        return Holding(spec, tensor.start, tensor.local.numel(), HeldBy.THIS_RANK)
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
     if not plain or tensor.is_conj() or tensor.is_neg():
         raise ParameterError(
             f"the {spec.label} is a {type(tensor).__name__} on {tensor.device}, {tensor.layout}: a checkpoint holds "
             "dense tensors with values. Give a model on meta memory by to_empty, or shard_module"
         )
-    return Holding(spec, 0, tensor.numel(), Owner.RANK_0 if kind == BUFFER else Owner.EVERY_RANK)
+    return Holding(spec, 0, tensor.numel(), HeldBy.RANK_0 if kind == BUFFER else HeldBy.EVERY_RANK)
 
 
 def _shard_values(shard: ParamShard) -> Iterator[Tensor]:

@@ -18,6 +18,21 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _CANNOT = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 
+class OpenFiles(contextlib.ExitStack):
+    """Files that are read, opened as they are needed. A context: it closes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._descriptors: dict[Path, int] = {}
+
+    def descriptor(self, path: Path) -> int:
+        """Raises OSError."""
+        if path not in self._descriptors:
+            self._descriptors[path] = os.open(path, os.O_RDONLY)
+            self.callback(os.close, self._descriptors[path])
+        return self._descriptors[path]
+
+
 def start_writing(file: int, offset: int, nbytes: int) -> None:
     """Let the disk begin with what was written there. Else it waits for ``fsync``, or for memory to run short."""
     sync_file_range = _sync_file_range()
@@ -50,18 +65,19 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 @functools.cache
+def _call(name: str, *arguments: Any) -> Any:
+    """A function of the C library, with the types of its arguments. None where it has none of that name."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if function is not None:
+        function.argtypes = arguments
+    return function
+
+
 def _renameat2() -> Any:
     """Linux alone has it, and a C library from 2018 on."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
-    return function
+    return _call("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
 
 
-@functools.cache
 def _sync_file_range() -> Any:
     """Linux alone has it."""
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return function
+    return _call("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)

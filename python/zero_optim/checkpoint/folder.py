@@ -18,17 +18,21 @@ import itertools
 import os
 import re
 import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointError
 from . import disk, index
 from .index import Index
 from .index_reading import HEAD_BYTES, from_json, lineage_from_json
 from .lineage import Lineage, Standing, standings
+from .plain import decode
 from .rank_file import crc32c
 
 _STEP = re.compile(r"(?:\.replaced-)?step-(0|[1-9][0-9]*)")
-_LEFT = re.compile(r"\.(writing|replaced|removing)-step-[0-9]+")
+_UNFINISHED = re.compile(r"\.(writing|replaced|removing)-step-[0-9]+")
 _WRITING, _REPLACED, _REMOVING = ".writing-", ".replaced-", ".removing-"
 
 
@@ -55,7 +59,7 @@ def checkpoints(path: Path) -> list[Path]:
 
 
 def standings_in(path: Path) -> list[Standing]:
-    """As ``checkpoints``. One that was put aside counts where nothing has its name."""
+    """Order them as ``checkpoints`` does. One that was put aside counts where nothing has its name."""
     try:
         found = {at: step for at in path.iterdir() if (step := step_of(at)) is not None and at.is_dir()}
     except FileNotFoundError:
@@ -72,7 +76,7 @@ def _in_place(folder: Path) -> Path:
 
 
 def _lineage_of(folder: Path) -> Lineage | None:
-    """What the first bytes of its index say, or all of it. None where that cannot be read."""
+    """Read it from the first bytes of the index, or from all of it. None where that cannot be read."""
     path = folder / index.NAME
     try:
         with path.open("rb") as file:
@@ -83,7 +87,7 @@ def _lineage_of(folder: Path) -> Lineage | None:
 
 
 def candidates(path: Path) -> list[Path]:
-    """What to load where a user names ``path``, one after another: that itself, or the checkpoints in it."""
+    """List what to load where a user names ``path``, one after another: that itself, or the checkpoints in it."""
     if (path / index.NAME).exists():
         return [path]
     aside = path.with_name(_REPLACED + path.name)
@@ -104,9 +108,9 @@ def begin(path: Path, step: int) -> None:
     writing = writing_folder(path, step)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        for left in sorted(path.iterdir(), reverse=True):
-            if _LEFT.fullmatch(left.name):
-                _clear(left)
+        for unfinished in sorted(path.iterdir(), reverse=True):
+            if _UNFINISHED.fullmatch(unfinished.name):
+                _clear(unfinished)
         writing.mkdir()
         there = step_folder(path, step)
         if os.path.lexists(there) and not _is_checkpoint(there):
@@ -115,15 +119,17 @@ def begin(path: Path, step: int) -> None:
         raise CheckpointError(f"no checkpoint can be written to {path}: {error.strerror} ({error.filename})") from error
 
 
-def _clear(left: Path) -> None:
-    """Remove what a job has died in. One that was put aside, for another that never came, is put back, whether or not
-    it can be read just now. So is one that was being removed, if it is whole: earlier versions gave both one name."""
-    folder = left.with_name("step-" + left.name.rpartition("-")[2])
-    aside = left.name.startswith(_REPLACED) or (left.name.startswith(_REMOVING) and problem_of(left) is None)
+def _clear(unfinished: Path) -> None:
+    """Remove what a job has died in, or put it back, where it is the only checkpoint of its step."""
+    folder = unfinished.with_name("step-" + unfinished.name.rpartition("-")[2])
+    # One that was put aside is put back whether or not it can be read just now. Earlier versions gave those the name
+    # of one that was being removed, too: such a one is put back if it is whole.
+    aside = unfinished.name.startswith(_REPLACED)
+    aside = aside or (unfinished.name.startswith(_REMOVING) and problem_of(unfinished) is None)
     if aside and not os.path.lexists(folder):
-        left.rename(folder)
+        unfinished.rename(folder)
     else:
-        shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -163,6 +169,7 @@ def publish_folder(writing: Path, folder: Path) -> None:
         writing.rename(folder)
     elif disk.exchange(writing, folder):
         replaced = writing
+    # Two renames, between which nothing has the name: ``candidates`` and ``standings_in`` know where the old one is.
     else:
         replaced = _rename_away(folder, _REPLACED)
         try:
@@ -181,8 +188,8 @@ def give_up(writing: Path) -> None:
 
 
 def next_number(path: Path) -> int:
-    """Of a checkpoint that is going to be saved in ``path``."""
-    return max((standing.place[0] for standing in standings_in(path)), default=0) + 1
+    """Give the number of a checkpoint that is going to be saved in ``path``."""
+    return max((standing.stamp.number for standing in standings_in(path)), default=0) + 1
 
 
 def keep_newest(path: Path, folder: Path, count: int) -> None:
@@ -192,7 +199,7 @@ def keep_newest(path: Path, folder: Path, count: int) -> None:
     whole = (at for at in there if at.lives and (at.folder == folder or problem_of(at.folder) is None))
     kept = list(itertools.islice(whole, count))
     for standing in there if len(kept) == count else ():
-        older = standing.place < kept[-1].place and standing.place[1] < (step_of(folder) or 0)
+        older = standing.stamp < kept[-1].stamp and standing.stamp.step < (step_of(folder) or 0)
         if older and _is_checkpoint(standing.folder):
             remove(standing.folder)
 
@@ -206,7 +213,7 @@ def remove(folder: Path) -> None:
 
 
 def _rename_away(folder: Path, prefix: str) -> Path:
-    """By one rename a checkpoint is not there any more: it is never half there."""
+    """Take its name from a checkpoint, by one rename: it is never half there."""
     aside = folder.with_name(prefix + _in_place(folder).name)
     shutil.rmtree(aside, ignore_errors=True)
     return folder.rename(aside)
@@ -265,3 +272,50 @@ def problem_of(folder: Path) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
+
+
+def newest(path: Path) -> tuple[Path, Index, list[str]]:
+    """Find the checkpoint that ``path`` is, or the newest whole one in it. Returns its folder and its index.
+
+    The third is what is wrong with those that are newer, as sentences. Raises CheckpointError where there is none.
+    """
+    problems: list[str] = []
+    for folder in candidates(path):
+        try:
+            return folder, read_index(folder), problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    raise no_checkpoint(path, problems)
+
+
+def no_checkpoint(path: str | os.PathLike[str], problems: Sequence[str]) -> CheckpointError:
+    """Where none can be read: what is wrong with those that there are."""
+    return CheckpointError("; ".join(problems) or f"{path} holds no checkpoint")
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a checkpoint says of itself, before there is a model to load it into.
+
+    Attributes:
+        folder: where it is.
+        step: of the training, as ``save`` was told.
+        extra: what the user had added.
+        configuration, versions: how it came about.
+    """
+
+    folder: Path
+    step: int
+    extra: Any
+    configuration: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+
+def info(path: str | os.PathLike[str]) -> Info:
+    """Read the index of a checkpoint, or of the newest whole one in a folder of several. Not collective.
+
+    Whole as far as the lengths of files tell: no checksum of a tensor is looked at. Raises CheckpointError where there
+    is none.
+    """
+    folder, index, _ = newest(Path(path))
+    return Info(folder, index.step, decode(index.extra), index.configuration, index.versions)

@@ -16,17 +16,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..comm.together import together
 from ..errors import CheckpointError, StateMismatchError
 from ..params.storage_order import read_in_order
 from . import folder as folders
 from .contents import Holding, Names, contents_of_model
+from .disk import OpenFiles
 from .index import BUFFER, PARAMETER, Index, SavedTensor
-from .matching import casts, counted, listed
-from .newest import newest
+from .matching import counted, listed, shape_differs
 from .rank_file import Files, fill
 from .safetensors_file import BLOCK_BYTES, Entry, Stored, read_header, write_entries
 from .subject import make_subject
-from .together import together
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -36,7 +36,7 @@ _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: ``nbytes`` of tensors, in ``files``."""
+    """A model that was written: ``nbytes`` of tensors, in ``files``."""
 
     folder: Path
     tensors: int
@@ -72,7 +72,7 @@ def export(
 
     Raises CheckpointError: there is no checkpoint; it is damaged; ``out`` cannot be written.
     """
-    folder, index = newest(Path(path))
+    folder, index, _ = folders.newest(Path(path))
     weights = list(_weights(index, dtype))
     shards = _split(weights, max_shard_bytes)
     target = Path(out).absolute()
@@ -124,7 +124,7 @@ def _values(files: Files, weights: Sequence[_Weight]) -> Iterator[Tensor]:
 
 
 def _split(weights: Sequence[_Weight], most: int) -> list[list[_Weight]]:
-    """In their order, as many to a file as fit."""
+    """Split them over files, in their order, as many to a file as fit."""
     shards: list[list[_Weight]] = [[]]
     size = 0
     for weight in weights:
@@ -166,7 +166,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     for files that are missing, cut off, or of another format.
     """
     subject = make_subject(model, None, "load_safetensors")
-    subject.settle()
+    subject.come_to_rest()
     together(subject.comm, lambda: subject.check_not_gathered("load_safetensors"), "load_safetensors")
     names = Names(model)
     contents = contents_of_model(model, names)
@@ -186,23 +186,23 @@ def _read_one(stored: Mapping[str, Stored], holding: Holding, values: Tensor) ->
 def _match(
     path: Path, names: Names, holdings: Sequence[Holding], *, strict: bool
 ) -> tuple[Mapping[str, Stored], list[str]]:
-    """Of each tensor here, by name, where it is; and what differs."""
+    """Find where each tensor here is, by name, and what differs."""
     stored = _find(path)
     known = {holding.spec.name: names.equal_to(holding.spec.name) for holding in holdings}
     found = {name: next((stored[one] for one in of if one in stored), None) for name, of in known.items()}
     missing = [name for name, where in found.items() if where is None]
-    left = [name for name in stored if name not in {one for of in known.values() for one in of}]
+    here = {one for of in known.values() for one in of}
+    unused = [name for name in stored if name not in here]
     told = []
     if missing:
         told.append(f"missing in {path}: {counted(missing, 'tensor')}, {listed(missing)}")
-    if left:
-        told.append(f"left over in {path}: {counted(left, 'tensor')}, {listed(left)}")
+    if unused:
+        told.append(f"left over in {path}: {counted(unused, 'tensor')}, {listed(unused)}")
     wrong = [
-        f"{spec.label} has shape {list(spec.shape)} of {spec.dtype} here, and {list(where.entry.shape)} of "
-        f"{where.entry.dtype} there"
+        differs
         for spec in (holding.spec for holding in holdings)
         if (where := found[spec.name]) is not None
-        and not (where.entry.shape == spec.shape and casts(where.entry.dtype, spec.dtype))
+        and (differs := shape_differs(spec, where.entry.shape, where.entry.dtype)) is not None
     ]
     if wrong:
         raise StateMismatchError(f"{path} does not fit: {listed(wrong)}")
@@ -214,7 +214,7 @@ def _match(
 def _find(path: Path) -> dict[str, Stored]:
     """Every tensor in ``path``, by name. Raises CheckpointError."""
     if path.is_file() and path.name != _INDEX:
-        return read_header(path)
+        return read_header(path)[0]
     folder = path.parent if path.name == _INDEX else path
     if (folder / _INDEX).exists():
         try:
@@ -224,32 +224,27 @@ def _find(path: Path) -> dict[str, Stored]:
             raise CheckpointError(f"{folder / _INDEX} cannot be read: {type(error).__name__}: {error}") from error
         stored: dict[str, Stored] = {}
         for name in sorted(files):
-            stored |= read_header(folder / name)
+            stored |= read_header(folder / name)[0]
         lost = [name for name in place if name not in stored]
         if lost:
             raise CheckpointError(f"{folder / _INDEX} names tensors that no file has: {listed(lost)}")
         return stored
     if not (folder / _ONE_FILE).exists():
         raise CheckpointError(f"{folder} has no {_ONE_FILE}, and no {_INDEX}")
-    return read_header(folder / _ONE_FILE)
+    return read_header(folder / _ONE_FILE)[0]
 
 
 def _read(stored: Mapping[str, Stored], holdings: Sequence[Holding], values: Iterator[Tensor]) -> None:
-    opened: dict[Path, int] = {}
     try:
-        for holding, flat in zip(holdings, values, strict=True):
-            where = stored.get(holding.spec.name)
-            if where is not None and holding.length:
-                if where.path not in opened:
-                    opened[where.path] = os.open(where.path, os.O_RDONLY)
-                orders = (holding.spec.order, None)  # its tensors lie with their dimensions as they are
-                read = partial(_read_range, opened[where.path], where)
-                read_in_order(flat, holding.start, holding.spec.shape, orders, read)
+        with OpenFiles() as files:
+            for holding, flat in zip(holdings, values, strict=True):
+                where = stored.get(holding.spec.name)
+                if where is not None and holding.length:
+                    orders = (holding.spec.order, None)  # its tensors lie with their dimensions as they are
+                    read = partial(_read_range, files.descriptor(where.path), where)
+                    read_in_order(flat, holding.start, holding.spec.shape, orders, read)
     except OSError as error:
         raise CheckpointError(f"weights cannot be read: {error.filename or ''} {error.strerror}") from error
-    finally:
-        for file in opened.values():
-            os.close(file)
 
 
 def _read_range(file: int, where: Stored, target: Tensor, start: int) -> None:

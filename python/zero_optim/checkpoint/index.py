@@ -91,7 +91,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class FlatRange:
-    """Of a tensor, as if it were flat, the ``length`` elements from ``start`` on."""
+    """The ``length`` elements from ``start`` on of a tensor, as if it were flat."""
 
     spec: TensorSpec
     start: int
@@ -112,7 +112,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """What there is of an optimizer beside its tensors.
+    """An optimizer as it was saved, without its tensors.
 
     Attributes:
         name: of its class.
@@ -171,7 +171,7 @@ class Index:
         return kind not in (PARAMETER, BUFFER, *self.masters)
 
     def precise(self, name: str) -> SavedTensor | None:
-        """What a parameter is made of in another dtype: its master, so that it is rounded once, and not twice.
+        """Find what a parameter is made of in another dtype: its master, so that it is rounded once, and not twice.
 
         The parameter itself where it has no master; None where there is no such parameter.
         """
@@ -244,7 +244,7 @@ def _kind(spec: TensorSpec) -> str:
 
 
 def canonical(contents: Any) -> bytes:
-    """What a checksum is of."""
+    """Give the bytes that a checksum is of: independent of the order in which an object's names were written."""
     return json.dumps(contents, sort_keys=True, separators=(",", ":")).encode()
 
 

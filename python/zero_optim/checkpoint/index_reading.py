@@ -141,7 +141,7 @@ def _count(value: Any, what: str, most: int = _MOST) -> int:
 
 
 def _names(value: Any, what: str) -> list[str]:
-    """Texts, each once."""
+    """Check that these are texts, each there once."""
     _need(len(set(_of(list, value, what))) == len(value), f"{what} names one twice")
     return [_of(str, name, f"a name of {what}") for name in value]
 
@@ -293,7 +293,7 @@ def _check_others(index: Index) -> None:
 
 
 def _check_ranks(ranks: Sequence[Any], files: int) -> None:
-    """What each says is decoded by the rank that takes it over: together they may be large."""
+    """Check the form alone. What each says is decoded by the rank that takes it over: together they may be large."""
     _need(len(_of(list, ranks, "ranks")) == files, f"{len(ranks)} ranks are there, and the files of {files}")
     for number, own in enumerate(ranks):
         _need(type(own) is dict and own.keys() == {"random", "data"}, f"rank {number} has another form")

@@ -133,15 +133,8 @@ def inspect(path: Path, *, quick: bool) -> tuple[str, list[str]]:
 
     ``quick``: without reading the tensors. Raises CheckpointError where there is none.
     """
-    problems: list[str] = []
-    for folder in folders.candidates(path):
-        try:
-            index = folders.read_index(folder)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        return describe(folder, index), problems + ([] if quick else verify(folder, index))
-    raise CheckpointError("; ".join(problems) or f"{path} holds no checkpoint")
+    folder, index, problems = folders.newest(path)
+    return describe(folder, index), problems + ([] if quick else verify(folder, index))
 
 
 def _size(nbytes: float) -> str:

@@ -18,32 +18,40 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-Place = tuple[int, int]
-"""Number and step of a checkpoint: the order of saving."""
+
+class Stamp(NamedTuple):
+    """Where a checkpoint stands in the order of saving."""
+
+    number: int
+    step: int
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """
+    """What an index says of the order of saving.
+
     Attributes:
         number: one more than the highest in the folder when it was saved; 0: not known.
-        after: the place of the checkpoint that the training went on from; None: not known, and the one before counts.
+        after: the stamp of the checkpoint that the training went on from; None: not known, and the one before counts.
     """
 
     number: int = 0
-    after: Place | None = None
+    after: Stamp | None = None
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A checkpoint among those of its folder. ``lives``: the newest came from it, as far as is known."""
+    """A checkpoint among those of its folder.
+
+    ``lives``: the newest came from it, as far as is known.
+    """
 
     folder: Path
-    place: Place
+    stamp: Stamp
     lives: bool
 
 
@@ -53,16 +61,16 @@ def standings(steps: Mapping[Path, int], lineages: Mapping[Path, Lineage | None]
     ``lineages``: None for one that cannot be read. It counts as saved after the newest of a lower step.
     """
     known = 0
-    places: dict[Path, Place] = {}
+    stamps: dict[Path, Stamp] = {}
     for folder, step in sorted(steps.items(), key=lambda item: item[1]):
         lineage = lineages[folder]
         known = max(known, lineage.number if lineage is not None else 0)
-        places[folder] = (known if lineage is None else lineage.number, step)
-    wanted: Place | None = None
+        stamps[folder] = Stamp(known if lineage is None else lineage.number, step)
+    wanted: Stamp | None = None
     found: list[Standing] = []
-    for folder in sorted(places, key=places.__getitem__, reverse=True):
-        lives = wanted is None or places[folder] <= wanted
-        found.append(Standing(folder, places[folder], lives))
+    for folder in sorted(stamps, key=stamps.__getitem__, reverse=True):
+        lives = wanted is None or stamps[folder] <= wanted
+        found.append(Standing(folder, stamps[folder], lives))
         if lives:
             lineage = lineages[folder]
             wanted = None if lineage is None else lineage.after
@@ -71,22 +79,22 @@ def standings(steps: Mapping[Path, int], lineages: Mapping[Path, Lineage | None]
 
 # -- what a model came from --------------------------------------------------------------------------------------------
 
-_came_from: weakref.WeakKeyDictionary[nn.Module, dict[Path, Place]] = weakref.WeakKeyDictionary()
-"""Of a model, in each folder of checkpoints, the one that it was loaded from, or saved to, last."""
+_came_from: weakref.WeakKeyDictionary[nn.Module, dict[Path, Stamp]] = weakref.WeakKeyDictionary()
+"""By model and folder of checkpoints, the one that the model was loaded from, or saved to, last."""
 
 
-def came_from(model: nn.Module, path: Path) -> Place | None:
+def came_from(model: nn.Module, path: Path) -> Stamp | None:
     """The checkpoint in ``path`` that ``model`` goes on from; None: not known."""
     return _came_from.get(_plain(model), {}).get(path.resolve())
 
 
-def note_saved(model: nn.Module, path: Path, place: Place) -> None:
-    _came_from.setdefault(_plain(model), {})[path.resolve()] = place
+def note_saved(model: nn.Module, path: Path, stamp: Stamp) -> None:
+    _came_from.setdefault(_plain(model), {})[path.resolve()] = stamp
 
 
 def note_loaded(model: nn.Module, folder: Path, number: int, step: int | None) -> None:
-    """What it came from in other folders says nothing any more. ``step``: None for a folder that has another name."""
-    _came_from[_plain(model)] = {} if step is None else {folder.parent: (number, step)}
+    """Note it, and forget what it came from in other folders. ``step``: None for a folder that has another name."""
+    _came_from[_plain(model)] = {} if step is None else {folder.parent: Stamp(number, step)}
 
 
 def _plain(model: nn.Module) -> nn.Module:
@@ -107,4 +115,4 @@ def from_json(read: Any) -> Lineage:
     counts = [*after, read["number"]] if isinstance(after, list) else [0, 0, read["number"]] if after is None else []
     if len(counts) != 3 or any(type(count) is not int or not 0 <= count < 2**63 for count in counts):
         raise ValueError(f"its lineage cannot be {str(read)[:100]}")
-    return Lineage(counts[2], None if after is None else (counts[0], counts[1]))
+    return Lineage(counts[2], None if after is None else Stamp(counts[0], counts[1]))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack as Undo
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ..comm.collectives import Comm
+from ..comm.together import on_rank_0, together
 from ..errors import CheckpointError, StateMismatchError
 from . import folder as folders
 from .background import wait
@@ -33,14 +34,13 @@ from .plain import decode
 from .random_states import check_random_states, set_random_states
 from .rank_file import Files, check_headers, crc32c
 from .subject import LoadPlan, Subject, each, give_back, make_subject
-from .together import check_agreed, on_rank_0, together
 
 _WHERE = "checkpoint.load"
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded.
+    """A checkpoint that was loaded.
 
     Attributes:
         folder: the checkpoint.
@@ -75,27 +75,30 @@ def load(
             Where that is damaged, a warning says so, and the one that it came from is loaded in its place.
         model: sharded or not.
         opt: as it was given to ``save``: a ``ShardedAdamW``, one of torch's, or several; None: the model alone.
-        scaler, scheduler, data: whose ``load_state_dict`` gets what was saved of them.
-        strict: raise StateMismatchError, before anything is changed, where a tensor is missing in the checkpoint or
-            left over in it, or where parameter groups differ; False: go on without them, and say so in ``notes``.
+        scaler, scheduler, data: objects with a ``load_state_dict``, which gets what ``save`` was given of them.
+        strict: True: raise StateMismatchError, before anything is changed, where a tensor is missing in the checkpoint
+            or left over in it, or where parameter groups differ. False: load the others, and say so in ``notes``.
 
-    Raises, on every rank: CheckpointError where there is no whole checkpoint; StateMismatchError, naming what does not
-    fit, such as a scheduler that refuses its state. Then model and optimizer are as they were: all that is going
-    to be loaded is read, and checked, before the first tensor is written. There is one exception: a disk may refuse
-    the second time what it has given the first time. The error says so. Then they are a mixture: load another
-    checkpoint, or make them anew.
+    Raises, on every rank:
+        CheckpointError: there is no whole checkpoint.
+        StateMismatchError: naming what does not fit, such as a scheduler that refuses its state.
+
+    After an error model and optimizer are as they were, since all that is going to be loaded is read, and checked,
+    before the first tensor is written. There is one exception: a disk may refuse the second time what it has given the
+    first time. The error says so. Model and optimizer are a mixture then: load another checkpoint, or make them anew.
     """
     wait()
     subject = make_subject(model, opt, _WHERE)
     others = _Others(each(scaler), each(scheduler), data)
     given = {"path": str(path), "strict": strict, "scaler": len(others.scalers), "scheduler": len(others.schedulers)}
-    check_agreed(subject.comm, {**subject.described(), **given, "data": data is not None}, _WHERE)
-    subject.settle()
+    subject.check_same_call({**given, "data": data is not None}, _WHERE)
+    subject.come_to_rest()
     together(subject.comm, lambda: _check_subject(subject), _WHERE)
     problems: list[str] = []
     for folder in on_rank_0(subject.comm, lambda: folders.candidates(Path(path)), _WHERE):
         try:
             loaded = _load(folder, subject, others, strict=strict)
+        # All ranks come here, or none: see ``together``. So all go on to the one that it came from.
         except CheckpointError as error:
             problems.append(str(error))
             continue
@@ -103,7 +106,7 @@ def load(
             message = f"{folder} was loaded, and none that is newer: {'; '.join(problems)}"
             warnings.warn(message, stacklevel=2)
         return loaded
-    raise CheckpointError("; ".join(problems) or f"{path} holds no checkpoint")
+    raise folders.no_checkpoint(path, problems)
 
 
 def _check_subject(subject: Subject) -> None:
@@ -114,18 +117,22 @@ def _check_subject(subject: Subject) -> None:
 
 @dataclass(frozen=True)
 class _Others:
-    """What is loaded beside model and optimizers."""
+    """The objects that are loaded beside model and optimizers."""
 
     scalers: Sequence[Any]
     schedulers: Sequence[Any]
     data: Any
 
+    def _beside(self, index: Index) -> Iterator[tuple[str, Sequence[Any], Sequence[Any]]]:
+        """A name, those that are given here, and the states that the checkpoint has for them."""
+        yield "scaler", self.scalers, index.scalers
+        yield "scheduler", self.schedulers, index.schedulers
+
     def misfits(self, index: Index) -> list[str]:
-        """Where there is none to give, or nobody to take."""
-        pairs = {"scaler": (self.scalers, index.scalers), "scheduler": (self.schedulers, index.schedulers)}
+        """Tell where the checkpoint has a state that nobody takes, or none for one that is given, a sentence each."""
         told = [
             f"the checkpoint has the state of {len(there)} {what}(s), and {len(here)} given here"
-            for what, (here, there) in pairs.items()
+            for what, here, there in self._beside(index)
             if len(here) != len(there)
         ]
         has_data = any(of_rank["data"] is not None for of_rank in index.ranks)
@@ -135,8 +142,7 @@ class _Others:
 
     def load(self, index: Index, own: Mapping[str, Any] | None, undo: Undo) -> None:
         """``own``: what this rank had of its own."""
-        pairs = {"scaler": (self.scalers, index.scalers), "scheduler": (self.schedulers, index.schedulers)}
-        for what, (here, there) in pairs.items():
+        for what, here, there in self._beside(index):
             for one, state in zip(here, map(decode, there), strict=False):
                 if state != {}:  # of a scaler that was not enabled
                     _load_one(what, one, state, undo)
@@ -156,8 +162,11 @@ def _load_one(what: str, one: Any, state: Any, undo: Undo) -> None:
 
 
 def _load(folder: Path, subject: Subject, others: _Others, *, strict: bool) -> Loaded:
-    """All that can be wrong with a checkpoint is found before the first tensor is written; so is what others, who take
-    their state before, have against it: then they get the old one back."""
+    """Load one checkpoint, in this order: read and check all; give schedulers and such their state; write the tensors.
+
+    So whatever is wrong with it, or whoever refuses their state, says so before the first tensor is written. Those who
+    took their state before that get the old one back.
+    """
     comm = subject.comm
     index = together(comm, lambda: _read_index(folder, comm), _WHERE)
     plan = together(comm, lambda: _plan(folder, index, subject, others, strict=strict), _WHERE)
@@ -167,11 +176,12 @@ def _load(folder: Path, subject: Subject, others: _Others, *, strict: bool) -> L
         together(comm, lambda: subject.set_options(plan, undo), _WHERE)
         together(comm, lambda: others.load(index, own, undo), _WHERE)
         subject.use_order(plan)
-        undo.pop_all()
+        undo.pop_all()  # from here on tensors are written: there is no way back
     together(comm, lambda: _read(folder, subject.to_fill(plan), plan.matched), _WHERE)
     together(comm, lambda: subject.take_over(plan), _WHERE)
     note_loaded(subject.model, folder.resolve(), index.lineage.number, folders.step_of(folder.resolve()))
     notes = [*plan.matched.misfits, *plan.matched.notes]
+    # Last: what was done before may have drawn random numbers.
     if own is not None:
         set_random_states(own["random"], subject.device)
     else:
@@ -187,7 +197,7 @@ def _read_index(folder: Path, comm: Comm) -> Index:
 
 
 def _own_of(folder: Path, index: Index, subject: Subject) -> Mapping[str, Any] | None:
-    """What this rank had of its own; None where other ranks saved, in number, than load."""
+    """Decode what this rank had of its own; None where another number of ranks saved than loads."""
     if len(index.ranks) != subject.comm.world_size:
         return None
     try:

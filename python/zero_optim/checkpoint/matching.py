@@ -20,7 +20,7 @@ _NAMED = 5  # of what does not fit; the others are counted
 
 @dataclass(frozen=True)
 class Wanted:
-    """What an optimizer is to be given.
+    """The wishes of an optimizer.
 
     Attributes:
         specs: its tensors.
@@ -39,7 +39,7 @@ class Wanted:
 
 @dataclass
 class Match:
-    """How a checkpoint fits.
+    """The fit of a checkpoint.
 
     Attributes:
         saved_name: of each parameter here, what the checkpoint calls it.
@@ -90,7 +90,7 @@ def match(
 
 
 def saved_names(index: Index, names: Names) -> dict[str, str]:
-    """Of each parameter, what the checkpoint calls it: tied ones may be saved under another of their names."""
+    """Find what the checkpoint calls each parameter: tied ones may be saved under another of their names."""
     return {name: _saved_name(index, names, name) for name in names.parameters}
 
 
@@ -142,49 +142,42 @@ def _match_state(index: Index, wanted: Wanted, matched: Match) -> None:
         matched.notes.append(f"never updated before: {counted(never, PARAMETER)}, {listed(never)}")
     missed = [name for name in trained if name not in never]
     if missed:
-        kinds = list(dict.fromkeys(kind for name in missed for kind in lacking[name]))
-        matched.misfits.append(
-            f"missing in the checkpoint: the state ({', '.join(kinds)}) of {counted(missed, PARAMETER)}, "
-            f"{listed(missed)}"
-        )
+        matched.misfits.append(f"missing in the checkpoint: {_state_of({name: lacking[name] for name in missed})}")
 
 
 def _note_leftover_weights(index: Index, names: Names, matched: Match) -> None:
     used = {source.spec.name for key, source in matched.source.items() if key[0] == PARAMETER}
     known = {key for key in matched.source if key[0] == BUFFER}
-    left: dict[str, list[str]] = {PARAMETER: [], BUFFER: []}
+    unused: dict[str, list[str]] = {PARAMETER: [], BUFFER: []}
     for kind, name in index.tensors:
         if (kind == PARAMETER and name not in used) or (kind == BUFFER and (kind, name) not in known):
-            left[kind].append(name if name not in names.aliases else f"{name} (tied to {names.aliases[name]} here)")
-    for kind, those in left.items():
+            unused[kind].append(name if name not in names.aliases else f"{name} (tied to {names.aliases[name]} here)")
+    for kind, those in unused.items():
         if those:
             matched.misfits.append(f"left over in the checkpoint: {counted(those, kind)}, {listed(those)}")
 
 
 def _note_leftover_state(index: Index, matched: Match) -> None:
-    """Of parameters that were never updated there is none to speak of."""
+    """Note state that nobody takes. That of parameters which were never updated says nothing, and does not count."""
     used = {(source.spec.kind, source.spec.name) for source in matched.source.values()}
     updated = index.updated()
-    left: dict[str, list[str]] = {}
+    unused: dict[str, list[str]] = {}
     for kind, name in index.tensors:
         if index.is_state(kind) and (kind, name) not in used and name in updated:
-            left.setdefault(name, []).append(kind)
-    if left:
-        kinds = list(dict.fromkeys(kind for of in left.values() for kind in of))
-        matched.misfits.append(
-            f"left over in the checkpoint, and not trained or not kept here: the state ({', '.join(kinds)}) of "
-            f"{counted([*left], PARAMETER)}, {listed([*left])}"
-        )
+            unused.setdefault(name, []).append(kind)
+    if unused:
+        matched.misfits.append(f"left over in the checkpoint, and not trained or not kept here: {_state_of(unused)}")
 
 
 def _check_shapes(specs: Sequence[TensorSpec], matched: Match) -> None:
     wrong = []
     for spec in specs:
         source = matched.source.get(spec.key)
-        if source is not None and not (source.spec.shape == spec.shape and casts(source.spec.dtype, spec.dtype)):
-            there = f"{list(source.spec.shape)} of {source.spec.dtype}"
-            wrong.append(f"{spec.label} has shape {list(spec.shape)} of {spec.dtype} here, and {there} there")
-        elif source is not None and source.spec.order != spec.order and (spec.is_of_rows or source.spec.is_of_rows):
+        if source is None:
+            continue
+        if (differs := shape_differs(spec, source.spec.shape, source.spec.dtype)) is not None:
+            wrong.append(differs)
+        elif source.spec.order != spec.order and (spec.is_of_rows or source.spec.is_of_rows):
             wrong.append(
                 f"{spec.label} is of rows of elements as they lie in memory, and the parameter lies in another order "
                 "here: bring the model to the memory format that it was saved in"
@@ -193,16 +186,22 @@ def _check_shapes(specs: Sequence[TensorSpec], matched: Match) -> None:
         raise StateMismatchError(f"{len(wrong)} of the tensors in the checkpoint cannot be loaded: {listed(wrong)}")
 
 
-def casts(there: torch.dtype, here: torch.dtype) -> bool:
-    """Whether values are taken over: a floating type from any other, all else from its own alone."""
-    return there == here or (there.is_floating_point and here.is_floating_point)
+def shape_differs(here: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
+    """Say why a saved tensor of this shape and dtype cannot be loaded; None: it can.
+
+    Values of a floating type are taken over from any other, all else from its own alone.
+    """
+    casts = dtype == here.dtype or (dtype.is_floating_point and here.dtype.is_floating_point)
+    if shape == here.shape and casts:
+        return None
+    return f"{here.label} has shape {list(here.shape)} of {here.dtype} here, and {list(shape)} of {dtype} there"
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
 def _match_groups(number: int, wanted: Wanted, saved: SavedOptimizer | None, matched: Match) -> list[int | None]:
-    """The saved group of each: the one of the same parameters."""
+    """Find the saved group of each group: the one of the same parameters."""
     if saved is None:
         matched.misfits.append(f"the checkpoint holds no options of optimizer {number}: it has fewer optimizers")
         return [None] * len(wanted.groups)
@@ -235,6 +234,12 @@ def _difference(here: Sequence[frozenset[str]], there: Sequence[frozenset[str]])
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _state_of(kinds: Mapping[str, Sequence[str]]) -> str:
+    """``kinds``: of each parameter, which tensors of its state are meant."""
+    all_kinds = list(dict.fromkeys(kind for own in kinds.values() for kind in own))
+    return f"the state ({', '.join(all_kinds)}) of {counted([*kinds], PARAMETER)}, {listed([*kinds])}"
 
 
 def counted(those: Sequence[Any], what: str) -> str:

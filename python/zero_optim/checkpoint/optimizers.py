@@ -12,7 +12,7 @@ from torch import Tensor
 from ..engine import Engine
 from ..errors import CheckpointError
 from ..rules.update_rule import StateTensor, master_of, tensors_for
-from .contents import Contents, Holding, Names, Owner, TensorContents
+from .contents import Contents, HeldBy, Holding, Names, TensorContents
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec
 from .index_reading import ADAMS, SHARDED
 from .matching import Match, Wanted
@@ -29,13 +29,13 @@ class OptimizerPart(Contents, Protocol):
         """Updates that each parameter with state has had, by name. The host waits for the device."""
 
     def describe(self) -> SavedOptimizer:
-        """What the index says of it beside tensors."""
+        """Give what the index says of it beside tensors."""
 
     def wanted(self, index: Index, saved_name: Mapping[str, str]) -> Wanted:
-        """What it is to be given. ``saved_name``: of each parameter, what the checkpoint calls it."""
+        """Say what it is to be given. ``saved_name``: of each parameter, what the checkpoint calls it."""
 
     def groups_of(self, saved: SavedOptimizer, numbers: Sequence[int | None]) -> list[dict[str, Any]]:
-        """The options that its groups are to have: of each the saved group of that number, or else its own.
+        """Choose the options that its groups are to have: of each the saved group of that number, or else its own.
 
         Raises StateMismatchError for options that it cannot have, CheckpointError for those that none can have.
         """
@@ -44,13 +44,13 @@ class OptimizerPart(Contents, Protocol):
         """Collective. Lay the buckets out as they were. Gradients may be dropped; nothing else is changed."""
 
     def to_fill(self, matched: Match) -> Contents:
-        """What there is to be filled. State that begins anew is there already."""
+        """Give what there is to be filled. State that begins anew is there already."""
 
     def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
         """Give the parameter groups their options."""
 
     def take_over(self, saved: SavedOptimizer, matched: Match) -> None:
-        """The tensors have been filled: steps follow."""
+        """Take over the steps, once the tensors have been filled."""
 
 
 class ShardedPart:
@@ -77,11 +77,11 @@ class ShardedPart:
 
     @property
     def holdings(self) -> list[Holding]:
-        owner = Owner.THIS_RANK if self._engine.sharding.shard_count > 1 else Owner.EVERY_RANK
+        held_by = HeldBy.THIS_RANK if self._engine.sharding.shard_count > 1 else HeldBy.EVERY_RANK
         found = []
         for own in self._engine.states.state_pieces():
             start, length = own.tensor.span(own.piece.in_param, own.piece.numel)
-            found.append(Holding(self._spec(own.piece.slot.param, own.tensor), start, length, owner))
+            found.append(Holding(self._spec(own.piece.slot.param, own.tensor), start, length, held_by))
         return found
 
     def values(self) -> Iterator[Tensor]:

@@ -32,7 +32,9 @@ _DICTS = (OrderedDict, Counter)
 
 
 def encode(value: Any, where: str, depth: int = 0) -> Any:
-    """What ``json.dumps`` takes. ``where`` names the value in messages. Raises TypeError for what is not plain.
+    """Turn a value into what ``json.dumps`` takes. Raises TypeError for one that is not plain.
+
+    ``where``: names the value in messages.
 
     Of a subclass of a number or a string, such as an enum or NumPy's, the plain value comes back.
     """
@@ -95,7 +97,7 @@ def _encode_tensor(value: Tensor, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The value of what ``encode`` gave. Raises ValueError where it did not give it."""
+    """Give the value of what ``encode`` gave. Raises ValueError where it did not give it."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from ..errors import CheckpointError
 from ..params.storage_order import StorageOrder, read_in_order
 from . import disk
 from .index import FlatRange, Index, Piece, SavedTensor, TensorSpec
-from .safetensors_file import BLOCK_BYTES, NAMES, Entry, read_whole_header, write_entries
+from .safetensors_file import BLOCK_BYTES, NAMES, Entry, read_header, write_entries
 
 _TENSORS = "tensors"
 """In the metadata of a file: shape and order of the tensors that its entries are pieces of, as JSON."""
@@ -32,7 +31,7 @@ _TENSORS = "tensors"
 
 @dataclass(frozen=True)
 class Portion(FlatRange):
-    """What a rank writes of a tensor."""
+    """The part of a tensor that a rank writes."""
 
     @property
     def key(self) -> str:
@@ -41,7 +40,7 @@ class Portion(FlatRange):
 
 
 def crc32c(data: bytes) -> str:
-    """In hexadecimal. Raises CheckpointError where the package for it is missing."""
+    """Compute a checksum, in hexadecimal. Raises CheckpointError where the package for it is missing."""
     try:
         from google_crc32c import value
     except ImportError as error:
@@ -108,7 +107,7 @@ def check_headers(folder: Path, index: Index, rank: int, ranks: int) -> None:
 
 
 def _check_header(path: Path, expected: Mapping[str, tuple[TensorSpec, Piece]]) -> None:
-    stored, metadata = read_whole_header(path)
+    stored, metadata = read_header(path)
     if stored.keys() != expected.keys():
         odd = min(stored.keys() ^ expected.keys())
         raise CheckpointError(f"{path} and the index differ: {odd!r} is in {'it' if odd in stored else 'that'} alone")
@@ -124,28 +123,18 @@ def _check_header(path: Path, expected: Mapping[str, tuple[TensorSpec, Piece]]) 
 
 
 def _described(spec: TensorSpec) -> list[Any]:
-    """What of the whole tensor the entry of a piece does not show."""
+    """Describe what of the whole tensor the entry of a piece does not show: its shape and its order."""
     return [list(spec.shape), None if spec.order is None else list(spec.order)]
 
 
-class Files:
-    """The files of a checkpoint's ``folder``, opened as they are needed. A context: it closes them."""
+class Files(disk.OpenFiles):
+    """The files of a checkpoint's ``folder``."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
-        self._open: dict[str, int] = {}
         self._coming: Iterator[Block] = iter(())
         self._ahead = 0  # bytes that were announced, and not read yet
-
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self._open.values():
-            os.close(file)
-        self._open.clear()
 
     def verify(self, tensors: Iterable[SavedTensor], rank: int, ranks: int) -> None:
         """Read, and check, a ``ranks``-th of these: file by file, so that it is what this rank may soon read again.
@@ -184,23 +173,17 @@ class Files:
             fill(target[low - start : high - start], tensor.spec.dtype, data, low - block.start)
 
     def read_block(self, block: Block) -> bytes:
-        """Its bytes, checked."""
+        """Read its bytes, and check them."""
         path = self.folder / block.piece.file
         self._read_ahead(block.nbytes)
         with self._refusals_named(block):
-            data = os.pread(self._opened(block), block.nbytes, block.offset)
+            data = os.pread(self.descriptor(path), block.nbytes, block.offset)
         if len(data) < block.nbytes:
             raise CheckpointError(f"{path} ends in the midst of the {block.spec.label}: it was cut off")
         if crc32c(data) != block.crc32c:
             bytes_of = f"bytes {block.offset:,} to {block.offset + block.nbytes:,}, of the {block.spec.label}"
             raise CheckpointError(f"{path} is damaged: {bytes_of}, have another checksum")
         return data
-
-    def _opened(self, block: Block) -> int:
-        name = block.piece.file
-        if name not in self._open:
-            self._open[name] = os.open(self.folder / name, os.O_RDONLY)
-        return self._open[name]
 
     @contextmanager
     def _refusals_named(self, block: Block) -> Iterator[None]:
@@ -212,11 +195,11 @@ class Files:
             raise CheckpointError(f"{path}, which holds the {block.spec.label}: {error.strerror}") from error
 
     def _read_ahead(self, nbytes: int) -> None:
-        """So much of what was announced is going to be read now."""
+        """Announce more to the disk, as so much of what was announced is going to be read now."""
         self._ahead = max(self._ahead - nbytes, 0)
         while self._ahead < disk.RUN_BYTES and (block := next(self._coming, None)) is not None:
             with self._refusals_named(block):
-                disk.will_read(self._opened(block), block.offset, block.nbytes)
+                disk.will_read(self.descriptor(self.folder / block.piece.file), block.offset, block.nbytes)
             self._ahead += block.nbytes
 
 
@@ -237,7 +220,7 @@ class Block(FlatRange):
 
 
 def _blocks_of_rank(tensors: Sequence[SavedTensor], rank: int, ranks: int) -> Iterator[Block]:
-    """Of all blocks of ``tensors``, in the order of files, those that begin in the ``rank``-th part of the bytes."""
+    """Choose the blocks of ``tensors`` that begin in the ``rank``-th part of their bytes, in the order of files."""
     pieces = [(piece, tensor) for tensor in tensors for piece in tensor.pieces]
     pieces.sort(key=lambda pair: (len(pair[0].file), pair[0].file, pair[0].offset))
     total = sum(piece.length * tensor.spec.dtype.itemsize for piece, tensor in pieces)
@@ -256,7 +239,7 @@ def _elements_a_block(tensor: SavedTensor) -> int:
 
 
 def _blocks_of(tensor: SavedTensor, start: int, end: int) -> Iterator[Block]:
-    """Those that hold elements from ``start`` to ``end``, in order."""
+    """Cut out the blocks that hold elements from ``start`` to ``end``, in order."""
     most = _elements_a_block(tensor)
     for piece in tensor.pieces:
         low, high = max(start, piece.start), min(end, piece.end)
@@ -267,5 +250,5 @@ def _blocks_of(tensor: SavedTensor, start: int, end: int) -> Iterator[Block]:
 
 
 def blocks_in(tensor: SavedTensor, piece: Piece) -> Iterator[Block]:
-    """All of a piece."""
+    """Give all blocks of a piece."""
     return _blocks_of(tensor, piece.start, piece.end)

@@ -182,13 +182,11 @@ class Stored:
     offset: int
 
 
-def read_header(path: Path) -> dict[str, Stored]:
-    """What a file holds, by name. Raises CheckpointError for one that is damaged, cut off, or of another format."""
-    return read_whole_header(path)[0]
+def read_header(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any]]:
+    """Read what a file holds, by name, and its metadata.
 
-
-def read_whole_header(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any]]:
-    """What a file holds, by name, and its metadata. Raises CheckpointError as ``read_header`` does."""
+    Raises CheckpointError for one that is damaged, cut off, or of another format.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

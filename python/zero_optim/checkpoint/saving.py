@@ -22,17 +22,17 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Comm
 from ..comm.host_ranks import HostRanks
+from ..comm.together import Ranks, gathered, on_rank_0, together
 from ..errors import CheckpointError
 from . import folder as folders
-from .background import SLAB, Slab, start, wait
-from .contents import Contents, Holding, Names, Owner
+from .background import SAVE_BUFFER, SaveBuffer, start, wait
+from .contents import Contents, HeldBy, Holding, Names
 from .index import Index, SavedTensor, TensorSpec, merge
-from .lineage import Lineage, Place, came_from, note_saved
+from .lineage import Lineage, Stamp, came_from, note_saved
 from .plain import encode
 from .random_states import read_random_states
 from .rank_file import Portion, check_dtype, crc32c, write_file
 from .subject import Subject, each, make_subject
-from .together import Ranks, check_agreed, gathered, on_rank_0, together
 
 _WHERE = "checkpoint.save"
 
@@ -80,24 +80,25 @@ def save(
     comm = subject.comm
     given = {"path": str(path), "step": step, "keep_last": keep_last, "background": background}
     given |= {"scaler": len(each(scaler)), "scheduler": len(each(scheduler))}
-    check_agreed(comm, {**subject.described(), **given, "data": data is not None}, _WHERE)
+    subject.check_same_call({**given, "data": data is not None}, _WHERE)
     absolute = together(comm, lambda: Path(path).absolute(), _WHERE)  # a thread may write there, later
-    subject.settle()
-    work = together(comm, lambda: _prepare(subject, step, keep_last, scaler, scheduler, data, extra), _WHERE)
-    work = replace(work, after=came_from(model, absolute), model=weakref.ref(model))
-    writing = _begin(comm, absolute, work.step)
+    subject.come_to_rest()
+    share = together(comm, lambda: _prepare(subject, step, keep_last, scaler, scheduler, data, extra), _WHERE)
+    share = replace(share, after=came_from(model, absolute), model=weakref.ref(model))
+    writing = _begin(comm, absolute, share.step)
     if not background:
-        return _save(comm, writing, work)
+        return _save(comm, writing, share)
+    # The thread agrees with those of other ranks over a group of its own: the program's collectives go on meanwhile.
     with _given_up_on_failure(comm, writing):
-        copied = together(comm, lambda: work.with_values_copied(SLAB), _WHERE)
+        copied = together(comm, lambda: share.with_values_copied(SAVE_BUFFER), _WHERE)
         ranks = HostRanks(comm)
     start(comm, lambda: _save(ranks, writing, copied))
-    return folders.step_folder(absolute, work.step)
+    return folders.step_folder(absolute, share.step)
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What this rank is going to write.
+class _Share:
+    """The part of a checkpoint that this rank is going to write.
 
     Attributes:
         specs: of all tensors, whoever writes them.
@@ -113,18 +114,18 @@ class _Work:
     described: Mapping[str, Any]
     own: Mapping[str, Any]
     keep_last: int | None
-    after: Place | None = None
+    after: Stamp | None = None
     model: Callable[[], nn.Module | None] = lambda: None
 
-    def with_values_copied(self, slab: Slab) -> _Work:
-        """The same work, which training may go on beside."""
-        copied = slab.hold([portion.nbytes for portion in self.portions], self.values())
+    def with_values_copied(self, buffer: SaveBuffer) -> _Share:
+        """The same share, which training may go on beside."""
+        copied = buffer.hold([portion.nbytes for portion in self.portions], self.values())
         return replace(self, values=lambda: copied)
 
 
 @dataclass(frozen=True)
 class _Written:
-    """What a rank has written: ``nbytes`` in its file."""
+    """The report of a rank that has written ``nbytes`` to its file."""
 
     nbytes: int
     tensors: Sequence[SavedTensor]
@@ -133,7 +134,7 @@ class _Written:
 
 def _prepare(
     subject: Subject, step: int | None, keep_last: int | None, scaler: Any, scheduler: Any, data: Any, extra: Any
-) -> _Work:
+) -> _Share:
     crc32c(b"")  # its package may be missing
     subject.check_not_gathered(_WHERE)
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63):
@@ -155,7 +156,7 @@ def _prepare(
         raise ValueError("nothing here counts updates, so a checkpoint has no number: give save(..., step=)")
     holdings = [part.holdings for part in parts]
     portions = cut_for_rank(holdings, subject.comm.rank, subject.comm.world_size)
-    return _Work(
+    return _Share(
         int(max(counts)) if step is None else step,
         [spec for part in parts for spec in part.specs],
         [portion for of_part in portions for portion in of_part if portion.length],
@@ -170,11 +171,11 @@ def _prepare(
 
 
 def cut_for_rank(parts: Sequence[Sequence[Holding]], rank: int, ranks: int) -> list[list[Portion]]:
-    """What this rank writes of each part's holdings, one portion of each. Those that it leaves to others are empty.
+    """Choose what this rank writes of each part's holdings, one portion of each. What it leaves to others is empty.
 
     What every rank has is shared out among them, by bytes.
     """
-    total = sum(holding.nbytes for holdings in parts for holding in holdings if holding.owner is Owner.EVERY_RANK)
+    total = sum(holding.nbytes for holdings in parts for holding in holdings if holding.held_by is HeldBy.EVERY_RANK)
     low, high = total * rank // ranks, total * (rank + 1) // ranks
     begin = 0  # of a holding, if all that are repeated stood one after another
     portions: list[list[Portion]] = []
@@ -183,11 +184,12 @@ def cut_for_rank(parts: Sequence[Sequence[Holding]], rank: int, ranks: int) -> l
         for holding in holdings:
             check_dtype(holding.spec)
             first, last = 0, holding.length
-            if holding.owner is Owner.EVERY_RANK:
+            # Cut at whole elements, rounded up on both sides: what one rank leaves the next begins with.
+            if holding.held_by is HeldBy.EVERY_RANK:
                 size = holding.spec.dtype.itemsize
                 first, last = (min(max(-(-(at - begin) // size), 0), holding.length) for at in (low, high))
                 begin += holding.nbytes
-            elif holding.owner is Owner.RANK_0 and rank != 0:
+            elif holding.held_by is HeldBy.RANK_0 and rank != 0:
                 last = 0
             portions[-1].append(Portion(holding.spec, holding.start + first, last - first))
     return portions
@@ -200,6 +202,7 @@ def _begin(comm: Comm, path: Path, step: int) -> Path:
     """Collective. Make the folder that is written in, and see to it that every rank sees it."""
     writing = folders.writing_folder(path, step)
     on_rank_0(comm, lambda: folders.begin(path, step), _WHERE)
+    # Folders of one name on different disks would each get a part of the checkpoint.
     seen = gathered(comm, lambda: (writing.is_dir(), socket.gethostname()), _WHERE)
     blind = [f"rank {rank} on {host}" for rank, (there, host) in enumerate(seen) if not there]
     if blind:
@@ -222,42 +225,45 @@ def _given_up_on_failure(ranks: Ranks, writing: Path) -> Iterator[None]:
         raise
 
 
-def _save(ranks: Ranks, writing: Path, work: _Work) -> Path:
+def _save(ranks: Ranks, writing: Path, share: _Share) -> Path:
     """Collective. Write what there is, and publish it."""
     with _given_up_on_failure(ranks, writing):
-        written = gathered(ranks, lambda: _write(writing, ranks.rank, work), _WHERE)
-        return on_rank_0(ranks, lambda: _publish(writing, written, work), _WHERE)
+        written = gathered(ranks, lambda: _write(writing, ranks.rank, share), _WHERE)
+        return on_rank_0(ranks, lambda: _publish(writing, written, share), _WHERE)
 
 
-def _write(writing: Path, rank: int, work: _Work) -> _Written:
+def _write(writing: Path, rank: int, share: _Share) -> _Written:
     """This rank's file, on the disk."""
     file = writing / folders.rank_file_name(rank)
-    tensors = write_file(file, work.portions, work.values())
-    return _Written(file.stat().st_size, tensors, work.own)
+    tensors = write_file(file, share.portions, share.values())
+    return _Written(file.stat().st_size, tensors, share.own)
 
 
 def _values(
     parts: Sequence[Contents], holdings: Sequence[Sequence[Holding]], portions: Sequence[Sequence[Portion]]
 ) -> Iterator[Tensor]:
-    """Of each portion that is not empty."""
+    """Give the values of each portion that is not empty."""
     for part, of_part, wanted in zip(parts, holdings, portions, strict=True):
         for holding, portion, flat in zip(of_part, wanted, part.values(), strict=True):
             if portion.length:
                 yield flat.narrow(0, portion.start - holding.start, portion.length)
 
 
-def _publish(writing: Path, written: Sequence[_Written], work: _Work) -> Path:
-    """On rank 0: check that all is there once, write the index, give the folder its name."""
+def _publish(writing: Path, written: Sequence[_Written], share: _Share) -> Path:
+    """Check, on rank 0, that all is there once; write the index, and give the folder its name."""
     try:
-        tensors = merge(work.specs, (tensor for of_rank in written for tensor in of_rank.tensors))
+        tensors = merge(share.specs, (tensor for of_rank in written for tensor in of_rank.tensors))
     except ValueError as error:
         raise CheckpointError(f"{writing} was not written whole: {error}") from error
     files = {folders.rank_file_name(rank): of_rank.nbytes for rank, of_rank in enumerate(written)}
     ranks = [of_rank.own for of_rank in written]
-    lineage = Lineage(folders.next_number(writing.parent), work.after)
-    folder = folders.publish(writing, Index(work.step, tensors, files, ranks=ranks, lineage=lineage, **work.described))
-    if (model := work.model()) is not None:
-        note_saved(model, folder.parent, (lineage.number, work.step))
-    if work.keep_last is not None:
-        folders.keep_newest(folder.parent, folder, work.keep_last)
+    lineage = Lineage(folders.next_number(writing.parent), share.after)
+    folder = folders.publish(
+        writing, Index(share.step, tensors, files, ranks=ranks, lineage=lineage, **share.described)
+    )
+    # The model may be gone when a thread publishes: nobody goes on from the checkpoint with it then.
+    if (model := share.model()) is not None:
+        note_saved(model, folder.parent, Stamp(lineage.number, share.step))
+    if share.keep_last is not None:
+        folders.keep_newest(folder.parent, folder, share.keep_last)
     return folder

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..comm.collectives import Comm, make_comm
+from ..comm.together import check_same, together
 from ..errors import CheckpointError, StateMismatchError
 from ..units.sharded_model import sharded_model_of
 from .contents import Contents, Names, TensorContents, contents_of_model, modules_with_state
@@ -20,7 +21,6 @@ from .index import Index, SavedOptimizer
 from .matching import Match, match, saved_names
 from .optimizers import OptimizerPart, Sharded, is_sharded, make_part
 from .plain import decode, encode
-from .together import together
 
 
 def make_subject(model: nn.Module, opt: Any, where: str) -> Subject:
@@ -42,7 +42,7 @@ def _comm_of(model: Any, opt: Any) -> Comm:
 
 
 def _device_of(model: Any) -> torch.device:
-    """Where the training is."""
+    """The device that the training is on."""
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
     return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
@@ -57,7 +57,8 @@ def _check_apart(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 class Subject:
-    """
+    """A model and its optimizers, as they are saved and loaded.
+
     Attributes:
         optimizers: sharded ones, or torch's.
         comm: the ranks that save and load together.
@@ -79,13 +80,15 @@ class Subject:
         self._models = sharded_model_of(model.parameters())
         self.device = _device_of(model)
 
-    def described(self) -> dict[str, Any]:
-        """What has to be the same on every rank."""
+    def check_same_call(self, given: Mapping[str, Any], where: str) -> None:
+        """Collective. Raise RankMismatchError unless all ranks have such a model and optimizers, and are ``given`` the
+        same beside."""
         counts = [sum(len(group["params"]) for group in one.param_groups) for one in self.optimizers]
         kinds = [type(one).__name__ for one in self.optimizers]
-        return {"opt": list(zip(kinds, counts, strict=True)), "model": type(self.model).__name__}
+        described = {"opt": list(zip(kinds, counts, strict=True)), "model": type(self.model).__name__, **given}
+        check_same(self.comm, [f"{name}={value!r}" for name, value in described.items()], where, f"give {where}")
 
-    def settle(self) -> None:
+    def come_to_rest(self) -> None:
         """Collective. Leave nothing under way, and every unit sharded."""
         for sharded in self._sharded:
             sharded.settle()
@@ -96,11 +99,11 @@ class Subject:
     # -- saving --------------------------------------------------------------------------------------------------
 
     def contents(self, names: Names) -> tuple[TensorContents, list[OptimizerPart]]:
-        """What there is to save: of the model, and of each optimizer. Call ``settle`` before."""
+        """Collect what there is to save: of the model, and of each optimizer. Call ``come_to_rest`` before."""
         return contents_of_model(self.model, names), [make_part(one, names) for one in self.optimizers]
 
     def describe(self, names: Names, optimizers: Sequence[OptimizerPart]) -> dict[str, Any]:
-        """What the index says beside tensors."""
+        """Give what the index says beside tensors."""
         return {
             "aliases": names.aliases,
             "optimizers": [optimizer.describe() for optimizer in optimizers],
@@ -123,7 +126,7 @@ class Subject:
             model.schedule.check_not_gathered(what)
 
     def plan(self, index: Index) -> LoadPlan:
-        """How ``index`` fits. Raises StateMismatchError where a tensor cannot be loaded, or an option."""
+        """Match ``index`` with what is here. Raises StateMismatchError where it cannot be loaded."""
         names = Names(self.model)
         model, optimizers = self.contents(names)
         saved_name = saved_names(index, names)
@@ -145,11 +148,11 @@ class Subject:
             optimizer.use_order(of, plan.matched)
 
     def to_fill(self, plan: LoadPlan) -> list[Contents]:
-        """What there is to be filled. State that begins anew does so now."""
+        """Give what there is to be filled. State that begins anew does so now."""
         return [plan.model, *(optimizer.to_fill(plan.matched) for optimizer in plan.optimizers)]
 
     def set_options(self, plan: LoadPlan, undo: Undo) -> None:
-        """Of parameter groups, and the state that modules have of their own."""
+        """Set the options of parameter groups, and the state that modules have of their own."""
         for one, optimizer, groups in zip(self.optimizers, plan.optimizers, plan.groups, strict=True):
             for group in one.param_groups:
                 undo.callback(_restore, group, dict(group))
@@ -160,7 +163,7 @@ class Subject:
                 _set_extra_state(name, module, decode(plan.index.module_states[name]))
 
     def take_over(self, plan: LoadPlan) -> None:
-        """The tensors have been filled: all else follows."""
+        """Take over all else, once the tensors have been filled."""
         for optimizer, of in zip(plan.optimizers, plan.saved, strict=True):
             optimizer.take_over(of, plan.matched)
         for sharded in self._sharded:
@@ -189,7 +192,7 @@ def _restore(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """How a checkpoint is loaded.
+    """A plan of loading a checkpoint.
 
     Attributes:
         saved: of each of ``optimizers``, what the index says of it.
@@ -205,7 +208,7 @@ class LoadPlan:
 
 
 def each(value: Any) -> list[Any]:
-    """None, one, or several."""
+    """List what a user gave: None, one, or several."""
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 

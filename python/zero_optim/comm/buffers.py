@@ -55,6 +55,7 @@ class CommBuffers:
     def take(self, bucket: Borrower, numel: int, dtype: torch.dtype, *, may_wait: bool = True) -> Tensor:
         """A buffer [numel], its contents undefined. To be given back with ``give_back``."""
         nbytes = numel * dtype.itemsize
+        # See the class: a wait here could be for ever. So this reduction gets memory of its own.
         if not may_wait or not self._arrives(self._borrowers[1]):
             self._extra += nbytes
             self._peak = self.peak_nbytes()
@@ -81,6 +82,7 @@ class CommBuffers:
         """
         if user is None or user.arrives_within(0):
             return True
+        # It still waits for the rank that has not come: to wait once more, for another bucket, would be in vain too.
         if self._given_up is not None and not self._given_up.arrives_within(0):
             return False
         arrives = user.arrives_within(PATIENCE_SECONDS)
@@ -119,7 +121,7 @@ class CommBuffers:
 
 
 def debug_options() -> set[str]:
-    """What ``ZERO_OPTIM_DEBUG`` asks for: a comma-separated list. Raises ValueError for an unknown word."""
+    """Read ``ZERO_OPTIM_DEBUG``, a comma-separated list. Raises ValueError for an unknown word."""
     options = {word.strip() for word in os.environ.get("ZERO_OPTIM_DEBUG", "").split(",")} - {""}
     if options - {"poison"}:
         raise ValueError(f"ZERO_OPTIM_DEBUG holds {sorted(options - {'poison'})}, but knows 'poison' alone")

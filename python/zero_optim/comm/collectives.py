@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,10 +22,11 @@ from torch import Tensor
 
 from .. import user_thread
 from ..errors import ClosedError, CollectiveError, RankMismatchError
-from . import standstill, transport
+from . import groups, standstill, transport
 from .gloo import GLOO
 from .standstill import Standstill, Wait, standstill_of
 from .streams import on_device
+from .together import raising_together, values_of_one_call
 from .transport import STREAMS, Issued, Reduction, Transport, Work
 
 CHANNELS = 8
@@ -37,9 +38,13 @@ ON_HOST = torch.device("cpu")
 
 @dataclass
 class Traffic:
-    """What one kind of collective has moved. ``bytes`` counts the whole tensor of each call, as the caller sees it;
-    on the wire a rank sends and receives (N-1)/N of it (twice that for an all-reduce). ``wait_seconds``: host
-    time blocked."""
+    """An account of one kind of collective.
+
+    Attributes:
+        bytes: of the whole tensor of each call, as the caller sees it. On the wire a rank sends and receives (N-1)/N of
+            it, and twice that for an all-reduce.
+        wait_seconds: for which the host was blocked.
+    """
 
     kind: str
     calls: int = 0
@@ -48,9 +53,6 @@ class Traffic:
 
 
 _live: weakref.WeakSet[Comm] = weakref.WeakSet()  # of optimizers, which reduce of their own accord
-# Groups made for optimizers that are closed, by ranks. torch names a group after its ranks and how many there are, so
-# one that is made where another was destroyed could be given that one's name, and find its addresses.
-_spare: dict[tuple[int, ...], list[weakref.ref[dist.ProcessGroup]]] = {}
 _meetings: dict[str, threading.Lock] = {}  # by the name of a given group: one thread at a time gathers objects over it
 
 
@@ -83,6 +85,7 @@ class Pending:
     def arrives_within(self, seconds: float) -> bool:
         """Whether ``wait`` would not hold the host, at the latest after so long. Where the current stream waits, it
         never does; then the device is not asked."""
+        # A stream waits: whether it has arrived differs from rank to rank, and must not decide what is launched next.
         if self._work is None or self._comm is None or self._work.is_completed():
             return True
         if seconds > 0:
@@ -93,6 +96,7 @@ class Pending:
     def order_current(self) -> bool:
         """Order what follows on the current stream after the collective, though another stream will ``wait`` for it.
         False where that cannot be: where the host waits, or something else is to be done as it arrives."""
+        # ``_work`` stays: the other stream has to wait for it as well.
         if self._comm is not None or self._on_arrival is not None or self._work is None:
             return False
         self._work.wait()
@@ -105,10 +109,13 @@ class Pending:
         try:
             self._hold()
         except RuntimeError as error:
+            # The ranks may have issued different numbers of collectives by now, so the next would be taken for another.
             if self._comm is not None:
                 self._comm.out_of_step = True
+            # It has been found here that the ranks wait in vain: that says more than what follows.
             if isinstance(error, RankMismatchError):
                 raise
+            # Another rank may have found it, and left: then the connection that is gone is not the cause.
             if self._comm is not None and (verdict := self._comm.given_up()) is not None:
                 raise RankMismatchError(verdict) from error
             raise CollectiveError(
@@ -125,6 +132,7 @@ class Pending:
         assert self._work is not None
         comm = self._comm
         group = comm.own_group if comm is not None else None
+        # The stream waits, and the host goes on; or there is one rank, and nobody to wait for.
         if comm is None or group is None:
             self._work.wait()
             return
@@ -137,14 +145,18 @@ class Pending:
 
 
 class Comm:
-    """The ranks that share one optimizer's state. ``group=None`` is one rank, and then nothing is communicated.
+    """The ranks that share one optimizer's state, and the collectives between them.
 
-    It has two groups of the same ranks. What every rank calls at the same place in its program, such as loading, goes
-    over the *given* one. What the optimizer sends of its own accord, reductions above all, goes over its *own*: a
-    collective of the user's, or of another optimizer, between two calls of ours cannot meet it there.
+    It has two process groups of the same ranks:
 
-    ``device``: where the tensors are that will be communicated. Objects travel by way of it, where the group has no
-    back-end for the CPU. None: the current GPU.
+    - *given*: for what every rank calls at the same place in its program, such as loading.
+    - *own*: for what the optimizer sends of its own accord, reductions above all. A collective of the user's, or of
+      another optimizer, that stands between two calls of ours cannot meet ours there.
+
+    ``group=None`` is one rank, and then nothing is communicated.
+
+    ``device``: of the tensors that will be communicated; None: the current GPU. Where the group has no back-end for the
+    CPU, pickled objects are communicated as tensors on this device.
 
     The groups are held weakly: gloo's threads end only when ``destroy_process_group`` drops the last reference, and
     one that still runs while the interpreter shuts down aborts the process.
@@ -160,7 +172,7 @@ class Comm:
         # Other groups of the same ranks, under gloo. It ends the process where one rank sends more than another expects
         # in what is for both the n-th broadcast, or the n-th all-reduce, of a group. Ranks that are out of step come to
         # that. So what differs in size does not share a group, and they wait: see ``standstill``.
-        self._channels: dict[object, weakref.ref[dist.ProcessGroup]] = {}
+        self._channels: dict[object, groups.Reference] = {}
         self._beside: list[weakref.ref[Comm]] = []  # of optimizers between some of the same ranks
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -191,7 +203,7 @@ class Comm:
 
     @property
     def owner(self) -> str:
-        """Whose collectives these are, by a name that is the same on all ranks of the whole."""
+        """Name of the optimizer, or sharded model, whose collectives these are: the same on all ranks of the whole."""
         group = self.whole.own_group
         assert group is not None
         name: str = group.group_name
@@ -206,15 +218,15 @@ class Comm:
     def out_of_step(self, value: bool) -> None:
         self.whole._failed = value
 
-    def _alive(self, reference: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup | None:
+    def _alive(self, reference: groups.Reference | None) -> dist.ProcessGroup | None:
         group = reference() if reference is not None else None
         if group is None and self.world_size > 1:
             raise ClosedError("the process group was destroyed: close the optimizer before, or make a new one")
         return group
 
     def standstill(self) -> Standstill:
-        """What this thread writes while it waits here. A thread beside the first one looks at its own optimizer alone:
-        what other threads wait for says nothing of it."""
+        """Give the record of waits that this thread writes to while it waits here."""
+        # A thread beside the first one looks at its own optimizer alone: where other threads wait says nothing of it.
         return standstill_of(self.whole.ranks, self.owner if user_thread.is_beside() else "")
 
     def given_up(self) -> str | None:
@@ -228,6 +240,7 @@ class Comm:
 
     def check_alone(self) -> None:
         """Raise where one rank was all there was when this was made, and now there are more: each would train alone."""
+        # A group of one rank that was given on purpose is something else: it trains alone, and is to.
         if self._group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RankMismatchError(
                 "torch.distributed was initialised after this optimizer was made, so it would update this rank alone: "
@@ -241,6 +254,8 @@ class Comm:
         """
         if self.world_size == 1:
             return
+        # It is alive before the others are looked for: on every rank each of two optimizers is known to the other, in
+        # whichever order they were made.
         _live.add(self)
         ranks = dist.get_process_group_ranks(self.group)
         others = [other for other in _live if other is not self and len({*ranks} & {*other._ranks()}) > 1]
@@ -262,6 +277,7 @@ class Comm:
             return
         ranks = dist.get_process_group_ranks(self.group)
         for key in [*of][: CHANNELS - 1]:
+            # None can be made here, on any rank: the next could not either.
             if (group := self._obtain(ranks, where, needed=False)) is None:
                 return
             self._channels[key] = weakref.ref(group)
@@ -275,27 +291,11 @@ class Comm:
             self._own = weakref.ref(own)
 
     def _obtain(self, ranks: list[int], where: str, *, needed: bool) -> dist.ProcessGroup | None:
-        """A group that nobody else uses: a spare one, or a new one. None, on every rank: none can be made."""
-        alive = [group for group in map(_dereference, _spare.get(tuple(ranks), ())) if group is not None]
-        spare = {group.group_name: group for group in alive}
-        reports = self.gather_objects((needed, set(spare), len(dist.distributed_c10d._world.pg_names)), where)
-        common = sorted(set.intersection(*(names for _, names, _ in reports)))
-        if not common and not _same_names([groups for _, _, groups in reports]):
-            if any(of_rank for of_rank, _, _ in reports):
-                raise RankMismatchError(
-                    "another optimizer, or a sharded model, communicates between these ranks, and a process group of "
-                    "its own cannot be made here: some of them are in more groups than others. Make one on all ranks, "
-                    "dist.new_group(ranks), and give it"
-                )
-            return None
-        own = spare.pop(common[0]) if common else self._split([ranks])
-        _spare[tuple(ranks)] = [weakref.ref(group) for group in spare.values()]
-        return own
+        return groups.take(self, ranks, lambda: self._split([ranks]), where, needed=needed)
 
     def new_host_group(self) -> dist.ProcessGroup:
         """Collective. A new group of these ranks over gloo."""
-        counts = self.gather_objects(len(dist.distributed_c10d._world.pg_names), "making a process group")
-        if not _same_names(counts):
+        if not groups.can_be_made(self):
             raise RankMismatchError(
                 "a process group for saving in the background cannot be made here: some ranks are in more groups than "
                 "others. Save without background=True"
@@ -337,11 +337,11 @@ class Comm:
 
     @property
     def ranks(self) -> list[int]:
-        """As the whole job numbers them; of one rank without a group, 0."""
+        """Numbers of these ranks in the whole job; of one rank without a group, 0."""
         return self._ranks() or [0]
 
     def _ranks(self) -> list[int]:
-        group = _dereference(self._group) if self._group is not None and dist.is_initialized() else None
+        group = groups.alive(self._group) if dist.is_initialized() else None
         return dist.get_process_group_ranks(group) if group is not None else []
 
     def close(self) -> None:
@@ -350,8 +350,9 @@ class Comm:
         own = [*self._channels.values()]
         if self._own is not None and self._own is not self._group:
             own.append(self._own)
+        # After a failure another rank may still send in them: what the next optimizer receives could be that.
         if own and not self.out_of_step:
-            _spare.setdefault(tuple(self._ranks()), []).extend(own)
+            groups.leave(self._ranks(), own)
         self._own = self._group
         self._channels.clear()
 
@@ -361,7 +362,7 @@ class Comm:
         return self._transport(ON_HOST).split(self.group, parts)
 
     def _transport(self, device: torch.device) -> Transport:
-        """What serves tensors on ``device``."""
+        """Choose the transport for tensors on ``device``."""
         if (used := transport.used()) is not None:
             return used
         if self._backends is None:
@@ -415,6 +416,7 @@ class Comm:
         """Copy rank 0's ``tensor`` to every rank, in place."""
         if self.world_size > 1:
             self._record(kind, tensor)
+            # A back-end sends memory as it lies: of a view with gaps, what is in the gaps, too.
             dense = tensor.contiguous()
             self._transport(dense.device).broadcast(dense, self.group)
             if dense is not tensor:
@@ -429,50 +431,23 @@ class Comm:
             return [value]
         group = self.group
         assert group is not None
+        # Two threads that gather over one group would receive each other's objects.
         with _meetings.setdefault(group.group_name, threading.Lock()):
             if self.host_waits(ON_HOST):  # what follows cannot be looked after while the host waits for it
                 meeting = self._transport(ON_HOST).barrier(group)
                 Pending(meeting, Traffic(f"the wait for the other ranks in {where}"), comm=self, given=True).wait()
             with on_device(self.device):
                 reports = self._transport(ON_HOST).gather_objects((where, self.owner, value), group)
-        odd = next((rank for rank, (there, _, _) in enumerate(reports) if there != reports[0][0]), None)
-        if odd is not None:
-            raise RankMismatchError(
-                f"rank 0 is in {reports[0][0]}, rank {odd} in {reports[odd][0]}: each rank has to make the same calls, "
-                "in the same order. Does each find what it loads?"
-            )
-        odd = next((rank for rank, (_, owner, _) in enumerate(reports) if owner != reports[0][1]), None)
-        if odd is not None:
-            raise RankMismatchError(
-                f"ranks 0 and {odd} are in {where} of different optimizers, or sharded models: each rank has to make "
-                "the same calls, in the same order. Where several threads train, give the optimizer of each a process "
-                "group of its own, process_group=dist.new_group(), or the model, to shard_module"
-            )
-        return [of_rank for _, _, of_rank in reports]
+        return values_of_one_call(reports)
 
-    @contextmanager
-    def raising_together(self, where: str, device: torch.device | None = None) -> Iterator[None]:
-        """Collective. An exception within it, on any rank, is raised on all: its own, or one that names the rank.
-
-        A rank that failed alone would leave the others waiting for it.
+    def raising_together(self, where: str, device: torch.device | None = None) -> AbstractContextManager[None]:
+        """Collective. See ``together.raising_together``.
 
         Args:
             device: for what is done often, where to ask first whether any rank has failed, over the own group: one
                 number. Else every rank gets an object of each, which takes 0.3 s among 16,384.
         """
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:
-            error = caught
-        if device is not None and not self._any(error is not None, device):
-            return
-        reports = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}", where)
-        if error is not None:
-            raise error
-        failed = [f"rank {rank} failed with {report}" for rank, report in enumerate(reports) if report is not None]
-        if failed:
-            raise RankMismatchError("; ".join(failed))
+        return raising_together(self, where, lambda failed: device is None or self._any(failed, device))
 
     def _any(self, here: bool, device: torch.device) -> bool:
         """Collective. Whether it is so on any rank. The host waits."""
@@ -496,21 +471,6 @@ class Comm:
         traffic.calls += 1
         traffic.bytes += tensor.nbytes
         return traffic
-
-
-def _same_names(groups: list[int]) -> bool:
-    """Whether ranks that are in so many groups would give a new one the same name.
-
-    torch names a group of some of the ranks after how many groups there are. Ranks that count differently would wait
-    for each other under different names.
-    """
-    return len({*groups}) == 1 or len(groups) == dist.get_world_size()
-
-
-def _dereference(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    """None for a group that was destroyed."""
-    alive = group()
-    return alive if alive is not None and alive in dist.distributed_c10d._world.pg_names else None
 
 
 def make_comm(process_group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Comm:

@@ -86,6 +86,7 @@ class Works:
         """Raises what a work that failed raises: at once where that is known, else when its turn comes."""
         self._wait_for_all(*timeout)
         self._works = ()
+        # Who asks next whether the user keeps a tensor would take gloo's own reference for the user's.
         until = time.monotonic() + LETS_GO_WITHIN
         while max(map(references_in_cpp, self._views), default=0) > 1 and time.monotonic() < until:
             time.sleep(0)

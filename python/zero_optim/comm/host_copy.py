@@ -31,7 +31,10 @@ class HostCopy:
         self._sent = True
 
     def read(self, *, wait: bool) -> list[float] | None:
-        """What was sent, once; None where nothing was, or where it has not arrived and we do not ``wait``."""
+        """Give what was sent, once.
+
+        None where nothing was sent, or where it has not arrived and is not to be waited for.
+        """
         if not self._sent or not (wait or self._arrived()):
             return None
         if self._event is not None:

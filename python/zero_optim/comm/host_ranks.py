@@ -16,7 +16,7 @@ _groups: dict[tuple[int, ...], weakref.ref[dist.ProcessGroup]] = {}
 
 
 def forget_group(comm: Comm) -> None:
-    """On every rank, where something has failed: the next that needs one makes a new one."""
+    """Let the next that needs a group of these ranks make a new one. Call it on every rank, where one has failed."""
     _groups.pop(tuple(comm.ranks), None)
 
 
@@ -32,6 +32,7 @@ class HostRanks:
         if self.world_size > 1:
             key = tuple(comm.ranks)
             group = _groups.get(key, lambda: None)()
+            # The program may have destroyed its process group, and made another of the same ranks.
             if group is None or group not in dist.distributed_c10d._world.pg_names:
                 _groups[key] = weakref.ref(comm.new_host_group())
             self._group = _groups[key]

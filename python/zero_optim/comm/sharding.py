@@ -46,7 +46,7 @@ class Sharding:
 
     @property
     def world_size(self) -> int:
-        """How many ranks gradients are averaged over."""
+        """Number of ranks that gradients are averaged over."""
         return self.everyone.world_size
 
     @property
@@ -56,7 +56,7 @@ class Sharding:
 
     @property
     def shard_index(self) -> int:
-        """Which of them is this rank's."""
+        """The number of this rank's part among them."""
         return self.everyone.rank if self.stage >= 1 else 0
 
     @property
@@ -66,7 +66,7 @@ class Sharding:
 
     @property
     def grad_scale(self) -> float:
-        """What a rank's gradient is multiplied by, so that the sum over ranks is the average."""
+        """The factor of a rank's gradient that makes the sum over ranks an average."""
         return 1 / self.world_size
 
     @property
@@ -161,7 +161,7 @@ class Sharding:
 
 
 def largest_of(flats: Iterable[tuple[int, torch.dtype]]) -> dict[torch.dtype, int]:
-    """By dtype, the most elements that one of these flat tensors has."""
+    """Find, by dtype, the most elements that one of these flat tensors has."""
     largest: dict[torch.dtype, int] = {}
     for numel, dtype in flats:
         largest[dtype] = max(numel, largest.get(dtype, 0))

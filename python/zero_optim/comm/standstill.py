@@ -63,7 +63,7 @@ class Wait:
 
 
 class Standstill:
-    """What this process writes and reads while it waits for certain ranks, in whichever of their groups.
+    """The waits of this process for certain ranks, in whichever of their groups, as it writes and reads them.
 
     Looking beyond one group is safe among the same ranks alone: a rank that waits elsewhere, for a rank of other groups
     too, may be waiting for one that computes. A wait within a node counts among all ranks of the model: where all of
@@ -88,8 +88,10 @@ class Standstill:
             store.set(self._key(dist.get_rank()), "\t".join(map(str, (*astuple(wait), self._waits))))
             self._written = True
         keys = [self._key(rank) for rank in self._ranks]
+        # One that has never waited has written nothing: it computes.
         if not store.check(keys):
             return
+        # "" is of a rank that does not wait now. One whose entry has changed waits somewhere else, so it goes on.
         now = tuple(store.get(key).decode() for key in keys)
         self._looks = self._looks + 1 if now == self._seen and "" not in now else 0
         self._seen = now
@@ -104,6 +106,7 @@ class Standstill:
             for owner, rounds, what, number, agreeing, _ in parts
         ]
         numbers = [int(number) for *_, number in parts]
+        # All wait in the same collective: it is slow, and the time-out of the group is for that.
         if len({(wait.owner, wait.rounds, wait.agreeing) for wait in waits}) == 1 and not _differ(waits):
             return
         one_owner = len({wait.owner for wait in waits}) == 1 and len({wait.rounds for wait in waits}) > 1

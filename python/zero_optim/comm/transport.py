@@ -87,7 +87,7 @@ class Transport(Protocol):
         """Copy the ``tensor`` of the group's rank 0, contiguous, to every rank, in place, before what follows."""
 
     def barrier(self, group: dist.ProcessGroup | None) -> Issued:
-        """It arrives when every rank has come to it."""
+        """Issue what arrives when every rank has come to it."""
 
     def gather_objects(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
         """Every rank's ``value``, in rank order. The host waits, whatever the back-end."""
@@ -103,7 +103,7 @@ class Transport(Protocol):
 
 
 class TorchTransport:
-    """What is the same over every back-end."""
+    """The part of a transport that is the same over every back-end."""
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> Issued:
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
@@ -113,7 +113,7 @@ class TorchTransport:
         dist.broadcast(tensor, group_src=0, group=group)
 
     def gather_objects(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
-        """As ``dist.all_gather_object``, which needs NumPy."""
+        """Do as ``dist.all_gather_object``, which needs NumPy."""
         types = backends(group)
         device = "cpu" if "cpu" in types else next(iter(types))
         pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
@@ -178,7 +178,7 @@ _side_streams: dict[int, torch.cuda.Stream] = {}  # by device
 
 @contextmanager
 def _side_stream() -> Iterator[None]:
-    """What is launched within it does not wait for what was launched before, as a rule. For what the host waits for::
+    """Launch what the host waits for beside all that was launched before, as a rule::
 
         rank 0   backward: raises at once                   zero_grad: asks how many rounds rank 1 has, then joins them
         rank 1   backward: its stream waits for rank 0      zero_grad: must answer, whatever its stream waits for
@@ -212,12 +212,12 @@ def use(transport: Transport) -> Iterator[None]:
 
 
 def used() -> Transport | None:
-    """What ``use`` has put in place."""
+    """The transport that ``use`` has put in place."""
     return _used
 
 
 def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Which back-end serves which type of device: ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    """Back-ends by type of device: ``{"cpu": "gloo", "cuda": "nccl"}``."""
     config = dist.get_backend_config(group)
     return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
 

@@ -91,7 +91,7 @@ class ShardedAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As accelerate's for evaluation: with autocast and torch.compile, and without DDP."""
+        """Prepare a model as accelerate does for evaluation: with autocast and torch.compile, and without DDP."""
         if device_placement is not False:
             device_placement = self.device_placement and not _is_in_place(model.parameters(), self.device)
         if device_placement and (is_sharded(model) or optimizers_of(model)):
@@ -144,14 +144,16 @@ class ShardedAccelerator(Accelerator):
         return holders[0].clip_grad_norm_(max_norm, norm_type, some)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Of a sharded model the whole state dict, on rank 0, and ``{}`` elsewhere: call it on every rank."""
+        """Give the whole state dict of a sharded model on rank 0, and ``{}`` elsewhere: call it on every rank."""
         if not is_sharded(model):
             return super().get_state_dict(model, unwrap)
         everywhere = self.project_configuration.save_on_each_node
         return whole_state_dict(self.unwrap_model(model) if unwrap else model, on_all=everywhere)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """As accelerate's, on every rank. The folder ``sharded`` has models and optimizers, for any number of ranks.
+        """Save as accelerate does, on every rank.
+
+        The folder ``sharded`` has models and optimizers, for any number of ranks.
 
         The file of weights that accelerate writes has whole ones: ``safetensors.torch.load_file`` reads it.
         """
@@ -163,7 +165,7 @@ class ShardedAccelerator(Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
-        """What ``save_state`` wrote, on any number of ranks.
+        """Load what ``save_state`` wrote, on any number of ranks.
 
         Raises CheckpointError, before anything is loaded, for what accelerate's own wrote.
         """
@@ -209,7 +211,7 @@ class ShardedAccelerator(Accelerator):
 
 
 def _together(models: list[nn.Module]) -> nn.Module:
-    """What ``checkpoint.save`` takes: one module that holds all of them."""
+    """Make what ``checkpoint.save`` takes: one module that holds all of them."""
     plain = [getattr(model, "_orig_mod", model) for model in models]
     return plain[0] if len(plain) == 1 else nn.ModuleDict({str(number): model for number, model in enumerate(plain)})
 

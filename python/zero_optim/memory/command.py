@@ -193,7 +193,7 @@ def _plan(model: ModelShapes, job: Job) -> Plan:
 
 
 def _stages_of(parsed: argparse.Namespace, model: ModelShapes) -> tuple[int, ...]:
-    """Those asked for; else all that there are of the model."""
+    """Choose the stages that were asked for; else all that there are of the model."""
     if parsed.stage is None:
         return STAGES if model.units else STAGES[:3]
     if 3 in parsed.stage and not model.units:
@@ -232,7 +232,7 @@ def _shapes(parsed: argparse.Namespace, model: nn.Module) -> ModelShapes:
 
 
 def _from_factory(name: str) -> nn.Module:
-    """What ``module:factory`` makes on the meta device. Modules of the current folder are found."""
+    """Make what ``module:factory`` gives on the meta device. Modules of the current folder are found."""
     module, _, factory = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

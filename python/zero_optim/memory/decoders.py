@@ -40,17 +40,17 @@ class Decoder:
 
     @property
     def root(self) -> tuple[int, ...]:
-        """Of what is outside of the blocks."""
+        """Sizes of the parameters outside of the blocks."""
         return self.before + self.after
 
     @property
     def numels(self) -> tuple[int, ...]:
-        """Of all parameters, in the order in which they are used."""
+        """Sizes of all parameters, in the order in which they are used."""
         return self.before + self.block * self.layers + self.after
 
     @property
     def numel(self) -> int:
-        """Of the whole model."""
+        """Elements of the whole model."""
         return sum(self.root) + self.layers * sum(self.block)
 
 

@@ -48,7 +48,7 @@ def _fits(parameters: int, job: Job, dtype: torch.dtype, device_memory: int) -> 
 
 
 def smallest_stage(model: ModelShapes, job: Job, device_memory: int) -> Plan | None:
-    """Of the stages the first that fits, with the largest of ``BUCKET_MB`` with which it does; None: no stage does."""
+    """Find the first stage that fits, with the largest of ``BUCKET_MB`` with which it does; None: no stage does."""
     for stage in _stages(model, 0):
         sizes = BUCKET_MB if job.bucket_cap_mb is None and stage < 3 else (job.bucket_cap_mb,)  # a unit is a bucket
         for bucket_cap_mb in sizes:

@@ -88,7 +88,7 @@ def _shapes_of_units(units: Sequence[Unit]) -> ModelShapes:
 
 
 def _reshards(units: Sequence[Unit]) -> bool | int:
-    """As ``shard_module`` was told, of the units but the root, which is always kept."""
+    """Read ``reshard_after_forward``, as ``shard_module`` was told, off a unit that is not the root: that stays."""
     for unit in units[1:]:
         return not unit.keep if unit.node is None else unit.node.world_size
     return True

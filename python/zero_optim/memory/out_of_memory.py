@@ -14,7 +14,7 @@ from .live import device_memory, plan_of_engine
 from .table import figure, of_one, said
 
 _OF_THE_CPU = ("can't allocate memory", "not enough memory")
-"""What torch's allocator of the CPU says, in a RuntimeError: of Linux, and of other systems."""
+"""Words of torch's allocator of the CPU, in a RuntimeError: on Linux, and on other systems."""
 
 
 @contextmanager

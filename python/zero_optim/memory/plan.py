@@ -147,7 +147,7 @@ class _Laid:
         return [flat for flat in self.flats if flat.trained]
 
 
-class _Ranks(Comm):
+class _AbsentComm(Comm):
     """Ranks that are not there."""
 
     def __init__(self, world: int, rank: int) -> None:
@@ -156,13 +156,13 @@ class _Ranks(Comm):
 
 
 def plan(model: ModelShapes, job: Job, rule: UpdateRule | None = None) -> Plan:
-    """What a rank of ``job`` holds and communicates.
+    """Plan what a rank of ``job`` holds and communicates.
 
     ``rule``: whose state tensors; None: AdamW's. Raises ValueError for a job that cannot be.
     """
     _check(model, job)
     rule = rule or AdamW()
-    ranks = _Ranks(job.world, job.rank or 0)
+    ranks = _AbsentComm(job.world, job.rank or 0)
     sharding = Sharding(ranks, job.stage, job.grad_reduce_dtype, torch.device("meta"))
     laid = _lay_out(model, job, sharding)
     pages = [sum(state_nbytes(state, flat.layout) for state in tensors_for(rule, flat.dtype)) for flat in laid.buckets]
@@ -272,7 +272,7 @@ def _count(
 
 
 def _all_pieces(layout: BucketLayout) -> Iterator[SlotPiece]:
-    """What all ranks together hold of every slot."""
+    """Count what all ranks together hold of every slot."""
     return replace(layout, shards=1).pieces(0)
 
 
@@ -336,7 +336,7 @@ def _mirrors(laid: _Laid, job: Job, sharding: Sharding) -> int:
 
 
 def _place_state(pages: Sequence[int], laid: _Laid, job: Job, sharding: Sharding, *, others: int) -> Footprint:
-    """What the state takes of each memory. ``others``: bytes of all else on the device."""
+    """Count what the state takes of each memory. ``others``: bytes of all else on the device."""
     visiting = [flat.shard_nbytes for flat in laid.buckets] if job.params_on_host else []
     twice = zip(pages, visiting or [0] * len(pages), laid.buckets, strict=True)
     spares = [page + guest for page, guest, flat in twice if flat.dtype.itemsize == 2]
@@ -351,7 +351,7 @@ def _place_state(pages: Sequence[int], laid: _Laid, job: Job, sharding: Sharding
 
 
 def _traffic(laid: _Laid, job: Job, sharding: Sharding) -> dict[str, int]:
-    """Of a step. At stage 3 each forward gathers all units, and each backward all but the root."""
+    """Count what is sent in a step. At stage 3 each forward gathers all units, and each backward all but the root."""
     if not sharding.reduces:
         return {}
     reduced = sum(flat.layout.numel * sharding.reduce_dtype(flat.dtype).itemsize for flat in laid.buckets)

@@ -64,7 +64,7 @@ def of_decoder(decoder: Decoder, dtype: torch.dtype) -> ModelShapes:
 
 
 def of_module(model: nn.Module, units: Sequence[type[nn.Module] | str] = (), name: str = "") -> ModelShapes:
-    """Of a model, which may be on the ``meta`` device.
+    """Read the shapes of a model, which may be on the ``meta`` device.
 
     Args:
         units: as ``shard_module`` takes them; empty: no stage 3.

@@ -15,13 +15,13 @@ _WIDTH = 28
 
 @dataclass(frozen=True)
 class SizeUnit:
-    """In which a table counts."""
+    """A unit in which a table counts."""
 
     name: str
     nbytes: float
 
     def cell(self, nbytes: float) -> str:
-        """Of bytes, to 3 digits or more."""
+        """Write bytes in this unit, to 3 digits or more."""
         value = nbytes / self.nbytes
         digits = 3 if abs(value) < 0.995 else 2 if abs(value) < 99.95 else 1
         return f"{value:,.{digits}f}"
@@ -36,7 +36,7 @@ def unit_for(nbytes: float) -> SizeUnit:
 
 
 def unit_of(plans: Sequence[Plan]) -> SizeUnit:
-    """In which the plans are shown: by the largest figure of any."""
+    """Choose the unit in which plans are shown: by the largest figure of any."""
     return unit_for(max(max(made.most, made.host, made.disk, made.communicated) for made in plans))
 
 
@@ -45,7 +45,7 @@ def row(name: str, cells: Sequence[str]) -> str:
 
 
 def figure(nbytes: float) -> str:
-    """As it is read best, with the unit."""
+    """Write it as it is read best, with the unit."""
     if nbytes < _UNITS[-1].nbytes:
         return f"{nbytes:.0f} bytes"
     unit = unit_for(nbytes)
@@ -112,7 +112,7 @@ def said_smallest(smallest: Plan | None, device_memory: int) -> str:
 
 
 def said(change: Change | None, device_memory: int | None) -> str:
-    """Of the cheapest change, a sentence."""
+    """Describe the cheapest change, in a sentence."""
     if change is None:
         less = "takes less" if device_memory is None else f"fits into {figure(device_memory)}"
         return f"No stage, no store and no number of ranks {less}: take a smaller model, or a smaller batch."
@@ -121,6 +121,6 @@ def said(change: Change | None, device_memory: int | None) -> str:
 
 
 def _whole(made: Plan) -> str:
-    """What a rank takes of every memory."""
+    """Count what a rank takes of every memory."""
     where = (("on the device", made.most), ("on the host", made.host), ("on the disk", made.disk))
     return ", ".join(f"{figure(nbytes)} a rank {place}" for place, nbytes in where if nbytes)

@@ -213,7 +213,7 @@ class OptimizerState:
             self._move(old[-1], places)
             old.pop().release()
         self._follow_shards()
-        self._store.take_in()  # old pages and new ones were there together
+        self._store.use_room()  # old pages and new ones were there together
         self.raise_lost_together()
 
     def _move(self, old: ShardState, places: Mapping[int, tuple[ShardState, SlotPiece]]) -> None:

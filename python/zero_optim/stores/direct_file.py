@@ -99,7 +99,7 @@ class DirectFile:
             self.write(memory_of(zeros[: nbytes - start]), offset + start)
 
     def free_bytes(self) -> int:
-        """Of the file system, for this user."""
+        """Bytes of the file system that this user may still take."""
         system = os.fstatvfs(self.file)
         return system.f_bavail * system.f_frsize
 

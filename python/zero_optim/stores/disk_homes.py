@@ -16,14 +16,14 @@ event       ON_DISK  READING  HELD     WRITING  KEPT     LOST
 expect      READING  READING  HELD     WRITING  KEPT     LOST
 incoming    HELD     HELD     HELD     HELD     KEPT     error
 outgoing    HELD     error    HELD     error    KEPT     error
-left        error    error    WRITING  error    WRITING  error
+filled      error    error    WRITING  error    WRITING  error
 unchanged   error    error    ON_DISK  error    KEPT     error
 end_write   error    error    error    ON_DISK  error    error
 ==========  =======  =======  =======  =======  =======  =====
 
 Where the disk fails:
 
-- ``end_write`` makes a page KEPT: it stays in host memory, and the next ``left`` writes it again. Where the failed
+- ``end_write`` makes a page KEPT: it stays in host memory, and the next ``filled`` writes it again. Where the failed
   write is not over even then, the page stays KEPT.
 - ``incoming`` makes it LOST, and raises.
 
@@ -45,14 +45,13 @@ from torch import Tensor
 
 from ..errors import OffloadError
 from .extents import Extent
+from .homes import Home
 from .host_memory import HostMemory
 from .lanes import Mark
 from .offload import HOST_BUFFERS
-from .page_file import PageFile
-from .paged_store import Home
+from .page_file import PageFile, Transfer
 from .patience import Patience
 from .state_store import Copied
-from .transfer import Transfer
 
 LOOKAHEAD = 3
 
@@ -123,6 +122,7 @@ class DiskHomes:
         """Where there is no memory for larger ones, those that there were stay."""
         if nbytes <= self._buffer_bytes:
             return
+        # All are there before the first of the old ones is given up: without memory for them the optimizer goes on.
         larger: list[Tensor] = []
         try:
             for _ in range(HOST_BUFFERS):
@@ -130,6 +130,7 @@ class DiskHomes:
         except BaseException:
             self._forget(larger)
             raise
+        # A thread may still read or write an old one.
         for home in self._homes:
             home.let_go_of_buffer()
         self._forget(self._free)
@@ -147,7 +148,7 @@ class DiskHomes:
         self.begin_reads()
 
     def begin_reads(self) -> None:
-        """Of pages that are wanted, without waiting: as many as there are buffers for."""
+        """Begin to read pages that are wanted, without waiting: as many as there are buffers for."""
         self.end_writes_that_are_over()
         while self._wanted and self._free:
             self._wanted.pop(0).begin_read()
@@ -161,13 +162,14 @@ class DiskHomes:
         while not self._free:
             if self.writing:
                 self.writing[0].end_write()
+            # What was read ahead is read again when it is wanted. The last is wanted last.
             elif self.reading:
                 last = self.reading[-1]
                 last.let_go_of_buffer()
                 if last.place is PagePlace.ON_DISK:  # else it was found lost
                     self._wanted.append(last)
             else:
-                raise OffloadError(f"{self.file.path}: no buffer is left: the disk, or host memory, has failed before")
+                raise OffloadError(f"{self.file.name}: no buffer is left: the disk, or host memory, has failed before")
         return self._free.pop()
 
     def replace_buffer(self) -> None:
@@ -196,6 +198,7 @@ class _DiskHome:
         self._why_lost = ""
 
     def expect(self) -> None:
+        # ``expect`` never waits: a page that is still being written stays so, and ``incoming`` waits.
         if self.place is PagePlace.WRITING and self.transfer is not None and self.transfer.done:
             self.end_write()
         if self.place is PagePlace.ON_DISK:
@@ -222,16 +225,17 @@ class _DiskHome:
 
     def outgoing(self) -> Tensor:
         self._check("outgoing", PagePlace.ON_DISK, PagePlace.HELD, PagePlace.KEPT)
+        # All of it is going to be written: what is on the disk need not be read.
         if self.place is PagePlace.ON_DISK:
             self._homes.no_longer_wants(self)
             self._buffer, self.place = self._homes.lend(), PagePlace.HELD
         return self._run()
 
-    def left(self, mark: Mark) -> None:
-        self._check("left", PagePlace.HELD, PagePlace.KEPT)
+    def filled(self, mark: Mark) -> None:
+        self._check("filled", PagePlace.HELD, PagePlace.KEPT)
         self._homes.begin_reads()
         if self.transfer is not None and not self.transfer.done:  # of a disk that does not answer: it stays KEPT
-            self._homes.problems[self] = OffloadError(f"{self._homes.file.path} does not answer")
+            self._homes.problems[self] = OffloadError(f"{self._homes.file.name} does not answer")
             return
         whole = self._kept if self._kept is not None else self._whole_buffer()
         self.transfer, self.place = self._homes.file.write(self.extent, whole, mark.wait), PagePlace.WRITING
@@ -269,7 +273,7 @@ class _DiskHome:
                 self._kept, self._buffer = self._buffer, None
                 self._homes.replace_buffer()
         else:
-            self._forget_kept()
+            self._forget_kept()  # a page that was kept is on the disk at last
             self.place = PagePlace.ON_DISK
         self._homes.writing.remove(self)
         self._give_back_buffer()

@@ -43,7 +43,7 @@ class FreeSpace:
         self._runs: list[tuple[int, int]] = []  # offset and end
 
     def shortage(self, nbytes: int) -> int:
-        """By how many bytes the file must grow before ``take`` of so many; 0 where a free run holds them."""
+        """Count the bytes by which the file must grow before ``take`` of so many; 0 where a free run holds them."""
         if any(end - start >= nbytes for start, end in self._runs):
             return 0
         tail = self._runs[-1] if self._runs else (self.end, self.end)

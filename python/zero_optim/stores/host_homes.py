@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..errors import OffloadError
+from .homes import Home
 from .host_memory import HostMemory
 from .lanes import Mark
-from .paged_store import Home
 from .state_store import Copied
 
 
@@ -27,7 +27,7 @@ class _HostHome:
     def outgoing(self) -> Tensor:
         return self._run
 
-    def left(self, mark: Mark) -> None: ...
+    def filled(self, mark: Mark) -> None: ...
 
     def release(self) -> None:
         self._memory.give_back(self._run)

@@ -59,7 +59,7 @@ class HostStore(PagesStay):
 
     # -- memory --------------------------------------------------------------------------------------------------
 
-    def take_in(self) -> None:
+    def use_room(self) -> None:
         self.memory.trim()
 
     def footprint(self) -> Mapping[str, int]:

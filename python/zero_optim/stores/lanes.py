@@ -26,13 +26,13 @@ class Mark(Protocol):
     """A moment in the order of what was launched. One that was never set has passed."""
 
     def set(self) -> None:
-        """Now, on the stream that computes."""
+        """Set it now, on the stream that computes."""
 
     def order_current(self) -> None:
-        """What follows on the stream that computes comes after it."""
+        """Order what follows on the stream that computes after it."""
 
     def wait(self) -> None:
-        """The host waits until it has passed."""
+        """Let the host wait until it has passed."""
 
 
 class Lane(Protocol):
@@ -42,7 +42,7 @@ class Lane(Protocol):
         """Neither may be touched by others until a mark set after it has passed."""
 
     def after(self, mark: Mark) -> None:
-        """What follows on this lane comes after the mark."""
+        """Order what follows on this lane after the mark."""
 
     def set(self, mark: Mark) -> None:
         """Set the mark here, after what was copied so far."""

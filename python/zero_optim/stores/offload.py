@@ -41,7 +41,7 @@ class Offload:
     Attributes:
         device_budget: bytes of state that stay on the device, at most; None: as many as there is room for. Of
             ``Tier.PAGED`` alone, else 0.
-        folder: where ``Tier.NVME`` keeps its file. Absolute: the process may go elsewhere before it removes it.
+        folder: where ``Tier.NVME`` has its file. Absolute: the process may go elsewhere before the file is made.
         speculate: of ``Tier.CPU``, whether updates begin before the norm is known.
     """
 
@@ -93,7 +93,7 @@ def _read_budget(budget: int | str) -> int | None:
 
 
 def read_nbytes(text: str) -> int | None:
-    """Of a size such as ``8GB`` (10^9), ``500MiB`` (2^20) or ``4096``; None where it is none."""
+    """Read a size such as ``8GB`` (10^9), ``500MiB`` (2^20) or ``4096``; None where it is none."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kKMGT]?)(i?)B?", text.strip())
     if match is None or (match[3] and not match[2]):
         return None
@@ -101,11 +101,14 @@ def read_nbytes(text: str) -> int | None:
 
 
 def resident(pages: Sequence[int], budget: int) -> list[bool]:
-    """Of pages of so many bytes, in the order in which they were made, which stay on the device: all that still fit."""
-    left, stays = budget, []
+    """Tell which pages stay on the device, all that still fit in the order in which they were made.
+
+    ``pages``: bytes of each.
+    """
+    free, stays = budget, []
     for nbytes in pages:
-        stays.append(nbytes <= left)
-        left -= nbytes if stays[-1] else 0
+        stays.append(nbytes <= free)
+        free -= nbytes if stays[-1] else 0
     return stays
 
 
@@ -118,7 +121,7 @@ def footprint(
     *,
     room: int = 0,
 ) -> Footprint:
-    """What the state takes.
+    """Count what the state takes of each memory.
 
     Args:
         pages: bytes of the state of each shard.

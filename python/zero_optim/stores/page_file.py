@@ -1,12 +1,18 @@
-"""Pages in a file: space for them, transfers in the background, and checksums that find what the disk lost."""
+"""Pages in a file: space for them, transfers in the background, and checksums that find what the disk lost.
+
+The file has no name, as ``tempfile.TemporaryFile`` makes it. So the system removes it with its last open descriptor,
+however the process ends: nothing is left in the folder, and processes that share the folder do not meet.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
+import time
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +23,6 @@ from ..errors import ClosedError, OffloadError
 from .direct_file import DirectFile, checksum_function, memory_of
 from .extents import Extent, FreeSpace
 from .host_memory import ALIGNMENT
-from .own_file import create_file, remove_leftovers
-from .transfer import Transfer, wait_for_all
 
 BLOCK_BYTES = 4 * 2**20
 """A thread reads or writes so much at a time, with a checksum of its own.
@@ -41,14 +45,54 @@ _BUG = "this is a bug in zero-optim, please report it"
 _LOST = "the state that was there is lost: start again from a checkpoint"
 
 
-@dataclass
-class _Page:
-    """What is known of an extent.
+class Transfer:
+    """A page on its way between host memory and the file: blocks that threads of a pool read or write.
 
-    Attributes:
-        written: the last write; None before the first.
-        read: the last read; None before the first.
+    Each block gives its checksum.
     """
+
+    def __init__(self, what: str, blocks: Sequence[futures.Future[int]]) -> None:
+        """``what``: which file, and which bytes of it, in words, for errors."""
+        self._what = what
+        self._blocks = blocks
+        self._checksums: tuple[int, ...] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, well or not: no thread uses the buffer any more."""
+        return all(block.done() for block in self._blocks)
+
+    def unfinished(self, seconds: float) -> int:
+        """Count the blocks that are not over, well or not, after so long."""
+        return len(futures.wait(self._blocks, seconds).not_done)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it is over.
+
+        Raises OffloadError, naming file and bytes, where a block could not be read or written, ended early, or has
+        another checksum; and where it is not over after ``seconds``: then the buffer is still in use. What the
+        ``after`` of a write raises is raised as it is.
+        """
+        self.checksums(seconds)
+
+    def checksums(self, seconds: float = 0) -> tuple[int, ...]:
+        """Give the checksum of each block, once it is over. Raises as ``wait``."""
+        # The first who asks takes them from the futures, where a block that failed raises: it does so every time.
+        if self._checksums is None:
+            waiting = self.unfinished(seconds)
+            if waiting:
+                raise OffloadError(
+                    f"{self._what}: {waiting} of {len(self._blocks)} blocks were not over after {seconds:g} s; "
+                    "the disk is very busy, or does not answer any more"
+                )
+            self._checksums = tuple(block.result() for block in self._blocks)
+            self._blocks = ()  # a future is large beside what it gave
+        return self._checksums
+
+
+@dataclass
+class _LastTransfers:
+    """The last transfers of an extent, each way; None before the first."""
 
     written: Transfer | None = None
     read: Transfer | None = None
@@ -58,29 +102,28 @@ class PageFile:
     """A file of this process that holds pages while they are not in use. Used by one thread at a time.
 
     A page is written and read as a whole, by the threads of two pools: reads never wait behind writes. Its bytes are
-    checked against the checksums of its last write, which stay in memory. The file is good for this process alone: it
-    is not synced, and removed in the end.
+    checked against the checksums of its last write, which stay in memory. The file is good for this process alone, and
+    is not synced.
 
     Attributes:
-        path: of the file.
+        name: which file this is, for people.
         direct: whether it is read and written past the system's cache (O_DIRECT).
-        removed_stale: how many files of a crash were found in the folder, and removed.
     """
 
     def __init__(self, folder: Path, *, rank: int, threads: int = 8) -> None:
-        """Make a new file in ``folder``; see ``own_file`` for its name, and for what is removed there.
+        """Make a new file in ``folder``.
 
         Args:
             threads: of them read, and as many write: as many blocks are in flight each way.
 
         Raises OffloadError, naming the folder, where it is missing, not writable or full.
         """
-        self.removed_stale = remove_leftovers(folder)  # first: they may be what fills the disk
-        self.path, file = create_file(folder, rank)
+        self.name = f"the page file of rank {rank} in {folder}"
+        file = _open_nameless(folder)
         self._pid = os.getpid()
-        self._readers = ThreadPoolExecutor(threads, "zero-optim-read")
-        self._writers = ThreadPoolExecutor(threads, "zero-optim-write")
-        self._remove = weakref.finalize(self, _remove, self.path, file, self._pid, (self._readers, self._writers))
+        self._readers = futures.ThreadPoolExecutor(threads, "zero-optim-read")
+        self._writers = futures.ThreadPoolExecutor(threads, "zero-optim-write")
+        self._remove = weakref.finalize(self, _remove, file, self._pid, (self._readers, self._writers))
         try:
             self._file = DirectFile(file)
         except OSError as error:
@@ -88,20 +131,20 @@ class PageFile:
             raise OffloadError(f"state_offload='nvme:{folder}': it cannot be written: {error.strerror}") from error
         self.direct = self._file.direct
         self._space = FreeSpace()
-        self._pages: dict[Extent, _Page] = {}
+        self._extents: dict[Extent, _LastTransfers] = {}
         self._checksum = checksum_function()
 
     # -- space ---------------------------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
-        """Of the file: all extents, and what lies free between them."""
+        """Length of the file: all extents, and what lies free between them."""
         return self._space.end
 
     def allocate(self, nbytes: int) -> Extent:
-        """Space for a page. The disk has promised it: it is full here, or not at all (copy-on-write systems excepted).
+        """Take space for a page. Raises OffloadError, naming the file, bytes wanted and bytes free.
 
-        Raises OffloadError, naming file, bytes wanted and bytes free.
+        The disk has promised the space: it is full here, or not at all (copy-on-write systems excepted).
         """
         self._check_open()
         wanted = Extent(0, nbytes).space
@@ -109,7 +152,7 @@ class PageFile:
         if shortage:
             self._grow(shortage)
         extent = Extent(self._space.take(wanted), nbytes)
-        self._pages[extent] = _Page()
+        self._extents[extent] = _LastTransfers()
         return extent
 
     def _grow(self, nbytes: int) -> None:
@@ -117,15 +160,15 @@ class PageFile:
             self._file.reserve(self._space.end, nbytes)
         except OSError as error:
             raise OffloadError(
-                f"{self.path} has {self._space.end:,} bytes and needs {nbytes:,} more: {error.strerror}; its file "
+                f"{self.name} has {self._space.end:,} bytes and needs {nbytes:,} more: {error.strerror}; its file "
                 f"system has {self._file.free_bytes():,} bytes free: make room there, or name another directory"
             ) from error
         self._space.grow(nbytes)
 
     def release(self, extent: Extent) -> None:
-        """Its space may be used for other pages. Nothing may be on its way there any more."""
+        """Leave its space to other pages. Nothing may be on its way there any more."""
         self._idle(extent)
-        del self._pages[extent]
+        del self._extents[extent]
         self._space.give_back(extent.offset, extent.space)
 
     # -- transfers -----------------------------------------------------------------------------------------------------
@@ -141,13 +184,13 @@ class PageFile:
 
         A page that could not be written cannot be read any more; its values are still in ``buffer``.
         """
-        page = self._idle(extent)
+        last = self._idle(extent)
         ready = self._writers.submit(after) if after is not None else None
         blocks = [
             self._writers.submit(self._write_block, block, offset, ready) for offset, block in _blocks(extent, buffer)
         ]
-        page.written = Transfer(self._words("writing", extent), blocks)
-        return page.written
+        last.written = Transfer(self._words("writing", extent), blocks)
+        return last.written
 
     def read(self, extent: Extent, buffer: Tensor) -> Transfer:
         """Begin to read a page, which has been written.
@@ -156,32 +199,32 @@ class PageFile:
             buffer: as that of ``write``. Its bytes are those of the page if, and only if, the transfer's ``wait``
                 returns.
         """
-        page = self._idle(extent)
-        if page.written is None:
+        last = self._idle(extent)
+        if last.written is None:
             raise OffloadError(f"{self._words('reading', extent)}: nothing was ever written there; {_BUG}")
-        checksums = page.written.checksums()
+        checksums = last.written.checksums()
         blocks = [
             self._readers.submit(self._read_block, block, offset, checksum)
             for (offset, block), checksum in zip(_blocks(extent, buffer), checksums, strict=True)
         ]
-        page.read = Transfer(self._words("reading", extent), blocks)
-        return page.read
+        last.read = Transfer(self._words("reading", extent), blocks)
+        return last.read
 
-    def _idle(self, extent: Extent) -> _Page:
-        """What is known of it. Raises where something is still on its way there."""
+    def _idle(self, extent: Extent) -> _LastTransfers:
+        """Its last transfers. Raises where one is still under way."""
         self._check_open()
-        page = self._pages.get(extent)
-        if page is None:
-            raise OffloadError(f"{self.path}: {extent} was released; {_BUG}")
-        if not all(transfer.done for transfer in (page.written, page.read) if transfer is not None):
-            raise OffloadError(f"{self.path}: {extent} is still being written or read; {_BUG}")
-        return page
+        last = self._extents.get(extent)
+        if last is None:
+            raise OffloadError(f"{self.name}: {extent} was released; {_BUG}")
+        if not all(transfer.done for transfer in (last.written, last.read) if transfer is not None):
+            raise OffloadError(f"{self.name}: {extent} is still being written or read; {_BUG}")
+        return last
 
     def _words(self, verb: str, extent: Extent) -> str:
-        return f"{verb} {extent.nbytes:,} bytes at {extent.offset:,} of {self.path}"
+        return f"{verb} {extent.nbytes:,} bytes at {extent.offset:,} of {self.name}"
 
-    def _write_block(self, block: Tensor, offset: int, ready: Future[None] | None) -> int:
-        """In a thread of the pool. Returns the checksum of what was to be written."""
+    def _write_block(self, block: Tensor, offset: int, ready: futures.Future[None] | None) -> int:
+        """Write, in a thread of the pool. Returns the checksum of what was to be written."""
         if ready is not None:
             ready.result()  # its pool began it before this block: somebody is at it, or it is over
         memory = memory_of(block)
@@ -190,30 +233,30 @@ class PageFile:
             self._file.write(memory, offset)
         except OSError as error:
             raise OffloadError(
-                f"{self.path}: {len(memory):,} bytes at {offset:,} could not be written: {error.strerror}; its file "
+                f"{self.name}: {len(memory):,} bytes at {offset:,} could not be written: {error.strerror}; its file "
                 f"system is at fault, which has {self._file.free_bytes():,} bytes free. What was to be written is "
                 "still in host memory"
             ) from error
         return checksum
 
     def _read_block(self, block: Tensor, offset: int, expected: int) -> int:
-        """In a thread of the pool. Returns the checksum, which is as expected."""
+        """Read, in a thread of the pool. Returns the checksum, which is as expected."""
         memory = memory_of(block)
         nbytes = len(memory)
         try:
             found = self._file.read(memory, offset)
         except OSError as error:
             raise OffloadError(
-                f"{self.path}: {nbytes:,} bytes at {offset:,} could not be read: {error.strerror}; {_LOST}"
+                f"{self.name}: {nbytes:,} bytes at {offset:,} could not be read: {error.strerror}; {_LOST}"
             ) from error
         if found < nbytes:
             raise OffloadError(
-                f"{self.path} was cut off: of {nbytes:,} bytes at {offset:,}, {found:,} are there; {_LOST}"
+                f"{self.name} was cut off: of {nbytes:,} bytes at {offset:,}, {found:,} are there; {_LOST}"
             )
         checksum = self._checksum(memory)
         if checksum != expected:
             raise OffloadError(
-                f"{self.path} is damaged: the {nbytes:,} bytes at {offset:,} have the checksum {checksum:08x}, and "
+                f"{self.name} is damaged: the {nbytes:,} bytes at {offset:,} have the checksum {checksum:08x}, and "
                 f"{expected:08x} when they were written; {_LOST}"
             )
         return checksum
@@ -223,26 +266,55 @@ class PageFile:
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Wait for transfers, and remove the file. A second call, or one in a forked process, does nothing.
 
-        Raises OffloadError where transfers are not over after ``seconds``. The file has lost its name then, and goes
-        when the process ends.
+        Raises OffloadError where transfers are not over after ``seconds``. The file goes when the process ends then.
         """
+        # A fork has none of the threads that could end transfers, and the file is its parent's.
         if not self._remove.alive or os.getpid() != self._pid:
             return
-        transfers = [t for page in self._pages.values() for t in (page.written, page.read) if t is not None]
+        transfers = [t for last in self._extents.values() for t in (last.written, last.read) if t is not None]
         if wait_for_all(transfers, seconds):
             self._remove()
             return
         self._remove.detach()  # the descriptor stays open: its number may go to another file, and threads use it still
-        _unlink(self.path)
         raise OffloadError(
-            f"{self.path}: transfers are not over after {seconds:g} s; the disk does not answer any more"
+            f"{self.name}: transfers are not over after {seconds:g} s; the disk does not answer any more"
         )
 
     def _check_open(self) -> None:
         if not self._remove.alive:
-            raise ClosedError(f"{self.path} was closed: make a new optimizer")
+            raise ClosedError(f"{self.name} was closed: make a new optimizer")
         if os.getpid() != self._pid:
-            raise ClosedError(f"{self.path} belongs to process {self._pid}, of which this one is a fork")
+            raise ClosedError(f"{self.name} belongs to process {self._pid}, of which this one is a fork")
+
+
+def _open_nameless(folder: Path) -> int:
+    """A descriptor of a new, empty file. Raises OffloadError, naming the folder, where none can be made in it."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix="zero-optim-") as file:
+            return os.dup(file.fileno())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise OffloadError(
+            f"state_offload='nvme:{folder}': there is no such directory; make it on a fast local disk, on every machine"
+        ) from error
+    except OSError as error:
+        raise OffloadError(f"state_offload='nvme:{folder}': no file can be made there: {error.strerror}") from error
+
+
+def _remove(file: int, pid: int, pools: tuple[futures.ThreadPoolExecutor, ...]) -> None:
+    """Runs once: by ``close``, when the owner is dropped, or at the process's end."""
+    if os.getpid() != pid:
+        return  # a forked process, such as a worker of a DataLoader, ends: the file is its parent's
+    for pool in pools:
+        pool.shutdown(wait=False)  # nothing is in flight: each transfer keeps the owner alive
+    with contextlib.suppress(OSError):
+        os.ftruncate(file, 0)  # a forked process has the file open, too: its space is free only now
+    os.close(file)
+
+
+def wait_for_all(transfers: Iterable[Transfer], seconds: float) -> bool:
+    """Whether all are over, well or not, after ``seconds`` at the most."""
+    end = time.monotonic() + seconds
+    return all(transfer.unfinished(max(end - time.monotonic(), 0)) == 0 for transfer in transfers)
 
 
 def _blocks(extent: Extent, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -253,20 +325,3 @@ def _blocks(extent: Extent, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
         raise ValueError(f"the buffer must be aligned and hold {extent.space} bytes, got {buffer.numel()}")
     for start in range(0, extent.space, BLOCK_BYTES):
         yield extent.offset + start, buffer[start : min(start + BLOCK_BYTES, extent.space)]
-
-
-def _remove(path: Path, file: int, pid: int, pools: tuple[ThreadPoolExecutor, ...]) -> None:
-    """Runs once: by ``close``, when the owner is dropped, or at the process's end."""
-    if os.getpid() != pid:
-        return  # a forked process, such as a worker of a DataLoader, ends: the file is its parent's
-    for pool in pools:
-        pool.shutdown(wait=False)  # nothing is in flight: each transfer keeps the owner alive
-    _unlink(path)
-    with contextlib.suppress(OSError):
-        os.ftruncate(file, 0)  # a forked process has the file open, too: its space is free only now
-    os.close(file)
-
-
-def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):  # somebody has removed it, or its folder
-        os.unlink(path)

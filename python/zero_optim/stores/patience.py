@@ -21,7 +21,7 @@ import enum
 from collections.abc import Callable
 
 from ..errors import OffloadError
-from .transfer import Transfer
+from .page_file import Transfer
 
 PATIENCE_SECONDS = 120.0
 """How long a page may take. A disk that other jobs keep busy is slow, and one that has died does not answer at all. Far
@@ -30,7 +30,7 @@ each page."""
 
 
 class Disk(enum.Enum):
-    """As far as is known."""
+    """The state of a disk, as far as is known."""
 
     ANSWERS = enum.auto()
     BEHIND = enum.auto()

@@ -55,32 +55,34 @@ class StateStore(Protocol):
         """Forget a page."""
 
     def prefetch(self, number: int) -> None:
-        """``fetch`` of this page will follow soon."""
+        """Prepare for ``fetch`` of this page, which will follow soon."""
 
     def fetch(self, number: int) -> Mapping[str, Tensor]:
-        """The page where it is updated, ordered before what follows; to be read and written until ``commit``.
+        """Give the page where it is updated, ordered before what follows; to be read and written until ``commit``.
 
         Two may be fetched at a time. Raises OffloadError where the page is lost.
         """
 
     def commit(self, number: int) -> None:
-        """What the fetched tensors hold is the state now."""
+        """End ``fetch``: what the tensors hold is the state now."""
 
     def discard(self, number: int) -> None:
-        """The fetched tensors were only read."""
+        """End ``fetch``, after which the tensors were only read."""
 
     def wait_for_visitors(self, number: int) -> None:
-        """The host waits until what visits with the page has come and gone: it may read and write it then."""
+        """Let the host wait until what visits with the page has come and gone: it may read and write it then."""
 
     def end_step(self) -> None:
-        """All pages of a step were committed."""
+        """Be told that all pages of a step were committed."""
 
-    def take_in(self) -> None:
-        """Pages were released, and no more will be: let those stay on the device that fit there now, and give back
-        memory that nothing uses."""
+    def use_room(self) -> None:
+        """Let pages stay on the device that fit there now, and give back memory that nothing uses.
+
+        To be called when pages were released, and no more will be.
+        """
 
     def take_problems(self) -> Mapping[int, OffloadError]:
-        """By page, why it could not be written since this was last asked. It is in host memory, and nothing is lost."""
+        """Say, by page, why it could not be written since this was last asked. It is in host memory, not lost."""
 
     def footprint(self) -> Mapping[str, int]:
         """Bytes taken, by memory: device, host, disk."""
@@ -90,7 +92,7 @@ class StateStore(Protocol):
 
 
 class PagesStay:
-    """What is the same in every store whose pages stay where they are."""
+    """The part of a store that is the same in all whose pages stay where they are."""
 
     may_lose = False
 
@@ -117,7 +119,7 @@ class PagesStay:
 
     def end_step(self) -> None: ...
 
-    def take_in(self) -> None: ...
+    def use_room(self) -> None: ...
 
     def take_problems(self) -> Mapping[int, OffloadError]:
         return {}

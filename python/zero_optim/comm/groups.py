@@ -1,0 +1,76 @@
+"""Process groups for one use alone: made on all ranks at once, or taken from those that an optimizer has left.
+
+torch names a group after its ranks and how many there are. So one that is made where another was destroyed could be
+given that one's name, and find its addresses: a group that is not needed any more is kept here for the next use. And
+ranks that are in different numbers of groups would wait for each other under different names: they must not make one.
+
+All groups are held weakly; see ``Comm``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch.distributed as dist
+
+from ..errors import RankMismatchError
+from .together import Ranks
+
+Reference = weakref.ref[dist.ProcessGroup]
+
+_left: dict[tuple[int, ...], list[Reference]] = {}  # by the ranks, as the whole job numbers them
+
+
+def alive(group: Reference | None) -> dist.ProcessGroup | None:
+    """The group, if it was not destroyed."""
+    found = group() if group is not None else None
+    return found if found is not None and found in dist.distributed_c10d._world.pg_names else None
+
+
+def take(
+    ranks: Ranks, numbers: Sequence[int], make: Callable[[], dist.ProcessGroup], where: str, *, needed: bool
+) -> dist.ProcessGroup | None:
+    """Collective. A group of all ``ranks`` that nobody else uses.
+
+    Args:
+        numbers: those ranks, as the whole job numbers them.
+        make: collective; gives a new group of them.
+        needed: raise RankMismatchError where none can be made. Else None is returned then, on every rank.
+    """
+    there = [group for group in map(alive, _left.get(tuple(numbers), ())) if group is not None]
+    spare = {group.group_name: group for group in there}
+    reports = ranks.gather_objects((needed, set(spare), _count()), where)
+    # What one rank has left another may not have closed yet: only what all have left is free.
+    common = sorted(set.intersection(*(names for _, names, _ in reports)))
+    if not common and not _give_same_name([count for _, _, count in reports]):
+        if any(of_rank for of_rank, _, _ in reports):
+            raise RankMismatchError(
+                "another optimizer, or a sharded model, communicates between these ranks, and a process group of "
+                "its own cannot be made here: some of them are in more groups than others. Make one on all ranks, "
+                "dist.new_group(ranks), and give it"
+            )
+        return None
+    own = spare.pop(common[0]) if common else make()
+    _left[tuple(numbers)] = [weakref.ref(group) for group in spare.values()]
+    return own
+
+
+def leave(numbers: Sequence[int], groups: Iterable[Reference]) -> None:
+    """Keep these for the next that needs one. Nothing may be under way over them."""
+    _left.setdefault(tuple(numbers), []).extend(groups)
+
+
+def can_be_made(ranks: Ranks) -> bool:
+    """Collective. Whether a new group of these would have the same name on all."""
+    return _give_same_name(ranks.gather_objects(_count(), "making a process group"))
+
+
+def _count() -> int:
+    """Number of groups that this rank is in."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def _give_same_name(counts: Sequence[int]) -> bool:
+    # torch names a group of all ranks by another rule: there the counts may differ.
+    return len({*counts}) == 1 or len(counts) == dist.get_world_size()

@@ -1,0 +1,157 @@
+"""Work that ranks do together: what fails on one of them fails on all.
+
+There are two rules for what the ranks raise where some have failed:
+
+- *Alike* (``gathered``, ``together``, ``on_rank_0``): all raise the same type, so that all go on alike. A checkpoint
+  that one rank finds damaged is passed over by all of them.
+- *Each its own* (``raising_together``): a rank that has failed raises its own error, and the others
+  ``RankMismatchError``, which names it. So whoever reads the output of one rank knows whether that one was at fault.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from ..errors import CheckpointError, ParameterError, RankMismatchError, StateMismatchError
+
+T = TypeVar("T")
+
+_KEPT = {kind.__name__: kind for kind in (CheckpointError, ParameterError, StateMismatchError)}
+
+
+class Ranks(Protocol):
+    """``Comm``, or ``HostRanks``."""
+
+    rank: int
+    world_size: int
+
+    def gather_objects(self, value: Any, where: str) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class _Report(Generic[T]):
+    """The report of a rank: its result, or the type of its error and the message."""
+
+    result: T | None = None
+    failure: tuple[str, str] | None = None
+
+
+def _failure(error: Exception) -> tuple[str, str]:
+    return type(error).__name__, str(error)
+
+
+# -- alike -------------------------------------------------------------------------------------------------------------
+
+
+def gathered(ranks: Ranks, work: Callable[[], T], where: str) -> list[T]:
+    """Collective. Do ``work`` on every rank. Returns what it gave on each, in rank order; it is pickled.
+
+    Where it raised on any rank, all raise: the lowest such rank its own error, the others one of the same type that
+    names it.
+    """
+    error: Exception | None = None
+    report: _Report[T]
+    try:
+        report = _Report(work())
+    except Exception as caught:
+        error, report = caught, _Report(failure=_failure(caught))
+    reports = ranks.gather_objects(report, where)
+    failures = [(rank, *of_rank.failure) for rank, of_rank in enumerate(reports) if of_rank.failure is not None]
+    if failures:
+        rank, kind, message = failures[0]
+        # An own error of the same type is as good as that of the lowest rank, and says more here. One of another type
+        # is not raised: the ranks would go on differently.
+        if error is not None and (rank == ranks.rank or type(error).__name__ == kind):
+            raise error
+        if kind in _KEPT:
+            raise _KEPT[kind](f"on rank {rank}: {message}") from error
+        raise RankMismatchError(f"rank {rank} failed with {kind}: {message}") from error
+    return [cast(T, of_rank.result) for of_rank in reports]
+
+
+def together(ranks: Ranks, work: Callable[[], T], where: str) -> T:
+    """Collective. Do ``work`` on every rank. Returns what it gave on this one; raises as ``gathered`` does."""
+    done: list[T] = []
+    gathered(ranks, lambda: done.append(work()), where)
+    return done[0]
+
+
+def on_rank_0(ranks: Ranks, work: Callable[[], T], where: str) -> T:
+    """Collective. Do ``work`` on rank 0. Returns what it gave, on every rank; raises as ``gathered`` does."""
+    return cast(T, gathered(ranks, lambda: work() if ranks.rank == 0 else None, where)[0])
+
+
+# -- each its own ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def raising_together(ranks: Ranks, where: str, any_failed: Callable[[bool], bool]) -> Iterator[None]:
+    """Collective. An exception within it, on any rank, is raised on all: its own, or one that names the rank.
+
+    A rank that failed alone would leave the others waiting for it.
+
+    Args:
+        any_failed: collective; asked first, and told whether this rank has failed. Where it answers False, on every
+            rank, no report is gathered.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if not any_failed(error is not None):
+        return
+    reports = ranks.gather_objects(None if error is None else ": ".join(_failure(error)), where)
+    if error is not None:
+        raise error
+    failed = [f"rank {rank} failed with {report}" for rank, report in enumerate(reports) if report is not None]
+    if failed:
+        raise RankMismatchError("; ".join(failed))
+
+
+# -- the same call, with the same arguments ---------------------------------------------------------------------------
+
+
+def values_of_one_call(reports: Sequence[tuple[str, str, Any]]) -> list[Any]:
+    """The values of ``reports``: of each rank in which call it is, of whose optimizer, and its value.
+
+    Raises RankMismatchError unless all are in the same call. What a rank has gathered would mean something else to it.
+    """
+    places, owners, values = zip(*reports, strict=True)
+    odd = next((rank for rank, place in enumerate(places) if place != places[0]), None)
+    if odd is not None:
+        raise RankMismatchError(
+            f"rank 0 is in {places[0]}, rank {odd} in {places[odd]}: each rank has to make the same calls, "
+            "in the same order. Does each find what it loads?"
+        )
+    odd = next((rank for rank, owner in enumerate(owners) if owner != owners[0]), None)
+    if odd is not None:
+        raise RankMismatchError(
+            f"ranks 0 and {odd} are in {places[0]} of different optimizers, or sharded models: each rank has to make "
+            "the same calls, in the same order. Where several threads train, give the optimizer of each a process "
+            "group of its own, process_group=dist.new_group(), or the model, to shard_module"
+        )
+    return list(values)
+
+
+def check_same(ranks: Ranks, description: Sequence[str], where: str, remedy: str) -> None:
+    """Collective. Raise RankMismatchError, on every rank, unless all have the same description.
+
+    A hash is exchanged, and the descriptions only where it differs: of a large model among many ranks they are long.
+    """
+    digests = ranks.gather_objects(hashlib.sha256("\n".join(description).encode()).digest(), where)
+    if len(set(digests)) == 1:
+        return
+    everyone = ranks.gather_objects(list(description), where)
+    odd = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
+    pairs = itertools.zip_longest(everyone[0], everyone[odd], fillvalue="nothing more")
+    here, there = next(pair for pair in pairs if pair[0] != pair[1])
+    raise RankMismatchError(
+        f"rank {odd} differs from rank 0: rank 0 has {here}; rank {odd} has {there}. Every rank must {remedy} the same "
+        "arguments"
+    )

@@ -1,0 +1,101 @@
+"""A page that comes to the device and goes: its tensors, its home, and the slot that it has on the device meanwhile."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..params.layout import round_up
+from .homes import Home
+from .lanes import Mark
+from .offload import SLOT_ALIGNMENT
+
+
+class PageState(enum.Enum):
+    """What occupies memory: a page that is AWAY has no slot; COMING and HERE, it has."""
+
+    AWAY = enum.auto()
+    COMING = enum.auto()
+    HERE = enum.auto()
+
+
+@dataclass(frozen=True)
+class Field:
+    """A tensor of a page, and where it lies in the page's run of bytes."""
+
+    dtype: torch.dtype
+    numel: int
+    offset: int
+
+    def of(self, run: Tensor) -> Tensor:
+        return run[self.offset : self.offset + self.numel * self.dtype.itemsize].view(self.dtype)
+
+
+def laid_out(tensors: Mapping[str, Tensor], start: int = 0) -> tuple[dict[str, Field], int]:
+    """Lay tensors one after another from ``start`` on. Returns where each lies, and where the last one ends."""
+    fields, end = {}, round_up(start, SLOT_ALIGNMENT)
+    for name, tensor in tensors.items():
+        fields[name] = Field(tensor.dtype, tensor.numel(), end)
+        end = round_up(end + tensor.nbytes, SLOT_ALIGNMENT)
+    return fields, end
+
+
+@dataclass(eq=False)
+class Slot:
+    """A place on the device that pages take turns in."""
+
+    run: Tensor  # [bytes] uint8 on the device
+    free: Mark  # once it has passed, what was in the slot last is not needed there any more
+    page: Page | None = None
+
+
+@dataclass(eq=False)
+class Page:
+    """A page of state, with what visits the device beside it. Both lie in one slot, one after the other.
+
+    A resident page stays on the device, and has no home: only what visits comes and goes.
+    """
+
+    own: dict[str, Field]
+    nbytes: int  # of ``own``
+    visiting: dict[str, tuple[Field, Tensor]]  # each with the tensor in host memory that it is a copy of
+    home: Home | None  # None: resident
+    stays: Mapping[str, Tensor]  # where resident
+    arrived: Mark  # it was copied into its slot
+    used: Mark  # it was updated, or read
+    left: Mark  # it was copied out of its slot
+    state: PageState = PageState.AWAY
+    slot: Slot | None = None
+
+    @property
+    def moved(self) -> int:
+        """Bytes that come and go."""
+        visiting = sum(round_up(of.numel * of.dtype.itemsize, SLOT_ALIGNMENT) for of, _ in self.visiting.values())
+        return (self.nbytes if self.home is not None else 0) + visiting
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Give all that an update uses, on the device."""
+        if self.slot is None:
+            return dict(self.stays)
+        own = self.own if self.home is not None else {}
+        here = {**own, **{name: field for name, (field, _) in self.visiting.items()}}
+        return {**self.stays, **{name: field.of(self.slot.run) for name, field in here.items()}}
+
+    def take_slot(self, slot: Slot) -> None:
+        self.slot, self.state, slot.page = slot, PageState.COMING, self
+
+    def leave_slot(self, free: Mark) -> None:
+        """The slot is free once the mark has passed."""
+        if self.slot is not None:
+            self.slot.free, self.slot.page = free, None
+            self.slot, self.state = None, PageState.AWAY
+
+    def stay(self, run: Tensor) -> None:
+        """Be resident in ``run``, which has the page. What visits has a slot to itself from now on."""
+        self.home, self.stays = None, {name: field.of(run) for name, field in self.own.items()}
+        fields, _ = laid_out({name: tensor for name, (_, tensor) in self.visiting.items()})
+        self.visiting = {name: (field, self.visiting[name][1]) for name, field in fields.items()}
