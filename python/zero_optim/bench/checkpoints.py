@@ -27,7 +27,7 @@ from ..optimizer import ShardedAdamW
 from ..shard_module import shard_module
 from .peak_memory import peak_of, resident, return_what_is_freed
 from .ranks import on_ranks
-from .record import CheckpointRow
+from .rows.checkpoint import CheckpointRow
 from .timing import Spread
 
 NUMEL = 2**25

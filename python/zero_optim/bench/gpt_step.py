@@ -22,7 +22,7 @@ from .case import COPY, TORCH, Case, Setting, copy_job, on_backend
 from .fused_adams import HYPER
 from .launches import count_launches
 from .masters import Masters
-from .record import Row
+from .rows.op import Row
 from .timing import Clock, Job, Rounds, Spread, interleaved
 
 BYTES = 30  # adam_step's 28, and the gradient once more for the norm, which must be known before

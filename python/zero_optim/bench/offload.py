@@ -31,7 +31,7 @@ from .offload_contenders import HELD, MOVED, NONE, OURS, Training, Update, Work
 from .offload_links import Disk, Link
 from .offload_pages import measure_pages
 from .ranks import RanksError, on_ranks
-from .record import OffloadRow
+from .rows.offload import OffloadRow
 from .timing import HostClock, Job, Rounds, Spread, interleaved
 from .train_step import DTYPES, TOKENS, TOLERANCE, make_task
 

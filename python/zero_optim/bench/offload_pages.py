@@ -17,7 +17,7 @@ from ..stores.patience import PATIENCE_SECONDS
 from ..stores.transfer import Transfer
 from .offload_contenders import PAGES
 from .offload_links import Disk
-from .record import OffloadRow
+from .rows.offload import OffloadRow
 from .timing import HostClock, Rounds, Spread, interleaved
 
 WAYS = {"write": (False, True), "read": (True, False), "both": (True, True)}  # whether read, whether written

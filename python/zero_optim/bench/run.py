@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +14,8 @@ from ..errors import ZeroOptimError
 from ..train.config import UsageError
 from . import (
     adam_step,
-    census,
     checkpoints,
     contenders,
-    endurance,
     fused_adams,
     gpt_step,
     grad_stats,
@@ -26,15 +23,14 @@ from . import (
     offload,
     offload_contenders,
     pack,
-    scale,
-    stages,
+    peak_memory,
     step_overhead,
     train_step,
 )
 from .case import Case, Setting, choose_backends
-from .panels import sheet_of
-from .record import AnyRows, Row, make_record, read, results_folder, write, write_anew
-from .request import ALONE, Request
+from .record import make_record, read, results_folder, write, write_anew
+from .request import Request
+from .rows.op import Row
 from .table import table
 from .timing import Clock, Rounds, interleaved, make_clock
 
@@ -48,13 +44,18 @@ STEP_NUMELS = {"cpu": (2**24,), "cuda": (10**9,)}
 
 Say = Callable[[str], object]
 # The rows, and the versions of baselines, or why they are not in the rows.
-Measured = tuple[AnyRows, Mapping[str, str]]
-Keep = Callable[[AnyRows, Mapping[str, str]], object]
+Measured = tuple[Sequence[Any], Mapping[str, str]]
+Measure = Callable[[Request, torch.device, Say], Measured]
+Keep = Callable[[Sequence[Any], Mapping[str, str]], object]
 """Called with what there is so far."""
 
 
-def main(request: Request) -> int:
-    """Measures, prints the table, writes JSON and plot. Raises UsageError before anything is measured."""
+def main(request: Request, alone_runs: Mapping[str, Measure] | None = None) -> int:
+    """Measures, prints the table, writes JSON and plot. Raises UsageError before anything is measured.
+
+    ``alone_runs``: what measures each thing that is measured alone; by default those of the package.
+    """
+    alone_runs = alone_runs or ALONE_RUNS
     if request.redraw is not None:
         return _redraw(request.redraw)
     device = find_device(request.device)
@@ -62,15 +63,15 @@ def main(request: Request) -> int:
     choose_backends(device, request.backends)
     _check_contenders(request)
     _check_ranks(request, device)
-    _tokens(request, device)
+    tokens_of(request, device)
     threads = torch.get_num_threads()
     torch.set_num_threads(request.threads or threads)
     try:
         folder = _make_folder(results_folder(device, request.out)) if request.write else None
-        alone = request.ops[0] if request.ops[0] in ALONE else None
+        alone = request.ops[0] if request.ops[0] in alone_runs else None
         growing = _Growing(folder, device, alone)
         if alone:
-            rows, baselines = ALONE_RUNS[alone](request, device, _say)
+            rows, baselines = alone_runs[alone](request, device, _say)
         else:
             rows, baselines = run_ops(request, device, _say, growing.keep)
         growing.keep(rows, baselines)
@@ -90,7 +91,7 @@ class _Growing:
         self.path: Path | None = None
         self._folder, self._device, self._about = folder, device, about
 
-    def keep(self, rows: AnyRows, baselines: Mapping[str, str]) -> None:
+    def keep(self, rows: Sequence[Any], baselines: Mapping[str, str]) -> None:
         self.record = make_record(rows, self._device, baselines)
         if self._folder is None:
             return
@@ -124,17 +125,8 @@ def run_train_step(request: Request, device: torch.device, say: Say) -> Measured
     (dtype,) = request.dtypes
     numel = request.numels[0] if request.numels else STEP_NUMELS["cpu"][0]
     names = request.contenders or tuple(contenders.MAKERS)
-    tokens = _tokens(request, device)
+    tokens = tokens_of(request, device)
     return train_step.measure(numel, dtype, names, tokens, request.rounds or train_step.ROUNDS, say)
-
-
-def run_stages(request: Request, device: torch.device, say: Say) -> Measured:
-    (dtype,) = request.dtypes
-    numel = request.numels[0] if request.numels else stages.NUMELS[device.type]
-    names = request.contenders or stages.NAMES
-    ranks = request.ranks or (stages.RANKS if device.type == "cpu" else (torch.cuda.device_count(),))
-    tokens = _tokens(request, device)
-    return stages.measure(numel, dtype, names, ranks, tokens, request.rounds or stages.ROUNDS, device, say)
 
 
 def run_memory_walkthrough(request: Request, device: torch.device, say: Say) -> Measured:
@@ -143,18 +135,8 @@ def run_memory_walkthrough(request: Request, device: torch.device, say: Say) -> 
     return memory_walkthrough.measure(memory_walkthrough.MODEL, dtype, ranks, device, say), {}
 
 
-def run_scale(request: Request, device: torch.device, say: Say) -> Measured:
-    return scale.measure(request.ranks or scale.RANKS, request.rounds or scale.ROUNDS, say), {}
-
-
-def run_endurance(request: Request, device: torch.device, say: Say) -> Measured:
-    if not census.can_count():
-        raise UsageError("endurance counts what /proc shows, which is there on Linux alone")
-    return endurance.measure(request.ranks or endurance.RANKS, request.steps or endurance.STEPS, say), {}
-
-
 def run_checkpoint(request: Request, device: torch.device, say: Say) -> Measured:
-    if not census.can_count():
+    if not peak_memory.can_measure():
         raise UsageError("checkpoint counts what /proc shows, which is there on Linux alone")
     numel = request.numels[0] if request.numels else checkpoints.NUMEL
     return checkpoints.measure(numel, request.ranks or checkpoints.RANKS, request.rounds or checkpoints.ROUNDS, say), {}
@@ -174,7 +156,7 @@ def _check_ranks(request: Request, device: torch.device) -> None:
         raise UsageError(f"--ranks {max(request.ranks or ())}: a rank needs a GPU of its own, and there are {gpus}")
 
 
-def _tokens(request: Request, device: torch.device) -> tuple[int, ...]:
+def tokens_of(request: Request, device: torch.device) -> tuple[int, ...]:
     """Those asked for, which must be whole windows, or what suits the device. Raises UsageError."""
     seq = train_step.SEQ[device.type]
     for count in request.tokens or ():
@@ -190,15 +172,12 @@ def _check_contenders(request: Request) -> None:
             raise UsageError(f"--contenders {name}: there are {', '.join(known)}")
 
 
-ALONE_RUNS: dict[str, Callable[[Request, torch.device, Say], Measured]] = {
+ALONE_RUNS: dict[str, Measure] = {
     "step_overhead": run_step_overhead,
     "train_step": run_train_step,
-    "stages": run_stages,
     "memory_walkthrough": run_memory_walkthrough,
-    "scale": run_scale,
     "checkpoint": run_checkpoint,
     "offload": run_offload,
-    "endurance": run_endurance,
 }
 
 
@@ -290,23 +269,9 @@ def _redraw(path: Path) -> int:
 
 
 def _draw(record: dict[str, Any], path: Path) -> str:
-    """The plot's path, or one line that says why there is none."""
+    """The plots' paths, or one line that says why there is none."""
     try:
-        draw = _drawing(record)
+        from .plot import draw
     except ImportError as error:
         return f"no plot: {error}; pip install matplotlib draws it, with --redraw {path.with_suffix('.json')}"
-    draw(record, path)
-    return str(path)
-
-
-def _drawing(record: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
-    """What draws this record. Importing it needs matplotlib."""
-    from .bars import draw_bars
-    from .lines import draw_endurance
-    from .roofline import draw
-
-    sheet = sheet_of(record)
-    if sheet is None:
-        return draw_endurance
-    with_roof = any(panel.roof for panel in sheet.panels)
-    return draw if with_roof else functools.partial(draw_bars, sheet)
+    return "\n".join(map(str, draw(record, path))) or "no plot: there is nothing to draw"

@@ -17,7 +17,7 @@ from ..optimizer import ShardedAdamW
 from .fused_adams import HYPER
 from .masters import Masters
 from .ranks import on_ranks
-from .record import Row
+from .rows.op import Row
 from .timing import Clock, Job, Rounds, Spread, interleaved
 from .train_step import TogetherClock, slower
 
