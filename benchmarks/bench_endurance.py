@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from zero_optim.bench.fused_adams import HYPER
 from zero_optim.bench.ranks import on_ranks
-from zero_optim.bench.request import Alone, Request
+from zero_optim.bench.request import Alone, Menu, Request
 from zero_optim.bench.rows.endurance import EnduranceRow
 from zero_optim.bench.run import Measured
 from zero_optim.bench.script import run_script
@@ -166,7 +166,7 @@ def slope(steps: Sequence[float], figures: Sequence[float]) -> float:
 
 
 ABOUT = "Trains a small model for very many steps, and counts what a process has along them."
-FLAGS = Alone({"steps": str(STEPS), "ranks": " ".join(map(str, RANKS))}, dtypes=("fp32",))
+MENU = Menu((), {}, {"endurance": Alone({"steps": str(STEPS), "ranks": " ".join(map(str, RANKS))}, dtypes=("fp32",))})
 
 
 def run(request: Request, device: torch.device, say: Callable[[str], object]) -> Measured:
@@ -176,7 +176,7 @@ def run(request: Request, device: torch.device, say: Callable[[str], object]) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_script("endurance", ABOUT, FLAGS, run, arguments)
+    return run_script("endurance", ABOUT, MENU, alone={"endurance": run}, arguments=arguments)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from scale_model import LLAMA_70B, Block, Shapes, Small, cap_mb, layouts
 from torch import Tensor
 from zero_optim.bench.fused_adams import HYPER
-from zero_optim.bench.request import Alone, Request
+from zero_optim.bench.request import Alone, Menu, Request
 from zero_optim.bench.rows.scale import ScaleRow
 from zero_optim.bench.run import Measured
 from zero_optim.bench.script import run_script
@@ -222,7 +222,9 @@ def _once(work: Callable[[], object], nowhere: Nowhere) -> tuple[float, Calls, i
 
 
 ABOUT = "Counts and times what a step costs the host, by stage and number of ranks, with a fake process group."
-FLAGS = Alone({"rounds": str(ROUNDS), "ranks": " ".join(map(str, RANKS))}, dtypes=("bf16",), fewest=2)
+MENU = Menu(
+    (), {}, {"scale": Alone({"rounds": str(ROUNDS), "ranks": " ".join(map(str, RANKS))}, dtypes=("bf16",), fewest=2)}
+)
 
 
 def run(request: Request, device: torch.device, say: Say) -> Measured:
@@ -230,7 +232,7 @@ def run(request: Request, device: torch.device, say: Say) -> Measured:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_script("scale", ABOUT, FLAGS, run, arguments)
+    return run_script("scale", ABOUT, MENU, alone={"scale": run}, arguments=arguments)
 
 
 if __name__ == "__main__":

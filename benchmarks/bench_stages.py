@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from zero_optim.bench.contenders import FSDP2, FSDP2_ZERO2, OURS, STAGE3, Task
-from zero_optim.bench.request import Alone, Request
+from zero_optim.bench.request import Alone, Menu, Request
 from zero_optim.bench.rows.op import Row
 from zero_optim.bench.run import Measured, tokens_of
 from zero_optim.bench.script import run_script
@@ -63,7 +63,8 @@ def run(request: Request, device: torch.device, say: Say) -> Measured:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_script("stages", ABOUT, Alone(TAKEN, gpu=True), run, arguments)
+    menu = Menu((), {}, {"stages": Alone(TAKEN, gpu=True)})
+    return run_script("stages", ABOUT, menu, alone={"stages": run}, arguments=arguments)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .bench.request import add_arguments as add_bench_arguments
+from .bench.request import add_choice_of_ops
 from .bench.request import read_request as read_bench_request
 from .errors import ZeroOptimError
 from .memory import command as planner
@@ -83,6 +84,7 @@ def _make_parser() -> Parser:
         "Defaults in brackets.",
         allow_abbrev=False,
     )
+    add_choice_of_ops(bench)
     add_bench_arguments(bench)
     bench.set_defaults(run=_bench)
     _add_plan_command(commands)

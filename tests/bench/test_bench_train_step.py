@@ -234,9 +234,3 @@ def test_the_peak_is_that_of_the_work_and_not_of_what_came_before():
 
     assert peak_memory.peak_of(work) - before == pytest.approx(size, rel=0.1)
     assert peak_memory.peak_of(lambda: None) - before < size / 4
-
-
-@pytest.mark.parametrize("op", ["step_overhead", "train_step"])
-def test_the_scripts_of_the_checkout_run_their_op(op):
-    source = (Path(__file__).parents[2] / "benchmarks" / f"bench_{op}.py").read_text()
-    assert f'main(["bench", "{op}", *sys.argv[1:]])' in source

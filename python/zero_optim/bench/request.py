@@ -11,12 +11,11 @@ from typing import Any
 
 from ..train.config import UsageError
 
-OPS = ("adam_step", "pack", "grad_stats", "step")
-DEFAULT_OPS = OPS[:3]
+OPS = ("adam_step", "pack", "grad_stats")
 DTYPES = ("fp16", "bf16")
 
 
-TAKEN_BY_OPS = {"numel": "cuda: 2^20 to 2^30; cpu: 64Mi; step: 1e9; 16Mi", "backends": "", "rounds": ""}
+TAKEN_BY_OPS = {"numel": "64Mi; GPU: 2^20 to 2^30", "backends": "", "rounds": ""}
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 class Request:
     """What to measure, and where to. None: what suits the device."""
 
-    ops: tuple[str, ...] = DEFAULT_OPS
+    ops: tuple[str, ...] = OPS
     device: str | None = None
     dtypes: tuple[str, ...] = DTYPES
     numels: tuple[int, ...] | None = None
@@ -87,16 +86,24 @@ def parse_numel(text: str) -> int:
 
 @dataclass(frozen=True)
 class Menu:
-    """What a command line measures: ops, several in one run, or one of those that are measured alone."""
+    """What a command line measures: ops, several in one run, or one of those that are measured alone.
+
+    ``taken_by_ops``: which of CHOICES all ops take, and what is chosen by default, in words.
+    """
 
     ops: tuple[str, ...] = OPS
+    taken_by_ops: Mapping[str, str] = field(default_factory=lambda: TAKEN_BY_OPS)
     alone: Mapping[str, Alone] = field(default_factory=lambda: ALONE)
 
     def takers(self, choice: str) -> dict[str, str]:
         """Who takes the flag, and what is chosen by default."""
-        of_ops = dict.fromkeys(self.ops, TAKEN_BY_OPS[choice]) if choice in TAKEN_BY_OPS else {}
+        of_ops = dict.fromkeys(self.ops, self.taken_by_ops[choice]) if choice in self.taken_by_ops else {}
         return of_ops | {name: alone.taken[choice] for name, alone in self.alone.items() if choice in alone.taken}
 
+
+PACKAGE = Menu()
+ELSEWHERE = {"step": "gpt_step", **{name: name for name in ("stages", "scale", "endurance")}}
+"""What scripts of a checkout measure: their ``benchmarks/bench_<name>.py``."""
 
 CHOICES: dict[str, dict[str, Any]] = {
     "numel": {"nargs": "+", "type": parse_numel, "help": "elements, or parameters, as 1000000, 2^20 or 64Mi"},
@@ -110,15 +117,9 @@ CHOICES: dict[str, dict[str, Any]] = {
 """Flags that not everything takes, as argparse has them."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, menu: Menu | None = None) -> None:
-    """Adds the flags of ``zero-optim bench``, or of another menu: those that something on it takes."""
-    menu = menu or Menu()
+def add_arguments(parser: argparse.ArgumentParser, menu: Menu = PACKAGE) -> None:
+    """Adds the flags that something on the menu takes."""
     flag = parser.add_argument
-    if menu.ops:
-        names = f"of {', '.join(menu.ops)} (the first three); or alone one of {', '.join(menu.alone)}"
-        flag("ops", nargs="*", metavar="OP", help=names)
-    else:
-        parser.set_defaults(ops=list(menu.alone))
     flag("--device", choices=("cpu", "cuda"), help="where to measure (cuda where torch sees a GPU)")
     flag(
         "--dtypes",
@@ -143,10 +144,16 @@ def add_arguments(parser: argparse.ArgumentParser, menu: Menu | None = None) -> 
     flag("--redraw", type=Path, metavar="FILE.json", help="measure nothing: show this file, and draw its plot again")
 
 
-def read_request(parsed: argparse.Namespace, menu: Menu | None = None) -> Request:
+def add_choice_of_ops(parser: argparse.ArgumentParser) -> None:
+    names = f"of {', '.join(OPS)} (all three); or alone one of {', '.join(ALONE)}"
+    parser.add_argument("ops", nargs="*", metavar="OP", help=names)
+
+
+def read_request(parsed: argparse.Namespace, menu: Menu = PACKAGE) -> Request:
     """The flags, checked as far as they can be without the device. Raises UsageError."""
-    menu = menu or Menu()
     for op in parsed.ops:
+        if op in ELSEWHERE and op not in menu.ops and op not in menu.alone:
+            raise UsageError(f"{op} is not in the package: run benchmarks/bench_{ELSEWHERE[op]}.py of a checkout")
         if op not in (*menu.ops, *menu.alone):
             raise UsageError(f"there is no op {op!r} to measure; choose from {', '.join((*menu.ops, *menu.alone))}")
     chosen = {name: getattr(parsed, name, None) for name in CHOICES}
@@ -161,7 +168,7 @@ def read_request(parsed: argparse.Namespace, menu: Menu | None = None) -> Reques
     if parsed.redraw is not None and not parsed.redraw.is_file():
         raise UsageError(f"--redraw {parsed.redraw}: no such file")
     return Request(
-        ops=tuple(dict.fromkeys(parsed.ops)) or DEFAULT_OPS,
+        ops=tuple(dict.fromkeys(parsed.ops)) or OPS,
         device="cpu" if any(op in menu.alone and not menu.alone[op].gpu for op in parsed.ops) else parsed.device,
         dtypes=dtypes,
         numels=tuple(sorted(set(chosen["numel"]))) if chosen["numel"] else None,
@@ -187,7 +194,7 @@ def _check_taken(chosen: Mapping[str, Any], op: str, taken: Mapping[str, str], m
 
 def _check_ops(parsed: argparse.Namespace, chosen: Mapping[str, Any], menu: Menu) -> tuple[str, ...]:
     """The dtypes of ordinary ops. Raises UsageError for what only a run alone can have."""
-    _check_taken(chosen, (*parsed.ops, *DEFAULT_OPS)[0], TAKEN_BY_OPS, menu)
+    _check_taken(chosen, (*parsed.ops, *OPS)[0], menu.taken_by_ops, menu)
     if "fp32" in (parsed.dtypes or ()):
         in_fp32 = (op for op, alone in menu.alone.items() if "fp32" in alone.dtypes)
         raise UsageError(f"--dtypes fp32: only {', '.join(in_fp32)} are measured in it")

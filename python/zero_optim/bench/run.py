@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from . import (
     checkpoints,
     contenders,
     fused_adams,
-    gpt_step,
     grad_stats,
     memory_walkthrough,
     offload,
@@ -34,13 +35,8 @@ from .rows.op import Row
 from .table import table
 from .timing import Clock, Rounds, interleaved, make_clock
 
-CASES: dict[str, Callable[[Setting], Case]] = {
-    "adam_step": adam_step.make_case,
-    "pack": pack.make_case,
-    "grad_stats": grad_stats.make_case,
-}
 NUMELS = {"cpu": (2**26,), "cuda": tuple(2**k for k in range(20, 31, 2))}
-STEP_NUMELS = {"cpu": (2**24,), "cuda": (10**9,)}
+TRAINED_NUMEL = 2**24  # of train_step
 
 Say = Callable[[str], object]
 # The rows, and the versions of baselines, or why they are not in the rows.
@@ -50,12 +46,37 @@ Keep = Callable[[Sequence[Any], Mapping[str, str]], object]
 """Called with what there is so far."""
 
 
-def main(request: Request, alone_runs: Mapping[str, Measure] | None = None) -> int:
+@dataclass(frozen=True)
+class Op:
+    """What is measured a setting after another, several ops in one run.
+
+    Attributes:
+        measure: rows of one setting.
+        numels: the sizes by default, by the device's type.
+        side_by_side: whether all backends are measured by default, or the first alone.
+    """
+
+    measure: Callable[[Setting, Clock, Rounds], list[Row]]
+    numels: Mapping[str, Sequence[int]]
+    side_by_side: bool = True
+
+
+def _measure_case(make_case: Callable[[Setting], Case], setting: Setting, clock: Clock, rounds: Rounds) -> list[Row]:
+    case = make_case(setting)
+    times = interleaved(case.jobs, clock, rounds)
+    return case.rows({name: [sum(laps) for laps in of_job] for name, of_job in times.items()})
+
+
+CASES = {"adam_step": adam_step.make_case, "pack": pack.make_case, "grad_stats": grad_stats.make_case}
+OPS = {name: Op(functools.partial(_measure_case, make_case), NUMELS) for name, make_case in CASES.items()}
+
+
+def main(request: Request, ops: Mapping[str, Op] | None = None, alone_runs: Mapping[str, Measure] | None = None) -> int:
     """Measures, prints the table, writes JSON and plot. Raises UsageError before anything is measured.
 
-    ``alone_runs``: what measures each thing that is measured alone; by default those of the package.
+    ``ops``, ``alone_runs``: what measures what; by default those of the package.
     """
-    alone_runs = alone_runs or ALONE_RUNS
+    ops, alone_runs = OPS if ops is None else ops, ALONE_RUNS if alone_runs is None else alone_runs
     if request.redraw is not None:
         return _redraw(request.redraw)
     device = find_device(request.device)
@@ -73,7 +94,7 @@ def main(request: Request, alone_runs: Mapping[str, Measure] | None = None) -> i
         if alone:
             rows, baselines = alone_runs[alone](request, device, _say)
         else:
-            rows, baselines = run_ops(request, device, _say, growing.keep)
+            rows, baselines = run_ops(request, ops, device, _say, growing.keep)
         growing.keep(rows, baselines)
     finally:
         torch.set_num_threads(threads)
@@ -105,9 +126,9 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def run_ops(request: Request, device: torch.device, say: Say, keep: Keep) -> Measured:
+def run_ops(request: Request, ops: Mapping[str, Op], device: torch.device, say: Say, keep: Keep) -> Measured:
     baselines = fused_adams.describe(device) if "adam_step" in request.ops else {}
-    rows = run(request, device, say, lambda so_far: keep(so_far, baselines))
+    rows = run(request, ops, device, say, lambda so_far: keep(so_far, baselines))
     if not rows:
         raise ZeroOptimError("nothing was measured: no case fits the device's memory; give smaller sizes by --numel")
     return rows, baselines
@@ -123,7 +144,7 @@ def run_step_overhead(request: Request, device: torch.device, say: Say) -> Measu
 
 def run_train_step(request: Request, device: torch.device, say: Say) -> Measured:
     (dtype,) = request.dtypes
-    numel = request.numels[0] if request.numels else STEP_NUMELS["cpu"][0]
+    numel = request.numels[0] if request.numels else TRAINED_NUMEL
     names = request.contenders or tuple(contenders.MAKERS)
     tokens = tokens_of(request, device)
     return train_step.measure(numel, dtype, names, tokens, request.rounds or train_step.ROUNDS, say)
@@ -183,19 +204,20 @@ ALONE_RUNS: dict[str, Measure] = {
 
 def run(
     request: Request,
+    ops: Mapping[str, Op],
     device: torch.device,
     say: Say = lambda line: None,
     keep: Callable[[Sequence[Row]], object] = lambda rows: None,
 ) -> list[Row]:
     """All rows of the request. A case that the GPU's memory cannot hold is left out, and said. ``keep`` is called with
     the rows so far after each case."""
-    settings = [(op, setting) for op in request.ops for setting in _settings(request, device, op)]
+    settings = [(op, setting) for op in request.ops for setting in _settings(request, device, ops[op])]
     clock = make_clock(device)
     rounds = _rounds(request)
     rows: list[Row] = []
     for op, setting in settings:
         say(f"{op}, {setting.dtype}, {setting.numel:,} elements")
-        new = _measure(op, setting, clock, rounds, say)
+        new = _measure(op, ops[op], setting, clock, rounds, say)
         for row in new:
             say(f"    {_in_a_line(row)}")
         rows += new
@@ -215,12 +237,12 @@ def _rounds(request: Request) -> Rounds:
     return Rounds.exactly(request.rounds) if request.rounds else Rounds()
 
 
-def _settings(request: Request, device: torch.device, op: str) -> Iterator[Setting]:
+def _settings(request: Request, device: torch.device, op: Op) -> Iterator[Setting]:
     backends = choose_backends(device, request.backends)
-    if op == "step" and not request.backends:
-        backends = backends[:1]  # each trains a model of its own, beside the others in memory
+    if not op.side_by_side and not request.backends:
+        backends = backends[:1]
     for dtype in request.dtypes:
-        for numel in request.numels or (STEP_NUMELS if op == "step" else NUMELS)[device.type]:
+        for numel in request.numels or op.numels[device.type]:
             yield Setting(device, dtype, numel, backends)
 
 
@@ -233,15 +255,11 @@ def find_device(asked: str | None) -> torch.device:
     return torch.device(name)
 
 
-def _measure(op: str, setting: Setting, clock: Clock, rounds: Rounds, say: Say) -> list[Row]:
+def _measure(name: str, op: Op, setting: Setting, clock: Clock, rounds: Rounds, say: Say) -> list[Row]:
     try:
-        if op == "step":
-            return gpt_step.measure(setting, clock, rounds)
-        case = CASES[op](setting)
-        times = interleaved(case.jobs, clock, rounds)
-        return case.rows({name: [sum(laps) for laps in of_job] for name, of_job in times.items()})
+        return op.measure(setting, clock, rounds)
     except torch.OutOfMemoryError:
-        say(f"left out: {op} {setting.dtype}, {setting.numel:,} elements do not fit the device's memory")
+        say(f"left out: {name} {setting.dtype}, {setting.numel:,} elements do not fit the device's memory")
         return []
 
 
