@@ -166,7 +166,8 @@ def slope(steps: Sequence[float], figures: Sequence[float]) -> float:
 
 
 ABOUT = "Trains a small model for very many steps, and counts what a process has along them."
-MENU = Menu((), {}, {"endurance": Alone({"steps": str(STEPS), "ranks": " ".join(map(str, RANKS))}, dtypes=("fp32",))})
+TAKEN = {"steps": str(STEPS), "ranks": " ".join(map(str, RANKS))}
+MENU = Menu(alone={"endurance": Alone(TAKEN, dtypes=("fp32",))})
 
 
 def run(request: Request, device: torch.device, say: Callable[[str], object]) -> Measured:

@@ -190,7 +190,7 @@ def _train_step_rows(case: Case, laps: Mapping[str, Mapping[str, Sequence[float]
 
 
 ABOUT = "Trains a GPT on one device, and compares a step with the AMP recipe's."
-MENU = Menu(("step",), {"numel": "16Mi; GPUs: 1e9", "backends": "", "rounds": ""}, {})
+MENU = Menu(("step",), {"numel": "16Mi; GPUs: 1e9", "backends": "", "rounds": ""})
 OPS = {"step": Op(measure, {"cpu": (2**24,), "cuda": (10**9,)}, side_by_side=False)}
 
 

@@ -222,9 +222,8 @@ def _once(work: Callable[[], object], nowhere: Nowhere) -> tuple[float, Calls, i
 
 
 ABOUT = "Counts and times what a step costs the host, by stage and number of ranks, with a fake process group."
-MENU = Menu(
-    (), {}, {"scale": Alone({"rounds": str(ROUNDS), "ranks": " ".join(map(str, RANKS))}, dtypes=("bf16",), fewest=2)}
-)
+TAKEN = {"rounds": str(ROUNDS), "ranks": " ".join(map(str, RANKS))}
+MENU = Menu(alone={"scale": Alone(TAKEN, dtypes=("bf16",), fewest=2)})
 
 
 def run(request: Request, device: torch.device, say: Say) -> Measured:

@@ -52,6 +52,7 @@ TAKEN = {
     "tokens": "256 512",
     "ranks": "2 4; GPUs: all",
 }
+MENU = Menu(alone={"stages": Alone(TAKEN, gpu=True)})
 
 
 def run(request: Request, device: torch.device, say: Say) -> Measured:
@@ -63,8 +64,7 @@ def run(request: Request, device: torch.device, say: Say) -> Measured:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    menu = Menu((), {}, {"stages": Alone(TAKEN, gpu=True)})
-    return run_script("stages", ABOUT, menu, alone={"stages": run}, arguments=arguments)
+    return run_script("stages", ABOUT, MENU, alone={"stages": run}, arguments=arguments)
 
 
 if __name__ == "__main__":

@@ -233,7 +233,8 @@ def test_mebibytes():
 def test_the_table_of_ranks_fits_too():
     memory = {"steady": 2**33, "start": 2**34}
     rows = make_rows("train_step", 10**9 + 1)
-    rows = [replace(row, ranks=2, tokens_per_s=2_345_678.9, memory=memory, bytes=None, vs={}) for row in rows]
+    none = dict.fromkeys(("bytes", "gbps", "yardstick", "copy_gbps", "fraction"))
+    rows = [replace(row, ranks=2, tokens_per_s=2_345_678.9, memory=memory, vs={}, **none) for row in rows]
     rows[0] = replace(rows[0], backend="zero_redundancy", memory=None)
     lines = table(make(rows)).splitlines()
     assert max(map(len, lines)) <= WIDTH

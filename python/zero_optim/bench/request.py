@@ -91,9 +91,9 @@ class Menu:
     ``taken_by_ops``: which of CHOICES all ops take, and what is chosen by default, in words.
     """
 
-    ops: tuple[str, ...] = OPS
-    taken_by_ops: Mapping[str, str] = field(default_factory=lambda: TAKEN_BY_OPS)
-    alone: Mapping[str, Alone] = field(default_factory=lambda: ALONE)
+    ops: tuple[str, ...] = ()
+    taken_by_ops: Mapping[str, str] = field(default_factory=dict)
+    alone: Mapping[str, Alone] = field(default_factory=dict)
 
     def takers(self, choice: str) -> dict[str, str]:
         """Who takes the flag, and what is chosen by default."""
@@ -101,7 +101,7 @@ class Menu:
         return of_ops | {name: alone.taken[choice] for name, alone in self.alone.items() if choice in alone.taken}
 
 
-PACKAGE = Menu()
+PACKAGE = Menu(OPS, TAKEN_BY_OPS, ALONE)
 ELSEWHERE = {"step": "gpt_step", **{name: name for name in ("stages", "scale", "endurance")}}
 """What scripts of a checkout measure: their ``benchmarks/bench_<name>.py``."""
 
