@@ -36,6 +36,7 @@ from zero_optim.bench.rows.scale import ScaleRow
 from zero_optim.bench.run import Measured
 from zero_optim.bench.script import run_script
 from zero_optim.bench.timing import HostClock, Job, Rounds, Spread, interleaved
+from zero_optim.bench.train_step import Say
 from zero_optim.comm import transport
 from zero_optim.comm.transport import Issued, Reduction, StreamTransport
 from zero_optim.optimizer import ShardedAdamW
@@ -46,7 +47,6 @@ STAGES = (2, 3)
 ROUNDS = 21
 KERNELS = ("pack", "adam_step", "foreach_adam_step")
 
-Say = Callable[[str], object]
 Calls = dict[str, int]
 
 

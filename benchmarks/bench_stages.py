@@ -57,7 +57,7 @@ MENU = Menu(alone={"stages": Alone(TAKEN, gpu=True)})
 
 def run(request: Request, device: torch.device, say: Say) -> Measured:
     (dtype,) = request.dtypes
-    numel = request.numels[0] if request.numels else NUMELS[device.type]
+    numel = request.numel[0] if request.numel else NUMELS[device.type]
     ranks = request.ranks or (RANKS if device.type == "cpu" else (torch.cuda.device_count(),))
     tokens = tokens_of(request, device)
     return measure(numel, dtype, request.contenders or NAMES, ranks, tokens, request.rounds or ROUNDS, device, say)

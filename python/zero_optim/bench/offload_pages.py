@@ -76,7 +76,7 @@ def _row(way: str, laps: dict[str, list[float]], numel: int, dtype: str) -> Offl
         ranks=1,
         rounds=spread.rounds,
         part="pages",
-        time=[spread.ms, spread.p20, spread.p80],
+        time=spread.figures,
         versus=None,
         moved={"to_device": 0, "to_host": 0, "read": read * 12 * numel, "written": written * 12 * numel},
         held=None,

@@ -32,6 +32,7 @@ HEADER_INCHES, FOOTER_INCHES = 0.75, 0.55
 WIDTH_INCHES, LINES_INCHES, BAR_INCHES, AROUND_BARS_INCHES = 6.3, 3.0, 0.27, 1.1
 GAP = 0.6  # of a bar, between groups
 FIRST_COLUMN, COLUMN = 36, 52  # points: right edge of the first column of figures beside bars, and to the next
+LONG = 12  # letters of a heading, from which on it is in two lines
 NAME, END, LETTER = 20, 94, 5.4  # points behind a panel: the name of a line; what is said of its end, or further on
 LABEL_GAP = 0.075  # of the panel's height, between the labels of two lines
 
@@ -118,7 +119,8 @@ def _draw_bars(bars: Bars, axes: Axes) -> None:
         _figures(axes, y, [column.beside_bar(row) for column in bars.columns], INK)
         ticks.append(y)
         y += 1
-    _figures(axes, -0.55, [column.name for column in bars.columns], FAINT)
+    names = [column.name if len(column.name) < LONG else column.name.replace(", ", ",\n") for column in bars.columns]
+    _figures(axes, -0.55, names, FAINT)
     axes.set_yticks(ticks, [row["backend"] for row in bars.rows], fontsize=8.5)
     longest = max(max(bars.value(row), *bars.ends(row)) for row in bars.rows)
     end = 1.05 * max(longest, bars.roof[1] if bars.roof else 0.0) or 1.0

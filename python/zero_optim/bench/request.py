@@ -61,7 +61,7 @@ class Request:
     ops: tuple[str, ...] = OPS
     device: str | None = None
     dtypes: tuple[str, ...] = DTYPES
-    numels: tuple[int, ...] | None = None
+    numel: tuple[int, ...] | None = None
     backends: tuple[str, ...] | None = None
     contenders: tuple[str, ...] | None = None
     ranks: tuple[int, ...] | None = None
@@ -161,8 +161,8 @@ def read_request(parsed: argparse.Namespace, menu: Menu = PACKAGE) -> Request:
         _check_alone(parsed, chosen, menu) if set(parsed.ops) & set(menu.alone) else _check_ops(parsed, chosen, menu)
     )
     for name in ("rounds", "steps", "tokens", "threads", "ranks"):
-        values = getattr(parsed, name, None)
-        for value in values if isinstance(values, list) else [values]:
+        given = getattr(parsed, name, None)
+        for value in given if isinstance(given, list) else [given]:
             if value is not None and value < 1:
                 raise UsageError(f"--{name} {value}: at least 1")
     if parsed.redraw is not None and not parsed.redraw.is_file():
@@ -171,18 +171,18 @@ def read_request(parsed: argparse.Namespace, menu: Menu = PACKAGE) -> Request:
         ops=tuple(dict.fromkeys(parsed.ops)) or OPS,
         device="cpu" if any(op in menu.alone and not menu.alone[op].gpu for op in parsed.ops) else parsed.device,
         dtypes=dtypes,
-        numels=tuple(sorted(set(chosen["numel"]))) if chosen["numel"] else None,
-        backends=tuple(dict.fromkeys(chosen["backends"])) if chosen["backends"] else None,
-        contenders=tuple(dict.fromkeys(chosen["contenders"])) if chosen["contenders"] else None,
-        ranks=tuple(sorted(set(chosen["ranks"]))) if chosen["ranks"] else None,
-        rounds=chosen["rounds"],
-        steps=chosen["steps"],
-        tokens=tuple(sorted(set(chosen["tokens"]))) if chosen["tokens"] else None,
         threads=parsed.threads,
         out=parsed.out,
         write=not parsed.no_write,
         redraw=parsed.redraw,
+        **{name: _each_once(value) if isinstance(value, list) else value for name, value in chosen.items()},
     )
+
+
+def _each_once(values: list[Any]) -> tuple[Any, ...]:
+    """Names in the order in which they were given, numbers by size."""
+    once = dict.fromkeys(values)
+    return tuple(once if isinstance(values[0], str) else sorted(once))
 
 
 def _check_taken(chosen: Mapping[str, Any], op: str, taken: Mapping[str, str], menu: Menu) -> None:

@@ -34,11 +34,11 @@ from .request import Request
 from .rows.op import Row
 from .table import table
 from .timing import Clock, Rounds, interleaved, make_clock
+from .train_step import Say
 
 NUMELS = {"cpu": (2**26,), "cuda": tuple(2**k for k in range(20, 31, 2))}
 TRAINED_NUMEL = 2**24  # of train_step
 
-Say = Callable[[str], object]
 # The rows, and the versions of baselines, or why they are not in the rows.
 Measured = tuple[Sequence[Any], Mapping[str, str]]
 Measure = Callable[[Request, torch.device, Say], Measured]
@@ -135,7 +135,7 @@ def run_ops(request: Request, ops: Mapping[str, Op], device: torch.device, say: 
 
 
 def run_step_overhead(request: Request, device: torch.device, say: Say) -> Measured:
-    numel = request.numels[0] if request.numels else step_overhead.NUMEL
+    numel = request.numel[0] if request.numel else step_overhead.NUMEL
     rounds = Rounds.exactly(request.rounds or step_overhead.ROUNDS)
     say(f"step_overhead, {numel:,} elements")
     ranks = request.ranks or step_overhead.RANKS
@@ -144,7 +144,7 @@ def run_step_overhead(request: Request, device: torch.device, say: Say) -> Measu
 
 def run_train_step(request: Request, device: torch.device, say: Say) -> Measured:
     (dtype,) = request.dtypes
-    numel = request.numels[0] if request.numels else TRAINED_NUMEL
+    numel = request.numel[0] if request.numel else TRAINED_NUMEL
     names = request.contenders or tuple(contenders.MAKERS)
     tokens = tokens_of(request, device)
     return train_step.measure(numel, dtype, names, tokens, request.rounds or train_step.ROUNDS, say)
@@ -159,13 +159,13 @@ def run_memory_walkthrough(request: Request, device: torch.device, say: Say) -> 
 def run_checkpoint(request: Request, device: torch.device, say: Say) -> Measured:
     if not peak_memory.can_measure():
         raise UsageError("checkpoint counts what /proc shows, which is there on Linux alone")
-    numel = request.numels[0] if request.numels else checkpoints.NUMEL
+    numel = request.numel[0] if request.numel else checkpoints.NUMEL
     return checkpoints.measure(numel, request.ranks or checkpoints.RANKS, request.rounds or checkpoints.ROUNDS, say), {}
 
 
 def run_offload(request: Request, device: torch.device, say: Say) -> Measured:
     (dtype,) = request.dtypes
-    numel = request.numels[0] if request.numels else offload.NUMELS[device.type]
+    numel = request.numel[0] if request.numel else offload.NUMELS[device.type]
     names = request.contenders or offload_contenders.NAMES
     (ranks,) = request.ranks or ((offload.RANKS if device.type == "cpu" else torch.cuda.device_count()),)
     return offload.measure(numel, dtype, names, ranks, request.rounds or offload.ROUNDS, device, say)
@@ -242,7 +242,7 @@ def _settings(request: Request, device: torch.device, op: Op) -> Iterator[Settin
     if not op.side_by_side and not request.backends:
         backends = backends[:1]
     for dtype in request.dtypes:
-        for numel in request.numels or op.numels[device.type]:
+        for numel in request.numel or op.numels[device.type]:
             yield Setting(device, dtype, numel, backends)
 
 
