@@ -167,6 +167,9 @@ def read_request(parsed: argparse.Namespace, menu: Menu = PACKAGE) -> Request:
                 raise UsageError(f"--{name} {value}: at least 1")
     if parsed.redraw is not None and not parsed.redraw.is_file():
         raise UsageError(f"--redraw {parsed.redraw}: no such file")
+    choices: dict[str, Any] = {
+        name: _each_once(value) if isinstance(value, list) else value for name, value in chosen.items()
+    }
     return Request(
         ops=tuple(dict.fromkeys(parsed.ops)) or OPS,
         device="cpu" if any(op in menu.alone and not menu.alone[op].gpu for op in parsed.ops) else parsed.device,
@@ -175,7 +178,7 @@ def read_request(parsed: argparse.Namespace, menu: Menu = PACKAGE) -> Request:
         out=parsed.out,
         write=not parsed.no_write,
         redraw=parsed.redraw,
-        **{name: _each_once(value) if isinstance(value, list) else value for name, value in chosen.items()},
+        **choices,
     )
 
 

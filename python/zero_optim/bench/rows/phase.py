@@ -54,7 +54,8 @@ def _sheet(rows: Sequence[JsonRow]) -> Sheet:
     phases = list(dict.fromkeys(row["phase"] for row in rows))
     later = [phase for phase in phases if phase.endswith(" 3")]
     first = [phase for phase in phases if phase not in later]
-    return Sheet([[_bars(f"Memory of a rank: {about}", rows, first), _bars("Two steps later", rows, later)]], NOTE)
+    titles = ((f"Memory of a rank: {about}", first), ("Two steps later", later))
+    return Sheet([[_bars(title, rows, of_title) for title, of_title in titles if of_title]], NOTE)
 
 
 def _bars(title: str, rows: Sequence[JsonRow], phases: Sequence[str]) -> Bars:
