@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from bench_scale import fake_ranks
 from torch import Tensor, nn
 from zero_optim import ShardedAdamW, memory, shard_module
 from zero_optim.bench.live_memory import watch
-from zero_optim.bench.scale import fake_ranks
 
 RANKS = 64
 PARAMETERS = 7.5e9

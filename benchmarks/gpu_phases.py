@@ -157,7 +157,7 @@ def training(scratch: Path, device: str) -> list[Group]:
             [_tests("test_work_order", 100, device)],
             [_script(scratch, "memory", "gpu_memory.py", 60, device, "--params", "4e6")],
             [_script(scratch, "trainer", "gpu_trainer.py", 100, device, *small)],
-            [_bench(scratch, "step", 90, device, *tiny)],
+            [_bench(scratch, "step", 90, device, *tiny, script="bench_gpt_step.py")],
             [_bench(scratch, "offload", 60, device, *tiny, "--contenders", STORES[0])],
         ]
     return [
@@ -168,7 +168,7 @@ def training(scratch: Path, device: str) -> list[Group]:
         ],
         [_script(scratch, "memory", "gpu_memory.py", 60, device)],
         [_script(scratch, "trainer", "gpu_trainer.py", 100, device)],
-        [_bench(scratch, "step", 90, device, "--dtypes", "bf16")],
+        [_bench(scratch, "step", 90, device, "--dtypes", "bf16", script="bench_gpt_step.py")],
         [_bench(scratch, "offload", 65, device, "--numel", "2^27", "--rounds", "5", "--contenders", *STORES)],
     ]
 
@@ -205,7 +205,9 @@ def _script(scratch: Path, name: str, script: str, limit: float, device: str, *f
     return Phase(name, [sys.executable, str(HERE / script), *out, *flags], limit, folder=folder, told=True)
 
 
-def _bench(scratch: Path, op: str, limit: float, device: str, *flags: str) -> Phase:
+def _bench(scratch: Path, op: str, limit: float, device: str, *flags: str, script: str | None = None) -> Phase:
+    """By ``zero-optim bench``, or by the script that has the op."""
     folder = scratch / f"bench_{op}"
-    command = [sys.executable, "-m", "zero_optim", "bench", op, "--device", device, "--out", str(folder), *flags]
+    program = [str(HERE / script)] if script else ["-m", "zero_optim", "bench", op]
+    command = [sys.executable, *program, "--device", device, "--out", str(folder), *flags]
     return Phase(f"bench_{op}", command, limit, folder=folder, told=True)

@@ -6,7 +6,7 @@ import enum
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -139,35 +139,20 @@ class Results:
             return self.path
 
     def draw(self) -> str:
-        """The plot's path, or why there is none."""
+        """The plots' paths, or why there are none: one of speed under the roof, and one of stores."""
         if not self.record["rows"]:
             return "no plot: nothing was measured"
         try:
-            return " ".join(map(str, self._draw_all()))
+            from zero_optim.bench.plot import draw
+
+            return " ".join(map(str, draw(self.record, self.save().with_suffix(".png"))))
         except Exception as error:  # the figures are on disk: a drawing must not hide them
             return f"no plot: {type(error).__name__}: {error}"
-
-    def _draw_all(self) -> Iterator[Path]:
-        """One of speed under the roof, and one of stores."""
-        from zero_optim.bench.bars import draw_bars
-        from zero_optim.bench.panels import offload_sheet
-        from zero_optim.bench.roofline import draw
-
-        path = self.save().with_suffix(".png")
-        of_stores = [row for row in self.record["rows"] if row["op"] == "offload"]
-        under_the_roof = [row for row in self.record["rows"] if row["op"] != "offload"]
-        if under_the_roof:
-            draw({**self.record, "rows": under_the_roof}, path)
-            yield path
-        if of_stores:
-            beside = path.with_name(f"{path.stem}-offload.png")
-            draw_bars(offload_sheet(self.record), self.record, beside)
-            yield beside
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> str:
     """Each backend's share of the yardstick, and its speed against torch, at the largest size of the first dtype."""
-    from zero_optim.bench.table import elements
+    from zero_optim.bench.columns import elements
 
     if any(row["op"] == "offload" for row in rows):
         held = [row for row in rows if row["part"] == "step" and row["fraction"] is not None]

@@ -1,4 +1,4 @@
-"""Session-wide set-up: the shared helpers are importable, and no worker process outlives the session."""
+"""Session-wide set-up: shared helpers and benchmarks are importable, and no worker process outlives the session."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-if str(HERE) not in sys.path:
-    sys.path.insert(0, str(HERE))
+for _folder in (str(HERE.parent / "benchmarks"), str(HERE)):
+    if _folder not in sys.path:
+        sys.path.insert(0, _folder)
 
 # One thread, in this process and in all that it starts: several may share out the sums of a matmul, which gives other
 # bits, and an oracle here must have those of the ranks. OpenMP reads this when torch is imported.

@@ -118,7 +118,7 @@ def use_isa(name: str | None) -> None:
 
 
 def overload(op: str) -> Callable[..., Any]:
-    """The library's own op, as torch has it. Looked up at each call: `zero-optim bench scale` puts others in place."""
+    """The library's own op, as torch has it. Looked up at each call: `benchmarks/bench_scale.py` puts others there."""
     return getattr(torch.ops.zero_kernels_C, op).default
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .bench.request import add_arguments as add_bench_arguments
+from .bench.request import add_choice_of_ops
 from .bench.request import read_request as read_bench_request
 from .errors import ZeroOptimError
 from .memory import command as planner
@@ -26,7 +27,7 @@ CLOSED = 141  # what a shell calls the end by SIGPIPE
 Command = Callable[[argparse.Namespace, Sequence[str]], int]
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage, and on one rank alone."""
 
     def error(self, message: str) -> NoReturn:
@@ -39,25 +40,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     nobody reads what it prints."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parsed = _make_parser().parse_args(arguments)
+    return run_command(f"zero-optim {parsed.command}", lambda: parsed.run(parsed, arguments))
+
+
+def run_command(name: str, work: Callable[[], int]) -> int:
+    """The exit code of ``work``, or of what it raised: that is told in one line that begins with ``name``."""
     try:
-        code = parsed.run(parsed, arguments)
+        code = work()
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # of head, say: who reads no more is to be told no more
         print_nowhere()
         return CLOSED
     except UsageError as error:
-        _complain(f"zero-optim {parsed.command}: {error}")
+        _complain(f"{name}: {error}")
         return USAGE_ERROR
     except ZeroOptimError as error:
-        _complain(f"zero-optim {parsed.command}: {error}")
+        _complain(f"{name}: {error}")
         return FAILURE
     except KeyboardInterrupt:
         return 130
 
 
-def _make_parser() -> _Parser:
-    parser = _Parser(prog="zero-optim", description="ZeRO optimizer sharding for PyTorch.", allow_abbrev=False)
+def _make_parser() -> Parser:
+    parser = Parser(prog="zero-optim", description="ZeRO optimizer sharding for PyTorch.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"zero-optim {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     train = commands.add_parser(
@@ -78,6 +84,7 @@ def _make_parser() -> _Parser:
         "Defaults in brackets.",
         allow_abbrev=False,
     )
+    add_choice_of_ops(bench)
     add_bench_arguments(bench)
     bench.set_defaults(run=_bench)
     _add_plan_command(commands)

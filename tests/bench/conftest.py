@@ -27,23 +27,35 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+Run = Callable[..., Outcome]
+
+
 @pytest.fixture
-def bench(
+def run_here(
     monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str], capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Outcome]:
-    """``bench(*arguments)`` runs ``zero-optim bench`` here."""
+) -> Callable[[Callable[[list[str]], int]], Run]:
+    """``run_here(program)``: a function that runs it with its arguments, here."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: str | os.PathLike[str]) -> Outcome:
-        capsys.readouterr()
-        try:
-            code = main(["bench", *map(os.fspath, arguments)])
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        return Outcome(code, *capsys.readouterr())
+    def of(program: Callable[[list[str]], int]) -> Run:
+        def run(*arguments: str | os.PathLike[str]) -> Outcome:
+            capsys.readouterr()
+            try:
+                code = program([*map(os.fspath, arguments)])
+            except SystemExit as stop:
+                code = int(stop.code or 0)
+            return Outcome(code, *capsys.readouterr())
 
-    return run
+        return run
+
+    return of
+
+
+@pytest.fixture
+def bench(run_here: Callable[..., Run]) -> Run:
+    """``bench(*arguments)`` runs ``zero-optim bench`` here."""
+    return run_here(lambda arguments: main(["bench", *arguments]))
 
 
 @pytest.fixture
@@ -60,13 +72,14 @@ def draws_again(bench: Callable[..., Outcome]) -> Callable[[Outcome, Path, Path]
 
 
 @pytest.fixture
-def refuses(bench: Callable[..., Outcome]) -> Callable[..., None]:
+def refuses(bench: Run) -> Callable[..., None]:
     """``refuses(*arguments, saying=parts)``: they end it with one line that has the parts, and nothing is written."""
 
-    def check(*arguments: str, saying: Sequence[str]) -> None:
+    def check(*arguments: str, saying: Sequence[str], by: Run = bench) -> None:
         before = sorted(Path().iterdir())
-        outcome = bench(*arguments)
-        assert outcome.code == 2 and outcome.err.count("\n") == 1 and outcome.err.startswith("zero-optim"), outcome
+        outcome = by(*arguments)
+        begins = outcome.err.startswith(("zero-optim", "bench_"))
+        assert outcome.code == 2 and outcome.err.count("\n") == 1 and begins, outcome
         assert all(part in outcome.err for part in saying), outcome.err
         assert sorted(Path().iterdir()) == before
 

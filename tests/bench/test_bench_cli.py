@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["adam"], ["'adam'", "adam_step, pack, grad_stats, step"]),
+        (["adam"], ["'adam'", "adam_step, pack, grad_stats, step_overhead"]),
         (["--numel", "many"], ["--numel", "'many'", "64Mi"]),
         (["--numel", "0"], ["--numel", "'0'"]),
         (["--rounds", "0"], ["--rounds 0", "at least 1"]),
@@ -111,7 +112,7 @@ def test_the_plot_is_drawn_again_from_the_file(bench):
 
 
 def test_without_matplotlib_the_table_is_there_and_one_line_says_why_no_plot(bench, monkeypatch):
-    drawing = (".roofline", ".bars", ".figure")
+    drawing = ".bench.plot"
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib" or name.endswith(drawing)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -142,23 +143,15 @@ def test_ops_dtypes_backends_and_threads_are_those_asked_for(bench):
     assert backends == {"reference", "torch_pipeline", "norm", "foreach_copy", "cat", "copy"}
 
 
-def test_the_step_of_a_model(bench):
-    outcome = bench("step", "--device", "cpu", "--numel", "50000", "--rounds", "2", "--dtypes", "fp16", "--out", ".")
-    assert outcome.code == 0, outcome.err
-    record = json.loads(next(Path().glob("*.json")).read_text())
-    assert {row["op"] for row in record["rows"]} == {"step", "train_step"}
-    assert "unscale" in outcome.out and "update" in outcome.out
-
-
 def test_a_size_that_does_not_fit_is_left_out(bench, monkeypatch):
-    make_case = runner.CASES["pack"]
+    measure = runner.OPS["pack"].measure
 
-    def small_memory(setting):
+    def small_memory(setting, clock, rounds):
         if setting.numel > 5000:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return make_case(setting)
+        return measure(setting, clock, rounds)
 
-    monkeypatch.setitem(runner.CASES, "pack", small_memory)
+    monkeypatch.setitem(runner.OPS, "pack", replace(runner.OPS["pack"], measure=small_memory))
     flags = ["--device", "cpu", "--rounds", "1", "--dtypes", "fp16", "--out", "."]
     outcome = bench("pack", "--numel", "4096", "8192", *flags)
     assert outcome.code == 0 and "left out: pack fp16, 8,192 elements" in outcome.err
@@ -170,7 +163,7 @@ def test_a_size_that_does_not_fit_is_left_out(bench, monkeypatch):
 
 def test_sizes_by_device():
     assert runner.NUMELS["cuda"][0] == 2**20 and runner.NUMELS["cuda"][-1] == 2**30
-    assert set(runner.NUMELS) == set(runner.STEP_NUMELS) == {"cpu", "cuda"}
+    assert set(runner.NUMELS) == {"cpu", "cuda"}
 
 
 def test_help(bench):
@@ -191,11 +184,13 @@ def test_help(bench):
         assert f"--{flag}" in shown.out
 
 
-@pytest.mark.parametrize("script", ["adam_step", "pack", "grad_stats", "gpt_step"])
+WRAPPERS = ("adam_step", "pack", "grad_stats", "step_overhead", "train_step", "checkpoint", "offload")
+
+
+@pytest.mark.parametrize("script", [*(f"bench_{op}" for op in WRAPPERS), "memory_walkthrough"])
 def test_the_scripts_of_the_checkout_run_their_op(script):
-    source = (Path(__file__).parents[2] / "benchmarks" / f"bench_{script}.py").read_text()
-    op = "step" if script == "gpt_step" else script
-    assert f'main(["bench", "{op}", *sys.argv[1:]])' in source
+    source = (Path(__file__).parents[2] / "benchmarks" / f"{script}.py").read_text()
+    assert f'main(["bench", "{script.removeprefix("bench_")}", *sys.argv[1:]])' in source
 
 
 def test_what_was_measured_is_on_disk_when_the_run_is_ended(bench, monkeypatch):

@@ -17,7 +17,7 @@ from zero_optim.bench import offload, offload_contenders, offload_links, train_s
 from zero_optim.bench.offload import Alone, Contest, SettledClock, held_to, hidden, make_rows
 from zero_optim.bench.offload_contenders import CPU, NAMES, NONE, NVME, PAGED, WAITING, Training, Update
 from zero_optim.bench.offload_links import BLOCK_BYTES, Disk, Link
-from zero_optim.bench.table import WIDTH
+from zero_optim.bench.rows.op import WIDTH
 from zero_optim.errors import ZeroOptimError
 from zero_optim.stores.direct_file import DirectFile
 from zero_optim.stores.disk_homes import PagePlace
@@ -243,8 +243,3 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, draws_again, 
 )
 def test_bad_arguments(refuses, arguments, parts):
     refuses(*arguments, "--out", "results", saying=parts)
-
-
-def test_the_script_of_the_checkout_runs_its_op():
-    source = (Path(__file__).parents[2] / "benchmarks" / "bench_offload.py").read_text()
-    assert 'main(["bench", "offload", *sys.argv[1:]])' in source

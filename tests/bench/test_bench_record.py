@@ -8,15 +8,19 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from zero_optim.bench import record as records
 from zero_optim.bench.case import COPY, STREAM, TORCH, Case, Setting
-from zero_optim.bench.record import CheckpointRow, EnduranceRow, OffloadRow, PhaseRow, Row, ScaleRow
-from zero_optim.bench.table import WIDTH, elements, mebibytes, milliseconds, table
+from zero_optim.bench.columns import elements, mebibytes, milliseconds
+from zero_optim.bench.drawings import Bars, Lines
+from zero_optim.bench.rows import sheets_of
+from zero_optim.bench.rows.op import BANDWIDTH, WIDTH, Row
+from zero_optim.bench.rows.phase import PhaseRow
+from zero_optim.bench.table import table
 from zero_optim.train.config import UsageError
 
 import zero_kernels
@@ -160,17 +164,16 @@ def test_where_results_go(monkeypatch, tmp_path):
     assert records.results_folder(CPU, None) == Path("zero-optim-bench") / slug
 
 
-def test_what_an_older_file_lacks_is_null_and_what_a_newer_one_holds_is_not_read(tmp_path):
+def test_what_an_older_file_lacks_is_not_shown_and_what_a_newer_one_holds_is_not_read(tmp_path):
     record = {**make(make_rows("pack", 2**20)), "commit": "abc"}
     of_then = {key: value for key, value in record.items() if key != "version"}
     old = {**of_then, "schema": 2, "rows": [{k: row[k] for k in ROW_KEYS[:17]} for row in record["rows"]]}
     path = records.write(old, tmp_path, "pack")
     assert path.stem == f"{record['date']}-abc-pack"
     read = records.read(path)
-    kinds = (PhaseRow, ScaleRow, EnduranceRow, CheckpointRow, OffloadRow)
-    of_others = {key.name: None for kind in kinds for key in fields(kind)}
-    assert read["version"] is None
-    assert read["rows"] == [{**of_others, **row} for row in record["rows"]] and table(read) == table(record)
+    assert read["version"] is None and read["rows"] == old["rows"]
+    assert table(read) == table(record)
+    assert [bars.title for bars in sheets_of(read)["bandwidth"].drawings] == ["pack, fp16, 1 Mi elements"]
     (tmp_path / "new.json").write_text(json.dumps({**record, "schema": 8}))
     with pytest.raises(UsageError, match="schema 8; this version reads 2 to 7"):
         records.read(tmp_path / "new.json")
@@ -230,7 +233,8 @@ def test_mebibytes():
 def test_the_table_of_ranks_fits_too():
     memory = {"steady": 2**33, "start": 2**34}
     rows = make_rows("train_step", 10**9 + 1)
-    rows = [replace(row, ranks=2, tokens_per_s=2_345_678.9, memory=memory, bytes=None, vs={}) for row in rows]
+    none = dict.fromkeys(("bytes", "gbps", "yardstick", "copy_gbps", "fraction"))
+    rows = [replace(row, ranks=2, tokens_per_s=2_345_678.9, memory=memory, vs={}, **none) for row in rows]
     rows[0] = replace(rows[0], backend="zero_redundancy", memory=None)
     lines = table(make(rows)).splitlines()
     assert max(map(len, lines)) <= WIDTH
@@ -245,29 +249,44 @@ def test_the_table_of_ranks_fits_too():
 
 @pytest.mark.parametrize("numels", [[2**20], [2**20, 2**24, 2**28]], ids=["bars", "lines"])
 def test_the_plot_is_drawn(tmp_path, numels):
-    roofline = pytest.importorskip("zero_optim.bench.roofline", exc_type=ImportError)
+    plot = pytest.importorskip("zero_optim.bench.plot", exc_type=ImportError)
     rows = [row for n in numels for dtype in ("fp16", "bf16") for row in make_rows("adam_step", n, dtype=dtype)]
     rows += make_rows("pack", 2**20, ("cat",))  # a panel of its own kind, and none beside it
     rows.append(replace(rows[0], op="train_step", bytes=None, gbps=None, yardstick=None, copy_gbps=None, fraction=None))
-    roofline.draw(make(rows), tmp_path / "plot.png")
+    record = make(rows)
+    (sheet,) = sheets_of(record).values()
+    shapes = [[type(drawing) for drawing in line] for line in sheet.grid]
+    assert shapes == [[Bars if len(numels) == 1 else Lines] * 2, [Bars, type(None)]]
+    assert plot.draw(record, tmp_path / "plot.png") == [tmp_path / "plot.png"]
     assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
 
 
+def test_rows_of_two_kinds_are_two_plots(tmp_path):
+    plot = pytest.importorskip("zero_optim.bench.plot", exc_type=ImportError)
+    phase = PhaseRow("memory_walkthrough", "stage0", "bf16", 2**20, 2, "model", 2**20, 2**21)
+    record = make([*make_rows("pack", 2**20), phase])
+    names = ["plot.png", "plot-bandwidth.png"]
+    assert [path.name for path in plot.draw(record, tmp_path / "plot.png")] == names
+    assert {path.name for path in tmp_path.iterdir()} == {*names}
+    assert "pack: 28 bytes" in table(record) and "memory_walkthrough: 1 Mi bf16" in table(record)
+
+
 def test_what_a_panel_shows():
-    roofline = pytest.importorskip("zero_optim.bench.roofline", exc_type=ImportError)
+    plot = pytest.importorskip("zero_optim.bench.plot", exc_type=ImportError)
     from matplotlib.figure import Figure
 
     rows = [asdict(row) for numel in (2**20, 2**24) for row in make_rows("adam_step", numel)]
     axes = Figure().subplots()
-    roofline._panel(axes, rows)
+    plot.draw_panel(*BANDWIDTH.sheet(rows).grid[0], axes)
     curves = {tuple(line.get_xdata()): [] for line in axes.lines}
     for line in axes.lines:
         curves[tuple(line.get_xdata())].append(list(line.get_ydata()))
     by_backend = {name: [row["gbps"] for row in rows if row["backend"] == name] for name in ("cuda", "triton", TORCH)}
     roof = [row["copy_gbps"] for row in rows if row["backend"] == COPY]
-    assert curves == {(2**20, 2**24): [roof, *by_backend.values()]}
+    assert curves == {(2**20, 2**24): [*by_backend.values(), roof]}
     assert {text.get_text() for text in axes.texts} >= {"cuda", "triton", TORCH, COPY}
-    bars = Figure().subplots()
-    roofline._panel(bars, rows[:4])
-    widths = [bar.get_width() for bar in bars.patches]
-    assert widths[-3:] == pytest.approx([row["gbps"] for row in rows[:3]])
+    of_bars = Figure().subplots()
+    plot.draw_panel(*BANDWIDTH.sheet(rows[:4]).grid[0], of_bars)
+    widths = [bar.get_width() for bar in of_bars.patches]
+    assert widths[:3] == pytest.approx([row["gbps"] for row in rows[:3]])
+    assert f"{COPY} {rows[0]['copy_gbps']:,.1f}" in {text.get_text() for text in of_bars.texts}

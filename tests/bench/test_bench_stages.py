@@ -1,4 +1,4 @@
-"""``zero-optim bench stages``: what is communicated is counted alike for all, and each is held to its own baseline."""
+"""``bench_stages.py``: what is communicated is counted alike for all, and each is held to its own baseline."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import bench_stages
 import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
 from test_bench_train_step import call
-from zero_optim.bench import contenders, stages, train_step
+from zero_optim.bench import contenders, train_step
 from zero_optim.bench.contenders import FSDP2, FSDP2_ZERO2, MAKERS, OURS, Task, keeps
-from zero_optim.bench.record import PhaseRow
-from zero_optim.bench.table import WIDTH, table
+from zero_optim.bench.rows.op import WIDTH
+from zero_optim.bench.rows.phase import PhaseRow
+from zero_optim.bench.table import table
 from zero_optim.bench.traffic import Traffic
 from zero_optim.bench.train_step import Alone, Contest
 from zero_optim.optimizer import ShardedAdamW
@@ -40,7 +42,7 @@ def communicate(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
     counted = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contenders, "ShardedAdamW", Kept)
-        for name in stages.NAMES:
+        for name in bench_stages.NAMES:
             contender = MAKERS[name](TASK)
             train_step.train(contender, 2)
             before = own_bytes() if name in OURS else 0
@@ -87,9 +89,9 @@ def test_an_all_reduce_counts_twice_and_a_part_as_the_whole():
 
 
 def test_each_is_held_to_the_fsdp2_that_has_its_setting():
-    contest = stages.contest(TASK, stages.NAMES, 4)
-    alone = {name: Alone(3, 4, (5.0,), 2, 100) for name in stages.NAMES}
-    laps = {name: [{"forward": float(place)}] * 3 for place, name in enumerate(stages.NAMES, start=1)}
+    contest = bench_stages.contest(TASK, bench_stages.NAMES, 4)
+    alone = {name: Alone(3, 4, (5.0,), 2, 100) for name in bench_stages.NAMES}
+    laps = {name: [{"forward": float(place)}] * 3 for place, name in enumerate(bench_stages.NAMES, start=1)}
     rows = {row.backend: row for row in train_step.make_rows(contest, 10, alone, laps)}
     with_fsdp2 = [name for name, row in rows.items() if row.baseline == FSDP2]
     assert with_fsdp2 == ["stage3", FSDP2] and rows["stage3"].vs_torch == 6 / 4
@@ -128,7 +130,7 @@ def test_a_baseline_that_fails_is_no_run_without_it():
 # -- a whole run -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_on_two_numbers_of_ranks(bench, draws_again, monkeypatch):
+def test_a_run_on_two_numbers_of_ranks(run_here, draws_again, monkeypatch):
     pytest.importorskip("matplotlib")
     counts: list[int] = []
 
@@ -139,7 +141,7 @@ def test_a_run_on_two_numbers_of_ranks(bench, draws_again, monkeypatch):
     monkeypatch.setattr(train_step, "on_ranks", pooled)
     monkeypatch.setattr(train_step, "SEQ", {"cpu": 16})
     flags = ["--numel", "50000", "--rounds", "1", "--ranks", "2", "1", "--device", "cpu", "--out", "."]
-    first = bench("stages", *flags, "--tokens", "64", "--contenders", "stage3")
+    first = run_here(bench_stages.main)(*flags, "--tokens", "64", "--contenders", "stage3")
     assert first.code == 0, first.err
     assert counts == [1] * 4 + [2] * 4, "three alone, and then together"
     (file,) = Path().glob("*-stages.json")
@@ -162,15 +164,15 @@ def test_a_run_on_two_numbers_of_ranks(bench, draws_again, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["stages", "--ranks", "0"], ["--ranks 0", "at least 1"]),
-        (["train_step", "--ranks", "2"], ["--ranks", "step_overhead, stages, memory_walkthrough"]),
-        (["pack", "--ranks", "2"], ["--ranks", "pack does not take it", "step_overhead, stages, memory_walkthrough"]),
+        (["train_step", "--ranks", "2"], ["--ranks", "step_overhead, memory_walkthrough"]),
+        (["pack", "--ranks", "2"], ["--ranks", "pack does not take it", "step_overhead, memory_walkthrough"]),
         (["memory_walkthrough", "--ranks", "2", "4"], ["--ranks", "one number of them"]),
         (["memory_walkthrough", "--numel", "1Mi"], ["--numel", "memory_walkthrough does not take it"]),
         (["memory_walkthrough", "--rounds", "3"], ["--rounds", "memory_walkthrough does not take it"]),
-        (["memory_walkthrough", "--contenders", "ddp"], ["--contenders", "it is of train_step, stages"]),
-        (["stages", "memory_walkthrough"], ["measured alone"]),
-        (["stages", "--dtypes", "fp16"], ["--dtypes fp16", "bf16 or fp32"]),
+        (["memory_walkthrough", "--contenders", "ddp"], ["--contenders", "it is of train_step, offload"]),
+        (["step_overhead", "memory_walkthrough"], ["measured alone"]),
+        (["stages"], ["stages is not in the package", "benchmarks/bench_stages.py"]),
+        (["step"], ["step is not in the package", "benchmarks/bench_gpt_step.py"]),
     ],
     ids=" ".join,
 )
@@ -178,17 +180,26 @@ def test_bad_arguments(refuses, arguments, parts):
     refuses(*arguments, "--out", "results", saying=parts)
 
 
-def test_more_ranks_than_gpus(bench, monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--ranks", "0"], ["--ranks 0", "at least 1"]),
+        (["--dtypes", "fp16"], ["--dtypes fp16", "bf16 or fp32"]),
+        (["--contenders", "paged 0"], ["--contenders paged 0", "fsdp2"]),
+        (["memory_walkthrough"], ["memory_walkthrough"]),
+    ],
+    ids=" ".join,
+)
+def test_bad_arguments_of_the_script(run_here, refuses, arguments, parts):
+    flags = ["--device", "cpu", "--out", "results"]
+    refuses(*arguments, *flags, saying=["bench_stages.py: ", *parts], by=run_here(bench_stages.main))
+
+
+def test_more_ranks_than_gpus(run_here, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    outcome = bench("stages", "--device", "cuda", "--ranks", "2", "4", "--out", "results")
+    outcome = run_here(bench_stages.main)("--device", "cuda", "--ranks", "2", "4", "--out", "results")
     assert outcome.code == 2 and "--ranks 4: a rank needs a GPU of its own, and there are 2" in outcome.err
-
-
-@pytest.mark.parametrize("script", ["bench_stages", "memory_walkthrough"])
-def test_the_scripts_of_the_checkout_run_their_op(script):
-    source = (Path(__file__).parents[2] / "benchmarks" / f"{script}.py").read_text()
-    assert f'main(["bench", "{script.removeprefix("bench_")}", *sys.argv[1:]])' in source
 
 
 # -- phases beside each other ------------------------------------------------------------------------------------------

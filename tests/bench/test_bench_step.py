@@ -1,13 +1,17 @@
-"""The contenders of the training step do the same training, and their rows hold what was measured."""
+"""``bench_gpt_step.py``: contenders do the same training, and their rows hold what was measured."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
+import bench_gpt_step as gpt_step
+import launches
 import pytest
 import torch
-from zero_optim.bench import gpt_step, launches
 from zero_optim.bench.case import COPY, TORCH, Setting, choose_backends
+from zero_optim.bench.contenders import model_config
 from zero_optim.bench.timing import HostClock, Rounds
 from zero_optim.errors import ZeroOptimError
 
@@ -20,7 +24,7 @@ def tiny(device: str = "cpu", dtype: str = "bf16") -> Setting:
 
 
 def make(setting: Setting) -> dict[str, gpt_step.Contender]:
-    model = gpt_step.make_model(gpt_step.model_config(setting.numel, setting.device), setting)
+    model = gpt_step.make_model(model_config(setting.numel, setting.device), setting)
     return gpt_step.make_contenders(model, setting)
 
 
@@ -78,7 +82,7 @@ def test_rows_of_the_step_and_of_the_whole():
         ("train_step", ours),
         ("train_step", TORCH),
     ]
-    model = gpt_step.make_model(gpt_step.model_config(setting.numel, CPU), setting)
+    model = gpt_step.make_model(model_config(setting.numel, CPU), setting)
     assert {row.numel for row in rows} == {sum(p.numel() for p in model.parameters())}
     step, recipe, copy, whole, whole_recipe = rows
     assert list(step.phases) == list(recipe.phases) == ["unscale", "clip", "update"]
@@ -112,14 +116,14 @@ def test_a_run_with_skipped_steps_gives_no_figures(monkeypatch):
 
 @pytest.mark.parametrize(("numel", "tolerance"), [(10**9, 0.01), (2**24, 0.1), (125_000_000, 0.05)])
 def test_the_model_has_about_the_parameters_asked_for(numel, tolerance):
-    config = gpt_step.model_config(numel, torch.device("cuda"))
+    config = model_config(numel, torch.device("cuda"))
     blocks = config.layers * (12 * config.hidden**2 + 4 * config.hidden)
     assert blocks + 258 * config.hidden == pytest.approx(numel, rel=tolerance)
     assert config.hidden % config.heads == 0 and (config.hidden // config.heads) % 2 == 0
 
 
 def test_the_model_of_a_billion():
-    config = gpt_step.model_config(10**9, torch.device("cuda"))
+    config = model_config(10**9, torch.device("cuda"))
     assert (config.layers, config.hidden, config.seq) == (20, 2048, 1024)
 
 
@@ -147,3 +151,12 @@ def test_launches_are_counted_in_the_second_step_without_its_backward(monkeypatc
     assert calls == ["prepare", "synchronize", "work", "synchronize"] * 2
     assert counts == {"kernels": 0, "memcpys": 0, "memsets": 0}
     assert launches.count_launches(CPU, calls.clear, calls.clear) is None and calls
+
+
+def test_a_run_of_the_script(run_here):
+    flags = ["--device", "cpu", "--numel", "50000", "--rounds", "2", "--dtypes", "fp16", "--out", "."]
+    outcome = run_here(gpt_step.main)(*flags)
+    assert outcome.code == 0, outcome.err
+    record = json.loads(next(Path().glob("*.json")).read_text())
+    assert {row["op"] for row in record["rows"]} == {"step", "train_step"}
+    assert "unscale" in outcome.out and "update" in outcome.out

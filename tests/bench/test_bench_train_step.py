@@ -132,13 +132,13 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, draws_again, 
         (["train_step", "--dtypes", "fp16"], ["--dtypes fp16", "bf16 or fp32"]),
         (["train_step", "--device", "cuda"], ["--device cuda", "on the CPU"]),
         (["train_step", "--numel", "1Mi", "2Mi"], ["--numel", "one size"]),
-        (["step_overhead", "--contenders", "ddp"], ["--contenders", "it is of train_step, stages"]),
+        (["step_overhead", "--contenders", "ddp"], ["--contenders", "it is of train_step, offload"]),
         (["step_overhead", "--backends", "cpu"], ["--backends", "step_overhead"]),
         (["train_step", "--tokens", "100"], ["--tokens 100", "windows of 64"]),
         (["train_step", "--tokens", "0"], ["--tokens 0", "at least 1"]),
-        (["step_overhead", "--tokens", "64"], ["--tokens", "it is of train_step, stages"]),
-        (["pack", "--tokens", "64"], ["--tokens", "it is of train_step, stages"]),
-        (["pack", "--contenders", "ddp"], ["--contenders", "it is of train_step, stages"]),
+        (["step_overhead", "--tokens", "64"], ["--tokens", "it is of train_step\n"]),
+        (["pack", "--tokens", "64"], ["--tokens", "it is of train_step\n"]),
+        (["pack", "--contenders", "ddp"], ["--contenders", "it is of train_step, offload"]),
         (["pack", "--dtypes", "fp32"], ["--dtypes fp32", "train_step"]),
     ],
     ids=lambda value: "-".join(value) if value[0] in ("train_step", "step_overhead", "pack") else None,
@@ -234,9 +234,3 @@ def test_the_peak_is_that_of_the_work_and_not_of_what_came_before():
 
     assert peak_memory.peak_of(work) - before == pytest.approx(size, rel=0.1)
     assert peak_memory.peak_of(lambda: None) - before < size / 4
-
-
-@pytest.mark.parametrize("op", ["step_overhead", "train_step"])
-def test_the_scripts_of_the_checkout_run_their_op(op):
-    source = (Path(__file__).parents[2] / "benchmarks" / f"bench_{op}.py").read_text()
-    assert f'main(["bench", "{op}", *sys.argv[1:]])' in source

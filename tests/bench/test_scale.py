@@ -1,15 +1,15 @@
-"""``zero-optim bench scale``: what is counted follows from buckets and units, and what is timed has as many of them."""
+"""``bench_scale.py``: what is counted follows from buckets and units, and what is timed has as many of them."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import bench_scale
 import pytest
 import torch
 import torch.distributed as dist
-from zero_optim.bench import scale
-from zero_optim.bench.scale_model import LLAMA_70B, SHRINK, Shapes, layouts
+from scale_model import LLAMA_70B, SHRINK, Shapes, layouts
 from zero_optim.comm import transport
 
 import zero_kernels
@@ -24,7 +24,7 @@ FAILURES = 2  # asked for when the buckets are made, and when the state is
 @pytest.fixture(scope="module")
 def rows():
     """Of four layers, by ranks and stage."""
-    measured = scale.measure(RANKS, 2, lambda line: None, SMALL)
+    measured = bench_scale.measure(RANKS, 2, lambda line: None, SMALL)
     return {(row.ranks, row.backend): row for row in measured}
 
 
@@ -33,8 +33,8 @@ def test_the_shapes_are_those_of_llama_70b():
     assert all(numel % SHRINK == 0 for numel in LLAMA_70B.numels)
 
 
-@pytest.mark.parametrize("ranks", scale.RANKS)
-@pytest.mark.parametrize("stage", scale.STAGES)
+@pytest.mark.parametrize("ranks", bench_scale.RANKS)
+@pytest.mark.parametrize("stage", bench_scale.STAGES)
 def test_padding_is_under_one_percent(ranks, stage):
     buckets = layouts(LLAMA_70B, ranks, stage)
     assert sum(len(bucket.slots) for bucket in buckets) == 723
@@ -96,7 +96,7 @@ def test_a_small_bucket_is_timed_by_part_at_stage_2(rows):
 
 def test_kernels_are_left_out_of_prepared_calls_too():
     pack, bucket = zero_kernels.Prepared("pack"), torch.ones(256)
-    with scale._without_kernels():
+    with bench_scale._without_kernels():
         pack([torch.ones(3)], [0], bucket, 1.0, None)
     assert bucket.tolist() == [1.0] * 256
 
@@ -109,10 +109,10 @@ def test_everything_is_as_before(rows):
     assert bucket[:4].tolist() == [2.0, 2.0, 2.0, 0.0]
 
 
-def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, draws_again, monkeypatch):
+def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(run_here, draws_again, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(scale.measure, "__defaults__", (SMALL,))
-    first = bench("scale", "--ranks", "8", "64", "--rounds", "2", "--out", ".")
+    monkeypatch.setattr(bench_scale.measure, "__defaults__", (SMALL,))
+    first = run_here(bench_scale.main)("--ranks", "8", "64", "--rounds", "2", "--out", ".")
     assert first.code == 0, first.err
     (file,) = Path().glob("*-scale.json")
     (plot,) = Path().glob("*-scale.png")
@@ -124,6 +124,5 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, draws_again, 
     draws_again(first, file, plot)
 
 
-def test_one_rank_is_refused(bench):
-    refused = bench("scale", "--ranks", "1")
-    assert refused.code == 2 and "is of two at least" in refused.err
+def test_one_rank_is_refused(run_here, refuses):
+    refuses("--ranks", "8", "1", saying=["bench_scale.py: --ranks", "is of 2 at least"], by=run_here(bench_scale.main))

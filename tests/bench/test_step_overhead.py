@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from zero_optim.bench import step_overhead
+from zero_optim.bench.rows.op import OVERHEAD
 from zero_optim.bench.step_overhead import (
     ALONE,
     DDP,
@@ -133,20 +134,23 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, draws_again, 
 
 
 def test_bars_are_as_long_as_the_times():
-    bars = pytest.importorskip("zero_optim.bench.bars", exc_type=ImportError)
+    plot = pytest.importorskip("zero_optim.bench.plot", exc_type=ImportError)
     from matplotlib.figure import Figure
 
     rows = [
-        {"backend": name, "ms": ms, "p20": ms - 1, "p80": ms + 2, "parameters": count}
+        {"op": "step_overhead", "backend": name, "dtype": "bf16", "numel": 40, "parameters": count, "vs_torch": 1.0,
+         "ms": ms, "p20": ms - 1, "p80": ms + 2}
         for count, times in ((20, (3.0, 5.0)), (2, (2.0, 1.5)))
         for name, ms in zip(("ours", "fused"), times, strict=True)
-    ]
-    panel = bars.Panel("title", "ms", rows, lambda r: r["ms"], lambda r: (r["p20"], r["p80"]),
-                       {"ms": lambda r: str(r["ms"])}, lambda r: f"{r['parameters']} parameters")  # fmt: skip
+    ]  # fmt: skip
+    ((bars,),) = OVERHEAD.sheet(rows).grid
     axes = Figure().subplots()
-    bars.draw_panel(panel, axes)
+    plot.draw_panel(bars, axes)
     assert [bar.get_width() for bar in axes.patches] == [3.0, 5.0, 2.0, 1.5]
     heights = [bar.get_y() for bar in axes.patches]
     assert heights == sorted(heights) and heights[2] - heights[1] > heights[1] - heights[0]
-    assert {"20 parameters", "2 parameters", "3.0", "1.5"} <= {text.get_text() for text in axes.texts}
+    texts = {text.get_text() for text in axes.texts}
+    assert {"20 parameters, bf16, 1 rank", "3.000", "1.500", "ms", "vs fused", "1.00×"} <= texts
     assert [label.get_text() for label in axes.get_yticklabels()] == ["ours", "fused", "ours", "fused"]
+    whiskers = [container.lines[2][0].get_segments()[0][:, 0].tolist() for container in axes.containers[1::2]]
+    assert whiskers[0] == [2.0, 5.0]

@@ -1,6 +1,6 @@
 """After a warm-up further steps leave nothing behind: every count of what a process has is the same, exactly.
 
-``zero-optim bench endurance`` shows the same for a hundred thousand steps, and resident memory besides.
+``benchmarks/bench_endurance.py`` shows the same for a hundred thousand steps, and resident memory besides.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 from collections import Counter, deque
 from dataclasses import asdict
 
+import census
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ import zero_optim
 from harness import new_ranks, run_ranks
 from torch import Tensor, nn
 from training_cases import TINY_CAP_MB, Planned, maybe_no_sync, raise_in_backward
-from zero_optim.bench import census
 from zero_optim.comm.standstill import Wait, standstill_of
 
 PERIOD = 12  # steps, in which everything comes that a step may be

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from guards import HostRead, no_host_reads
+from launches import count_launches
 from places import DEVICE, ON_GPU, Place, on_kernels
 from programs import SMALL_CAP_MB, on, parameters, warm_up
 from training_cases import copies, linear_loss, make_gradients
-from zero_optim.bench.launches import count_launches
 
 import zero_kernels
 

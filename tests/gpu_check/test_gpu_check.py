@@ -16,25 +16,22 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import gpu_build
+import gpu_check
+import gpu_nccl
+import gpu_phases
+import gpu_profile
+import gpu_trainer
 import pytest
 import torch
+from gpu_check import Log, run_phase
+from gpu_phases import PARTS, Phase
+from gpu_results import SKIP_CODE, Outcome, Results, Verdict, reports, verdict
+from gpu_trainer import Run, compare
+from zero_optim.bench.request import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-if str(BENCHMARKS) not in sys.path:
-    sys.path.insert(0, str(BENCHMARKS))
-
-import gpu_build  # noqa: E402
-import gpu_check  # noqa: E402
-import gpu_nccl  # noqa: E402
-import gpu_phases  # noqa: E402
-import gpu_profile  # noqa: E402
-import gpu_trainer  # noqa: E402
-from gpu_check import Log, run_phase  # noqa: E402
-from gpu_phases import PARTS, Phase  # noqa: E402
-from gpu_results import SKIP_CODE, Outcome, Results, Verdict, reports, verdict  # noqa: E402
-from gpu_trainer import Run, compare  # noqa: E402
-from zero_optim.bench.request import OPS  # noqa: E402
 
 
 def python(code: str) -> list[str]:
@@ -129,7 +126,7 @@ def test_the_parts_cover_all_tests_and_no_phase_is_in_two() -> None:
     assert len(names) == len(set(names)) and names[0] == "build"
     given = {word for phase in phases_of(PARTS).values() for word in phase.command}
     assert {str(path) for path in (ROOT / "tests/gpu").glob("test_*.py")} <= given
-    assert {"trainer", "memory", "profile", "nccl_two_ranks", *(f"bench_{op}" for op in OPS)} <= set(names)
+    assert {"trainer", "memory", "profile", "nccl_two_ranks", *(f"bench_{op}" for op in (*OPS, "step"))} <= set(names)
 
 
 def test_figures_come_first() -> None:

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
+import gpu_memory
 import pytest
 import torch
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-if str(BENCHMARKS) not in sys.path:
-    sys.path.insert(0, str(BENCHMARKS))
-
-import gpu_memory  # noqa: E402
-from zero_optim import memory  # noqa: E402
+from zero_optim import memory
 
 
 def test_a_share_is_as_planned(tmp_path, capsys):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from run_cases import Page
-from zero_optim.bench.panels import sheet_of
+from zero_optim.bench.drawings import Bars, Lines
 from zero_optim.bench.record import read
+from zero_optim.bench.rows import sheets_of
 from zero_optim.bench.table import table
 from zero_optim.cli import main
 from zero_optim.report.bench_page import results_in, write_bench_page
@@ -65,20 +66,27 @@ def test_every_result_here_is_drawn(path: Path, tmp_path: Path) -> None:
     (said,) = page.data["results"]
     assert said["rows"] == record["rows"] and said["file"] == str(path)
     assert table(record) in page.text
-    sheet = sheet_of(record)
-    if sheet is None:
-        values = [line for chart in page.data["charts"] if chart["key"].endswith("-2") for line in chart["lines"]]
-        rows = [row for row in record["rows"] if row["ranks"] == record["rows"][0]["ranks"]]
-        assert [(line["name"], line["x"], line["y"]) for line in values] == [
-            (row["backend"], row["samples"]["step"], row["samples"]["ms"]) for row in rows
-        ]
-        return
-    bars = [(panel, row) for panel in sheet.panels for row in panel.rows]
-    assert bars and page.html.count('<rect class="fill') == len(bars)
+    drawings = [drawing for sheet in sheets_of(record).values() for drawing in sheet.drawings]
+    said_lines = [[(line["name"], line["x"], line["y"]) for line in chart["lines"]] for chart in page.data["charts"]]
+    assert said_lines == [
+        [(line.name, line.x, line.y) for line in drawing.lines] for drawing in drawings if isinstance(drawing, Lines)
+    ]
+    bars = [(drawing, row) for drawing in drawings if isinstance(drawing, Bars) for row in drawing.rows]
+    assert page.html.count('<rect class="fill') == len(bars) and len(drawings) > 0
     shown = [cells for cells in page.tables if len(cells) > 2 and cells[0] in {row["backend"] for _, row in bars}]
     # Groups gather what one panel has of them, so the order within a panel may differ.
-    expected = [[row["backend"], "", *(text(row) for text in panel.columns.values())] for panel, row in bars]
+    expected = [[row["backend"], "", *(column.beside_bar(row) for column in of.columns)] for of, row in bars]
     assert sorted(shown) == sorted(expected)
+
+
+def test_the_lines_of_endurance_are_its_samples() -> None:
+    (path,) = [path for path in FILES if path.stem.endswith("endurance")]
+    record = read(path)
+    _, _, ms = sheets_of(record)["endurance"].grid[1]
+    rows = [row for row in record["rows"] if row["ranks"] == 2]
+    assert [(line.name, line.x, line.y) for line in ms.lines] == [
+        (row["backend"], row["samples"]["step"], row["samples"]["ms"]) for row in rows
+    ]
 
 
 def test_bars_are_as_long_as_their_values_under_the_roof(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 import zero_kernels
 
 from ..train.config import UsageError
-from .record import Row
+from .rows.op import Row
 from .timing import Job, Spread
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -27,8 +27,9 @@ from ..optimizer import ShardedAdamW
 from ..shard_module import shard_module
 from .peak_memory import peak_of, resident, return_what_is_freed
 from .ranks import on_ranks
-from .record import CheckpointRow
+from .rows.checkpoint import CheckpointRow
 from .timing import Spread
+from .train_step import Say
 
 NUMEL = 2**25
 RANKS = (2,)
@@ -37,8 +38,6 @@ DISK, TORCH_SAVE, DCP, DCP_ASYNC = "disk", "torch.save", "fsdp2 dcp", "fsdp2 dcp
 OURS, BACKGROUND = "ours", "ours background"
 WIDTH = 1024
 CHUNK = 8 * 2**20
-
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -154,15 +153,13 @@ class Fsdp2:
 
 
 class Ours:
-    """Stage 3."""
+    """Stage 3. ``background``: it is saved while training might go on."""
 
-    def __init__(self, numel: int) -> None:
-        self.model = shard_module(make_model(numel), (nn.Linear,))
-        self.opt = ShardedAdamW(self.model.named_parameters())
-        _step(self.model, self.opt)
+    def __init__(self, model: nn.Module, opt: ShardedAdamW, *, background: bool) -> None:
+        self.model, self.opt, self._background = model, opt, background
 
-    def begin(self, folder: Path, *, background: bool = False) -> None:
-        checkpoint.save(folder, self.model, self.opt, background=background)
+    def begin(self, folder: Path) -> None:
+        checkpoint.save(folder, self.model, self.opt, background=self._background)
 
     def finish(self) -> None:
         checkpoint.wait()
@@ -174,22 +171,6 @@ class Ours:
         """What this rank has."""
         yield from (parameter.local for parameter in self.model.parameters())  # type: ignore[attr-defined]
         yield from self.opt.engine.states.values()
-
-
-class InBackground:
-    """The same training, saved while it might go on."""
-
-    def __init__(self, ours: Ours) -> None:
-        self._ours = ours
-
-    def begin(self, folder: Path) -> None:
-        self._ours.begin(folder, background=True)
-
-    def finish(self) -> None:
-        self._ours.finish()
-
-    def load(self, folder: Path) -> None:
-        self._ours.load(folder)
 
 
 def make_model(numel: int) -> nn.Sequential:
@@ -227,7 +208,10 @@ def measure(numel: int, ranks: Sequence[int], rounds: int, say: Say) -> list[Che
 
 def on_rank(numel: int, rounds: int, folder: str) -> tuple[int, dict[str, list[Lap]], Extra]:
     """The bytes that this rank writes, the laps of each contender, and what memory each needs."""
-    ours = Ours(numel)
+    model = shard_module(make_model(numel), (nn.Linear,))
+    opt = ShardedAdamW(model.named_parameters())
+    _step(model, opt)
+    ours = Ours(model, opt, background=False)
     own = [tensor.clone() for tensor in ours.tensors()]
     nbytes = sum(tensor.nbytes for tensor in own)
     contenders: dict[str, Contender] = {
@@ -236,7 +220,7 @@ def on_rank(numel: int, rounds: int, folder: str) -> tuple[int, dict[str, list[L
         DCP: Fsdp2(numel, background=False),
         DCP_ASYNC: Fsdp2(numel, background=True),
         OURS: ours,
-        BACKGROUND: InBackground(ours),
+        BACKGROUND: Ours(model, opt, background=True),
     }
     laps: dict[str, list[Lap]] = {name: [] for name in contenders}
     names = list(contenders)
@@ -326,9 +310,9 @@ def make_rows(
                 ranks=ranks,
                 rounds=len(laps),
                 written=nbytes,
-                save=[save.ms, save.p20, save.p80],
-                load=[load.ms, load.p20, load.p80],
-                blocked=[blocked.ms, blocked.p20, blocked.p80],
+                save=save.figures,
+                load=load.figures,
+                blocked=blocked.figures,
                 of_disk=of_disk,
                 extra={part: max(of_rank[name][part] for of_rank in extra) for part in ("save", "load")},
             )

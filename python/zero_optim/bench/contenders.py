@@ -61,6 +61,16 @@ class Task:
         return torch.randint(VOCAB, (self.batch, self.config.seq + 1), generator=generator).to(self.device)
 
 
+def model_config(numel: int, device: torch.device) -> ModelConfig:
+    """About ``numel`` parameters: blocks of 12 hidden², a hundred times wider than there are of them.
+
+    The windows are for realism alone, and on a CPU as short as can be.
+    """
+    hidden = max(64, 64 * round((100 * numel / 12) ** (1 / 3) / 64))
+    layers = max(1, round(numel / (12 * hidden**2)))
+    return ModelConfig(layers, hidden, hidden // 64, 1024 if device.type == "cuda" else 16)
+
+
 @dataclass(frozen=True)
 class Contender:
     """One way to train. ``laps``: the parts of a step, in order; ``clip`` gives the norm before it, where it is a part.

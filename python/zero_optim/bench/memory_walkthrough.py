@@ -13,7 +13,7 @@ from ..shard_module import shard_module
 from .fused_adams import HYPER
 from .live_memory import LiveMemory, watch
 from .ranks import on_ranks
-from .record import PhaseRow
+from .rows.phase import PhaseRow
 from .train_step import DTYPES, Say
 
 RANKS = 2

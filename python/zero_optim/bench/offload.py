@@ -31,9 +31,9 @@ from .offload_contenders import HELD, MOVED, NONE, OURS, Training, Update, Work
 from .offload_links import Disk, Link
 from .offload_pages import measure_pages
 from .ranks import RanksError, on_ranks
-from .record import OffloadRow
+from .rows.offload import OffloadRow
 from .timing import HostClock, Job, Rounds, Spread, interleaved
-from .train_step import DTYPES, TOKENS, TOLERANCE, make_task
+from .train_step import DTYPES, TOKENS, TOLERANCE, Say, make_task
 
 NUMELS = {"cpu": 2**26, "cuda": 2**28}
 TRAINED = 4  # the GPT has a quarter of the parameters
@@ -42,7 +42,6 @@ ROUNDS = 11
 WARM_UP_STEPS, STEADY_STEPS = 3, 2  # updates are speculated from the third step on
 COPIES, DISK, UPDATE = "copies", "disk", "update"
 
-Say = Callable[[str], object]
 Laps = dict[str, list[float]]  # ms of each job in each round
 
 
@@ -258,7 +257,7 @@ def make_rows(contest: Contest, dtype: str, alone: Mapping[str, Alone], laps: La
                 ranks=contest.ranks,
                 rounds=spread.rounds,
                 part=contest.part,
-                time=[spread.ms, spread.p20, spread.p80],
+                time=spread.figures,
                 versus=round(Spread.of(laps[NONE]).ms / spread.ms, 4),
                 moved=report.moved or None,
                 held=report.held or None,

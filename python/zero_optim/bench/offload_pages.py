@@ -16,7 +16,7 @@ from ..stores.page_file import PageFile, Transfer
 from ..stores.patience import PATIENCE_SECONDS
 from .offload_contenders import PAGES
 from .offload_links import Disk
-from .record import OffloadRow
+from .rows.offload import OffloadRow
 from .timing import HostClock, Rounds, Spread, interleaved
 
 WAYS = {"write": (False, True), "read": (True, False), "both": (True, True)}  # whether read, whether written
@@ -75,7 +75,7 @@ def _row(way: str, laps: dict[str, list[float]], numel: int, dtype: str) -> Offl
         ranks=1,
         rounds=spread.rounds,
         part="pages",
-        time=[spread.ms, spread.p20, spread.p80],
+        time=spread.figures,
         versus=None,
         moved={"to_device": 0, "to_host": 0, "read": read * 12 * numel, "written": written * 12 * numel},
         held=None,

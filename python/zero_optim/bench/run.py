@@ -6,6 +6,7 @@ import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,46 +16,67 @@ from ..errors import ZeroOptimError
 from ..train.config import UsageError
 from . import (
     adam_step,
-    census,
     checkpoints,
     contenders,
-    endurance,
     fused_adams,
-    gpt_step,
     grad_stats,
     memory_walkthrough,
     offload,
     offload_contenders,
     pack,
-    scale,
-    stages,
+    peak_memory,
     step_overhead,
     train_step,
 )
 from .case import Case, Setting, choose_backends
-from .panels import sheet_of
-from .record import AnyRows, Row, make_record, read, results_folder, write, write_anew
-from .request import ALONE, Request
+from .record import make_record, read, results_folder, write, write_anew
+from .request import Request
+from .rows.op import Row
 from .table import table
 from .timing import Clock, Rounds, interleaved, make_clock
+from .train_step import Say
 
-CASES: dict[str, Callable[[Setting], Case]] = {
-    "adam_step": adam_step.make_case,
-    "pack": pack.make_case,
-    "grad_stats": grad_stats.make_case,
-}
 NUMELS = {"cpu": (2**26,), "cuda": tuple(2**k for k in range(20, 31, 2))}
-STEP_NUMELS = {"cpu": (2**24,), "cuda": (10**9,)}
+TRAINED_NUMEL = 2**24  # of train_step
 
-Say = Callable[[str], object]
 # The rows, and the versions of baselines, or why they are not in the rows.
-Measured = tuple[AnyRows, Mapping[str, str]]
-Keep = Callable[[AnyRows, Mapping[str, str]], object]
+Measured = tuple[Sequence[Any], Mapping[str, str]]
+Measure = Callable[[Request, torch.device, Say], Measured]
+Keep = Callable[[Sequence[Any], Mapping[str, str]], object]
 """Called with what there is so far."""
 
 
-def main(request: Request) -> int:
-    """Measures, prints the table, writes JSON and plot. Raises UsageError before anything is measured."""
+@dataclass(frozen=True)
+class Op:
+    """What is measured a setting after another, several ops in one run.
+
+    Attributes:
+        measure: rows of one setting.
+        numels: the sizes by default, by the device's type.
+        side_by_side: whether all backends are measured by default, or the first alone.
+    """
+
+    measure: Callable[[Setting, Clock, Rounds], list[Row]]
+    numels: Mapping[str, Sequence[int]]
+    side_by_side: bool = True
+
+
+def _measure_case(make_case: Callable[[Setting], Case], setting: Setting, clock: Clock, rounds: Rounds) -> list[Row]:
+    case = make_case(setting)
+    times = interleaved(case.jobs, clock, rounds)
+    return case.rows({name: [sum(laps) for laps in of_job] for name, of_job in times.items()})
+
+
+CASES = {"adam_step": adam_step.make_case, "pack": pack.make_case, "grad_stats": grad_stats.make_case}
+OPS = {name: Op(functools.partial(_measure_case, make_case), NUMELS) for name, make_case in CASES.items()}
+
+
+def main(request: Request, ops: Mapping[str, Op] | None = None, alone_runs: Mapping[str, Measure] | None = None) -> int:
+    """Measures, prints the table, writes JSON and plot. Raises UsageError before anything is measured.
+
+    ``ops``, ``alone_runs``: what measures what; by default those of the package.
+    """
+    ops, alone_runs = OPS if ops is None else ops, ALONE_RUNS if alone_runs is None else alone_runs
     if request.redraw is not None:
         return _redraw(request.redraw)
     device = find_device(request.device)
@@ -62,17 +84,17 @@ def main(request: Request) -> int:
     choose_backends(device, request.backends)
     _check_contenders(request)
     _check_ranks(request, device)
-    _tokens(request, device)
+    tokens_of(request, device)
     threads = torch.get_num_threads()
     torch.set_num_threads(request.threads or threads)
     try:
         folder = _make_folder(results_folder(device, request.out)) if request.write else None
-        alone = request.ops[0] if request.ops[0] in ALONE else None
+        alone = request.ops[0] if request.ops[0] in alone_runs else None
         growing = _Growing(folder, device, alone)
         if alone:
-            rows, baselines = ALONE_RUNS[alone](request, device, _say)
+            rows, baselines = alone_runs[alone](request, device, _say)
         else:
-            rows, baselines = run_ops(request, device, _say, growing.keep)
+            rows, baselines = run_ops(request, ops, device, _say, growing.keep)
         growing.keep(rows, baselines)
     finally:
         torch.set_num_threads(threads)
@@ -90,7 +112,7 @@ class _Growing:
         self.path: Path | None = None
         self._folder, self._device, self._about = folder, device, about
 
-    def keep(self, rows: AnyRows, baselines: Mapping[str, str]) -> None:
+    def keep(self, rows: Sequence[Any], baselines: Mapping[str, str]) -> None:
         self.record = make_record(rows, self._device, baselines)
         if self._folder is None:
             return
@@ -104,16 +126,16 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def run_ops(request: Request, device: torch.device, say: Say, keep: Keep) -> Measured:
+def run_ops(request: Request, ops: Mapping[str, Op], device: torch.device, say: Say, keep: Keep) -> Measured:
     baselines = fused_adams.describe(device) if "adam_step" in request.ops else {}
-    rows = run(request, device, say, lambda so_far: keep(so_far, baselines))
+    rows = run(request, ops, device, say, lambda so_far: keep(so_far, baselines))
     if not rows:
         raise ZeroOptimError("nothing was measured: no case fits the device's memory; give smaller sizes by --numel")
     return rows, baselines
 
 
 def run_step_overhead(request: Request, device: torch.device, say: Say) -> Measured:
-    numel = request.numels[0] if request.numels else step_overhead.NUMEL
+    numel = request.numel[0] if request.numel else step_overhead.NUMEL
     rounds = Rounds.exactly(request.rounds or step_overhead.ROUNDS)
     say(f"step_overhead, {numel:,} elements")
     ranks = request.ranks or step_overhead.RANKS
@@ -122,19 +144,10 @@ def run_step_overhead(request: Request, device: torch.device, say: Say) -> Measu
 
 def run_train_step(request: Request, device: torch.device, say: Say) -> Measured:
     (dtype,) = request.dtypes
-    numel = request.numels[0] if request.numels else STEP_NUMELS["cpu"][0]
+    numel = request.numel[0] if request.numel else TRAINED_NUMEL
     names = request.contenders or tuple(contenders.MAKERS)
-    tokens = _tokens(request, device)
+    tokens = tokens_of(request, device)
     return train_step.measure(numel, dtype, names, tokens, request.rounds or train_step.ROUNDS, say)
-
-
-def run_stages(request: Request, device: torch.device, say: Say) -> Measured:
-    (dtype,) = request.dtypes
-    numel = request.numels[0] if request.numels else stages.NUMELS[device.type]
-    names = request.contenders or stages.NAMES
-    ranks = request.ranks or (stages.RANKS if device.type == "cpu" else (torch.cuda.device_count(),))
-    tokens = _tokens(request, device)
-    return stages.measure(numel, dtype, names, ranks, tokens, request.rounds or stages.ROUNDS, device, say)
 
 
 def run_memory_walkthrough(request: Request, device: torch.device, say: Say) -> Measured:
@@ -143,26 +156,16 @@ def run_memory_walkthrough(request: Request, device: torch.device, say: Say) -> 
     return memory_walkthrough.measure(memory_walkthrough.MODEL, dtype, ranks, device, say), {}
 
 
-def run_scale(request: Request, device: torch.device, say: Say) -> Measured:
-    return scale.measure(request.ranks or scale.RANKS, request.rounds or scale.ROUNDS, say), {}
-
-
-def run_endurance(request: Request, device: torch.device, say: Say) -> Measured:
-    if not census.can_count():
-        raise UsageError("endurance counts what /proc shows, which is there on Linux alone")
-    return endurance.measure(request.ranks or endurance.RANKS, request.steps or endurance.STEPS, say), {}
-
-
 def run_checkpoint(request: Request, device: torch.device, say: Say) -> Measured:
-    if not census.can_count():
+    if not peak_memory.can_measure():
         raise UsageError("checkpoint counts what /proc shows, which is there on Linux alone")
-    numel = request.numels[0] if request.numels else checkpoints.NUMEL
+    numel = request.numel[0] if request.numel else checkpoints.NUMEL
     return checkpoints.measure(numel, request.ranks or checkpoints.RANKS, request.rounds or checkpoints.ROUNDS, say), {}
 
 
 def run_offload(request: Request, device: torch.device, say: Say) -> Measured:
     (dtype,) = request.dtypes
-    numel = request.numels[0] if request.numels else offload.NUMELS[device.type]
+    numel = request.numel[0] if request.numel else offload.NUMELS[device.type]
     names = request.contenders or offload_contenders.NAMES
     (ranks,) = request.ranks or ((offload.RANKS if device.type == "cpu" else torch.cuda.device_count()),)
     return offload.measure(numel, dtype, names, ranks, request.rounds or offload.ROUNDS, device, say)
@@ -174,7 +177,7 @@ def _check_ranks(request: Request, device: torch.device) -> None:
         raise UsageError(f"--ranks {max(request.ranks or ())}: a rank needs a GPU of its own, and there are {gpus}")
 
 
-def _tokens(request: Request, device: torch.device) -> tuple[int, ...]:
+def tokens_of(request: Request, device: torch.device) -> tuple[int, ...]:
     """Those asked for, which must be whole windows, or what suits the device. Raises UsageError."""
     seq = train_step.SEQ[device.type]
     for count in request.tokens or ():
@@ -190,33 +193,31 @@ def _check_contenders(request: Request) -> None:
             raise UsageError(f"--contenders {name}: there are {', '.join(known)}")
 
 
-ALONE_RUNS: dict[str, Callable[[Request, torch.device, Say], Measured]] = {
+ALONE_RUNS: dict[str, Measure] = {
     "step_overhead": run_step_overhead,
     "train_step": run_train_step,
-    "stages": run_stages,
     "memory_walkthrough": run_memory_walkthrough,
-    "scale": run_scale,
     "checkpoint": run_checkpoint,
     "offload": run_offload,
-    "endurance": run_endurance,
 }
 
 
 def run(
     request: Request,
+    ops: Mapping[str, Op],
     device: torch.device,
     say: Say = lambda line: None,
     keep: Callable[[Sequence[Row]], object] = lambda rows: None,
 ) -> list[Row]:
     """All rows of the request. A case that the GPU's memory cannot hold is left out, and said. ``keep`` is called with
     the rows so far after each case."""
-    settings = [(op, setting) for op in request.ops for setting in _settings(request, device, op)]
+    settings = [(op, setting) for op in request.ops for setting in _settings(request, device, ops[op])]
     clock = make_clock(device)
     rounds = _rounds(request)
     rows: list[Row] = []
     for op, setting in settings:
         say(f"{op}, {setting.dtype}, {setting.numel:,} elements")
-        new = _measure(op, setting, clock, rounds, say)
+        new = _measure(op, ops[op], setting, clock, rounds, say)
         for row in new:
             say(f"    {_in_a_line(row)}")
         rows += new
@@ -236,12 +237,12 @@ def _rounds(request: Request) -> Rounds:
     return Rounds.exactly(request.rounds) if request.rounds else Rounds()
 
 
-def _settings(request: Request, device: torch.device, op: str) -> Iterator[Setting]:
+def _settings(request: Request, device: torch.device, op: Op) -> Iterator[Setting]:
     backends = choose_backends(device, request.backends)
-    if op == "step" and not request.backends:
-        backends = backends[:1]  # each trains a model of its own, beside the others in memory
+    if not op.side_by_side and not request.backends:
+        backends = backends[:1]
     for dtype in request.dtypes:
-        for numel in request.numels or (STEP_NUMELS if op == "step" else NUMELS)[device.type]:
+        for numel in request.numel or op.numels[device.type]:
             yield Setting(device, dtype, numel, backends)
 
 
@@ -254,15 +255,11 @@ def find_device(asked: str | None) -> torch.device:
     return torch.device(name)
 
 
-def _measure(op: str, setting: Setting, clock: Clock, rounds: Rounds, say: Say) -> list[Row]:
+def _measure(name: str, op: Op, setting: Setting, clock: Clock, rounds: Rounds, say: Say) -> list[Row]:
     try:
-        if op == "step":
-            return gpt_step.measure(setting, clock, rounds)
-        case = CASES[op](setting)
-        times = interleaved(case.jobs, clock, rounds)
-        return case.rows({name: [sum(laps) for laps in of_job] for name, of_job in times.items()})
+        return op.measure(setting, clock, rounds)
     except torch.OutOfMemoryError:
-        say(f"left out: {op} {setting.dtype}, {setting.numel:,} elements do not fit the device's memory")
+        say(f"left out: {name} {setting.dtype}, {setting.numel:,} elements do not fit the device's memory")
         return []
 
 
@@ -290,23 +287,9 @@ def _redraw(path: Path) -> int:
 
 
 def _draw(record: dict[str, Any], path: Path) -> str:
-    """The plot's path, or one line that says why there is none."""
+    """The plots' paths, or one line that says why there is none."""
     try:
-        draw = _drawing(record)
+        from .plot import draw
     except ImportError as error:
         return f"no plot: {error}; pip install matplotlib draws it, with --redraw {path.with_suffix('.json')}"
-    draw(record, path)
-    return str(path)
-
-
-def _drawing(record: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
-    """What draws this record. Importing it needs matplotlib."""
-    from .bars import draw_bars
-    from .lines import draw_endurance
-    from .roofline import draw
-
-    sheet = sheet_of(record)
-    if sheet is None:
-        return draw_endurance
-    with_roof = any(panel.roof for panel in sheet.panels)
-    return draw if with_roof else functools.partial(draw_bars, sheet)
+    return "\n".join(map(str, draw(record, path))) or "no plot: there is nothing to draw"

@@ -17,9 +17,9 @@ from ..optimizer import ShardedAdamW
 from .fused_adams import HYPER
 from .masters import Masters
 from .ranks import on_ranks
-from .record import Row
+from .rows.op import Row
 from .timing import Clock, Job, Rounds, Spread, interleaved
-from .train_step import TogetherClock, slower
+from .train_step import DTYPES, TogetherClock, slower
 
 MANY, FEW = 20_000, 200
 NUMEL = 10_000_000
@@ -28,7 +28,6 @@ ROUNDS = 21
 OURS, FUSED, FOREACH, DDP = "ours", "fused", "foreach", "ddp"
 LAPS = ("forward", "backward", "step", "zero_grad")
 OPS = {"backward_overhead": ("backward",), "step_overhead": ("step",), "loop_overhead": LAPS[1:]}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TRAINING = {**HYPER, "lr": 1e-5}
 
 Laps = Mapping[str, Sequence[Mapping[str, float]]]  # of each optimizer and number of parameters, by round

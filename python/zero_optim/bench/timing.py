@@ -137,6 +137,11 @@ class Spread:
     p80: float
     rounds: int
 
+    @property
+    def figures(self) -> list[float]:
+        """As rows have them in one list."""
+        return [self.ms, self.p20, self.p80]
+
     @staticmethod
     def of(times: Sequence[float]) -> Spread:
         fifths = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else [times[0]] * 4

@@ -19,10 +19,9 @@ from ..comm.collectives import Comm, make_comm
 from ..errors import ZeroOptimError
 from ..train.model import GPT, ModelConfig
 from . import peak_memory
-from .contenders import DDP, DDP_AUTOCAST, MAKERS, OURS, PACKAGES, Contender, Task, keeps
-from .gpt_step import model_config
+from .contenders import DDP, DDP_AUTOCAST, MAKERS, OURS, PACKAGES, Contender, Task, keeps, model_config
 from .ranks import RanksError, on_ranks
-from .record import Row
+from .rows.op import Row
 from .timing import Clock, Job, Rounds, Spread, interleaved, make_clock
 from .traffic import Traffic
 

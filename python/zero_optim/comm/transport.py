@@ -2,7 +2,7 @@
 
 ``Comm`` says what is sent and over which group, and keeps account. A *transport* hands it to a back-end. Two differ in
 who waits for the result: the host, as under gloo, or the current stream, as under NCCL. Tests, and
-``zero-optim bench scale``, ``use`` others.
+``benchmarks/bench_scale.py``, ``use`` others.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..bench.panels import Panel, Sheet, kind_of, sheet_of
+from ..bench.drawings import Bars, Lines, Sheet, role_of
 from ..bench.record import read
-from ..bench.samples import NOTE, Course, courses
+from ..bench.rows import sheets_of
 from ..bench.table import table as text_table
 from ..train.config import UsageError
 from ..train.run_dir import PAGE
@@ -19,8 +19,6 @@ from .html import Html, details, join, tag
 from .line_chart import Drawn, Line, LineChart, draw, join_drawn
 from .page import footer, page
 from .run_tables import facts
-
-JsonRow = Mapping[str, Any]
 
 _COLORS = {"ours": "one", "baseline": "two", "other": "six"}
 _OF_LINES = ("one", "three", "two", "four", "five", "six")
@@ -104,63 +102,46 @@ def _ops(record: dict[str, Any]) -> str:
 def _section(number: int, path: Path, record: dict[str, Any]) -> tuple[Html, list[dict[str, Any]]]:
     about = [(name, str(record[name])) for name in _FACTS if record.get(name) is not None]
     about += [(name, str(state)) for name, state in record["baselines"].items()]
-    plots, data = _plots(number, record) if record["rows"] else (None, [])
+    plots, data = _plots(number, sheets_of(record))
     figures = details("All figures", tag("div", tag("pre", text_table(record)), class_="scroll", tabindex=0))
     heading = tag("h2", f"{_ops(record)}, {record['date']}")
     parts = [heading, details(f"{record['device']}, torch {record['torch']}", facts([("file", str(path)), *about]))]
     return tag("section", *parts, plots, figures, id=f"result-{number}"), data
 
 
-def _plots(number: int, record: dict[str, Any]) -> tuple[Html, list[dict[str, Any]]]:
-    sheet = sheet_of(record)
-    if sheet is None:
-        of_ranks = [course for row in courses(record) for course in row]
-        charts, note = [_course(f"chart-{number}-{n}", course) for n, course in enumerate(of_ranks)], NOTE
-    else:
-        charts, note = list(_over_sizes(number, record, sheet)), sheet.note
-    drawn, data = join_drawn(charts)
-    bars = [] if sheet is None else [_bars(panel) for panel in sheet.panels if not (panel.roof and charts)]
-    grid = tag("div", drawn, class_="charts") if charts else None
-    return join([*bars, grid, tag("p", note, class_="note")]), data
+def _plots(number: int, sheets: Mapping[str, Sheet]) -> tuple[Html, list[dict[str, Any]]]:
+    """Of each sheet first the bars, then the lines beside each other."""
+    parts: list[Html | None] = []
+    data: list[dict[str, Any]] = []
+    for sheet in sheets.values():
+        parts += [_bars(drawing) for drawing in sheet.drawings if isinstance(drawing, Bars)]
+        charts = [drawing for drawing in sheet.drawings if isinstance(drawing, Lines)]
+        drawn, of_sheet = join_drawn([_chart(f"chart-{number}-{len(data) + n}", each) for n, each in enumerate(charts)])
+        parts.append(tag("div", drawn, class_="charts") if charts else None)
+        parts.append(tag("p", sheet.note, class_="note"))
+        data += of_sheet
+    return join(parts), data
 
 
-def _bars(panel: Panel) -> Html:
+def _bars(bars: Bars) -> Html:
     groups: dict[str, list[Bar]] = {}
-    for row in panel.rows:
-        cells = [text(row) for text in panel.columns.values()]
-        bar = Bar(row["backend"], panel.value(row), _COLORS[kind_of(row)], cells, whiskers=panel.whiskers(row))
-        groups.setdefault(panel.group(row), []).append(bar)
-    roof = f"; dashed: {panel.roof[0]}, {panel.roof[1]:,.1f}" if panel.roof else ""
-    headings = ("", f"{panel.unit}{roof}", *panel.columns)
-    return bar_table(panel.title, headings, [Group(name, bars) for name, bars in groups.items()], panel.roof)
+    for row in bars.rows:
+        cells = [column.beside_bar(row) for column in bars.columns]
+        bar = Bar(row["backend"], bars.value(row), _COLORS[role_of(row)], cells, whiskers=bars.ends(row))
+        groups.setdefault(bars.group(row), []).append(bar)
+    roof = f"; dashed: {bars.roof[0]}, {bars.roof[1]:,.1f}" if bars.roof else ""
+    headings = ("", f"{bars.unit}{roof}", *(column.name for column in bars.columns))
+    return bar_table(bars.title, headings, [Group(name, of_group) for name, of_group in groups.items()], bars.roof)
 
 
-def _course(key: str, course: Course) -> Drawn:
-    traces = zip(course.names, course.steps, course.figures, _OF_LINES, strict=False)
-    lines = [Line(name, list(zip(steps, figures, strict=True)), color) for name, steps, figures, color in traces]
-    values = [figure for figures in course.figures for figure in figures]
-    y = linear(values, from_zero=course.from_zero)
-    return draw(LineChart(key, course.title, course.unit, lines, y=y))
-
-
-def _over_sizes(number: int, record: dict[str, Any], sheet: Sheet) -> Iterator[Drawn]:
-    """Speed over the number of elements, where several were measured, the roof as a dashed line."""
-    rows = [row for panel in sheet.panels if panel.roof for row in panel.rows]
-    if len({row["numel"] for row in rows}) < 2:
-        return
-    for n, (op, dtype) in enumerate(dict.fromkeys((row["op"], row["dtype"]) for row in rows)):
-        of_chart = [row for row in rows if (row["op"], row["dtype"]) == (op, dtype)]
-        yield draw(_speed_chart(f"chart-{number}-{n}", f"{op}, {dtype}", of_chart))
-
-
-def _speed_chart(key: str, title: str, rows: Sequence[JsonRow]) -> LineChart:
-    backends = dict.fromkeys(row["backend"] for row in rows)
+def _chart(key: str, drawn: Lines) -> Drawn:
     lines = [
-        Line(name, sorted((row["numel"], row["gbps"]) for row in rows if row["backend"] == name), color)
-        for name, color in zip(backends, (*_OF_LINES, *_OF_LINES), strict=False)
+        Line(line.name, list(zip(line.x, line.y, strict=True)), color)
+        for line, color in zip(drawn.lines, (*_OF_LINES, *_OF_LINES), strict=False)
     ]
-    roof = sorted({(row["numel"], row["copy_gbps"]) for row in rows})
-    lines.append(Line(rows[0]["yardstick"], roof, "six", dashed=True))
-    x = logarithmic([row["numel"] for row in rows], base=2)
-    y = linear([value for line in lines for _, value in line.points if value is not None], from_zero=True)
-    return LineChart(key, title, "GB/s", lines, x, y, x_name="elements")
+    if drawn.roof:
+        over = list(zip(drawn.roof.x, drawn.roof.y, strict=True))
+        lines.append(Line(drawn.roof.name, over, "six", dashed=True))
+    x = logarithmic([size for line in drawn.lines for size in line.x], base=2) if drawn.by_size else None
+    y = linear([value for line in lines for _, value in line.points if value is not None], from_zero=drawn.from_zero)
+    return draw(LineChart(key, drawn.title, drawn.unit, lines, x, y, x_name="elements" if drawn.by_size else "step"))

@@ -6,13 +6,12 @@ import time
 
 import torch
 from torch import Tensor, nn
+from zero_optim.bench.fused_adams import HYPER
+from zero_optim.bench.timing import HostClock, Job, Rounds, Spread, interleaved
+from zero_optim.optimizer import ShardedAdamW
+from zero_optim.step.workplace import Coefficients
 
 from zero_kernels import ROW
-
-from ..optimizer import ShardedAdamW
-from ..step.workplace import Coefficients
-from .fused_adams import HYPER
-from .timing import HostClock, Job, Rounds, Spread, interleaved
 
 BUCKETS, GRADIENTS = 64, 12
 RANKS = 8

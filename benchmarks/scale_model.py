@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-
-from ..params.layout import BucketLayout, bucket_capacities, build_layout
+from zero_optim.params.layout import BucketLayout, bucket_capacities, build_layout
 
 ITEMSIZE = 2  # bf16
 SHRINK = 4096

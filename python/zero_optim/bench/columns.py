@@ -1,0 +1,141 @@
+"""A figure of a row: what it is called, where it is in the row, and how it is written. Tables are made of columns.
+
+A table has a column as text. A drawing (``drawings``) has it as a bar, as a whisker, or as text beside the bar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+JsonRow = Mapping[str, Any]
+Form = Callable[[Any], str]
+
+MIB = 2**20
+MISSING = "-"
+
+
+# -- figures as text ---------------------------------------------------------------------------------------------------
+
+
+def elements(numel: int) -> str:
+    """``64 Mi`` where that is exact, else rounded to millions or in full."""
+    for unit, size in (("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10)):
+        if numel % size == 0 and numel < 10_000 * size:
+            return f"{numel // size:,} {unit}"
+    return f"{numel / 1e6:,.1f} M" if numel >= 10**7 else f"{numel:,}"
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:,.4f}" if value < 1 else f"{value:,.3f}" if value < 10 else f"{value:,.2f}"
+
+
+def mebibytes(nbytes: int) -> str:
+    return f"{nbytes / MIB:,.0f}" if nbytes >= 10 * MIB else f"{nbytes / MIB:,.1f}"
+
+
+whole = "{:,}".format
+ratio = "{:.2f}".format
+times = "{:.2f}×".format
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of a row.
+
+    Attributes:
+        name: its heading, with the unit where it has one.
+        value: out of a row; None where that has none.
+        form: the figure as text.
+        drawn: the same beside a bar, where that is shorter.
+        width: of its cells in a table; 0: what the table gives it.
+        left: whether its cells are words, which begin where the others' begin.
+    """
+
+    name: str
+    value: Callable[[JsonRow], Any]
+    form: Form = str
+    drawn: Form | None = None
+    width: int = 0
+    left: bool = False
+
+    def text(self, row: JsonRow) -> str:
+        return self._shown(row, self.form)
+
+    def beside_bar(self, row: JsonRow) -> str:
+        return self._shown(row, self.drawn or self.form)
+
+    def _shown(self, row: JsonRow, form: Form) -> str:
+        value = self.value(row)
+        return MISSING if value is None else form(value)
+
+
+def at(*keys: str | int) -> Callable[[JsonRow], Any]:
+    """``at("memory", "steady")``: ``row["memory"]["steady"]``, or None where a key on the way is missing or null."""
+
+    def value(row: JsonRow) -> Any:
+        found: Any = row
+        for key in keys:
+            if found is None:
+                return None
+            found = found.get(key) if isinstance(found, Mapping) else found[key]
+        return found
+
+    return value
+
+
+def ratio_to(baseline: str, *keys: str | int) -> Column:
+    """The baseline's time over the row's own."""
+    return Column(f"vs {baseline}", at(*keys), ratio, times)
+
+
+def spread_at(*keys: str) -> tuple[Column, Column, Column]:
+    """Of a list in the row: the median, and the 20th and 80th percentile."""
+    ms, p20, p80 = (Column(name, at(*keys, place), milliseconds) for place, name in enumerate(("ms", "p20", "p80")))
+    return ms, p20, p80
+
+
+def shown_by_some(columns: Iterable[Column], rows: Sequence[JsonRow]) -> list[Column]:
+    """Those of which a row has a figure."""
+    return [column for column in columns if any(column.value(row) is not None for row in rows)]
+
+
+def of_ranks(row: JsonRow) -> str:
+    ranks = row.get("ranks") or 1
+    return f"{ranks:,} rank{'s' * (ranks > 1)}"
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def below_each_other(columns: Sequence[Column], rows: Sequence[JsonRow], width: int = 0) -> list[str]:
+    """The headings, and a line for each row. ``width``: of the columns that have none."""
+    headings = _line(columns, [column.name for column in columns], width)
+    return [headings, *(line_of(columns, row, width) for row in rows)]
+
+
+def line_of(columns: Sequence[Column], row: JsonRow, width: int = 0, without: int = 0) -> str:
+    """The row's figures; the first ``without`` cells are left empty."""
+    texts = [column.text(row) if place >= without else "" for place, column in enumerate(columns)]
+    return _line(columns, texts, width)
+
+
+def _line(columns: Sequence[Column], texts: Sequence[str], width: int) -> str:
+    """Words to the left, numbers to the right, with room between them."""
+    line, room = "", ""
+    for column, text in zip(columns, texts, strict=True):
+        wide = column.width or width or max(len(column.name) + 2, 8)
+        line += f"{room}{text:<{wide}}" if column.left else f"{text:>{wide}}"
+        room = "" if column.left else "  "
+    return line.rstrip()
+
+
+def beside_each_other(columns: Sequence[Column], rows: Sequence[JsonRow]) -> list[str]:
+    """The rows' names, and a line for each column."""
+    lines = [("", [row["backend"] for row in rows])]
+    lines += [(column.name, [column.text(row) for row in rows]) for column in columns]
+    return [f"{name:<30}" + "".join(f"{text:>16}" for text in texts) for name, texts in lines]

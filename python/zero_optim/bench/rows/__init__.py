@@ -1,0 +1,34 @@
+"""What a result is made of: one file for each kind of row, with its keys, its columns, its table and what is drawn.
+
+``op`` (an op; a training step on ranks; what a parameter costs), ``phase`` (of ``memory_walkthrough``), ``checkpoint``,
+``offload``; ``scale`` and ``endurance``, which ``benchmarks/`` measures. A kind says all of it in the words of
+``columns`` and ``drawings``. What a file lacks, because an older version wrote it, is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..columns import JsonRow
+from ..drawings import Kind, Sheet
+from . import checkpoint, endurance, offload, op, phase, scale
+
+KINDS = (
+    *(offload.KIND, phase.KIND, scale.KIND, endurance.KIND, checkpoint.KIND),
+    *(op.OVERHEAD, op.RANKS, op.BANDWIDTH),  # from the one with the most of its keys to the one with the fewest
+)
+
+
+def kind_of(row: JsonRow) -> Kind:
+    """The first whose key the row has."""
+    return next(kind for kind in KINDS if row.get(kind.key))
+
+
+def sheets_of(record: Mapping[str, Any]) -> dict[str, Sheet]:
+    """What is drawn of a record, by the name of the kind of its rows. Most records have one kind."""
+    rows_of: dict[str, list[JsonRow]] = {}
+    for row in record["rows"]:
+        rows_of.setdefault(kind_of(row).name, []).append(row)
+    sheets = {kind.name: kind.sheet(rows_of[kind.name]) for kind in KINDS if kind.name in rows_of}
+    return {name: sheet for name, sheet in sheets.items() if sheet.drawings}

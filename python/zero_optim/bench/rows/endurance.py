@@ -1,0 +1,90 @@
+"""A row of ``benchmarks/bench_endurance.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..columns import JsonRow, elements, of_ranks
+from ..drawings import Kind, Line, Lines, Sheet
+
+
+@dataclass(frozen=True)
+class EnduranceRow:
+    """What a rank has along a training of very many steps.
+
+    Attributes:
+        samples: by counter, a figure for each of its ``step``.
+        growth: by counter, a step, over the second half.
+    """
+
+    op: str
+    backend: str
+    dtype: str
+    numel: int
+    ranks: int
+    steps: int
+    samples: dict[str, list[float]]
+    growth: dict[str, float]
+
+
+COUNTED = ("objects", "tensors", "nodes", "hooks", "files", "threads")
+NOTE = (
+    "Each contender in processes of its own; of the rank that has most. Counted: "
+    + ", ".join(COUNTED)
+    + ". A step's time: median since the last sample."
+)
+
+
+def _table(rows: Sequence[JsonRow]) -> list[str]:
+    """A counter a line."""
+    first = rows[0]
+    about = f"{elements(first['numel'])} {first['dtype']} parameters, ranks: {first['ranks']}"
+    lines = [f"{first['op']}: {about}, {first['steps']:,} steps; growth a step in the second half"]
+    lines.append(f"{'':<26}{'first':>14}{'middle':>14}{'last':>14}{'a step':>14}")
+    for row in rows:
+        for counter, growth in row["growth"].items():
+            figures = row["samples"][counter]
+            shown = (figures[0], figures[len(figures) // 2], figures[-1])
+            texts = [f"{figure:>14,.3f}" if counter == "ms" else f"{figure:>14,}" for figure in shown]
+            name = row["backend"] if counter == next(iter(row["growth"])) else ""
+            unit = ", bytes" if counter == "resident" else ""
+            lines.append(f"{name:<10}{counter + unit:<16}{''.join(texts)}{growth:>14.6f}")
+    return lines
+
+
+def _sheet(rows: Sequence[JsonRow]) -> Sheet:
+    """A line of drawings for each number of ranks."""
+    numbers = dict.fromkeys(row["ranks"] for row in rows)
+    return Sheet([_courses([row for row in rows if row["ranks"] == number]) for number in numbers], NOTE)
+
+
+def _courses(rows: Sequence[JsonRow]) -> list[Lines]:
+    """Memory, everything that is counted, and time, along the steps."""
+    ranks = of_ranks(rows[0])
+    of_rows = [row["samples"] for row in rows]
+    resident = [_since_first([figure / 2**10 for figure in samples["resident"]]) for samples in of_rows]
+    counted = [_since_first([*map(sum, zip(*(samples[name] for name in COUNTED), strict=True))]) for samples in of_rows]
+    times = [samples["ms"] for samples in of_rows]
+    return [
+        _course(f"{ranks}: resident memory", "KiB since the first sample", rows, resident, "{:+,.0f}", False),
+        _course(f"{ranks}: all that is counted", "since the first sample", rows, counted, "{:+,.0f}", False),
+        _course(f"{ranks}: a step", "ms", rows, times, "{:.3f}", True),
+    ]
+
+
+def _course(
+    title: str, unit: str, rows: Sequence[JsonRow], of_rows: Sequence[Sequence[float]], form: str, from_zero: bool
+) -> Lines:
+    lines = [
+        Line(row["backend"], row["samples"]["step"], figures, form.format(figures[-1]))
+        for row, figures in zip(rows, of_rows, strict=True)
+    ]
+    return Lines(title, unit, lines, "steps", from_zero=from_zero)
+
+
+def _since_first(figures: Sequence[float]) -> list[float]:
+    return [figure - figures[0] for figure in figures]
+
+
+KIND = Kind("endurance", "samples", _table, _sheet)

@@ -1,0 +1,263 @@
+"""A row of an op, of a training step, or of what a parameter costs: one backend, dtype and size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from os.path import commonprefix
+from typing import Any
+
+from ..columns import (
+    MIB,
+    Column,
+    JsonRow,
+    at,
+    below_each_other,
+    elements,
+    line_of,
+    mebibytes,
+    milliseconds,
+    of_ranks,
+    ratio,
+    ratio_to,
+    shown_by_some,
+    whole,
+)
+from ..drawings import Bars, Drawing, Kind, Line, Lines, Sheet
+from ..timing import Spread
+
+WIDTH = 100  # of a table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One op on one backend, dtype and size."""
+
+    op: str
+    backend: str
+    dtype: str
+    numel: int
+    rounds: int
+    ms: float
+    p20: float
+    p80: float
+    bytes: int | None  # an element: the fewest that the op must move, read plus written
+    gbps: float | None
+    yardstick: str | None  # the backend whose speed is copy_gbps
+    copy_gbps: float | None
+    fraction: float | None
+    vs_torch: float
+    vs: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] | None = None
+    launches: dict[str, int] | None = None
+    parameters: int | None = None  # tensors that the elements are in
+    ranks: int | None = None
+    tokens_per_s: float | None = None  # of all ranks
+    memory: dict[str, int] | None = None  # bytes of a rank
+    loss: float | None = None  # of the last step
+    baseline: str | None = None  # the backend whose time vs_torch is over this one's
+    communicated: int | None = None  # bytes a step, of whole tensors
+    keeps: str | None = None  # bytes a parameter of a rank of N
+    tokens: int | None = None  # of a rank in a step
+
+    @classmethod
+    def of_whole(
+        cls, op: str, backend: str, dtype: str, numel: int, spread: Spread, vs_torch: float, **more: Any
+    ) -> Row:
+        """A row of what has no fewest bytes to be held to, such as a training step."""
+        unmeasured = dict.fromkeys(("bytes", "gbps", "yardstick", "copy_gbps", "fraction"))
+        times = {"rounds": spread.rounds, "ms": spread.ms, "p20": spread.p20, "p80": spread.p80}
+        return cls(op, backend, dtype, numel, **times, **unmeasured, vs_torch=round(vs_torch, 4), **more)  # type: ignore[arg-type]
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+ELEMENTS = Column("elements", at("numel"), elements, width=9)
+PARAMETERS = Column("parameters", at("parameters"), whole, width=12)
+DTYPE = Column("dtype", at("dtype"), width=6, left=True)
+BACKEND = Column("backend", at("backend"), width=15, left=True)
+MS, P20, P80 = (Column(name, at(name), milliseconds, width=9) for name in ("ms", "p20", "p80"))
+TOKENS_A_SECOND = Column("tokens/s", at("tokens_per_s"), "{:,.0f}".format)
+STEADY, START, REST = (
+    Column(name, at("memory", key), mebibytes)
+    for name, key in (("MiB", "steady"), ("at start", "start"), ("at rest", "rest"))
+)
+COMMUNICATED = Column("comm. MiB", at("communicated"), mebibytes)
+GBPS = Column("GB/s", at("gbps"), "{:,.1f}".format, width=9)
+KERNELS = Column("kernels", at("launches", "kernels"), whole)
+
+
+def _kernels_a_bucket(row: JsonRow) -> float | None:
+    launches = row.get("launches") or {}
+    return launches["kernels"] / launches["buckets"] if "buckets" in launches else None
+
+
+KERNELS_A_BUCKET = Column("a bucket", _kernels_a_bucket, ratio)
+
+
+def share_of_yardstick(rows: Sequence[JsonRow]) -> Column:
+    """The yardstick's time over the row's own."""
+    return Column(f"of {rows[0]['yardstick']}", at("fraction"), "{:.3f}".format, ratio)
+
+
+def versus(rows: Sequence[JsonRow]) -> Column:
+    """The baseline's time over the row's own. Where rows have several baselines, it has what their names share."""
+    named = [row["baseline"] for row in rows if row.get("baseline")]
+    unnamed = "ddp" if rows[0].get("ranks") else "fused" if rows[0].get("parameters") else "torch"
+    return ratio_to((commonprefix(named) or "torch") if named else unnamed, "vs_torch")
+
+
+def _moved_per_second(percentile: str) -> Column:
+    """GB/s at that percentile of the time."""
+    return Column("GB/s", lambda row: row["bytes"] * row["numel"] / 1e6 / row[percentile])
+
+
+def _tokens_per_second(percentile: str) -> Column:
+    return Column("tokens/s", lambda row: row["tokens_per_s"] * row["ms"] / row[percentile])
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def _table(rows: Sequence[JsonRow]) -> list[str]:
+    """A line a row, without what the line above says already; then where the time goes."""
+    columns = _columns(rows)
+    headings, *_ = below_each_other(columns, [])
+    if len(headings) > WIDTH:  # there are many baselines
+        columns = [column for column in columns if column not in (P20, P80)]
+        headings, *_ = below_each_other(columns, [])
+    lines = [_title(rows), headings]
+    seen: tuple[str, int] | None = None
+    for row in rows:
+        group = (row["dtype"], row["numel"])
+        if seen not in (None, group):
+            lines.append("")
+        lines.append(line_of(columns, row, without=2 if seen == group else 0))
+        seen = group
+    return lines + _phases(rows)
+
+
+def _title(rows: Sequence[JsonRow]) -> str:
+    first = rows[0]
+    counts = sorted({row["rounds"] for row in rows})
+    rounds = f"medians of {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "") + " rounds"
+    ranks = f", {first['ranks']} ranks" if first.get("ranks") else ""
+    ranks += f", {first['tokens']:,} tokens each" if first.get("tokens") else ""
+    least = "" if first["bytes"] is None else f"{first['bytes']} bytes an element at the least; "
+    return f"{first['op']}{ranks}: {least}{rounds}"
+
+
+def _columns(rows: Sequence[JsonRow]) -> list[Column]:
+    baselines = dict.fromkeys(name for row in rows for name in row["vs"])
+    always = [ELEMENTS, DTYPE, PARAMETERS, BACKEND, MS, P20, P80, TOKENS_A_SECOND, STEADY, START, REST, COMMUNICATED]
+    ratios = [versus(rows), *(ratio_to(name, "vs", name) for name in baselines)]
+    columns = [*always, GBPS, share_of_yardstick(rows), *ratios, KERNELS, KERNELS_A_BUCKET]
+    return shown_by_some(columns, rows)
+
+
+def _phases(rows: Sequence[JsonRow]) -> list[str]:
+    lines = []
+    for row in rows:
+        if row.get("phases"):
+            parts = "  ".join(f"{name} {milliseconds(value)}" for name, value in row["phases"].items())
+            of = f", {row['parameters']:,} parameters" if row.get("parameters") else ""
+            lines.append(f"  {row['dtype']} {row['backend']}{of}, ms: {parts}")
+    return ["", *lines] if lines else []
+
+
+# -- what a parameter costs --------------------------------------------------------------------------------------------
+
+OVERHEADS = {
+    "backward_overhead": "backward alone",
+    "step_overhead": "step() alone",
+    "loop_overhead": "backward, step() and zero_grad()",
+}
+INTERLEAVED = "Medians of interleaved rounds, of the slower rank; whiskers: p20 to p80"
+
+
+def _overhead_sheet(rows: Sequence[JsonRow]) -> Sheet:
+    """Backward and ``step()`` alone, and the loop that they are in."""
+    drawn = []
+    for op, title in OVERHEADS.items():
+        if of_op := [row for row in rows if row["op"] == op]:
+            whole_title = f"{title}, {elements(of_op[0]['numel'])} elements"
+            drawn.append(Bars(whole_title, "ms", of_op, MS, (P20, P80), (MS, versus(of_op)), _parameters))
+    return Sheet([drawn], f"{INTERLEAVED}. 'vs': fused's time over it, on several ranks ddp's.")
+
+
+def _parameters(row: JsonRow) -> str:
+    return f"{row['parameters']:,} parameters, {row['dtype']}, {of_ranks(row)}"
+
+
+# -- a training step on ranks ------------------------------------------------------------------------------------------
+
+
+def _ranks_sheet(rows: Sequence[JsonRow]) -> Sheet:
+    """Speed, and what was measured of memory and of communication."""
+    title = f"Training step: {elements(rows[0]['numel'])} parameters, {rows[0]['dtype']}"
+    speed = (TOKENS_A_SECOND, MS, versus(rows))
+    slowest, fastest = _tokens_per_second("p80"), _tokens_per_second("p20")
+    drawn = [Bars(title, "tokens/s", rows, TOKENS_A_SECOND, (slowest, fastest), speed, _ranks)]
+    if measured := [row for row in rows if row.get("memory")]:
+        memory = shown_by_some((STEADY, START, REST), measured)
+        drawn.append(Bars("Peak memory of a rank", "MiB", measured, STEADY, (STEADY, START), memory, _ranks, MIB))
+    if counted := [row for row in rows if row.get("communicated")]:
+        title, unit, ends = "Communicated by a rank in a step", "MiB, of whole tensors", (COMMUNICATED, COMMUNICATED)
+        drawn.append(Bars(title, unit, counted, COMMUNICATED, ends, (COMMUNICATED,), _ranks, MIB))
+    note = (
+        f"{INTERLEAVED}, and the peak while training starts.\n"
+        "All train the same model with fp32 masters on the same windows, clipped to the same norm."
+    )
+    return Sheet([drawn], note)
+
+
+def _ranks(row: JsonRow) -> str:
+    return of_ranks(row) + (f", {row['tokens']:,} tokens each" if row.get("tokens") else "")
+
+
+# -- an op under the roof of the memory --------------------------------------------------------------------------------
+
+
+def _bandwidth_sheet(rows: Sequence[JsonRow]) -> Sheet:
+    """An op a line and a dtype beside another: speed over the sizes, or bars where there is one size."""
+    rows = [row for row in rows if row["gbps"] is not None]
+    ops, dtypes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("op", "dtype"))
+    grid = [[_speed([row for row in rows if (row["op"], row["dtype"]) == (o, d)]) for d in dtypes] for o in ops]
+    yardsticks = dict.fromkeys(row["yardstick"] for row in rows)
+    note = (
+        "GB/s: the bytes that the op must move over the median time; p20 to p80 shaded or as whiskers.\n"
+        f"Dashed: {' or '.join(yardsticks)}, which moves as many and computes nothing; beside a line its share of that."
+    )
+    return Sheet(grid, note)
+
+
+def _speed(rows: Sequence[JsonRow]) -> Drawing | None:
+    if not rows:
+        return None
+    first = rows[0]
+    yardstick = first["yardstick"]
+    shown = [row for row in rows if row["backend"] != yardstick]
+    title, unit = f"{first['op']}, {first['dtype']}", f"GB/s, {first['bytes']} bytes an element"
+    ends = (_moved_per_second("p80"), _moved_per_second("p20"))
+    share = share_of_yardstick(rows)
+    if len({row["numel"] for row in rows}) == 1:
+        title += f", {elements(first['numel'])} elements"
+        columns, roof = (GBPS, share, versus(rows)), (yardstick, first["copy_gbps"])
+        return Bars(title, unit, shown, GBPS, ends, columns, roof=roof)
+
+    def line(backend: str) -> Line:
+        points = sorted((row for row in shown if row["backend"] == backend), key=at("numel"))
+        sizes, speeds = ([row[key] for row in points] for key in ("numel", "gbps"))
+        band = [(ends[0].value(row), ends[1].value(row)) for row in points]
+        return Line(backend, sizes, speeds, share.beside_bar(points[-1]), band)
+
+    ceiling = dict(sorted((row["numel"], row["copy_gbps"]) for row in rows))
+    at_the_end = f"{[*ceiling.values()][-1]:,.0f} GB/s"
+    lines = [line(backend) for backend in dict.fromkeys(row["backend"] for row in shown)]
+    over = Line(yardstick, [*ceiling], [*ceiling.values()], at_the_end)
+    return Lines(title, unit, lines, "elements", by_size=True, roof=over)
+
+
+OVERHEAD = Kind("overhead", "parameters", _table, _overhead_sheet)
+RANKS = Kind("ranks", "ranks", _table, _ranks_sheet)
+BANDWIDTH = Kind("bandwidth", "op", _table, _bandwidth_sheet)

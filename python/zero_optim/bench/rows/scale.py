@@ -1,0 +1,83 @@
+"""A row of ``benchmarks/bench_scale.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..columns import Column, JsonRow, at, beside_each_other, elements, milliseconds, of_ranks, whole
+from ..drawings import Bars, Kind, Sheet
+
+
+@dataclass(frozen=True)
+class ScaleRow:
+    """What the host does at so many ranks. ``timed`` and ``timed_buckets`` are of small tensors, all else of true
+    shapes. ``of_bucket``: what a small bucket takes, by part."""
+
+    op: str
+    backend: str
+    dtype: str
+    numel: int
+    ranks: int
+    parameters: int
+    buckets: int
+    largest: int  # elements of a bucket
+    padding: float  # over numel
+    exchange: int  # bytes
+    collectives: dict[str, dict[str, int]]  # calls by kind; by when
+    object_bytes: dict[str, int]  # that a rank receives of gathered objects; by when
+    rounds: int
+    timed_buckets: int
+    timed: dict[str, float]  # ms
+    of_bucket: dict[str, float] | None = None  # microseconds, by part
+
+
+BUCKETS = Column("buckets", at("buckets"), whole)
+LARGEST = Column("largest, elements", at("largest"), elements)
+PADDING = Column("padding", at("padding"), "{:.4%}".format, "{:.3%}".format)
+EXCHANGE = Column("exchange, bytes", at("exchange"), whole)
+TIMED_BUCKETS = Column("timed: buckets", at("timed_buckets"), whole)
+IN_STEP = Column("ms", lambda row: sum(row["timed"][lap] for lap in ("hooks", "step", "zero_grad")), milliseconds)
+COLLECTIVES = Column("collectives", lambda row: sum(row["collectives"]["step"].values()), whole)
+NOTE = (
+    "One process plays rank 0; collectives are counted and go nowhere. Times are of one thread, on as many\n"
+    "tensors, 1/4096 of their size, without kernels. Buckets, padding and the exchange are of the true shapes."
+)
+
+
+def _table(rows: Sequence[JsonRow]) -> list[str]:
+    """Stages of one number of ranks beside each other, a figure a line."""
+    first = rows[0]
+    about = f"{elements(first['numel'])} {first['dtype']} in {first['parameters']} parameters, {first['ranks']:,} ranks"
+    columns = [BUCKETS, LARGEST, PADDING, EXCHANGE]
+    for when in first["collectives"]:
+        columns += [_calls(when, kind) for kind in sorted({kind for row in rows for kind in row["collectives"][when]})]
+        columns.append(Column(f"{when}: bytes of objects", at("object_bytes", when), whole))
+    columns.append(TIMED_BUCKETS)
+    columns += [Column(f"timed: {what}, ms", at("timed", what), milliseconds) for what in first["timed"]]
+    parts = list(dict.fromkeys(part for row in rows for part in row.get("of_bucket") or ()))
+    columns += [Column(f"a small bucket: {part}, µs", at("of_bucket", part), "{:.1f}".format) for part in parts]
+    if parts:
+        columns.append(Column("a small bucket: all, µs", _whole_bucket, "{:.1f}".format))
+    return [f"{first['op']}: {about}", *beside_each_other(columns, rows)]
+
+
+def _calls(when: str, kind: str) -> Column:
+    return Column(f"{when}: {kind}", lambda row: row["collectives"][when].get(kind, 0), whole)
+
+
+def _whole_bucket(row: JsonRow) -> float | None:
+    return sum(row["of_bucket"].values()) if row.get("of_bucket") else None
+
+
+def _sheet(rows: Sequence[JsonRow]) -> Sheet:
+    """What the host does in a step, and how much of the buckets is padding, by ranks."""
+    title = f"Python in a step: {elements(rows[0]['numel'])} parameters, {rows[0]['dtype']}"
+    unit = "ms, of the hooks, step and zero_grad"
+    python = Bars(title, unit, rows, IN_STEP, (IN_STEP, IN_STEP), (IN_STEP, BUCKETS, COLLECTIVES), of_ranks)
+    title, unit = "Padding of the buckets", "% of the parameters"
+    padding = Bars(title, unit, rows, PADDING, (PADDING, PADDING), (PADDING, EXCHANGE), of_ranks, 0.01)
+    return Sheet([[python, padding]], NOTE)
+
+
+KIND = Kind("scale", "timed", _table, _sheet)

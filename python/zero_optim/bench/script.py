@@ -1,0 +1,27 @@
+"""Runs a benchmark that a script of ``benchmarks/`` has, with the flags, tables, files and plots of the bench."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..cli import Parser, run_command
+from .request import Menu, add_arguments, read_request
+from .run import Measure, Op, main
+
+
+def run_script(
+    name: str,
+    about: str,
+    menu: Menu,
+    *,
+    ops: Mapping[str, Op] | None = None,
+    alone: Mapping[str, Measure] | None = None,
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Measures what is on the menu, an op by ``ops``, another by ``alone``; returns the exit code. ``about``: for
+    --help."""
+    parser = Parser(prog=f"bench_{name}.py", description=f"{about} Defaults in brackets.", allow_abbrev=False)
+    add_arguments(parser, menu)
+    parser.set_defaults(ops=[*menu.ops, *menu.alone])
+    parsed = parser.parse_args(arguments)
+    return run_command(parser.prog, lambda: main(read_request(parsed, menu), ops or {}, alone or {}))
