@@ -1,4 +1,4 @@
-"""What the programs of ``part_programs.py`` are made of: modules of many kinds, and the words that a program uses.
+"""What the programs are made of: modules of many kinds, and the words that a program uses.
 
 Every module maps [rows, H] to [rows, H], so that any of them may follow any other. ``call`` hides in what form a module
 returns it. A program's text runs in three ways, which ``Words`` tells apart: on a sharded model, on the same model at
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -362,7 +362,8 @@ class Words:
 
     stage: int
     dtype: torch.dtype
-    seen: list[tuple[str, Any]] = field(default_factory=list)
+    tick: Callable[[], None]  # that it goes on
+    seen: list[Any] = field(default_factory=list)
 
     @property
     def sharded(self) -> bool:
@@ -398,7 +399,8 @@ class Words:
             for item in value:
                 self.see(item)
             return
-        self.seen.append(("", value.detach().clone() if isinstance(value, Tensor) else value))
+        self.seen.append(value.detach().clone() if isinstance(value, Tensor) else value)
+        self.tick()
 
     def back(self, loss: Tensor, **options: Any) -> None:
         """``loss.backward()``, where there is anything to go back to."""
