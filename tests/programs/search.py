@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     made.add_argument("--no-shrink", action="store_true")
     made.add_argument("--shrink-seconds", type=float, default=SECONDS, help="for one failure")
     made.add_argument("--out", type=Path, help="a file for the failures")
+    made.add_argument("--without", default="$^", help="a regular expression: programs to leave out, by their text")
     made.add_argument("--program", type=Path, help="a file with one program: run it alone, and no other")
     return made
 
@@ -55,7 +57,7 @@ def _search(family: Family, drawn: Iterator[Named], options: argparse.Namespace)
     shown: set[str] = set()
     end = time.monotonic() + options.seconds
     programs = failures = 0
-    for batch in _batches(family, drawn, options.batch):
+    for batch in _batches(family, drawn, options.batch, options.without):
         if time.monotonic() >= end or failures >= options.failures:
             break
         names = {repr(made): name for name, made in batch}
@@ -77,10 +79,12 @@ def _search(family: Family, drawn: Iterator[Named], options: argparse.Namespace)
     print(f"{family.name}: {programs} programs, {failures} failures")
 
 
-def _batches(family: Family, drawn: Iterator[Named], size: int) -> Iterator[list[Named]]:
+def _batches(family: Family, drawn: Iterator[Named], size: int, without: str) -> Iterator[list[Named]]:
     """Programs of one world size each."""
     by_world: dict[int, list[Named]] = {}
     for name, made in drawn:
+        if re.search(without, str(made)):
+            continue
         waiting = by_world.setdefault(family.world(made), [])
         waiting.append((name, made))
         if len(waiting) == size:

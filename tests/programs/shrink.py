@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
@@ -23,24 +23,34 @@ def shrink(family: Family, failure: Failure, seconds: float = SECONDS) -> Failur
     best = next((found for found in again if found), None)
     if best is None:
         return failure if failure.kind == "in company" else replace(failure, kind=f"{failure.kind}, not alone")
-    best = _shorter(family, best, end)
+
+    def again_of(program: Any) -> Failure | None:
+        return run_alone(family, program, HANGS_AFTER) if family.why_not(program) is None else None
+
+    best = shortest(best, family.smaller, again_of, end)
     if best.kind == "hangs" and (patient := run_alone(family, best.program, STANDSTILL)):
         best = replace(best, message=f"{best.message}\nlater: {patient.kind}: {patient.message}")
     return best
 
 
-def _shorter(family: Family, best: Failure, end: float) -> Failure:
+def shortest(
+    best: Failure,
+    smaller: Callable[[Any], Iterator[Any]],
+    again_of: Callable[[Any], Failure | None],
+    end: float,
+) -> Failure:
+    """Go on to a smaller program that fails in the same way, until there is none, or until the time ``end``."""
     tried = {repr(best.program)}
     shorter = True
     while shorter:
         shorter = False
-        for candidate in family.smaller(best.program):
+        for candidate in smaller(best.program):
             if time.monotonic() > end:
                 return best
-            if repr(candidate) in tried or family.why_not(candidate) is not None:
+            if repr(candidate) in tried:
                 continue
             tried.add(repr(candidate))
-            again = run_alone(family, candidate, HANGS_AFTER)
+            again = again_of(candidate)
             if again and again.kind == best.kind:
                 best, shorter = again, True
                 break

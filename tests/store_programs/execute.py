@@ -50,9 +50,11 @@ def plain(value: Any) -> Any:
 class Machine(Operations):
     """One run of one program on this rank. ``stores``: of its optimizers in order; empty: torch.optim.AdamW itself."""
 
-    def __init__(self, program: Program, rank: int, stores: list[dict[str, Any]], folder: str) -> None:
+    def __init__(
+        self, program: Program, rank: int, stores: list[dict[str, Any]], folder: str, tick: Callable[[], None]
+    ) -> None:
         self.program, self.config, self.rank, self.world = program, program["config"], rank, program["world"]
-        self.stores, self.folder = stores, folder
+        self.stores, self.folder, self.tick = stores, folder, tick
         self.trace: Trace = []
         self.saved: dict[tuple[str, int], Any] = {}
         self.speculated: collections.Counter[str] = collections.Counter()
@@ -102,6 +104,7 @@ class Machine(Operations):
 
     def see(self, what: str, value: Any) -> None:
         self.trace.append((f"{self.label}: {what}", plain(value)))
+        self.tick()
 
     def _look(self, op: Op) -> None:
         if not op.get("look", True) or (self.ours and self.config.get("overlap_param_gather") and op["op"] == "train"):
