@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zero_optim
+from programs.world import Planned
 from torch import Tensor, nn
 from zero_optim import checkpoint
 
 from store_programs.generate import Op, Program
-from store_programs.models import DTYPES, Block, Boom, Model
+from store_programs.models import DTYPES, Block, Model
 from store_programs.operations import Operations
 
 Trace = list[tuple[str, Any]]
@@ -315,7 +316,7 @@ class Machine(Operations):
         raises, before = micro[kind]["ranks"] == "all" or self.rank in micro[kind]["ranks"], self.rounds_since_step
         try:
             self._backward(op, number, micro, **({kind: micro[kind]["at"]} if raises else {}))
-        except Boom:
+        except Planned:
             self.see("boom", True)
         no_trace = kind == "fail" or micro[kind]["at"] == "first" or self.stage == 3
         needs_step = self.stage == 0 or (no_trace and not self.zeros_since_step)
