@@ -21,21 +21,33 @@ def first_difference(want: Any, have: Any, of_leaves: Callable[[Any, Any], str |
     return next((f"[{key}] {text}" for key, text in found if text), None)
 
 
+def same(a: Any, b: Any) -> bool:
+    """Equal in type and bits, all the way down."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        flat = [one.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for one in (a, b)]
+        return torch.equal(flat[0].view(torch.uint8), flat[1].view(torch.uint8))
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b or repr(a) == repr(b) == "nan"
+
+
 def bits(want: Any, have: Any) -> str | None:
-    """Of leaves: tensors have the same bits, and everything else is equal."""
-    if isinstance(want, Tensor) and isinstance(have, Tensor):
-        if want.dtype != have.dtype or want.numel() != have.numel():
-            return f"{have.dtype} {have.numel()} where {want.dtype} {want.numel()} is right"
-        if not want.numel() or _bytes(want) == _bytes(have):
-            return None
-        a, b = want.flatten(), have.flatten()
-        where = int((a != b).nonzero().flatten()[0]) if bool((a != b).any()) else 0
-        return f"[{where}]: {b[where].item()!r} where {a[where].item()!r} is right"
-    return None if type(want) is type(have) and want == have else f"{short(have)} where {short(want)} is right"
-
-
-def _bytes(value: Tensor) -> bytes:
-    return value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    """Of leaves: they are the ``same``."""
+    if same(want, have):
+        return None
+    if not (isinstance(want, Tensor) and isinstance(have, Tensor)):
+        return f"{short(have)} where {short(want)} is right"
+    if want.dtype != have.dtype or want.shape != have.shape:
+        return f"{have.dtype} {tuple(have.shape)} where {want.dtype} {tuple(want.shape)} is right"
+    a, b = want.flatten(), have.flatten()
+    where = int((a != b).nonzero().flatten()[0]) if bool((a != b).any()) else 0  # else a zero has another sign
+    return f"[{where}]: {b[where].item()!r} where {a[where].item()!r} is right"
 
 
 def short(value: Any) -> str:
