@@ -7,12 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from programs import world
 from torch import Tensor, nn
 
 # Odd sizes, one element, none, whole rows, several rows, a shape with a dimension of 1.
 SHAPES: tuple[tuple[int, ...], ...] = ((17, 9), (300,), (1,), (0,), (5, 3, 2), (128,), (40, 25), (2, 1))
 TINY_CAP_MB = 0.0005  # 524 bytes: nearly every parameter is a bucket of its own
 ROW = 128
+
+# What a random program raises itself, and catches; and a tensor whose backward raises it.
+Planned, raise_in_backward = world.Planned, world.boom
 
 
 def make_parameters(
@@ -56,25 +60,6 @@ def linear_loss(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Ten
 def linear_backward(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     """A backward that gives ``params[i]`` the gradient ``grads[i]``."""
     linear_loss(params, grads).backward()
-
-
-class Planned(Exception):
-    """What a test's program raises itself, and catches."""
-
-
-class _Raise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise Planned
-
-
-def raise_in_backward(x: Tensor) -> Tensor:
-    """``x``; a backward that comes to it raises Planned."""
-    return _Raise.apply(x)
 
 
 @contextlib.contextmanager

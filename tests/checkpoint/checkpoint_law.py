@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy
 import torch
+from programs.compare import bits, first_difference
 from torch import Tensor, nn
 from training_cases import maybe_no_sync
 
@@ -361,52 +362,12 @@ def observe(running: Running) -> Seen:
     return Seen(parameters, buffers, states, options, states_of_random, plain)
 
 
-def same(a: Any, b: Any) -> bool:
-    """Equal in type and bits, all the way down."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        flat = [one.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for one in (a, b)]
-        return torch.equal(flat[0].view(torch.uint8), flat[1].view(torch.uint8))
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b or repr(a) == repr(b) == "nan"
-
-
-def differences(actual: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> Iterator[str]:
-    """Which entries differ, in words."""
-    for name in sorted(set(actual) | set(expected)):
-        if name not in actual or name not in expected:
-            yield f"{what} {name!r} is {'missing' if name not in actual else 'too many'}"
-        elif isinstance(actual[name], dict) and isinstance(expected[name], dict):
-            yield from differences(actual[name], expected[name], f"{what} {name!r}:")
-        elif not same(actual[name], expected[name]):
-            yield f"{what} {name!r} is {actual[name]!r}, expected {expected[name]!r}"[:600]
-
-
 def assert_seen(actual: Seen, expected: Seen, what: str, leave_out: Sequence[str] = ()) -> None:
-    """Raises AssertionError with what differs in bits."""
-    found = []
-    for key in (f.name for f in dataclasses.fields(Seen) if f.name not in leave_out):
-        mine, theirs = getattr(actual, key), getattr(expected, key)
-        if isinstance(mine, dict):
-            found += differences(mine, theirs, key)
-        elif key == "random":
-            found += [
-                f"random state {i} differs" for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if not same(a, b)
-            ]
-        else:
-            for number, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-                if isinstance(a, dict):
-                    found += differences(a, b, f"{key} of optimizer {number}:")
-                else:
-                    for place, (one, other) in enumerate(zip(a, b, strict=True)):
-                        found += differences(one, other, f"{key} of group {place} of optimizer {number}:")
-    assert not found, f"{what}: " + "; ".join(found[:8])
+    """Raises AssertionError with where they first differ in bits."""
+    names = [f.name for f in dataclasses.fields(Seen) if f.name not in leave_out]
+    want, have = ({name: getattr(seen, name) for name in names} for seen in (expected, actual))
+    found = first_difference(want, have, bits)
+    assert found is None, f"{what}: {found}"
 
 
 # -- the law -------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))
 
 from checkpoint_files import read_tensors  # noqa: E402
+from programs.compare import same  # noqa: E402
 from zero_optim import GradScaler, ShardedAdamW, checkpoint  # noqa: E402
 from zero_optim.checkpoint import inspection  # noqa: E402
 from zero_optim.checkpoint.plain import decode  # noqa: E402
@@ -144,16 +145,6 @@ class Job:
             name = names[key] if isinstance(key, int) else key
             found |= {(kind, name): value.clone() for kind, value in entry.items() if kind != "step"}
         return found
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and (a == b or a != a)
 
 
 # -- mutations ---------------------------------------------------------------------------------------------------------

@@ -33,9 +33,9 @@ from checkpoint_law import (
     naming,
     observe,
     rescaled,
-    same,
 )
 from harness import RankFailure, run_ranks
+from programs.compare import same
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import lr_scheduler

@@ -1,9 +1,8 @@
 """Random programs over the whole public face, against a model that was written from the documentation alone.
 
 ``program`` is what a program is, ``law`` which ones are legal, ``oracle`` what they should do, ``script`` their text,
-``execute`` runs them on ranks, ``generate`` makes them, ``shrink`` makes a failing one short, ``known`` has some that
-once went wrong. ``prelude`` is what a
-program's text needs beside torch and zero_optim.
+``prelude`` the words of that text, ``generate`` draws programs, ``shrink`` says what is simpler, and ``known`` has some
+that once went wrong. ``execute`` gives all that to the engine, which is ``programs``.
 
     cd tests && ../.venv/bin/python -m fuzz --seconds 600 --seed 0 --out failures.txt
 

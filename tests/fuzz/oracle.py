@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from programs.compare import first_difference, short
 
 from fuzz.prelude import pattern, start
 from fuzz.program import (
@@ -354,33 +355,21 @@ def expected(program: Program) -> list[Seen]:
 
 def difference(want: Any, have: Any, tight: bool, size: float = 1.0) -> str | None:
     """In words; None: as it should be. ``tight``: fp32 throughout. ``size``: of terms, which may cancel."""
-    if isinstance(want, str) and want == ANY:
-        return None
-    if isinstance(want, dict):
-        if not isinstance(have, dict) or sorted(want) != sorted(have):
-            return f"{_short(have)} where {_short(want)} is right"
-        return next((f"[{k}] {d}" for k in want if (d := difference(want[k], have[k], tight, size))), None)
-    if isinstance(want, list):
-        if not isinstance(have, list) or len(want) != len(have):
-            return f"{_short(have)} where {_short(want)} is right"
-        return next(
-            (
-                f"[{i}] {d}"
-                for i, (w, h) in enumerate(zip(want, have, strict=True))
-                if (d := difference(w, h, tight, size))
-            ),
-            None,
-        )
-    if isinstance(want, np.ndarray):
-        if not isinstance(have, np.ndarray) or want.shape != have.shape:
-            return f"{_short(have)} where {_short(want)} is right"
-        return _arrays(want, have, tight, size)
-    if isinstance(want, float) and isinstance(have, float):
-        if not math.isfinite(want):
-            return None if not math.isfinite(have) else f"{have} where {want} is right"
-        far = abs(want - have) > (1e-3 if tight else 0.05) * max(1.0, abs(want))
-        return f"{have!r} where {want!r} is right" if far else None
-    return None if type(want) is type(have) and want == have else f"{_short(have)} where {_short(want)} is right"
+
+    def of_leaves(want: Any, have: Any) -> str | None:
+        if isinstance(want, str) and want == ANY:
+            return None
+        if isinstance(want, np.ndarray) and isinstance(have, np.ndarray) and want.shape == have.shape:
+            return _arrays(want, have, tight, size)
+        if isinstance(want, float) and isinstance(have, float):
+            if not math.isfinite(want):
+                return None if not math.isfinite(have) else f"{have} where {want} is right"
+            far = abs(want - have) > (1e-3 if tight else 0.05) * max(1.0, abs(want))
+            return f"{have!r} where {want!r} is right" if far else None
+        plain = isinstance(want, str | int | None) and type(want) is type(have)
+        return None if plain and want == have else f"{short(have)} where {short(want)} is right"
+
+    return first_difference(want, have, of_leaves)
 
 
 def _arrays(want: np.ndarray, have: np.ndarray, tight: bool, size: float) -> str | None:
@@ -395,15 +384,6 @@ def _arrays(want: np.ndarray, have: np.ndarray, tight: bool, size: float) -> str
     first, last = np.flatnonzero(off)[[0, -1]]
     where = f"{int(off.sum())} of {off.size} elements, from {first} to {last}"
     return f"{where}: {have[first]} where {want[first]} is right"
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        return f"plain values ({value.size})"
-    if isinstance(value, dict):
-        return f"indices {sorted(value)}"
-    text = repr(value)
-    return text if len(text) < 100 else text[:100] + " ..."
 
 
 def compare(program: Program, want: list[Seen], have: list[list[Any]]) -> str | None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from programs import world
+
+from fuzz import prelude
 from fuzz.program import (
     AddGroup,
     AllReduce,
@@ -235,8 +238,8 @@ def text(program: Program) -> str:
 
 
 def stand_alone(program: Program, title: str) -> str:
-    """A script to paste: the prelude, the program, and its start."""
-    prelude = Path(__file__).with_name("prelude.py").read_text()
+    """A script to paste: what a rank is, the words, the program, and its start."""
+    words = Path(prelude.__file__).read_text().replace("from programs.world import Planned, boom\n", "")
     comment = "".join(f"# {line}\n" for line in title.splitlines())
     main = f'if __name__ == "__main__":\n    spawn(program, {program.world})\n'
-    return f"{comment}{prelude}\n\n{text(program)}\n\n{main}"
+    return f"{comment}{Path(world.__file__).read_text()}\n\n{words}\n\n{text(program)}\n\n{main}"

@@ -1,14 +1,13 @@
-"""Makes a failing program short: what can be left out is, as long as it is legal and fails in the same way."""
+"""What is simpler than a program of the face, for ``programs.shrink``: numbers of what is left out close up."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-from fuzz.execute import Failure, run_alone
-from fuzz.law import why_not
+from programs.shrink import cuts, put, simpler
+
 from fuzz.program import (
     Backward,
     Clip,
@@ -27,50 +26,14 @@ from fuzz.program import (
     Use,
 )
 
-SECONDS = 150.0  # for one failure: a program that hangs costs its time-out at each attempt
-HANGS_AFTER = 2.0
-STANDSTILL = 15.0  # until the optimizer has noticed itself that ranks wait for each other
-ATTEMPTS = 3  # to see it again
-
-
-def shrink(failure: Failure, seconds: float = SECONDS) -> Failure:
-    """The shortest program found that fails in the same way (alone: else the failure as it was)."""
-    end = time.monotonic() + seconds
-    best = next((again for _ in range(ATTEMPTS) if (again := run_alone(failure.program))), None)
-    if best is None:
-        return failure if failure.kind == "in company" else replace(failure, kind=f"{failure.kind}, not alone")
-    best = _shorter(best, end)
-    if best.kind == "hangs" and (patient := run_alone(best.program, STANDSTILL)):
-        best = replace(best, message=f"{best.message}\nlater: {patient.kind}: {patient.message}")
-    return best
-
-
-def _shorter(best: Failure, end: float) -> Failure:
-    tried: set[Program] = {best.program}
-    shorter = True
-    while shorter:
-        shorter = False
-        for candidate in candidates(best.program):
-            if time.monotonic() > end:
-                return best
-            if candidate in tried or why_not(candidate) is not None:
-                continue
-            tried.add(candidate)
-            again = run_alone(candidate, HANGS_AFTER)
-            if again and again.kind == best.kind:
-                best, shorter = again, True
-                break
-    return best
+KEPT = ("stage", "forward")  # with another stage, or where something raises in the forward, it is another failure
 
 
 def candidates(program: Program) -> Iterator[Program]:
     """Simpler programs, the much simpler first. They need not be legal."""
     ops = program.ops
-    size = (len(ops) + 1) // 2
-    while size >= 1:
-        for start in range(len(ops) - size, -1, -1 if size == 1 else -size):
-            yield replace(program, ops=ops[:start] + ops[start + size :])
-        size //= 2
+    for fewer in cuts(ops):
+        yield replace(program, ops=fewer)
     for first in range(len(ops)):  # what is legal only together
         for second in range(first + 2, min(first + 6, len(ops))):
             yield replace(program, ops=tuple(op for i, op in enumerate(ops) if i not in (first, second)))
@@ -85,18 +48,16 @@ def candidates(program: Program) -> Iterator[Program]:
     for o, optim in enumerate(program.optims):
         for p in range(len(optim.shapes)):
             yield without_parameter(program, o, p)
-        for simpler in simpler_optims(optim):
-            yield replace(program, optims=_with(program.optims, o, simpler))
+        for merged in simpler_optims(optim):
+            yield replace(program, optims=put(program.optims, o, merged))
     for i, op in enumerate(ops):
         if isinstance(op, Renew):
             begun = replace(program.optims[op.o], stage=op.stage)
-            yield replace(program, optims=_with(program.optims, op.o, begun), ops=ops[:i] + ops[i + 1 :])
-        for simpler_op in simpler_ops(op):
-            yield replace(program, ops=_with(ops, i, simpler_op))
-
-
-def _with(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
-    return (*items[:index], item, *items[index + 1 :])
+            yield replace(program, optims=put(program.optims, op.o, begun), ops=ops[:i] + ops[i + 1 :])
+        if isinstance(op, Backward):
+            for like_another in simpler_backwards(op):
+                yield replace(program, ops=put(ops, i, like_another))
+    yield from simpler(program, needed=KEPT)
 
 
 def without_rank(program: Program, rank: int) -> Program:
@@ -203,14 +164,10 @@ def without_parameter(program: Program, o: int, gone: int) -> Program:
                 op = replace(op, params=tuple(number(p) for p in op.params if p != gone))
         return op
 
-    return replace(program, optims=_with(program.optims, o, smaller), ops=_each(program.ops, change))
+    return replace(program, optims=put(program.optims, o, smaller), ops=_each(program.ops, change))
 
 
 def simpler_optims(optim: Optim) -> Iterator[Optim]:
-    plain = Optim(shapes=optim.shapes, stage=optim.stage, groups=optim.groups, late=optim.late, units=optim.units)
-    for field in fields(Optim):
-        if getattr(optim, field.name) != getattr(plain, field.name):
-            yield replace(optim, **{field.name: getattr(plain, field.name)})
     if len(optim.groups) > 1 or optim.groups[0] != Group(optim.groups[0].params):
         yield replace(optim, groups=(Group(tuple(p for g in optim.groups for p in g.params)),))
     if optim.late:
@@ -219,46 +176,18 @@ def simpler_optims(optim: Optim) -> Iterator[Optim]:
     for p, shape in enumerate(optim.shapes):
         for smaller in ((1,), (300,)):
             if shape != smaller and not (shape == (1,) and smaller == (300,)):
-                yield replace(optim, shapes=_with(optim.shapes, p, smaller))
+                yield replace(optim, shapes=put(optim.shapes, p, smaller))
 
 
-def simpler_ops(op: Op) -> Iterator[Op]:
-    if isinstance(op, Clip):
-        for simple in (Clip(op.o, op.max_norm), Clip(op.o, 1.0, op.norm_type, op.params)):
-            if simple != op:
-                yield simple
-    for name in ("closure", "before", "after") if isinstance(op, Step) else ():
-        of = getattr(op, name)
-        for i, inner in enumerate(of):
-            yield replace(op, **{name: of[:i] + of[i + 1 :]})
-            for simple in simpler_ops(inner):
-                yield replace(op, **{name: _with(of, i, simple)})
-    if not isinstance(op, Backward):
-        return
-    if op.roots > 1:
-        yield replace(op, roots=1)
+def simpler_backwards(op: Backward) -> Iterator[Backward]:
+    """Ranks that do the same, coefficients of one, and links that are left out on all ranks."""
     for rank in range(1, len(op.ranks)):
         if op.ranks[rank] != op.ranks[0]:
-            yield replace(op, ranks=_with(op.ranks, rank, op.ranks[0]))
-            yield replace(op, ranks=_with(op.ranks, 0, op.ranks[rank]))
-    for i in range(len(op.no_sync)):
-        yield replace(op, no_sync=op.no_sync[:i] + op.no_sync[i + 1 :])
-    ones = _links(op, _one)
-    if ones != op:
-        yield ones
-    for rank, chain in enumerate(op.ranks):
-        for i, link in enumerate(chain or ()):
-            assert chain is not None
-            yield replace(op, ranks=_with(op.ranks, rank, chain[:i] + chain[i + 1 :]))
-            everywhere = tuple(None if c is None else tuple(k for k in c if k != link) for c in op.ranks)
-            yield replace(op, ranks=everywhere)
-            if isinstance(link, Net):
-                for j, part in enumerate(link.links):
-                    shorter = replace(link, links=link.links[:j] + link.links[j + 1 :])
-                    yield replace(op, ranks=_with(op.ranks, rank, _with(chain, i, shorter)))
-                    if isinstance(part, Unit) and part.uses:
-                        unused = replace(link, links=_with(link.links, j, Unit(part.k, ())))
-                        yield replace(op, ranks=_with(op.ranks, rank, _with(chain, i, unused)))
+            yield replace(op, ranks=put(op.ranks, rank, op.ranks[0]))
+            yield replace(op, ranks=put(op.ranks, 0, op.ranks[rank]))
+    yield _links(op, _one)
+    for link in dict.fromkeys(link for chain in op.ranks for link in chain or ()):
+        yield replace(op, ranks=tuple(None if c is None else tuple(k for k in c if k != link) for c in op.ranks))
 
 
 def _one(link: Link) -> Link:

@@ -9,16 +9,18 @@ import copy
 
 import pytest
 from harness import close_pool
+from programs.family import Failure
+from programs.run import run_alone, run_batch
+from programs.shrink import shrink
 
-from fuzz.__main__ import report
-from fuzz.execute import Failure, run_alone, run_batch
+from fuzz.execute import FACE, told
 from fuzz.generate import PLAIN, SEVERAL, STAGE3, Flavour, program
 from fuzz.known import KNOWN
 from fuzz.law import why_not
 from fuzz.oracle import compare, expected
 from fuzz.program import AllReduce, Backward, Boom, Group, ModuleZero, Optim, Program, Step, Use, Zero, arrivals
 from fuzz.script import text
-from fuzz.shrink import candidates, shrink
+from fuzz.shrink import candidates
 
 
 def _of_world(flavour: Flavour, first_seed: int, count: int, world: int) -> list[Program]:
@@ -29,7 +31,7 @@ def _of_world(flavour: Flavour, first_seed: int, count: int, world: int) -> list
 def _fail_with(failures: list[Failure], name: str) -> None:
     if failures:
         close_pool()
-        pytest.fail("\n\n".join(report(shrink(failure, seconds=60), name) for failure in failures[:2]))
+        pytest.fail(told(failures, name))
 
 
 @pytest.mark.parametrize(
@@ -46,14 +48,14 @@ def _fail_with(failures: list[Failure], name: str) -> None:
 )
 def test_programs_do_what_the_model_says(name, flavour, count, world):
     programs = _of_world(flavour, 1000 if "again" in name else 0, count, world)
-    _fail_with(run_batch(programs), name)
+    _fail_with(run_batch(FACE, programs), name)
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_once_went_wrong(name):
     assert why_not(KNOWN[name]) is None
-    failure = run_alone(KNOWN[name])
-    assert failure is None, report(failure, name)
+    failure = run_alone(FACE, KNOWN[name])
+    assert failure is None, f"{failure.kind}: {failure.message}\n{text(KNOWN[name])}"
 
 
 OPTIM = Optim(shapes=((300,), (5,)), groups=(Group((0, 1)),))
@@ -117,17 +119,17 @@ def test_a_wrong_number_is_seen():
 
 
 def test_what_raises_is_told_with_its_line():
-    assert run_alone(_program(Backward((BOTH, BOTH)), Step(0))) is None
-    failure = run_alone(Program(2, (Optim(shapes=((3,),), groups=(Group((0,), lr=-1.0),)),), ()))
+    assert run_alone(FACE, _program(Backward((BOTH, BOTH)), Step(0))) is None
+    failure = run_alone(FACE, Program(2, (Optim(shapes=((3,),), groups=(Group((0,), lr=-1.0),)),), ()))
     assert failure is not None and failure.kind == "raises" and "lr" in failure.message
 
 
 def test_a_failure_is_made_short():
     wrong = Optim(shapes=((300,), (5,), (7,)), groups=(Group((0, 2)), Group((1,), lr=-1.0)))
     made = Program(2, (wrong,), (Backward((BOTH, BOTH)), Step(0), Zero(0), Backward((BOTH, None)), Step(0)))
-    failure = run_alone(made)
+    failure = run_alone(FACE, made)
     assert failure is not None
-    short = shrink(failure, seconds=60)
+    short = shrink(FACE, failure, seconds=60)
     assert short.program.ops == () and len(short.program.optims[0].shapes) == 1
     assert why_not(short.program) is None and "def program" in text(short.program)
     assert all(candidate != made for candidate in candidates(made))

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zero_optim
+from programs.world import Planned
 from torch import Tensor, nn
 from zero_optim import checkpoint
 
 from store_programs.generate import Op, Program
-from store_programs.models import DTYPES, Block, Boom, Model
+from store_programs.models import DTYPES, Block, Model
 from store_programs.operations import Operations
 
 Trace = list[tuple[str, Any]]
@@ -50,9 +51,11 @@ def plain(value: Any) -> Any:
 class Machine(Operations):
     """One run of one program on this rank. ``stores``: of its optimizers in order; empty: torch.optim.AdamW itself."""
 
-    def __init__(self, program: Program, rank: int, stores: list[dict[str, Any]], folder: str) -> None:
+    def __init__(
+        self, program: Program, rank: int, stores: list[dict[str, Any]], folder: str, tick: Callable[[], None]
+    ) -> None:
         self.program, self.config, self.rank, self.world = program, program["config"], rank, program["world"]
-        self.stores, self.folder = stores, folder
+        self.stores, self.folder, self.tick = stores, folder, tick
         self.trace: Trace = []
         self.saved: dict[tuple[str, int], Any] = {}
         self.speculated: collections.Counter[str] = collections.Counter()
@@ -102,6 +105,7 @@ class Machine(Operations):
 
     def see(self, what: str, value: Any) -> None:
         self.trace.append((f"{self.label}: {what}", plain(value)))
+        self.tick()
 
     def _look(self, op: Op) -> None:
         if not op.get("look", True) or (self.ours and self.config.get("overlap_param_gather") and op["op"] == "train"):
@@ -312,7 +316,7 @@ class Machine(Operations):
         raises, before = micro[kind]["ranks"] == "all" or self.rank in micro[kind]["ranks"], self.rounds_since_step
         try:
             self._backward(op, number, micro, **({kind: micro[kind]["at"]} if raises else {}))
-        except Boom:
+        except Planned:
             self.see("boom", True)
         no_trace = kind == "fail" or micro[kind]["at"] == "first" or self.stage == 3
         needs_step = self.stage == 0 or (no_trace and not self.zeros_since_step)

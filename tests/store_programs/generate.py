@@ -1,7 +1,7 @@
 """A program of a seed: plain data, so that it can be printed, kept in a file and made smaller.
 
 ``{"world", "config", "runs", "ops"}``. Each entry of ``ops`` is legal wherever it stands, and most keys of an entry may
-be left out: ``execute`` has the defaults. That is what lets ``shrink`` drop anything.
+be left out: ``execute`` has the defaults. That is what lets ``law.Stores.smaller`` drop anything.
 """
 
 from __future__ import annotations

@@ -6,26 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from programs.world import Planned, boom
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Boom(Exception):
-    """What a forward or a backward raises where a program says so."""
-
-
-class Bomb(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise Boom
 
 
 class Block(nn.Module):
@@ -71,16 +56,16 @@ class Model(nn.Module):
             x = x * self.scale + self.empty.sum().to(x.dtype)
         for number, (block, used) in enumerate(zip(self.blocks, use, strict=True)):
             if fail == number:
-                raise Boom
+                raise Planned
             if used and self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, used == 2, use_reentrant=self.recompute == "reentrant")
             elif used:
                 x = block(x, used == 2)
             if bomb == number:
-                x = Bomb.apply(x)
+                x = boom(x)
         x = self.head(x.to(self.head.weight.dtype))
         if hasattr(self, "extra"):
             x = x + self.extra(x)
         if fail == "first":
-            raise Boom
-        return Bomb.apply(x) if bomb == "first" else x
+            raise Planned
+        return boom(x) if bomb == "first" else x

@@ -3,45 +3,41 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from harness import run_ranks
+from programs.family import Failure
+from programs.run import run_batch, seen_in_batch
+from programs.shrink import shortest
 from store_programs.generate import Program, generate
-from store_programs.law import Verdict, judge_all
-from store_programs.shrink import shrink
+from store_programs.law import Stores, Verdict
 
+STORES, PLAIN = Stores(), Stores(plain=True)
 SEEDS = {1: range(0, 6), 2: (102, 103, 106, 108, 114, 117, 121, 122), 3: range(200, 202)}  # by ranks
 
 
-def failures(programs: list[Program], by_rank: list[list[Verdict]]) -> list[str]:
-    """What was found, each with the program; and a line where a failure has ended the list early."""
-    found = [
-        f"rank {rank}: {verdict.difference}\n{program}"
-        for rank, verdicts in enumerate(by_rank)
-        for program, verdict in zip(programs, verdicts, strict=False)
-        if verdict.difference
-    ]
-    return found + [f"only {len(v)} programs ran" for v in by_rank if len(v) < len(programs)]
+def verdicts(family: Stores, programs: list[Program], folder: Path) -> list[Verdict]:
+    """Of every program on rank 0; none may break the law on any rank."""
+    seen = seen_in_batch(family, programs, str(folder))
+    wrong = [f"{text}\n{p}" for p, of in zip(programs, seen, strict=True) if (text := family.verdict(p, of))]
+    assert not wrong, "\n".join(wrong)
+    return [entries[0][-1][0] for entries in seen]
 
 
 @pytest.mark.parametrize("world", SEEDS)
 def test_every_store_gives_the_bits_of_none(world: int, tmp_path: Path) -> None:
-    programs = [generate(seed, world) for seed in SEEDS[world]]
-    by_rank = run_ranks(world, judge_all, programs, str(tmp_path), timeout=120)
-    assert not failures(programs, by_rank)
-    speculated = sum((verdict.speculated for verdict in by_rank[0]), Counter())
+    judged = verdicts(STORES, [generate(seed, world) for seed in SEEDS[world]], tmp_path)
+    speculated = sum((verdict.speculated for verdict in judged), Counter())
     assert world != 2 or (speculated["right"] and speculated["redone"]), (
         "no program came to what speculation may get wrong"
     )
 
 
 def test_one_rank_in_fp32_is_torch_within_rounding(tmp_path: Path) -> None:
-    programs = [generate(seed, 1, plain=True) for seed in range(15)]
-    by_rank = run_ranks(1, judge_all, programs, str(tmp_path), True, timeout=60)
-    assert not failures(programs, by_rank)
-    assert not any(verdict.ended for verdict in by_rank[0])
+    judged = verdicts(PLAIN, [generate(seed, 1, plain=True) for seed in range(15)], tmp_path)
+    assert not any(verdict.ended for verdict in judged)
 
 
 def program_of_another_eps() -> Program:
@@ -52,12 +48,18 @@ def program_of_another_eps() -> Program:
     return copy.deepcopy(program) | {"runs": [[broken]], "ops": [ordinary, *program["ops"], ordinary]}
 
 
-def test_another_result_is_told_on_every_rank(tmp_path: Path) -> None:
-    for (verdict,) in run_ranks(2, judge_all, [program_of_another_eps()], str(tmp_path)):
-        assert "parameters" in verdict.difference
+def test_another_result_is_told_on_every_rank() -> None:
+    (failure,) = run_batch(STORES, [program_of_another_eps()])
+    assert failure.kind == "differs parameter"
+    assert "rank 0: run 0" in failure.message and "rank 1: run 0" in failure.message
 
 
 def test_shrinking_keeps_what_fails() -> None:
     program = generate(3, 1) | {"ops": [{"op": "eval", "data": n} for n in range(9)]}
-    small = shrink(program, lambda p: any(op.get("data") == 5 for op in p["ops"]), seconds=5)
+
+    def again_of(less: Program) -> Failure | None:
+        return Failure(less, "", "") if any(op.get("data") == 5 for op in less["ops"]) else None
+
+    small = shortest(Failure(program, "", ""), STORES.smaller, again_of, end=math.inf).program
     assert small["ops"] == [{"op": "eval", "data": 5}]
+    assert set(small["config"]) == {"stage", "width", "dtypes", "lr"}

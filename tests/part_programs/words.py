@@ -1,4 +1,4 @@
-"""What the programs of ``part_programs.py`` are made of: modules of many kinds, and the words that a program uses.
+"""What the programs are made of: modules of many kinds, and the words that a program uses.
 
 Every module maps [rows, H] to [rows, H], so that any of them may follow any other. ``call`` hides in what form a module
 returns it. A program's text runs in three ways, which ``Words`` tells apart: on a sharded model, on the same model at
@@ -9,36 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import zero_optim
+from programs.world import Planned as Boom
+from programs.world import boom as raise_in_backward
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 H, ROWS, WORDS_KNOWN = 12, 3, 12
 EPS = 0.1  # beside it gradients are small, so that an update is about as large as its gradient
-
-
-class Boom(Exception):
-    """What a program raises, and catches."""
-
-
-class _Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, raises: bool) -> Tensor:
-        ctx.raises = raises
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        if ctx.raises:
-            raise Boom
-        return grads[0], None
 
 
 def on_this_rank(ranks: Any) -> bool:
@@ -53,7 +38,7 @@ def world() -> int:
 
 def boom(x: Tensor, ranks: Any = True) -> Tensor:
     """``x``; a backward that comes to it raises, on all ranks or on one."""
-    return _Boom.apply(x, on_this_rank(ranks))
+    return raise_in_backward(x) if on_this_rank(ranks) else x.clone()
 
 
 @contextlib.contextmanager
@@ -362,7 +347,8 @@ class Words:
 
     stage: int
     dtype: torch.dtype
-    seen: list[tuple[str, Any]] = field(default_factory=list)
+    tick: Callable[[], None]  # that it goes on
+    seen: list[Any] = field(default_factory=list)
 
     @property
     def sharded(self) -> bool:
@@ -398,7 +384,8 @@ class Words:
             for item in value:
                 self.see(item)
             return
-        self.seen.append(("", value.detach().clone() if isinstance(value, Tensor) else value))
+        self.seen.append(value.detach().clone() if isinstance(value, Tensor) else value)
+        self.tick()
 
     def back(self, loss: Tensor, **options: Any) -> None:
         """``loss.backward()``, where there is anything to go back to."""

@@ -1,0 +1,228 @@
+"""Runs programs on ranks: many in one process group of the pool's for speed, or one alone on forked ranks for
+shrinking."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import linecache
+import multiprocessing
+import os
+import re
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import RankFailure, run_ranks
+from simulated_gpu.switch import chosen
+
+from programs import world
+from programs.family import Entries, Failure, Family
+
+START_SECONDS = 30.0  # of a batch, beside what its programs take, and the group's own time-out of 20
+ALONE_SECONDS = 6.0
+
+
+def execute(text: str, name: str, names: dict[str, Any]) -> dict[str, Any]:
+    """The names of a program's text after it was run; tracebacks show its lines. ``name``: <like this>."""
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    exec(compile(text, name, "exec"), names)
+    return names
+
+
+# Many in one group
+
+
+def _run_batch(rank: int, world_size: int, family: Family, programs: Sequence[Any], folder: str) -> list[Entries]:
+    warnings.simplefilter("ignore")
+    results: list[Entries] = []
+    for index, program in enumerate(programs):
+        Path(folder, f"at-{rank}").write_text(str(index))
+        entries: Entries = []
+        try:
+            family.run(program, rank, f"{folder}/files", lambda *seen, to=entries: to.append(seen))
+        except BaseException as error:
+            raise RuntimeError(f"program {index}, after {len(entries)} operations") from error
+        results.append(entries)
+    dist.barrier()
+    return results
+
+
+def seen_in_batch(family: Family, programs: Sequence[Any], folder: str) -> list[list[Entries]]:
+    """What each rank saw of each program. Raises RankFailure."""
+    one_order = all(map(family.one_order, programs))
+    seconds = START_SECONDS + family.seconds * len(programs)
+    by_rank = run_ranks(
+        family.world(programs[0]), _run_batch, family, programs, folder, timeout=seconds, one_order=one_order
+    )
+    return [list(seen) for seen in zip(*by_rank, strict=True)]
+
+
+def run_batch(family: Family, programs: Sequence[Any]) -> list[Failure]:
+    """Programs of one world size, one after another in one process group. One that raises or hangs ends the group. It
+    is looked at alone, and those after it have another group."""
+    failures: list[Failure] = []
+    while programs:
+        with tempfile.TemporaryDirectory(prefix="programs-") as folder:
+            try:
+                seen = seen_in_batch(family, list(programs), folder)
+            except RankFailure as error:
+                at, text = _reached(folder, family.world(programs[0])), str(error)
+            else:
+                return failures + _differences(family, programs, seen)
+        before, program, programs = programs[:at], programs[at], programs[at + 1 :]
+        failures += run_batch(family, before)
+        company = Failure(program, "in company", f"alone it does not fail:\n{[*before, program]!r}\n{text}")
+        failures.append(run_alone(family, program) or company)
+    return failures
+
+
+def _reached(folder: str, world_size: int) -> int:
+    """The first program that not every rank has gone past. A rank that has written nothing has begun none."""
+    reached = [Path(folder, f"at-{rank}") for rank in range(world_size)]
+    return min(int(file.read_text() or 0) if file.exists() else 0 for file in reached)
+
+
+def _differences(family: Family, programs: Sequence[Any], seen: list[list[Entries]]) -> list[Failure]:
+    judged = [(program, family.verdict(program, of)) for program, of in zip(programs, seen, strict=True)]
+    return [Failure(program, family.kind("differs", text), text) for program, text in judged if text]
+
+
+# One alone
+
+
+def run_alone(family: Family, program: Any, seconds: float = ALONE_SECONDS) -> Failure | None:
+    """One program on forked ranks, as a script would run it."""
+    if chosen() is not None:  # a forked rank has no simulation
+        return _run_simulated(family, program)
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(family.world(program))]
+    with tempfile.TemporaryDirectory(prefix="programs-") as directory:
+        ranks = [
+            context.Process(target=_child, args=(rank, len(pipes), directory, family, program, there), daemon=True)
+            for rank, (_, there) in enumerate(pipes)
+        ]
+        for process in ranks:
+            process.start()
+        for _, there in pipes:
+            there.close()
+        results = _collect([here for here, _ in pipes], ranks, seconds)
+        stacks = [_stack(process, Path(directory, f"stack-{rank}")) for rank, process in enumerate(ranks)]
+        for process in ranks:
+            process.kill()
+        for process in ranks:
+            process.join()
+    failure = _judge(family, program, results, [process.exitcode for process in ranks], stacks)
+    return None if failure is None or family.excused(failure) else failure
+
+
+def check(family: Family, program: Any) -> None:
+    """Raises AssertionError where a program, alone, does other than it should."""
+    torch.set_num_threads(1)
+    if failure := run_alone(family, program):
+        raise AssertionError(f"{failure.kind}: {failure.message}\n{program!r}")
+
+
+def _run_simulated(family: Family, program: Any) -> Failure | None:
+    with tempfile.TemporaryDirectory(prefix="programs-") as folder:
+        try:
+            seen = seen_in_batch(family, [program], folder)
+        except RankFailure as error:
+            return Failure(program, family.kind("raises", str(error)), str(error))
+    return next(iter(_differences(family, [program], seen)), None)
+
+
+def _stack(process: BaseProcess, file: Path) -> str:
+    """Where a rank hangs, in short; empty: it does not."""
+    if process.pid is None or not process.is_alive() or not file.exists():
+        return ""
+    os.kill(process.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline and process.is_alive() and not file.read_text().endswith("in _child\n"):
+        process.join(0.02)
+    frames = re.findall(r'File ".*?([^/"]*)", line (\d+) in (\w+)', file.read_text())
+    shown = [f"{name}:{line} {function}" for name, line, function in frames if "site-packages" not in name]
+    return " < ".join(shown[:12])
+
+
+def _child(rank: int, world_size: int, directory: str, family: Family, program: Any, pipe: Any) -> None:
+    entries: Entries = []
+    faulthandler.register(signal.SIGUSR1, file=open(Path(directory, f"stack-{rank}"), "w"))  # noqa: SIM115  to the end
+
+    def see(*seen: Any) -> None:
+        entries.append(seen)
+        pipe.send(("at", len(entries)))
+
+    def run(rank: int, _: int, see: Any) -> None:
+        family.run(program, rank, f"{directory}/files", see)
+
+    def done(rank: int, error: str | None) -> None:
+        pipe.send(("done", (error, entries)))
+
+    try:
+        world.child(rank, world_size, directory, run, see, 60.0, done)
+    except BaseException:
+        pipe.send(("done", (world.brief(), entries)))
+
+
+def _busy(process: BaseProcess) -> bool:
+    """Whether a thread of it could run: on a loaded machine that is no hang."""
+    states = []
+    for stat in Path(f"/proc/{process.pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # that thread has ended
+            states.append(stat.read_text().rpartition(")")[2].split()[0])
+    return any(state in "RD" for state in states)
+
+
+def _collect(pipes: list[Any], ranks: list[Any], seconds: float) -> list[tuple[int, Any]]:
+    """For each rank how many operations it saw, and what it was done with, if it was.
+
+    A hang is ``seconds`` without an operation, at whose end no rank could run.
+    """
+    results: list[tuple[int, Any]] = [(0, None)] * len(pipes)
+    open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
+    last = time.monotonic() + 10 * seconds
+    failed = False
+    deadline = time.monotonic() + seconds
+    while open_pipes:
+        ready = wait(list(open_pipes), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready and (time.monotonic() >= last or not any(map(_busy, ranks))):
+            break
+        deadline = time.monotonic() + (2 if failed else seconds if ready else 0.5)
+        for pipe in ready:
+            rank = open_pipes[pipe]
+            try:
+                word, value = pipe.recv()
+            except (EOFError, OSError):
+                word, value = "done", ("died", [])
+            if word == "at":
+                results[rank] = (value, None)
+                continue
+            results[rank] = (results[rank][0], value)
+            del open_pipes[pipe]
+            failed = failed or value[0] is not None  # the others have a little time for errors of their own
+    return results
+
+
+def _judge(
+    family: Family, program: Any, results: list[tuple[int, Any]], codes: list[int | None], stacks: list[str]
+) -> Failure | None:
+    errors = {rank: value[0] for rank, (_, value) in enumerate(results) if value is not None and value[0]}
+    reached = ", ".join(f"rank {rank} at operation {at}" for rank, (at, _) in enumerate(results))
+    if errors:
+        texts = "\n".join(f"rank {rank} (exit code {codes[rank]}): {error}" for rank, error in errors.items())
+        standing = "".join(f"\nrank {rank} at {stack}" for rank, stack in enumerate(stacks) if stack)
+        message = f"{reached}\n{texts}{standing}"
+        return Failure(program, family.kind("raises", message), message)
+    if any(value is None for _, value in results):
+        standing = "".join(f"\nrank {rank}: {stack}" for rank, stack in enumerate(stacks) if stack)
+        return Failure(program, family.kind("hangs", reached + standing), reached + standing)
+    return next(iter(_differences(family, [program], [[value[1] for _, value in results]])), None)
