@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
+
+import warm_python
 
 
 class Ended(NamedTuple):
@@ -24,7 +25,7 @@ def run_script(text: str, world_size: int, folder: Path, *arguments: str) -> lis
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(world_size), str(folder / "store"), *arguments],
+            [warm_python.executable(), str(script), str(rank), str(world_size), str(folder / "store"), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
