@@ -1,14 +1,13 @@
-"""Runs a script on several ranks, each of which starts Python anew."""
+"""Runs a script on several ranks, each a process of its own."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
-
-import warm_python
 
 
 class Ended(NamedTuple):
@@ -17,7 +16,9 @@ class Ended(NamedTuple):
     errors: str
 
 
-def run_script(text: str, world_size: int, folder: Path, *arguments: str) -> list[Ended]:
+def run_script(
+    text: str, world_size: int, folder: Path, *arguments: str, python: str = sys.executable
+) -> list[Ended]:
     """How each rank ended. Its arguments are its rank, ``world_size``, a file to meet at, and ``arguments``."""
     script = folder / "script.py"
     script.write_text(text)
@@ -25,7 +26,7 @@ def run_script(text: str, world_size: int, folder: Path, *arguments: str) -> lis
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     ranks = [
         subprocess.Popen(
-            [warm_python.executable(), str(script), str(rank), str(world_size), str(folder / "store"), *arguments],
+            [python, str(script), str(rank), str(world_size), str(folder / "store"), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
