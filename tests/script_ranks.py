@@ -16,9 +16,7 @@ class Ended(NamedTuple):
     errors: str
 
 
-def run_script(
-    text: str, world_size: int, folder: Path, *arguments: str, python: str = sys.executable
-) -> list[Ended]:
+def run_script(text: str, world_size: int, folder: Path, *arguments: str, python: str = sys.executable) -> list[Ended]:
     """How each rank ended. Its arguments are its rank, ``world_size``, a file to meet at, and ``arguments``."""
     script = folder / "script.py"
     script.write_text(text)

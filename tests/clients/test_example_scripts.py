@@ -41,7 +41,15 @@ ACCELERATE_LOOP = ("accelerate_loop", ["--steps", "10", "--checkpoint"], "micro-
 )
 def test_two_processes(launcher: list[str], name: str, options: list[str], sign: str, tmp_path: Any) -> None:
     """At stage 3. The launchers are as they are, not as the other tests imitate them."""
-    command = [warm_python.executable(), *launcher, str(EXAMPLES / f"{name}.py"), "--stage", "3", *options, str(tmp_path / "out")]
+    command = [
+        warm_python.executable(),
+        *launcher,
+        str(EXAMPLES / f"{name}.py"),
+        "--stage",
+        "3",
+        *options,
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(sign) == 1, done.stdout  # rank 0 alone speaks

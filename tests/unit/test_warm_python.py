@@ -1,4 +1,4 @@
-"""The interpreter that has imported torch already, against the usual one: whatever a program can see or show of itself."""
+"""The interpreter that has imported torch already, against the usual one: what a program can see, and how it ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENDINGS = {
     "by an error": "def f(): 1 / 0\nf()",
     "by a signal": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-    "at once": "import os; os._exit(3)",
+    "at once": "import os; print('shown where nothing is buffered'); os._exit(3)",
     "with what runs at exit": "import atexit; atexit.register(print, 'the last word'); print('before')",
     "within its threads": "import threading; threading.Thread(target=lambda: print('of a thread')).start()",
 }
@@ -51,8 +51,9 @@ def test_a_program_sees_the_same(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_program_ends_the_same(ending: str) -> None:
-    warm, usual = _both(["-c", ENDINGS[ending]])
-    assert warm == usual
+    for options in ([], ["-u"]):
+        warm, usual = _both([*options, "-c", ENDINGS[ending]])
+        assert warm == usual
 
 
 def test_it_has_torch_and_so_has_what_it_starts() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import random
@@ -153,7 +154,9 @@ def _become(about: dict[str, Any], files: list[int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     wanted = about["files"]
     aside = max([*files, *wanted]) + 1
-    held = {number: os.dup2(file, aside + place) for place, (number, file) in enumerate(zip(wanted, files))}
+    held = {
+        number: os.dup2(file, aside + place) for place, (number, file) in enumerate(zip(wanted, files, strict=True))
+    }
     os.closerange(0, aside)
     for number, file in held.items():
         os.dup2(file, number, inheritable=True)
@@ -162,7 +165,7 @@ def _become(about: dict[str, Any], files: list[int]) -> None:
     os.environ.update(about["environment"])
     os.chdir(about["folder"])
     unbuffered = "-u" in about["arguments"][:2] or bool(os.environ.get("PYTHONUNBUFFERED"))
-    sys.stdin = open(0, closefd=False) if 0 in held else None
+    sys.stdin = open(0, closefd=False) if 0 in held else None  # noqa: SIM115
     sys.stdout = _writer(1, unbuffered) if 1 in held else None
     sys.stderr = _writer(2, unbuffered, errors="backslashreplace") if 2 in held else None
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
@@ -179,9 +182,9 @@ def _become(about: dict[str, Any], files: list[int]) -> None:
 
 
 def _writer(file: int, unbuffered: bool, errors: str = "strict") -> Any:
-    stream = open(file, "w", errors=errors, closefd=False)  # noqa: SIM115
-    stream.reconfigure(line_buffering=os.isatty(file) or file == 2, write_through=unbuffered)
-    return stream
+    binary = open(file, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+    lines = os.isatty(file) or file == 2
+    return io.TextIOWrapper(binary, errors=errors, line_buffering=lines, write_through=unbuffered)
 
 
 def _run(kind: str, what: str, arguments: list[str]) -> None:
