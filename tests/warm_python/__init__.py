@@ -1,8 +1,8 @@
 """An interpreter that has imported torch already: tests that start many processes start them with it.
 
 To import torch, its compiler and the package takes five seconds of a core, in each rank of each command. The
-interpreter that ``executable()`` names takes the arguments of ``python``, and gives its output, its signals and its exit
-code::
+interpreter that ``executable()`` names takes the arguments of ``python``, and gives its output, its signals and its
+exit code::
 
     a test ── starts ──> client.py: a Python without torch, 20 ms
                             │   arguments, environment, folder, and its open files
@@ -12,8 +12,8 @@ code::
                             v
                          the program, with the client's files
 
-What the program starts by ``sys.executable`` is started in the same way. The client becomes the usual interpreter in two
-cases: the environment has something that is read as a process begins, and that the server does not have, such as
+What the program starts by ``sys.executable`` is started in the same way. The client becomes the usual interpreter in
+two cases: the environment has something that is read as a process begins, and that the server does not have, such as
 ``LD_PRELOAD``; or there is an option of Python that is none of ``-u``, ``-c`` and ``-m``.
 
 ``os.getppid()`` of a program is the server. Tests that are about this, or about how a process begins, start
