@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
+import warm_python
 from kills import MODEL, SAVE_EVERY, Death, assert_same, train
 from training import environment, write_text
 from zero_optim import checkpoint
@@ -59,7 +59,7 @@ def _ranks_that_save(folder: Path, how: str) -> tuple[int, int, str]:
     """Exit codes of both, and what rank 0 said. No launcher ends the one that is left."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", SAVES, str(folder), how, str(rank)],
+            [warm_python.executable(), "-c", SAVES, str(folder), how, str(rank)],
             env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

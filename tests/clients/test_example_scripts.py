@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import ast
 import subprocess
-import sys
 from typing import Any
 
 import pytest
+import warm_python
 from client_cases import EXAMPLES, needs
 
 SCRIPTS = ("accelerate_loop", "compile_model", "hf_trainer", "lightning_module", "transformers_loop")
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # With --cpu it starts one process. --multi_gpu starts two, on CPUs too, where there is no GPU or the script says so.
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
 ACCELERATE += ["--main_process_port", "0"]  # any that is free
 ACCELERATE_LOOP = ("accelerate_loop", ["--steps", "10", "--checkpoint"], "micro-batch 20")
 
@@ -41,7 +41,15 @@ ACCELERATE_LOOP = ("accelerate_loop", ["--steps", "10", "--checkpoint"], "micro-
 )
 def test_two_processes(launcher: list[str], name: str, options: list[str], sign: str, tmp_path: Any) -> None:
     """At stage 3. The launchers are as they are, not as the other tests imitate them."""
-    command = [*launcher, str(EXAMPLES / f"{name}.py"), "--stage", "3", *options, str(tmp_path / "out")]
+    command = [
+        warm_python.executable(),
+        *launcher,
+        str(EXAMPLES / f"{name}.py"),
+        "--stage",
+        "3",
+        *options,
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(sign) == 1, done.stdout  # rank 0 alone speaks

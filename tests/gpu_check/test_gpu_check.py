@@ -24,6 +24,7 @@ import gpu_profile
 import gpu_trainer
 import pytest
 import torch
+import warm_python
 from gpu_check import Log, run_phase
 from gpu_phases import PARTS, Phase
 from gpu_results import SKIP_CODE, Outcome, Results, Verdict, reports, verdict
@@ -68,7 +69,7 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subproces
     """By the make target, with $OUT, in an environment that must not matter to the phases."""
     folder = tmp_path_factory.mktemp("out")
     arguments = f"ARGS=--rehearse --only {' '.join(REHEARSED)}"
-    command = ["make", "-C", str(ROOT), "gpu-check", f"PYTHON={sys.executable}", arguments]
+    command = ["make", "-C", str(ROOT), "gpu-check", f"PYTHON={warm_python.executable()}", arguments]
     environment = {**os.environ, "OUT": str(folder), "RANK": "3", "WORLD_SIZE": "7", "ZERO_KERNELS_BACKEND": "abacus"}
     for name in ("PYTHONPATH", "MAKEFLAGS", "MFLAGS", "MAKELEVEL"):  # of a make that runs this test
         environment.pop(name, None)
@@ -242,6 +243,7 @@ def test_why_ranks_cant_share_a_gpu() -> None:
 
 ASKED_ON_A_GPU = """
 import torch
+import warm_python
 torch.cuda.device_count = lambda: 1
 torch.cuda.nccl.version = lambda: (2, 28, 9)  # of the headers that torch was compiled with
 import places

@@ -6,11 +6,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 90
@@ -42,7 +43,7 @@ class Command:
 
     def __init__(self, arguments: Sequence[str], folder: Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [warm_python.executable(), *arguments],
             cwd=folder,
             env=environment(),
             stdin=subprocess.DEVNULL,

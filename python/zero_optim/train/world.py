@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 COLLECTIVE_TIMEOUT = timedelta(minutes=3)
 RANKS_PER_CORE = 8
 INTERRUPTED = 130  # the exit code of a shell's Ctrl-C
+IMPORTED = ("zero_optim.train.loop", "torch._dynamo")  # what every rank needs
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self._signalled = False
-        self._launcher = os.getppid() if "RANK" in os.environ else None
+        self._parent = os.getppid()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
@@ -69,7 +71,12 @@ class StopFlag:
         self._signalled = True
 
     def __bool__(self) -> bool:
-        return self._signalled or (self._launcher is not None and os.getppid() != self._launcher)
+        return self._signalled or ("RANK" in os.environ and not self._launcher_lives())
+
+    def _launcher_lives(self) -> bool:
+        """A rank of ``--ranks`` is forked by a process between, which outlives the launcher; torchrun's is not."""
+        launcher = multiprocessing.parent_process()
+        return os.getppid() == self._parent if launcher is None else launcher.is_alive()
 
 
 def choose_device(wanted: str | None, local_ranks: int) -> str:
@@ -118,7 +125,9 @@ def _cores() -> int:
 def launch(ranks: int, request: TrainRequest, arguments: Sequence[str]) -> int:
     """Runs ``zero-optim`` with ``arguments`` on ``ranks`` ranks, as ``torchrun --standalone``; returns the exit code.
 
-    It is torchrun's own engine without its report: what a rank had to say it has said on stderr. Raises UsageError.
+    It is torchrun's own engine without its report: what a rank had to say it has said on stderr. The ranks are forked
+    from one process that has imported what they need, and has done nothing else. To import it takes several seconds of
+    a core, which each rank would spend. Raises UsageError.
     """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -133,6 +142,7 @@ def launch(ranks: int, request: TrainRequest, arguments: Sequence[str]) -> int:
     print(f"starting {ranks} ranks", flush=True)
     logging.disable(logging.ERROR)  # of this process, which does nothing but launch
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
+    start_method = _start_method()
     with tempfile.TemporaryDirectory(prefix="zero-optim-") as logs:
         config = LaunchConfig(
             min_nodes=1,
@@ -143,15 +153,30 @@ def launch(ranks: int, request: TrainRequest, arguments: Sequence[str]) -> int:
             rdzv_endpoint="localhost:0",
             local_addr="localhost",  # else the ranks would meet at the host's name, which need not resolve
             max_restarts=0,
+            start_method=start_method,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         try:
-            elastic_launch(config, sys.executable)("-m", "zero_optim", *arguments)
+            elastic_launch(config, _rank_main)(tuple(arguments))
         except ChildFailedError as error:
             return _report_failure(error)
         except SignalException:
             return INTERRUPTED
     return 0
+
+
+def _start_method() -> str:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.set_forkserver_preload([*IMPORTED])
+    return "forkserver"
+
+
+def _rank_main(arguments: Sequence[str]) -> None:
+    """What each rank runs: the command line of the launcher, with the environment of a rank."""
+    from ..cli import main
+
+    sys.exit(main(arguments))
 
 
 def _report_failure(error: ChildFailedError) -> int:
