@@ -265,7 +265,7 @@ def test_rows_of_two_kinds_are_two_plots(tmp_path):
     plot = pytest.importorskip("zero_optim.bench.plot", exc_type=ImportError)
     phase = PhaseRow("memory_walkthrough", "stage0", "bf16", 2**20, 2, "model", 2**20, 2**21)
     record = make([*make_rows("pack", 2**20), phase])
-    names = ["plot.png", "plot-bandwidth.png"]
+    names = ["plot.png", "plot-memory_walkthrough.png"]
     assert [path.name for path in plot.draw(record, tmp_path / "plot.png")] == names
     assert {path.name for path in tmp_path.iterdir()} == {*names}
     assert "pack: 28 bytes" in table(record) and "memory_walkthrough: 1 Mi bf16" in table(record)

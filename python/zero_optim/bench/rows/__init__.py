@@ -26,9 +26,9 @@ def kind_of(row: JsonRow) -> Kind:
 
 
 def sheets_of(record: Mapping[str, Any]) -> dict[str, Sheet]:
-    """What is drawn of a record, by the name of the kind of its rows. Most records have one kind."""
-    rows_of: dict[str, list[JsonRow]] = {}
+    """What is drawn of a record, by the name of the kind, in the order of its rows. Most records have one kind."""
+    rows_of: dict[Kind, list[JsonRow]] = {}
     for row in record["rows"]:
-        rows_of.setdefault(kind_of(row).name, []).append(row)
-    sheets = {kind.name: kind.sheet(rows_of[kind.name]) for kind in KINDS if kind.name in rows_of}
+        rows_of.setdefault(kind_of(row), []).append(row)
+    sheets = {kind.name: kind.sheet(rows) for kind, rows in rows_of.items()}
     return {name: sheet for name, sheet in sheets.items() if sheet.drawings}
