@@ -15,12 +15,13 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signa
 
 
 def main(python: str, myself: str, arguments: list[str]) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until there is somebody to pass them on to
     files = [file for file in sorted(int(name) for name in os.listdir("/proc/self/fd")) if is_open(file)]
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         server.connect(os.path.join(os.path.dirname(myself), "socket"))
     except OSError:
-        os.execv(python, [python, *arguments])
+        become(python, arguments)
     about = {
         "arguments": arguments,
         "environment": dict(os.environ),
@@ -36,15 +37,22 @@ def main(python: str, myself: str, arguments: list[str]) -> None:
     first = json.loads(answers.readline() or "{}")
     if "pid" not in first:
         server.close()
-        os.execv(python, [python, *arguments])
+        become(python, arguments)
     for number in FORWARDED:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: pass_on(first["pid"], number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     for file in files:
         with contextlib.suppress(OSError):
             os.close(file)  # who waits for the end of what the program writes waits for the program alone
     status = json.loads(answers.readline() or '{"status": 9}')["status"]
     end_like(status)
+
+
+def become(python: str, arguments: list[str]) -> None:
+    """The usual interpreter takes the place of this process."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    os.execv(python, [python, *arguments])
 
 
 def is_open(file: int) -> bool:
