@@ -72,7 +72,7 @@ def test_where_the_environment_is_read_early_it_is_the_usual_interpreter() -> No
     assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout == "False\n"
 
 
-WAITS = "import os, signal, sys\nprint(os.getpid(), flush=True)\n{}\nsignal.pause()"
+WAITS = "import os, signal, sys\n{}\nprint(os.getpid(), flush=True)\nsignal.pause()"
 
 
 @pytest.mark.parametrize(
