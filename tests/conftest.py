@@ -30,6 +30,11 @@ if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """What hypothesis caches goes beside what pytest caches."""
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(config.rootpath, ".pytest_cache", "hypothesis")))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _rank_pool() -> Iterator[None]:
     yield
@@ -41,16 +46,16 @@ LONGEST = (
     "simulated_gpu/test_order_programs.py",
     "train/test_train_ranks.py",
     "gpu_check/test_gpu_check.py",
-    "distributed/test_interrupted_programs.py",
+    "grads/test_interrupted_programs.py",
     "checkpoint/test_kills.py",
     "checkpoint/test_checkpoint_programs.py",
     "cuda/test_machine_code.py",
-    "distributed/test_shard_module_models.py",
+    "units/test_shard_module_models.py",
     "triton_backend/test_code.py",
-    "distributed/test_stage3_parity.py",
+    "units/test_stage3_parity.py",
     "triton_backend/test_bits.py",
-    "distributed/test_parity.py",
-    "properties/test_training_properties.py",
+    "face/test_parity.py",
+    "face/test_training_properties.py",
     "fuzz/test_random_programs_of_the_face.py",
     "stores/test_store_programs.py",
     "checkpoint/test_dcp.py",
@@ -60,10 +65,10 @@ LONGEST = (
     "clients/test_example_scripts.py",
     "train/test_train_sharded.py",
     "cuda/test_bodies.py",
-    "distributed/test_ready_often.py",
-    "distributed/test_frozen_and_growing.py",
-    "distributed/test_random_programs.py",
-    "distributed/test_exit_with_an_error.py",
+    "grads/test_ready_often.py",
+    "grads/test_frozen_and_growing.py",
+    "face/test_random_programs.py",
+    "face/test_exit_with_an_error.py",
 )
 """The files that take twenty seconds and more from a clean checkout, the longest first. All others take less."""
 

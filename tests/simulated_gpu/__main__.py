@@ -32,21 +32,21 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 PARTS = ("programs", "tests", "faults")
 FILES = (
-    "distributed/test_parity.py",
-    "distributed/test_param_gather.py",
-    "distributed/test_stage3_parity.py",
-    "distributed/test_many_optimizers.py",
-    "distributed/test_grad_semantics.py",
-    "distributed/test_between_calls.py",
-    "distributed/test_random_programs.py",
+    "face/test_parity.py",
+    "step/test_param_gather.py",
+    "units/test_stage3_parity.py",
+    "face/test_many_optimizers.py",
+    "grads/test_grad_semantics.py",
+    "face/test_between_calls.py",
+    "face/test_random_programs.py",
     "stores/test_trajectories.py",
     "fuzz",
 )
 _KNOWN = "fuzz/test_random_programs_of_the_face.py::test_what_once_went_wrong"
 LEFT_OUT = {
-    "distributed/test_param_gather.py::test_a_compiled_model_waits_at_its_door": "torch.compile cannot generate code "
+    "step/test_param_gather.py::test_a_compiled_model_waits_at_its_door": "torch.compile cannot generate code "
     "for the simulated device",
-    "distributed/test_stage3_parity.py::test_clipped_runs_are_within_two_ulps_of_stage_2": "it counts units in the "
+    "units/test_stage3_parity.py::test_clipped_runs_are_within_two_ulps_of_stage_2": "it counts units in the "
     "last place, and the device has the reference kernels",
     f"{_KNOWN}[a raise before the first gradient, zero_grad]": "zero_grad asks another rank's host. In a simulation "
     "that waits in its backward, and on a GPU it does not",

@@ -1,7 +1,7 @@
 """Two ranks whose machines of rounds are in any two states, whatever both do next, against torch's AdamW.
 
-``tests/machines/test_rounds.py`` walks the tables in ``grads.rounds`` for one rank alone. Here are pairs: the state of
-rank 0 times the state of rank 1. A pair that a legal program can reach is reached in several ways. After each of them
+``test_rounds_cells.py`` walks the tables in ``grads.rounds`` for one rank alone. Here are pairs: the state of rank 0
+times the state of rank 1. A pair that a legal program can reach is reached in several ways. After each of them
 both ranks do each thing that the law allows. Then both machines have to be where the tables say, and the weights where
 AdamW says.
 """
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import zero_optim
 from harness import run_ranks
-from machines.tables import table
+from tables import table
 from torch import nn
 from training_cases import Planned, impatient, raise_in_backward
 from zero_optim.grads import reducer, rounds
