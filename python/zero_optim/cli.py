@@ -185,7 +185,7 @@ def _train(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     if request.ranks is not None and not started:
         from .train.world import launch
 
-        return launch(request.ranks, request, arguments)
+        return launch(request.ranks, request, main, arguments)
     if request.ranks is not None and request.ranks != started:
         raise UsageError(f"--ranks {request.ranks}: the launcher has started {started}; leave the flag out")
     from .train.loop import train

@@ -19,7 +19,7 @@ from fuzz.known import KNOWN
 from fuzz.law import why_not
 from fuzz.oracle import compare, expected
 from fuzz.program import AllReduce, Backward, Boom, Group, ModuleZero, Optim, Program, Step, Use, Zero, arrivals
-from fuzz.script import text
+from fuzz.script import stand_alone, text
 from fuzz.shrink import candidates
 
 
@@ -72,6 +72,14 @@ def test_a_program_is_its_repr():
     for seed in range(20):
         made = program(seed, SEVERAL)
         assert eval(repr(made), vars(fuzz.program)) == made
+
+
+def test_a_script_stands_alone():
+    script = stand_alone(program(0, STAGE3), "a title")
+    assert "from programs" not in script and "from fuzz" not in script
+    names = {"__name__": "a script"}
+    exec(script, names)
+    assert all(name in names for name in ("program", "spawn", "boom", "forward_boom", "backward", "Net"))
 
 
 def test_gradients_arrive_from_the_last_link_to_the_first_use():

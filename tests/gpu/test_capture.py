@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from device_programs import SMALL_CAP_MB, on, parameters, state_of
 from places import ON_GPU, Place, on_kernels
-from programs import SMALL_CAP_MB, on, parameters, state_of
 from torch import Tensor
 from training_cases import assert_bitwise, copies, linear_loss, make_gradients
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from device_programs import SMALL_CAP_MB, on, parameters, warm_up
 from guards import HostRead, no_host_reads
 from launches import count_launches
 from places import DEVICE, ON_GPU, Place, on_kernels
-from programs import SMALL_CAP_MB, on, parameters, warm_up
 from training_cases import copies, linear_loss, make_gradients
 
 import zero_kernels

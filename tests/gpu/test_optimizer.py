@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from device_programs import SHAPES, Program, Result, expected, on, parameters, train
 from guards import storages_of
 from harness import RankFailure, run_ranks
 from oracle import Hyper, MasterAdamW, adamw_bound
 from places import DEVICE, ON_GPU, Place, needs_gpu, on_kernels, why_not_nccl_ranks, within
-from programs import SHAPES, Program, Result, expected, on, parameters, train
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from training_cases import (

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from device_programs import Program, on, parameters, state_of, train
 from places import DEVICE, needs_gpu, within
-from programs import Program, on, parameters, state_of, train
 from test_units import ROWS, STEPS, WIDTH, Block, Net
 from torch import Tensor
 from training_cases import assert_bitwise, linear_loss, make_gradients

@@ -12,5 +12,6 @@ The families:
 ``part_programs``   models, parts of them and methods at stage 3, against stage 2 and ``torch.optim.AdamW``
 ==================  ================================================================================================
 
-A failing program is an expression: give it to ``check`` of its family to see it again.
+``compare`` finds where two results first differ. A failing program is an expression: give it to ``run.check``, with its
+family, to see it again.
 """

@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 COLLECTIVE_TIMEOUT = timedelta(minutes=3)
 RANKS_PER_CORE = 8
 INTERRUPTED = 130  # the exit code of a shell's Ctrl-C
+Main = Callable[[Sequence[str]], int]
 IMPORTED = ("zero_optim.train.loop", "torch._dynamo")  # what every rank needs
 
 
@@ -122,8 +123,8 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def launch(ranks: int, request: TrainRequest, arguments: Sequence[str]) -> int:
-    """Runs ``zero-optim`` with ``arguments`` on ``ranks`` ranks, as ``torchrun --standalone``; returns the exit code.
+def launch(ranks: int, request: TrainRequest, main: Main, arguments: Sequence[str]) -> int:
+    """Runs ``main``, of the command line, on ``ranks`` ranks, as ``torchrun --standalone``; returns the exit code.
 
     It is torchrun's own engine without its report: what a rank had to say it has said on stderr. The ranks are forked
     from one process that has imported what they need, and has done nothing else. To import it takes several seconds of
@@ -157,7 +158,7 @@ def launch(ranks: int, request: TrainRequest, arguments: Sequence[str]) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         try:
-            elastic_launch(config, _rank_main)(tuple(arguments))
+            elastic_launch(config, _run)(main, tuple(arguments))
         except ChildFailedError as error:
             return _report_failure(error)
         except SignalException:
@@ -172,10 +173,8 @@ def _start_method() -> str:
     return "forkserver"
 
 
-def _rank_main(arguments: Sequence[str]) -> None:
-    """What each rank runs: the command line of the launcher, with the environment of a rank."""
-    from ..cli import main
-
+def _run(main: Main, arguments: Sequence[str]) -> None:
+    """What a rank does. ``main`` finds in the environment which one it is."""
     sys.exit(main(arguments))
 
 
