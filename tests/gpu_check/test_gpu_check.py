@@ -243,7 +243,6 @@ def test_why_ranks_cant_share_a_gpu() -> None:
 
 ASKED_ON_A_GPU = """
 import torch
-import warm_python
 torch.cuda.device_count = lambda: 1
 torch.cuda.nccl.version = lambda: (2, 28, 9)  # of the headers that torch was compiled with
 import places
