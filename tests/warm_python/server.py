@@ -20,6 +20,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 IMPORTED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.run", "zero_optim.cli")
@@ -68,12 +69,16 @@ def main(path: str) -> Program | None:
                         selector.register(client, selectors.EVENT_READ)
                     else:
                         client.close()
-                else:  # a client says nothing more: it is gone
-                    gone = key.fileobj
-                    selector.unregister(gone)
-                    for pid, client in clients.items():
-                        if client is gone:
-                            os.kill(pid, signal.SIGKILL)
+                else:
+                    _end_program_of(key.fileobj, clients, selector)
+
+
+def _end_program_of(gone: object, clients: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
+    """End the program of a client that says nothing more, if it has not ended by itself a moment before."""
+    for pid, client in clients.items():
+        if client is gone:
+            selector.unregister(client)
+            os.kill(pid, signal.SIGKILL)
 
 
 def _tell_of_ends(clients: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
@@ -83,8 +88,7 @@ def _tell_of_ends(clients: dict[int, socket.socket], selector: selectors.BaseSel
             client = clients.pop(pid)
             with contextlib.suppress(KeyError):
                 selector.unregister(client)
-            with contextlib.suppress(OSError):
-                client.sendall(json.dumps({"status": status}).encode() + b"\n")
+            _say(client, status=status)
             client.close()
 
 
@@ -96,23 +100,24 @@ def _start(client: socket.socket, clients: dict[int, socket.socket]) -> Program 
         about = json.loads(_receive(client, length))
     except (OSError, ValueError):
         return None
-    try:
-        kind = _kind_of(about)
-        if kind is None:
-            client.sendall(b"{}\n")
-            return None
-        pid = os.fork()
-        if pid:
-            clients[pid] = client
-            client.sendall(json.dumps({"pid": pid}).encode() + b"\n")
-            return None
-    finally:
-        if not (kind is not None and pid == 0):
-            for file in files:
-                os.close(file)
-    signal.set_wakeup_fd(-1)
-    _become(about, files)
-    return lambda: _run(*kind)
+    kind = _kind_of(about)
+    if kind is None:
+        _say(client)
+    elif pid := os.fork():
+        clients[pid] = client
+        _say(client, pid=pid)
+    else:
+        signal.set_wakeup_fd(-1)
+        _become(about, files)
+        return partial(_run, *kind)
+    for file in files:
+        os.close(file)
+    return None
+
+
+def _say(client: socket.socket, **words: int) -> None:
+    with contextlib.suppress(OSError):  # it is gone, and will be seen to be
+        client.sendall(json.dumps(words).encode() + b"\n")
 
 
 def _receive(client: socket.socket, length: int) -> bytes:
