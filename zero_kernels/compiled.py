@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Status:
-    """What `zero-optim doctor` shows about a compiled library."""
+    """The facts about a compiled library that `zero-optim doctor` shows."""
 
     loaded: bool
     path: str | None

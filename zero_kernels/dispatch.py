@@ -1,4 +1,4 @@
-"""Which backend runs an op. The registry is data: a row a backend, in order of preference."""
+"""Chooses the backend that runs an op. The registry is data: a row a backend, in order of preference."""
 
 import importlib.util
 import os
@@ -123,7 +123,7 @@ def select(op: str, device: torch.device) -> Callable[..., Any]:
 
 
 def compiled_overload(op: str, device: torch.device) -> Callable[..., Any] | None:
-    """What `select` gives, as the compiled library has it; None where it gives another backend."""
+    """Give the op that `select` would, as the compiled library has it; None where it gives another backend."""
     return compiled.overload(op) if select(op, device) is compiled.OPS[op] else None
 
 

@@ -371,7 +371,7 @@ def _fake_grad_stats(shards: Sequence[Tensor], norm_type: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Registered:
-    """What is known of an op beside its schema: its check, which gives the device, and which arguments it writes."""
+    """The facts about an op beside its schema: its check, which gives the device, and which arguments it writes."""
 
     check: Callable[..., torch.device]
     mutated: tuple[int, ...]

@@ -55,7 +55,7 @@ class Prepared:
 
 
 def _written(args: tuple[Any, ...], mutated: tuple[int, ...]) -> Any:
-    """What gives the tensors that a call like this one writes, of its arguments."""
+    """Make a function that picks, of its arguments, the tensors that a call like this one writes."""
     single = [i for i in mutated if isinstance(args[i], Tensor)]
     lists = [i for i in mutated if isinstance(args[i], list | tuple)]
     if not lists:

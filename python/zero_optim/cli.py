@@ -152,7 +152,7 @@ def _nbytes(text: str) -> int:
 
 
 def _checkpoints_in(path: Path) -> Path:
-    """Of a run of ``zero-optim train`` the folder that its checkpoints are in; else the path itself."""
+    """Give the folder of checkpoints of a run of ``zero-optim train``; else the path itself."""
     from .train.run_dir import LOG, RunDir
 
     return RunDir(path).checkpoints if (path / LOG).exists() else path

@@ -19,7 +19,7 @@ DISTRIBUTION = "zero-kernels"
 
 
 def distribution_version() -> str:
-    """Of the installed distribution, or of the source tree that is run without being installed."""
+    """Look up the version of the installed distribution, or of the source tree that is run without being installed."""
     try:
         return version(DISTRIBUTION)
     except PackageNotFoundError:
@@ -90,7 +90,7 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _host_threads() -> str:
-    """Of ``state_offload="cpu"``, as many ranks as torchrun says there are on this machine."""
+    """Describe the threads of ``state_offload="cpu"``, as many ranks as torchrun says there are on this machine."""
     own, ranks = own_cores(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     quota = "no limit of its cgroup" if own.quota is None else f"{own.quota:g} granted by its cgroup"
     return (

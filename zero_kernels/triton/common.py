@@ -1,4 +1,4 @@
-"""What the Triton kernels share: exact casts, the options of a launch, the columns of the hyper table."""
+"""Helpers that the Triton kernels share: exact casts, the options of a launch, the columns of the hyper table."""
 
 from typing import Any
 

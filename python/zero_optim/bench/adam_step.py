@@ -29,7 +29,7 @@ PARTS = 16
 
 @dataclass(frozen=True)
 class Shard:
-    """What one update works on."""
+    """The tensors that one update works on."""
 
     grad: Tensor  # [numel] 16-bit
     grad_scale: Tensor  # [1] fp32, unscaling and clipping in one
@@ -134,7 +134,7 @@ def torch_pipeline(shard: Shard) -> Callable[[], None]:
 
 
 def pipeline(shard: Shard, make: Maker, step: Tensor | int) -> Callable[[], None]:
-    """What takes several passes: widen and unscale, an optimizer's step on the fp32 master, cast the parameter back.
+    """Update in several passes: widen and unscale, an optimizer's step on the fp32 master, cast the parameter back.
 
     The optimizer's state is the shard's; ``step``, the steps made so far, is counted by some in the group.
     """

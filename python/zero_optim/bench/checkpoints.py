@@ -42,7 +42,7 @@ CHUNK = 8 * 2**20
 
 @dataclass(frozen=True)
 class Lap:
-    """Of one rank: seconds until the call returned, and until all is on the disk; seconds of loading."""
+    """A lap of one rank: seconds until the call returned, and until all is on the disk; seconds of loading."""
 
     blocked: float
     saved: float
@@ -66,7 +66,7 @@ class Contender(Protocol):
 
 
 class Disk:
-    """What the disk does with as many bytes, and nothing else."""
+    """The disk alone, with as many bytes."""
 
     def __init__(self, nbytes: int) -> None:
         self._values = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
@@ -168,7 +168,7 @@ class Ours:
         checkpoint.load(folder, self.model, self.opt)
 
     def tensors(self) -> Iterator[Tensor]:
-        """What this rank has."""
+        """Give the tensors that this rank has."""
         yield from (parameter.local for parameter in self.model.parameters())  # type: ignore[attr-defined]
         yield from self.opt.engine.states.values()
 
@@ -289,7 +289,8 @@ def _extra(contender: Contender, folder: Path) -> dict[str, int]:
 def make_rows(
     of_ranks: Sequence[dict[str, list[Lap]]], extra: Sequence[Extra], nbytes: int, numel: int, ranks: int
 ) -> list[CheckpointRow]:
-    """Of each round the slower rank, then the median over rounds. Speeds are against the disk's, round by round."""
+    """Take the slower rank of each round, then the median over rounds. Speeds are against the disk's, round by
+    round."""
     rows = []
     slowest = {name: _slowest([laps[name] for laps in of_ranks]) for name in of_ranks[0]}
     for name, laps in slowest.items():

@@ -38,7 +38,8 @@ Laps = dict[str, Callable[[], object]]
 
 @dataclass(frozen=True)
 class Task:
-    """What every contender trains. ``batch`` windows a rank, the same at every step, other ones on every rank."""
+    """The training that is the same for every contender. ``batch`` windows a rank, the same at every step, other ones
+    on every rank."""
 
     config: ModelConfig
     dtype: torch.dtype

@@ -52,7 +52,7 @@ PACKAGES = {
 
 
 def fused_adams(device: torch.device) -> dict[str, Maker]:
-    """Those that work on the device."""
+    """List those that work on the device."""
     return {
         name: package.load(device.type) for name, package in PACKAGES.items() if why_unusable(name, device.type) is None
     }

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveMemory(Protocol):
-    """What one device holds for the tensors of this process."""
+    """The memory that one device holds for the tensors of this process."""
 
     def after(self, work: Callable[[], object]) -> tuple[int, int]:
         """Run ``work``; bytes after it, and the most there were in it."""

@@ -1,4 +1,4 @@
-"""What a rank has allocated along a training of the model of the ZeRO tutorials, by stage."""
+"""The memory that a rank has allocated along a training of the model of the ZeRO tutorials, by stage."""
 
 from __future__ import annotations
 

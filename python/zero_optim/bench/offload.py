@@ -202,7 +202,8 @@ class SettledClock:
 
 
 def time_on_rank(work: Work, moved: Mapping[str, Mapping[str, int]], ranks: int, rounds: int) -> Laps:
-    """Of each contender, and of what it moves by itself: ``NAME/copies``, ``NAME/disk``; of the update: ``update``."""
+    """Milliseconds of each contender, and of what it moves by itself: ``NAME/copies``, ``NAME/disk``; of the update:
+    ``update``."""
     jobs: dict[str, Job] = {}
     link, disk = _make_links(work, moved)
     for name, of_step in moved.items():
@@ -233,7 +234,7 @@ def _make_links(work: Work, moved: Mapping[str, Mapping[str, int]]) -> tuple[Lin
 
 
 def slower(of_ranks: Sequence[Laps]) -> Laps:
-    """Of each round the rank that took longest."""
+    """Take of each round the rank that took longest."""
     return {name: [max(laps) for laps in zip(*(laps[name] for laps in of_ranks), strict=True)] for name in of_ranks[0]}
 
 
@@ -282,7 +283,7 @@ def hidden(laps: Sequence[float], none: Sequence[float], beside: Mapping[str, Se
 
 
 def held_to(ms: float, none: Sequence[float], beside: Mapping[str, Sequence[float]]) -> tuple[str, float]:
-    """What a step cannot be shorter than, were all else hidden: the longest of what it is made of, and its share."""
+    """Find what a step cannot be shorter than, were all else hidden: its longest part, and the share of that."""
     parts = {what: statistics.median(times) for what, times in beside.items()}
     if UPDATE not in parts:
         parts[NONE] = statistics.median(none)

@@ -1,4 +1,4 @@
-"""Who updates what in ``offload``: ours by store, and others that keep the state in host memory."""
+"""The contenders of ``offload``: ours by store, and others that keep the state in host memory."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _step(opt: ShardedAdamW) -> None:
 
 
 def _rest(opt: ShardedAdamW) -> None:
-    """What a step leaves under way is its own, and no load for who comes after it."""
+    """Wait for what the step has left under way: it must not slow down who comes next."""
     store = opt.engine.store
     if isinstance(store, PagedStore):
         store.wait()
@@ -199,7 +199,7 @@ def make(work: Work, name: str, ranks: int) -> Made:
 
 
 def field(work: Work, names: tuple[str, ...], ranks: int) -> Iterator[str]:
-    """Those of ``names`` that have something to do there; ``None`` always."""
+    """Choose those of ``names`` that have something to do there; ``None`` always."""
     for name in NAMES:
         guesses = isinstance(work, Training) and ranks > 1
         if name == NONE or name in names and (name != WAITING or guesses) and (name != TORCHAO or is_update(work)):
@@ -211,7 +211,7 @@ def is_update(work: Work) -> bool:
 
 
 def why_missing(name: str, device: torch.device) -> str | None:
-    """Of another's: why it cannot be measured here; None where it can."""
+    """Say why another's cannot be measured here; None where it can."""
     if name == DEEPSPEED:
         return why_unusable(DEEPSPEED, "cpu")
     if name == TORCHAO and device.type != "cuda":

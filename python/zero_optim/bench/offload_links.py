@@ -1,4 +1,5 @@
-"""What a store's bytes take by themselves: plain copies over the link to the device, plain reads and writes of a disk.
+"""The links under a store, measured by themselves: plain copies over the link to the device, plain reads and writes of
+a disk.
 
 Nothing of the stores is in it but aligned memory: these are what they are held to.
 """

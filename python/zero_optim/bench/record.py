@@ -1,4 +1,4 @@
-"""What is kept of a run: rows (of ``rows/``), and what is needed to judge them. benchmarks/README.md has the keys."""
+"""The record of a run: rows (of ``rows/``), and what is needed to judge them. benchmarks/README.md has the keys."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def commit() -> str | None:
 
 
 def sources_of(record: Mapping[str, Any]) -> str:
-    """What was measured, for people: the commit where it is known, else the version of the package."""
+    """Name what was measured, for people: the commit where it is known, else the version of the package."""
     return f"commit {record['commit']}" if record["commit"] else f"{DISTRIBUTION} {record['version']}"
 
 

@@ -20,7 +20,7 @@ TAKEN_BY_OPS = {"numel": "64Mi; GPU: 2^20 to 2^30", "backends": "", "rounds": ""
 
 @dataclass(frozen=True)
 class Alone:
-    """What can be chosen of a run that measures one thing, with a file and a plot of its own.
+    """The choices of a run that measures one thing, with a file and a plot of its own.
 
     Attributes:
         taken: which of CHOICES, and what is chosen by default, in words.
@@ -56,7 +56,7 @@ _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure, and where to. None: what suits the device."""
+    """A request: what to measure, and where to write it. None: what suits the device."""
 
     ops: tuple[str, ...] = OPS
     device: str | None = None
@@ -86,7 +86,7 @@ def parse_numel(text: str) -> int:
 
 @dataclass(frozen=True)
 class Menu:
-    """What a command line measures: ops, several in one run, or one of those that are measured alone.
+    """The menu of a command line: ops, several in one run, and those that are measured alone.
 
     ``taken_by_ops``: which of CHOICES all ops take, and what is chosen by default, in words.
     """
@@ -96,7 +96,7 @@ class Menu:
     alone: Mapping[str, Alone] = field(default_factory=dict)
 
     def takers(self, choice: str) -> dict[str, str]:
-        """Who takes the flag, and what is chosen by default."""
+        """Say who takes the flag, and what is chosen by default."""
         of_ops = dict.fromkeys(self.ops, self.taken_by_ops[choice]) if choice in self.taken_by_ops else {}
         return of_ops | {name: alone.taken[choice] for name, alone in self.alone.items() if choice in alone.taken}
 

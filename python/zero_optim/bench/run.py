@@ -48,7 +48,7 @@ Keep = Callable[[Sequence[Any], Mapping[str, str]], object]
 
 @dataclass(frozen=True)
 class Op:
-    """What is measured a setting after another, several ops in one run.
+    """An op that is measured a setting after another, maybe with other ops in one run.
 
     Attributes:
         measure: rows of one setting.
@@ -178,7 +178,7 @@ def _check_ranks(request: Request, device: torch.device) -> None:
 
 
 def tokens_of(request: Request, device: torch.device) -> tuple[int, ...]:
-    """Those asked for, which must be whole windows, or what suits the device. Raises UsageError."""
+    """Choose those asked for, which must be whole windows, or what suits the device. Raises UsageError."""
     seq = train_step.SEQ[device.type]
     for count in request.tokens or ():
         if count % seq:
@@ -227,7 +227,7 @@ def run(
 
 
 def _in_a_line(row: Row) -> str:
-    """What there is of it before the table is."""
+    """Write the row in one line, before there is a table."""
     ratios = [(row.fraction, f"of {row.yardstick}"), (row.vs_torch, "times torch's speed")]
     told = [f"{figure:.2f} {what}" for figure, what in ratios if figure is not None]
     return ", ".join([f"{row.backend} {row.ms:.3f} ms", *told])

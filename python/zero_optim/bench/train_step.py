@@ -64,7 +64,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class Contest:
-    """Who trains ``task`` side by side, on how many ranks.
+    """The contenders that train ``task`` side by side, on how many ranks.
 
     Attributes:
         reference: whose losses all must have.
@@ -254,7 +254,7 @@ def time_on_rank(task: Task, names: Sequence[str], rounds: int) -> dict[str, lis
 
 
 def slower(laps: Sequence[Mapping[str, Sequence[Mapping[str, float]]]]) -> dict[str, list[Mapping[str, float]]]:
-    """Of each round the laps of the rank that took longest."""
+    """Take of each round the laps of the rank that took longest."""
     return {
         name: [max(of_ranks, key=lambda of_rank: sum(of_rank.values())) for of_ranks in zip(*rounds, strict=True)]
         for name, rounds in ((name, [of_rank[name] for of_rank in laps]) for name in laps[0])

@@ -1,4 +1,5 @@
-"""What a rank holds of a model and its optimizers: named tensors, and which flat range of each is in its memory.
+"""The part of a model and its optimizers that a rank holds: named tensors, and which flat range of each is in its
+memory.
 
 Saving reads them and loading writes them, both by way of ``values``. Stages differ in the ranges alone.
 """

@@ -1,4 +1,4 @@
-"""What the system does for checkpoints that Python has no call for, where it can: the disk works while the processor
+"""Calls of the system that Python has none for, made where there are such: the disk works while the processor
 counts checksums, and two folders change their names at once."""
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ def no_checkpoint(path: str | os.PathLike[str], problems: Sequence[str]) -> Chec
 
 @dataclass(frozen=True)
 class Info:
-    """What a checkpoint says of itself, before there is a model to load it into.
+    """The words of a checkpoint about itself, before there is a model to load it into.
 
     Attributes:
         folder: where it is.

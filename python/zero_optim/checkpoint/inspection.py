@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as a table, and whether every checksum of it is right."""
+"""A checkpoint as a table, and a check of every checksum in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder is the newest, and from which it came: by the order of saving, not by the step.
+"""The order in which the checkpoints of a folder were saved, and from which each came. The step does not decide it.
 
 Whoever goes back to an older checkpoint and trains on leaves a branch. The steps of what is saved then may be lower
 than those of the branch that was left::
@@ -32,7 +32,7 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True)
 class Lineage:
-    """What an index says of the order of saving.
+    """The place of a checkpoint in the order of saving, as its index has it.
 
     Attributes:
         number: one more than the highest in the folder when it was saved; 0: not known.

@@ -1,4 +1,5 @@
-"""Which tensor of a checkpoint each of the model's and the optimizers' is loaded from, and what does not fit.
+"""Matches each tensor of model and optimizers with the one of a checkpoint that it is loaded from, and tells what does
+not fit.
 
 By names alone: nothing is read or changed here, and every rank comes to the same.
 """

@@ -1,4 +1,4 @@
-"""What a checkpoint needs of an optimizer: of a sharded one, and of one of torch's."""
+"""An optimizer as a checkpoint needs it: a sharded one, or one of torch's."""
 
 from __future__ import annotations
 

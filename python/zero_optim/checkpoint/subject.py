@@ -1,4 +1,4 @@
-"""What is saved and loaded together: a model and its optimizers, on the ranks that share them."""
+"""The subject of a save or a load: a model and its optimizers, on the ranks that share them."""
 
 from __future__ import annotations
 

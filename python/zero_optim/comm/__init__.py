@@ -1,1 +1,1 @@
-"""Which ranks talk, how, and in what memory: collectives, groups, buffers, what is on its way."""
+"""Communication between ranks: collectives, groups, buffers, what is on its way."""

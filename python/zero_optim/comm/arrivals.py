@@ -1,4 +1,4 @@
-"""What is on its way into one tensor, in order: reductions, and what is to be done once they are there."""
+"""The queue of what is on its way into one tensor: reductions, and what is to be done once they are there."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _TOGETHER_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is split over which ranks, and what is communicated for it.
+    """Splits state, gradients and parameters over ranks, and communicates what that needs.
 
     A stage is a comparison: 0 nothing, >= 1 optimizer state, >= 2 gradients, >= 3 parameters.
 

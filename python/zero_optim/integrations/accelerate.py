@@ -43,7 +43,7 @@ _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedTy
 
 
 def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool] | None = None) -> Any:
-    """What ``accelerator.prepare`` returns for models, optimizers, loaders and schedulers; nothing is wrapped in DDP.
+    """Prepare as ``accelerator.prepare`` does models, optimizers, loaders and schedulers; nothing is wrapped in DDP.
 
     The accelerator is changed into a ``ShardedAccelerator``, whose ``accumulate``, ``no_sync``, ``unscale_gradients``,
     ``clip_grad_norm_``, ``get_state_dict``, ``save_model``, ``save_state`` and ``load_state`` know what is sharded. The

@@ -1,4 +1,5 @@
-"""What the integrations share: which packages a client needs, and what is asked of models, optimizers and scalers."""
+"""Helpers that the integrations share: which packages a client needs, and what is asked of models, optimizers and
+scalers."""
 
 from __future__ import annotations
 

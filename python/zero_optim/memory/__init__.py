@@ -1,4 +1,4 @@
-"""What a rank's memory holds: planned from shapes, and measured in a running job."""
+"""The memory of a rank: planned from shapes, and measured in a running job."""
 
 from .activations import Batch, activation_bytes
 from .decoders import KNOWN, Decoder, gpt_of

@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward, by formula."""
+"""Activations: what a forward keeps for its backward, by formula."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .decoders import Width
 
 @dataclass(frozen=True)
 class Batch:
-    """What a rank computes at a time.
+    """The batch that a rank computes at a time.
 
     Attributes:
         sequences, tokens: of a micro-batch, and in each of its sequences.

@@ -11,7 +11,7 @@ ASPECT = 128
 
 @dataclass(frozen=True)
 class Width:
-    """What activations are computed from. ``vocabulary``: rows of the head."""
+    """The sizes that activations are computed from. ``vocabulary``: rows of the head."""
 
     layers: int
     hidden: int

@@ -1,4 +1,5 @@
-"""What fits: the largest model, the smallest stage and bucket, and the cheapest change that makes a job fit."""
+"""Searches what fits: the largest model, the smallest stage and bucket, and the cheapest change that makes a job
+fit."""
 
 from __future__ import annotations
 
@@ -65,8 +66,8 @@ def _stages(model: ModelShapes, first: int) -> range:
 
 
 def changes(model: ModelShapes, job: Job) -> Iterator[Change]:
-    """What would take less memory on the device, the cheapest first: what is shared, what is computed again, where the
-    state is, how many ranks there are."""
+    """List what would take less memory on the device, the cheapest first: what is shared, what is computed again, where
+    the state is, how many ranks there are."""
     stages = _stages(model, job.stage + 1 if job.world > 1 else 4)
     for stage in stages:
         yield _change(model, replace(job, stage=stage), _stage(stage))

@@ -1,4 +1,4 @@
-"""What a running job holds: the plan of an optimizer that is there, and the same kinds measured."""
+"""The memory of a running job: the plan of an optimizer that is there, and the same kinds measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HasEngine(Protocol):
 
 
 def plan_of(optimizer: HasEngine, *, mean: bool = False, accumulate: int = 1) -> Plan:
-    """What this rank holds of the optimizer's parameters, gradients and state, planned from their shapes alone.
+    """Plan what this rank holds of the optimizer's parameters, gradients and state, from their shapes alone.
 
     Activations are not in it, nor are the buffers of modules.
 
@@ -68,7 +68,7 @@ def _shapes_of(engine: Engine) -> ModelShapes:
 
 
 def _units_by_name(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """What stage 3 would likely gather together: all parameters of ``blocks.3.``, and so of each such number. The root
+    """Guess what stage 3 would gather together: all parameters of ``blocks.3.``, and so of each such number. The root
     first; empty where no name has a number."""
     units: dict[str, list[int]] = {"": []}
     for index, name in enumerate(names):
@@ -154,8 +154,8 @@ class Tracker:
         return memory
 
     def allocated(self) -> dict[str, int]:
-        """Of torch's allocator, on the GPUs of the open optimizers: bytes ``now``, and the ``peak`` since the block was
-        entered. Empty on a CPU, where torch keeps no account."""
+        """Ask torch's allocator, on the GPUs of the open optimizers: bytes ``now``, and the ``peak`` since the block
+        was entered. Empty on a CPU, where torch keeps no account."""
         gpus = _gpus()
         if not gpus:
             return {}
@@ -172,7 +172,8 @@ class Tracker:
         return used
 
     def table(self, planned: Plan | None = None) -> str:
-        """What was measured at most, by kind, in GB, MB or kB; beside it what ``planned`` has, and the difference."""
+        """Tabulate what was measured at most, by kind, in GB, MB or kB; beside it what ``planned`` has, and the
+        difference."""
         unit = unit_for(
             max([*self.peak.values(), *(planned.memory.values() if planned is not None else ())], default=0)
         )

@@ -28,7 +28,7 @@ _ON_WIRE = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "node_all_gat
 
 @dataclass(frozen=True)
 class Job:
-    """What is planned: the arguments of ``ShardedAdamW`` and ``shard_module``, and what they run on.
+    """The job that is planned: the arguments of ``ShardedAdamW`` and ``shard_module``, and what they run on.
 
     Attributes:
         world: ranks.
@@ -308,8 +308,8 @@ def _keepers(job: Job) -> int:
 
 
 def _local_gradients(laid: _Laid, job: Job, sharding: Sharding) -> int:
-    """Of one bucket; at stage 3 of the root, which is over last, and of a unit. All, where micro-batches add up on the
-    rank, and no memory for full gradients is there to add up in."""
+    """Count the gradients of one bucket; at stage 3 of the root, which is over last, and of a unit. All, where
+    micro-batches add up on the rank, and no memory for full gradients is there to add up in."""
     if job.accumulate > 1 and not sharding.keeps_full_gradients:
         return sum(flat.nbytes for flat in laid.buckets)
     if job.stage < 3 or not sharding.reduces:

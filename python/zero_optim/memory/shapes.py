@@ -1,4 +1,4 @@
-"""What a plan has to know of a model: the size and dtype of every parameter, and which of them are a unit."""
+"""A model as a plan has to know it: the size and dtype of every parameter, and which of them are a unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parts of a file are free. Integers only: nothing here touches the file."""
+"""The free parts of a file. Integers only: nothing here touches the file."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ _MEMBERSHIP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Cores:
-    """What a process may use: the machine that it is on, the cores of its affinity mask, and the cores' worth of time
-    that its cgroup grants (None: no limit)."""
+    """The processors that a process may use: the machine that it is on, the cores of its affinity mask, and the cores'
+    worth of time that its cgroup grants (None: no limit)."""
 
     machine: str
     mask: frozenset[int]

@@ -1,4 +1,5 @@
-"""What ``state_offload`` and ``device_budget`` mean, and what they take of each memory. Integers only, no tensors."""
+"""The meaning of ``state_offload`` and ``device_budget``, and what they take of each memory. Integers only, no
+tensors."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from .offload import SLOT_ALIGNMENT
 
 
 class PageState(enum.Enum):
-    """What occupies memory: a page that is AWAY has no slot; COMING and HERE, it has."""
+    """The place of a page: one that is AWAY has no slot; COMING and HERE, it has."""
 
     AWAY = enum.auto()
     COMING = enum.auto()

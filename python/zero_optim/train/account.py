@@ -47,7 +47,7 @@ class Account:
         self._write(ending)
 
     def fail(self, error: BaseException) -> None:
-        """Of a failure of its own this raises nothing: the error that ended the run is the one to be told."""
+        """A failure of its own raises nothing: the error that ended the run is the one to be told."""
         if self._session.ending is not None:
             return  # the training was over, and what came after it failed
         try:

@@ -1,4 +1,4 @@
-"""What a training run is made of, and the flags that say so."""
+"""The configuration of a training run, and the flags that give it."""
 
 from __future__ import annotations
 

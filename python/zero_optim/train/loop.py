@@ -149,7 +149,7 @@ def _print_header(trainer: Trainer, plan: Plan, world: World) -> None:
 
 
 def _facts(trainer: Trainer, plan: Plan, world: World) -> dict[str, str]:
-    """What is run, for the header and for ``run.json``."""
+    """Describe what is run, for the header and for ``run.json``."""
     config, text = plan.config, plan.corpus
     shape = f"{config.layers} layers, hidden {config.hidden}, {config.heads} heads, window of {config.seq} bytes"
     each = f"{torch.get_num_threads()} threads" if config.device == "cpu" else torch.cuda.get_device_name(world.device)

@@ -1,4 +1,4 @@
-"""What a run prints, whether or not somebody still reads it: of ``zero-optim train | head`` soon nobody does."""
+"""The output of a run, whether or not somebody still reads it: of ``zero-optim train | head`` soon nobody does."""
 
 from __future__ import annotations
 

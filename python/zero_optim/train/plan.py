@@ -1,4 +1,5 @@
-"""What the ranks agree on before training: the run, its data, its folder, and what they resume from."""
+"""The plan of a run, on which the ranks agree before training: the run, its data, its folder, and what they resume
+from."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Saved:
-    """What a run resumes from.
+    """The checkpoints that a run resumes from.
 
     Attributes:
         source: one checkpoint, or the folder of all, of which the newest whole one is loaded.

@@ -1,4 +1,4 @@
-"""What a run leaves on disk: a log, what was run, a page, a plot, a sample, and checkpoints.
+"""The folder of a run: a log, what was run, a page, a plot, a sample, and checkpoints.
 
 ::
 
@@ -146,7 +146,7 @@ class LogFile:
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Path]:
-    """What ``path`` stands for, a run directory or something in it: what to load from, and the run directory.
+    """Resolve ``path``, a run directory or something in it, to what is loaded and the run directory.
 
     To be loaded from is one checkpoint, or the folder of all. Raises UsageError where there is none, CheckpointError
     where the system does not let it be seen.

@@ -1,4 +1,4 @@
-"""What ``run.json`` says: for each start of ``zero-optim train`` what was run, what was planned, how it ended."""
+"""The contents of ``run.json``: for each start of ``zero-optim train`` what was run, what was planned, how it ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank has to say at the end of a session.
+    """The report of one rank at the end of a session.
 
     Attributes:
         memory: bytes by kind, with gradients still held, and the most that was ``unsharded``.

@@ -31,7 +31,7 @@ _PREFETCH = 1  # blocks gathered ahead, at stage 3
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step gave, the same on all ranks but for the time. ``stop``: some rank was asked to stop."""
+    """The result of a step, the same on all ranks but for the time. ``stop``: some rank was asked to stop."""
 
     record: StepRecord
     stop: bool

@@ -174,7 +174,7 @@ def _start_method() -> str:
 
 
 def _run(main: Main, arguments: Sequence[str]) -> None:
-    """What a rank does. ``main`` finds in the environment which one it is."""
+    """Run one rank. ``main`` finds in the environment which one it is."""
     sys.exit(main(arguments))
 
 

@@ -1,4 +1,5 @@
-"""What a result is made of: one file for each kind of row, with its keys, its columns, its table and what is drawn.
+"""The kinds of rows that results are made of: one file for each kind of row, with its keys, its columns, its table and
+what is drawn.
 
 ``op`` (an op; a training step on ranks; what a parameter costs), ``phase`` (of ``memory_walkthrough``), ``checkpoint``,
 ``offload``; ``scale`` and ``endurance``, which ``benchmarks/`` measures. A kind says all of it in the words of
@@ -26,7 +27,8 @@ def kind_of(row: JsonRow) -> Kind:
 
 
 def sheets_of(record: Mapping[str, Any]) -> dict[str, Sheet]:
-    """What is drawn of a record, by the name of the kind, in the order of its rows. Most records have one kind."""
+    """Collect what is drawn of a record, by the name of the kind, in the order of its rows. Most records have one
+    kind."""
     rows_of: dict[Kind, list[JsonRow]] = {}
     for row in record["rows"]:
         rows_of.setdefault(kind_of(row), []).append(row)

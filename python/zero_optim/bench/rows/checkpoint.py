@@ -11,7 +11,7 @@ from ..drawings import Bars, Kind, Sheet
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """What saving and loading takes. Times are of the slower rank: median, 20th and 80th percentile, in ms."""
+    """The times of saving and loading. They are of the slower rank: median, 20th and 80th percentile, in ms."""
 
     op: str
     backend: str

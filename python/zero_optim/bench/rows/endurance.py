@@ -11,7 +11,7 @@ from ..drawings import Kind, Line, Lines, Sheet
 
 @dataclass(frozen=True)
 class EnduranceRow:
-    """What a rank has along a training of very many steps.
+    """The figures of a rank along a training of very many steps.
 
     Attributes:
         samples: by counter, a figure for each of its ``step``.

@@ -11,7 +11,7 @@ from ..drawings import Bars, Kind, Sheet
 
 @dataclass(frozen=True)
 class PhaseRow:
-    """What a rank has allocated, in bytes: after a phase of a training, and at most within it."""
+    """The memory that a rank has allocated, in bytes: after a phase of a training, and at most within it."""
 
     op: str
     backend: str

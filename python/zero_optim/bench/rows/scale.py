@@ -11,7 +11,7 @@ from ..drawings import Bars, Kind, Sheet
 
 @dataclass(frozen=True)
 class ScaleRow:
-    """What the host does at so many ranks. ``timed`` and ``timed_buckets`` are of small tensors, all else of true
+    """The work of the host at so many ranks. ``timed`` and ``timed_buckets`` are of small tensors, all else of true
     shapes. ``of_bucket``: what a small bucket takes, by part."""
 
     op: str
@@ -71,7 +71,7 @@ def _whole_bucket(row: JsonRow) -> float | None:
 
 
 def _sheet(rows: Sequence[JsonRow]) -> Sheet:
-    """What the host does in a step, and how much of the buckets is padding, by ranks."""
+    """Draw what the host does in a step, and how much of the buckets is padding, by ranks."""
     title = f"Python in a step: {elements(rows[0]['numel'])} parameters, {rows[0]['dtype']}"
     unit = "ms, of the hooks, step and zero_grad"
     python = Bars(title, unit, rows, IN_STEP, (IN_STEP, IN_STEP), (IN_STEP, BUCKETS, COLLECTIVES), of_ranks)
