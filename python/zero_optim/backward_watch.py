@@ -34,7 +34,7 @@ class BackwardWatch:
         self.task = NO_TASK
 
     def enter(self) -> None:
-        """To be called in every hook."""
+        """Note that a hook runs. Every hook calls this first."""
         task = current_task()
         if task in self._open:
             self.task = task

@@ -53,7 +53,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _backends() -> Iterator[tuple[str, str]]:
-    """For each device type of this machine, the backends by preference, then those that can't run and why."""
+    """List for each device type of this machine the backends by preference, then those that can't run and why."""
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
         first, *others = zero_kernels.available_backends(device)
         yield f"on {device} tensors", f"{first}" + (f" (also {', '.join(others)})" if others else "")

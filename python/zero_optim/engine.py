@@ -339,7 +339,7 @@ class Engine:
         return self.sharding.everyone.raising_together(where, self.sharding.device)
 
     def keep_edits(self, *, unseen: bool = False) -> None:
-        """At stage 3, copy what the user wrote into unsharded parameters to the shards, of which masters are made."""
+        """Copy, at stage 3, what the user wrote into unsharded parameters to the shards, of which masters are made."""
         if self.sharded_model is not None:
             for unit in self.sharded_model.units:
                 unit.keep_edits(unseen=unseen)

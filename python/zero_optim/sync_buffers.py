@@ -115,7 +115,7 @@ def _broadcast(comm: Comm, buffers: Sequence[Tensor], device: torch.device) -> N
 
 
 def _average(comm: Comm, buffers: Sequence[Tensor], device: torch.device) -> None:
-    """In fp64 the sum of equal fp32 values, and its quotient, are exact."""
+    """Average in fp64: there the sum of equal fp32 values, and its quotient, are exact."""
     flat = torch.cat([buffer.reshape(-1).to(device, torch.float64) for buffer in buffers])
     if flat.numel():
         comm.exchange(flat, kind="buffers")

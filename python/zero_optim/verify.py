@@ -263,7 +263,7 @@ class _Shadow:
 
 
 def _spread(values: Sequence[int], count: int) -> list[int]:
-    """At most ``count`` of ``values``, evenly, the first and the last among them."""
+    """Pick at most ``count`` of ``values``, evenly, the first and the last among them."""
     last = len(values) - 1
     if count > last:
         return list(values)

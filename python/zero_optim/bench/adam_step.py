@@ -105,7 +105,7 @@ def ours_at_once(shard: Shard) -> Callable[[], None]:
 
 
 def _tensors(shard: Shard) -> tuple[Tensor, ...]:
-    """In the order of ``adam_step``."""
+    """List the arguments of ``adam_step`` that are tensors, in its order."""
     row_slot = torch.zeros(-(-shard.grad.numel() // ROW), dtype=torch.int32, device=shard.grad.device)
     return (shard.grad, shard.master, shard.exp_avg, shard.exp_avg_sq, shard.param, row_slot)
 

@@ -23,7 +23,7 @@ STREAM = "stream"
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and on what a case is measured."""
+    """The device, the dtype, the size and the backends that a case is measured with."""
 
     device: torch.device
     dtype: str

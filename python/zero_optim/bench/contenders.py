@@ -48,7 +48,7 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        """Of a rank in a step."""
+        """Tokens of a rank in a step."""
         return self.batch * self.config.seq
 
     def model(self) -> GPT:
@@ -201,7 +201,7 @@ def fsdp2(task: Task, *, reshard: bool) -> Contender:
 
 
 def _plain_end(passes: Passes, model: nn.Module, opt: torch.optim.Optimizer) -> Contender:
-    """As any torch optimizer is used."""
+    """End a step as with any optimizer of torch's: clip, step, zero."""
     params = list(model.parameters())
 
     def clip() -> Tensor:

@@ -36,7 +36,7 @@ def watch(device: torch.device) -> Iterator[LiveMemory]:
 
 
 class GpuMemory:
-    """As ``torch.cuda.memory_allocated`` has it."""
+    """Memory by ``torch.cuda.memory_allocated``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -139,7 +139,7 @@ class Spread:
 
     @property
     def figures(self) -> list[float]:
-        """As rows have them in one list."""
+        """The three in one list, as a row has them."""
         return [self.ms, self.p20, self.p80]
 
     @staticmethod

@@ -149,7 +149,7 @@ def _check_makes_sense(task: Task, name: str) -> None:
 
 
 def in_order(names: Iterable[str], *always: str) -> list[str]:
-    """In that of MAKERS."""
+    """Sort names as MAKERS has them."""
     return [name for name in MAKERS if name in {*names, *always}]
 
 

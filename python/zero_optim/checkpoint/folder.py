@@ -71,7 +71,7 @@ def standings_in(path: Path) -> list[Standing]:
 
 
 def _in_place(folder: Path) -> Path:
-    """Where one that was put aside belongs."""
+    """Give the path that a folder was put aside from."""
     return folder.with_name(folder.name.removeprefix(_REPLACED))
 
 
@@ -289,7 +289,7 @@ def newest(path: Path) -> tuple[Path, Index, list[str]]:
 
 
 def no_checkpoint(path: str | os.PathLike[str], problems: Sequence[str]) -> CheckpointError:
-    """Where none can be read: what is wrong with those that there are."""
+    """Make the error of a path without a readable checkpoint: it tells what is wrong with those that there are."""
     return CheckpointError("; ".join(problems) or f"{path} holds no checkpoint")
 
 

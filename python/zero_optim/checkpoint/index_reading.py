@@ -1,4 +1,4 @@
-"""From the bytes of ``index.json`` to an ``Index``: all that it says is checked here, before anything is made of it.
+"""Makes an ``Index`` of the bytes of ``index.json``: all that it says is checked here, before anything is made of it.
 
 A checksum tells that the index is what was written. It does not tell that what was written makes sense: another program
 may have written it, or an error of this one. What a wrong value would do later, it would do to a model that is half

@@ -24,7 +24,7 @@ from torch import nn
 
 
 class Stamp(NamedTuple):
-    """Where a checkpoint stands in the order of saving."""
+    """The place of a checkpoint in the order of saving."""
 
     number: int
     step: int

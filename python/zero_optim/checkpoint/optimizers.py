@@ -173,7 +173,7 @@ class TorchPart(TensorContents):
     # -- loading -------------------------------------------------------------------------------------------------
 
     def wanted(self, index: Index, saved_name: Mapping[str, str]) -> Wanted:
-        """Whatever there is: such an optimizer has no state before its first step."""
+        """Want whatever the checkpoint has: such an optimizer has no state before its first step."""
         kinds = dict.fromkeys(kind for kind, _ in index.tensors if index.is_state(kind))
         specs = []
         for name in self._names.values():

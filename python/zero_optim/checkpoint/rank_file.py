@@ -187,7 +187,7 @@ class Files(disk.OpenFiles):
 
     @contextmanager
     def _refusals_named(self, block: Block) -> Iterator[None]:
-        """Where the system refuses, say which file, and what it holds."""
+        """Turn a refusal of the system into an error that names the file, and what it holds."""
         try:
             yield
         except OSError as error:

@@ -175,7 +175,7 @@ def _on_host(flat: Tensor) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where an entry's values begin in its file, in bytes."""
+    """An entry of a file. Its values begin at byte ``offset``."""
 
     path: Path
     entry: Entry

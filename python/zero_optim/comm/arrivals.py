@@ -49,7 +49,7 @@ class Arrivals:
             action()
 
     def zero(self, part: Tensor) -> None:
-        """For the user: ``part`` of the tensor is to be zero, after what is on its way now."""
+        """Zero ``part`` of the tensor, as the user asked, after what is on its way now."""
         self.zeroed += 1
         self.then(part.zero_)
 

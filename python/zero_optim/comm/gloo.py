@@ -57,7 +57,7 @@ class GlooTransport(TorchTransport):
         return Issued(Works([super().all_reduce(tensor, group, maximum=maximum).work]))
 
     def barrier(self, group: dist.ProcessGroup | None) -> Issued:
-        """Where the group has NCCL for its GPU, torch's own would be NCCL's, on the current stream."""
+        """Meet on the host. Torch's own barrier would be NCCL's, on the current stream, where the group has NCCL."""
         if group is not None and "nccl" in backends(group).values():
             return self.all_reduce(torch.zeros(1, device="cpu"), group)
         return Issued(Works([dist.barrier(group=group, async_op=True)]))

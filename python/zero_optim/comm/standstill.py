@@ -44,7 +44,7 @@ _ALL: dict[tuple[str, ...], Standstill] = {}
 
 @dataclass(frozen=True)
 class Wait:
-    """Where a rank waits.
+    """The place at which a rank waits.
 
     Attributes:
         owner: the name of the process group of the optimizer, or sharded model, that waits; another where it waits

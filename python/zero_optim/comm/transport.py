@@ -1,4 +1,4 @@
-"""How collectives are issued: every call of ``torch.distributed`` that communicates is here and in ``gloo``.
+"""Issues collectives: every call of ``torch.distributed`` that communicates is here and in ``gloo``.
 
 ``Comm`` says what is sent and over which group, and keeps account. A *transport* hands it to a back-end. Two differ in
 who waits for the result: the host, as under gloo, or the current stream, as under NCCL. Tests, and

@@ -88,7 +88,7 @@ class Buckets:
 
     @property
     def refused(self) -> dict[int, str]:
-        """By parameter index, why this rank's gradient could not be used."""
+        """Reasons why this rank could not use a gradient, by the index of its parameter."""
         slots = [(bucket, index) for bucket in self.all for index in bucket.slots.refused]
         return {bucket.layout.slots[index].param: bucket.slots.refused[index] for bucket, index in slots}
 

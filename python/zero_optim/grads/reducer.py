@@ -157,7 +157,7 @@ class Reducer:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """In the order in which they leave."""
+        """All buckets, in the order in which they leave."""
         return self.layout.all
 
     def _use_readiness(self) -> None:
@@ -222,7 +222,8 @@ class Reducer:
             )
 
     def _check_in_place(self, bucket: Bucket, number: int) -> None:
-        """In each backward, once for every bucket: when it is full, else at the end, unless it is sharded then."""
+        """Check once a backward that the bucket's parameters are views of it: when it is full, else at the end of the
+        backward, unless it is sharded then."""
         if number in self._in_place or (bucket.flat.sharded and not bucket.flat.shown):
             return
         moved = bucket.flat.first_moved()
@@ -385,7 +386,7 @@ class Reducer:
         self._readiness.begin()
 
     def _wait_for_averages(self) -> None:
-        """At stage 0 ``.grad`` is the averaged gradient, to be read at once."""
+        """Wait at stage 0 for what was reduced: there ``.grad`` is the average, and may be read at once."""
         if self.sharding.stage == 0:
             prefetch_rest_of_backwards(self.thread)
             for bucket in self.buckets:
@@ -633,7 +634,7 @@ class Reducer:
         return self._schedule is not None and self.sharding.host_waits and self._may_wait
 
     def _deallocate_idle_buffers(self) -> None:
-        """At stage 3, give the buffers' memory back while no reduction uses it: units take it meanwhile.
+        """Give at stage 3 the buffers' memory back while no reduction uses it: units take it meanwhile.
 
         On a GPU the host never knows whether one does, and ``idle`` says yes: to take the memory makes the stream wait.
         So there the buffers stay while a round is open, as the backward must go on. They go in ``step``, or before.

@@ -59,7 +59,8 @@ class RoundGrads:
         self._after_raise = None
 
     def after_raise(self, launched: Sequence[Bucket]) -> AfterRaise:
-        """To be asked before more of the round leaves. Once all was zeroed, the answer stays until it is complete."""
+        """Tell what a raise has left. Ask before more of the round leaves. Once all was zeroed, the answer stays until
+        it is complete."""
         if self._after_raise is None or self._after_raise.zeroed is None:
             self._after_raise = AfterRaise(len(launched), self._zeroed_since(launched))
         return self._after_raise

@@ -117,7 +117,7 @@ class ShardedAccelerator(Accelerator):
             yield
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """With a scaler, unscale the gradients of this optimizer, of these, or of all. On a CPU too."""
+        """Unscale the gradients of this optimizer, of these, or of all, where there is a scaler. On a CPU too."""
         if self.scaler is not None:
             chosen = self._optimizers if optimizer is None else optimizer
             for one in chosen if isinstance(chosen, list | tuple) else [chosen]:

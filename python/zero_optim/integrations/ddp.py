@@ -1,4 +1,5 @@
-"""For a loop written around DDP: ``model.module``, ``model.no_sync()``, ``model.require_backward_grad_sync``."""
+"""Lets a loop that was written around DDP stay: ``model.module``, ``model.no_sync()``,
+``model.require_backward_grad_sync``."""
 
 from __future__ import annotations
 

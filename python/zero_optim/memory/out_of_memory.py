@@ -1,4 +1,4 @@
-"""Where an optimizer runs out of memory, what it needs, and the cheapest change that needs less."""
+"""Explains an allocation that failed: what the optimizer needs, and the cheapest change that needs less."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class FlatParams:
             self._copied.order_current()
 
     def wait_until_copied(self) -> None:
-        """To be called before the shard is written. Where it is in pinned host memory, the host waits until the device
+        """Wait before the shard is written. Where it is in pinned host memory, the host waits until the device
         has read it."""
         if self._lanes is not None:
             self._copied.wait()

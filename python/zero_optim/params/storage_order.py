@@ -1,4 +1,4 @@
-"""In which order a tensor's elements lie in memory, and so in a parameter's slot.
+"""The order in which a tensor's elements lie in memory, and so in a parameter's slot.
 
 As a rule the last dimension runs fastest. A channels_last tensor of shape [N, C, H, W] lies as a contiguous one of
 [N, H, W, C] does, and keeps that, since convolutions want it. Its slot holds that order, the parameter is a view with

@@ -65,7 +65,8 @@ class AdamW:
 
 
 def _tensors(shard: ShardUpdate) -> tuple[Tensor | None, ...]:
-    """In the order of ``adam_step``: gradient, master, moments, what the master is cast into if there is one, rows."""
+    """List what ``adam_step`` takes, in its order: gradient, master, moments, what the master is cast into if there is
+    one, rows."""
     state = shard.state
     master = state.get("master")
     out = None if master is None else shard.parameter

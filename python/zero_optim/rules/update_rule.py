@@ -51,7 +51,7 @@ class StateTensor:
         return tuple(parameter) if self.per is Per.ELEMENT else (-(-numel // ROW),)
 
     def order(self, parameter: StorageOrder) -> StorageOrder:
-        """In which the state of a parameter lies that lies so itself.
+        """Give the order in which state lies whose parameter lies in the order ``parameter``.
 
         Rows have no dimensions of their own. But which elements are one depends on the parameter's order: what was
         kept for rows in one order means nothing in another, and whoever loads it refuses it.

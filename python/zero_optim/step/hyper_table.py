@@ -1,4 +1,4 @@
-"""From ``param_groups`` on the host to one row of coefficients a parameter on the device."""
+"""Makes of ``param_groups`` on the host one row of coefficients a parameter on the device."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Speculation:
         return self._guess is not None and not self._guess.over.done()
 
     def _update_spare(self, by: Coefficients) -> None:
-        """In the thread."""
+        """Update the spare state. The thread runs this."""
         gradient = self._place.gradient()
         live, spare = self._store.fetch(self._page), self._store.spare(self._page)
         for name, tensor in spare.items():
@@ -103,7 +103,7 @@ class Speculation:
         self._rule.update([update])
 
     def confirm(self, by: Coefficients) -> bool:
-        """In the step: whether the update is made, and sent on its way."""
+        """Return whether the update was guessed right, and is on its way. The step calls this."""
         guess, self._guess = self._guess, None
         if guess is None:
             return False

@@ -72,7 +72,8 @@ class Trouble:
             self._note(parameters, f"{error}. Save a checkpoint: state is whole")
 
     def lose(self, parameters: Iterable[int], error: OffloadError) -> None:
-        """In the middle of a step other ranks count on this one: it goes on, and all raise in the next."""
+        """Note that state is lost. Other ranks count on this one in the middle of a step: it goes on, and all raise in
+        the next one."""
         if self.condition is not Condition.LOST:
             self.told()
         self.condition = Condition.LOST

@@ -245,7 +245,7 @@ class OnHost:
         return self._param
 
     def expect_guesses(self, guesser: Guesser) -> None:
-        """From now on, offer it every gradient."""
+        """Offer every gradient to ``guesser`` from now on."""
         self.guesser = guesser
         if self._param is None:
             self._guess_run = self._store.memory.take(self._bucket.param_shard.nbytes)

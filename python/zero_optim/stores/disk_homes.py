@@ -57,7 +57,8 @@ LOOKAHEAD = 3
 
 
 class PagePlace(enum.Enum):
-    """Where the only good copy of a page is. READING, HELD and WRITING, it has a buffer; KEPT, memory of its own."""
+    """The place of the only good copy of a page. READING, HELD and WRITING, it has a buffer; KEPT, memory of its
+    own."""
 
     ON_DISK = enum.auto()
     READING = enum.auto()
@@ -119,7 +120,7 @@ class DiskHomes:
     # -- buffers -------------------------------------------------------------------------------------------------
 
     def _fit_buffers(self, nbytes: int) -> None:
-        """Where there is no memory for larger ones, those that there were stay."""
+        """Make buffers for a page of that size. Where there is no memory for them, those that there were stay."""
         if nbytes <= self._buffer_bytes:
             return
         # All are there before the first of the old ones is given up: without memory for them the optimizer goes on.
@@ -262,7 +263,7 @@ class _DiskHome:
     # -- transfers -----------------------------------------------------------------------------------------------
 
     def end_write(self) -> None:
-        """Where it fails, the page is kept, and the problem noted."""
+        """End the write. Where it has failed, the page is kept, and the problem noted."""
         self._check("end_write", PagePlace.WRITING)
         assert self.transfer is not None
         try:

@@ -15,7 +15,7 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """Where a page is in its file. Two of them are never equal, so that one that was released is never mistaken.
+    """The place of a page in its file. Two of them are never equal, so that one that was released is never mistaken.
 
     Attributes:
         offset: of its first byte, a multiple of ``ALIGNMENT``.

@@ -13,7 +13,7 @@ from .state_store import Copied
 
 
 class Home(Protocol):
-    """Where one page rests while it is away."""
+    """The home of one page: there it rests while it is away."""
 
     def expect(self) -> None:
         """Prepare for ``incoming``, which will follow soon."""

@@ -1,4 +1,4 @@
-"""How many threads an update on the host takes: the cores that this rank may use, shared with the ranks beside it.
+"""Counts the threads of an update on the host: the cores that this rank may use, shared with the ranks beside it.
 
 torchrun sets OMP_NUM_THREADS=1, so torch computes with one thread a rank unless it is told otherwise. An update of
 gigabytes on one core of a large machine takes many times longer than it need (seen elsewhere: 80 times).
@@ -66,7 +66,8 @@ def _granted(group: Path) -> Iterator[float]:
 
 
 def threads_of(rank: int, everyone: Sequence[Cores]) -> int:
-    """At least 1. A core in the masks of several ranks counts for each in part; a quota is shared by a machine's ranks.
+    """Share out the cores: at least 1 thread. A core in the masks of several ranks counts for each in part; a quota is
+    shared by a machine's ranks.
 
     ``everyone``: what each rank may use, by rank.
     """
@@ -79,7 +80,7 @@ def threads_of(rank: int, everyone: Sequence[Cores]) -> int:
 
 
 def warn_of_one_thread(threads: int, cores: Cores) -> None:
-    """Where the machine has many more cores than this rank may use."""
+    """Warn where the machine has many more cores than this rank may use."""
     there = os.cpu_count() or 1
     if threads == 1 and there >= 8:
         why = f"its affinity mask has {len(cores.mask)} of them"

@@ -52,7 +52,7 @@ class Lane(Protocol):
 
 
 class Lanes(Protocol):
-    """To the device, and from it."""
+    """The two lanes: to the device, and from it."""
 
     @property
     def to_device(self) -> Lane: ...

@@ -1,4 +1,4 @@
-"""From the choice of ``state_offload`` to the store."""
+"""Makes the store that ``state_offload`` chooses."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _CHOICES = "None, 'paged', 'cpu' or 'nvme:DIR'"
 
 
 class Tier(enum.Enum):
-    """Where a page is while no update uses it, and where it is updated."""
+    """The place of a page while no update uses it, and where it is updated."""
 
     DEVICE = None  # on the device; updated there
     PAGED = "paged"  # in host memory, but for those within the budget; updated on the device

@@ -1,4 +1,4 @@
-"""How long a disk is waited for.
+"""The patience with a disk: how long it is waited for.
 
 What each outcome of a wait makes of a disk:
 
@@ -38,7 +38,7 @@ class Disk(enum.Enum):
 
 
 class Patience:
-    """With one disk."""
+    """The patience with one disk."""
 
     def __init__(self) -> None:
         self.disk = Disk.ANSWERS

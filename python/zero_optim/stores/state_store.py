@@ -1,4 +1,4 @@
-"""Where the state of shards lives while no update uses it. A *page* is the state of one shard."""
+"""The home of state while no update uses it. A *page* is the state of one shard."""
 
 from __future__ import annotations
 

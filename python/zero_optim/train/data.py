@@ -91,7 +91,7 @@ def draw_windows(text: Tensor, seq: int, numbers: range, *, seed: int, step: int
 
 
 def fixed_windows(text: Tensor, seq: int, count: int) -> Tensor:
-    """At most ``count`` windows ``[n, seq + 1]`` int64, evenly spaced and never overlapping."""
+    """Cut out at most ``count`` windows ``[n, seq + 1]`` int64, evenly spaced and never overlapping."""
     count = max(1, min(count, text.numel() // (seq + 1)))
     starts = torch.arange(count) * (text.numel() - seq - 1) // max(1, count - 1)
     return _windows_at(text, starts, seq)

@@ -17,7 +17,7 @@ def say(*lines: str) -> None:
 
 
 def print_nowhere() -> None:
-    """From now on: else the interpreter would complain of what is left in the buffer as it ends."""
+    """Print nowhere from now on: else the interpreter would complain of what is left in the buffer as it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -121,7 +121,7 @@ class RunDir:
             raise UsageError(f"{file}: {error}") from error
 
     def write_session(self, session: Session) -> None:
-        """In the place of the last one, where that is the same start; else after it."""
+        """Write the session in the place of the last one, where that is the same start; else after it."""
         others = self.sessions()
         if others and others[-1].started == session.started:
             others.pop()

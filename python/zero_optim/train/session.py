@@ -12,7 +12,7 @@ SCHEMA = 1
 
 
 class Outcome(str, Enum):
-    """How a session ended. One without an ending is still running, or was killed."""
+    """The end of a session. One without an ending is still running, or was killed."""
 
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
@@ -42,7 +42,8 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Forecast:
-    """By formula, without padding: bytes of a rank by kind, and what it communicates in a step, bytes by collective."""
+    """A forecast by formula, without padding: bytes of a rank by kind, and what it communicates in a step, bytes by
+    collective."""
 
     memory: dict[str, float]
     traffic: dict[str, float]

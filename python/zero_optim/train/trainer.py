@@ -108,7 +108,7 @@ class Trainer:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def planned(self) -> memory.Plan:
-        """Of the mean rank."""
+        """Plan the memory of the mean rank."""
         return memory.plan_of(self.optimizer, mean=True, accumulate=self.config.accumulate)
 
     def report(self, steps: int) -> RankReport:
@@ -208,5 +208,5 @@ def _finite(value: float) -> float | None:
 
 
 def _in_ms(seconds: dict[str, float]) -> dict[str, float]:
-    """To the microsecond, which keeps the lines of the log short."""
+    """Round to the microsecond, which keeps the lines of the log short."""
     return {phase: round(1000 * value, 3) for phase, value in seconds.items()}
