@@ -23,6 +23,7 @@ from . import validate
 from .callers import called_from, local_of_caller
 from .checkpoint import rank_state
 from .comm.collectives import make_comm
+from .comm.grid import group_of, make_grid, read_rows
 from .comm.sharding import Sharding
 from .engine import Engine, Overlap, open_engines
 from .errors import ClosedError, ZeroOptimError
@@ -55,7 +56,8 @@ class ShardedAdamW(torch.optim.Optimizer):
             where ``zero_optim.shard_module`` was given the model before. None: 2, or 3 then.
         process_group: the ranks; None: those of the sharded model, else the default group where ``torch.distributed``
             is initialised, else one rank.
-        mesh: a 1-D DeviceMesh, instead of ``process_group``.
+        mesh: a DeviceMesh, instead of ``process_group``. Of two dimensions, ("replicate", "shard"), the ranks along the
+            second share, and those along the first repeat what these hold.
         bucket_cap_mb: MiB of gradients that one collective carries, at most; never over 1/4 of the parameters
             of one dtype. None: 25, or 16,384 elements a rank where that is more. At stage 3 it carries a unit's.
         grad_reduce_dtype: dtype in which gradients are summed over ranks and accumulated in shards; None:
@@ -118,7 +120,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._closed = True  # until the constructor is through
         params = listed(params)
         sharded = sharded_model_of(tensors_in(params))
-        group = process_group if process_group is not None or mesh is None else mesh.get_group(mesh.ndim - 1)
+        group = group_of(process_group, mesh)
         device = next((tensor.device for tensor in tensors_in(params)), None)
         comm = make_comm(sharded[0].process_group() if group is None and sharded else group, device)
         stage = (3 if sharded else 2) if stage is None else stage
@@ -134,22 +136,23 @@ class ShardedAdamW(torch.optim.Optimizer):
         }
         choice = {"state_offload": state_offload, "device_budget": device_budget, "speculate": speculate}
         options |= {name: value for name, value in choice.items() if value is not None}
-        offload = Offload()
+        offload, rows = Offload(), None
         meaningless = {"fused": fused, "foreach": foreach, "capturable": capturable}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"maximize": maximize, "amsgrad": amsgrad, "differentiable": differentiable}
         with comm.raising_together("the constructor"):
             validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm)
+            rows = sharded[0].sharding.rows if sharded and mesh is None else read_rows(mesh)
             validate.warn_of_meaningless(meaningless)
             offload = read_offload(state_offload, device_budget, speculate)
             super().__init__(params, defaults)
             parameters = ParameterSet(self.param_groups)
             indices = parameters.read_groups()
             validate.check_groups(self.param_groups)
-            validate.check_sharded(parameters, indices, stage, comm)
+            validate.check_sharded(parameters, indices, stage, comm, rows)
             validate.check_parameters(parameters, indices)
             validate.check_backend(comm, parameters.all[0].device)
-        validate.check_agreement(comm, parameters, 0, options)
+        validate.check_agreement(comm, parameters, 0, options | ({"mesh": rows} if rows else {}))
         comm.separate()
         comm.connect(parameters.all[0].device)
         if stage == 0:  # its gradients and the exchange of ``step`` are both summed by an all-reduce
@@ -157,7 +160,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         if sharded:
             parameters.take_names(sharded[0].model)
             comm.traffic = sharded[0].sharding.everyone.traffic
-        sharding = Sharding(comm, stage, grad_reduce_dtype, parameters.all[0].device)
+        grid = make_grid(comm, rows if stage >= 1 else None, parameters.all[0].device)
+        sharding = Sharding(comm, stage, grad_reduce_dtype, parameters.all[0].device, grid)
         model = sharded[0] if sharded else None
         store = _store(offload, sharding, params_on_host=model is not None and model.offload)
         rule, overlap = AdamW(decoupled_weight_decay), Overlap(overlap_grad_reduce, overlap_param_gather)
@@ -381,7 +385,7 @@ class ShardedAdamW(torch.optim.Optimizer):
                 super().add_param_group(parameters.with_names(param_group))
                 indices = parameters.read_groups()
                 validate.check_groups(self.param_groups[before:], before)
-                validate.check_sharded(parameters, indices, self.stage, everyone)
+                validate.check_sharded(parameters, indices, self.stage, everyone, self.engine.sharding.rows)
                 validate.check_parameters(parameters, indices)
             validate.check_agreement(everyone, parameters, before, {})
         except BaseException:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from . import validate
 from .comm.collectives import make_comm
+from .comm.grid import Rows, group_of, make_grid, read_rows
 from .comm.sharding import Sharding, largest_of
 from .comm.together import check_same
 from .errors import ParameterError
@@ -51,10 +52,11 @@ def shard_module(
         units: which modules are units, by class or by its name, as ``(Block,)``. What no unit holds, and what several
             share, belongs to the root, ``model``: unsharded from the start of its forward to the end of backward.
         process_group: the ranks; None: the default group where ``torch.distributed`` is initialised, else one rank.
-        mesh: a 1-D DeviceMesh, instead of ``process_group``.
+        mesh: a DeviceMesh, instead of ``process_group``. Of two dimensions, ("replicate", "shard"), the ranks along the
+            second share, and those along the first repeat what these hold.
         reshard_after_forward: True: free a unit after its forward; a step communicates 3 times the parameters. False:
             keep it until its backward; 2 times. An int k, a divisor of the ranks: keep 1/k of it on each of k
-            consecutive ranks, those of a node, which gather it again among them.
+            consecutive ranks of those that share, as of a node, which gather it again among them.
         prefetch: how many units are gathered ahead of the one that computes.
         device: where units compute. None: where the parameters are; for those on ``meta``, the current GPU or the CPU.
         init_fn: gives values to a module whose parameters or buffers were on ``meta``, and have memory now. It is
@@ -70,27 +72,31 @@ def shard_module(
         ValueError: an argument out of range.
         RankMismatchError: ranks disagree on model or arguments, or one of them failed.
     """
-    group = process_group if process_group is not None or mesh is None else mesh.get_group(mesh.ndim - 1)
-    comm = make_comm(group, _nearest(model, device))
+    comm = make_comm(group_of(process_group, mesh), _nearest(model, device))
     plans: list[UnitPlan] = []
+    rows: Rows | None = None
     with comm.raising_together("shard_module"):
         validate.check_group(process_group, mesh)
-        _check_arguments(reshard_after_forward, prefetch, param_offload, comm.world_size)
+        rows = read_rows(mesh)
+        _check_arguments(reshard_after_forward, prefetch, param_offload, len(rows[0]) if rows else comm.world_size)
         plans = plan_units(model, units)
         _check_plans(plans)
         target = _device(plans, device)
         validate.check_backend(comm, target)
-    options = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch, "param_offload": param_offload}
+    options: dict[str, object] = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
+    options |= {"param_offload": param_offload, **({"mesh": rows} if rows else {})}
     check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
     process_group = comm.group
     comm.take_own_group()
     comm.connect(target)
     ranks_of_node = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
     keep = reshard_after_forward is False or (not isinstance(reshard_after_forward, bool) and ranks_of_node == 1)
-    node = comm.of_consecutive(ranks_of_node) if 1 < ranks_of_node < comm.world_size else None
+    grid = make_grid(comm, rows, target)
+    sharding = Sharding(comm, stage=3, grad_reduce_dtype=None, device=target, grid=grid)
+    sharers = sharding.sharers
+    node = sharers.of_consecutive(ranks_of_node) if 1 < ranks_of_node < sharers.world_size else None
     if node is not None:
         node.connect(target)
-    sharding = Sharding(comm, stage=3, grad_reduce_dtype=None, device=target)
     host_memory = None if param_offload is None else HostMemory(pinned=target.type == "cuda", device=target)
     lanes = None if param_offload is None else make_lanes(target)
     made: list[Unit] = []
@@ -102,12 +108,12 @@ def shard_module(
             made.append(Unit(plan.name, plan.module, plan.modules, own_node, keep=keep or number == 0))
             _fill(made[-1], plan, sharding, host_memory, lanes)
         sizes = dict.fromkeys(flat.full.nbytes for unit in made for flat in unit.flats)
-        comm.take_channels([*sizes][1:], target, "shard_module")  # the first has the group that there is
+        sharers.take_channels([*sizes][1:], target, "shard_module")  # the first has the group that there is
     except BaseException:
         comm.close()
         raise
     for dtype, numel in largest_of((flat.layout.numel, flat.dtype) for unit in made for flat in unit.flats).items():
-        for ranks in (comm, *([node] if node is not None else [])):
+        for ranks in (sharers, *([node] if node is not None else [])):
             ranks.connect_for("all_gather", numel, dtype, target)
     for unit, plan in zip(made, plans, strict=True):
         unit.enclosing = {made[outer] for outer in plan.enclosing}

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 import zero_kernels
 
 from .comm.collectives import Comm
+from .comm.grid import Rows
 from .comm.together import check_same
 from .comm.transport import used
 from .errors import ParameterError
@@ -52,11 +53,9 @@ def check_arguments(
 
 
 def check_group(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> None:
-    """Raise ValueError where both are given, or the mesh has not one dimension."""
+    """Raise ValueError where both are given."""
     if mesh is not None and process_group is not None:
         raise ValueError("give either process_group or mesh, not both")
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(f"mesh must have one dimension, got {mesh.ndim}")
 
 
 def check_backend(comm: Comm, device: torch.device) -> None:
@@ -132,8 +131,11 @@ def check_parameters(parameters: ParameterSet, indices: Sequence[int]) -> None:
     zero_kernels.check_backend(everything[0].device)
 
 
-def check_sharded(parameters: ParameterSet, indices: Sequence[int], stage: int, comm: Comm) -> None:
-    """Raise unless, at stage 3, the parameters are those of one sharded model, and before it, of none."""
+def check_sharded(parameters: ParameterSet, indices: Sequence[int], stage: int, comm: Comm, rows: Rows | None) -> None:
+    """Raise unless, at stage 3, the parameters are those of one sharded model, and before it, of none.
+
+    ``rows``: of the optimizer's grid.
+    """
     models = sharded_model_of(parameters.all)
     if not models:
         if stage >= 3:
@@ -152,6 +154,11 @@ def check_sharded(parameters: ParameterSet, indices: Sequence[int], stage: int, 
     ranks = models[0].sharding.everyone.ranks
     if ranks != comm.ranks:
         raise ValueError(f"the model was sharded over ranks {ranks}, the optimizer is of {comm.ranks}")
+    if (there := models[0].sharding.rows) != rows:
+        raise ValueError(
+            f"the model was sharded over a mesh of {_shape(there)}, the optimizer is given one of {_shape(rows)}: give "
+            "it the same mesh, or none"
+        )
     own = {id(parameter) for parameter in parameters.all}
     for unit in models[0].units:
         for flat in unit.flats:
@@ -159,6 +166,10 @@ def check_sharded(parameters: ParameterSet, indices: Sequence[int], stage: int, 
             if flat.trained and 0 < len(left_out) < len(flat.params):
                 given = next(p for p in flat.params if id(p) in own)
                 raise ParameterError(_parted(models[0], unit, own, given, left_out[0]))
+
+
+def _shape(rows: Rows | None) -> str:
+    return "one dimension" if rows is None else f"{len(rows)} x {len(rows[0])} ranks, {[list(row) for row in rows]}"
 
 
 def _parted(model: ShardedModel, unit: Unit, own: Container[int], given: Tensor, left_out: Tensor) -> str:

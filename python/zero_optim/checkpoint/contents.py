@@ -6,7 +6,6 @@ Saving reads them and loading writes them, both by way of ``values``. Stages dif
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -14,25 +13,30 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..comm.together import Ranks
 from ..errors import CheckpointError, ParameterError, StateMismatchError
 from ..params.param_shard import ParamShard, plain_parameter
 from ..params.parameter_set import plain_name
 from .index import BUFFER, PARAMETER, FlatRange, Key, TensorSpec
 
 
-class HeldBy(enum.Enum):
-    """The ranks that have the elements of a holding."""
+@dataclass(frozen=True)
+class Holders:
+    """The ranks that have the same elements: so many, of which this one is the ``number``-th.
 
-    THIS_RANK = enum.auto()  # no other has any element of it
-    EVERY_RANK = enum.auto()  # all have the same
-    RANK_0 = enum.auto()  # all have it, perhaps with other values: those of rank 0 count
+    ``alike``: whether they surely have the same values. If not, those of rank 0 count.
+    """
+
+    count: int = 1
+    number: int = 0
+    alike: bool = True
 
 
 @dataclass(frozen=True)
 class Holding(FlatRange):
     """The part of a tensor that this rank has in memory."""
 
-    held_by: HeldBy
+    held_by: Holders
 
 
 class Contents(Protocol):
@@ -91,9 +95,10 @@ class Names:
 class TensorContents:
     """Tensors by kind and name: whole on every rank, but for parameters that are sharded."""
 
-    def __init__(self, tensors: Mapping[Key, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[Key, Tensor], ranks: Ranks) -> None:
+        """``ranks``: all that have them."""
         self._tensors = list(tensors.values())
-        self.holdings = [_holding(kind, name, tensor) for (kind, name), tensor in tensors.items()]
+        self.holdings = [_holding(kind, name, tensor, ranks) for (kind, name), tensor in tensors.items()]
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -133,10 +138,10 @@ class TensorContents:
                 yield from _flat_values(tensor.detach())
 
 
-def contents_of_model(model: nn.Module, names: Names) -> TensorContents:
+def contents_of_model(model: nn.Module, names: Names, ranks: Ranks) -> TensorContents:
     """Parameters, and buffers as ``state_dict`` has them: those of rank 0, since the ranks may have other values."""
     parameters = {(PARAMETER, name): parameter for name, parameter in names.parameters.items()}
-    return TensorContents({**parameters, **{(BUFFER, name): buffer for name, buffer in _buffers(model)}})
+    return TensorContents({**parameters, **{(BUFFER, name): buffer for name, buffer in _buffers(model)}}, ranks)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -146,20 +151,21 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield plain_name(f"{prefix}.{own}" if prefix else own), buffer
 
 
-def _holding(kind: str, name: str, tensor: Any) -> Holding:
+def _holding(kind: str, name: str, tensor: Any, ranks: Ranks) -> Holding:
     if not isinstance(tensor, Tensor):
         raise CheckpointError(f"{kind} of {name!r} is a {type(tensor).__name__}, and no tensor: it cannot be saved")
     spec = TensorSpec(name, kind, tuple(tensor.shape), tensor.dtype)
     if isinstance(tensor, ParamShard):
         spec = replace(spec, order=tensor.order)
-        return Holding(spec, tensor.start, tensor.local.numel(), HeldBy.THIS_RANK)
+        held_by = Holders() if tensor.flat is None else Holders(*tensor.flat.holders)
+        return Holding(spec, tensor.start, tensor.local.numel(), held_by)
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
     if not plain or tensor.is_conj() or tensor.is_neg():
         raise ParameterError(
             f"the {spec.label} is a {type(tensor).__name__} on {tensor.device}, {tensor.layout}: a checkpoint holds "
             "dense tensors with values. Give a model on meta memory by to_empty, or shard_module"
         )
-    return Holding(spec, 0, tensor.numel(), HeldBy.RANK_0 if kind == BUFFER else HeldBy.EVERY_RANK)
+    return Holding(spec, 0, tensor.numel(), Holders(ranks.world_size, ranks.rank, alike=kind != BUFFER))
 
 
 def _shard_values(shard: ParamShard) -> Iterator[Tensor]:

@@ -9,10 +9,11 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
+from ..comm.together import Ranks
 from ..engine import Engine
 from ..errors import CheckpointError
 from ..rules.update_rule import StateTensor, master_of, tensors_for
-from .contents import Contents, HeldBy, Holding, Names, TensorContents
+from .contents import Contents, Holders, Holding, Names, TensorContents
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec
 from .index_reading import ADAMS, SHARDED
 from .matching import Match, Wanted
@@ -77,7 +78,7 @@ class ShardedPart:
 
     @property
     def holdings(self) -> list[Holding]:
-        held_by = HeldBy.THIS_RANK if self._engine.sharding.shard_count > 1 else HeldBy.EVERY_RANK
+        held_by = Holders(*self._engine.sharding.holders)
         found = []
         for own in self._engine.states.state_pieces():
             start, length = own.tensor.span(own.piece.in_param, own.piece.numel)
@@ -141,8 +142,8 @@ class ShardedPart:
 class TorchPart(TensorContents):
     """An optimizer of torch's: whatever tensors its state has, whole on every rank."""
 
-    def __init__(self, opt: torch.optim.Optimizer, names: Names) -> None:
-        self._opt = opt
+    def __init__(self, opt: torch.optim.Optimizer, names: Names, ranks: Ranks) -> None:
+        self._opt, self._ranks = opt, ranks
         self._names = {
             id(parameter): names.of(parameter, f"a parameter of group {number}")
             for number, group in enumerate(opt.param_groups)
@@ -155,7 +156,7 @@ class TorchPart(TensorContents):
                     raise CheckpointError(f"an optimizer calls a part of its state {kind!r}, which has a meaning here")
                 if kind != "step":
                     found[kind, names.of(parameter, "a parameter with state")] = value
-        super().__init__(found)
+        super().__init__(found, ranks)
 
     def steps(self) -> dict[str, float]:
         """A float where the optimizer has a tensor, as AdamW, else an int."""
@@ -197,7 +198,7 @@ class TorchPart(TensorContents):
             for (kind, name), source in matched.source.items()
             if kind not in (PARAMETER, BUFFER) and name in place
         }
-        return TensorContents(self._to_fill)
+        return TensorContents(self._to_fill, self._ranks)
 
     def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
         load_groups(self._opt.param_groups, groups)
@@ -221,10 +222,11 @@ def _check_counted(steps: Mapping[str, float], specs: Sequence[TensorSpec], save
         raise CheckpointError(f"updates are not counted alike of all its parameters: {dict(list(counts.items())[:5])}")
 
 
-def make_part(opt: Any, names: Names) -> OptimizerPart:
+def make_part(opt: Any, names: Names, ranks: Ranks) -> OptimizerPart:
+    """``ranks``: all that save or load together."""
     if is_sharded(opt):
         return ShardedPart(opt, names)
-    return TorchPart(opt, names)
+    return TorchPart(opt, names, ranks)
 
 
 class Sharded(Protocol):

@@ -26,7 +26,7 @@ from ..comm.together import Ranks, gathered, on_rank_0, together
 from ..errors import CheckpointError
 from . import folder as folders
 from .background import SAVE_BUFFER, SaveBuffer, start, wait
-from .contents import Contents, HeldBy, Holding, Names
+from .contents import Contents, Holding, Names
 from .index import Index, SavedTensor, TensorSpec, merge
 from .lineage import Lineage, Stamp, came_from, note_saved
 from .plain import encode
@@ -155,7 +155,7 @@ def _prepare(
     if step is None and not counts:
         raise ValueError("nothing here counts updates, so a checkpoint has no number: give save(..., step=)")
     holdings = [part.holdings for part in parts]
-    portions = cut_for_rank(holdings, subject.comm.rank, subject.comm.world_size)
+    portions = [cut_for_rank(of_part) for of_part in holdings]
     return _Share(
         int(max(counts)) if step is None else step,
         [spec for part in parts for spec in part.specs],
@@ -170,28 +170,27 @@ def _prepare(
 # -- who writes what ---------------------------------------------------------------------------------------------------
 
 
-def cut_for_rank(parts: Sequence[Sequence[Holding]], rank: int, ranks: int) -> list[list[Portion]]:
-    """Choose what this rank writes of each part's holdings, one portion of each. What it leaves to others is empty.
+def cut_for_rank(holdings: Sequence[Holding]) -> list[Portion]:
+    """Choose what this rank writes of a part's holdings, one portion of each. What it leaves to others is empty.
 
-    What every rank has is shared out among them, by bytes.
+    What several ranks have is shared out among them, by bytes.
     """
-    total = sum(holding.nbytes for holdings in parts for holding in holdings if holding.held_by is HeldBy.EVERY_RANK)
-    low, high = total * rank // ranks, total * (rank + 1) // ranks
-    begin = 0  # of a holding, if all that are repeated stood one after another
-    portions: list[list[Portion]] = []
-    for holdings in parts:
-        portions.append([])
-        for holding in holdings:
-            check_dtype(holding.spec)
-            first, last = 0, holding.length
+    total = {holding.held_by: 0 for holding in holdings}
+    for holding in holdings:
+        total[holding.held_by] += holding.nbytes
+    begin = dict.fromkeys(total, 0)  # of a holding, if all that the same ranks have stood one after another
+    portions: list[Portion] = []
+    for holding in holdings:
+        check_dtype(holding.spec)
+        ranks, size = holding.held_by, holding.spec.dtype.itemsize
+        if ranks.alike:
             # Cut at whole elements, rounded up on both sides: what one rank leaves the next begins with.
-            if holding.held_by is HeldBy.EVERY_RANK:
-                size = holding.spec.dtype.itemsize
-                first, last = (min(max(-(-(at - begin) // size), 0), holding.length) for at in (low, high))
-                begin += holding.nbytes
-            elif holding.held_by is HeldBy.RANK_0 and rank != 0:
-                last = 0
-            portions[-1].append(Portion(holding.spec, holding.start + first, last - first))
+            ends = (total[ranks] * number // ranks.count for number in (ranks.number, ranks.number + 1))
+            first, last = (min(max(-(-(end - begin[ranks]) // size), 0), holding.length) for end in ends)
+            begin[ranks] += holding.nbytes
+        else:
+            first, last = 0, holding.length if ranks.number == 0 else 0
+        portions.append(Portion(holding.spec, holding.start + first, last - first))
     return portions
 
 

@@ -100,7 +100,8 @@ class Subject:
 
     def contents(self, names: Names) -> tuple[TensorContents, list[OptimizerPart]]:
         """Collect what there is to save: of the model, and of each optimizer. Call ``come_to_rest`` before."""
-        return contents_of_model(self.model, names), [make_part(one, names) for one in self.optimizers]
+        model = contents_of_model(self.model, names, self.comm)
+        return model, [make_part(one, names, self.comm) for one in self.optimizers]
 
     def describe(self, names: Names, optimizers: Sequence[OptimizerPart]) -> dict[str, Any]:
         """Give what the index says beside tensors."""

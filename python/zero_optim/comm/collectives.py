@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -169,6 +169,8 @@ class Comm:
         self._backends: dict[str, str] | None = None  # by type of device; read once
         self._failed = False
         self._part_of: Comm | None = None  # of these ranks are some
+        self._name = ""  # which of its parts
+        self._parts: list[Comm] = []
         # Other groups of the same ranks, under gloo. It ends the process where one rank sends more than another expects
         # in what is for both the n-th broadcast, or the n-th all-reduce, of a group. Ranks that are out of step come to
         # that. So what differs in size does not share a group, and they wait: see ``standstill``.
@@ -199,7 +201,7 @@ class Comm:
     @property
     def whole(self) -> Comm:
         """The ranks that share one optimizer's state; of some of them, as those of a node, it is another than this."""
-        return self if self._part_of is None else self._part_of
+        return self if self._part_of is None else self._part_of.whole
 
     @property
     def owner(self) -> str:
@@ -207,7 +209,7 @@ class Comm:
         group = self.whole.own_group
         assert group is not None
         name: str = group.group_name
-        return name if self._part_of is None else f"{name}, by nodes"
+        return name if self._part_of is None else f"{name}, {self._name}"
 
     @property
     def out_of_step(self) -> bool:
@@ -331,9 +333,22 @@ class Comm:
     def of_consecutive(self, count: int) -> Comm:
         """Collective. The ``count`` consecutive ranks among which this one is, a divisor of all; traffic is one."""
         ranks = dist.get_process_group_ranks(self.group)
-        node = Comm(self._split([ranks[start : start + count] for start in range(0, len(ranks), count)]), self.device)
-        node.traffic, node.label, node._part_of = self.traffic, self.label, self
-        return node
+        return self.part([ranks[start : start + count] for start in range(0, len(ranks), count)], "by nodes")
+
+    def part(self, parts: Sequence[Sequence[int]], name: str) -> Comm:
+        """Collective. The ranks of that of ``parts`` in which this one is; traffic is one.
+
+        Args:
+            parts: these ranks, as the whole job numbers them, each in one part.
+            name: of the parts, in messages.
+        """
+        assert self.own_group is not None
+        # The group goes with the own one: whoever takes that over, on all ranks alike, takes over its parts.
+        group = groups.part_of(self.own_group, parts, lambda: self._split([list(part) for part in parts]))
+        made = Comm(group, self.device)
+        made.traffic, made.label, made._part_of, made._name = self.traffic, self.label, self, name
+        self._parts.append(made)
+        return made
 
     @property
     def ranks(self) -> list[int]:
@@ -347,6 +362,8 @@ class Comm:
     def close(self) -> None:
         """Leave the groups of its own to the next that need one, unless what was sent over them may not be over."""
         _live.discard(self)
+        for part in self._parts:
+            part.close()
         own = [*self._channels.values()]
         if self._own is not None and self._own is not self._group:
             own.append(self._own)
@@ -389,10 +406,17 @@ class Comm:
         issued = self._transport(full.device).reduce_scatter(reduction, self.own_group, lend)
         return self._pending(issued, "reduce_scatter", full)
 
-    def all_reduce(self, full: Tensor, on_arrival: Callable[[], object] | None = None) -> Pending:
-        """Sum ``full`` over the ranks, in place."""
+    def all_reduce(
+        self, full: Tensor, on_arrival: Callable[[], object] | None = None, *, number: int | None = None
+    ) -> Pending:
+        """Sum ``full`` over the ranks, in place. ``number``: the one that ``reserve`` gave for it."""
         issued = self._transport(full.device).all_reduce(full, self._channel("all_reduce"))
-        return self._pending(Issued(issued.work, on_arrival), "all_reduce", full)
+        return self._pending(Issued(issued.work, on_arrival), "all_reduce", full, number)
+
+    def reserve(self) -> int:
+        """Number a collective now that is issued later: ranks count alike, whenever each of them comes to it."""
+        self.whole.issued += 1
+        return self.whole.issued
 
     def all_gather(self, full: Tensor, kind: str = "all_gather", own: Tensor | None = None) -> Pending:
         """Fill ``full`` [N * shard] with every rank's own part of it, in place. ``own``: that part, a view, where the
@@ -407,10 +431,10 @@ class Comm:
             issued = self._transport(vector.device).all_reduce(vector, self.own_group, maximum=maximum)
             self._pending(issued, kind, vector).wait()
 
-    def _pending(self, issued: Issued, kind: str, tensor: Tensor) -> Pending:
-        self.whole.issued += 1
+    def _pending(self, issued: Issued, kind: str, tensor: Tensor, number: int | None = None) -> Pending:
+        number = self.reserve() if number is None else number
         comm = self if self.host_waits(tensor.device) else None
-        return Pending(issued, self._record(kind, tensor), comm, number=self.whole.issued)
+        return Pending(issued, self._record(kind, tensor), comm, number=number)
 
     def broadcast(self, tensor: Tensor, kind: str = "construction") -> None:
         """Copy rank 0's ``tensor`` to every rank, in place."""

@@ -20,6 +20,7 @@ from .together import Ranks
 Reference = weakref.ref[dist.ProcessGroup]
 
 _left: dict[tuple[int, ...], list[Reference]] = {}  # by the ranks, as the whole job numbers them
+_parts: dict[tuple[str, object], Reference] = {}  # by the name of a group, and what its parts are
 
 
 def alive(group: Reference | None) -> dist.ProcessGroup | None:
@@ -59,6 +60,18 @@ def take(
 def leave(numbers: Sequence[int], groups: Iterable[Reference]) -> None:
     """Keep these for the next that needs one. Nothing may be under way over them."""
     _left.setdefault(tuple(numbers), []).extend(groups)
+
+
+def part_of(
+    whole: dist.ProcessGroup, parts: Sequence[Sequence[int]], make: Callable[[], dist.ProcessGroup]
+) -> dist.ProcessGroup:
+    """Collective over ``whole``. The group of that part in which this rank is: it is made once."""
+    key = (whole.group_name, tuple(map(tuple, parts)))
+    found = alive(_parts.get(key))
+    if found is None:
+        found = make()
+        _parts[key] = weakref.ref(found)
+    return found
 
 
 def can_be_made(ranks: Ranks) -> bool:

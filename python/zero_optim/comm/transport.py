@@ -143,6 +143,10 @@ class TorchTransport:
         some = len(ranks) < dist.get_world_size()
         return dist.new_group(ranks, HOST_PATIENCE, "gloo", use_local_synchronization=some)
 
+    def group_of(self, ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
+        """A new group of ``ranks``, some of the job's, with the back-end and time-out of ``like``. Collective."""
+        return dist.new_group(list(ranks), _timeout(like), _backend(like), use_local_synchronization=True)
+
     def splits_communicators(self, group: dist.ProcessGroup) -> bool:
         """Whether torch makes groups of this kind by ``ncclCommSplit``: after ``init_process_group(device_id=...)``."""
         bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None

@@ -19,6 +19,7 @@ import zero_kernels
 
 from ..comm.arrivals import Arrivals
 from ..comm.buffers import CommBuffers
+from ..comm.chain import Chain
 from ..comm.collectives import Pending
 from ..comm.sharding import Sharding
 from ..comm.storage import allocate, deallocate
@@ -39,7 +40,7 @@ class Flight:
     """A reduction under way, and the buffers that it was lent."""
 
     def __init__(
-        self, pending: Pending, buffers: CommBuffers, lent: Sequence[Tensor], then: Sequence[Callable[[], None]]
+        self, pending: Pending | Chain, buffers: CommBuffers, lent: Sequence[Tensor], then: Sequence[Callable[[], None]]
     ) -> None:
         self.pending, self._buffers, self._lent, self._then = pending, buffers, lent, then
 
@@ -72,7 +73,7 @@ class Follower(Protocol):
     def reduction_begins(self) -> None:
         """The shard is about to be written."""
 
-    def reduction_launched(self, pending: Pending) -> bool:
+    def reduction_launched(self, pending: Pending | Chain) -> bool:
         """True if it has been seen to, without waiting, that the sum is taken as it arrives."""
 
     def reduction_arrived(self) -> None:

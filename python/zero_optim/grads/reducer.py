@@ -624,6 +624,7 @@ class Reducer:
             everyone.out_of_step |= bucket.arrivals.under_way or bucket.unsharding is not None
             bucket.abandon()
             bucket.clear()
+        self.sharding.abandon()
 
     # -- the buffers, at stage 3 -----------------------------------------------------------------------------------
 

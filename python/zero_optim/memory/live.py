@@ -40,8 +40,9 @@ def plan_of_engine(engine: Engine, *, mean: bool = False, accumulate: int = 1) -
     units = [] if sharded is None else sharded.units
     job = Job(
         world=sharding.world_size,
+        replicas=1 if sharding.grid is None else sharding.grid.across.world_size,
         stage=sharding.stage,
-        rank=None if mean else sharding.rank,
+        rank=None if mean else sharding.shard_index if sharding.stage else sharding.rank,
         bucket_cap_mb=engine.bucket_cap_mb,
         grad_reduce_dtype=sharding.grad_reduce_dtype,
         prefetch=1 if sharded is None else sharded.schedule.prefetch.count,

@@ -9,6 +9,7 @@ import torch
 
 from ..comm.buffers import COUNT
 from ..comm.collectives import Comm
+from ..comm.grid import Grid
 from ..comm.sharding import Sharding
 from ..grads.buckets import buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, SlotPiece, one_bucket
@@ -32,7 +33,9 @@ class Job:
 
     Attributes:
         world: ranks.
-        rank: which one; None: the mean of all. They differ in how much of their shards is padding, and in no sum.
+        replicas: how many ranks hold each part of the state: the first dimension of a mesh. The others share.
+        rank: which one, counted row by row in a mesh; None: the mean of all. They differ in how much of their shards is
+            padding, and in no sum.
         device_memory: bytes of a rank's device, which ``device_budget="auto"`` fills; None: the budget is then 0.
         accumulate: micro-batches in a step, all but the last within ``no_sync``.
         param_offload: at stage 3, whether shards of parameters rest in host memory.
@@ -41,6 +44,7 @@ class Job:
     """
 
     world: int = 1
+    replicas: int = 1
     stage: int = 2
     rank: int | None = None
     bucket_cap_mb: float | None = None
@@ -155,6 +159,15 @@ class _AbsentComm(Comm):
         self.world_size, self.rank = world, rank
 
 
+def _sharding_of(job: Job) -> Sharding:
+    rank, shards = job.rank or 0, job.world // job.replicas
+    grid = None
+    if job.replicas > 1 and job.stage >= 1:
+        grid = Grid((), _AbsentComm(shards, rank % shards), _AbsentComm(job.replicas, rank // shards))
+    everyone = _AbsentComm(job.world, rank)
+    return Sharding(everyone, job.stage, job.grad_reduce_dtype, torch.device("meta"), grid)
+
+
 def plan(model: ModelShapes, job: Job, rule: UpdateRule | None = None) -> Plan:
     """Plan what a rank of ``job`` holds and communicates.
 
@@ -162,8 +175,7 @@ def plan(model: ModelShapes, job: Job, rule: UpdateRule | None = None) -> Plan:
     """
     _check(model, job)
     rule = rule or AdamW()
-    ranks = _AbsentComm(job.world, job.rank or 0)
-    sharding = Sharding(ranks, job.stage, job.grad_reduce_dtype, torch.device("meta"))
+    sharding = _sharding_of(job)
     laid = _lay_out(model, job, sharding)
     pages = [sum(state_nbytes(state, flat.layout) for state in tensors_for(rule, flat.dtype)) for flat in laid.buckets]
     memory = no_memory(rule)
@@ -194,6 +206,10 @@ def _check(model: ModelShapes, job: Job) -> None:
         raise ValueError(f"stage must be 0, 1, 2 or 3, got {job.stage!r}")
     if job.world < 1:
         raise ValueError(f"world must be 1 rank or more, got {job.world!r}")
+    if job.replicas < 1 or job.world % job.replicas or job.replicas == job.world > 1:
+        raise ValueError(
+            f"replicas must be a divisor of the {job.world} ranks, and leave several that share; got {job.replicas!r}"
+        )
     if job.rank is not None and not 0 <= job.rank < job.world:
         raise ValueError(f"rank must be one of {job.world}, got {job.rank!r}")
     if job.stage == 3 and not model.units:
@@ -284,7 +300,7 @@ def _communication(laid: _Laid, job: Job, sharding: Sharding) -> int:
     if job.stage < 3:
         return COUNT * max(sizes, default=0)
     if job.host_waits and sharding.reduces:
-        return max(sizes, default=0) * (2 * job.world - 2) // job.world
+        return max(sizes, default=0) * (2 * sharding.shard_count - 2) // sharding.shard_count
     return sum(sizes)
 
 
@@ -293,18 +309,18 @@ def _unsharded(laid: _Laid, job: Job, sharding: Sharding) -> int:
     if not sharding.reduces:
         return 0
     root, *units = (sum(flat.nbytes for flat in unit) for unit in laid.units)
-    if (keepers := _keepers(job)) == 1:
+    if (keepers := _keepers(job, sharding)) == 1:
         return root + sum(units)
     at_a_time = 1 + job.prefetch
     ahead = max((sum(units[start : start + at_a_time]) for start in range(len(units))), default=0)
     return root + ahead + (sum(units) // keepers if keepers else 0)
 
 
-def _keepers(job: Job) -> int:
+def _keepers(job: Job, sharding: Sharding) -> int:
     """Over how many ranks a unit is kept between its forward and its backward: 1, where each has all; 0: it is not."""
     if isinstance(job.reshard_after_forward, bool):
         return int(not job.reshard_after_forward)
-    return job.reshard_after_forward if job.reshard_after_forward < job.world else 0
+    return job.reshard_after_forward if job.reshard_after_forward < sharding.shard_count else 0
 
 
 def _local_gradients(laid: _Laid, job: Job, sharding: Sharding) -> int:
@@ -357,12 +373,13 @@ def _traffic(laid: _Laid, job: Job, sharding: Sharding) -> dict[str, int]:
     reduced = sum(flat.layout.numel * sharding.reduce_dtype(flat.dtype).itemsize for flat in laid.buckets)
     if job.stage == 0:
         return {"all_reduce": reduced}
+    across = {} if sharding.grid is None else {"all_reduce": reduced // sharding.shard_count}
     if job.stage < 3:
-        return {"reduce_scatter": reduced, "all_gather": sum(flat.nbytes for flat in laid.buckets)}
+        return {"reduce_scatter": reduced, **across, "all_gather": sum(flat.nbytes for flat in laid.buckets)}
     root, *units = (sum(flat.nbytes for flat in unit) for unit in laid.units)
     forwards = backwards = job.accumulate * sum(units)
-    traffic = {"reduce_scatter": reduced, "all_gather": job.accumulate * root + forwards}
-    keepers = _keepers(job)
+    traffic = {"reduce_scatter": reduced, **across, "all_gather": job.accumulate * root + forwards}
+    keepers = _keepers(job, sharding)
     if keepers == 0:
         traffic["all_gather"] += backwards
     elif keepers > 1:

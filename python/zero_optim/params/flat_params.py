@@ -61,6 +61,11 @@ class FlatParams:
             parameter.data = as_own_storage(view)
         self._locate(self.full)
 
+    @property
+    def holders(self) -> tuple[int, int]:
+        """How many ranks have the shard that this one has, and which of them this is."""
+        return self._sharding.holders
+
     def slot_views(self, full: Tensor) -> list[Tensor]:
         """A view of ``full`` [numel] for each parameter, in its shape and its memory format."""
         slots = zip(self.layout.slots, self.params, self.orders, strict=True)

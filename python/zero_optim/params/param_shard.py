@@ -22,6 +22,9 @@ class Shown(Protocol):
 
     shown: bool
 
+    @property
+    def holders(self) -> tuple[int, int]: ...
+
     def wait_until_copied(self) -> None: ...
 
 

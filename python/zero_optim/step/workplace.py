@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..comm.chain import Chain
 from ..comm.collectives import Pending
 from ..grads.bucket import Bucket
 from ..stores.host_store import HostStore
@@ -160,7 +161,7 @@ class OnHost:
     def reduction_begins(self) -> None:
         self._has = None
 
-    def reduction_launched(self, pending: Pending) -> bool:
+    def reduction_launched(self, pending: Pending | Chain) -> bool:
         if self.guesser is not None and self.guesser.busy:
             return False  # to take it now, the host would wait for that thread, within a backward
         with self._store.lanes.to_host.as_current():
