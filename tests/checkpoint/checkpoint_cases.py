@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from grid_cases import make_mesh
 from sharded_cases import full_state, gathered
 from torch import Tensor, nn
 
@@ -56,12 +58,14 @@ class Zoo(nn.Module):
 
 @dataclass(frozen=True)
 class Job:
-    """How a model is trained. ``split``: where the second of the parameter groups begins."""
+    """How a model is trained. ``split``: where the second of the parameter groups begins. ``replicas``: rows of a mesh;
+    0: there is none."""
 
     stage: int = 2
     dtype: torch.dtype = torch.float32
     cap: float | None = None
     split: int = 3
+    replicas: int = 0
     keep: dict[str, Any] = field(default_factory=dict)
 
 
@@ -71,15 +75,16 @@ def make_zoo(job: Job, seed: int, model: nn.Module | None = None) -> tuple[nn.Mo
 
     torch.manual_seed(seed)
     model = (Zoo() if model is None else model).to(job.dtype)
+    mesh = make_mesh(job.replicas, dist.get_world_size() // job.replicas) if job.replicas else None
     if job.stage == 3:
-        zero_optim.shard_module(model, [Cell])
+        zero_optim.shard_module(model, [Cell], mesh=mesh)
     named = list(model.named_parameters())
     groups = [
         {"params": named[: job.split], "lr": 3e-3, "weight_decay": 0.1},
         {"params": named[job.split :], "lr": 1e-2, "betas": (0.8, 0.95)},
     ]
     stage = None if job.stage == 3 else job.stage
-    return model, zero_optim.ShardedAdamW(groups, stage=stage, bucket_cap_mb=job.cap)
+    return model, zero_optim.ShardedAdamW(groups, stage=stage, bucket_cap_mb=job.cap, mesh=mesh)
 
 
 def tokens_of(step: int, rank: int, world_size: int, total: int = 12) -> Tensor:

@@ -73,6 +73,24 @@ def test_at_the_same_scale_training_goes_on_bit_for_bit(tmp_path: Path, stage: i
             assert torch.equal(end.values[name], end_then.values[name]), name
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_on_a_grid_training_goes_on_bit_for_bit(tmp_path: Path, stage: int) -> None:
+    """And what was saved there loads where all ranks share, and the other way round."""
+    grid, flat = (Job(stage=stage, dtype=torch.bfloat16, cap=0.002, replicas=replicas) for replicas in (2, 0))
+    whole = run_ranks(4, save, str(tmp_path / "grid"), grid, True)
+    again = run_ranks(4, load, str(tmp_path / "grid"), grid, True)
+    for (_, losses, end), (_, losses_then, end_then) in zip(whole, again, strict=True):
+        assert losses == losses_then
+        for name in end.state:
+            assert_bits(end.state[name], end_then.state[name])
+    for ranks in (1, 3):
+        assert_loaded(whole[0][0], run_ranks(ranks, load, str(tmp_path / "grid"), flat)[0][0], torch.bfloat16)
+    saved, *_ = run_ranks(3, save, str(tmp_path / "flat"), flat)[0]
+    assert_loaded(saved, run_ranks(4, load, str(tmp_path / "flat"), grid)[0][0], torch.bfloat16)
+    sizes = list(read_contents(tmp_path / "grid" / "step-3")["files"].values())
+    assert max(sizes) - min(sizes) < 20_000, "replicas share the writing"
+
+
 def load_whole(rank: int, world_size: int, folder: str, job: Job) -> list[float]:
     """The same by the format alone: every rank reads all, before anything is sharded."""
     tensors, contents = read_tensors(Path(folder) / "step-3"), read_contents(Path(folder) / "step-3")
