@@ -110,6 +110,9 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 def issue_behind(first: Pending, second: Callable[[], Pending], device: torch.device) -> Pending:
     """Issue the second leg behind the first, on a stream that waits in place of the current one."""
+    if device.type != "cuda":
+        first.wait()
+        return second()
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     with torch.cuda.stream(_streams[device]):
