@@ -308,6 +308,21 @@ def test_json_of_the_command(capsys):
     assert [made["fits"] for made in plans] == [True, True]
 
 
+def test_replicas_share_less_and_are_told_of_by_link(capsys):
+    """The formulas of docs/topologies.md, but for the padding of buckets."""
+    flags = ["--params", "7.5e9", "--world", "64", "--replicate", "8", "--json"]
+    for stage, within in ((1, 2), (2, 2), (3, 3)):
+        (made,) = json.loads(command(capsys, *flags, "--stage", str(stage)))
+        psi, across = 2 * made["parameters"], made["communicated_across_bytes"]
+        assert made["replicas"] == 8
+        assert across == pytest.approx(2 * psi / 8 * 7 / 8, rel=0.01)
+        assert made["communicated_bytes"] - across == pytest.approx(within * psi * 7 / 8, rel=0.03)
+        assert made["bytes_per_rank"]["exp_avg"] == pytest.approx(4 * made["parameters"] / 8, rel=0.01)
+    said = command(capsys, "--params", "7.5e9", "--world", "64", "--replicate", "8", "--gpu-memory", "8GB")
+    assert "64 ranks in 8 replicas" in said and "across replicas" in said
+    assert "a mesh of one dimension, so that all ranks share" in said
+
+
 def test_the_table_of_the_command(capsys):
     said = command(capsys, "--params", "7.5e9", "--world", "64", "--gpu-memory", "40GB")
     lines = {line[2:28].strip(): line[28:].split() for line in said.splitlines() if line.startswith("  ")}
@@ -389,6 +404,9 @@ def test_a_configuration_of_transformers(capsys, tmp_path):
         (["--params", "7e9", "--seq", "10"], "--seq and --batch"),
         (["--params", "7e9", "--checkpointing"], "--checkpointing"),
         (["--params", "7e9", "--world", "64", "--nodes", "5"], "--nodes 5"),
+        (["--params", "7e9", "--world", "64", "--replicate", "5"], "--replicate 5"),
+        (["--params", "7e9", "--world", "4", "--replicate", "4"], "--replicate 4"),
+        (["--params", "7e9", "--replicate", "0"], "--replicate 0"),
         (["--params", "1e6", "--nodes", "1"], "without --offload or --param-offload"),
         (["--params", "7e9", "--world", "2", "--rank", "2"], "--rank 2"),
         (["--params", "7e9", "--bucket-cap-mb", "inf"], "--bucket-cap-mb inf"),

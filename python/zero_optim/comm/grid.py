@@ -105,7 +105,7 @@ def group_of(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | No
         raise ValueError(f"rank {dist.get_rank()} is not in mesh, whose ranks are {ranks}: call it on these only")
     if STREAMS.splits_communicators(mesh.get_group(1)):
         raise ValueError(
-            f"mesh has {len(ranks)} of {dist.get_world_size()} ranks, and init_process_group was given a device_id: then "
+            f"mesh has {len(ranks)} of {dist.get_world_size()} ranks, and init_process_group was given a device_id: so "
             "a group of some ranks can be made by all ranks alone. Leave device_id out"
         )
     return _group_of_ranks(ranks, mesh.get_group(1))

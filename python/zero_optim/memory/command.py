@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=kind, help=text, **more)
 
     flag("--world", int, "ranks (1)", default=1)
+    flag("--replicate", int, "of the ranks, how many hold each part: the others share, as in a mesh (1)", default=1)
     flag("--nodes", int, "machines that share the ranks evenly: says what each takes of host memory and disk")
     flag("--stage", _stages, "stages to compare, as in 1,2 (0,1,2,3)", metavar="STAGES")
     flag("--dtype", str, "of parameters and gradients (bf16; of module:factory as they are)", choices=tuple(DTYPES))
@@ -129,12 +130,16 @@ def _offload(text: str) -> Offload:
 
 
 def _check_ranges(parsed: argparse.Namespace) -> None:
-    least = {"world": 1, "nodes": 1, "seq": 1, "batch": 1, "accumulate": 1, "prefetch": 0, "rank": 0}
+    least = {"world": 1, "replicate": 1, "nodes": 1, "seq": 1, "batch": 1, "accumulate": 1, "prefetch": 0, "rank": 0}
     for name, lowest in least.items():
         if getattr(parsed, name) is not None and getattr(parsed, name) < lowest:
             raise UsageError(f"--{name} {getattr(parsed, name)}: at least {lowest}")
     if parsed.rank is not None and parsed.rank >= parsed.world:
         raise UsageError(f"--rank {parsed.rank}: ranks are 0 to {parsed.world - 1}")
+    if parsed.world % parsed.replicate or parsed.replicate == parsed.world > 1:
+        raise UsageError(
+            f"--replicate {parsed.replicate}: a divisor of the {parsed.world} ranks, less than all: the others share"
+        )
     if parsed.nodes is not None and parsed.world % parsed.nodes:
         raise UsageError(f"--nodes {parsed.nodes}: {parsed.world} ranks do not share them evenly")
     if (parsed.seq is None) != (parsed.batch is None):
@@ -172,6 +177,7 @@ def _job(parsed: argparse.Namespace, stage: int) -> Job:
         batch = Batch(parsed.batch, parsed.seq, parsed.checkpointing, not parsed.no_flash)
     return Job(
         world=parsed.world,
+        replicas=parsed.replicate,
         stage=stage,
         rank=parsed.rank,
         bucket_cap_mb=parsed.bucket_cap_mb,
@@ -273,6 +279,7 @@ def _from_config(path: Path) -> nn.Module:
 def _report(parsed: argparse.Namespace, plans: Sequence[Plan], largest: Sequence[int]) -> Iterator[str]:
     model, room = plans[0].model, parsed.gpu_memory
     ranks = "1 rank" if parsed.world == 1 else f"{parsed.world:,} ranks"
+    ranks += f" in {parsed.replicate} replicas" if parsed.replicate > 1 else ""
     width, unit = model.width, unit_of(plans)
     shape = f", {width.layers} layers of width {width.hidden:,}" if width else ""
     which = "the mean of all ranks" if parsed.rank is None else f"rank {parsed.rank}"
@@ -281,6 +288,8 @@ def _report(parsed: argparse.Namespace, plans: Sequence[Plan], largest: Sequence
     yield row("", [f"stage {made.job.stage}" for made in plans])
     yield from memory_lines(plans, unit)
     yield row("sent in a step", [unit.cell(made.communicated) for made in plans])
+    if parsed.replicate > 1:
+        yield row("  across replicas", [unit.cell(made.sent_across) for made in plans])
     yield row("buckets", [f"{made.buckets:,}" for made in plans])
     yield row(f"largest GPT in {figure(room)}", [_billions(most) for most in largest])
     yield ""
@@ -335,12 +344,14 @@ def _as_json(made: Plan, largest: int, parsed: argparse.Namespace) -> dict[str, 
         "parameters": made.model.numel,
         "stage": made.job.stage,
         "world": made.job.world,
+        "replicas": made.job.replicas,
         "rank": made.job.rank,
         "bytes_per_rank": dict(made.memory),
         "total_bytes": made.total,
         "model_state_bytes": made.model_state,
         "first_step_bytes": made.most,
         "communicated_bytes": made.communicated,
+        "communicated_across_bytes": made.sent_across,
         "collectives": dict(made.traffic),
         "host_bytes": made.host,
         "disk_bytes": made.disk,

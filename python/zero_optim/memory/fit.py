@@ -79,6 +79,8 @@ def changes(model: ModelShapes, job: Job) -> Iterator[Change]:
         shared += "activation checkpointing"
         yield _change(model, best, shared)
         shared += " and "
+    if job.replicas > 1 and most >= 1:
+        yield _change(model, replace(best, replicas=1), f"{shared}a mesh of one dimension, so that all ranks share")
     if job.offload.tier is Tier.DEVICE and job.device_memory != ON_THE_HOST:
         for tier in _STORES:
             offloaded = replace(best, offload=read_offload(tier.value))

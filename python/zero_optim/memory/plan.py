@@ -113,10 +113,24 @@ class Plan:
 
     @property
     def communicated(self) -> int:
-        """Bytes that a rank sends in a step, and as many that it receives: (N-1)/N of whole tensors, and twice that of
-        an all-reduce."""
-        world = self.job.world
-        return sum(_ON_WIRE[kind] * nbytes for kind, nbytes in self.traffic.items()) * (world - 1) // world
+        """Bytes that a rank sends in a step, and as many that it receives."""
+        return self.sent_within + self.sent_across
+
+    @property
+    def sent_within(self) -> int:
+        """Those to ranks that share with it: (N-1)/N of whole tensors, and twice that of an all-reduce."""
+        return self._sent(self.job.world // self.job.replicas, across=False)
+
+    @property
+    def sent_across(self) -> int:
+        """Those to ranks that repeat what it has: 2 (N-1)/N of its shards. 0 where nobody does."""
+        return self._sent(self.job.replicas, across=True)
+
+    def _sent(self, ranks: int, *, across: bool) -> int:
+        on_grid = self.job.replicas > 1 and self.job.stage >= 1
+        kinds = {kind: nbytes for kind, nbytes in self.traffic.items() if (on_grid and kind == "all_reduce") is across}
+        ranks = ranks if on_grid else self.job.world
+        return sum(_ON_WIRE[kind] * nbytes for kind, nbytes in kinds.items()) * (ranks - 1) // ranks
 
 
 @dataclass(frozen=True)
