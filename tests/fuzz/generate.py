@@ -58,6 +58,7 @@ class Flavour:
     raises: float = 0.0  # of backwards
     scaler: float = 0.1  # of programs
     infinite: float = 0.0  # of backwards
+    mesh: float = 0.0  # how often an optimizer has a mesh of two replicas, on four ranks
     left_out: float = 1.5  # how often ranks are left out: a weight; the others' sum is 10
 
 
@@ -67,6 +68,7 @@ SEVERAL = Flavour(stages=(0, 1, 2, 2), optims=(2, 2, 3), raises=0.2)
 MIXED = Flavour(stages=(0, 1, 2, 3), optims=(1, 2, 2, 3), raises=0.15, infinite=0.05)
 SHARDED = Flavour(stages=(3,), optims=(2, 2, 3), raises=0.15)
 STRAIGHT = Flavour(stages=(0, 1, 2), optims=(1,), infinite=0.03, left_out=0)  # nothing raises, no rank is left out
+GRIDS = Flavour(stages=(1, 2, 2, 3, 3), optims=(1, 1, 2), raises=0.12, infinite=0.03, mesh=0.8)
 FLAVOURS = {
     "straight": STRAIGHT,
     "plain": PLAIN,
@@ -74,6 +76,7 @@ FLAVOURS = {
     "several": SEVERAL,
     "mixed": MIXED,
     "sharded": SHARDED,
+    "grids": GRIDS,
 }
 
 
@@ -91,7 +94,7 @@ class _Generator:
 
     def program(self) -> Program:
         rng = self.rng
-        world = 3 if self.chance(0.2) else 2
+        world = 4 if self.flavour.mesh else 3 if self.chance(0.2) else 2
         scaler = self.chance(self.flavour.scaler)
         dtype = "bfloat16" if self.chance(0.12) else "float32"
         if scaler:
@@ -156,7 +159,7 @@ class _Generator:
             drawn = [*range(used), *(rng.randrange(-root, used) for _ in range(count - used))]
             rng.shuffle(drawn)
             units = tuple(drawn)
-        reduce_dtype = "float32" if self.chance(0.15) or (dtype == "bfloat16" and world == 3) else None
+        reduce_dtype = "float32" if self.chance(0.15) or (dtype == "bfloat16" and world > 2) else None
         return Optim(
             shapes=shapes,
             stage=stage,
@@ -171,6 +174,7 @@ class _Generator:
             max_grad_norm=rng.choice((0.5, 4.0)) if self.chance(0.1) else None,
             prefetch=rng.choice((0, 1, 1, 2)),
             reshard_after_forward=not self.chance(0.2),
+            mesh=bool(self.flavour.mesh) and self.chance(self.flavour.mesh),
         )
 
     def options(self) -> tuple[float, float]:

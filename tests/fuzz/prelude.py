@@ -8,6 +8,7 @@ import torch.distributed as dist
 import zero_optim
 from programs.world import Planned, boom
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 
 def pattern(shape, p):
@@ -19,6 +20,11 @@ def pattern(shape, p):
 def start(shape, p):
     n = torch.Size(shape).numel()
     return (((torch.arange(n) * 3 + 5 * p) % 17 - 8) / 8).reshape(shape)
+
+
+def mesh():
+    """Two replicas of half the ranks."""
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
 
 def make(shapes, dtype=torch.float32, frozen=()):

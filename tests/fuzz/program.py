@@ -40,6 +40,7 @@ class Optim:
     max_grad_norm: float | None = None
     prefetch: int = 1
     reshard_after_forward: bool = True
+    mesh: bool = False  # of two replicas; where not, all ranks share
 
     @property
     def given(self) -> set[int]:

@@ -53,6 +53,8 @@ def _constructor(o: int, optim: Optim, stage: int, groups: list[Group]) -> str:
     options = ["eps=0.25", f"bucket_cap_mb={optim.bucket_cap_mb}"]
     if stage != 3:
         options.append(f"stage={stage}")
+        if optim.mesh:
+            options.append("mesh=mesh()")
     if not optim.overlap_grad_reduce:
         options.append("overlap_grad_reduce=False")
     if optim.grad_reduce_dtype:
@@ -101,6 +103,7 @@ class _Writer:
             made = f"make({list(optim.shapes)}, torch.{optim.dtype}, frozen={list(optim.frozen)})"
             if optim.stage == 3:
                 options = f"prefetch={optim.prefetch}, reshard_after_forward={optim.reshard_after_forward}"
+                options += ", mesh=mesh()" if optim.mesh else ""
                 net = f"Net({made}, {list(optim.units)})"
                 lines += [
                     f"N{o} = zero_optim.shard_module({net}, units=(Block,), {options})",

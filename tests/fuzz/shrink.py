@@ -40,8 +40,8 @@ def candidates(program: Program) -> Iterator[Program]:
     for o in range(len(program.optims)):
         if len(program.optims) > 1:
             yield without_optim(program, o)
-    if program.world == 3:
-        for rank in range(3):
+    if program.world > 2:
+        for rank in range(program.world):
             yield without_rank(program, rank)
     if program.scale is not None:
         yield replace(program, scale=None, ops=tuple(op for op in ops if not isinstance(op, Unscale | Update)))
