@@ -15,12 +15,13 @@ import pytest
 import torch
 from zero_optim.bench import record as records
 from zero_optim.bench.case import COPY, STREAM, TORCH, Case, Setting
-from zero_optim.bench.columns import elements, mebibytes, milliseconds
-from zero_optim.bench.drawings import Bars, Lines
+from zero_optim.bench.columns import mebibytes, milliseconds
 from zero_optim.bench.rows import sheets_of
 from zero_optim.bench.rows.op import BANDWIDTH, WIDTH, Row
 from zero_optim.bench.rows.phase import PhaseRow
 from zero_optim.bench.table import table
+from zero_optim.drawing.figures import elements
+from zero_optim.drawing.sheet import Bars, Lines
 from zero_optim.train.config import UsageError
 
 import zero_kernels
@@ -272,7 +273,7 @@ def test_rows_of_two_kinds_are_two_plots(tmp_path):
 
 
 def test_what_a_panel_shows():
-    plot = pytest.importorskip("zero_optim.bench.plot", exc_type=ImportError)
+    plot = pytest.importorskip("zero_optim.drawing.plot", exc_type=ImportError)
     from matplotlib.figure import Figure
 
     rows = [asdict(row) for numel in (2**20, 2**24) for row in make_rows("adam_step", numel)]
