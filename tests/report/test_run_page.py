@@ -14,9 +14,10 @@ import warm_python
 from run_cases import Page, ending, make_run, rank_report, session, step
 from zero_optim.cli import main
 from zero_optim.drawing.sheet import Marks, Scale
-from zero_optim.report.run_charts import charts
+from zero_optim.report.run_charts import charts, losses
 from zero_optim.report.run_data import problems, read_run
 from zero_optim.report.run_page import write_run_page
+from zero_optim.train.account import draw_losses
 from zero_optim.train.config import UsageError
 from zero_optim.train.run_dir import RunDir
 from zero_optim.train.session import Outcome, sessions_from_text, sessions_to_text, taken_back
@@ -107,6 +108,18 @@ def test_without_matplotlib_the_page_has_all_but_its_charts(run: Path, monkeypat
     page = page_of(run)
     assert "pip install zero-kernels[train]" in page.text and page.drawings == []
     assert page.data == with_charts.data and page.tables == with_charts.tables
+
+
+def test_losses_are_a_picture_too(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plot = pytest.importorskip("zero_optim.drawing.plot", exc_type=ImportError)
+    asked = []
+    monkeypatch.setattr(plot, "png", lambda sheet, path: asked.append((sheet.drawings, path)))
+    assert draw_losses(RunDir(run)) is None
+    assert asked == [([losses(read_run(run))], run / "loss.png")]
+    monkeypatch.delitem(sys.modules, "zero_optim.drawing.plot")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = draw_losses(RunDir(run))
+    assert said.startswith("loss.png was not drawn: ") and said.endswith("pip install matplotlib")
 
 
 def test_the_help_needs_no_matplotlib() -> None:
