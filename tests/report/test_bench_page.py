@@ -81,9 +81,7 @@ def test_every_result_here_is_drawn(path: Path, tmp_path: Path) -> None:
 def _said_by(drawing: Bars | Lines) -> Counter[str]:
     """Words that are on the drawing, each as often as here."""
     if isinstance(drawing, Lines):
-        return Counter(
-            [drawing.title, drawing.unit, *(word for line in drawing.lines for word in (line.name, line.end))]
-        )
+        return Counter([drawing.title, drawing.unit, *(line.label for line in drawing.all_lines)])
     bars = [word for bar in drawing.bars for word in (bar.name, *bar.figures)]
     return Counter([drawing.title, drawing.unit, *({bar.group for bar in drawing.bars} - {""}), *bars])
 
@@ -109,7 +107,7 @@ def test_several_sizes_are_lines_under_the_roof(tmp_path: Path) -> None:
     page = page_of(tmp_path / "a.json", tmp_path / "a.html")
     assert page.line("chart-0-0", "triton") == [(2**20, 90.0625), (2**24, 91.0)]
     assert page.line("chart-0-0", "copy") == [(2**20, 100.0), (2**24, 100.0)]
-    assert "triton, last 91; torch_pipeline, last 25; copy, last 100." in page.html and "a <GPU>" in page.text
+    assert "triton: 0.91; torch_pipeline: 0.25; copy: 100 GB/s." in page.html and "a <GPU>" in page.text
 
 
 def test_a_folder_is_one_page_the_newest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

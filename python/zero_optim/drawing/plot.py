@@ -16,7 +16,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
-from matplotlib.transforms import ScaledTranslation, Transform
 
 from .figures import elements, short
 from .sheet import Bars, Drawing, Line, Lines, Look, Marks, Role, Scale, Sheet
@@ -41,8 +40,6 @@ WIDTH_INCHES, LINES_INCHES, BAR_INCHES, AROUND_BARS_INCHES = 6.3, 3.0, 0.27, 1.1
 GAP = 0.6  # of a bar, between groups
 FIRST_COLUMN, COLUMN = 36, 52  # points: right edge of the first column of figures beside bars, and to the next
 LONG = 12  # letters of a heading, from which on it is in two lines
-NAME, LETTER, SPACE = 20, 5.1, 8  # points: from a panel to names of lines, of a letter, from the longest name to ends
-LABEL_GAP = 0.075  # of the panel's height, between the labels of two lines
 DASHES = (0, (5, 2))
 NUMBERS = FuncFormatter(lambda value, _: short(value, 6))
 NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
@@ -104,11 +101,6 @@ def draw_panel(drawing: Drawing | None, axes: Axes) -> None:
         _draw_lines(drawing, axes)
 
 
-def _beside(axes: Axes, points: float, y: Transform) -> Transform:
-    """x from the panel's right edge, y as ``y`` has it."""
-    return y + ScaledTranslation(points / 72, 0, axes.figure.dpi_scale_trans)
-
-
 # -- bars --------------------------------------------------------------------------------------------------------------
 
 
@@ -165,22 +157,25 @@ def _figures(axes: Axes, y: float, texts: Sequence[str], color: str) -> None:
 
 
 def _draw_lines(lines: Lines, axes: Axes) -> None:
-    """Figures over sizes or steps, under a roof where there is one; at the end of a line its name, and a figure."""
+    """Figures over sizes or steps, under a roof where there is one. Beside them names, of what ends highest first."""
+    roof = lines.roof
+    if roof:
+        axes.plot(roof.x, _numbers(roof.y), color=ROOF, lw=1.4, ls=DASHES, zorder=2, label=roof.label)
     if lines.stacked:
         _draw_stack(lines.lines, axes)
     else:
-        for line in lines.lines:
+        for line in sorted(lines.lines, key=lambda line: line.last or 0.0, reverse=True):
             _draw_line(line, lines.by_size, axes)
     _set_y(lines, axes)
-    if lines.roof:
-        axes.fill_between(lines.roof.x, _numbers(lines.roof.y), axes.get_ylim()[1], color=BEYOND, lw=0, zorder=0)
-        axes.plot(lines.roof.x, _numbers(lines.roof.y), color=ROOF, lw=1.4, ls=DASHES, zorder=2)
+    if roof:
+        axes.fill_between(roof.x, _numbers(roof.y), axes.get_ylim()[1], color=BEYOND, lw=0, zorder=0)
     _set_x(lines, axes)
     _draw_marks(lines.marks, axes)
     axes.grid(axis="y", color=GRID, lw=0.6)
     axes.set_ylabel(lines.unit, fontsize=8, color=INK)
     axes.set_xlabel(lines.x_name, fontsize=8, color=INK)
-    _label_ends(lines, axes)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, frameon=False, labelcolor="linecolor",
+                reverse=lines.stacked)  # fmt: skip
 
 
 def _numbers(values: Sequence[float | None]) -> list[float]:
@@ -197,7 +192,7 @@ def _draw_line(line: Line, with_dots: bool, axes: Axes) -> None:
     mark = "o" if with_dots or alone or line.look is Look.DOTS else ""
     style = {Look.LINE: "-", Look.DASHED: DASHES, Look.DOTS: ""}[line.look]
     axes.plot(line.x, _numbers(line.y), color=color, lw=1.8 if with_dots else 1.2, ls=style, marker=mark,
-              ms=4 if with_dots else 6, mec="white", mew=0.6, zorder=3)  # fmt: skip
+              ms=4 if with_dots else 6, mec="white", mew=0.6, zorder=3, label=line.label)  # fmt: skip
 
 
 def _draw_stack(lines: Sequence[Line], axes: Axes) -> None:
@@ -205,7 +200,8 @@ def _draw_stack(lines: Sequence[Line], axes: Axes) -> None:
     x, heights = list(lines[0].x), [[value or 0.0 for value in line.y] for line in lines]
     if len(x) == 1:
         x, heights = [x[0] - 0.4, x[0] + 0.4], [values * 2 for values in heights]
-    axes.stackplot(x, heights, colors=[OF_LINES.get(line.name, FAINT) for line in lines], alpha=0.85, lw=0)
+    colors = [OF_LINES.get(line.name, FAINT) for line in lines]
+    axes.stackplot(x, heights, colors=colors, alpha=0.85, lw=0, labels=[line.label for line in lines])
 
 
 def _set_y(lines: Lines, axes: Axes) -> None:
@@ -241,45 +237,7 @@ def _set_x(lines: Lines, axes: Axes) -> None:
 
 
 def _draw_marks(marks: Marks, axes: Axes) -> None:
-    """Over the whole height, and above them what they stand for."""
+    """Over the whole height."""
     if marks.x:
-        axes.vlines(marks.x, 0, 1, transform=axes.get_xaxis_transform(), color=MARK, lw=0.9, alpha=0.6, zorder=2)
-        axes.annotate(f"| {marks.name}", (1, 1), xycoords="axes fraction", xytext=(0, 3), textcoords="offset points",
-                      ha="right", va="bottom", fontsize=8, color=MARK)  # fmt: skip
-
-
-def _label_ends(lines: Lines, axes: Axes) -> None:
-    """Names and figures at the right of the lines' ends, moved apart where they would overlap."""
-    ends = sorted(_ends(lines, axes), key=lambda end: end[1][1])
-    heights: list[float] = []
-    for _, (_, y) in ends:
-        heights.append(max(y, heights[-1] + LABEL_GAP) if heights else y)
-    excess = max(0.0, heights[-1] - 1) if heights else 0.0
-    behind_names = NAME + LETTER * max((len(line.name) for line, _ in ends), default=0) + SPACE
-    for (line, end), height in zip(ends, heights, strict=True):
-        y = height - excess
-        color = ROOF if line is lines.roof else OF_LINES.get(line.name, FAINT)
-        leader = {"arrowstyle": "-", "color": color, "lw": 0.6, "alpha": 0.6, "shrinkA": 0, "shrinkB": 2}
-        axes.annotate("", end, (1, y), xycoords="axes fraction", textcoords=_beside(axes, NAME - 2, axes.transAxes),
-                      arrowprops=leader)  # fmt: skip
-        for text, points, weight in ((line.name, NAME, "bold"), (line.end, behind_names, "normal")):
-            axes.text(1, y, text, transform=_beside(axes, points, axes.transAxes), va="center", fontsize=8, color=color,
-                      fontweight=weight)  # fmt: skip
-
-
-def _ends(lines: Lines, axes: Axes) -> list[tuple[Line, tuple[float, float]]]:
-    """Where each line ends, in parts of the panel; of a stacked one the middle of its area there."""
-    axes.autoscale_view()
-    to_panel = axes.transData + axes.transAxes.inverted()
-    found: list[tuple[Line, tuple[float, float]]] = []
-    below = 0.0
-    for line in lines.all_lines:
-        there = [(x, y) for x, y in zip(line.x, line.y, strict=True) if y is not None]
-        if not there:
-            continue
-        x, y = there[-1]
-        if lines.stacked:
-            y, below = below + y / 2, below + y
-        across, up = to_panel.transform((x, y))
-        found.append((line, (float(across), min(1.0, max(0.0, float(up))))))
-    return found
+        axes.vlines(marks.x, 0, 1, transform=axes.get_xaxis_transform(), color=MARK, lw=0.9, alpha=0.6, zorder=2,
+                    label=marks.name)  # fmt: skip

@@ -61,7 +61,7 @@ class Line:
     """Points of one name. Where y is None, the line has a gap.
 
     Attributes:
-        end: what is said behind the last point.
+        end: what is said of the last point.
         band: where each point was seen to be, drawn as a shade.
     """
 
@@ -76,6 +76,15 @@ class Line:
     def values(self) -> list[float]:
         """All that are there, with the ends of the band."""
         return [value for value in chain(self.y, *(self.band or ())) if value is not None]
+
+    @property
+    def last(self) -> float | None:
+        """The last that is there."""
+        return next((value for value in reversed(self.y) if value is not None), None)
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}: {self.end}" if self.end else self.name
 
 
 class Scale(Enum):

@@ -40,15 +40,9 @@ def _card(chart: Chart, svg: str) -> Html:
 
 
 def spoken(drawing: Drawing) -> str:
-    """For those who hear the page: what is drawn, with each line's last value, and each bar's."""
-    said = _bars_spoken(drawing) if isinstance(drawing, Bars) else _lines_spoken(drawing)
+    """For those who hear the page: what is drawn, with what is said of each line's end, and each bar's value."""
+    said = _bars_spoken(drawing) if isinstance(drawing, Bars) else (line.label for line in drawing.all_lines)
     return f"{drawing.title}, {drawing.unit}. {'; '.join(said)}."
-
-
-def _lines_spoken(lines: Lines) -> Iterator[str]:
-    for line in lines.all_lines:
-        there = [value for value in line.y if value is not None]
-        yield f"{line.name}, last {short(there[-1], 5)}" if there else f"{line.name}, no value"
 
 
 def _bars_spoken(bars: Bars) -> Iterator[str]:
