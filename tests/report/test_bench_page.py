@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -125,6 +126,17 @@ def test_a_folder_is_one_page_the_newest_first(tmp_path: Path, capsys: pytest.Ca
     page = Page(written.read_text())
     assert [result["date"] for result in page.data["results"]] == ["2026-01-03", "2026-01-02", "2026-01-01"]
     assert re.findall(r'href="#([\w-]+)"', page.html) == re.findall(r'<section id="([\w-]+)"', page.html)
+
+
+def test_without_matplotlib_one_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "zero_optim.drawing.plot", raising=False)
+    monkeypatch.delattr("zero_optim.drawing.plot", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in "ab":
+        (tmp_path / f"{name}.json").write_text(json.dumps(bandwidth_record([2**20, 2**24])))
+    page = page_of(tmp_path, tmp_path / "all.html")
+    assert page.text.count("pip install zero-kernels[train]") == 1 and page.drawings == []
+    assert page.text.count("pack: 4 bytes an element") == 2 and len(page.data["charts"]) == 2
 
 
 def test_one_result_is_written_beside_itself(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from ..bench.rows import sheets_of
 from ..bench.table import table as text_table
 from ..train.config import UsageError
 from ..train.run_dir import PAGE
-from .charts import Chart, cards, data
+from .charts import Chart, cards, data, missing
 from .html import Html, details, join, tag
 from .page import footer, page
 from .run_tables import facts
@@ -73,7 +73,7 @@ def bench_page(name: str, paths: Sequence[Path]) -> str:
         charts += of_section
     title = f"Benchmarks: {name}"
     contents = _contents(records) if len(records) > 1 else None
-    header = tag("header", tag("h1", title), tag("p", _COLORS, class_="faint"))
+    header = tag("header", tag("h1", title), missing() or tag("p", _COLORS, class_="faint"))
     body = [header, contents, *sections, footer("The page is one file, and fetches nothing.")]
     named = [{"file": str(path), **record} for path, record in zip(paths, records, strict=True)]
     return page(title, join(body), {"results": named, "charts": charts})

@@ -24,12 +24,21 @@ class Chart:
     note: str = ""
 
 
-def cards(charts: Sequence[Chart]) -> Html:
-    """Charts beside each other, or one sentence where there is nothing that can draw them."""
+def missing() -> Html | None:
+    """A sentence for a page without charts; None where they can be drawn."""
     try:
-        from ..drawing.plot import svg
+        from ..drawing import plot  # noqa: F401
     except ImportError:
         return tag("p", MISSING, class_="note")
+    return None
+
+
+def cards(charts: Sequence[Chart]) -> Html:
+    """Charts beside each other; nothing where nothing can draw them."""
+    if missing():
+        return Html()
+    from ..drawing.plot import svg
+
     return tag("div", *(_card(chart, svg(chart.drawing)) for chart in charts), class_="charts")
 
 

@@ -41,8 +41,7 @@ def _of_drawing(run: Run, lines: Lines) -> Iterator[str]:
         shade = "" if lines.stacked else "; shaded: from the least to the most"
         yield f"Each point is the mean of {count(size, 'step')}{shade}."
     if lines.top is not None:
-        beyond = sum(value > lines.top for line in lines.lines for value in line.values)
-        yield f"{count(beyond, 'value')} above the axis {'is' if beyond == 1 else 'are'} cut off."
+        yield f"Values above {short(lines.top)} are cut off."
     if lines.scale in (Scale.TENS, Scale.TWOS):
         yield "Logarithmic axis."
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..drawing.figures import NONE, count, duration, short, size
 from ..train.run_dir import PAGE
 from . import run_tables
-from .charts import cards, data
+from .charts import cards, data, missing
 from .html import Html, join, tag
 from .page import footer, page
 from .run_charts import charts
@@ -30,7 +30,7 @@ def run_page(run: Run) -> str:
     found = problems(run)
     body = [_header(run), _verdict(found), _tiles(run), *_what_ran(run)]
     if drawn:
-        body += [tag("h2", "Along the steps"), cards(drawn)]
+        body += [tag("h2", "Along the steps"), missing() or cards(drawn)]
     body += [*_measured(run), *_tables(run), footer(_sources(run))]
     said = {"run": str(run.path), "summary": summary(run), "problems": found, "charts": data(drawn)}
     return page(f"{run.path.resolve().name}: zero-optim train", join(body), said)
