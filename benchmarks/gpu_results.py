@@ -152,7 +152,7 @@ class Results:
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> str:
     """Each backend's share of the yardstick, and its speed against torch, at the largest size of the first dtype."""
-    from zero_optim.bench.columns import elements
+    from zero_optim.drawing.figures import elements
 
     if any(row["op"] == "offload" for row in rows):
         held = [row for row in rows if row["part"] == "step" and row["fraction"] is not None]

@@ -112,9 +112,8 @@ def test_the_plot_is_drawn_again_from_the_file(bench):
 
 
 def test_without_matplotlib_the_table_is_there_and_one_line_says_why_no_plot(bench, monkeypatch):
-    drawing = ".bench.plot"
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib" or name.endswith(drawing)]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in ("bench", "drawing"):
+        monkeypatch.delitem(sys.modules, f"zero_optim.{name}.plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     outcome = bench("pack", *SMALL, "--dtypes", "bf16", "--out", ".")
     assert outcome.code == 0, outcome.err

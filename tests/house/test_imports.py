@@ -24,6 +24,7 @@ ORDER = (
     {"step"},
     {"stats"},
     {"engine", "shard_module"},
+    {"drawing"},
     {"memory"},
     {"checkpoint"},
     {"optimizer", "gather_parameters", "forward_method", "sync_buffers"},

@@ -51,15 +51,6 @@ class Browser:
         sent = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
         return [address for address in sent if not address.startswith("data:")]
 
-    def press(self, key: str, times: int = 1) -> None:
-        for _ in range(times):
-            for kind in ("keyDown", "keyUp"):
-                self.driver.execute_cdp_cmd("Input.dispatchKeyEvent", {"type": kind, "key": key})
-
-    def point_at(self, x: float, y: float) -> None:
-        """Moves the mouse, in pixels of the window."""
-        self.driver.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": x, "y": y})
-
 
 @contextmanager
 def browser() -> Iterator[Browser]:

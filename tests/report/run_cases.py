@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from zero_optim.train.config import TrainConfig
 from zero_optim.train.run_dir import LOG, RunDir, StepRecord
@@ -80,7 +82,7 @@ class _Tables(HTMLParser):
         self._inside: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta", "br"):
+        if tag not in ("meta", "br", "img"):
             self._inside.append(tag)
         if tag == "tr":
             self.rows.append([])
@@ -97,8 +99,13 @@ class _Tables(HTMLParser):
             self.rows[-1][-1] += data
 
 
+def _words(svg: bytes) -> list[str]:
+    """Every text of a drawing, in its order."""
+    return ["".join(text.itertext()) for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
 class Page:
-    """What a page says: ``data`` for its script, rows of all ``tables`` by their first cell, and its ``text``."""
+    """What is on a page: its ``data``, the words of each of its ``drawings``, rows of all ``tables``, its ``text``."""
 
     def __init__(self, html: str) -> None:
         block = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
@@ -107,6 +114,8 @@ class Page:
         parser.feed(html)
         assert parser._inside == [], "every tag is closed"
         self.tables = parser.rows
+        images = re.findall(r'<img src="data:image/svg\+xml;base64,([^"]+)"', html)
+        self.drawings = [_words(base64.b64decode(image)) for image in images]
         self.text = "".join(parser.text)
 
     def row(self, name: str) -> list[str]:
@@ -114,6 +123,13 @@ class Page:
         return next(cells[1:] for cells in self.tables if cells[0] == name)
 
     def line(self, chart: str, name: str) -> list[tuple[float, float | None]]:
+        line = self._line(chart, name)
+        return list(zip(line["x"], line["y"], strict=True))
+
+    def band(self, chart: str, name: str) -> list[list[float | None]]:
+        return self._line(chart, name)["band"]
+
+    def _line(self, chart: str, name: str) -> dict[str, Any]:
         (found,) = (one for one in self.data["charts"] if one["key"] == chart)
         (line,) = (one for one in found["lines"] if one["name"] == name)
-        return list(zip(line["x"], line["y"], strict=True))
+        return line

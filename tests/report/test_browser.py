@@ -22,20 +22,25 @@ return [...document.querySelectorAll(arguments[0])].map((one) => {
 """
 COLORS = """
 const shown = (selector, property) => getComputedStyle(document.querySelector(selector))[property];
-return [shown("body", "backgroundColor"), shown("body", "color"), shown(".plot .line", "stroke"),
-        shown(".fill", "fill"), shown(".verdict", "backgroundColor")];
+return [shown("body", "backgroundColor"), shown("figure", "backgroundColor"), shown("body", "color"),
+        shown("figure img", "filter"), shown(".verdict", "backgroundColor")];
 """
-CENTRE = """
-const plot = document.querySelector(arguments[0] + " .plot");
-plot.scrollIntoView({block: "center"});
-const box = plot.getBoundingClientRect();
-return [box.left, box.top, box.width, box.height];
+PIXELS = """
+const image = document.querySelector(arguments[0] + " img");
+const canvas = document.createElement("canvas");
+[canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
+const context = canvas.getContext("2d");
+context.drawImage(image, 0, 0);
+const seen = new Set();
+const data = context.getImageData(0, 0, canvas.width, canvas.height).data;
+for (let at = 0; at < data.length; at += 4) if (data[at + 3] === 255) seen.add(data.slice(at, at + 3).join(","));
+return [...seen];
 """
-OUTPUTS = 'return [...document.querySelectorAll(arguments[0] + " output")].map((one) => one.textContent);'
 
 
 @pytest.fixture(scope="module")
 def chrome() -> Iterator[Browser]:
+    pytest.importorskip("matplotlib")
     with browser() as opened:
         yield opened
 
@@ -50,7 +55,7 @@ def run_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bench_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bench_page(RESULTS, tmp_path_factory.mktemp("browser") / "bench.html")
+    return write_bench_page(RESULTS / "amd-epyc-2-threads", tmp_path_factory.mktemp("browser") / "bench.html")
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -65,14 +70,10 @@ def test_it_opens_without_a_complaint_and_fits(
     assert chrome.said() == []
     assert chrome.requested() == [path.as_uri()]
     assert chrome.run("return document.documentElement.scrollWidth") == width
-    for what, least in ((".plot svg", 3), (".bars svg", 5)):
-        sizes = chrome.run(SIZES, what)
-        assert len(sizes) >= least
-        assert all(wide > 40 and high > 10 for wide, high, _, _ in sizes), what
+    sizes = chrome.run(SIZES, "figure img")
+    assert len(sizes) >= 5 and all(wide > 440 and high > 100 for wide, high, _, _ in sizes), "words can be read"
     # What may be wider than the window scrolls in a box of its own. All else ends within.
-    assert all(
-        left >= 0 and right <= width for _, _, left, right in chrome.run(SIZES, ".chart, .plot, .scroll, h1, dl")
-    )
+    assert all(left >= 0 and right <= width for _, _, left, right in chrome.run(SIZES, "figure, .scroll, h1, dl"))
 
 
 def test_a_page_that_fetches_is_found_out(chrome: Browser, tmp_path: Path) -> None:
@@ -94,97 +95,18 @@ def test_the_policy_holds(chrome: Browser, run_page: Path, tmp_path: Path) -> No
     assert sum("Content Security Policy" in line for line in chrome.said()) == 2
 
 
-def test_light_and_dark_follow_the_system_and_the_button(chrome: Browser, run_page: Path) -> None:
-    chrome.open(run_page, width=1400, theme="light")
-    light, name = chrome.run(COLORS), chrome.run('return document.getElementById("theme").textContent')
-    chrome.run('document.getElementById("theme").click()')
-    switched = chrome.run(COLORS)
-    chrome.open(run_page, width=1400, theme="dark")
-    dark = chrome.run(COLORS)
-    assert name == "Dark" and switched == dark
-    assert all(one != other for one, other in zip(light, dark, strict=True))
-    chrome.run('document.getElementById("theme").click()')
-    assert chrome.run(COLORS) == light
-    assert chrome.run("try { return localStorage.length } catch { return 0 }") == 0
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_words_and_lines_stand_out(chrome: Browser, run_page: Path, theme: str) -> None:
-    """Contrast by WCAG 2: 4.5 for words, 3 for what is drawn."""
-    chrome.open(run_page, width=1400, theme=theme)
-    card = chrome.run("return getComputedStyle(document.querySelector('.chart')).backgroundColor")
-    for selector, name, least in (
-        (".chart h3", "color", 4.5),
-        (".plot > .x", "color", 4.5),
-        (".unit", "color", 4.5),
-        *((f".plot .line.{color}", "stroke", 3.0) for color in ("one", "two", "three", "four")),
-        *((f".plot .area.{color}", "fill", 3.0) for color in ("five", "four")),
-        (".plot .mark", "stroke", 3.0),
-    ):
-        color = chrome.run(f"return getComputedStyle(document.querySelector('{selector}'))['{name}']")
-        assert contrast(color, card) >= least, (selector, color, card)
-
-
-def contrast(one: str, other: str) -> float:
-    high, low = sorted(map(luminance, (one, other)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
-
-
-def luminance(color: str) -> float:
-    """Of ``rgb(1, 2, 3)``: relative, by WCAG 2."""
-    parts = [int(part) / 255 for part in color[4:-1].split(", ")]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def test_the_pointer_shows_step_and_values_on_all_charts(chrome: Browser, run_page: Path) -> None:
+def test_images_are_shown_under_the_policy(chrome: Browser, run_page: Path) -> None:
+    """They are drawn, in the colours of lines and marks: blue, red, and the red of skipped steps."""
     chrome.open(run_page, width=1400)
-    at_rest = chrome.run(OUTPUTS, "#speed")
-    left, top, width, height = chrome.run(CENTRE, "#speed")
-    chrome.point_at(left + 0.31 * width, top + height / 2)  # of steps 1 to 11, nearest to step 4
-    assert chrome.run(OUTPUTS, "#speed") == ["1,004", "step 4"]
-    assert chrome.run(OUTPUTS, "#loss") == ["1.25", "2.5 (10)", "3.25 (1)", "step 4"]
-    assert chrome.run(OUTPUTS, "#timeline") == ["14", "20", "5", "5", "step 4"]
-    places = chrome.run("return [...document.querySelectorAll('.cursor')].map((one) => one.style.left)")
-    assert len(places) == 6 and set(places) == {"30%"}
-    chrome.point_at(left + 0.5 * width, top + height / 2)
-    assert chrome.run(OUTPUTS, "#norm")[0] == "not finite"
-    chrome.point_at(1, 1)
-    assert chrome.run(OUTPUTS, "#speed") == at_rest
-    assert chrome.run("return document.querySelectorAll('.cursor, .at').length") == 0
+    assert {"0,114,178", "213,94,0"} <= set(chrome.run(PIXELS, "#loss"))
+    assert {"0,158,115"} <= set(chrome.run(PIXELS, "#rate"))
     assert chrome.said() == []
 
 
-def test_dots_are_where_lines_are(chrome: Browser, run_page: Path) -> None:
-    """The script and the drawing place a value alike: the dot of the speed at step 4 is on the line."""
-    chrome.open(run_page, width=1400)
-    left, top, width, height = chrome.run(CENTRE, "#speed")
-    chrome.point_at(left + 0.3 * width, top + height / 2)
-    dot = chrome.run("const at = document.querySelector('#speed .at'); return [at.style.left, at.style.top];")
-    drawn = chrome.run("return document.querySelector('#speed .line').getAttribute('d')").split("L")[3].split()
-    assert float(dot[0][:-1]) == pytest.approx(float(drawn[0]) / 10, abs=0.1)
-    assert float(dot[1][:-1]) == pytest.approx(float(drawn[1]) / 4, abs=0.1)
-
-
-def test_the_keyboard_moves_along_and_is_heard(chrome: Browser, run_page: Path) -> None:
-    chrome.open(run_page, width=1400)
-    chrome.run("document.querySelector('#speed .plot').focus()")
-    chrome.press("Home")
-    chrome.press("ArrowRight", times=2)
-    assert chrome.run(OUTPUTS, "#speed") == ["1,003", "step 3"]
-    assert chrome.run("return document.querySelector('[aria-live=polite]').textContent") == "step 3: tokens/s 1,003"
-    label = chrome.run("return document.querySelector('#speed .plot').getAttribute('aria-label')")
-    assert label.startswith("Speed, tokens/s, of all ranks. tokens/s, last 1,011")
-
-
-def test_without_a_script_the_page_is_whole(chrome: Browser, run_page: Path) -> None:
-    chrome.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
-    try:
-        chrome.open(run_page, width=1400)
-        sizes = chrome.run(SIZES, ".plot svg")
-        hidden = chrome.run("return getComputedStyle(document.getElementById('theme')).display")
-        values = chrome.run(OUTPUTS, "#speed")
-    finally:
-        chrome.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
-    assert len(sizes) == 6 and all(wide > 100 and high > 100 for wide, high, _, _ in sizes)
-    assert hidden == "none" and values == ["1,011", ""]
+def test_light_and_dark_follow_the_system(chrome: Browser, run_page: Path) -> None:
+    chrome.open(run_page, width=1400, theme="light")
+    light = chrome.run(COLORS)
+    chrome.open(run_page, width=1400, theme="dark")
+    dark = chrome.run(COLORS)
+    assert all(one != other for one, other in zip(light, dark, strict=True))
+    assert (light[3], dark[3]) == ("none", "invert(1) hue-rotate(180deg)")

@@ -1,4 +1,4 @@
-"""What an installed package has: style and script of the pages, beside the modules."""
+"""What an installed package has: the style of the pages, beside the modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_style_and_script_are_installed(tmp_path: Path) -> None:
+def test_the_style_is_installed(tmp_path: Path) -> None:
     """Builds what a wheel of this tree holds, without the kernels."""
     environment = {**os.environ, "ZERO_KERNELS_NO_BUILD": "1"}
     command = [
@@ -27,5 +27,5 @@ def test_style_and_script_are_installed(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=300)
     installed, source = tmp_path / "lib" / "zero_optim" / "report", ROOT / "python" / "zero_optim" / "report"
     names = {path.name for path in source.iterdir() if path.is_file()}
-    assert {path.name for path in installed.iterdir()} == names >= {"style.css", "script.js", "run_page.py"}
+    assert {path.name for path in installed.iterdir()} == names >= {"style.css", "run_page.py"}
     assert (installed / "style.css").read_bytes() == (source / "style.css").read_bytes()

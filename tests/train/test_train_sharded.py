@@ -67,7 +67,7 @@ def train_here(rank: int, world_size: int, arguments: list[str], fails: int | No
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(loop, "join_world", join)
         patch.setattr(loop, "_SAMPLE_LENGTH", 20)
-        patch.setattr(loop, "plot_losses", lambda *_: None)
+        patch.setattr(loop, "draw_losses", lambda *_: None)
         if rank == fails:
             patch.setattr(os, "pwrite", refuse)
         code = main(["train", *arguments])

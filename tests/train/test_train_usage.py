@@ -14,8 +14,6 @@ import pytest
 import torch
 from training import ENDLESS, TINY, read_log, saved_steps
 from zero_optim.train.config import TrainConfig, add_arguments
-from zero_optim.train.report import plot_losses
-from zero_optim.train.run_dir import StepRecord
 
 
 def expect_usage_error(outcome: object, *parts: str) -> None:
@@ -142,16 +140,6 @@ def test_a_table_that_nobody_reads(zero_optim: Callable, monkeypatch: pytest.Mon
     leave_unread(monkeypatch)
     outcome = zero_optim("plan", "--model", "gpt2", "--stage", "0")
     assert (outcome.code, outcome.err) == (141, "")
-
-
-def test_losses_are_drawn_over_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    kept: list = []
-    monkeypatch.setattr(pyplot, "close", kept.append)
-    records = [StepRecord(step, 5.0 - step, 1.0, 1.0, 0.1, 100.0, {}) for step in (1, 2, 3)]
-    assert plot_losses(tmp_path / "loss.png", records, 2.0, 3.0) is None
-    ticks = kept[0].axes[0].get_xticks()
-    assert len(ticks) >= 3 and all(tick == int(tick) for tick in ticks)
 
 
 def test_the_help_has_the_defaults() -> None:

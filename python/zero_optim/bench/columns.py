@@ -19,14 +19,6 @@ MISSING = "-"
 # -- figures as text ---------------------------------------------------------------------------------------------------
 
 
-def elements(numel: int) -> str:
-    """``64 Mi`` where that is exact, else rounded to millions or in full."""
-    for unit, size in (("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10)):
-        if numel % size == 0 and numel < 10_000 * size:
-            return f"{numel // size:,} {unit}"
-    return f"{numel / 1e6:,.1f} M" if numel >= 10**7 else f"{numel:,}"
-
-
 def milliseconds(value: float) -> str:
     return f"{value:,.4f}" if value < 1 else f"{value:,.3f}" if value < 10 else f"{value:,.2f}"
 

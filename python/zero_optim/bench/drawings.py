@@ -1,11 +1,11 @@
-"""What is drawn of rows, whoever draws it: bars and lines, and all of one kind of row."""
+"""What is drawn of rows: their bars, and the sheet of each kind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
+from ..drawing.sheet import Bar, Bars, Role, Sheet
 from .columns import Column, JsonRow
 
 OURS = ("ours", "ours background", "stage0", "stage1", "stage2", "stage3", "stage3_keep", "cuda", "cpu", "triton",
@@ -13,81 +13,39 @@ OURS = ("ours", "ours background", "stage0", "stage1", "stage2", "stage3", "stag
 BASELINES = ("None", "fused", "ddp", "disk", "torch_pipeline")
 
 
-@dataclass(frozen=True)
-class Bars:
+def bars_of(
+    rows: Sequence[JsonRow],
+    title: str,
+    unit: str,
+    length: Column,
+    whiskers: tuple[Column, Column],
+    columns: Sequence[Column],
+    group: Callable[[JsonRow], str] = lambda row: "",
+    size: float = 1,
+    roof: tuple[str, float] | None = None,
+) -> Bars:
     """A bar for each row.
 
-    Attributes:
+    Args:
         unit: of the bars; ``size`` is how much of what ``length`` counts makes one.
         whiskers: the columns of their two ends.
         columns: figures beside the bars.
         group: rows with the same one stand together, under it.
-        roof: what no bar can exceed: its name, and its value.
     """
 
-    title: str
-    unit: str
-    rows: Sequence[JsonRow]
-    length: Column
-    whiskers: tuple[Column, Column]
-    columns: Sequence[Column]
-    group: Callable[[JsonRow], str] = lambda row: ""
-    size: float = 1
-    roof: tuple[str, float] | None = None
+    def bar(row: JsonRow) -> Bar:
+        value, low, high = (float(column.value(row)) / size for column in (length, *whiskers))
+        figures = [column.beside_bar(row) for column in columns]
+        return Bar(row["backend"], value, (low, high), figures, role_of(row), group(row))
 
-    def value(self, row: JsonRow) -> float:
-        return float(self.length.value(row)) / self.size
-
-    def ends(self, row: JsonRow) -> tuple[float, float]:
-        low, high = (float(column.value(row)) / self.size for column in self.whiskers)
-        return low, high
+    return Bars(title, unit, [bar(row) for row in rows], [column.name for column in columns], roof)
 
 
-@dataclass(frozen=True)
-class Line:
-    """Points of one name; ``band``: where each was seen to be; ``end``: what is said behind the last."""
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-    end: str
-    band: Sequence[tuple[float, float]] | None = None
-
-
-@dataclass(frozen=True)
-class Lines:
-    """Figures over sizes (``by_size``: a logarithmic axis), or over steps. ``roof``: what no line can exceed."""
-
-    title: str
-    unit: str
-    lines: Sequence[Line]
-    x_name: str
-    by_size: bool = False
-    from_zero: bool = True
-    roof: Line | None = None
-
-
-Drawing = Bars | Lines
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """What is drawn of the rows of a kind, as on paper: drawings beside and below each other. ``note``: what it is."""
-
-    grid: Sequence[Sequence[Drawing | None]]
-    note: str
-
-    @property
-    def drawings(self) -> list[Drawing]:
-        return [drawing for drawing in chain(*self.grid) if drawing is not None]
-
-
-def role_of(row: JsonRow) -> str:
-    """Whose bar this is: with ``ours``, ``baseline`` and ``other`` each has a colour."""
+def role_of(row: JsonRow) -> Role:
     name = row["backend"].split(",")[0]
     if name in OURS:
-        return "ours"
-    return "baseline" if name in BASELINES or row["backend"] == row.get("baseline") else "other"
+        return Role.OURS
+    return Role.BASELINE if name in BASELINES or row["backend"] == row.get("baseline") else Role.OTHER
 
 
 @dataclass(frozen=True)

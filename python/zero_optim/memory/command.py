@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..drawing.figures import row, size
 from ..errors import ParameterError
 from ..stores.offload import Offload, Tier, read_nbytes, read_offload
 from ..train.config import DTYPES, UsageError
@@ -24,7 +25,7 @@ from .decoders import KNOWN, gpt_of
 from .fit import MOST_MEMORY, MOST_PARAMETERS, largest_model, smallest_stage
 from .plan import Job, Plan, plan
 from .shapes import ModelShapes, of_decoder, of_module, usual_units
-from .table import advice, figure, memory_lines, row, said_smallest, unit_of
+from .table import advice, memory_lines, said_smallest, unit_of
 
 STAGES = (0, 1, 2, 3)
 _OF_STAGE_3 = ("param_offload", "units", "prefetch")  # flags, by their names in Python
@@ -291,7 +292,7 @@ def _report(parsed: argparse.Namespace, plans: Sequence[Plan], largest: Sequence
     if parsed.replicate > 1:
         yield row("  across replicas", [unit.cell(made.sent_across) for made in plans])
     yield row("buckets", [f"{made.buckets:,}" for made in plans])
-    yield row(f"largest GPT in {figure(room)}", [_billions(most) for most in largest])
+    yield row(f"largest GPT in {size(room)}", [_billions(most) for most in largest])
     yield ""
     if parsed.batch is None:
         yield "Activations are not in it: --seq and --batch count them."
@@ -333,8 +334,8 @@ def _of_nodes(parsed: argparse.Namespace, plans: Sequence[Plan]) -> Iterator[str
     ranks = parsed.world // parsed.nodes
     for made in plans:
         if made.host or made.disk:
-            disk = f", {figure(made.disk * ranks)} of disk" if made.disk else ""
-            yield f"Stage {made.job.stage}: {figure(made.host * ranks)} of host memory{disk} a node of {ranks} ranks."
+            disk = f", {size(made.disk * ranks)} of disk" if made.disk else ""
+            yield f"Stage {made.job.stage}: {size(made.host * ranks)} of host memory{disk} a node of {ranks} ranks."
 
 
 def _as_json(made: Plan, largest: int, parsed: argparse.Namespace) -> dict[str, Any]:

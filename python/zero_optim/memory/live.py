@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..drawing.figures import SizeUnit, row, size, unit_for
 from ..engine import Engine, open_engines
 from ..units.unit import Unit
 from .plan import ON_THE_HOST, Job, Plan, plan
 from .shapes import ModelShapes, ParameterShape
-from .table import SizeUnit, figure, row, unit_for
 
 
 class HasEngine(Protocol):
@@ -182,9 +182,9 @@ class Tracker:
         for kind, nbytes in self.peak.items():
             wanted = planned.memory.get(kind) if planned is not None else None
             lines.append(row(kind, [unit.cell(nbytes), *_beside(nbytes, wanted, unit)]))
-        lines += [f"  allocated by torch, {when}: {figure(nbytes)}" for when, nbytes in self.allocated().items()]
+        lines += [f"  allocated by torch, {when}: {size(nbytes)}" for when, nbytes in self.allocated().items()]
         if _gpus():
-            lines.append(f"  beside torch's allocator, in no plan: {figure(self.beside_torch())}")
+            lines.append(f"  beside torch's allocator, in no plan: {size(self.beside_torch())}")
         return "\n".join(lines)
 
     def _watch(self, engine: Engine) -> None:

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 
 import torch
 
+from ..drawing.figures import size
 from ..engine import Engine
 from ..errors import OutOfMemoryError, ZeroOptimError
 from .fit import cheapest_change
 from .live import device_memory, plan_of_engine
-from .table import figure, of_one, said
+from .table import of_one, said
 
 _OF_THE_CPU = ("can't allocate memory", "not enough memory")
 """Words of torch's allocator of the CPU, in a RuntimeError: on Linux, and on other systems."""
@@ -45,8 +46,8 @@ def _message(engine: Engine, doing: str, error: RuntimeError) -> str:
     lines = [f"out of memory on {device}, {doing}: {str(error).splitlines()[0]}", "", of_one(made), ""]
     if there is not None and made.most <= there:
         lines.append(
-            f"The plan takes {figure(made.most)} of {figure(there)}. Activations, other tensors or other processes "
-            f"have the rest: torch has {figure(torch.cuda.memory_allocated(device))} in use. A smaller batch, or:"
+            f"The plan takes {size(made.most)} of {size(there)}. Activations, other tensors or other processes "
+            f"have the rest: torch has {size(torch.cuda.memory_allocated(device))} in use. A smaller batch, or:"
         )
     lines.append(said(cheapest_change(made, there), there))
     return "\n".join(lines)

@@ -11,8 +11,9 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from ..drawing.figures import size, unit_for
 from .plan import Plan
-from .table import figure, kinds_of, unit_for
+from .table import kinds_of
 
 _COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd")
 _LEAST_LABELLED = 0.035  # of the height of the axis: less has no room for its figure
@@ -49,17 +50,17 @@ def _stack(axes: Any, made: Plan, colors: dict[str, str], device_memory: int) ->
     top = 1.06 * made.most / unit.nbytes
     below = 0.0
     for kind, color in colors.items():
-        size = made.memory.get(kind, 0) / unit.nbytes
-        if size:
-            bars = axes.bar([0], [size], 0.8, bottom=below, label=kind, color=color)
-            if size > _LEAST_LABELLED * top:
+        height = made.memory.get(kind, 0) / unit.nbytes
+        if height:
+            bars = axes.bar([0], [height], 0.8, bottom=below, label=kind, color=color)
+            if height > _LEAST_LABELLED * top:
                 axes.bar_label(bars, [unit.cell(made.memory[kind])], label_type="center", fontsize=8, color="white")
-        below += size
+        below += height
     if made.first_step:
         extra = made.first_step / unit.nbytes
         axes.bar([0], [extra], 0.8, bottom=below, label="in the first step", fill=False, ls=":", ec="grey")
     if device_memory / unit.nbytes < top:
-        axes.axhline(device_memory / unit.nbytes, color="black", lw=0.8, ls="--", label=figure(device_memory))
+        axes.axhline(device_memory / unit.nbytes, color="black", lw=0.8, ls="--", label=size(device_memory))
     axes.set(xticks=[], xlim=(-0.5, 0.5), ylim=(0, top), ylabel=unit.name)
     axes.set_title(f"stage {made.job.stage}\n{unit.cell(made.total)} {unit.name}", fontsize=10)
     axes.tick_params(labelsize=8)

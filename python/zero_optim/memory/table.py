@@ -3,54 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from ..drawing.figures import SizeUnit, row, size, unit_for
 from ..stores.offload import Tier
 from .fit import Change, cheapest_change
 from .plan import LOCAL, PAGES, Plan
 
 _LAST = ("unsharded", LOCAL, PAGES, "activations", "padding")
-_WIDTH = 28
-
-
-@dataclass(frozen=True)
-class SizeUnit:
-    """A unit in which a table counts."""
-
-    name: str
-    nbytes: float
-
-    def cell(self, nbytes: float) -> str:
-        """Write bytes in this unit, to 3 digits or more."""
-        value = nbytes / self.nbytes
-        digits = 3 if abs(value) < 0.995 else 2 if abs(value) < 99.95 else 1
-        return f"{value:,.{digits}f}"
-
-
-_UNITS = (SizeUnit("GB", 1e9), SizeUnit("MB", 1e6), SizeUnit("kB", 1e3))
-
-
-def unit_for(nbytes: float) -> SizeUnit:
-    """The largest in which so many bytes are 1 or more."""
-    return next((unit for unit in _UNITS if nbytes >= unit.nbytes), _UNITS[-1])
 
 
 def unit_of(plans: Sequence[Plan]) -> SizeUnit:
     """Choose the unit in which plans are shown: by the largest figure of any."""
     return unit_for(max(max(made.most, made.host, made.disk, made.communicated) for made in plans))
-
-
-def row(name: str, cells: Sequence[str]) -> str:
-    return f"  {name:<{_WIDTH}}" + "".join(f"{cell:>12}" for cell in cells)
-
-
-def figure(nbytes: float) -> str:
-    """Write it as it is read best, with the unit."""
-    if nbytes < _UNITS[-1].nbytes:
-        return f"{nbytes:.0f} bytes"
-    unit = unit_for(nbytes)
-    value = nbytes / unit.nbytes
-    return f"{value:,.3g} {unit.name}" if value < 1000 else f"{value:,.0f} {unit.name}"
 
 
 def kinds_of(plans: Sequence[Plan]) -> list[str]:
@@ -97,25 +61,25 @@ def of_one(made: Plan) -> str:
 def advice(made: Plan, device_memory: int | None) -> str:
     """A sentence: whether the job fits, and else the cheapest change with which it does."""
     if device_memory is not None and made.most <= device_memory:
-        left = figure(device_memory - made.most)
-        return f"Stage {made.job.stage} fits, with {left} of {figure(device_memory)} to spare."
+        left = size(device_memory - made.most)
+        return f"Stage {made.job.stage} fits, with {left} of {size(device_memory)} to spare."
     return said(cheapest_change(made, device_memory), device_memory)
 
 
 def said_smallest(smallest: Plan | None, device_memory: int) -> str:
     """The smallest stage that fits, and its buckets, a sentence."""
-    room = figure(device_memory)
+    room = size(device_memory)
     if smallest is None:
         return f"No stage fits into {room}."
-    size = smallest.job.bucket_cap_mb
-    buckets = "the default size" if size is None else f"{size:g} MiB (bucket_cap_mb={size:g})"
+    cap = smallest.job.bucket_cap_mb
+    buckets = "the default size" if cap is None else f"{cap:g} MiB (bucket_cap_mb={cap:g})"
     return f"The smallest stage that fits into {room} is {smallest.job.stage}, with buckets of {buckets}."
 
 
 def said(change: Change | None, device_memory: int | None) -> str:
     """Describe the cheapest change, in a sentence."""
     if change is None:
-        less = "takes less" if device_memory is None else f"fits into {figure(device_memory)}"
+        less = "takes less" if device_memory is None else f"fits into {size(device_memory)}"
         return f"No stage, no store and no number of ranks {less}: take a smaller model, or a smaller batch."
     less = "takes less" if device_memory is None else "fits"
     return f"The cheapest change that {less}: {change.what}. It takes {_whole(change.plan)}."
@@ -124,4 +88,4 @@ def said(change: Change | None, device_memory: int | None) -> str:
 def _whole(made: Plan) -> str:
     """Count what a rank takes of every memory."""
     where = (("on the device", made.most), ("on the host", made.host), ("on the disk", made.disk))
-    return ", ".join(f"{figure(nbytes)} a rank {place}" for place, nbytes in where if nbytes)
+    return ", ".join(f"{size(nbytes)} a rank {place}" for place, nbytes in where if nbytes)

@@ -1,6 +1,5 @@
 """A run, or results of benchmarks, as one HTML page that needs no network.
 
-``html`` (tags, escaped) and ``figures`` (numbers as text) ← ``axis`` and ``thinning`` (of many steps to few points)
-← ``line_chart``, ``bar_table`` ← ``page`` (the frame, ``style.css``, ``script.js``)
+``html`` (tags, escaped) ← ``charts`` (what ``drawing`` draws, as images) ← ``page`` (the frame, with ``style.css``)
 ← ``run_data`` ← ``run_charts``, ``run_tables`` ← ``run_page``; ``bench_page`` ← ``command``.
 """

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..bench.drawings import Bars, Lines, Sheet, role_of
 from ..bench.record import read
 from ..bench.rows import sheets_of
 from ..bench.table import table as text_table
 from ..train.config import UsageError
 from ..train.run_dir import PAGE
-from .axis import linear, logarithmic
-from .bar_table import Bar, Group, bar_table
+from .charts import Chart, cards, data, missing
 from .html import Html, details, join, tag
-from .line_chart import Drawn, Line, LineChart, draw, join_drawn
 from .page import footer, page
 from .run_tables import facts
 
-_COLORS = {"ours": "one", "baseline": "two", "other": "six"}
-_OF_LINES = ("one", "three", "two", "four", "five", "six")
+_COLORS = "Of bars: blue is ours, red is what others are compared with, grey are all others."
 _FACTS = (
     "date",
     "version",
@@ -72,21 +68,15 @@ def bench_page(name: str, paths: Sequence[Path]) -> str:
     records = [read(path) for path in paths]
     sections, charts = [], []
     for number, (path, record) in enumerate(zip(paths, records, strict=True)):
-        html, data = _section(number, path, record)
+        html, of_section = _section(number, path, record)
         sections.append(html)
-        charts += data
+        charts += of_section
     title = f"Benchmarks: {name}"
     contents = _contents(records) if len(records) > 1 else None
-    header = tag("header", tag("h1", title), _colors())
+    header = tag("header", tag("h1", title), missing() or tag("p", _COLORS, class_="faint"))
     body = [header, contents, *sections, footer("The page is one file, and fetches nothing.")]
     named = [{"file": str(path), **record} for path, record in zip(paths, records, strict=True)]
     return page(title, join(body), {"results": named, "charts": charts})
-
-
-def _colors() -> Html:
-    names = {"ours": "ours", "baseline": "what others are compared with", "other": "all others"}
-    keys = (tag("li", tag("i", class_=f"key block {_COLORS[kind]}"), name) for kind, name in names.items())
-    return tag("ul", *keys, class_="legend")
 
 
 def _contents(records: Sequence[dict[str, Any]]) -> Html:
@@ -100,48 +90,15 @@ def _ops(record: dict[str, Any]) -> str:
 
 
 def _section(number: int, path: Path, record: dict[str, Any]) -> tuple[Html, list[dict[str, Any]]]:
+    """Of each sheet the drawings and its note; below them all figures as text."""
     about = [(name, str(record[name])) for name in _FACTS if record.get(name) is not None]
     about += [(name, str(state)) for name, state in record["baselines"].items()]
-    plots, data = _plots(number, sheets_of(record))
-    figures = details("All figures", tag("div", tag("pre", text_table(record)), class_="scroll", tabindex=0))
     heading = tag("h2", f"{_ops(record)}, {record['date']}")
     parts = [heading, details(f"{record['device']}, torch {record['torch']}", facts([("file", str(path)), *about]))]
-    return tag("section", *parts, plots, figures, id=f"result-{number}"), data
-
-
-def _plots(number: int, sheets: Mapping[str, Sheet]) -> tuple[Html, list[dict[str, Any]]]:
-    """Of each sheet first the bars, then the lines beside each other."""
-    parts: list[Html | None] = []
-    data: list[dict[str, Any]] = []
-    for sheet in sheets.values():
-        parts += [_bars(drawing) for drawing in sheet.drawings if isinstance(drawing, Bars)]
-        charts = [drawing for drawing in sheet.drawings if isinstance(drawing, Lines)]
-        drawn, of_sheet = join_drawn([_chart(f"chart-{number}-{len(data) + n}", each) for n, each in enumerate(charts)])
-        parts.append(tag("div", drawn, class_="charts") if charts else None)
-        parts.append(tag("p", sheet.note, class_="note"))
-        data += of_sheet
-    return join(parts), data
-
-
-def _bars(bars: Bars) -> Html:
-    groups: dict[str, list[Bar]] = {}
-    for row in bars.rows:
-        cells = [column.beside_bar(row) for column in bars.columns]
-        bar = Bar(row["backend"], bars.value(row), _COLORS[role_of(row)], cells, whiskers=bars.ends(row))
-        groups.setdefault(bars.group(row), []).append(bar)
-    roof = f"; dashed: {bars.roof[0]}, {bars.roof[1]:,.1f}" if bars.roof else ""
-    headings = ("", f"{bars.unit}{roof}", *(column.name for column in bars.columns))
-    return bar_table(bars.title, headings, [Group(name, of_group) for name, of_group in groups.items()], bars.roof)
-
-
-def _chart(key: str, drawn: Lines) -> Drawn:
-    lines = [
-        Line(line.name, list(zip(line.x, line.y, strict=True)), color)
-        for line, color in zip(drawn.lines, (*_OF_LINES, *_OF_LINES), strict=False)
-    ]
-    if drawn.roof:
-        over = list(zip(drawn.roof.x, drawn.roof.y, strict=True))
-        lines.append(Line(drawn.roof.name, over, "six", dashed=True))
-    x = logarithmic([size for line in drawn.lines for size in line.x], base=2) if drawn.by_size else None
-    y = linear([value for line in lines for _, value in line.points if value is not None], from_zero=drawn.from_zero)
-    return draw(LineChart(key, drawn.title, drawn.unit, lines, x, y, x_name="elements" if drawn.by_size else "step"))
+    charts: list[Chart] = []
+    for sheet in sheets_of(record).values():
+        of_sheet = [Chart(f"chart-{number}-{len(charts) + n}", drawing) for n, drawing in enumerate(sheet.drawings)]
+        charts += of_sheet
+        parts += [cards(of_sheet), tag("p", sheet.note, class_="note")]
+    figures = details("All figures", tag("div", tag("pre", text_table(record)), class_="scroll", tabindex=0))
+    return tag("section", *parts, figures, id=f"result-{number}"), data(charts)

@@ -13,7 +13,7 @@ class Html(str):
 
 
 Part = str | int | Html | None
-_VOID = ("meta", "br")
+_VOID = ("meta", "br", "img")
 
 
 def tag(name: str, /, *children: Part, **attributes: str | int | float | bool | None) -> Html:

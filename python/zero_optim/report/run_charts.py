@@ -2,82 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from ..drawing.figures import count, short
+from ..drawing.sheet import POINTS, Line, Lines, Look, Marks, Scale, points_in_one, thinned
 from ..train.report import EXPOSED
 from ..train.run_dir import StepRecord
-from . import axis
-from .axis import Axis
-from .line_chart import Line, LineChart
+from .charts import Chart
 from .run_data import Run
-from .thinning import Point
 
 WHOLE = "whole"
 REST = "the rest"
-_COLORS = ("one", "three", "five", "four", "six")
 _SPREAD = 100.0  # between the least and the largest norm: more calls for a logarithmic axis
+_TALL = 4.0  # A peak so many times above nearly all values would press them to the floor.
+_NEARLY_ALL = 0.95
 
 
-def charts(run: Run) -> Iterator[LineChart]:
-    x = axis.of_steps(run.steps[0].step, run.steps[-1].step)
-    yield _losses(run, x)
-    yield _speed(run, x)
-    yield _norms(run, x)
+def charts(run: Run) -> Iterator[Chart]:
+    """Of a run that has a step."""
+    yield _chart(run, "loss", losses(run))
+    yield _chart(run, "speed", _speed(run))
+    yield _chart(run, "norm", _norms(run), _clipped(run))
     if any(step.loss_scale != 1 for step in run.steps):
-        yield _scales(run, x)
-    yield _rates(run, x)
+        yield _chart(run, "scale", _scales(run))
+    yield _chart(run, "rate", _rates(run))
     if any(step.ms for step in run.steps):
-        yield timeline(run, x)
+        yield _chart(run, "timeline", timeline(run), timeline_note(run))
 
 
-def _points(run: Run, value: Callable[[StepRecord], float | None]) -> list[Point]:
-    return [(step.step, value(step)) for step in run.steps]
+def _chart(run: Run, key: str, lines: Lines, note: str = "") -> Chart:
+    return Chart(key, lines, " ".join(filter(None, [note, *_of_drawing(run, lines)])))
 
 
-def _losses(run: Run, x: Axis) -> LineChart:
-    lines = [Line("training", _points(run, lambda step: step.loss), "one")]
+def _of_drawing(run: Run, lines: Lines) -> Iterator[str]:
+    """What the reader has to know of the drawing, a sentence each."""
+    size = points_in_one(len(run.steps))
+    if size > 1:
+        shade = "" if lines.stacked else "; shaded: from the least to the most"
+        yield f"Each point is the mean of {count(size, 'step')}{shade}."
+    if lines.top is not None:
+        yield f"Values above {short(lines.top)} are cut off."
+    if lines.scale in (Scale.TENS, Scale.TWOS):
+        yield "Logarithmic axis."
+
+
+def _line(run: Run, name: str, value: Callable[[StepRecord], float | None]) -> Line:
+    """A value of every step."""
+    y = [value(step) for step in run.steps]
+    end = next((short(value, 5) for value in reversed(y) if value is not None), "")
+    return thinned(Line(name, [step.step for step in run.steps], y, end))
+
+
+def _level(run: Run, name: str, value: float) -> Line:
+    """The same at all steps."""
+    return Line(name, [run.steps[0].step, run.steps[-1].step], [value, value], short(value, 5), look=Look.DASHED)
+
+
+def _marks(run: Run, steps: Sequence[int], name: str) -> Marks:
+    """At most about one a pixel."""
+    width = max(1, len(run.steps) // POINTS)
+    return Marks(list({step // width: step for step in steps}.values()), name)
+
+
+def _cut(line: Line, low: float, *beside: float) -> float | None:
+    """Where an axis from ``low`` ends, if a rare peak is far above all other values and those beside the line."""
+    ordered = sorted(line.values)
+    if not ordered:
+        return None
+    usual = max(ordered[int(_NEARLY_ALL * (len(ordered) - 1))], *beside, low)
+    return low + 2 * (usual - low) if ordered[-1] - low > _TALL * (usual - low) > 0 else None
+
+
+def losses(run: Run) -> Lines:
+    training = _line(run, "training", lambda step: step.loss)
+    lines, beside = [training], [0.0]
     if run.validations:
-        entropy = run.validations[-1][2]
-        lines.append(Line("held out", [(step, loss) for step, loss, _ in run.validations], "two", dots=True))
-        lines.append(Line("unigram entropy", [(step, entropy) for step in (x.low, x.high)], "six", dashed=True))
-    return LineChart("loss", "Loss", "nats per byte", lines, x, marks=(run.lost, "not finite"), wide=True)
+        steps, held_out, entropies = zip(*run.validations, strict=True)
+        lines.append(Line("held out", steps, held_out, short(held_out[-1], 5), look=Look.DOTS))
+        lines.append(_level(run, "unigram entropy", entropies[-1]))
+        beside = [*held_out, entropies[-1]]
+    top = _cut(training, min(training.values, default=0.0), *beside)
+    marks = _marks(run, run.lost, "not finite")
+    return Lines("Loss", "nats per byte", lines, scale=Scale.DATA, top=top, marks=marks)
 
 
-def _speed(run: Run, x: Axis) -> LineChart:
-    points = _points(run, lambda step: step.tokens_per_s)
-    y = axis.linear([value for _, value in points if value is not None], from_zero=True)
-    return LineChart("speed", "Speed", "tokens/s, of all ranks", [Line("tokens/s", points, "one")], x, y)
+def _speed(run: Run) -> Lines:
+    line = _line(run, "tokens/s", lambda step: step.tokens_per_s)
+    return Lines("Speed", "tokens/s, of all ranks", [line], top=_cut(line, 0.0))
 
 
-def _norms(run: Run, x: Axis) -> LineChart:
-    points = _points(run, lambda step: step.grad_norm)
-    lines = [Line("before clipping", points, "one")]
-    there = [norm for _, norm in points if norm is not None]
-    clip = run.sessions[-1].config["clip"] if run.sessions else None
-    note = ""
-    if clip is not None:
-        lines.append(Line("clipped to", [(step, clip) for step in (x.low, x.high)], "two", dashed=True))
-        clipped = sum(norm > clip for norm in there)
-        note = f"{clipped:,} of {len(run.steps):,} steps were clipped."
-    values = [norm for norm in (*there, clip) if norm is not None]
-    wide = bool(values) and min(values) > 0 and max(values) > _SPREAD * min(values)
-    y = axis.logarithmic(values) if wide else axis.linear(values, from_zero=True)
-    return LineChart(
-        "norm", "Gradient norm", "of the averaged gradient", lines, x, y, marks=(run.skipped, "skipped step"), note=note
-    )
+def _norms(run: Run) -> Lines:
+    norms = _line(run, "before clipping", lambda step: step.grad_norm)
+    clip = _clip(run)
+    lines = [norms] if clip is None else [norms, _level(run, "clipped to", clip)]
+    top = _cut(norms, 0.0, clip or 0.0)
+    there = [norm for line in lines for norm in line.values]
+    scale = Scale.FROM_ZERO
+    if there and min(there) > 0 and max(there) > _SPREAD * min(there):
+        scale, top = Scale.TENS, None
+    marks = _marks(run, run.skipped, "skipped step")
+    return Lines("Gradient norm", "of the averaged gradient", lines, scale=scale, top=top, marks=marks)
 
 
-def _scales(run: Run, x: Axis) -> LineChart:
-    points = _points(run, lambda step: step.loss_scale)
-    y = axis.logarithmic([value for _, value in points if value], base=2)
-    lines = [Line("loss scale", points, "four")]
-    return LineChart("scale", "Loss scale", "of fp16", lines, x, y, marks=(run.skipped, "skipped step"))
+def _clip(run: Run) -> float | None:
+    return run.sessions[-1].config["clip"] if run.sessions else None
 
 
-def _rates(run: Run, x: Axis) -> LineChart:
-    points = _points(run, lambda step: step.lr)
-    y = axis.linear([value for _, value in points if value is not None], from_zero=True)
-    return LineChart("rate", "Learning rate", "of the schedule", [Line("learning rate", points, "three")], x, y)
+def _clipped(run: Run) -> str:
+    clip = _clip(run)
+    if clip is None:
+        return ""
+    clipped = sum(step.grad_norm is not None and step.grad_norm > clip for step in run.steps)
+    return f"{clipped:,} of {len(run.steps):,} steps were clipped."
+
+
+def _scales(run: Run) -> Lines:
+    line = _line(run, "loss scale", lambda step: step.loss_scale)
+    return Lines("Loss scale", "of fp16", [line], scale=Scale.TWOS, marks=_marks(run, run.skipped, "skipped step"))
+
+
+def _rates(run: Run) -> Lines:
+    return Lines("Learning rate", "of the schedule", [_line(run, "learning rate", lambda step: step.lr)])
 
 
 def phases(run: Run) -> list[str]:
@@ -95,16 +140,10 @@ def phase_ms(step: StepRecord, phase: str) -> float | None:
     return step.ms.get(phase)
 
 
-def timeline(run: Run, x: Axis) -> LineChart:
+def timeline(run: Run) -> Lines:
     """Where each step's time went, one phase on the other."""
-    colors = dict(zip(phases(run), _COLORS, strict=False))
-    lines = [
-        Line(phase, _points(run, lambda step, phase=phase: phase_ms(step, phase)), colors.get(phase, "six"))  # type: ignore[misc]
-        for phase in phases(run)
-    ]
-    return LineChart(
-        "timeline", "Timeline of a step", "ms, rank 0", lines, x, stacked=True, note=timeline_note(run), wide=True
-    )
+    lines = [_line(run, phase, lambda step, phase=phase: phase_ms(step, phase)) for phase in phases(run)]  # type: ignore[misc]
+    return Lines("Timeline of a step", "ms, rank 0", lines, stacked=True)
 
 
 def timeline_note(run: Run) -> str:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from ..drawing.figures import count, megabytes, percent
 from ..train.config import UsageError
 from ..train.report import STATE_KINDS
 from ..train.run_dir import LOG, RUN, RunDir, StepRecord
 from ..train.session import Outcome, RankReport, Session
-from .figures import count, megabytes, percent
 
 TOLERANCE = 0.01
 """Of the plan: how much more memory than that is worth a word."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..drawing.figures import NONE, count, duration, short, size
 from ..train.run_dir import PAGE
 from . import run_tables
-from .figures import NONE, count, duration, short, size
+from .charts import cards, data, missing
 from .html import Html, join, tag
-from .line_chart import draw, join_drawn
 from .page import footer, page
 from .run_charts import charts
 from .run_data import Run, problems, ranks_of, read_run
@@ -26,13 +26,13 @@ def write_run_page(folder: Path, out: Path | None = None) -> Path:
 
 def run_page(run: Run) -> str:
     """The HTML. Its data (``<script id="data">``): path, the figures on top, problems, and every chart's points."""
-    drawn, data = join_drawn(map(draw, charts(run))) if run.steps else (Html(), [])
+    drawn = list(charts(run)) if run.steps else []
     found = problems(run)
     body = [_header(run), _verdict(found), _tiles(run), *_what_ran(run)]
-    if run.steps:
-        body += [tag("h2", "Along the steps"), tag("div", drawn, class_="charts")]
+    if drawn:
+        body += [tag("h2", "Along the steps"), missing() or cards(drawn)]
     body += [*_measured(run), *_tables(run), footer(_sources(run))]
-    said = {"run": str(run.path), "summary": summary(run), "problems": found, "charts": data}
+    said = {"run": str(run.path), "summary": summary(run), "problems": found, "charts": data(drawn)}
     return page(f"{run.path.resolve().name}: zero-optim train", join(body), said)
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
-from ..train.report import EXPOSED, NOT_OF_STEPS, STATE_KINDS, blocked_seconds
+from ..drawing.figures import NONE, count, duration, megabytes, percent, short
+from ..train.report import NOT_OF_STEPS, STATE_KINDS, phase_milliseconds
 from ..train.session import Session
-from .bar_table import Bar, Group, bar_table
-from .figures import NONE, count, duration, megabytes, percent, short
-from .html import Html, details, join, table, tag
+from .html import Html, Part, details, join, table, tag
 from .run_charts import phases
 from .run_data import Run, fullest, ranks_of, state_bytes
 
 MOST_ROWS = 1000
 _MOST_RANKS = 8
-_COLORS = {"data and forward": "one", "backward": "three", "step": "five"}
 _NAMES = {"unsharded": "unsharded, at most"}
 
 
@@ -23,24 +20,21 @@ def memory(session: Session) -> Html:
     """The rank with most model state beside the plan, and below it all ranks."""
     rank = fullest(session)
     held, planned = ranks_of(session)[rank].memory, session.forecast.memory
-    bars = [_memory_bar(kind, held.get(kind, 0.0), planned.get(kind)) for kind in STATE_KINDS]
-    total = replace(_memory_bar("model state", state_bytes(held), state_bytes(planned)), sum=True)
-    more = [_memory_bar(kind, size, planned.get(kind)) for kind, size in held.items() if kind not in STATE_KINDS]
-    headings = ("", _key("measured", "one", "plan"), "measured, MB", "plan, MB", "difference")
+    rows = [_against_plan(kind, held.get(kind, 0.0), planned.get(kind)) for kind in STATE_KINDS]
+    total = _against_plan("model state", state_bytes(held), state_bytes(planned))
+    rows.append([tag("strong", cell) for cell in total])
+    rows += [_against_plan(kind, size, planned.get(kind)) for kind, size in held.items() if kind not in STATE_KINDS]
+    headings = ("", "measured, MB", "plan, MB", "difference")
     caption = f"Memory of rank {rank}, which holds most; the plan is made of the parameters' shapes alone"
-    whole = bar_table(caption, headings, [Group("", [*bars, total]), Group("beside it", more)])
-    return join([whole, _memory_of_ranks(session)])
+    return join([table(headings, rows, caption), _memory_of_ranks(session)])
 
 
-def _key(name: str, color: str, thin: str) -> Html:
-    return join([tag("i", class_=f"key block {color}"), f"{name} ", tag("i", class_="key thin"), thin])
-
-
-def _memory_bar(kind: str, measured: float, planned: float | None) -> Bar:
-    cells = [megabytes(measured), NONE if planned is None else megabytes(planned)]
-    cells.append(percent(measured / planned - 1) if planned else NONE)
-    color = "one" if planned is not None else "six"
-    return Bar(_NAMES.get(kind, kind), measured, color, cells, of_plan=planned)
+def _against_plan(kind: str, measured: float, planned: float | None) -> list[Part]:
+    """Name, measured, planned, and by how much the first is above the second."""
+    name = _NAMES.get(kind, kind)
+    if not planned:
+        return [name, megabytes(measured), NONE if planned is None else megabytes(planned), NONE]
+    return [name, megabytes(measured), megabytes(planned), percent(measured / planned - 1)]
 
 
 def _memory_of_ranks(session: Session) -> Html:
@@ -60,42 +54,33 @@ def traffic(session: Session) -> Html:
     if not report.collectives:
         return tag("p", "None: there was one rank.", class_="note")
     planned = session.forecast.traffic
-    bars = [
-        _traffic_bar(kind, moved, planned.get(kind), report.steps) for kind, moved in sorted(report.collectives.items())
-    ]
-    headings = ("", _key("measured", "one", "plan"), "MB a step", "plan, MB", "difference", "calls", "blocked, s")
+    moved = sorted(report.collectives.items())
+    rows = [_traffic_row(kind, of_kind, planned.get(kind), report.steps) for kind, of_kind in moved]
+    headings = ("", "MB a step", "plan, MB", "difference", "calls", "blocked, s")
     note = "Bytes are of whole tensors: of them a rank puts (N-1)/N on the wire, and twice that of an all-reduce. "
     note += "Both count the padding of buckets. Blocked: the host waited for that long."
     caption = f"Communication of rank 0 in {count(report.steps, 'step')}"
-    return join([bar_table(caption, headings, [Group("", bars)]), tag("p", note, class_="note")])
+    return join([table(headings, rows, caption), tag("p", note, class_="note")])
 
 
-def _traffic_bar(kind: str, moved: dict[str, float], planned: float | None, steps: int) -> Bar:
+def _traffic_row(kind: str, moved: dict[str, float], planned: float | None, steps: int) -> list[Part]:
     once = kind in NOT_OF_STEPS
-    a_step = moved["bytes"] / (1 if once else steps)
-    cells = [megabytes(a_step) + (" once" if once else ""), NONE if planned is None else megabytes(planned)]
-    cells.append(percent(a_step / planned - 1) if planned else NONE)
-    cells += [f"{moved['calls']:,.0f}", f"{moved['wait_seconds']:.2f}"]
-    return Bar(kind, None if once else a_step, "one" if planned is not None else "six", cells, of_plan=planned)
+    name, measured, *plan = _against_plan(kind, moved["bytes"] / (1 if once else steps), planned)
+    calls, blocked = f"{moved['calls']:,.0f}", f"{moved['wait_seconds']:.2f}"
+    return [name, f"{measured} once" if once else measured, *plan, calls, blocked]
 
 
 def time_of_ranks(session: Session) -> Html:
     """Mean milliseconds a step, of each rank."""
-    ranks = ranks_of(session)[:_MOST_RANKS]
-    groups = []
-    for number, report in enumerate(ranks):
-        seconds = dict(report.seconds)
-        if session.config["device"] == "cpu":
-            seconds[EXPOSED] = blocked_seconds(report.collectives)
-        ms = {phase: 1000 * of_all / max(1, report.steps) for phase, of_all in seconds.items()}
-        bars = [Bar(phase, value, _COLORS.get(phase, "two"), [f"{value:.1f}"]) for phase, value in ms.items()]
-        groups.append(Group(f"rank {number}", bars))
+    on_gpu = session.config["device"] == "cuda"
+    columns = [phase_milliseconds(report, on_gpu) for report in ranks_of(session)[:_MOST_RANKS]]
+    rows = [[phase, *(f"{column[phase]:.1f}" for column in columns)] for phase in columns[0]]
     where = "forward, backward and step" if session.config["stage"] >= 3 else "backward and step"
     note = f"Exposed communication is host time blocked on collectives, and is inside {where}."
-    if session.config["device"] == "cuda":
+    if on_gpu:
         note = f"Between events of the compute stream. Waits for communication are inside {where}, and not known apart."
-    table_ = bar_table("Mean time of a step's phases", ("", "", "ms"), groups)
-    return join([table_, tag("p", note, class_="note")])
+    headings = ["", *(f"rank {rank}" for rank in range(len(columns)))]
+    return join([table(headings, rows, "Mean time of a step's phases, ms"), tag("p", note, class_="note")])
 
 
 def sessions(run: Run) -> Html:

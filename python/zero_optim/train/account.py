@@ -14,6 +14,7 @@ import torch
 
 from ..bench.record import commit, device_name
 from ..doctor import distribution_version
+from ..drawing.sheet import Sheet
 from .plan import Plan
 from .report import forecast
 from .run_dir import PAGE, RunDir
@@ -86,6 +87,22 @@ def _versions(world: World) -> dict[str, str]:
         "python": platform.python_version(),
         "commit": commit() or "none: not in a checkout",
     }
+
+
+def draw_losses(run_dir: RunDir) -> str | None:
+    """Draws ``loss.png``, which the page of the run has too. Returns one line that says why when it can't."""
+    picture = run_dir.path / "loss.png"
+    try:
+        from ..drawing.plot import png
+        from ..report.run_charts import losses
+        from ..report.run_data import read_run
+
+        png(Sheet([[losses(read_run(run_dir.path))]], note=""), picture)
+    except ImportError as error:
+        return f"{picture.name} was not drawn: {error}; pip install matplotlib"
+    except Exception as error:
+        return f"{picture.name} was not drawn: {type(error).__name__}: {error}"
+    return None
 
 
 def write_page(run_dir: RunDir) -> str:

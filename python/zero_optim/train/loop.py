@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from .account import Account, Validation, open_account, write_page
+from .account import Account, Validation, draw_losses, open_account, write_page
 from .config import TrainRequest
 from .data import unigram_entropy
 from .model import generate
 from .output import say
 from .plan import Plan, make_plan
-from .report import Progress, final_table, plot_losses
+from .report import Progress, final_table
 from .run_dir import LogFile
 from .session import Outcome, RankReport
 from .trainer import Trainer
@@ -112,9 +112,7 @@ def _finish(trainer: Trainer, plan: Plan, world: World, reports: Sequence[RankRe
 def _tell(trainer: Trainer, plan: Plan, world: World, reports: Sequence[RankReport], validation: Validation) -> None:
     table = final_table(reports, trainer.planned(), on_gpu=world.device.type == "cuda")
     say(f"\n{table}\n")
-    picture = plan.run_dir.path / "loss.png"
-    problem = plot_losses(picture, plan.run_dir.read_log(), validation.loss, validation.entropy)
-    if problem:
+    if problem := draw_losses(plan.run_dir):
         say(problem)
     say(f"validation loss {validation.loss:.4f}")
     say(f"unigram entropy {validation.entropy:.4f}")

@@ -1,4 +1,4 @@
-"""What the run tells: lines while it goes, a table and a plot at its end."""
+"""What the run tells: lines while it goes, and a table at its end."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import memory
+from ..drawing.figures import megabytes, row
 from ..stats import PAGES
 from .output import say
 from .run_dir import StepRecord
@@ -120,11 +120,11 @@ def _memory_lines(reports: Sequence[RankReport], planned: memory.Plan) -> list[s
     ranks = f"{len(reports)} rank{'s' if len(reports) > 1 else ''}"
     lines = [
         f"model state, MB (stage {planned.job.stage}, {ranks}, {parameters:,} parameters)",
-        _row("", [*names, "planned", "bytes/param"]),
+        row("", [*names, "planned", "bytes/param"]),
     ]
 
     def line(name: str, measured: Sequence[float], plan: float) -> str:
-        return _row(name, [*(_mb(size / 1e6) for size in measured), _mb(plan / 1e6), f"{plan / parameters:.4g}"])
+        return row(name, [*(megabytes(size) for size in measured), megabytes(plan), f"{plan / parameters:.4g}"])
 
     for kind in STATE_KINDS:
         lines.append(line(kind, [column.get(kind, 0) for column in columns], wanted[kind]))
@@ -146,29 +146,31 @@ def _columns(figures: Sequence[dict[str, float]]) -> tuple[list[str], list[dict[
 
 def _traffic_lines(report: RankReport) -> list[str]:
     """Bytes are of whole tensors; a rank puts (N-1)/N of them on the wire, an all-reduce twice that."""
-    lines = ["communication, rank 0", _row("", ["calls", "MB", "MB/step", "blocked, s"])]
+    lines = ["communication, rank 0", row("", ["calls", "MB", "MB/step", "blocked, s"])]
     for kind, traffic in sorted(report.collectives.items()):
-        size = traffic["bytes"] / 1e6
-        a_step = NOT_OF_STEPS.get(kind) or _mb(size / report.steps)
-        lines.append(_row(kind, [f"{traffic['calls']:,.0f}", _mb(size), a_step, f"{traffic['wait_seconds']:.2f}"]))
+        nbytes = traffic["bytes"]
+        a_step = NOT_OF_STEPS.get(kind) or megabytes(nbytes / report.steps)
+        calls, blocked = f"{traffic['calls']:,.0f}", f"{traffic['wait_seconds']:.2f}"
+        lines.append(row(kind, [calls, megabytes(nbytes), a_step, blocked]))
     return lines if report.collectives else [*lines[:1], "  none: one rank"]
 
 
 def _time_lines(reports: Sequence[RankReport], stage: int, on_gpu: bool) -> list[str]:
-    names, columns = _columns([_milliseconds(report, on_gpu) for report in reports])
-    lines = ["time a step, ms", _row("", names)]
+    names, columns = _columns([phase_milliseconds(report, on_gpu) for report in reports])
+    lines = ["time a step, ms", row("", names)]
     for phase in columns[0]:
-        lines.append(_row(phase, [f"{column[phase]:.1f}" for column in columns]))
+        lines.append(row(phase, [f"{column[phase]:.1f}" for column in columns]))
     phases = "forward, backward and step" if stage >= 3 else "backward and step"
     if on_gpu:
         return [*lines, f"  between events of the compute stream; waits for communication are inside {phases}"]
     return [*lines, f"  exposed communication: host time blocked on collectives, inside {phases}"]
 
 
-def _milliseconds(report: RankReport, on_gpu: bool) -> dict[str, float]:
-    times = {phase: 1000 * seconds / report.steps for phase, seconds in report.seconds.items()}
+def phase_milliseconds(report: RankReport, on_gpu: bool) -> dict[str, float]:
+    """Mean milliseconds a step of each phase; on a CPU also those in which the host waited for other ranks."""
+    times = {phase: 1000 * seconds / max(1, report.steps) for phase, seconds in report.seconds.items()}
     if not on_gpu:
-        times[EXPOSED] = 1000 * blocked_seconds(report.collectives) / report.steps
+        times[EXPOSED] = 1000 * blocked_seconds(report.collectives) / max(1, report.steps)
     return times
 
 
@@ -183,33 +185,3 @@ def peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _row(name: str, cells: Sequence[str]) -> str:
-    return f"  {name:<24}" + "".join(f"{cell:>13}" for cell in cells)
-
-
-def _mb(value: float) -> str:
-    return f"{value:,.3f}"
-
-
-def plot_losses(path: Path, records: Sequence[StepRecord], validation_loss: float, entropy: float) -> str | None:
-    """Draws ``loss.png``; returns one line that says why when it can't."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot, ticker
-    except ImportError as error:
-        return f"{path.name} was not drawn: {error}; pip install matplotlib"
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    losses = [float("nan") if record.loss is None else record.loss for record in records]
-    axes.plot([record.step for record in records], losses, lw=0.8, label="training loss")
-    axes.axhline(entropy, color="grey", ls="--", lw=1, label=f"unigram entropy {entropy:.2f}")
-    axes.plot(records[-1].step, validation_loss, "o", color="tab:red", label=f"validation loss {validation_loss:.2f}")
-    axes.set(xlabel="step", ylabel="nats per byte")
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return None

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...drawing.sheet import Sheet
 from ..columns import JsonRow
-from ..drawings import Kind, Sheet
+from ..drawings import Kind
 from . import checkpoint, endurance, offload, op, phase, scale
 
 KINDS = (

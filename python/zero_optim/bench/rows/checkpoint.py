@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..columns import Column, JsonRow, at, below_each_other, elements, mebibytes, of_ranks, ratio, spread_at
-from ..drawings import Bars, Kind, Sheet
+from ...drawing.figures import elements
+from ...drawing.sheet import Bars, Sheet
+from ..columns import Column, JsonRow, at, below_each_other, mebibytes, of_ranks, ratio, spread_at
+from ..drawings import Kind, bars_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def _sheet(rows: Sequence[JsonRow]) -> Sheet:
 
 def _bars(title: str, part: str, rows: Sequence[JsonRow]) -> Bars:
     columns = [of_parts[part] for of_parts in (TIMES, OF_DISK, EXTRA) if part in of_parts]
-    return Bars(title, "ms", rows, TIMES[part], spread_at(part)[1:], columns, of_ranks)
+    return bars_of(rows, title, "ms", TIMES[part], spread_at(part)[1:], columns, of_ranks)
 
 
 KIND = Kind("checkpoint", "written", _table, _sheet)

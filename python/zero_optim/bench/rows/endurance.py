@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..columns import JsonRow, elements, of_ranks
-from ..drawings import Kind, Line, Lines, Sheet
+from ...drawing.figures import elements
+from ...drawing.sheet import Line, Lines, Scale, Sheet
+from ..columns import JsonRow, of_ranks
+from ..drawings import Kind
 
 
 @dataclass(frozen=True)
@@ -67,20 +69,20 @@ def _courses(rows: Sequence[JsonRow]) -> list[Lines]:
     counted = [_since_first([*map(sum, zip(*(samples[name] for name in COUNTED), strict=True))]) for samples in of_rows]
     times = [samples["ms"] for samples in of_rows]
     return [
-        _course(f"{ranks}: resident memory", "KiB since the first sample", rows, resident, "{:+,.0f}", False),
-        _course(f"{ranks}: all that is counted", "since the first sample", rows, counted, "{:+,.0f}", False),
-        _course(f"{ranks}: a step", "ms", rows, times, "{:.3f}", True),
+        _course(f"{ranks}: resident memory", "KiB since the first sample", rows, resident, "{:+,.0f}", Scale.DATA),
+        _course(f"{ranks}: all that is counted", "since the first sample", rows, counted, "{:+,.0f}", Scale.DATA),
+        _course(f"{ranks}: a step", "ms", rows, times, "{:.3f}", Scale.FROM_ZERO),
     ]
 
 
 def _course(
-    title: str, unit: str, rows: Sequence[JsonRow], of_rows: Sequence[Sequence[float]], form: str, from_zero: bool
+    title: str, unit: str, rows: Sequence[JsonRow], of_rows: Sequence[Sequence[float]], form: str, scale: Scale
 ) -> Lines:
     lines = [
         Line(row["backend"], row["samples"]["step"], figures, form.format(figures[-1]))
         for row, figures in zip(rows, of_rows, strict=True)
     ]
-    return Lines(title, unit, lines, "steps", from_zero=from_zero)
+    return Lines(title, unit, lines, "steps", scale=scale)
 
 
 def _since_first(figures: Sequence[float]) -> list[float]:

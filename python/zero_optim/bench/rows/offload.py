@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...drawing.figures import elements
+from ...drawing.sheet import Bars, Sheet
 from ..columns import (
     MIB,
     Column,
     JsonRow,
     at,
     below_each_other,
-    elements,
     mebibytes,
     milliseconds,
     ratio,
     ratio_to,
     spread_at,
 )
-from ..drawings import Bars, Kind, Sheet
+from ..drawings import Kind, bars_of
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _sheet(rows: Sequence[JsonRow]) -> Sheet:
     measured = [row for row in rows if row["peak"] is not None]
     if measured:
         title = "Peak memory of a rank"
-        drawn.append(Bars(title, "MiB", measured, PEAK, (PEAK, PEAK), (PEAK,), lambda row: TITLES[row["part"]], MIB))
+        drawn.append(bars_of(measured, title, "MiB", PEAK, (PEAK, PEAK), (PEAK,), lambda row: TITLES[row["part"]], MIB))
     return Sheet([drawn], NOTE)
 
 
@@ -110,7 +111,7 @@ def _time(rows: Sequence[JsonRow]) -> Bars:
     first = rows[0]
     title = f"{TITLES[first['part']]}: {elements(first['numel'])} parameters, {first['dtype']}"
     columns = DRAWN[first["part"]]
-    return Bars(title, "ms", rows, MS, (P20, P80), columns, lambda row: f"ranks: {row['ranks']}")
+    return bars_of(rows, title, "ms", MS, (P20, P80), columns, lambda row: f"ranks: {row['ranks']}")
 
 
 KIND = Kind("offload", "part", _table, _sheet)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import Any
 
+from ...drawing.figures import elements
+from ...drawing.sheet import Drawing, Line, Lines, Sheet
 from ..columns import (
     MIB,
     Column,
     JsonRow,
     at,
     below_each_other,
-    elements,
     line_of,
     mebibytes,
     milliseconds,
@@ -23,7 +24,7 @@ from ..columns import (
     shown_by_some,
     whole,
 )
-from ..drawings import Bars, Drawing, Kind, Line, Lines, Sheet
+from ..drawings import Kind, bars_of
 from ..timing import Spread
 
 WIDTH = 100  # of a table
@@ -181,7 +182,7 @@ def _overhead_sheet(rows: Sequence[JsonRow]) -> Sheet:
     for op, title in OVERHEADS.items():
         if of_op := [row for row in rows if row["op"] == op]:
             whole_title = f"{title}, {elements(of_op[0]['numel'])} elements"
-            drawn.append(Bars(whole_title, "ms", of_op, MS, (P20, P80), (MS, versus(of_op)), _parameters))
+            drawn.append(bars_of(of_op, whole_title, "ms", MS, (P20, P80), (MS, versus(of_op)), _parameters))
     return Sheet([drawn], f"{INTERLEAVED}. 'vs': fused's time over it, on several ranks ddp's.")
 
 
@@ -197,13 +198,13 @@ def _ranks_sheet(rows: Sequence[JsonRow]) -> Sheet:
     title = f"Training step: {elements(rows[0]['numel'])} parameters, {rows[0]['dtype']}"
     speed = (TOKENS_A_SECOND, MS, versus(rows))
     slowest, fastest = _tokens_per_second("p80"), _tokens_per_second("p20")
-    drawn = [Bars(title, "tokens/s", rows, TOKENS_A_SECOND, (slowest, fastest), speed, _ranks)]
+    drawn = [bars_of(rows, title, "tokens/s", TOKENS_A_SECOND, (slowest, fastest), speed, _ranks)]
     if measured := [row for row in rows if row.get("memory")]:
         memory = shown_by_some((STEADY, START, REST), measured)
-        drawn.append(Bars("Peak memory of a rank", "MiB", measured, STEADY, (STEADY, START), memory, _ranks, MIB))
+        drawn.append(bars_of(measured, "Peak memory of a rank", "MiB", STEADY, (STEADY, START), memory, _ranks, MIB))
     if counted := [row for row in rows if row.get("communicated")]:
         title, unit, ends = "Communicated by a rank in a step", "MiB, of whole tensors", (COMMUNICATED, COMMUNICATED)
-        drawn.append(Bars(title, unit, counted, COMMUNICATED, ends, (COMMUNICATED,), _ranks, MIB))
+        drawn.append(bars_of(counted, title, unit, COMMUNICATED, ends, (COMMUNICATED,), _ranks, MIB))
     note = (
         f"{INTERLEAVED}, and the peak while training starts.\n"
         "All train the same model with fp32 masters on the same windows, clipped to the same norm."
@@ -243,7 +244,7 @@ def _speed(rows: Sequence[JsonRow]) -> Drawing | None:
     if len({row["numel"] for row in rows}) == 1:
         title += f", {elements(first['numel'])} elements"
         columns, roof = (GBPS, share, versus(rows)), (yardstick, first["copy_gbps"])
-        return Bars(title, unit, shown, GBPS, ends, columns, roof=roof)
+        return bars_of(shown, title, unit, GBPS, ends, columns, roof=roof)
 
     def line(backend: str) -> Line:
         points = sorted((row for row in shown if row["backend"] == backend), key=at("numel"))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..columns import MIB, Column, JsonRow, at, elements, mebibytes, of_ranks
-from ..drawings import Bars, Kind, Sheet
+from ...drawing.figures import elements
+from ...drawing.sheet import Bars, Sheet
+from ..columns import MIB, Column, JsonRow, at, mebibytes, of_ranks
+from ..drawings import Kind, bars_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def _sheet(rows: Sequence[JsonRow]) -> Sheet:
 
 def _bars(title: str, rows: Sequence[JsonRow], phases: Sequence[str]) -> Bars:
     shown = [row for phase in phases for row in rows if row["phase"] == phase]
-    return Bars(title, "MiB", shown, AFTER, (AFTER, PEAK), (AFTER, PEAK), at("phase"), MIB)
+    return bars_of(shown, title, "MiB", AFTER, (AFTER, PEAK), (AFTER, PEAK), at("phase"), MIB)
 
 
 KIND = Kind("memory_walkthrough", "phase", _table, _sheet)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..columns import Column, JsonRow, at, beside_each_other, elements, milliseconds, of_ranks, whole
-from ..drawings import Bars, Kind, Sheet
+from ...drawing.figures import elements
+from ...drawing.sheet import Sheet
+from ..columns import Column, JsonRow, at, beside_each_other, milliseconds, of_ranks, whole
+from ..drawings import Kind, bars_of
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,9 @@ def _sheet(rows: Sequence[JsonRow]) -> Sheet:
     """Draw what the host does in a step, and how much of the buckets is padding, by ranks."""
     title = f"Python in a step: {elements(rows[0]['numel'])} parameters, {rows[0]['dtype']}"
     unit = "ms, of the hooks, step and zero_grad"
-    python = Bars(title, unit, rows, IN_STEP, (IN_STEP, IN_STEP), (IN_STEP, BUCKETS, COLLECTIVES), of_ranks)
+    python = bars_of(rows, title, unit, IN_STEP, (IN_STEP, IN_STEP), (IN_STEP, BUCKETS, COLLECTIVES), of_ranks)
     title, unit = "Padding of the buckets", "% of the parameters"
-    padding = Bars(title, unit, rows, PADDING, (PADDING, PADDING), (PADDING, EXCHANGE), of_ranks, 0.01)
+    padding = bars_of(rows, title, unit, PADDING, (PADDING, PADDING), (PADDING, EXCHANGE), of_ranks, 0.01)
     return Sheet([[python, padding]], NOTE)
 
 
