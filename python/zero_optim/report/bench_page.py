@@ -17,7 +17,7 @@ from .html import Html, details, join, tag
 from .page import footer, page
 from .run_tables import facts
 
-_COLORS = "Of bars: blue is ours, red is what others are compared with, grey are all others."
+_COLORS = "Of bars: blue is ours, orange is what others are compared with, grey are all others."
 _FACTS = (
     "date",
     "version",
