@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import bench_stages
+import bench_topologies
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ TASK = Task(train_step.TINY, torch.bfloat16, batch=2)
 # -- what is communicated ----------------------------------------------------------------------------------------------
 
 
-def communicate(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+def communicate(rank: int, world_size: int, task: Task, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     """Of each contender, bytes of a step as Traffic counts them, and as the optimizer does; of FSDP2, 0."""
     made: list[ShardedAdamW] = []
 
@@ -42,8 +43,8 @@ def communicate(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
     counted = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contenders, "ShardedAdamW", Kept)
-        for name in bench_stages.NAMES:
-            contender = MAKERS[name](TASK)
+        for name in names:
+            contender = MAKERS[name](task)
             train_step.train(contender, 2)
             before = own_bytes() if name in OURS else 0
             with Traffic() as traffic:
@@ -53,12 +54,21 @@ def communicate(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
 
 
 def test_what_is_communicated_is_two_or_three_times_the_parameters_whoever_does_it():
-    results = run_ranks(2, communicate)
-    assert results[0] == results[1]
+    _check_communicated(run_ranks(2, communicate, TASK, bench_stages.NAMES), across=0)
+
+
+def test_across_replicas_goes_an_all_reduce_of_the_shards_whoever_does_it():
+    task = replace(TASK, replicas=2)
+    _check_communicated(run_ranks(4, communicate, task, bench_topologies.NAMES), across=2 / 2)
+
+
+def _check_communicated(results: list[dict[str, tuple[int, int]]], across: float) -> None:
+    """``across``: bytes across replicas, times those of the parameters."""
+    assert all(result == results[0] for result in results)
     sizes = {name: parameter.nbytes for name, parameter in TASK.model().named_parameters()}
     whole, blocks = sum(sizes.values()), sum(size for name, size in sizes.items() if "blocks." in name)
     for name, (counted, own) in results[0].items():
-        expected = 2 * whole + blocks * (name in ("stage3", FSDP2))
+        expected = (2 + across) * whole + blocks * (name in ("stage3", FSDP2))
         assert counted == pytest.approx(expected, rel=0.02), name  # padding, and small vectors
         assert counted >= expected, name
         if name in OURS:

@@ -39,12 +39,13 @@ Laps = dict[str, Callable[[], object]]
 @dataclass(frozen=True)
 class Task:
     """The training that is the same for every contender. ``batch`` windows a rank, the same at every step, other ones
-    on every rank."""
+    on every rank. ``replicas``: rows of a mesh; 1: all ranks share."""
 
     config: ModelConfig
     dtype: torch.dtype
     batch: int
     device: torch.device = torch.device("cpu")
+    replicas: int = 1
 
     @property
     def tokens(self) -> int:
@@ -55,6 +56,16 @@ class Task:
         torch.manual_seed(0)
         with self.device:
             return GPT(self.config, self.dtype)
+
+    def mesh(self) -> dist.DeviceMesh:
+        """Collective. Of one dimension, or of replicas and shards."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        ranks = dist.get_world_size()
+        if self.replicas == 1:
+            return init_device_mesh(self.device.type, (ranks,))
+        shape = self.replicas, ranks // self.replicas
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def windows(self) -> Tensor:
         """[batch, seq + 1] int64, of this rank."""
@@ -118,10 +129,10 @@ class Passes:
 
 def ours(task: Task, stage: int, *, reshard: bool = True) -> Contender:
     """``reshard``: at stage 3, where a block is a unit, its parameters are freed after forward and gathered again."""
-    model = task.model()
+    model, mesh = task.model(), task.mesh() if task.replicas > 1 else None
     if stage == 3:
-        shard_module(model, (Block,), reshard_after_forward=reshard)
-    opt = ShardedAdamW(model.named_parameters(), stage=stage, **TRAINING)
+        shard_module(model, (Block,), reshard_after_forward=reshard, mesh=mesh)
+    opt = ShardedAdamW(model.named_parameters(), stage=stage, mesh=mesh, **TRAINING)
     clip = functools.partial(opt.clip_grad_norm_, MAX_NORM)
     return Passes(model, task).then(clip=clip, update=opt.step, zero_grad=opt.zero_grad)
 
@@ -188,12 +199,11 @@ def fsdp2(task: Task, *, reshard: bool) -> Contender:
 
     Those of the root never are, as fully_shard has it where nothing else is asked for.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = _widened(task.model())
     policy = MixedPrecisionPolicy(task.dtype, task.dtype, cast_forward_inputs=False)
-    mesh = init_device_mesh(task.device.type, (dist.get_world_size(),))
+    mesh = task.mesh()
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard and module is not model)
     opt = torch.optim.AdamW(model.parameters(), fused=True, **TRAINING)
