@@ -327,12 +327,12 @@ def test_any_norm_of_gradients_of_any_size(stage, world_size):
 )
 def test_a_norm_at_the_ends_of_fp32(values, norm_type):
     """Given by logarithms. Parts of a norm that are clipped by different factors add up as parameters do."""
-    from zero_optim.step.norms import Parts
+    from zero_optim.step.norms import Norms
 
     exact = torch.tensor(values).double()
     logs = norm_type * exact.log()
     norm = float((logs.logsumexp(0) / norm_type).exp())
-    parts = Parts.of([torch.tensor([value]) for value in values], norm_type)
-    whole = Parts.of([torch.tensor(values)], norm_type)
+    parts = Norms.of([torch.tensor([value]) for value in values], norm_type)
+    whole = Norms.of([torch.tensor(values)], norm_type)
     for got in (parts.together(norm_type).norm(norm_type), whole.norm(norm_type)):
         assert float(got) == pytest.approx(norm, rel=1e-12)

@@ -15,7 +15,7 @@ from ..comm.sharding import Sharding
 from ..grads.bucket import Bucket
 from ..grads.slots import GradState
 from .exchange import Exchange
-from .norms import Parts, norm_over_ranks, root
+from .norms import Norms, norm_over_ranks, root
 
 
 class Clip:
@@ -102,11 +102,11 @@ class Clip:
             return torch.ones(len(self.labels), dtype=torch.float32, device=self.sharding.device)
         return self.factor
 
-    def _parts(self, buckets: Sequence[Bucket], norm_type: float, subset: Sequence[int] | None) -> Parts | None:
+    def _parts(self, buckets: Sequence[Bucket], norm_type: float, subset: Sequence[int] | None) -> Norms | None:
         """Measure what this rank has of the gradients of ``subset``, each times its factor; None: nothing."""
         held = [bucket for bucket in buckets if bucket.state is not GradState.EMPTY]
         if subset is None and self.factor is None:  # whole shards: what is in them beside gradients is zero
-            return Parts.of([bucket.grad_shard for bucket in held], norm_type) if held else None
+            return Norms.of([bucket.grad_shard for bucket in held], norm_type) if held else None
         wanted = set(range(len(self.labels)) if subset is None else subset)
         pieces = [
             (bucket.grad_shard.narrow(0, piece.in_shard, piece.numel), piece.slot.param)
@@ -116,11 +116,11 @@ class Clip:
         ]
         if not pieces:
             return None
-        parts = Parts.of([piece for piece, _ in pieces], norm_type)
+        parts = Norms.of([piece for piece, _ in pieces], norm_type)
         if self.factor is None:
             return parts
         factors = self.factor.index_select(0, self._to_device([index for _, index in pieces]))
-        return Parts(parts.largest * factors, parts.total)
+        return Norms(parts.largest * factors, parts.total)
 
     def _mask(self, subset: Sequence[int]) -> Tensor:
         """[parameters] bool, True in ``subset``."""

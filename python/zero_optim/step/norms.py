@@ -32,14 +32,14 @@ def root(power_sum: Tensor, norm_type: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Norms:
     """Norms of several parts: ``largest * total ** (1 / p)`` each; both [parts] float64."""
 
     largest: Tensor
     total: Tensor
 
     @classmethod
-    def of(cls, gradients: Sequence[Tensor], norm_type: float) -> Parts:
+    def of(cls, gradients: Sequence[Tensor], norm_type: float) -> Norms:
         """Measure flat fp16, bf16 or fp32 tensors, at least one."""
         in_kernel = norm_type in KERNEL_NORMS
         stats = torch.ops.zero_kernels.grad_stats(gradients, norm_type if in_kernel else math.inf)[:, 0].double()
@@ -49,18 +49,18 @@ class Parts:
         divisors = _divisor(stats)
         return cls(stats, torch.stack([_powers(g, divisors[i], norm_type) for i, g in enumerate(gradients)]))
 
-    def together(self, norm_type: float) -> Parts:
+    def together(self, norm_type: float) -> Norms:
         """One part, of all of them: [1] each."""
         largest = self.largest.amax(0, keepdim=True)
         total = self.total * (self.largest / _divisor(largest)) ** norm_type
-        return Parts(largest, total.sum(0, keepdim=True))
+        return Norms(largest, total.sum(0, keepdim=True))
 
     def norm(self, norm_type: float) -> Tensor:
         """[parts] float64."""
         return self.largest * self.total ** (1.0 / norm_type)
 
 
-def norm_over_ranks(sharding: Sharding, here: Parts | None, norm_type: float) -> Tensor:
+def norm_over_ranks(sharding: Sharding, here: Norms | None, norm_type: float) -> Tensor:
     """Collective: one small all-reduce. [] float64, the norm of what all ranks have; ``here``: None is nothing.
 
     Each rank has two places in the vector, and the others add 0 to them: how the parts are to be scaled is known only
@@ -74,7 +74,7 @@ def norm_over_ranks(sharding: Sharding, here: Parts | None, norm_type: float) ->
         vector[1, sharding.rank : sharding.rank + 1].copy_(one.total)
     sharding.exchange(vector)
     largest, total = vector.double()
-    return Parts(largest, total).together(norm_type).norm(norm_type).reshape(())
+    return Norms(largest, total).together(norm_type).norm(norm_type).reshape(())
 
 
 def _powers(gradient: Tensor, divisor: Tensor, norm_type: float) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from ..bench.record import commit, device_name
 from ..doctor import distribution_version
 from ..drawing.sheet import Sheet
-from .plan import Plan
+from .plan import RunPlan
 from .report import forecast
 from .run_dir import PAGE, RunDir
 from .session import Ending, Outcome, RankReport, Session
@@ -64,7 +64,7 @@ class Account:
         self._run_dir.write_session(self._session)
 
 
-def open_account(trainer: Trainer, plan: Plan, world: World, facts: dict[str, str]) -> Account:
+def open_account(trainer: Trainer, plan: RunPlan, world: World, facts: dict[str, str]) -> Account:
     config = plan.config
     session = Session(
         started=datetime.now().astimezone().isoformat(),

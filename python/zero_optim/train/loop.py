@@ -12,7 +12,7 @@ from .config import TrainRequest
 from .data import unigram_entropy
 from .model import generate
 from .output import say
-from .plan import Plan, make_plan
+from .plan import RunPlan, make_plan
 from .report import Progress, final_table
 from .run_dir import LogFile
 from .session import Outcome, RankReport
@@ -42,7 +42,7 @@ def train(request: TrainRequest) -> int:
             trainer.optimizer.close()
 
 
-def _train_on(trainer: Trainer, plan: Plan, world: World, stop: StopFlag) -> int:
+def _train_on(trainer: Trainer, plan: RunPlan, world: World, stop: StopFlag) -> int:
     """All steps that are left, or those until the ranks are asked to stop; returns the exit code."""
     account = open_account(trainer, plan, world, _facts(trainer, plan, world)) if world.leads else None
     begun_after = trainer.steps_done
@@ -66,7 +66,7 @@ def _train_on(trainer: Trainer, plan: Plan, world: World, stop: StopFlag) -> int
         raise
 
 
-def _run_steps(trainer: Trainer, plan: Plan, world: World, stop: StopFlag) -> int | None:
+def _run_steps(trainer: Trainer, plan: RunPlan, world: World, stop: StopFlag) -> int | None:
     """Trains to the last step and saves. Returns the step at which the ranks agreed to stop, if they did."""
     config = plan.config
     log, progress = _open_outputs(trainer, plan, world)
@@ -88,13 +88,15 @@ def _run_steps(trainer: Trainer, plan: Plan, world: World, stop: StopFlag) -> in
     return None
 
 
-def _open_outputs(trainer: Trainer, plan: Plan, world: World) -> tuple[LogFile | None, Progress | None]:
+def _open_outputs(trainer: Trainer, plan: RunPlan, world: World) -> tuple[LogFile | None, Progress | None]:
     if not world.leads:
         return None, None
     return plan.run_dir.open_log(), Progress(trainer.steps_done, plan.config.steps)
 
 
-def _finish(trainer: Trainer, plan: Plan, world: World, reports: Sequence[RankReport], account: Account | None) -> None:
+def _finish(
+    trainer: Trainer, plan: RunPlan, world: World, reports: Sequence[RankReport], account: Account | None
+) -> None:
     """Validates on every rank; rank 0 then tells and draws."""
     if world.leads:
         say("validating and sampling")
@@ -109,7 +111,7 @@ def _finish(trainer: Trainer, plan: Plan, world: World, reports: Sequence[RankRe
     _tell(trainer, plan, world, reports, Validation(validation_loss, entropy))
 
 
-def _tell(trainer: Trainer, plan: Plan, world: World, reports: Sequence[RankReport], validation: Validation) -> None:
+def _tell(trainer: Trainer, plan: RunPlan, world: World, reports: Sequence[RankReport], validation: Validation) -> None:
     table = final_table(reports, trainer.planned(), on_gpu=world.device.type == "cuda")
     say(f"\n{table}\n")
     if problem := draw_losses(plan.run_dir):
@@ -121,19 +123,19 @@ def _tell(trainer: Trainer, plan: Plan, world: World, reports: Sequence[RankRepo
     say(f"written to {plan.run_dir.path}")
 
 
-def _write_sample(trainer: Trainer, plan: Plan) -> None:
+def _write_sample(trainer: Trainer, plan: RunPlan) -> None:
     prompt = plan.corpus.validation[:_SAMPLE_PROMPT].long()
     text = generate(trainer.model, prompt, _SAMPLE_LENGTH, seed=plan.config.seed)
     (plan.run_dir.path / "sample.txt").write_bytes(bytes(text.tolist()))
 
 
-def _say_done(trainer: Trainer, plan: Plan, world: World) -> int:
+def _say_done(trainer: Trainer, plan: RunPlan, world: World) -> int:
     if world.leads:
         say(f"all {plan.config.steps} steps are done; a larger --steps goes on")
     return 0
 
 
-def _print_header(trainer: Trainer, plan: Plan, world: World) -> None:
+def _print_header(trainer: Trainer, plan: RunPlan, world: World) -> None:
     config = plan.config
     gpus = torch.cuda.device_count()
     if config.device == "cpu" and 0 < gpus < local_ranks():
@@ -146,7 +148,7 @@ def _print_header(trainer: Trainer, plan: Plan, world: World) -> None:
     say(f"run    {plan.run_dir.path}, process {os.getpid()}{resumed}")
 
 
-def _facts(trainer: Trainer, plan: Plan, world: World) -> dict[str, str]:
+def _facts(trainer: Trainer, plan: RunPlan, world: World) -> dict[str, str]:
     """Describe what is run, for the header and for ``run.json``."""
     config, text = plan.config, plan.corpus
     shape = f"{config.layers} layers, hidden {config.hidden}, {config.heads} heads, window of {config.seq} bytes"

@@ -41,7 +41,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """One run. ``saved`` is None for a fresh one. ``command``: what was typed."""
 
     config: TrainConfig
@@ -68,12 +68,12 @@ def together(comm: Comm, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def make_plan(request: TrainRequest, world: World) -> Plan:
+def make_plan(request: TrainRequest, world: World) -> RunPlan:
     """Reads checkpoint and data on every rank, makes the run directory on rank 0. Raises UsageError, on all alike."""
     config, corpus, saved = together(world.comm, lambda: _read_inputs(request, world))
     opened = together(world.comm, lambda: _open_run_dir(request, config, saved) if world.leads else None)
     path = world.comm.gather_objects(opened, "the plan")[0]
-    return Plan(config, corpus, RunDir(path), saved, request.command)
+    return RunPlan(config, corpus, RunDir(path), saved, request.command)
 
 
 def _read_inputs(request: TrainRequest, world: World) -> tuple[TrainConfig, Corpus, Saved | None]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import GradScaler, ShardedAdamW, checkpoint, gather_parameters, memory, shard_module
 from .data import draw_windows, fixed_windows
 from .model import GPT, Block, next_byte_loss
-from .plan import Plan
+from .plan import RunPlan
 from .report import EXPOSED, PhaseClock, blocked_seconds, peak_bytes
 from .run_dir import StepRecord
 from .session import RankReport
@@ -40,7 +40,7 @@ class StepOutcome:
 class Trainer:
     """Holds what a checkpoint must bring back: model, optimizer, loss scaler, schedule and random states."""
 
-    def __init__(self, plan: Plan, world: World) -> None:
+    def __init__(self, plan: RunPlan, world: World) -> None:
         self.config, self.corpus, self.world = plan.config, plan.corpus, world
         torch.manual_seed(self.config.seed)
         self.model = GPT(self.config.model, self.config.torch_dtype).to(world.device)
