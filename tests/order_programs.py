@@ -206,8 +206,8 @@ def all_programs(width: int = 16) -> list[OrderProgram]:
 
 
 def few_programs(width: int = 16, each: int = len(STREAMS)) -> list[OrderProgram]:
-    """So many programs for each key of WHAT. Together they have every stage and every pair of streams, also where
-    ``each`` is 1; where it is 4, every stage and every pair that a key allows. They do not have every combination."""
+    """So many programs for each key of WHAT, in turn of other stages and streams. Four have every stage that the key
+    allows and every pair of streams, but not every combination."""
     return [
         OrderProgram(
             stages[(turn + number // len(STREAMS)) % len(stages)], what, *STREAMS[(turn + number) % len(STREAMS)], width
