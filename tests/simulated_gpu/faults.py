@@ -157,7 +157,7 @@ FAULTS: tuple[Fault, ...] = (
         # A second reduction overwrites one that nobody wants.
         fault(
             "Bucket.launch: arrivals.under_way",
-            one("two optimizers, zeroed", 2, 1),
+            one("two optimizers, zeroed", 1, 2),
             new="False",
             and_=(_LAUNCH_KEPT,),
             hidden_by=_KEPT,
@@ -173,7 +173,7 @@ FAULTS: tuple[Fault, ...] = (
         fault("Bucket.clear: arrivals.wait()", one("zeroed at once", 3)),
         fault("Bucket.zero: arrivals.then(...)", one("zeroed in place", 2, 1), new=AT_ONCE),
         fault("Bucket.drop_all: arrivals.then(...)", one("raised, zeroed in place", 2, 1, 3), new=AT_ONCE),
-        fault("Bucket.keep_where: arrivals.then(...)", one("raised, zeroed in place", 2, 1, 3), new=AT_ONCE),
+        fault("Bucket.keep_where: arrivals.then(...)", one("raised, zeroed in place", 3, 2, 1), new=AT_ONCE),
         fault("Bucket._drop_zeroed: arrivals.then(...)", one("zeroed locally", 2, 1), new=AT_ONCE),
         fault(
             "Bucket._drop_stale: arrivals.then(partial(_zero, self.grad_shard))",
@@ -184,7 +184,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         fault(
             "Bucket._drop_stale: arrivals.then(partial(_zero, *(...)))",
-            one("two optimizers, some zeroed", 2, 3, 1),
+            one("two optimizers, some zeroed", 3, 2, 1),
             new=AT_ONCE,
         ),
         fault("Bucket.wait_for_parameters: unsharding.wait()", one("plain", 2)),
@@ -208,7 +208,7 @@ FAULTS: tuple[Fault, ...] = (
             hidden_by="Buffers wait for who has them before they free memory, which would hold up the backward.",
         ),
         # Close leaves reductions under way.
-        fault("Reducer.close: bucket.arrives_within(...)", one("remade", 2, 1, 0, 3), new="False"),
+        fault("Reducer.close: bucket.arrives_within(...)", one("remade", 3, 2, 1, 0), new="False"),
         fault("Reducer.close: wait_for_parameters()", one("closed", 2, 1)),
     ),
     *within(
