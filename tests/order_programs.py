@@ -205,13 +205,15 @@ def all_programs(width: int = 16) -> list[OrderProgram]:
     ]
 
 
-def few_programs(width: int = 16) -> list[OrderProgram]:
-    """Four programs for each key of WHAT. Together they have every stage that it allows and every pair of streams, but
-    not every combination."""
+def few_programs(width: int = 16, each: int = len(STREAMS)) -> list[OrderProgram]:
+    """So many programs for each key of WHAT, in turn of other stages and streams. Four have every stage that the key
+    allows and every pair of streams, but not every combination."""
     return [
-        OrderProgram(stages[turn % len(stages)], what, *STREAMS[(turn + number) % len(STREAMS)], width)
+        OrderProgram(
+            stages[(turn + number // len(STREAMS)) % len(stages)], what, *STREAMS[(turn + number) % len(STREAMS)], width
+        )
         for number, (what, stages) in enumerate(WHAT.items())
-        for turn in range(len(STREAMS))
+        for turn in range(each)
     ]
 
 

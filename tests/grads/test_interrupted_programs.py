@@ -121,7 +121,7 @@ NARROWER = {
 
 def _check(programs: Sequence[Program]) -> None:
     assert {why_not(made) for made in programs} <= {None, *NARROWER}
-    failures = run_batch(RAISED, programs)
+    failures = list(itertools.islice(run_batch(RAISED, programs), 2))
     assert not failures, told(failures, "interrupted")
 
 

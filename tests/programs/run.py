@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -66,23 +66,22 @@ def seen_in_batch(family: Family, programs: Sequence[Any], folder: str) -> list[
     return [list(seen) for seen in zip(*by_rank, strict=True)]
 
 
-def run_batch(family: Family, programs: Sequence[Any]) -> list[Failure]:
-    """Programs of one world size, one after another in one process group. One that raises or hangs ends the group. It
-    is looked at alone, and those after it have another group."""
-    failures: list[Failure] = []
-    while programs:
-        with tempfile.TemporaryDirectory(prefix="programs-") as folder:
-            try:
-                seen = seen_in_batch(family, list(programs), folder)
-            except RankFailure as error:
-                at, text = _reached(folder, family.world(programs[0])), str(error)
-            else:
-                return failures + _differences(family, programs, seen)
-        before, program, programs = programs[:at], programs[at], programs[at + 1 :]
-        failures += run_batch(family, before)
-        company = Failure(program, "in company", f"alone it does not fail:\n{[*before, program]!r}\n{text}")
-        failures.append(run_alone(family, program) or company)
-    return failures
+def run_batch(family: Family, programs: Sequence[Any]) -> Iterator[Failure]:
+    """Programs of one world size, one after another in one process group. One that raises or hangs ends the group:
+    then each is looked at alone, and that one first."""
+    with tempfile.TemporaryDirectory(prefix="programs-") as folder:
+        try:
+            seen = seen_in_batch(family, programs, folder)
+        except RankFailure as error:
+            at, text = _reached(folder, family.world(programs[0])), str(error)
+        else:
+            yield from _differences(family, programs, seen)
+            return
+    company = Failure(programs[at], "in company", f"alone it does not fail:\n{[*programs[: at + 1]]!r}\n{text}")
+    yield run_alone(family, programs[at]) or company
+    for program in (*programs[:at], *programs[at + 1 :]):
+        if failure := run_alone(family, program):
+            yield failure
 
 
 def _reached(folder: str, world_size: int) -> int:
@@ -91,9 +90,9 @@ def _reached(folder: str, world_size: int) -> int:
     return min(int(file.read_text() or 0) if file.exists() else 0 for file in reached)
 
 
-def _differences(family: Family, programs: Sequence[Any], seen: list[list[Entries]]) -> list[Failure]:
+def _differences(family: Family, programs: Sequence[Any], seen: list[list[Entries]]) -> Iterator[Failure]:
     judged = [(program, family.verdict(program, of)) for program, of in zip(programs, seen, strict=True)]
-    return [Failure(program, family.kind("differs", text), text) for program, text in judged if text]
+    return (Failure(program, family.kind("differs", text), text) for program, text in judged if text)
 
 
 # One alone
@@ -137,7 +136,7 @@ def _run_simulated(family: Family, program: Any) -> Failure | None:
             seen = seen_in_batch(family, [program], folder)
         except RankFailure as error:
             return Failure(program, family.kind("raises", str(error)), str(error))
-    return next(iter(_differences(family, [program], seen)), None)
+    return next(_differences(family, [program], seen), None)
 
 
 def _stack(process: BaseProcess, file: Path) -> str:
@@ -225,4 +224,4 @@ def _judge(
     if any(value is None for _, value in results):
         standing = "".join(f"\nrank {rank}: {stack}" for rank, stack in enumerate(stacks) if stack)
         return Failure(program, family.kind("hangs", reached + standing), reached + standing)
-    return next(iter(_differences(family, [program], [[value[1] for _, value in results]])), None)
+    return next(_differences(family, [program], [[value[1] for _, value in results]]), None)

@@ -1,706 +1,269 @@
 """Seeded faults: the waits of ``zero_optim``, each left out or misplaced once, and programs in which that shows.
 
 A simulation that finds nothing in the package says little by itself. This table says what it would have found: for each
-place that orders work today there is a fault, and ``fault_check`` looks whether a simulation reports it.
+place that orders work today there is a fault, and ``fault_check`` looks whether a simulation reports it. A fault names
+the function that waits, and the wait: whoever changes neither need not look here.
 """
 
 from __future__ import annotations
 
-from order_programs import SIDE, OrderProgram
-
-from .fault import PACKAGE, Edit, Fault
-from .fault import fault as _fault
-from .fault import one as _one
-from .fault import two as _two
+from .fault import AT_ONCE, NOWHERE, PACKAGE, Edit, Fault, fault, one, side, two, within
 from .store_faults import STORES
 
 __all__ = ["FAULTS", "PACKAGE", "Edit", "Fault"]
 
 # Waits that hide others, left out in several faults.
-_FOLLOW_WAIT = Edit(
-    "grads/bucket.py",
-    "            self.arrivals.wait()\n            self._drop_zeroed(found.zeroed)\n",
-    "            self._drop_zeroed(found.zeroed)\n",
-)
-_DEALLOCATE_WAIT = Edit(
-    "comm/buffers.py",
-    "            if user is not None:\n                user.wait()\n",
-    "            pass\n",
-)
-_LAUNCH_KEPT = Edit(
-    "grads/bucket.py",
-    "            accumulate = True\n        else:\n            self._use_new_memory_if_kept()\n",
-    "            accumulate = True\n",
-)
+_FOLLOW_WAIT = Edit("grads.bucket.Bucket.follow_edits: arrivals.wait()")
+_DEALLOCATE_WAIT = Edit("comm.buffers.CommBuffers.deallocate: user.wait()")
+_LAUNCH_KEPT = Edit("grads.bucket.Bucket.launch: _use_new_memory_if_kept()")
+_GATHERED_FIRST = "[shard.bucket.unshard() for shard in self.states.shards[::-1]] and self.states.update(by)"
+_KEPT = "A collective under way counts as a user who keeps the memory, so that gradients go elsewhere."
+_TABLES = "The tables of a new layout are copied from the host, which waits for that."
+_EXCHANGE = "The exchange of the step goes over the same group, after the {}, and is waited for. Under gloo nothing "
+_EXCHANGE += "else orders them."
 
-# ---- streams and memory ----------------------------------------------------------------------------------------------
-
-_MEMORY = (
-    _fault(
-        "GradStreams.note forgets the stream",
-        "comm/streams.py",
-        "            self._adding.add(torch._C._accelerator_getStream(self._index))",
-        "            pass",
-        _two(3, "no_sync"),
+FAULTS: tuple[Fault, ...] = (
+    *within(
+        "comm.streams",
+        fault("GradStreams.note: _adding.add(...)", two("no_sync", 3)),
+        fault("GradStreams.join: wait_stream(stream)", two("no_sync", 3)),
+        fault("GradStreams.keep: keep_for_current_stream(...)", two("used twice", 0)),
+        fault("keep_for_current_stream: record_stream(...)", two("relaid", 1)),
     ),
-    _fault(
-        "GradStreams.join waits for no stream",
-        "comm/streams.py",
-        "                current.wait_stream(stream)",
-        "                pass",
-        _two(3, "no_sync"),
-    ),
-    _fault(
-        "launch packs without join",
-        "grads/bucket.py",
-        "        streams.join()\n        if may_wait:",
-        "        if may_wait:",
-        _two(3, "no_sync"),
-    ),
-    _fault(
-        "collect packs without join",
-        "grads/bucket.py",
-        "        streams.join()\n        found = self.slots.scan",
-        "        found = self.slots.scan",
-        _two(1, "half thawed, no_sync"),
-        _two(0, "half thawed, no_sync"),
-    ),
-    _fault(
-        "GradStreams.keep keeps nothing",
-        "comm/streams.py",
-        "            keep_for_current_stream(*gradients)",
-        "            pass",
-        _two(0, "used twice"),
-    ),
-    _fault(
-        "launch drops gradients without keep",
-        "grads/bucket.py",
-        "        streams.keep(grad for _, grad in sources)\n        del",
-        "        del",
-        _two(0, "used twice"),
-    ),
-    _fault(
-        "collect drops gradients without keep",
-        "grads/bucket.py",
-        "        streams.keep(grad for _, grad in sources)\n        self.slots.collect",
-        "        self.slots.collect",
-        _two(1, "half thawed, no_sync"),
-        _two(0, "half thawed, no_sync"),
-    ),
-    _fault(
-        "keep_for_current_stream keeps nothing",
-        "comm/streams.py",
-        "            tensor.record_stream(torch.cuda.current_stream(tensor.device))",
-        "            pass",
-        _two(1, "relaid"),
-    ),
-    _fault(
-        "deallocate frees what another stream uses",
-        "comm/storage.py",
-        "    keep_for_current_stream(tensor)\n",
-        "",
-        _one(3, "kept, on two streams"),
-    ),
-    _fault(
-        "flat parameters drop what they have copied",
-        "params/flat_params.py",
-        "            keep_for_current_stream(parameter.data)\n",
-        "",
-        OrderProgram(2, "plain", SIDE, SIDE),
-        OrderProgram(0, "plain", SIDE, SIDE),
-    ),
-    _fault(
-        "a bucket that lets go drops its memory",
-        "grads/bucket.py",
-        "        keep_for_current_stream(self.flat.full, self.grad_buffer)\n",
-        "",
-        _two(1, "relaid"),
-        _two(2, "relaid"),
-    ),
-    _fault(
-        "state that was moved is dropped",
-        "stores/state_store.py",
-        "        keep_for_current_stream(*self._pages.pop(number).values())",
-        "        self._pages.pop(number)",
-        _two(1, "thawed"),
-        _two(2, "thawed"),
-        unseen="The tables of a new layout are copied from the host, which waits for that.",
-    ),
-    _fault(
-        "the exchange grows, and drops what it had",
-        "step/exchange.py",
-        "            keep_tensors_of(holder)\n",
-        "            pass\n",
-        _two(2, "thawed"),
-    ),
-    _fault(
-        "the record of non-finite gradients grows, and drops what it had",
-        "step/nonfinite.py",
-        "        keep_tensors_of(self)\n",
-        "",
-        _two(2, "thawed"),
-    ),
-    _fault(
-        "the table of coefficients grows, and drops what it had",
-        "step/hyper_table.py",
-        "        keep_tensors_of(self)\n",
-        "",
-        _two(2, "thawed"),
-    ),
-    _fault(
-        "what decides whether a gradient stays is dropped",
-        "grads/bucket.py",
-        "    keep_for_current_stream(keep)  # it may be of the stream on which it was decided\n",
-        "",
-        _two(2, "zeroed locally"),
-    ),
-    _fault(
-        "memory lent beside the buffers is dropped",
-        "comm/buffers.py",
-        "            keep_for_current_stream(buffer)  # which has waited for the reduction\n",
-        "",
-        _two(2, "two optimizers"),
-        _two(1, "two optimizers"),
-        _two(3, "two optimizers"),
-        _two(2, "two optimizers, zeroed"),
-    ),
-    _fault(
-        "buffers of an old layout are dropped",
-        "grads/reducer.py",
-        "        self.buffers.deallocate()\n        buckets",
-        "        buckets",
-        _two(1, "relaid"),
-        _two(2, "thawed"),
-        unseen="The tables of a new layout are copied from the host, which waits for that.",
-    ),
-)
-
-# ---- collectives -----------------------------------------------------------------------------------------------------
-
-_COLLECTIVES = (
-    _fault(
-        "Pending.wait waits for nothing",
-        "comm/collectives.py",
-        "            self._work.wait()\n            return\n",
-        "            return\n",
-        _one(2),
-    ),
-    _fault(
-        "on_arrival is called before the wait",
-        "comm/collectives.py",
-        "        start = time.perf_counter()\n        try:\n            self._hold()",
-        "        start = time.perf_counter()\n        if self._on_arrival is not None:\n"
-        "            self._on_arrival()\n            self._on_arrival = None\n        try:\n            self._hold()",
-        _one(2, "micro-batches"),
-        _one(0, "micro-batches"),
-    ),
-    _fault(
-        "a reduction adds before it has arrived",
-        "comm/sharding.py",
-        "        return self.everyone.all_reduce(full, on_arrival=lambda: store(full))",
-        "        pending = self.everyone.all_reduce(full)\n        store(full)\n        return pending",
-        _one(0, "micro-batches"),
-    ),
-    _fault(
-        "the exchange is read before it has arrived",
-        "comm/collectives.py",
-        "self._pending(issued, kind, vector).wait()",
-        "self._pending(issued, kind, vector)",
-        _one(2),
-        _one(2, "clipped"),
-    ),
-    _fault(
-        "whole_of does not wait",
-        "comm/sharding.py",
-        "            gather.wait()\n",
-        "            pass\n",
-        _one(1, "relaid"),
-        _one(2, "relaid"),
-    ),
-    _fault(
-        "whole_of copies its own part after the gather began",
-        "comm/sharding.py",
-        "        self.own_part(full).copy_(shard)\n        if (gather := self.all_gather(full, kind)) is not None:\n",
-        "        gather = self.all_gather(full, kind)\n        self.own_part(full).copy_(shard)\n"
-        "        if gather is not None:\n",
-        _one(1, "relaid"),
-        _one(2, "relaid"),
-        simulation="held",
-    ),
-    _fault(
-        "the host reads a copy before it has come",
-        "comm/host_copy.py",
-        "            self._event.synchronize()\n",
-        "            pass\n",
-        _one(2),
-        _one(1),
-    ),
-    _fault(
-        "the event of a host copy is not recorded",
-        "comm/host_copy.py",
-        "            self._event.record(torch.cuda.current_stream(self.source.device))\n",
-        "",
-        _one(2),
-        _one(1),
-    ),
-)
-
-# ---- gradients -------------------------------------------------------------------------------------------------------
-
-_GRADIENTS = (
-    _fault(
-        "Arrivals.wait waits for no reduction",
-        "comm/arrivals.py",
-        "            first() if callable(first) else first.wait()\n",
-        "            if callable(first):\n                first()\n",
-        _one(2),
-    ),
-    _fault(
-        "Arrivals.then acts at once",
-        "comm/arrivals.py",
-        "        if self._queue:\n            self._queue.append(action)\n        else:\n            action()",
-        "        action()",
-        _one(2, "zeroed in place"),
-        _one(1, "zeroed in place"),
-    ),
-    _fault(
-        "Arrivals.wait does what comes then before the reductions",
-        "comm/arrivals.py",
-        "        while self._queue:\n            first",
-        "        self._queue = deque(sorted(self._queue, key=lambda of: not callable(of)))\n"
-        "        while self._queue:\n            first",
-        _one(2, "zeroed in place"),
-        _one(1, "zeroed in place"),
-    ),
-    _fault(
-        "Arrivals.expect puts a reduction before those under way",
-        "comm/arrivals.py",
-        "        self._queue.append(awaited)",
-        "        self._queue.appendleft(awaited)",
-        _one(2, "two optimizers, zeroed"),
-        _one(2, "two optimizers, in place"),
-        _one(2, "zeroed in place"),
-    ),
-    _fault(
-        "a gradient's zero_ does not wait",
-        "comm/arrivals.py",
-        "        self.then(part.zero_)",
-        "        part.zero_()",
-        _one(2, "raised, zeroed in place"),
-        _one(2, "zeroed locally"),
-        _one(1, "raised, zeroed in place"),
-    ),
-    _fault(
-        "FlatShard.local does not wait",
-        "params/flat_shard.py",
-        "            self.arrivals.wait()\n",
-        "            pass\n",
-        _one(2, "read"),
-        _one(1, "read"),
-    ),
-    _fault(
-        "a reduction gives its memory back before it has arrived",
-        "grads/bucket.py",
-        "        self.pending.wait()\n        for buffer in self._lent:\n"
-        "            self._buffers.give_back(buffer)\n        self._lent = ()\n",
-        "        for buffer in self._lent:\n            self._buffers.give_back(buffer)\n        self._lent = ()\n"
-        "        self.pending.wait()\n",
-        _one(2),
-        debug="poison",
-    ),
-    _fault(
-        "a buffer is taken from who still has it",
-        "comm/buffers.py",
-        "        if self._borrowers[0] is not None:\n            self._borrowers[0].wait()\n",
-        "",
-        _one(2),
-        _one(1),
-    ),
-    _fault(
-        "launch does not wait for the last reduction, nor act behind it",
-        "grads/bucket.py",
-        "        if may_wait:\n            self.arrivals.wait()\n",
-        "",
-        _one(1, "zeroed at once"),
-        _one(2, "zeroed at once"),
-        and_=(
-            Edit(
-                "grads/bucket.py", "        elif self.arrivals.under_way:  # nothing", "        elif False:  # nothing"
-            ),
-            _LAUNCH_KEPT,
+    fault("comm.storage.deallocate: keep_for_current_stream(tensor)", one("kept, on two streams", 3)),
+    *within(
+        "comm.buffers",
+        fault(
+            "CommBuffers.give_back: keep_for_current_stream(buffer)",
+            two("two optimizers", 2, 1, 3),
+            two("two optimizers, zeroed", 2),
         ),
-        hidden_by="Where a rank may not wait, it adds behind the old sum; and a collective under way counts as a user "
-        "who keeps the memory.",
+        fault("CommBuffers.take: _borrowers[0].wait()", one("plain", 2, 1)),
+        fault("CommBuffers.deallocate: user.wait()", one("zeroed in place", 3), one("plain", 3)),
     ),
-    _fault(
-        "a second reduction overwrites one that nobody wants",
-        "grads/bucket.py",
-        "        elif self.arrivals.under_way:  # nothing",
-        "        elif False:  # nothing",
-        _one(2, "two optimizers, zeroed"),
-        _one(1, "two optimizers, zeroed"),
-        and_=(_LAUNCH_KEPT,),
-        hidden_by="A collective under way counts as a user who keeps the memory, so that gradients go elsewhere.",
-    ),
-    _fault(
-        "local gradients are collected over a reduction under way",
-        "grads/bucket.py",
-        "self.state is not GradState.REDUCED and not self.arrivals.under_way",
-        "self.state is not GradState.REDUCED",
-        _one(1, "zeroed, then no_sync"),
-        and_=(
-            Edit(
-                "grads/bucket.py",
-                "            return False\n        self._use_new_memory_if_kept()\n",
-                "            return False\n",
-            ),
+    *within(
+        "comm.collectives",
+        fault("Pending.wait: self._hold()", one("plain", 2)),
+        fault(
+            "Pending.wait: self._hold()",
+            one("micro-batches", 2, 0),
+            new='(self._on_arrival and self._on_arrival(), setattr(self, "_on_arrival", None), self._hold())',
         ),
-        hidden_by="A collective under way counts as a user who keeps the memory, so that gradients go elsewhere.",
-    ),
-    _fault(
-        "clear frees memory of a reduction under way",
-        "grads/bucket.py",
-        "            self.arrivals.wait()\n            self._use_new_memory_if_kept()\n            deallocate",
-        "            self._use_new_memory_if_kept()\n            deallocate",
-        _one(3, "zeroed at once"),
-    ),
-    _fault(
-        "zero writes under a reduction",
-        "grads/bucket.py",
-        "            self.arrivals.then(partial(_zero, buffer))",
-        "            _zero(buffer)",
-        _one(2, "zeroed in place"),
-        _one(1, "zeroed in place"),
-    ),
-    _fault(
-        "what was zeroed after a raise is zeroed under way",
-        "grads/bucket.py",
-        "        else:\n            self.arrivals.then(partial(_zero, self.grad_shard))\n\n    def keep_where",
-        "        else:\n            _zero(self.grad_shard)\n\n    def keep_where",
-        _one(2, "raised, zeroed in place"),
-        _one(1, "raised, zeroed in place"),
-        _one(3, "raised, zeroed in place"),
-    ),
-    _fault(
-        "what may have been zeroed after a raise is zeroed under way",
-        "grads/bucket.py",
-        "        self.arrivals.then(partial(_keep_where, self.grad_shard, keep))",
-        "        _keep_where(self.grad_shard, keep)",
-        _one(2, "raised, zeroed in place"),
-        _one(1, "raised, zeroed in place"),
-        _one(3, "raised, zeroed in place"),
-    ),
-    _fault(
-        "an average is zeroed under way",
-        "grads/bucket.py",
-        "            self.arrivals.then(partial(_keep_where, self._part_of(index), grad.detach().ne(0).any()))",
-        "            _keep_where(self._part_of(index), grad.detach().ne(0).any())",
-        _one(2, "zeroed locally"),
-        _one(1, "zeroed locally"),
-    ),
-    _fault(
-        "all of a bucket that was dropped is zeroed under way",
-        "grads/bucket.py",
-        "        if len(stale) == len(self.params):\n            self.arrivals.then(partial(_zero, self.grad_shard))",
-        "        if len(stale) == len(self.params):\n            _zero(self.grad_shard)",
-        _one(2, "dropped"),
-        _one(1, "dropped"),
-        and_=(_FOLLOW_WAIT,),
-        hidden_by="It is done when a step has begun, and follow_edits waits there before it.",
-    ),
-    _fault(
-        "some of a bucket that were dropped are zeroed under way",
-        "grads/bucket.py",
-        "            self.arrivals.then(partial(_zero, *(self._part_of(index) for index in stale)))",
-        "            _zero(*(self._part_of(index) for index in stale))",
-        _one(2, "two optimizers, some zeroed"),
-        _one(3, "two optimizers, some zeroed"),
-        _one(1, "two optimizers, some zeroed"),
-    ),
-    _fault(
-        "finish does not wait for the reductions",
-        "grads/reducer.py",
-        "            bucket.wait()\n            bucket.note_writes()",
-        "            bucket.note_writes()",
-        _one(2),
-        _one(1),
-        and_=(_FOLLOW_WAIT,),
-        hidden_by="Before finish waits for all buckets, follow_edits has waited for each that has reduced.",
-    ),
-    _fault(
-        "an average is not there when backward ends",
-        "grads/reducer.py",
-        "            prefetch_rest_of_backwards(self.thread)\n            for bucket in self.buckets:\n"
-        "                bucket.wait()\n",
-        "            prefetch_rest_of_backwards(self.thread)\n",
-        _one(0, "read"),
-    ),
-    _fault(
-        "an average is not there when a raise is settled",
-        "grads/reducer.py",
-        "            reducer._wait_for_averages()\n",
-        "            pass\n",
-        _one(0, "raised, then read"),
-    ),
-    _fault(
-        "buckets are laid out again under reductions",
-        "grads/buckets.py",
-        "            bucket.wait()\n            bucket.wait_for_parameters()\n        moving",
-        "            bucket.wait_for_parameters()\n        moving",
-        _one(1, "relaid"),
-        _one(2, "relaid"),
-        and_=(_FOLLOW_WAIT,),
-        hidden_by="In the first step follow_edits has waited; a layout that is restored has nobody else who waits.",
-        unseen="The exchange of the step goes over the same group, after the reductions, and is waited for. Under "
-        "gloo nothing else orders them.",
-    ),
-    _fault(
-        "a restored layout takes memory of reductions",
-        "grads/buckets.py",
-        "            bucket.wait()\n            bucket.wait_for_parameters()\n        moving",
-        "            bucket.wait_for_parameters()\n        moving",
-        _one(1, "relaid, saved at first"),
-        _one(1, "remade"),
-        unseen="Loading settles the engine first; and the exchange of a step has waited.",
-    ),
-    _fault(
-        "buffers are freed under reductions",
-        _DEALLOCATE_WAIT.file,
-        _DEALLOCATE_WAIT.old,
-        _DEALLOCATE_WAIT.new,
-        _one(3, "zeroed in place"),
-        _one(3),
-    ),
-    _fault(
-        "idle buffers are freed while a round is open",
-        "grads/reducer.py",
-        "        waits_for_nothing = self.sharding.host_waits or not self.rounds.open",
-        "        waits_for_nothing = True",
-        _one(3),
-        and_=(_DEALLOCATE_WAIT,),
-        hidden_by="Buffers wait for who has them before they free memory, which would hold up the backward.",
-    ),
-    _fault(
-        "close leaves reductions under way",
-        "grads/reducer.py",
-        "                if bucket.arrives_within(PATIENCE_SECONDS):\n                    bucket.wait()\n",
-        "                pass\n",
-        _one(2, "remade"),
-        _one(1, "remade"),
-        _one(0, "remade"),
-        _one(3, "remade"),
-    ),
-)
-
-# ---- parameters ------------------------------------------------------------------------------------------------------
-
-_PARAMETERS = (
-    _fault(
-        "wait_for_parameters does not wait",
-        "grads/bucket.py",
-        "            self.unsharding.wait()\n",
-        "",
-        _one(2),
-    ),
-    _fault(
-        "parameters are gathered before they are updated",
-        "engine.py",
-        "        for shard in self.states.update(by):\n            shard.bucket.unshard()\n",
-        "        for shard in self.states.shards[::-1]:\n            shard.bucket.unshard()\n"
-        "        for _ in self.states.update(by):\n            pass\n",
-        _one(2),
-    ),
-    _fault(
-        "a step does not wait for what no module waits for",
-        "step/param_gather.py",
-        "            if bucket not in self._under_way:\n                bucket.wait_for_parameters()\n",
-        "            pass\n",
-        _one(2),
-    ),
-    _fault(
-        "modules do not wait for their parameters",
-        "step/param_gather.py",
-        "        self.called = True\n        self.wait()\n",
-        "        self.called = True\n",
-        _one(2, "overlapped"),
-    ),
-    _fault(
-        "a model's state dict does not wait",
-        "step/param_gather.py",
-        "                    module.register_state_dict_pre_hook(owner.wait),\n",
-        "",
-        _one(2, "overlapped, saved and loaded"),
-    ),
-    _fault(
-        "loading into a model does not wait",
-        "step/param_gather.py",
-        "                    module.register_load_state_dict_pre_hook(owner.wait),\n",
-        "",
-        _one(2, "overlapped, saved and loaded"),
-    ),
-    _fault(
-        "wait_for_parameters of the optimizer does not wait",
-        "optimizer.py",
-        "        self.check_usable()\n        self.engine.param_gather.wait()\n",
-        "        self.check_usable()\n",
-        _one(2, "overlapped"),
-    ),
-    _fault(
-        "a step updates what the last one gathers",
-        "engine.py",
-        "        self.param_gather.wait()\n        self.keep_edits()\n        self.states",
-        "        self.keep_edits()\n        self.states",
-        _one(2, "overlapped, stepped twice"),
-        _one(1, "overlapped, stepped twice"),
-        unseen="The exchange of the step goes over the same group, after the gathers, and is waited for. Under gloo "
-        "nothing else orders them.",
-    ),
-    _fault(
-        "parameters move to another layout while they are gathered",
-        "grads/buckets.py",
-        "            bucket.wait()\n            bucket.wait_for_parameters()\n        moving",
-        "            bucket.wait()\n        moving",
-        _one(1, "relaid, saved at first"),
-        _one(2, "relaid, saved at first"),
-        and_=(
-            Edit(
-                "engine.py",
-                "        self.reducer.complete_all_raised()\n        self.param_gather.wait()\n",
-                "        self.reducer.complete_all_raised()\n",
-            ),
+        fault(
+            "Comm.exchange: self._pending(...).wait()",
+            one("plain", 2),
+            one("clipped", 2),
+            new="self._pending(issued, kind, vector)",
         ),
-        hidden_by="Whoever lays out again while a step's gathers are under way has settled the engine before.",
-        unseen="The exchange of the step goes over the same group, after the gathers, and is waited for. Under gloo "
-        "nothing else orders them.",
     ),
-    _fault(
-        "close leaves gathers under way",
-        "grads/reducer.py",
-        "                bucket.wait_for_parameters()\n                if bucket.arrives",
-        "                if bucket.arrives",
-        _one(2, "closed"),
-        _one(1, "closed"),
+    *within(
+        "comm.sharding.Sharding",
+        fault(
+            "reduce: self.everyone.all_reduce(full, on_arrival=lambda: store(full))",
+            one("micro-batches", 0),
+            new="[self.everyone.all_reduce(full), store(full)][0]",
+        ),
+        fault("whole_of: gather.wait()", one("relaid", 1, 2)),
+        fault(
+            "whole_of: self.own_part(full).copy_(shard)",
+            one("relaid", 1, 2),
+            behind="all_gather(...)",
+            simulation="held",
+        ),
     ),
-    _fault(
-        "a unit is shown before it has arrived",
-        "units/unit.py",
-        "                self._await(gather)\n",
-        "                pass\n",
-        _one(3),
+    *within(
+        "comm.host_copy.HostCopy",
+        fault("read: _event.synchronize()", one("plain", 2, 1)),
+        fault("send: _event.record(...)", one("plain", 2, 1)),
     ),
-    _fault(
-        "the event of a unit's copy is not recorded",
-        "params/flat_params.py",
-        "        lane.set(self._copied)\n",
-        "",
-        _two(3, "offloaded, edited"),
+    *within(
+        "comm.arrivals.Arrivals",
+        fault("wait: first.wait()", one("plain", 2)),
+        fault("then: _queue.append(action)", one("zeroed in place", 2, 1), new=AT_ONCE),
+        fault("then: _queue.append(action)", one("zeroed in place", 2, 1), new="self._queue.appendleft(action)"),
+        fault(
+            "expect: _queue.append(awaited)",
+            one("two optimizers, zeroed", 2),
+            one("two optimizers, in place", 2),
+            one("zeroed in place", 2),
+            new="self._queue.appendleft(awaited)",
+        ),
+        fault(
+            "zero: then(part.zero_)",
+            one("raised, zeroed in place", 2),
+            one("zeroed locally", 2),
+            one("raised, zeroed in place", 1),
+            new=AT_ONCE,
+        ),
     ),
-    _fault(
-        "no mark says that a unit has memory",
-        "params/flat_params.py",
-        "        self._allocated.set()  # its memory may be what the stream that computes has used before\n",
-        "",
-        _one(3, "offloaded"),
+    *within(
+        "params.flat_params",
+        fault("FlatParams.__init__: keep_for_current_stream(...)", side("plain", 2, 0)),
+        fault("FlatParams._unshard_from_host: lane.set(...)", two("offloaded, edited", 3)),
+        fault("FlatParams._unshard_from_host: _allocated.set()", one("offloaded", 3)),
+        fault("FlatParams._unshard_from_host: lane.after(...)", one("offloaded", 3)),
+        fault("FlatParams._unshard_from_host: lane.as_current()", one("offloaded", 3), new=NOWHERE),
+        fault("FlatParams.order_after_copy: _copied.order_current()", one("offloaded", 3), ranks=1),
+        fault("FlatParams.wait_until_copied: _copied.wait()", two("offloaded, edited", 3)),
+        fault(
+            "FlatParams.write_back: wait_until_copied()",
+            two("offloaded, edited", 3),
+            unseen="gather_parameters has copied the shard to the device before, and the host waits for that.",
+        ),
+        fault(
+            "FlatParams.unshard: self._sharding.own_part(self.full).copy_(self.shard)",
+            one("plain", 3),
+            behind="_sharding.all_gather(...)",
+        ),
+        fault(
+            "FlatParams.unshard: node.own_part(self.full).copy_(self._node_part)",
+            one("nodes", 3),
+            behind="node.all_gather(...)",
+            ranks=4,
+        ),
+        fault("FlatParams.gathered: gather.wait()", one("plain", 3), one("edited", 3)),
+        fault(
+            "FlatParams.gathered: self._sharding.own_part(whole).copy_(self.shard)",
+            one("plain", 3),
+            one("edited", 3),
+            behind="_sharding.all_gather(...)",
+        ),
     ),
-    _fault(
-        "a unit is copied into memory that is still used",
-        "params/flat_params.py",
-        "        lane.after(self._allocated)\n",
-        "",
-        _one(3, "offloaded"),
+    fault("params.flat_shard.FlatShard.local: arrivals.wait()", one("read", 2, 1)),
+    fault("params.param_shard.ParamShard._copy: wait_until_copied()", two("offloaded, edited", 3)),
+    fault(
+        "stores.state_store.DeviceStore.release: keep_for_current_stream(...)",
+        two("thawed", 1, 2),
+        new="self._pages.pop(number)",
+        unseen=_TABLES,
     ),
-    _fault(
-        "ranks gather a unit before their parts of it were copied",
-        "params/flat_params.py",
-        "        with lane.as_current():\n            return self._sharding.all_gather(self.full)\n",
-        "        return self._sharding.all_gather(self.full)\n",
-        _one(3, "offloaded"),
+    fault("units.unit.Unit.wait: self._await(gather)", one("plain", 3)),
+    fault("units.hooks._BeforeLoad.__call__: schedule.reshard_all()", one("kept", 3)),
+    *within(
+        "grads.bucket",
+        fault("Bucket.launch: streams.join()", two("no_sync", 3)),
+        fault("Bucket.launch: streams.keep(...)", two("used twice", 0)),
+        fault("Bucket.collect: streams.join()", two("half thawed, no_sync", 1, 0)),
+        fault("Bucket.collect: streams.keep(...)", two("half thawed, no_sync", 1, 0)),
+        fault("Bucket.let_go: keep_for_current_stream(...)", two("relaid", 1, 2)),
+        fault("_keep_where: keep_for_current_stream(keep)", two("zeroed locally", 2)),
+        fault("Flight.wait: pending.wait()", one("plain", 2), behind="self._then", debug="poison"),
+        fault(
+            "Bucket.launch: arrivals.wait()",
+            one("zeroed at once", 1, 2),
+            and_=(Edit("grads.bucket.Bucket.launch: arrivals.under_way", "False"), _LAUNCH_KEPT),
+            hidden_by=f"Where a rank may not wait, it adds behind the old sum. {_KEPT}",
+        ),
+        # A second reduction overwrites one that nobody wants.
+        fault(
+            "Bucket.launch: arrivals.under_way",
+            one("two optimizers, zeroed", 1, 2),
+            new="False",
+            and_=(_LAUNCH_KEPT,),
+            hidden_by=_KEPT,
+        ),
+        # Local gradients are collected over a reduction under way.
+        fault(
+            "Bucket.can_collect: arrivals.under_way",
+            one("zeroed, then no_sync", 1),
+            new="False",
+            and_=(Edit("grads.bucket.Bucket.collect: _use_new_memory_if_kept()"),),
+            hidden_by=_KEPT,
+        ),
+        fault("Bucket.clear: arrivals.wait()", one("zeroed at once", 3)),
+        fault("Bucket.zero: arrivals.then(...)", one("zeroed in place", 2, 1), new=AT_ONCE),
+        fault("Bucket.drop_all: arrivals.then(...)", one("raised, zeroed in place", 2, 1, 3), new=AT_ONCE),
+        fault("Bucket.keep_where: arrivals.then(...)", one("raised, zeroed in place", 3, 2, 1), new=AT_ONCE),
+        fault("Bucket._drop_zeroed: arrivals.then(...)", one("zeroed locally", 2, 1), new=AT_ONCE),
+        fault(
+            "Bucket._drop_stale: arrivals.then(partial(_zero, self.grad_shard))",
+            one("dropped", 2, 1),
+            new=AT_ONCE,
+            and_=(_FOLLOW_WAIT,),
+            hidden_by="It is done when a step has begun, and follow_edits waits there before it.",
+        ),
+        fault(
+            "Bucket._drop_stale: arrivals.then(partial(_zero, *(...)))",
+            one("two optimizers, some zeroed", 3, 2, 1),
+            new=AT_ONCE,
+        ),
+        fault("Bucket.wait_for_parameters: unsharding.wait()", one("plain", 2)),
     ),
-    _fault(
-        "a unit of one rank is used before it was copied",
-        "params/flat_params.py",
-        "        if self._lanes is not None:\n            self._copied.order_current()\n",
-        "",
-        _one(3, "offloaded"),
-        ranks=1,
+    *within(
+        "grads.reducer",
+        fault("Reducer._use_layout: buffers.deallocate()", two("relaid", 1), two("thawed", 2), unseen=_TABLES),
+        fault(
+            "Reducer.finish: bucket.wait()",
+            one("plain", 2, 1),
+            and_=(_FOLLOW_WAIT,),
+            hidden_by="Before finish waits for all buckets, follow_edits has waited for each that has reduced.",
+        ),
+        fault("Reducer._wait_for_averages: bucket.wait()", one("read", 0)),
+        fault("Reducer.complete_all_raised: _wait_for_averages()", one("raised, then read", 0)),
+        fault(
+            "Reducer._deallocate_idle_buffers: rounds.open",
+            one("plain", 3),
+            new="False",
+            and_=(_DEALLOCATE_WAIT,),
+            hidden_by="Buffers wait for who has them before they free memory, which would hold up the backward.",
+        ),
+        # Close leaves reductions under way.
+        fault("Reducer.close: bucket.arrives_within(...)", one("remade", 3, 2, 1, 0), new="False"),
+        fault("Reducer.close: wait_for_parameters()", one("closed", 2, 1)),
     ),
-    _fault(
-        "the host does not wait until the device has read a shard",
-        "params/flat_params.py",
-        "            self._copied.wait()",
-        "            pass",
-        _two(3, "offloaded, edited"),
+    *within(
+        "grads.buckets.Buckets",
+        fault(
+            "lay_out: bucket.wait()",
+            one("relaid", 1, 2),
+            and_=(_FOLLOW_WAIT,),
+            hidden_by="In the first step follow_edits has waited; a layout that is restored has nobody else who waits.",
+            unseen=_EXCHANGE.format("reductions"),
+        ),
+        fault(
+            "lay_out: bucket.wait()",
+            one("relaid, saved at first", 1),
+            one("remade", 1),
+            unseen="Loading settles the engine first; and the exchange of a step has waited.",
+        ),
+        fault(
+            "lay_out: bucket.wait_for_parameters()",
+            one("relaid, saved at first", 1, 2),
+            and_=(Edit("engine.Engine.settle: param_gather.wait()"),),
+            hidden_by="Whoever lays out again while a step's gathers are under way has settled the engine before.",
+            unseen=_EXCHANGE.format("gathers"),
+        ),
     ),
-    _fault(
-        "a load writes into a shard that the device reads",
-        "params/param_shard.py",
-        "            if self.flat is not None:\n                self.flat.wait_until_copied()\n",
-        "",
-        _two(3, "offloaded, edited"),
+    fault("step.exchange.Exchange.resize: keep_tensors_of(holder)", two("thawed", 2)),
+    fault("step.nonfinite.NonFinite.resize: keep_tensors_of(self)", two("thawed", 2)),
+    fault("step.hyper_table.HyperTable.grow: keep_tensors_of(self)", two("thawed", 2)),
+    *within(
+        "step.param_gather",
+        fault("ParamGather.after_step: wait_for_parameters()", one("plain", 2)),
+        fault("_OwningModule.__call__: self.wait()", one("overlapped", 2)),
+        fault(
+            "ParamGather.attach: register_state_dict_pre_hook(owner.wait)",
+            one("overlapped, saved and loaded", 2),
+            new="module.register_state_dict_pre_hook(lambda *_: None)",
+        ),
+        fault(
+            "ParamGather.attach: register_load_state_dict_pre_hook(owner.wait)",
+            one("overlapped, saved and loaded", 2),
+            new="module.register_load_state_dict_pre_hook(lambda *_: None)",
+        ),
     ),
-    _fault(
-        "write_back writes into a shard that the device reads",
-        "params/flat_params.py",
-        "        self.wait_until_copied()\n        self.shard.copy_(new)",
-        "        self.shard.copy_(new)",
-        _two(3, "offloaded, edited"),
-        unseen="gather_parameters has copied the shard to the device before, and the host waits for that.",
+    *within(
+        "engine.Engine",
+        # Parameters are gathered before they are updated.
+        fault(
+            "step: bucket.unshard()",
+            one("plain", 2),
+            and_=(Edit("engine.Engine.step: states.update(by)", _GATHERED_FIRST),),
+            hidden_by="They would be gathered again once they are updated.",
+        ),
+        fault("step: param_gather.wait()", one("overlapped, stepped twice", 2, 1), unseen=_EXCHANGE.format("gathers")),
+        fault("_coefficients: schedule.reshard_all()", one("graph", 3), one("evaluated", 3)),
     ),
-    _fault(
-        "a unit's own part is copied after the gather began",
-        "params/flat_params.py",
-        "        self._sharding.own_part(self.full).copy_(self.shard)\n"
-        "        return self._sharding.all_gather(self.full)",
-        "        gather = self._sharding.all_gather(self.full)\n"
-        "        self._sharding.own_part(self.full).copy_(self.shard)\n"
-        "        return gather",
-        _one(3),
-    ),
-    _fault(
-        "a node's own part is copied after the gather began",
-        "params/flat_params.py",
-        "            node.own_part(self.full).copy_(self._node_part)\n"
-        '            return node.all_gather(self.full, "node_all_gather")\n',
-        '            gather = node.all_gather(self.full, "node_all_gather")\n'
-        "            node.own_part(self.full).copy_(self._node_part)\n"
-        "            return gather\n",
-        _one(3, "nodes"),
-        ranks=4,
-    ),
-    _fault(
-        "gather_parameters shows what has not arrived",
-        "params/flat_params.py",
-        "            gather.wait()\n",
-        "            pass\n",
-        _one(3),
-        _one(3, "edited"),
-    ),
-    _fault(
-        "gather_parameters copies its own part after the gather began",
-        "params/flat_params.py",
-        "        self._sharding.own_part(whole).copy_(self.shard)\n"
-        '        if (gather := self._sharding.all_gather(whole, "gather_parameters")) is not None:\n',
-        '        gather = self._sharding.all_gather(whole, "gather_parameters")\n'
-        "        self._sharding.own_part(whole).copy_(self.shard)\n"
-        "        if gather is not None:\n",
-        _one(3),
-        _one(3, "edited"),
-    ),
-    _fault(
-        "a load leaves units as they were gathered",
-        "units/hooks.py",
-        "        self.schedule.reshard_all()  # what",
-        "        pass  # what",
-        _one(3, "kept"),
-    ),
-    _fault(
-        "a step leaves units as they were gathered",
-        "engine.py",
-        "            self.sharded_model.schedule.reshard_all()  # it may raise",
-        "            pass  # it may raise",
-        _one(3, "graph"),
-        _one(3, "evaluated"),
-    ),
+    fault("optimizer.ShardedAdamW.wait_for_parameters: param_gather.wait()", one("overlapped", 2)),
+    *STORES,
 )
-
-FAULTS: tuple[Fault, ...] = (*_MEMORY, *_COLLECTIVES, *_GRADIENTS, *_PARAMETERS, *STORES)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
 
 from simulated_gpu.fault_check import verdict
-from simulated_gpu.faults import FAULTS, PACKAGE, Fault
+from simulated_gpu.faults import FAULTS, PACKAGE, Edit, Fault
 
 FEW = (
-    "GradStreams.join waits for no stream",
-    "launch drops gradients without keep",
-    "FlatShard.local does not wait",
-    "whole_of copies its own part after the gather began",
+    "comm.streams.GradStreams.join: wait_stream(stream) (no_sync)",
+    "grads.bucket.Bucket.launch: streams.keep(...) (used twice)",
+    "params.flat_shard.FlatShard.local: arrivals.wait() (read)",
+    "comm.sharding.Sharding.whole_of: self.own_part(full).copy_(shard) behind all_gather(...) (relaid)",
 )
 
 
@@ -24,11 +25,17 @@ def test_each_has_a_name_and_its_reasons():
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_it_changes_what_is_there(fault: Fault):
-    texts: dict[str, str] = {}
+    texts: dict[Path, str] = {}
     for edit in fault.edits:
         texts[edit.file] = edit.applied_to(texts.get(edit.file) or (PACKAGE / edit.file).read_text())
     for file, text in texts.items():
-        ast.parse(text, file)
+        ast.parse(text, str(file))
+
+
+def test_a_wait_that_is_gone_is_told_of():
+    gone = Edit("comm.streams.GradStreams.join: current.join()")
+    with pytest.raises(ValueError, match="'current.join\\(\\)' is there 0 times"):
+        gone.applied_to((PACKAGE / gone.file).read_text())
 
 
 @pytest.mark.parametrize("name", FEW)

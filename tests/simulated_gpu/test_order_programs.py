@@ -1,6 +1,6 @@
 """The order programs under both simulations: right numbers, no race, and one order of collectives on all ranks.
 
-Few of them are here. ``make race-check`` runs all.
+Those that reveal the seeded faults are here, and one of every other kind. ``make race-check`` runs all.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ from collections.abc import Sequence
 
 import pytest
 from harness import run_ranks
-from order_programs import WHAT, OrderProgram, few_programs, wrong
+from order_programs import ALL, STREAMS, WHAT, OrderProgram, few_programs, wrong
 
+from simulated_gpu.faults import FAULTS
 from simulated_gpu.programs import train_all
+
+REVEALING = list(dict.fromkeys(fault.programs[0] for fault in FAULTS if not fault.unseen))
+KINDS_REVEALING = {program.what for program in REVEALING}
+SAMPLE = [*REVEALING, *(program for program in few_programs(each=1) if program.what not in KINDS_REVEALING)]
 
 
 def _check(programs: Sequence[OrderProgram], simulated: str) -> None:
@@ -19,12 +24,17 @@ def _check(programs: Sequence[OrderProgram], simulated: str) -> None:
     assert not found, "\n".join(found)
 
 
+def test_the_sample_has_every_kind() -> None:
+    assert {program.what for program in SAMPLE} == set(WHAT)
+    assert {program.stage for program in SAMPLE} == set(ALL)
+    assert {(program.made_on, program.trained_on) for program in SAMPLE} == set(STREAMS)
+
+
 @pytest.mark.parametrize("what", WHAT)
 def test_with_streams(device: None, what: str) -> None:
-    _check([program for program in few_programs() if program.what == what], "streams:never")
+    _check([program for program in SAMPLE if program.what == what], "streams:never")
 
 
 @pytest.mark.parametrize("what", WHAT)
 def test_held_until_waited_for(what: str) -> None:
-    programs = [program.on_one_stream for program in few_programs() if program.what == what]
-    _check(list(dict.fromkeys(programs)), "held")
+    _check([program.on_one_stream for program in few_programs(each=1) if program.what == what], "held")

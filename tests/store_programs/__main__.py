@@ -12,20 +12,18 @@ from store_programs.generate import generate
 from store_programs.law import Stores
 
 
-def drawn(seed: int, worlds: list[int], plain: bool) -> Iterator[Named]:
+def drawn(seed: int, worlds: list[int]) -> Iterator[Named]:
     """From this seed on."""
     for number in itertools.count(seed):
         world = worlds[number % len(worlds)]
-        yield f"seed {number} world {world}", generate(number, world, plain)
+        yield f"seed {number} world {world}", generate(number, world)
 
 
 def main() -> None:
     options_of = parser("store_programs", __doc__)
     options_of.add_argument("--world", type=int, action="append")
-    options_of.add_argument("--plain", action="store_true", help="against torch.optim.AdamW, on one rank")
     options = options_of.parse_args()
-    worlds = [1] if options.plain else options.world or [2, 1, 2, 3]
-    search(Stores(options.plain), drawn(options.seed, worlds, options.plain), options, json.loads)
+    search(Stores(), drawn(options.seed, options.world or [2, 1, 2, 3]), options, json.loads)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def plain(value: Any) -> Any:
 
 
 class Machine(Operations):
-    """One run of one program on this rank. ``stores``: of its optimizers in order; empty: torch.optim.AdamW itself."""
+    """One run of one program on this rank. ``stores``: of its optimizers in order."""
 
     def __init__(
         self, program: Program, rank: int, stores: list[dict[str, Any]], folder: str, tick: Callable[[], None]
@@ -65,7 +65,6 @@ class Machine(Operations):
         self.thawed = False
         self.optimizers: list[Any] = []
         self.idle: list[int] = []  # ranks that make no backward now
-        self.clipped = False
 
     # The run
 
@@ -108,7 +107,7 @@ class Machine(Operations):
         self.tick()
 
     def _look(self, op: Op) -> None:
-        if not op.get("look", True) or (self.ours and self.config.get("overlap_param_gather") and op["op"] == "train"):
+        if not op.get("look", True) or (self.config.get("overlap_param_gather") and op["op"] == "train"):
             return
         with contextlib.suppress(Exception):
             self._wait()
@@ -116,9 +115,8 @@ class Machine(Operations):
 
     def _see_parameters(self) -> None:
         self.see("parameters", {name: p for m in self.models for name, p in self._named(m)})
-        if self.ours:
-            self.see("counts", [{k: o.stats()[k] for k in ("steps", "skipped_steps")} for o in self.optimizers])
-            self.see("non_finite", [o.stats()["non_finite"] for o in self.optimizers])
+        self.see("counts", [{k: o.stats()[k] for k in ("steps", "skipped_steps")} for o in self.optimizers])
+        self.see("non_finite", [o.stats()["non_finite"] for o in self.optimizers])
 
     def _named(self, model: nn.Module) -> list[tuple[str, Tensor]]:
         return [(f"{self.models.index(model)}.{name}", p) for name, p in model.named_parameters()]
@@ -126,12 +124,8 @@ class Machine(Operations):
     # Making
 
     @property
-    def ours(self) -> bool:
-        return bool(self.stores)
-
-    @property
     def sharded(self) -> bool:
-        return self.stage == 3 and self.ours
+        return self.stage == 3
 
     def _construct(self) -> None:
         self.models = []
@@ -174,10 +168,6 @@ class Machine(Operations):
         options = {name: config[name] for name in OPTIONS if name in config} | {"lr": lr}
         if "betas" in config:
             options["betas"] = tuple(config["betas"])
-        if not self.ours:
-            for name in OPTIONS[:4]:
-                options.pop(name, None)
-            return torch.optim.AdamW(self._given(model), **options, foreach=False)
         if "grad_reduce_dtype" in config:
             options["grad_reduce_dtype"] = DTYPES[config["grad_reduce_dtype"]]
         optimizer = zero_optim.ShardedAdamW(self._given(model), stage=self.stage, **options, **self._next_store())
@@ -216,9 +206,8 @@ class Machine(Operations):
         return {name: value for name, value in store.items() if value is not None}
 
     def _close(self) -> None:
-        if self.ours:
-            checkpoint.wait()  # for one in the background, whose folder goes with the run
-        for optimizer in self.optimizers if self.ours else []:
+        checkpoint.wait()  # for one in the background, whose folder goes with the run
+        for optimizer in self.optimizers:
             self._count(optimizer)
             optimizer.close()
 
@@ -261,10 +250,10 @@ class Machine(Operations):
         self, op: Op, number: int, micro: Op, bomb: Any = None, fail: Any = None, take_part: bool = True
     ) -> None:
         with contextlib.ExitStack() as stack:
-            if micro.get("no_sync") and self.ours:
+            if micro.get("no_sync"):
                 for optimizer in self.optimizers:
                     stack.enter_context(optimizer.no_sync())
-            elif not micro.get("no_sync"):
+            else:
                 self.rounds_since_step += 1
             loss = self._loss(op["data"] + 7 * number, self._use(micro), bomb, fail)
             self.see("loss", loss)
@@ -297,7 +286,7 @@ class Machine(Operations):
     def _interruption(self, micro: Op, micros: int) -> str:
         """Whether a backward ("bomb") or forward ("fail") raises, where the rules for several ranks allow it."""
         for kind in ("bomb", "fail"):
-            if kind not in micro or not self.ours:
+            if kind not in micro:
                 continue
             if micro[kind]["ranks"] == "all" or self.world == 1:
                 return kind
@@ -331,28 +320,20 @@ class Machine(Operations):
             if self.scaler and scaled:
                 self.scaler.step(optimizer)
             else:
-                if not self.ours and "max_grad_norm" in self.config and not self.clipped:
-                    self._clip({"max_norm": self.config["max_grad_norm"]})
                 optimizer.step()
         if self.scaler and scaled:
             self.scaler.update()
             self.see("scale", self.scaler.get_scale())
         self.zeros_since_step = self.rounds_since_step = 0
-        self.clipped = False
 
     def _clip(self, clip: Op | None) -> None:
         if not clip:
             return
-        self.clipped = True
         for optimizer in self.optimizers:
             trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
             some = [trained[clip["which"] % len(trained)]] if "which" in clip else None
             norm_type = float(clip.get("norm_type", 2.0))
-            if self.ours:
-                self.see("norm", optimizer.clip_grad_norm_(clip["max_norm"], norm_type, some))
-            else:
-                every = [p for g in optimizer.param_groups for p in g["params"]]
-                nn.utils.clip_grad_norm_(some or every, clip["max_norm"], norm_type)
+            self.see("norm", optimizer.clip_grad_norm_(clip["max_norm"], norm_type, some))
 
     def _zero(self, how: str) -> None:
         to_none = not how.endswith("_zeros")

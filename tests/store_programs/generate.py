@@ -12,9 +12,15 @@ from typing import Any
 Op = dict[str, Any]
 Program = dict[str, Any]
 
-PLAIN_OPS = {"train": 12, "eval": 1, "bare_step": 1, "set": 2, "freeze": 1, "thaw": 1, "zero": 1, "edit": 1}
-OPS = PLAIN_OPS | {
+OPS = {
     "train": 24,
+    "eval": 1,
+    "bare_step": 1,
+    "set": 2,
+    "freeze": 1,
+    "thaw": 1,
+    "zero": 1,
+    "edit": 1,
     "add_group": 1,
     "observe": 1,
     "read_state": 1,
@@ -49,15 +55,14 @@ MID_OPS = {
     "zero": 1,
     "backward": 2,
 }
-PLAIN_MID_OPS = {"set": 3, "edit": 1, "edit_grad": 1, "drop_grad": 1, "eval": 1}
 
 
 class Generator:
-    """Draws one program. ``plain``: of what torch.optim.AdamW has as well, in fp32 on one rank."""
+    """Draws one program."""
 
-    def __init__(self, seed: int, world: int, plain: bool = False) -> None:
-        self.random = random.Random(f"{seed} {world} {plain}")
-        self.world, self.plain = world, plain
+    def __init__(self, seed: int, world: int) -> None:
+        self.random = random.Random(f"{seed} {world} False")  # of which the tests have chosen seeds
+        self.world = world
         self.chance = lambda p: self.random.random() < p
 
     def program(self) -> Program:
@@ -65,32 +70,31 @@ class Generator:
         self.config = self._config()
         ops = [self._train(quiet=self.chance(0.7)) for _ in range(draw.choice([1, 2, 3, 4, 5]))]
         ops += [self._op() for _ in range(draw.choice([2, 4, 6, 8, 12]))]
-        runs = [] if self.plain else [self._stores() for _ in range(draw.choice([1, 1, 2]))]
+        runs = [self._stores() for _ in range(draw.choice([1, 1, 2]))]
         return {"world": self.world, "config": self.config, "runs": runs, "ops": ops}
 
     def _config(self) -> dict[str, Any]:
         draw, several = self.random, self.world > 1
         stage = draw.choices([0, 1, 2, 3], [1, 2, 4, 4] if several else [1, 1, 2, 2])[0]
-        kinds = ["fp32"] if self.plain else ["fp32", "bf16", "bf16", "fp16", "mixed"]
-        kind = draw.choice(kinds)
+        kind = draw.choice(["fp32", "bf16", "bf16", "fp16", "mixed"])
         blocks = draw.randint(1, 4)
         dtypes = [draw.choice(["fp32", "bf16", "fp16"]) if kind == "mixed" else kind for _ in range(blocks + 2)]
         config: dict[str, Any] = {
             "stage": stage,
-            "width": 640 if self.chance(0.03 * (not self.plain)) else draw.choice([3, 8, 13, 16, 33]),
+            "width": 640 if self.chance(0.03) else draw.choice([3, 8, 13, 16, 33]),
             "dtypes": dtypes,
             "lr": draw.choice([1e-3, 1e-2, 0.1]),
         }
         options = {
-            "norm_dtype": (0.15 * (not self.plain), ["fp32", "bf16"]),
+            "norm_dtype": (0.15, ["fp32", "bf16"]),
             "models": (0.15, [2]),
             "chained": (0.5, [True]),
             "tied": (0.15, [True]),
             "recompute": (0.15, ["reentrant", "nonreentrant"]),
-            "scaler": (0 if self.plain else 0.7 if "fp16" in dtypes else 0.1, [True]),
+            "scaler": (0.7 if "fp16" in dtypes else 0.1, [True]),
             "schedule": (0.2, [True]),
-            "hook": (0.08 * (not self.plain), ["before", "after"]),
-            "odd": (0.15 * (not self.plain), [True]),
+            "hook": (0.08, ["before", "after"]),
+            "odd": (0.15, [True]),
             "frozen": (0.2, [[draw.randrange(12)]]),
             "tensor_lr": (0.15, [True]),
             "naming": (0.5, ["plain", "groups"]),
@@ -107,9 +111,6 @@ class Generator:
             "reshard_after_forward": (0.2, [False]),
             "prefetch": (0.3, [0, 2]),
         }
-        if self.plain:
-            for name in ("skip_nonfinite", "decoupled_weight_decay", "scaler"):
-                options.pop(name)
         return config | {name: draw.choice(values) for name, (p, values) in options.items() if self.chance(p)}
 
     def _stores(self) -> list[dict[str, Any]]:
@@ -133,8 +134,7 @@ class Generator:
         return stores
 
     def _op(self) -> Op:
-        weights = PLAIN_OPS if self.plain else OPS
-        name = self.random.choices(list(weights), list(weights.values()))[0]
+        name = self.random.choices(list(OPS), list(OPS.values()))[0]
         return self._train(quiet=self.chance(0.4)) if name == "train" else self._small(name)
 
     def _small(self, name: str) -> Op:
@@ -146,7 +146,7 @@ class Generator:
         if name in ("edit", "data_edit", "writeback", "edit_grad", "drop_grad", "freeze", "thaw"):
             op["which"] = draw.choice([0, 1, 2, 3, 5, 7, 9, *(["all"] if name in ("thaw", "edit") else [])])
         if name == "edit_grad":
-            op["how"] = draw.choice(["halve", "zero"] if self.plain else ["halve", "zero", "clip"])
+            op["how"] = draw.choice(["halve", "zero", "clip"])
         if name == "backward":
             op |= {"data": draw.randrange(1000), "use": self._use()} | ({"no_sync": True} if self.chance(0.4) else {})
         if name == "save_checkpoint" and self.chance(0.4):
@@ -175,9 +175,9 @@ class Generator:
         name = draw.choice(["lr", "lr", "weight_decay", "betas", "max_grad_norm", "eps", "skip_nonfinite"])
         if name == "lr":
             value = draw.choice([0.0, 1e-3, 3e-3, 0.03])
-        elif name == "max_grad_norm" and not self.plain:
+        elif name == "max_grad_norm":
             value = draw.choice([None, 1e-3, 0.5])
-        elif name == "skip_nonfinite" and not self.plain:
+        elif name == "skip_nonfinite":
             value = draw.choice([True, False])
         elif name == "betas":
             value = draw.choice([[0.9, 0.95], [0.0, 0.5]])
@@ -211,15 +211,12 @@ class Generator:
         if not quiet:
             for place in ("mid", "late"):
                 if self.chance(0.4):
-                    weights = PLAIN_MID_OPS if self.plain else MID_OPS
-                    names = draw.choices(list(weights), list(weights.values()), k=draw.choice([1, 1, 2]))
+                    names = draw.choices(list(MID_OPS), list(MID_OPS.values()), k=draw.choice([1, 1, 2]))
                     op[place] = [self._small(name) for name in names]
             if self.chance(0.12) and self.world > 1:
                 op["idle"] = [draw.randrange(self.world)]
             op["steps"] = draw.choice([1, 1, 1, 1, 2, 0])
             op["zero"] = self._zero()
-        if self.plain and ("clip" in op or "max_grad_norm" in self.config):  # torch clips gradients, and not a step
-            op |= {"steps": 1, "zero": "opt"}
         if self.chance(0.2):
             op["look"] = False
         return op
@@ -230,8 +227,6 @@ class Generator:
             micro["no_sync"] = True
         if not quiet and self.chance(0.6):
             micro["use"] = self._use()
-        if self.plain:
-            return micro
         rank = self.random.randrange(self.world)
         if self.chance(0.06):
             micro["overflow"] = {"rank": rank, "value": self.random.choice(["inf", "nan", "1e30"])}
@@ -254,5 +249,5 @@ class Generator:
         return clip
 
 
-def generate(seed: int, world: int, plain: bool = False) -> Program:
-    return Generator(seed, world, plain).program()
+def generate(seed: int, world: int) -> Program:
+    return Generator(seed, world).program()

@@ -25,7 +25,6 @@ from store_programs.execute import Machine, Trace
 from store_programs.generate import Program
 
 NONE: dict[str, Any] = {"state_offload": None}
-LONGEST_PATH_OF_A_STEP = 0.5  # in parameters, by which an update near a gradient of zero may differ from torch's
 NEEDED = (  # in any program that has them
     *("world", "op", "data", "micros", "name", "value", "max_norm"),
     *("stage", "how", "width", "dtypes", "lr", "state_offload"),
@@ -42,19 +41,14 @@ class Verdict:
 
 
 class Stores(Family):
-    """``plain``: programs of one rank, against torch.optim.AdamW."""
-
     name = "store_programs"
     seconds = 20.0
-
-    def __init__(self, plain: bool = False) -> None:
-        self.plain = plain
 
     def world(self, program: Program) -> int:
         return program["world"]
 
     def run(self, program: Program, rank: int, folder: str, see: See) -> None:
-        see((_judge_plain if self.plain else _judge)(program, rank, folder, see))
+        see(_judge(program, rank, folder, see))
 
     def verdict(self, program: Program, seen: Sequence[Entries]) -> str | None:
         found = [entries[-1][0].difference for entries in seen]
@@ -113,20 +107,6 @@ def _judge(program: Program, rank: int, folder: str, tick: Callable[[], None]) -
             verdict.difference = f"run {number} {stores}: {difference}" + (f"\n  it raised: {said}" if said else "")
         if _any(bool(difference)):
             break
-    return verdict
-
-
-def _judge_plain(program: Program, rank: int, folder: str, tick: Callable[[], None]) -> Verdict:
-    """The program of one rank in fp32 against torch.optim.AdamW, within what rounding may make of it."""
-    reference, expected = _run(program, rank, [], folder, tick)
-    _, got = _run(program, rank, [NONE], folder, tick)
-    verdict = Verdict(ended=getattr(reference, "message", ""))
-    seen = {label: value for label, value in got if label.endswith(": parameters")}
-    for before, after in [(value, seen[label]) for label, value in expected if label in seen][-1:]:
-        for name, tensor in before.items():
-            far = (tensor - after[name]).abs().max().item()
-            if not far < LONGEST_PATH_OF_A_STEP * program["config"]["lr"]:
-                verdict.difference = verdict.difference or f"{name} is {far} from torch.optim.AdamW's"
     return verdict
 
 

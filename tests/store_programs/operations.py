@@ -27,7 +27,6 @@ class Operations:
     world: int
     folder: str
     stage: int
-    ours: bool
     sharded: bool
     models: list[Model]
     optimizers: list[Any]
@@ -90,7 +89,7 @@ class Operations:
             parameter.requires_grad_(True)
 
     def _wait(self) -> None:
-        if self.ours and self.config.get("overlap_param_gather"):
+        if self.config.get("overlap_param_gather"):
             for optimizer in self.optimizers:
                 optimizer.wait_for_parameters()
 
@@ -109,12 +108,11 @@ class Operations:
         return self.rounds_since_step > 0
 
     def do_writeback(self, op: Op) -> None:
-        if self.ours:
-            self.do_edit(op)
+        self.do_edit(op)
 
     @torch.no_grad()
     def do_data_edit(self, op: Op) -> None:
-        if self.sharded or not self.ours:
+        if self.sharded:
             return
         self._wait()
         for parameter in self._chosen(op):
@@ -151,7 +149,7 @@ class Operations:
         self.see("skipped", [o.stats()["skipped_steps"] for o in self.optimizers])
 
     def do_add_group(self, op: Op) -> None:
-        if self.stage == 3 or not self.ours:
+        if self.stage == 3:
             return
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             if not hasattr(model, "extra"):
