@@ -15,6 +15,11 @@ for _folder in (str(HERE.parent / "benchmarks"), str(HERE)):
     if _folder not in sys.path:
         sys.path.insert(0, _folder)
 
+# Modules are compiled once, and kept. Every process would compile them again where the environment forbids to keep them,
+# and there are hundreds: to import torch and the package takes twice as long, and pytest rewrites each file of tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # One thread, in this process and in all that it starts: several may share out the sums of a matmul, which gives other
 # bits, and an oracle here must have those of the ranks. OpenMP reads this when torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
