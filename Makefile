@@ -8,6 +8,7 @@ DTYPE  ?= bf16
 STEPS  ?=
 DATA   ?=
 OUT    ?=
+BASE   ?= main
 ARGS   ?=
 SECONDS ?= 600
 
@@ -31,6 +32,10 @@ train: .venv/built  ## train a GPT on RANKS ranks; RANKS STAGE DTYPE STEPS DATA 
 .PHONY: test
 test: $(DEVELOPED)  ## run the test suite, a file at a time on each of two workers; ARGS goes to pytest
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+.PHONY: quick
+quick: $(DEVELOPED)  ## the tests nearest to what differs from BASE, 90 seconds at most; ARGS goes to pytest
+	@$(BIN)/python tests/quick.py --base "$(BASE)" $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(DEVELOPED)  ## random programs on 2 and 3 ranks against torch's AdamW, for SECONDS; a failure prints as a script

@@ -44,12 +44,7 @@ LOOK = 1.0  # seconds between two looks at what a phase has written
 TAIL = 30  # lines shown of a phase that failed
 CHOICES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OUT", "PYTEST_ADDOPTS")
 CHOICES += ("ZERO_KERNELS_BACKEND", "ZERO_KERNELS_ISA", "TRITON_INTERPRET")
-CHOICES += (
-    "TORCH_CUDA_SANITIZER",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_LAUNCH_BLOCKING",
-    "ZERO_KERNELS_ORDER_PROGRAMS",
-)
+CHOICES += ("TORCH_CUDA_SANITIZER", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING")
 ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # which may have no other interface
 TOOLKIT = "/usr/local/cuda/bin"  # nvcc, ncu and compute-sanitizer, where the PATH lacks them
 

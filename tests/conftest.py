@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,11 @@ HERE = Path(__file__).resolve().parent
 for _folder in (str(HERE.parent / "benchmarks"), str(HERE)):
     if _folder not in sys.path:
         sys.path.insert(0, _folder)
+
+# Modules are compiled once, and kept. Where the environment forbids that, each of hundreds of processes compiles them
+# again: to import torch and the package takes 8.8 seconds of a core in place of 3.3, and pytest rewrites all its files.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # One thread, in this process and in all that it starts: several may share out the sums of a matmul, which gives other
 # bits, and an oracle here must have those of the ranks. OpenMP reads this when torch is imported.
@@ -42,40 +48,8 @@ def _rank_pool() -> Iterator[None]:
         sys.modules["harness"].close_pool()
 
 
-LONGEST = (
-    "simulated_gpu/test_order_programs.py",
-    "train/test_train_ranks.py",
-    "gpu_check/test_gpu_check.py",
-    "grads/test_interrupted_programs.py",
-    "checkpoint/test_kills.py",
-    "checkpoint/test_checkpoint_programs.py",
-    "cuda/test_machine_code.py",
-    "units/test_shard_module_models.py",
-    "triton_backend/test_code.py",
-    "units/test_stage3_parity.py",
-    "triton_backend/test_bits.py",
-    "face/test_parity.py",
-    "face/test_training_properties.py",
-    "fuzz/test_random_programs_of_the_face.py",
-    "stores/test_store_programs.py",
-    "checkpoint/test_dcp.py",
-    "checkpoint/test_any_to_any.py",
-    "checkpoint/test_whole_models.py",
-    "train/test_example.py",
-    "clients/test_example_scripts.py",
-    "train/test_train_sharded.py",
-    "cuda/test_bodies.py",
-    "grads/test_ready_often.py",
-    "grads/test_frozen_and_growing.py",
-    "face/test_random_programs.py",
-    "face/test_exit_with_an_error.py",
-)
-"""The files that take twenty seconds and more from a clean checkout, the longest first. All others take less."""
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files come first: where several workers take a file at a time, none is left with one at the end."""
-    place = {HERE / name: number for number, name in enumerate(LONGEST)}
-    assert all(path.exists() for path in place), "a file of LONGEST is not there"
-    items.sort(key=lambda item: place.get(item.path, len(place)))
+    seconds = {HERE / name: of_file for name, of_file in json.loads((HERE / "seconds.json").read_text()).items()}
+    items.sort(key=lambda item: -seconds.get(item.path, 0.0))

@@ -21,6 +21,8 @@ from training_cases import Planned, raise_in_backward
 from zero_optim.comm import standstill
 from zero_optim.comm.standstill import Wait
 
+IN_VAIN = 5  # seconds of a group's time-out: the ranks are told after one, and their group cannot end before
+
 
 def _another_optimizer_first(rank: int, world_size: int, **options: int) -> tuple[str, str, float]:
     """Rank 1 raises before its backward comes to the sharded model; rank 0 waits there. Then each goes on with the
@@ -64,7 +66,7 @@ def _another_optimizer_first(rank: int, world_size: int, **options: int) -> tupl
 )
 def test_waiting_in_different_groups(ranks, options):
     """Of four ranks, rank 0 alone waits in the sharded model: for the other one of its node."""
-    results = run_ranks(ranks, partial(_another_optimizer_first, **options), timeout=60)
+    results = run_ranks(ranks, partial(_another_optimizer_first, **options), collective_timeout=IN_VAIN)
     for text, _, _ in results:
         assert text.startswith("RankMismatchError: the ranks wait for each other, in different places"), text
         assert re.search(r"rank 0 in (node_)?all_gather of unit '[01]' of a sharded model, rank 1 in ", text)
@@ -144,7 +146,7 @@ def _out_of_step(
     ],
 )
 def test_ranks_out_of_step_are_told_and_live_on(stage, part):
-    results = run_ranks(2, _out_of_step, stage, part)
+    results = run_ranks(2, _out_of_step, stage, part, collective_timeout=IN_VAIN)
     assert results[0][1] == results[1][1]
     for text, _ in results:
         assert text.startswith("the ranks wait for each other"), text

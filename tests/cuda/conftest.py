@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import kept
 import pytest
 from library_cache import PTX, cached_library
 from toolchain import ARCHS, ROOT, SOURCES, to_ptx
@@ -44,7 +45,7 @@ def cuobjdump() -> Path:
 def library(setup_py: SimpleNamespace, nvcc: str) -> Path:
     """The CUDA library of these sources, whether or not the package was installed with one."""
     try:
-        return cached_library(setup_py, nvcc, ROOT / "build/cuda-tests")
+        return cached_library(setup_py, nvcc, kept.folder("cuda"))
     except setup_py.BuildError as failure:
         pytest.fail(str(failure))
 

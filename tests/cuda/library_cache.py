@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shlex
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-from toolchain import ROOT, run
+from kept import one_at_a_time, used, version
+from toolchain import ROOT
 
 PTX = "ptx"  # the folder of it, beside the library
 NVCC_FLAGS = "NVCC_APPEND_FLAGS"  # nvcc reads flags there, too
 
 
 def cached_library(setup_py: SimpleNamespace, nvcc: str, cache: Path) -> Path:
-    """The library in ``cache``. Raises setup.py's BuildError.
-
-    A folder's name says what its library is made of. So another branch, or another nvcc, never finds the wrong one.
-    """
+    """The library in ``cache``. Raises setup.py's BuildError."""
     library = setup_py.cuda_library(setup_py.torch_directory())
-    cache.mkdir(parents=True, exist_ok=True)
     folder = cache / key(setup_py, library, nvcc)
-    with one_at_a_time(cache / "lock"):
+    with one_at_a_time(cache):
         if not folder.exists():
             # Under another name until it is whole. What a killed build has left there, ninja completes.
             unfinished = folder.with_suffix(".unfinished")
             with keeping_ptx(unfinished / PTX):
                 setup_py.build(library, unfinished)
             unfinished.rename(folder)
-            for old in cache.iterdir():
-                if old.is_dir() and old != folder:
-                    shutil.rmtree(old)
+        used(folder)
     return folder / library.file
 
 
@@ -60,17 +53,13 @@ def keeping_ptx(folder: Path) -> Iterator[None]:
 
 
 def key(setup_py: SimpleNamespace, library: object, nvcc: str, root: Path = ROOT) -> str:
-    """A name for all that the library depends on: sources, flags, architectures, compilers, torch."""
+    """A name for all that the library depends on: sources, flags, architectures, compilers, torch. Not for where the
+    checkout and torch are: two checkouts of the same sources share it."""
+    torch = setup_py.torch_directory()
+    made = repr(library).replace(str(torch), "torch").replace(str(root), "checkout")  # torch may be within
+    flags = [os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", NVCC_FLAGS)]
+    words = [made, repr(setup_py.compiler()), version(setup_py.compiler()), version([nvcc]), *flags]
     sources = [root / "setup.py", *sorted((root / "csrc").glob("*.h")), *sorted((root / "csrc/cuda").iterdir())]
-    torch_version = (setup_py.torch_directory() / "version.py").read_bytes()
-    parts = [repr(library).encode(), repr(setup_py.compiler()).encode(), run(nvcc, "--version").encode(), torch_version]
-    digests = [hashlib.sha256(part).digest() for part in [*parts, *(source.read_bytes() for source in sources)]]
+    contents = [*(word.encode() for word in words), *(file.read_bytes() for file in (torch / "version.py", *sources))]
+    digests = [hashlib.sha256(content).digest() for content in contents]
     return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
-
-
-@contextmanager
-def one_at_a_time(lock: Path) -> Iterator[None]:
-    """Workers wait here for the one that builds. The system opens the lock when its holder dies."""
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import runpy
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import kept
 import library_cache
 import pytest
 from library_cache import cached_library, key
@@ -59,9 +61,7 @@ def test_it_is_built_once_though_a_file_is_touched(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("change", ["kernel", "header", "setup.py", "nvcc", "torch", "architectures", "compiler"])
-def test_a_change_builds_it_anew_and_removes_the_old(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
+def test_a_change_builds_it_anew(cache: Cache, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     assert cache.library() == "build 1"
     files = {"kernel": "root/csrc/cuda/adam.cu", "header": "root/csrc/adam_math.h", "setup.py": "root/setup.py"}
     files["torch"] = "torch/version.py"
@@ -73,7 +73,29 @@ def test_a_change_builds_it_anew_and_removes_the_old(
     else:
         monkeypatch.setenv(*{"architectures": ("TORCH_CUDA_ARCH_LIST", "9.0"), "compiler": ("CXX", "clang++")}[change])
     assert cache.library() == "build 2"
-    assert len([path for path in cache.folder.iterdir() if path.is_dir()]) == 1
+
+
+def test_another_branch_finds_its_own_and_what_nobody_has_asked_for_longest_is_removed(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "MOST", 2)
+
+    def made_for(architecture: str) -> str:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", architecture)
+        return cache.library()
+
+    assert [made_for(arch) for arch in ("8.0", "9.0", "8.0")] == ["build 1", "build 2", "build 1"]
+    assert [made_for(arch) for arch in ("10.0", "8.0", "9.0")] == ["build 3", "build 1", "build 4"]
+
+
+def test_checkouts_share_it_wherever_they_and_their_torch_are(cache: Cache) -> None:
+    there = SimpleNamespace(**runpy.run_path(str(cache.root / "setup.py"), run_name="setup"))
+    torch = Path(shutil.copytree(cache.torch, cache.root / "torch"))
+    there.torch_directory = lambda: torch
+    library = cache.setup_py.cuda_library(cache.torch)
+    assert str(cache.root) in repr(there.cuda_library(torch)) and str(cache.root) not in repr(library)
+    of_there = key(there, there.cuda_library(torch), str(cache.nvcc), root=cache.root)
+    assert of_there == key(cache.setup_py, library, str(cache.nvcc), root=ROOT)
 
 
 def test_workers_that_come_together_build_it_once(cache: Cache) -> None:

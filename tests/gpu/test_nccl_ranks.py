@@ -15,19 +15,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from chosen_programs import WIDTH, of_ranks
 from harness import RankFailure, run_ranks
 from order_programs import (
     SIDE,
-    WHAT,
     Inputs,
     OrderProgram,
     Run,
     Streams,
     Trained,
     few_objects,
-    few_programs,
     make_model,
-    programs_on_one_stream,
     train,
     wrong,
 )
@@ -35,7 +33,7 @@ from places import ON_GPU, why_not_nccl_ranks
 
 pytestmark = pytest.mark.gpu
 
-WIDTH = 256 if ON_GPU else 16
+BOUND = [False, True] if ON_GPU else [False]  # no group of gloo's is
 LIMIT = 110  # seconds for the programs of one test
 AWAY_SECONDS = 10 if ON_GPU else 3  # of the group of which a rank stays away
 
@@ -67,20 +65,11 @@ def _assert_right(of_ranks: Sequence[Sequence[Trained]], programs: Sequence[Orde
     assert not found, "\n".join(found)
 
 
-def _programs(world_size: int, stage: int) -> list[OrderProgram]:
-    """On a GPU each on every pair of streams. On a CPU each once on two ranks, and one stage of each on four."""
-    if ON_GPU:
-        return [program for program in few_programs(WIDTH) if program.stage == stage]
-    once = {what: stages[number % len(stages)] for number, (what, stages) in enumerate(WHAT.items())}
-    at_stage = [program for program in programs_on_one_stream() if program.stage == stage]
-    return [program for program in at_stage if world_size == 2 or once[program.what] == stage]
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_programs(world_size: int, stage: int) -> None:
     """Several optimizers and a backward that raises on one rank among them."""
-    programs = _programs(world_size, stage)
+    programs = [program for program in of_ranks(world_size) if program.stage == stage]
     _assert_right(_on_ranks(world_size, _train_all, programs), programs)
 
 
@@ -119,7 +108,7 @@ def _in_a_part(rank: int, world_size: int, programs: Sequence[OrderProgram]) -> 
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("bound", [False, True], ids=["", "bound"])
+@pytest.mark.parametrize("bound", BOUND, ids=["", "bound"][: len(BOUND)])
 def test_a_part_of_the_ranks(bound: bool, stage: int) -> None:
     """Where groups are bound to their GPU, torch makes a new one by `ncclCommSplit`, which waits for every rank of the
     default group. A group that only its own ranks make would then wait in vain, until the limit."""

@@ -16,34 +16,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from chosen_programs import FEW, of_one_rank
 from order_programs import (
     DEFAULT,
     STREAMS,
     OrderProgram,
     Streams,
     Trained,
-    all_programs,
     check,
     difference,
     expected,
     few_objects,
-    few_programs,
-    programs_on_one_stream,
     train,
 )
 from places import DEVICE, ON_GPU
 
 pytestmark = pytest.mark.gpu
 
-FEW = os.environ.get("ZERO_KERNELS_ORDER_PROGRAMS") == "few"
-WIDTH = 256 if ON_GPU else 16
 SECONDS = 60
-
-
-def _programs(*, few: bool) -> list[OrderProgram]:
-    if not ON_GPU:
-        return programs_on_one_stream()
-    return few_programs(WIDTH) if few else all_programs(WIDTH)
 
 
 def _device() -> torch.device:
@@ -64,8 +54,8 @@ def group(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def _cases() -> list[tuple[str, OrderProgram]]:
-    bound = [] if FEW or not ON_GPU else [("bound", program) for program in _programs(few=True)]
-    return [*(("", program) for program in _programs(few=FEW)), *bound]
+    bound = [] if FEW or not ON_GPU else [("bound", program) for program in of_one_rank(few=True)]
+    return [*(("", program) for program in of_one_rank()), *bound]
 
 
 @pytest.mark.parametrize(("group", "program"), _cases(), indirect=["group"], ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -13,8 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kept
+
 HERE = Path(__file__).resolve().parent
-CACHE = HERE.parents[1] / "build" / "simulated_gpu"
 
 TORCH = "2.13"
 """The minor version whose internals the device uses: the virtual functions of ``c10::impl::DeviceGuardImplInterface``
@@ -53,14 +53,12 @@ def library() -> Path:
     if (torch / "lib" / "libtorch_cuda.so").exists():
         raise Unavailable("this torch is built for CUDA, and has a device of its own")
     compiler = _compiler()
-    target = CACHE / f"simulated_gpu-{version}-{_digest(compiler)}.so"
-    if target.exists():
-        return target
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with open(CACHE / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():  # another process may have built it meanwhile
+    cache = kept.folder("simulated_gpu")
+    target = cache / f"simulated_gpu-{version}-{_digest(compiler, torch)}.so"
+    with kept.one_at_a_time(cache):
+        if not target.exists():
             _compile(compiler, torch, target)
+        kept.used(target)
     return target
 
 
@@ -77,8 +75,8 @@ def _compiler() -> str:
     return found
 
 
-def _digest(compiler: str) -> str:
-    digest = hashlib.sha256(" ".join((compiler, *FLAGS, *LIBRARIES)).encode())
+def _digest(compiler: str, torch: Path) -> str:
+    digest = hashlib.sha256(" ".join((compiler, kept.version([compiler]), str(torch), *FLAGS, *LIBRARIES)).encode())
     for source in sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")]):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:16]

@@ -1,0 +1,35 @@
+"""Which of the order programs run: on every pair of streams, or where there are none, or for want of time, fewer.
+
+``ZERO_KERNELS_ORDER_PROGRAMS=few`` is for want of time.
+"""
+
+from __future__ import annotations
+
+import os
+
+from order_programs import WHAT, OrderProgram, all_programs, few_programs, programs_on_one_stream
+from places import ON_GPU
+
+FEW = os.environ.get("ZERO_KERNELS_ORDER_PROGRAMS") == "few"
+WIDTH = 256 if ON_GPU else 16
+
+
+def of_one_rank(*, few: bool = FEW) -> list[OrderProgram]:
+    if ON_GPU:
+        return few_programs(WIDTH) if few else all_programs(WIDTH)
+    return _once_each(0) if few else programs_on_one_stream(WIDTH)
+
+
+def of_ranks(world_size: int) -> list[OrderProgram]:
+    """On a CPU all on two ranks, or few: at another stage than on four, where each runs once."""
+    if ON_GPU:
+        return few_programs(WIDTH)
+    return _once_each(world_size // 2) if FEW or world_size > 2 else programs_on_one_stream(WIDTH)
+
+
+def _once_each(turn: int) -> list[OrderProgram]:
+    """Each key of WHAT at one of its stages. Other turns have other stages."""
+    return [
+        OrderProgram(stages[(number + turn) % len(stages)], what, width=WIDTH)
+        for number, (what, stages) in enumerate(WHAT.items())
+    ]
