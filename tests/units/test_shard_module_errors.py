@@ -146,8 +146,8 @@ def test_arguments_out_of_range():
 
 def _groups(rank: int, world_size: int) -> None:
     group, flat = dist.new_group([0, 1]), dist.init_device_mesh("cpu", (2,))
-    square = dist.init_device_mesh("cpu", (1, 2))
-    for options, word in (({"process_group": group, "mesh": flat}, "not both"), ({"mesh": square}, "one dimension")):
+    cube = dist.init_device_mesh("cpu", (1, 1, 2))
+    for options, word in (({"process_group": group, "mesh": flat}, "not both"), ({"mesh": cube}, "one dimension")):
         kind, text = error_of(lambda options=options: sharded(**options))
         assert kind == "ValueError" and word in text
     other = dist.new_group([rank])

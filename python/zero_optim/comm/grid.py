@@ -96,6 +96,8 @@ def group_of(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | No
     """
     if process_group is not None or mesh is None:
         return process_group
+    if not isinstance(mesh, dist.DeviceMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}: give a DeviceMesh, as init_device_mesh makes it")
     if mesh.ndim != 2:
         return mesh.get_group(mesh.ndim - 1)
     ranks = sorted(mesh.mesh.flatten().tolist())
