@@ -142,7 +142,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         defaults |= {"maximize": maximize, "amsgrad": amsgrad, "differentiable": differentiable}
         with comm.raising_together("the constructor"):
             validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm)
-            rows = sharded[0].sharding.rows if sharded and mesh is None else read_rows(mesh)
+            rows = sharded[0].sharding.rows if sharded and mesh is None else read_rows(mesh, shares=stage != 0)
             validate.warn_of_meaningless(meaningless)
             offload = read_offload(state_offload, device_budget, speculate)
             super().__init__(params, defaults)
@@ -152,7 +152,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             validate.check_sharded(parameters, indices, stage, comm, rows)
             validate.check_parameters(parameters, indices)
             validate.check_backend(comm, parameters.all[0].device)
-        validate.check_agreement(comm, parameters, 0, options | ({"mesh": rows} if rows else {}))
+        validate.check_agreement(comm, parameters, 0, {**options, "mesh": rows})
         comm.separate()
         comm.connect(parameters.all[0].device)
         if stage == 0:  # its gradients and the exchange of ``step`` are both summed by an all-reduce
@@ -160,7 +160,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         if sharded:
             parameters.take_names(sharded[0].model)
             comm.traffic = sharded[0].sharding.everyone.traffic
-        grid = make_grid(comm, rows if stage >= 1 else None, parameters.all[0].device)
+        grid = make_grid(comm, rows, parameters.all[0].device)
         sharding = Sharding(comm, stage, grad_reduce_dtype, parameters.all[0].device, grid)
         model = sharded[0] if sharded else None
         store = _store(offload, sharding, params_on_host=model is not None and model.offload)

@@ -84,7 +84,7 @@ def shard_module(
         target = _device(plans, device)
         validate.check_backend(comm, target)
     options: dict[str, object] = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
-    options |= {"param_offload": param_offload, **({"mesh": rows} if rows else {})}
+    options |= {"param_offload": param_offload, "mesh": rows}
     check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
     process_group = comm.group
     comm.take_own_group()

@@ -21,10 +21,9 @@ from training_cases import (
     assert_bitwise,
     assert_within,
     difference,
-    linear_backward,
     make_gradients,
     make_parameters,
-    maybe_no_sync,
+    train_given,
 )
 
 STEPS = 4
@@ -72,14 +71,8 @@ def train(rank: int, cell: Cell, dtype: torch.dtype, grid: int | None) -> list[T
         grad_reduce_dtype=cell.reduce_dtype,
         overlap_grad_reduce=cell.overlap,
     )
-    for step in range(STEPS):
-        for micro in range(cell.micro):
-            with maybe_no_sync(opt, cell.no_sync and micro < cell.micro - 1):
-                linear_backward(params, make_gradients(params, rank, step, micro, grid))
-        opt.step()
-        opt.zero_grad()
-    opt.close()
-    return [p.detach().clone() for p in params]
+    given = lambda step, micro: make_gradients(params, rank, step, micro, grid)  # noqa: E731
+    return train_given(params, opt, STEPS, cell.micro, cell.no_sync, given)
 
 
 def averaged(cell: Cell, world_size: int, dtype: torch.dtype, grid: int | None, step: int) -> list[Tensor | None]:

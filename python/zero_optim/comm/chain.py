@@ -27,6 +27,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -54,7 +55,8 @@ class Chain:
         self.leg = Leg.ARRIVED
 
     def arrives_within(self, seconds: float) -> bool:
-        """Whether ``wait`` would not hold the host, at the latest after so long for each leg."""
+        """Whether ``wait`` would not hold the host, at the latest after so long for each first leg up to its own, and
+        for its second."""
         self._queue.go_on_with_arrived(seconds)
         return self.leg is not Leg.WITHIN and self._pending.arrives_within(seconds)
 
@@ -110,11 +112,15 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 def issue_behind(first: Pending, second: Callable[[], Pending], device: torch.device) -> Pending:
     """Issue the second leg behind the first, on a stream that waits in place of the current one."""
-    if device.type != "cuda":
+    with _beside(device):
         first.wait()
         return second()
+
+
+def _beside(device: torch.device) -> AbstractContextManager[object]:
+    """The stream is the current one within it. One a device; a simulation on the CPU has none."""
+    if device.type != "cuda":
+        return nullcontext()
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
-    with torch.cuda.stream(_streams[device]):
-        first.wait()
-        return second()
+    return torch.cuda.stream(_streams[device])

@@ -19,13 +19,14 @@ import torch.distributed as dist
 
 from . import groups
 from .collectives import Comm
-from .transport import STREAMS
+from .transport import STREAMS, backends
 
 Rows = tuple[tuple[int, ...], ...]
 """Ranks as the whole job numbers them, by replica and by shard."""
 
 _REPLICATE, _SHARD = "replicate", "shard"  # in the names of dimensions
-_of_meshes: dict[tuple[int, ...], groups.Reference] = {}  # groups of meshes that are a part of the job
+# Groups of meshes that are a part of the job, by ranks and back-ends.
+_of_meshes: dict[tuple[tuple[int, ...], str], groups.Reference] = {}
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ def make_grid(everyone: Comm, rows: Rows | None, device: torch.device) -> Grid |
     return Grid(rows, within, across)
 
 
-def read_rows(mesh: dist.DeviceMesh | None) -> Rows | None:
-    """Read a grid off a mesh. None: it has one dimension, or repeats nothing, so that all its ranks share.
+def read_rows(mesh: dist.DeviceMesh | None, *, shares: bool = True) -> Rows | None:
+    """Read a grid off a mesh. None: it has one dimension, or repeats nothing, so that all its ranks share; or, without
+    ``shares``, as at stage 0, none does.
 
     Which dimension repeats is told by its name, if that has "replicate" in it, or the other's has "shard"; else it is
     the first, as in FSDP2.
@@ -79,12 +81,12 @@ def read_rows(mesh: dist.DeviceMesh | None) -> Rows | None:
     for line in (*rows, *zip(*rows, strict=True)):
         if list(line) != sorted(line):
             raise ValueError(f"the ranks of mesh along {names} are {list(line)}: give them in ascending order")
-    if len(rows) == 1:
+    if len(rows) == 1 or not shares:
         return None
     if len(rows[0]) == 1:
         raise ValueError(
-            f"dimension {names[1 - first]!r} of mesh, which shards, has one rank: nothing is shared there. To train "
-            "without sharding give process_group= and stage=0"
+            f"dimension {names[1 - first]!r} of mesh, which shards, has one rank: nothing is shared there. Train "
+            "with stage=0, which shares nothing"
         )
     return rows
 
@@ -115,8 +117,9 @@ def group_of(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | No
 
 def _group_of_ranks(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
     """Collective over ``ranks``, some of the job's. Whoever asks again gets the same group, while it lives."""
-    found = groups.alive(_of_meshes.get(tuple(ranks)))
+    key = tuple(ranks), str(backends(like))
+    found = groups.alive(_of_meshes.get(key))
     if found is None:
         found = STREAMS.group_of(ranks, like)
-        _of_meshes[tuple(ranks)] = weakref.ref(found)
+        _of_meshes[key] = weakref.ref(found)
     return found
