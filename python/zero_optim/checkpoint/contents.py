@@ -6,7 +6,7 @@ Saving reads them and loading writes them, both by way of ``values``. Stages dif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -53,7 +53,7 @@ class Contents(Protocol):
     @property
     def holdings(self) -> Sequence[Holding]: ...
 
-    def values(self) -> Iterator[Tensor]:
+    def values(self) -> Generator[Tensor]:
         """Give the elements [length] of each holding, in order: to be read or written before the next is asked for."""
 
 
@@ -130,7 +130,7 @@ class TensorContents:
                         "one in memory, and they are to get different values: give the model a .clone() of it"
                     )
 
-    def values(self) -> Iterator[Tensor]:
+    def values(self) -> Generator[Tensor]:
         for tensor in self._tensors:
             if isinstance(tensor, ParamShard):
                 yield from _shard_values(tensor)

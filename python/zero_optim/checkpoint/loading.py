@@ -83,9 +83,11 @@ def load(
         CheckpointError: there is no whole checkpoint.
         StateMismatchError: naming what does not fit, such as a scheduler that refuses its state.
 
-    After an error model and optimizer are as they were, since all that is going to be loaded is read, and checked,
-    before the first tensor is written. There is one exception: a disk may refuse the second time what it has given the
-    first time. The error says so. Model and optimizer are a mixture then: load another checkpoint, or make them anew.
+    After an error model and optimizer are as they were. What is going to be overwritten is read twice: all of it is
+    checked before the first tensor is written. The state of an optimizer that has not stepped yet is read once, since
+    it can be made anew; that may drop gradients. There is one exception: a disk may refuse the second time what it has
+    given the first time. The error says so. Model and optimizer are a mixture then: load another checkpoint, or make
+    them anew.
     """
     wait()
     subject = make_subject(model, opt, _WHERE)
@@ -162,10 +164,10 @@ def _load_one(what: str, one: Any, state: Any, undo: Undo) -> None:
 
 
 def _load(folder: Path, subject: Subject, others: _Others, *, strict: bool) -> Loaded:
-    """Load one checkpoint, in this order: read and check all; give schedulers and such their state; write the tensors.
+    """Load one checkpoint: check what is going to be overwritten, load what can be undone, and then overwrite.
 
-    So whatever is wrong with it, or whoever refuses their state, says so before the first tensor is written. Those who
-    took their state before that get the old one back.
+    So whatever is wrong with it, or whoever refuses their state, says so before the first tensor is overwritten. Those
+    who took their state before that get the old one back.
     """
     comm = subject.comm
     index = together(comm, lambda: _read_index(folder, comm), _WHERE)
@@ -176,8 +178,9 @@ def _load(folder: Path, subject: Subject, others: _Others, *, strict: bool) -> L
         together(comm, lambda: subject.set_options(plan, undo), _WHERE)
         together(comm, lambda: others.load(index, own, undo), _WHERE)
         subject.use_order(plan)
-        undo.pop_all()  # from here on tensors are written: there is no way back
-    together(comm, lambda: _read(folder, subject.to_fill(plan), plan.matched), _WHERE)
+        together(comm, lambda: _read(folder, subject.to_fill_anew(plan, undo), plan.matched), _WHERE)
+        undo.pop_all()  # from here on tensors are overwritten: there is no way back
+    together(comm, lambda: _read(folder, subject.to_overwrite(plan), plan.matched), _WHERE)
     together(comm, lambda: subject.take_over(plan), _WHERE)
     note_loaded(subject.model, folder.resolve(), index.lineage.number, folders.step_of(folder.resolve()))
     notes = [*plan.matched.misfits, *plan.matched.notes]
@@ -212,10 +215,12 @@ def _own_of(folder: Path, index: Index, subject: Subject) -> Mapping[str, Any] |
 
 
 def _verify(folder: Path, comm: Comm, plan: LoadPlan) -> None:
-    """The ranks share out the reading of all that is going to be loaded."""
+    """The ranks share out the reading of all that is going to overwrite something."""
     source = plan.matched.source
     with Files(folder) as files:
-        files.verify(source.values(), comm.rank, comm.world_size)
+        specs = [spec for part in plan.overwritten for spec in part.specs]
+        saved = [source[spec.key] for spec in specs if spec.key in source]
+        files.verify(saved, comm.rank, comm.world_size)
 
         def read(holding: Holding, values: Tensor) -> bool:
             saved = source.get(holding.spec.key)
@@ -245,11 +250,15 @@ def _plan(folder: Path, index: Index, subject: Subject, others: _Others, *, stri
 
 
 def _read(folder: Path, parts: Sequence[Contents], matched: Match) -> None:
+    """Fill what this rank has of ``parts``."""
+    source = matched.source
     with Files(folder) as files:
-        wanted = [(holding, matched.source.get(holding.spec.key)) for part in parts for holding in part.holdings]
-        files.expect((source, of.start, of.length) for of, source in wanted if source is not None)
-        values = (flat for part in parts for flat in part.values())
-        # ``strict`` asks once more after the last: only then is that one copied to where it belongs.
-        for (holding, source), flat in zip(wanted, values, strict=True):
-            if source is not None and holding.length:
-                files.read_into(flat, source, holding.start, holding.spec.order)
+        wanted = [of for part in parts for of in part.holdings if of.spec.key in source]
+        files.expect((source[of.spec.key], of.start, of.length) for of in wanted)
+        for part in parts:
+            # Closed at once where reading fails: state that is off the device is on it until then.
+            with contextlib.closing(part.values()) as values:
+                # ``strict`` asks once more after the last: only then is that one copied to where it belongs.
+                for of, flat in zip(part.holdings, values, strict=True):
+                    if of.spec.key in source and of.length:
+                        files.read_into(flat, source[of.spec.key], of.start, of.spec.order)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -25,6 +25,13 @@ _ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
 class OptimizerPart(Contents, Protocol):
     """An optimizer among what is saved and loaded. As ``Contents`` it is what there is to save."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether a load that fails may leave anything in its state: ``begin_anew`` makes that what it was."""
+
+    def begin_anew(self) -> None:
+        """Make the state what it is at construction."""
 
     def steps(self) -> Mapping[str, float]:
         """Updates that each parameter with state has had, by name. The host waits for the device."""
@@ -85,8 +92,15 @@ class ShardedPart:
             found.append(Holding(self._spec(own.piece.slot.param, own.tensor), start, length, held_by))
         return found
 
-    def values(self) -> Iterator[Tensor]:
+    def values(self) -> Generator[Tensor]:
         return self._engine.states.values()
+
+    @property
+    def is_new(self) -> bool:
+        return not self._engine.states.started
+
+    def begin_anew(self) -> None:
+        self._engine.states.restart({*self._engine.parameters.trained})
 
     def steps(self) -> dict[str, float]:
         counts = self._engine.hyper.steps.tolist()
@@ -157,6 +171,14 @@ class TorchPart(TensorContents):
                 if kind != "step":
                     found[kind, names.of(parameter, "a parameter with state")] = value
         super().__init__(found, ranks)
+
+    @property
+    def is_new(self) -> bool:
+        """Always: what is loaded is filled into tensors beside its own, which it gets in ``take_over``."""
+        return True
+
+    def begin_anew(self) -> None:
+        """Nothing is to be undone: its own tensors are as they were."""
 
     def steps(self) -> dict[str, float]:
         """A float where the optimizer has a tensor, as AdamW, else an int."""

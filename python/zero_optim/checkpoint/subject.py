@@ -148,9 +148,16 @@ class Subject:
         for optimizer, of in zip(plan.optimizers, plan.saved, strict=True):
             optimizer.use_order(of, plan.matched)
 
-    def to_fill(self, plan: LoadPlan) -> list[Contents]:
-        """Give what there is to be filled. State that begins anew does so now."""
-        return [plan.model, *(optimizer.to_fill(plan.matched) for optimizer in plan.optimizers)]
+    def to_fill_anew(self, plan: LoadPlan, undo: Undo) -> list[Contents]:
+        """Give what there is to be filled of new optimizers. ``undo`` makes their state anew."""
+        new = [optimizer for optimizer in plan.optimizers if optimizer.is_new]
+        for optimizer in new:
+            undo.callback(optimizer.begin_anew)
+        return [optimizer.to_fill(plan.matched) for optimizer in new]
+
+    def to_overwrite(self, plan: LoadPlan) -> list[Contents]:
+        """Give what else there is to be filled. State that begins anew does so now."""
+        return [plan.model, *(optimizer.to_fill(plan.matched) for optimizer in plan.optimizers if not optimizer.is_new)]
 
     def set_options(self, plan: LoadPlan, undo: Undo) -> None:
         """Set the options of parameter groups, and the state that modules have of their own."""
@@ -206,6 +213,11 @@ class LoadPlan:
     optimizers: Sequence[OptimizerPart]
     saved: Sequence[SavedOptimizer]
     groups: Sequence[Sequence[dict[str, Any]]]
+
+    @property
+    def overwritten(self) -> list[Contents]:
+        """The parts whose values are lost as they are loaded."""
+        return [self.model, *(optimizer for optimizer in self.optimizers if not optimizer.is_new)]
 
 
 def each(value: Any) -> list[Any]:

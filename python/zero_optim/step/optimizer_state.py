@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -250,7 +250,7 @@ class OptimizerState:
         for shard in self.shards:
             yield from _state_pieces(shard)
 
-    def values(self) -> Iterator[Tensor]:
+    def values(self) -> Generator[Tensor]:
         """Give the values of each of ``state_pieces``, in their order, flat: to be read or written before the next."""
         for shard in self.shards:
             with shard.opened() as state:
