@@ -18,6 +18,14 @@ def called_from(module: str) -> bool:
     return sys._getframe(2).f_globals.get("__name__") == module
 
 
+def called_within(module: str) -> bool:
+    """True if code of ``module`` is among all that is being called."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
+
+
 def local_of_caller(name: str) -> Any:
     """The local variable ``name`` of what called the function that asks this; None: it has none."""
     return sys._getframe(2).f_locals.get(name)

@@ -38,6 +38,7 @@ from .step.hyper_table import HyperTable
 from .step.norms import KERNEL_NORMS
 from .step.optimizer_state import OptimizerState
 from .step.param_gather import ParamGather
+from .step.pipeline import Pipeline
 from .step.speculation import Speculator
 from .step.workplace import Coefficients
 from .stores.host_store import HostStore
@@ -70,6 +71,7 @@ class Engine:
         sharded_model: at stage 3, the model.
         bucket_cap_mb: MiB of gradients in a bucket at most; None: as the layout has it.
         offload, store: where the state lives.
+        pipeline: the other stages of a model that is cut into stages.
         threads: that updates on the host take.
 
     Attributes:
@@ -95,6 +97,7 @@ class Engine:
         overlap: Overlap,
         offload: Offload,
         store: StateStore,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.parameters, self.sharding, self.rule, self.sharded_model = parameters, sharding, rule, sharded_model
         self.bucket_cap_mb = bucket_cap_mb
@@ -112,8 +115,11 @@ class Engine:
             assert isinstance(store, HostStore)
             self.speculator = Speculator(rule, parameters, store.threads)
         self.states = OptimizerState(trained, sharding, rule, store, self.speculator)
-        self.exchange = Exchange(sharding, labels, trained, by_units=schedule is not None, at_once=store.may_lose)
-        self.clip = Clip(sharding, labels)
+        self._pipeline = pipeline
+        self.exchange = Exchange(
+            sharding, labels, trained, by_units=schedule is not None, at_once=store.may_lose, pipeline=pipeline
+        )
+        self.clip = Clip(sharding, labels, pipeline)
         self.hyper = HyperTable([], 0, sharding.device, rule)
         self.param_gather = ParamGather(overlap.param_gather and sharding.stage < 3)
         # Bound methods of the parts, not of the engine. Parameters hold the reducer through its hooks. By a method of
@@ -178,6 +184,7 @@ class Engine:
             used = self.reducer.finish()
             self._run_exchange(used, norm_type, thawed)
             if not thawed and not self.reducer.leftover:
+                self.exchange.share_with_stages(norm_type, stats=self._wants_stats)
                 return
             if thawed:
                 self.grow(thawed, thawed)  # it ends with a round owed, which takes leftovers along
@@ -211,6 +218,7 @@ class Engine:
                 flags=(reducer.layout.nonfinite, reducer.layout.slot_params),
             )
         except ZeroOptimError as error:
+            self.exchange.share_with_stages(norm_type, stats=self._wants_stats, failed=True)
             self.clip.unclip()  # the step failed: its clip must not multiply the gradients of the next
             if isinstance(error, OffloadError):
                 self.states.trouble.told()
@@ -281,8 +289,9 @@ class Engine:
     def unscale(self, inverse_scale: Tensor) -> None:
         """Divide gradients where ``.grad`` shows them, a dtype at a time; else note it for ``step``."""
         self.clip.scaled = True
-        if self.parameters.thawed():
-            self.finish_and_exchange(None)  # gives them slots
+        # Thawed parameters get slots. Of a pipeline one stage alone may have some, and all exchange alike.
+        if self._pipeline is not None or self.parameters.thawed():
+            self.finish_and_exchange(None)
         if not self.reducer.make_readable():
             self.clip.inverse_scale = inverse_scale
             return

@@ -31,6 +31,7 @@ from .memory.out_of_memory import explaining_out_of_memory
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, listed
 from .rules.adamw import AdamW
+from .step.pipeline import comm_of_pipeline, make_pipeline
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
 from .stores.make_store import make_store
 from .stores.offload import Offload, Tier, read_offload
@@ -58,6 +59,9 @@ class ShardedAdamW(torch.optim.Optimizer):
             is initialised, else one rank.
         mesh: a DeviceMesh, instead of ``process_group``. Of two dimensions, ("replicate", "shard"), the ranks along the
             second share, and those along the first repeat what these hold.
+        pipeline: where the model is cut into stages, the ranks that have them, as ``world_mesh["pp"]``, or a process
+            group. The norm of gradients is that of all stages then, and a gradient on one that is not finite skips the
+            step of all. Their optimizers make the same calls, with the same ``max_grad_norm`` and ``skip_nonfinite``.
         bucket_cap_mb: MiB of gradients that one collective carries, at most; never over 1/4 of the parameters
             of one dtype. None: 25, or 16,384 elements a rank where that is more. At stage 3 it carries a unit's.
         grad_reduce_dtype: dtype in which gradients are summed over ranks and accumulated in shards; None:
@@ -106,6 +110,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         stage: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         mesh: dist.DeviceMesh | None = None,
+        pipeline: dist.DeviceMesh | dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         grad_reduce_dtype: torch.dtype | None = None,
         max_grad_norm: float | None = None,
@@ -140,7 +145,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         meaningless = {"fused": fused, "foreach": foreach, "capturable": capturable}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"maximize": maximize, "amsgrad": amsgrad, "differentiable": differentiable}
-        with comm.raising_together("the constructor"):
+        stages = comm_of_pipeline(pipeline, device)
+        with stages.raising_together("the constructor"), comm.raising_together("the constructor"):
             validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm)
             rows = sharded[0].sharding.rows if sharded and mesh is None else read_rows(mesh, shares=stage != 0)
             validate.warn_of_meaningless(meaningless)
@@ -165,7 +171,9 @@ class ShardedAdamW(torch.optim.Optimizer):
         model = sharded[0] if sharded else None
         store = _store(offload, sharding, params_on_host=model is not None and model.offload)
         rule, overlap = AdamW(decoupled_weight_decay), Overlap(overlap_grad_reduce, overlap_param_gather)
-        self.engine = Engine(parameters, sharding, rule, model, bucket_cap_mb, overlap, offload, store)
+        alike = {"max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite}
+        joined = make_pipeline(stages, sharding.device, alike)
+        self.engine = Engine(parameters, sharding, rule, model, bucket_cap_mb, overlap, offload, store, joined)
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self._closed = False
         self.engine.optimizer = weakref.ref(self)

@@ -8,12 +8,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..callers import called_within
 from ..errors import ParameterError, ShardAccessError
 from .flat_shard import FlatShard
 from .remedies import Use
 from .storage_order import flat_of, storage_order, strides_of
 
 aten = torch.ops.aten
+_PIPELINE_BACKWARD = "torch.distributed.pipelining._backward"
 _REMEDY = "enter zero_optim.gather_parameters(model) on every rank"
 
 
@@ -74,6 +76,16 @@ class ParamShard(FlatShard):
         if func is aten.zero_.default or func is aten._foreach_zero_.default:
             raise (args[0] if isinstance(args[0], ParamShard) else args[0][0])._refusal(str(func), Use.EDIT)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _refusal(self, what: str, use: Use) -> ShardAccessError:
+        refused = super()._refusal(what, use)
+        if not called_within(_PIPELINE_BACKWARD):
+            return refused
+        return ShardAccessError(
+            f"{refused}. A schedule with backwards of inputs and of weights apart, such as ZBVZeroBubble, asks for "
+            "parameters that are gone when it does: at stage 3 take Schedule1F1B or ScheduleInterleaved1F1B, or take "
+            "stage 2"
+        )
 
     # Instances, not the class, are asked for these: torch's own code in C++ never is.
     @property

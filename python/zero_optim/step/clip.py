@@ -15,7 +15,8 @@ from ..comm.sharding import Sharding
 from ..grads.bucket import Bucket
 from ..grads.slots import GradState
 from .exchange import Exchange
-from .norms import Norms, norm_over_ranks, root
+from .norms import Norms, norms_over, root
+from .pipeline import Pipeline
 
 
 class Clip:
@@ -29,8 +30,8 @@ class Clip:
         scaled: whether a GradScaler takes part in the next step.
     """
 
-    def __init__(self, sharding: Sharding, labels: Sequence[str]) -> None:
-        self.sharding, self.labels = sharding, labels
+    def __init__(self, sharding: Sharding, labels: Sequence[str], pipeline: Pipeline | None = None) -> None:
+        self.sharding, self.labels, self._pipeline = sharding, labels, pipeline
         self.coefficient = torch.ones(1, dtype=torch.float32, device=sharding.device)
         self.clipped = False
         self.factor: Tensor | None = None
@@ -84,7 +85,7 @@ class Clip:
         if subset is None and not self.clipped and norm_type == exchange.norm_type:
             norm = root(exchange.total, norm_type)
         else:
-            norm = norm_over_ranks(self.sharding, self._parts(buckets, norm_type, subset), norm_type)
+            norm = self._norm_over_ranks(self._parts(buckets, norm_type, subset), norm_type)
         norm = norm * self.coefficient.reshape(())
         if self.inverse_scale is not None:
             norm = norm * self.inverse_scale.reshape(())
@@ -96,6 +97,14 @@ class Clip:
             self.factor = self._factors() * torch.where(self._mask(subset), coefficient, 1.0)
         self.clipped = True
         return norm
+
+    def _norm_over_ranks(self, here: Norms | None, norm_type: float) -> Tensor:
+        """Collective. [] float64, the norm of what all ranks have; ``here``: None is nothing."""
+        sharding = self.sharding
+        found = norms_over(sharding.everyone, here if sharding.speaks else None, norm_type, sharding.device)
+        if self._pipeline is not None:
+            found = self._pipeline.together(found, norm_type, sharding.device)
+        return found.norm(norm_type).reshape(())
 
     def _factors(self) -> Tensor:
         if self.factor is None:

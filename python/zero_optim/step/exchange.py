@@ -37,6 +37,7 @@ from ..grads.slots import GradState
 from .alarms import About, alarms
 from .exchange_vector import ExchangeVector, OwnUse
 from .nonfinite import NonFinite
+from .pipeline import Pipeline
 
 
 class Exchanged(enum.Enum):
@@ -67,9 +68,15 @@ class Exchange:
         *,
         by_units: bool,
         at_once: bool = False,
+        pipeline: Pipeline | None = None,
     ) -> None:
-        """``at_once``: the host waits for every exchange, so that alarms are raised in the same step on all ranks."""
+        """
+        Args:
+            at_once: the host waits for every exchange, so that alarms are raised in the same step on all ranks.
+            pipeline: the other stages of the model; None: there are none.
+        """
         self.sharding, self.labels, self._parameters, self._at_once = sharding, labels, parameters, at_once
+        self._pipeline = pipeline
         device = sharding.device
         self._alarms = alarms(by_units=by_units) if sharding.reduces else ()  # alone, a rank has none
         self.nonfinite = NonFinite(sharding.rank, sharding.world_size, device)
@@ -160,6 +167,19 @@ class Exchange:
                 self._raise_alarm(own)
         torch.gt(vector.used_counts, 0, out=self.used)
         self.state, self.norm_type = Exchanged.COUNTED if stats else Exchanged.USED, norm_type
+
+    def share_with_stages(self, norm_type: float | None, *, stats: bool, failed: bool = False) -> None:
+        """Collective over the stages of a pipeline, once a step. Make the totals of this stage those of all.
+
+        ``failed``: an alarm was raised, so this stage takes no step. Then the others skip theirs: else the stages would
+        have parted before anybody sees the error.
+        """
+        if self._pipeline is None or (norm_type is None and not stats):
+            return
+        totals = self._vector.totals
+        if failed:
+            totals.zero_()[1].fill_(1.0)
+        self._pipeline.share(totals, norm_type)
 
     def check_alarms(self) -> None:
         """Raise what a GPU has reported of the last step. It has arrived, or the host is a step ahead and waits."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..comm.sharding import Sharding
+from ..comm.collectives import Comm
 
 KERNEL_NORMS = (1.0, 2.0, math.inf)
 """Those that ``grad_stats`` makes in one read, in one order of additions on every backend."""
@@ -60,21 +60,20 @@ class Norms:
         return self.largest * self.total ** (1.0 / norm_type)
 
 
-def norm_over_ranks(sharding: Sharding, here: Norms | None, norm_type: float) -> Tensor:
-    """Collective: one small all-reduce. [] float64, the norm of what all ranks have; ``here``: None is nothing.
+def norms_over(comm: Comm, here: Norms | None, norm_type: float, device: torch.device) -> Norms:
+    """Collective: one small all-reduce. One part, of what all ranks of ``comm`` have; ``here``: None is nothing.
 
     Each rank has two places in the vector, and the others add 0 to them: how the parts are to be scaled is known only
     when the largest is.
     """
-    ranks = sharding.world_size
-    vector = torch.zeros(2, ranks, dtype=torch.float32, device=sharding.device)
-    if here is not None and sharding.speaks:
+    vector = torch.zeros(2, comm.world_size, dtype=torch.float32, device=device)
+    if here is not None:
         one = here.together(norm_type)
-        vector[0, sharding.rank : sharding.rank + 1].copy_(one.largest)
-        vector[1, sharding.rank : sharding.rank + 1].copy_(one.total)
-    sharding.exchange(vector)
+        vector[0, comm.rank : comm.rank + 1].copy_(one.largest)
+        vector[1, comm.rank : comm.rank + 1].copy_(one.total)
+    comm.exchange(vector)
     largest, total = vector.double()
-    return Norms(largest, total).together(norm_type).norm(norm_type).reshape(())
+    return Norms(largest, total).together(norm_type)
 
 
 def _powers(gradient: Tensor, divisor: Tensor, norm_type: float) -> Tensor:

@@ -1,0 +1,83 @@
+"""The stages of a pipeline: what each has to know of the others' gradients.
+
+Two stages, each on two ranks that average its gradients::
+
+                 replica 0   replica 1
+    stage 0      rank 0      rank 1       a row: the same parameters; an optimizer of their own, which shares state
+    stage 1      rank 2      rank 3
+                                          a column: one pipeline
+
+The ranks of a row exchange what every step needs. What is left is one number or two: the norm is that of the whole
+model, and a gradient that is not finite skips the step of all stages. It takes one all-reduce more, along the column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm.collectives import Comm, make_comm
+from ..comm.together import check_same
+from .norms import Norms, norms_over
+
+
+class Pipeline:
+    """The ranks that have the other stages of this rank's pipeline."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def share(self, totals: Tensor, norm_type: float | None) -> None:
+        """Collective. Make of the ``totals`` of each stage those of all, in place.
+
+        Args:
+            totals: [2] fp32, the norm term and the count of values that are not finite.
+            norm_type: of the norm term; None: there is none.
+        """
+        self._comm.exchange(totals, maximum=norm_type == math.inf)
+
+    def together(self, norms: Norms, norm_type: float, device: torch.device) -> Norms:
+        """Collective. Make of the one norm of each stage that of all: [1] each."""
+        return norms_over(self._comm, norms, norm_type, device)
+
+
+def make_pipeline(comm: Comm, device: torch.device, options: Mapping[str, Any]) -> Pipeline | None:
+    """Collective over the stages. None: there is one alone.
+
+    Args:
+        options: what has to be the same of all stages, by name.
+
+    Raises RankMismatchError, on every rank of the pipeline, where options differ.
+    """
+    if comm.world_size == 1:
+        return None
+    described = [f"{name}={value!r}" for name, value in options.items()]
+    check_same(comm, described, "the constructor", "give the optimizers of all stages of a pipeline")
+    comm.connect_for("all_reduce", comm.world_size, torch.float32, device)
+    return Pipeline(comm)
+
+
+def comm_of_pipeline(pipeline: dist.DeviceMesh | dist.ProcessGroup | None, device: torch.device | None) -> Comm:
+    """The ranks of ``pipeline``; None: this one alone.
+
+    Raises ValueError for a mesh of several dimensions, TypeError for what is neither mesh nor group.
+    """
+    if pipeline is None:
+        return Comm(None, device)
+    if isinstance(pipeline, dist.DeviceMesh):
+        if pipeline.ndim != 1:
+            raise ValueError(
+                f"pipeline is a mesh of {pipeline.ndim} dimensions, {pipeline.mesh_dim_names}: give the one along "
+                "which the stages are, as pipeline=mesh['pp']"
+            )
+        pipeline = pipeline.get_group()
+    if not isinstance(pipeline, dist.ProcessGroup):
+        raise TypeError(
+            f"pipeline is a {type(pipeline).__name__}: give a DeviceMesh, as mesh['pp'], or a process group"
+        )
+    return make_comm(pipeline, device)

@@ -1,0 +1,272 @@
+"""Pipelines of torch's, by each of its kinds of schedules, against one process that has the whole model."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankFailure, run_ranks
+from pipeline_cases import MICRO, SCHEDULES, Pipeline, batch, loss_of, make_blocks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from zero_optim import GradientError, RankMismatchError, ShardedAdamW, checkpoint, gather_parameters, shard_module
+
+STEPS, LR = 3, 1e-2
+Values = dict[str, Tensor]
+
+
+def make(
+    schedule: str, stage: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[Pipeline, ShardedAdamW, dist.DeviceMesh, nn.Module]:
+    """Two stages on two ranks each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pipeline = Pipeline(schedule, mesh.get_group("pp"), dtype)
+    own = nn.ModuleDict({str(index): module for index, module in pipeline.modules.items()})
+    if stage == 3:
+        shard_module(own, (nn.Linear,), mesh=mesh["dp"])
+    options = {"lr": LR, "mesh": mesh["dp"], "pipeline": mesh["pp"], **options}
+    opt = ShardedAdamW(own.named_parameters(), stage=stage, **options)
+    return pipeline, opt, mesh, own
+
+
+def forward_backward(pipeline: Pipeline, opt: ShardedAdamW, mesh: dist.DeviceMesh, step: int) -> None:
+    opt.zero_grad()
+    with opt.no_sync():
+        pipeline.forward_backward(*batch(step, mesh.get_local_rank("dp")))
+
+
+def values(own: nn.Module) -> Values:
+    with gather_parameters(own) if any(hasattr(p, "plain") for p in own.parameters()) else contextlib.nullcontext():
+        return {name: parameter.detach().clone() for name, parameter in own.named_parameters()}
+
+
+def train(rank: int, world_size: int, schedule: str, stage: int, options: dict[str, Any]) -> tuple[Values, dict, list]:
+    pipeline, opt, mesh, own = make(schedule, stage, **options)
+    norms = []
+    for step in range(STEPS):
+        forward_backward(pipeline, opt, mesh, step)
+        norms.append(opt.clip_grad_norm_(0.02).item() if step == 1 else 0.0)
+        opt.step()
+    return values(own), opt.stats()["collectives"], norms
+
+
+def gradients(model: nn.Module, step: int) -> None:
+    """Average over two replicas, and over micro-batches."""
+    for replica in range(2):
+        for x, target in zip(*(part.chunk(MICRO) for part in batch(step, replica)), strict=True):
+            (loss_of(model(x), target) / (2 * MICRO)).backward()
+
+
+def one_process(schedule: str) -> tuple[Values, list[float]]:
+    model = nn.Sequential(*make_blocks(2 * SCHEDULES[schedule]))
+    opt, norms = torch.optim.AdamW(model.parameters(), lr=LR), []
+    for step in range(STEPS):
+        opt.zero_grad()
+        gradients(model, step)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.02).item() if step == 1 else 0.0)
+        opt.step()
+    return dict(model.named_parameters()), norms
+
+
+def assert_like_one_process(schedule: str, outcomes: Sequence[tuple[Values, dict, list]]) -> None:
+    expected, norms = one_process(schedule)
+    seen = set()
+    for found, _, own_norms in outcomes:
+        assert own_norms == pytest.approx(norms, rel=1e-5)
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=2e-5, atol=2e-6)
+        seen |= found.keys()
+    assert seen == expected.keys()
+
+
+CELLS = [(schedule, stage) for schedule in SCHEDULES for stage in range(4)]
+REFUSED = ("ScheduleInterleavedZeroBubble", 3)
+
+
+@pytest.mark.parametrize(("schedule", "stage"), [cell for cell in CELLS if cell != REFUSED])
+def test_a_pipeline_trains_like_one_process(schedule: str, stage: int) -> None:
+    outcomes = run_ranks(4, train, schedule, stage, {})
+    assert_like_one_process(schedule, outcomes)
+    for _, collectives, _ in outcomes:  # one reduction of each bucket in a step, whatever the number of backwards
+        reduced = collectives["all_reduce" if stage == 0 else "reduce_scatter"]["calls"]
+        assert reduced == STEPS * (2 * SCHEDULES[schedule] if stage == 3 else 4)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "paged"])
+def test_a_pipeline_with_state_off_the_device(offload: str) -> None:
+    outcomes = run_ranks(4, train, "Schedule1F1B", 2, {"state_offload": offload})
+    assert_like_one_process("Schedule1F1B", outcomes)
+
+
+def test_backwards_of_weights_apart_are_refused_at_stage_3() -> None:
+    with pytest.raises(RankFailure, match="at stage 3 take Schedule1F1B or ScheduleInterleaved1F1B, or take stage 2"):
+        run_ranks(4, train, *REFUSED, {})
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+NORMS = (1.0, 2.0, math.inf, 3.0)
+
+
+def all_norms(rank: int, world_size: int) -> list[float]:
+    """Of all parameters by each norm, and then of weights alone: each stage has two."""
+    pipeline, opt, mesh, own = make("Schedule1F1B", 2)
+    found = []
+    for norm_type in NORMS:
+        forward_backward(pipeline, opt, mesh, 0)
+        found.append(opt.clip_grad_norm_(1e9, norm_type).item())
+    weights = [parameter for name, parameter in own.named_parameters() if name.endswith("weight")]
+    found.append(opt.clip_grad_norm_(1e9, 2.0, weights).item())
+    return found
+
+
+def test_norms_are_those_of_the_whole_model() -> None:
+    model = nn.Sequential(*make_blocks(2))
+    gradients(model, 0)
+    grads = [parameter.grad for parameter in model.parameters()]
+    expected = [nn.utils.get_total_norm(grads, norm_type).item() for norm_type in NORMS]
+    expected.append(nn.utils.get_total_norm([grad for grad in grads if grad.ndim == 2]).item())
+    for found in run_ranks(4, all_norms):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def clipped_by_option(rank: int, world_size: int) -> tuple[Values, dict, list]:
+    pipeline, opt, mesh, own = make("Schedule1F1B", 1, max_grad_norm=0.02)
+    for step in range(STEPS):
+        opt.max_grad_norm = 0.02 if step == 1 else None
+        forward_backward(pipeline, opt, mesh, step)
+        opt.step()
+    return values(own), {}, one_process("Schedule1F1B")[1]
+
+
+def test_max_grad_norm_is_of_the_whole_model() -> None:
+    assert_like_one_process("Schedule1F1B", run_ranks(4, clipped_by_option))
+
+
+# -- what happens on one stage alone -----------------------------------------------------------------------------------
+
+
+def overflow(rank: int, world_size: int, stage: int) -> tuple[bool, bool, int, Any]:
+    """Rank 3, of the last stage, has a gradient that is not finite in the second step."""
+    pipeline, opt, mesh, own = make("Schedule1F1B", stage)
+    same = []
+    for step in range(3):
+        before = values(own)
+        forward_backward(pipeline, opt, mesh, step)
+        if step == 1 and rank == 3:
+            own["1"].up.bias.grad[2] = math.inf
+        opt.step()
+        after = values(own)
+        same.append(all(torch.equal(before[name], after[name]) for name in before))
+    return same == [False, True, False], all(same), opt.stats()["skipped_steps"], opt.stats()["non_finite"]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_is_not_finite_on_one_stage_skips_the_step_of_all(stage: int) -> None:
+    for rank, (skipped_one, _, skipped, culprit) in enumerate(run_ranks(4, overflow, stage)):
+        assert skipped_one and skipped == 1
+        named = {"parameter": "1.up.bias", "rank": 1, "step": 2}
+        assert culprit == (named if rank >= 2 else {"parameter": None, "rank": None, "step": 2})
+
+
+def alarm(rank: int, world_size: int) -> tuple[str, bool]:
+    """Rank 0, of the first stage, has a gradient that cannot be used: its stage raises, and the other does not step."""
+    pipeline, opt, mesh, own = make("Schedule1F1B", 2)
+    forward_backward(pipeline, opt, mesh, 0)
+    if rank == 0:
+        own["0"].up.weight.grad = own["0"].up.weight.grad.to_sparse()
+    before, raised = values(own), ""
+    try:
+        opt.step()
+    except GradientError as error:
+        raised = str(error)
+    after = values(own)
+    return raised, all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_stage_that_raises_keeps_the_others_from_stepping() -> None:
+    for rank, (raised, unchanged) in enumerate(run_ranks(4, alarm)):
+        assert unchanged
+        assert ("0.up.weight" in raised) == (rank < 2) and bool(raised) == (rank < 2)
+
+
+def frozen_on_one_stage(rank: int, world_size: int) -> tuple[Values, dict, list]:
+    """A parameter of the last stage is thawed after the first step: that stage exchanges twice in the second."""
+    pipeline, opt, mesh, own = make("Schedule1F1B", 2)
+    frozen = own["1"].up.bias if rank >= 2 else None
+    for step in range(STEPS):
+        if frozen is not None:
+            frozen.requires_grad_(step > 0)
+        forward_backward(pipeline, opt, mesh, step)
+        opt.step()
+    return values(own), {}, []
+
+
+def test_a_parameter_that_thaws_on_one_stage() -> None:
+    model = nn.Sequential(*make_blocks(2))
+    opt = torch.optim.AdamW(model.parameters(), lr=LR)
+    for step in range(STEPS):
+        opt.zero_grad()
+        model[1].up.bias.requires_grad_(step > 0)
+        gradients(model, step)
+        opt.step()
+    expected = dict(model.named_parameters())
+    for found, _, _ in run_ranks(4, frozen_on_one_stage):
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=2e-5, atol=2e-6)
+
+
+# -- mistakes, and checkpoints -----------------------------------------------------------------------------------------
+
+
+def mistakes(rank: int, world_size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    raised = []
+    for kind, options in (
+        (ValueError, {"pipeline": mesh}),
+        (TypeError, {"pipeline": "pp"}),
+        (RankMismatchError, {"pipeline": mesh["pp"], "max_grad_norm": 1.0 if rank < 2 else None}),
+        ((ValueError, RankMismatchError), {"pipeline": mesh["pp"].get_group(), "lr": -1.0 if rank < 2 else 1.0}),
+    ):
+        with pytest.raises(kind) as error:
+            ShardedAdamW(nn.Linear(4, 4).parameters(), mesh=mesh["dp"], **options)
+        raised.append(str(error.value))
+    return raised
+
+
+def test_mistakes_are_told_on_every_rank() -> None:
+    for rank, (mesh, text, differs, failed) in enumerate(run_ranks(4, mistakes)):
+        assert "pipeline is a mesh of 2 dimensions, ('pp', 'dp')" in mesh
+        assert "pipeline is a str: give a DeviceMesh, as mesh['pp'], or a process group" in text
+        assert "rank 0 has max_grad_norm=1.0; rank 1 has max_grad_norm=None" in differs
+        assert ("lr of parameter group 0 must be 0 or more" in failed) and ("rank 0 failed" in failed) == (rank >= 2)
+
+
+def resume(rank: int, world_size: int, folder: str) -> tuple[bool, bool]:
+    """Each stage has a folder of its own."""
+    pipeline, opt, mesh, own = make("Schedule1F1B", 2)
+    place = f"{folder}/stage-{mesh.get_local_rank('pp')}"
+    forward_backward(pipeline, opt, mesh, 0)
+    opt.step()
+    checkpoint.save(place, own, opt, step=1)
+    forward_backward(pipeline, opt, mesh, 1)
+    opt.step()
+    expected = values(own)
+    opt.close()
+    pipeline, opt, mesh, own = make("Schedule1F1B", 3)
+    for parameter in own.parameters():
+        parameter.local.zero_()
+    checkpoint.load(place, own, opt)
+    forward_backward(pipeline, opt, mesh, 1)
+    opt.step()
+    found = values(own)
+    return all(torch.equal(expected[name], found[name]) for name in expected), opt.stats()["steps"] == 1
+
+
+def test_a_stage_is_saved_and_loaded_by_itself(tmp_path: Any) -> None:
+    assert run_ranks(4, resume, str(tmp_path)) == [(True, True)] * 4
