@@ -103,8 +103,8 @@ class Clip:
         return self.factor
 
     def _parts(self, buckets: Sequence[Bucket], norm_type: float, subset: Sequence[int] | None) -> Norms | None:
-        """Measure what this rank has of the gradients of ``subset``, each times its factor; None: nothing."""
-        held = [bucket for bucket in buckets if bucket.state is not GradState.EMPTY]
+        """Measure what this rank counts of the gradients of ``subset``, each times its factor; None: nothing."""
+        held = [bucket for bucket in buckets if bucket.state is not GradState.EMPTY and bucket.speaks]
         if subset is None and self.factor is None:  # whole shards: what is in them beside gradients is zero
             return Norms.of([bucket.grad_shard for bucket in held], norm_type) if held else None
         wanted = set(range(len(self.labels)) if subset is None else subset)

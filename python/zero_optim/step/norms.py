@@ -66,9 +66,9 @@ def norm_over_ranks(sharding: Sharding, here: Norms | None, norm_type: float) ->
     Each rank has two places in the vector, and the others add 0 to them: how the parts are to be scaled is known only
     when the largest is.
     """
-    ranks = sharding.world_size
+    ranks = sharding.everyone.world_size
     vector = torch.zeros(2, ranks, dtype=torch.float32, device=sharding.device)
-    if here is not None and sharding.speaks:
+    if here is not None:
         one = here.together(norm_type)
         vector[0, sharding.rank : sharding.rank + 1].copy_(one.largest)
         vector[1, sharding.rank : sharding.rank + 1].copy_(one.total)
