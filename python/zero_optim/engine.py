@@ -30,6 +30,7 @@ from .grads.buckets import buckets_by_size, buckets_of_units
 from .grads.reducer import Reducer, open_reducers
 from .grads.slots import GradState
 from .params.parameter_set import ParameterSet
+from .params.tensor_slice import is_cut, local_of
 from .rules.update_rule import UpdateRule
 from .stats import memory_by_kind
 from .step.clip import Clip
@@ -156,7 +157,7 @@ class Engine:
         self.keep_edits()
         self.states.refresh_edited()
         self.states.look_for_hidden_edits()
-        if not self.sharding.reduces:  # else all ranks raise together, in the exchange
+        if not self.sharding.agrees:  # else all ranks raise together, in the exchange
             self.states.raise_trouble()
         self.finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
         by = self._coefficients(groups)
@@ -325,7 +326,7 @@ class Engine:
         whole = self.sharded_model is None  # else ``shard_module`` has broadcast them
         if whole:  # what is trained goes a bucket at a time, below; what is not has no place in one
             alone = set(indices).difference(trained)
-            self.sharding.broadcast_together([self.parameters.all[index].data for index in sorted(alone)])
+            self._broadcast_untrained([self.parameters.all[index] for index in sorted(alone)])
         self.parameters.claim(indices)
         self.parameters.train(trained)
         self.exchange.resize()
@@ -338,10 +339,16 @@ class Engine:
             flats = [(bucket.layout.numel, bucket.dtype) for bucket in buckets]
             self.sharding.connect_for_buckets(flats, gathered=whole)  # units are gathered over the model's group
             for bucket in buckets if whole else ():
-                self.sharding.broadcast(bucket.flat.full)
+                self.sharding.broadcast(bucket.flat.full, cut=bucket.flat.cut)
             with self._allocating("making the state"):
                 self.states.grow(buckets)  # only now: masters are made of rank 0's values
             self.param_gather.use(self.reducer.buckets)
+
+    def _broadcast_untrained(self, parameters: Sequence[Tensor]) -> None:
+        """Collective. Give these, which have no place in a bucket, the first rank's values."""
+        for cut in (False, True):
+            alike = [local_of(parameter).data for parameter in parameters if is_cut(parameter) is cut]
+            self.sharding.broadcast_together(alike, cut=cut)
 
     def _allocating(self, where: str) -> AbstractContextManager[object]:
         """Collective. Memory, or a disk, can run out: a failure of one rank is one of all."""

@@ -13,6 +13,7 @@ from .errors import ShardAccessError
 from .optimizer import ShardedAdamW
 from .params.flat_params import FlatParams
 from .params.param_shard import plain_parameter
+from .params.tensor_slice import whole_of
 from .units.schedule import in_backward
 from .units.sharded_model import ShardedModel, sharded_model_of
 
@@ -84,7 +85,7 @@ def _parameters(
         yield names.of(parameter, "a parameter"), whole
     for name, parameter in names.parameters.items():
         if id(plain_parameter(parameter)) not in given:
-            yield name, parameter.detach().to(dtype or parameter.dtype)
+            yield name, whole_of(parameter.detach()).to(dtype or parameter.dtype)
 
 
 def _copies(flat: FlatParams, wanted: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -92,7 +93,7 @@ def _copies(flat: FlatParams, wanted: Sequence[Tensor], dtype: torch.dtype | Non
     if not wanted:
         return
     gathered = flat.gathered()
-    views = dict(zip(map(id, flat.params), flat.slot_views(gathered), strict=True))
+    views = dict(zip(map(id, flat.params), flat.wholes(gathered), strict=True))
     for parameter in wanted[:-1]:
         yield parameter, views[id(parameter)].to(dtype or parameter.dtype, copy=True)
     last = views[id(wanted[-1])].to(dtype or flat.dtype, copy=True)

@@ -23,13 +23,15 @@ from . import validate
 from .callers import called_from, local_of_caller
 from .checkpoint import rank_state
 from .comm.collectives import make_comm
-from .comm.grid import group_of, make_grid, read_rows
-from .comm.sharding import Sharding
+from .comm.grid import group_of, read_rows
+from .comm.sharding import Sharding, make_sharding
+from .comm.tensor_ranks import with_tensor_ranks
 from .engine import Engine, Overlap, open_engines
 from .errors import ClosedError, ZeroOptimError
 from .memory.out_of_memory import explaining_out_of_memory
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, listed
+from .params.tensor_slice import mesh_of
 from .rules.adamw import AdamW
 from .step.pipeline import comm_of_pipeline, make_pipeline
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
@@ -125,9 +127,13 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._closed = True  # until the constructor is through
         params = listed(params)
         sharded = sharded_model_of(tensors_in(params))
-        group = group_of(process_group, mesh)
+        group, columns = group_of(process_group, mesh), None
+        if group is None and sharded:
+            group, columns = sharded[0].process_group(), sharded[0].sharding.columns
+        else:
+            group, columns = with_tensor_ranks(group, mesh_of(tensors_in(params)))
         device = next((tensor.device for tensor in tensors_in(params)), None)
-        comm = make_comm(sharded[0].process_group() if group is None and sharded else group, device)
+        comm = make_comm(group, device)
         stage = (3 if sharded else 2) if stage is None else stage
         options: dict[str, Any] = {
             "stage": stage,
@@ -157,8 +163,9 @@ class ShardedAdamW(torch.optim.Optimizer):
             validate.check_groups(self.param_groups)
             validate.check_sharded(parameters, indices, stage, comm, rows)
             validate.check_parameters(parameters, indices)
+            validate.check_slices(parameters, indices, columns)
             validate.check_backend(comm, parameters.all[0].device)
-        validate.check_agreement(comm, parameters, 0, {**options, "mesh": rows})
+        validate.check_agreement(comm, parameters, 0, {**options, **validate.described_ranks(rows, columns)})
         comm.separate()
         comm.connect(parameters.all[0].device)
         if stage == 0:  # its gradients and the exchange of ``step`` are both summed by an all-reduce
@@ -166,8 +173,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         if sharded:
             parameters.take_names(sharded[0].model)
             comm.traffic = sharded[0].sharding.everyone.traffic
-        grid = make_grid(comm, rows, parameters.all[0].device)
-        sharding = Sharding(comm, stage, grad_reduce_dtype, parameters.all[0].device, grid)
+        sharding = make_sharding(comm, stage, grad_reduce_dtype, parameters.all[0].device, rows, columns)
         model = sharded[0] if sharded else None
         store = _store(offload, sharding, params_on_host=model is not None and model.offload)
         rule, overlap = AdamW(decoupled_weight_decay), Overlap(overlap_grad_reduce, overlap_param_gather)
@@ -309,7 +315,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         """
         if not called_from(TorchGradScaler.__module__):
             return False
-        if self.engine.sharding.reduces:
+        if self.engine.sharding.agrees:
             raise ZeroOptimError(
                 "torch.amp.GradScaler does not share overflows over ranks: use zero_optim.GradScaler(), same interface"
             )
@@ -395,6 +401,7 @@ class ShardedAdamW(torch.optim.Optimizer):
                 validate.check_groups(self.param_groups[before:], before)
                 validate.check_sharded(parameters, indices, self.stage, everyone, self.engine.sharding.rows)
                 validate.check_parameters(parameters, indices)
+                validate.check_slices(parameters, indices, self.engine.sharding.columns)
             validate.check_agreement(everyone, parameters, before, {})
         except BaseException:
             del self.param_groups[before:]

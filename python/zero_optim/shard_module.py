@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from . import validate
 from .comm.collectives import make_comm
-from .comm.grid import Rows, group_of, make_grid, read_rows
-from .comm.sharding import Sharding, largest_of
+from .comm.grid import Rows, group_of, read_rows
+from .comm.sharding import Sharding, largest_of, make_sharding
+from .comm.tensor_ranks import with_tensor_ranks
 from .comm.together import check_same
 from .errors import ParameterError
 from .params.param_shard import ParamShard
 from .params.parameter_set import check_free, plain_name
 from .params.storage_order import described
+from .params.tensor_slice import is_cut, mesh_of
 from .stores.host_memory import HostMemory
 from .stores.lanes import Lanes, make_lanes
 from .units.schedule import UnitSchedule
@@ -72,27 +74,32 @@ def shard_module(
         ValueError: an argument out of range.
         RankMismatchError: ranks disagree on model or arguments, or one of them failed.
     """
-    comm = make_comm(group_of(process_group, mesh), _nearest(model, device))
+    group, columns = with_tensor_ranks(group_of(process_group, mesh), mesh_of(model.parameters()))
+    comm = make_comm(group, _nearest(model, device))
     plans: list[UnitPlan] = []
     rows: Rows | None = None
     with comm.raising_together("shard_module"):
         validate.check_group(process_group, mesh)
         rows = read_rows(mesh)
-        _check_arguments(reshard_after_forward, prefetch, param_offload, len(rows[0]) if rows else comm.world_size)
+        _check_arguments(
+            reshard_after_forward,
+            prefetch,
+            param_offload,
+            len(rows[0]) if rows else comm.world_size // len(columns or [0]),
+        )
         plans = plan_units(model, units)
         _check_plans(plans)
         target = _device(plans, device)
         validate.check_backend(comm, target)
     options: dict[str, object] = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
-    options |= {"param_offload": param_offload, "mesh": rows}
+    options |= {"param_offload": param_offload, **validate.described_ranks(rows, columns)}
     check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
     process_group = comm.group
     comm.take_own_group()
     comm.connect(target)
     ranks_of_node = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
     keep = reshard_after_forward is False or (not isinstance(reshard_after_forward, bool) and ranks_of_node == 1)
-    grid = make_grid(comm, rows, target)
-    sharding = Sharding(comm, stage=3, grad_reduce_dtype=None, device=target, grid=grid)
+    sharding = make_sharding(comm, 3, None, target, rows, columns)
     sharers = sharding.sharers
     node = sharers.of_consecutive(ranks_of_node) if 1 < ranks_of_node < sharers.world_size else None
     if node is not None:
@@ -136,11 +143,13 @@ class UnitPlan:
     parameters: dict[int, nn.Parameter] = field(default_factory=dict)
     registrations: dict[int, list[tuple[nn.Module, str, str]]] = field(default_factory=dict)
 
-    def flats(self) -> dict[tuple[torch.dtype, bool], list[nn.Parameter]]:
-        """Group what goes into one flat tensor each: by dtype, and by whether it is trained."""
-        kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    def flats(self) -> dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]]:
+        """Group what goes into one flat tensor each: by dtype, by whether it is cut over tensor-parallel ranks, and by
+        whether it is trained."""
+        kinds: dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]] = {}
         for parameter in self.parameters.values():
-            kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+            kind = parameter.dtype, is_cut(parameter), parameter.requires_grad
+            kinds.setdefault(kind, []).append(parameter)
         return kinds
 
 
@@ -302,7 +311,7 @@ def _fill(unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemor
         for key, registrations in plan.registrations.items()
         for module, name, _ in registrations
     ]
-    for (_, trained), parameters in plan.flats().items():
+    for (_, _, trained), parameters in plan.flats().items():
         unit.flats.append(flatten(parameters, sharding, trained=trained))
         if sharding.shard_count > 1 or host_memory is not None:
             own = [shard_of[id(parameter)] for parameter in parameters]

@@ -23,6 +23,7 @@ from .errors import ParameterError
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, check_free
 from .params.storage_order import described, storage_order
+from .params.tensor_slice import local_of, mesh_of, placed, slice_of
 from .units.sharded_model import ShardedModel, sharded_model_of
 from .units.unit import Unit
 
@@ -201,7 +202,8 @@ def check_memory(parameters: Sequence[Tensor], labels: Sequence[str]) -> None:
 
     Each gets a place of its own: what was tied through its memory would silently come apart.
     """
-    spans = sorted(_span(p, label) for p, label in zip(parameters, labels, strict=True) if p.numel())
+    locals = map(local_of, parameters)
+    spans = sorted(_span(p, label) for p, label in zip(locals, labels, strict=True) if p.numel())
     for (_, end, label), (start, _, other) in itertools.pairwise(spans):
         if start < end:
             raise ParameterError(
@@ -226,8 +228,7 @@ def check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str
         raise ParameterError(
             f"{label} was made under torch.inference_mode, so that it cannot be trained: make the model outside of it"
         )
-    if hasattr(parameter, "device_mesh"):
-        raise ParameterError(f"{label} is a DTensor, sharded already: give the optimizer plain parameters")
+    slice_of(parameter, label)
     if parameter.layout is not torch.strided:
         raise ParameterError(f"{label} is {parameter.layout}; only dense parameters can be sharded: .to_dense() it")
     if parameter.dtype not in PARAMETER_DTYPES:
@@ -237,6 +238,29 @@ def check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str
             f"{label} is on {parameter.device}, but {label_of_first} is on {first.device}; "
             "move the whole model to one device before making the optimizer"
         )
+
+
+def described_ranks(rows: Rows | None, columns: Rows | None) -> dict[str, Any]:
+    """Give what all ranks have to agree on of a mesh: of a grid within a column, its size alone."""
+    if columns is None:
+        return {"mesh": rows}
+    return {"mesh": None if rows is None else [len(row) for row in rows], "tensor-parallel ranks": len(columns)}
+
+
+def check_slices(parameters: ParameterSet, indices: Sequence[int], columns: Rows | None) -> None:
+    """Raise ParameterError for the first of ``indices`` that is cut over other ranks than the optimizer was told of.
+
+    ``columns``: see ``TensorRanks``; None: parameters are not cut.
+    """
+    rows = zip(*columns, strict=True) if columns is not None else ()
+    own = next((list(row) for row in rows if dist.get_rank() in row), [])
+    for index in indices:
+        mesh = mesh_of([parameters.all[index]])
+        if mesh is not None and (ranks := mesh.mesh.flatten().tolist()) != own:
+            raise ParameterError(
+                f"{parameters.labels[index]} is a DTensor over ranks {ranks}, and the first one that the optimizer was "
+                f"given is over {own or 'none'}: all have to be over the same tensor-parallel ranks"
+            )
 
 
 def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, options: dict[str, Any]) -> None:
@@ -249,7 +273,7 @@ def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, opti
         values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         description.append(f"group {number} with {values}" if not _has_tensor(values) else f"group {number}")
     description += [
-        f"{label}: {described(p)} of group {number}{'' if p.requires_grad else ', frozen'}"
+        f"{label}: {described(p)}{placed(p)} of group {number}{'' if p.requires_grad else ', frozen'}"
         for number, p, label in zip(parameters.group_of, parameters.all, parameters.labels, strict=True)
         if number >= first_group
     ]

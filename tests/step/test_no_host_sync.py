@@ -196,16 +196,16 @@ def test_launches_follow_the_buckets_not_the_parameters(stage):
     """Sixteen times the parameters of the same total size, and not one launch more."""
     few, many = ((16, 1536),) * 4, ((1536,),) * 64
     for world_size in (1, 2):
-        for result_few, result_many in zip(
-            run_ranks(world_size, _launches, few, stage), run_ranks(world_size, _launches, many, stage), strict=True
-        ):
+        of_few, of_many = (run_ranks(world_size, _launches, shapes, stage) for shapes in (few, many))
+        for rank, (result_few, result_many) in enumerate(zip(of_few, of_many, strict=True)):
             assert result_few == result_many
             assert result_few["buckets"] == 4
             # Of small shards one call updates several: here of half a bucket all four, of a whole one two.
             assert result_few["zero_kernels::foreach_adam_step"] == (2 if world_size == 1 or stage == 0 else 1)
             assert "zero_kernels::adam_step" not in result_few
             assert result_few["zero_kernels::pack"] == 4
-            assert result_few["zero_kernels::grad_stats"] == 1
+            # At stage 0 all ranks have the same gradients, and the first reads them for all.
+            assert result_few.get("zero_kernels::grad_stats", 0) == (rank == 0 or stage > 0)
 
 
 @pytest.mark.parametrize("read", [n for n in HOST_READS if n not in ("__array__", "__complex__")])

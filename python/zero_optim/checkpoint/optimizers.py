@@ -85,10 +85,10 @@ class ShardedPart:
 
     @property
     def holdings(self) -> list[Holding]:
-        held_by = Holders(*self._engine.sharding.holders)
         found = []
         for own in self._engine.states.state_pieces():
             start, length = own.tensor.span(own.piece.in_param, own.piece.numel)
+            held_by = Holders(*own.shard.bucket.flat.holders)
             found.append(Holding(self._spec(own.piece.slot.param, own.tensor), start, length, held_by))
         return found
 

@@ -102,21 +102,23 @@ def group_of(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | No
         raise TypeError(f"mesh is a {type(mesh).__name__}: give a DeviceMesh, as init_device_mesh makes it")
     if mesh.ndim != 2:
         return mesh.get_group(mesh.ndim - 1)
-    ranks = sorted(mesh.mesh.flatten().tolist())
+    return group_of_ranks(sorted(mesh.mesh.flatten().tolist()), mesh.get_group(1))
+
+
+def group_of_ranks(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """Collective over ``ranks``. Whoever asks again gets the same group, while it lives.
+
+    ``like``: a group over the same back-ends. Raises ValueError where there can be no such group.
+    """
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     if dist.get_rank() not in ranks:
         raise ValueError(f"rank {dist.get_rank()} is not in mesh, whose ranks are {ranks}: call it on these only")
-    if STREAMS.splits_communicators(mesh.get_group(1)):
+    if STREAMS.splits_communicators(like):
         raise ValueError(
             f"mesh has {len(ranks)} of {dist.get_world_size()} ranks, and init_process_group was given a device_id: so "
             "a group of some ranks can be made by all ranks alone. Leave device_id out"
         )
-    return _group_of_ranks(ranks, mesh.get_group(1))
-
-
-def _group_of_ranks(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Collective over ``ranks``, some of the job's. Whoever asks again gets the same group, while it lives."""
     key = tuple(ranks), str(backends(like))
     found = groups.alive(_of_meshes.get(key))
     if found is None:

@@ -3,6 +3,9 @@
 Tensors that are shared go through a ``Sharding``: other rooms ask for "reduce this", "gather that", and who takes part
 is decided here. What all ranks agree on, such as errors and orders, goes over ``everyone``. As a rule the ranks that
 share are all ranks, and nobody repeats. In a ``Grid`` those of a row share, and a reduction goes on across the rows.
+
+Where parameters are cut over tensor-parallel ranks, ``everyone`` is a matrix of ranks, and a row of it has the same
+slices: its ranks average gradients, and share. See ``TensorRanks``.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from torch import Tensor
 
 from .chain import Chain, ChainQueue, issue_behind
 from .collectives import Comm, Pending
-from .grid import Grid, Rows
+from .grid import Grid, Rows, make_grid
+from .tensor_ranks import TensorRanks, make_tensor_ranks
 
 _TOGETHER_BYTES = 25 * 2**20
 """Tensors are copied into one flat tensor of at most that size for a broadcast: a larger one goes as it is."""
@@ -29,10 +33,11 @@ class Sharding:
     A stage is a comparison: 0 nothing, >= 1 optimizer state, >= 2 gradients, >= 3 parameters.
 
     Attributes:
-        everyone: all ranks that train together: those that agree, fail and average together.
+        everyone: all ranks that train together: those that agree, and fail together.
         grad_reduce_dtype: the dtype that gradients are communicated and added up in; None: their own.
         device: where parameters, gradients and state are.
         grid: which ranks share, and which repeat; None: all share, and nobody repeats. Of no use at stage 0.
+        tensor_ranks: how parameters are cut over tensor-parallel ranks; None: they are not.
     """
 
     everyone: Comm
@@ -40,6 +45,7 @@ class Sharding:
     grad_reduce_dtype: torch.dtype | None
     device: torch.device
     grid: Grid | None = None
+    tensor_ranks: TensorRanks | None = None
     _chains: ChainQueue = field(default_factory=ChainQueue, compare=False)
 
     # -- who holds what ------------------------------------------------------------------------------------------
@@ -50,14 +56,24 @@ class Sharding:
         return self.everyone.rank
 
     @property
+    def data_parallel(self) -> Comm:
+        """The ranks that gradients are averaged over."""
+        return self.everyone if self.tensor_ranks is None else self.tensor_ranks.data_parallel
+
+    @property
     def world_size(self) -> int:
         """Number of ranks that gradients are averaged over."""
-        return self.everyone.world_size
+        return self.data_parallel.world_size
 
     @property
     def sharers(self) -> Comm:
         """The ranks that hold all parts among them, one each, this one included."""
-        return self.everyone if self.grid is None else self.grid.within
+        return self.data_parallel if self.grid is None else self.grid.within
+
+    @property
+    def columns(self) -> Rows | None:
+        """The ranks with the same slices of parameters, slice by slice; None: parameters are not cut."""
+        return None if self.tensor_ranks is None else self.tensor_ranks.columns
 
     @property
     def rows(self) -> Rows | None:
@@ -74,17 +90,30 @@ class Sharding:
         """The number of this rank's part among them."""
         return self.sharers.rank if self.stage >= 1 else 0
 
-    @property
-    def holders(self) -> tuple[int, int]:
-        """How many ranks hold what this rank holds of the state, and which of them this is."""
+    def holders(self, *, cut: bool) -> tuple[int, int]:
+        """How many ranks hold what this rank holds of some state, and which of them this is.
+
+        ``cut``: whether its parameters are cut over the tensor-parallel ranks; else all of these have them.
+        """
+        count, number = 1, 0
         if self.shard_count == 1:
-            return self.world_size, self.rank
-        return (1, 0) if self.grid is None else (self.grid.across.world_size, self.grid.across.rank)
+            count, number = self.world_size, self.data_parallel.rank
+        elif self.grid is not None:
+            count, number = self.grid.across.world_size, self.grid.across.rank
+        if self.tensor_ranks is not None and not cut:
+            slices = self.tensor_ranks.slices
+            count, number = count * slices.world_size, number * slices.world_size + slices.rank
+        return count, number
 
     @property
     def reduces(self) -> bool:
         """Whether gradients are averaged over several ranks."""
         return self.world_size > 1
+
+    @property
+    def agrees(self) -> bool:
+        """Whether several ranks have to agree in a step. Some may only have other slices."""
+        return self.everyone.world_size > 1
 
     @property
     def grad_scale(self) -> float:
@@ -96,10 +125,9 @@ class Sharding:
         """Whether the host itself waits for what is communicated."""
         return self.everyone.host_waits(self.device)
 
-    @property
-    def speaks(self) -> bool:
+    def speaks(self, *, cut: bool) -> bool:
         """Whether this rank's term counts in a sum over ranks. Of those that hold the same gradients one's does."""
-        return self.holders[1] == 0
+        return self.holders(cut=cut)[1] == 0
 
     def reduce_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of ``dtype`` parameters are communicated. Alone, a rank widens nothing."""
@@ -120,6 +148,19 @@ class Sharding:
         return full.narrow(0, self.shard_index * shard_numel, shard_numel)
 
     # -- what is communicated ------------------------------------------------------------------------------------
+
+    def sum_over_slices(self, tensors: Sequence[Tensor]) -> None:
+        """Sum each of ``tensors``, of one dtype, over the tensor-parallel ranks, in place, before what follows.
+
+        They are added up in ``grad_reduce_dtype``, as over all other ranks.
+        """
+        if self.tensor_ranks is None or not tensors:
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        summed = flat.to(self.grad_reduce_dtype or flat.dtype)
+        self.tensor_ranks.slices.exchange(summed, kind="tensor_parallel")
+        for tensor, values in zip(tensors, summed.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
 
     def connect_for_buckets(self, flats: Iterable[tuple[int, torch.dtype]], *, gathered: bool) -> None:
         """Collective. See ``Comm.connect_for``. ``flats``: elements and dtype of the buckets' parameters. ``gathered``:
@@ -144,11 +185,11 @@ class Sharding:
         if self.grid is not None:
             return self._reduce_over_grid(self.grid, full, out, lend, accumulate=accumulate)
         if self.shard_count > 1:
-            return self.everyone.reduce_scatter(full, out, lend, accumulate=accumulate)
+            return self.data_parallel.reduce_scatter(full, out, lend, accumulate=accumulate)
         if full.data_ptr() == out.data_ptr():
-            return self.everyone.all_reduce(full)
+            return self.data_parallel.all_reduce(full)
         store = out.add_ if accumulate else out.copy_
-        return self.everyone.all_reduce(full, on_arrival=lambda: store(full))
+        return self.data_parallel.all_reduce(full, on_arrival=lambda: store(full))
 
     def _reduce_over_grid(
         self, grid: Grid, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool
@@ -186,24 +227,61 @@ class Sharding:
             gather.wait()
         return full
 
-    def broadcast(self, tensor: Tensor, kind: str = "construction") -> None:
-        """Copy rank 0's ``tensor`` to every rank, in place."""
-        self.everyone.broadcast(tensor, kind)
+    @property
+    def slice_count(self) -> int:
+        """Tensor-parallel ranks, each with another slice of what is cut."""
+        return 1 if self.tensor_ranks is None else self.tensor_ranks.slices.world_size
 
-    def broadcast_together(self, tensors: Sequence[Tensor]) -> None:
-        """Copy rank 0's ``tensors`` to every rank, in place; small ones of a dtype travel in one flat tensor."""
-        for run in runs(tensors) if self.world_size > 1 else ():
+    @property
+    def slice_index(self) -> int:
+        """The number of this rank's slice among them."""
+        return 0 if self.tensor_ranks is None else self.tensor_ranks.slices.rank
+
+    def gather_slices(self, own: Tensor, kind: str) -> Tensor:
+        """Collective. [slices, numel] what each tensor-parallel rank has given: ``own`` [numel] of this one."""
+        every = own.new_empty(self.slice_count, own.numel())
+        every[self.slice_index].copy_(own)
+        if self.tensor_ranks is not None:
+            self.tensor_ranks.slices.all_gather(every.view(-1), kind).wait()
+        return every
+
+    def broadcast(self, tensor: Tensor, kind: str = "construction", *, cut: bool) -> None:
+        """Copy the first rank's ``tensor`` to the others that are to have the same, in place.
+
+        ``cut``: whether it is of parameters that are cut over the tensor-parallel ranks: then the first rank of each
+        column counts, and none gets what another column has.
+        """
+        (self.data_parallel if cut else self.everyone).broadcast(tensor, kind)
+
+    def broadcast_together(self, tensors: Sequence[Tensor], *, cut: bool) -> None:
+        """The same of several. Small ones of a dtype travel in one flat tensor."""
+        ranks = (self.data_parallel if cut else self.everyone).world_size
+        for run in runs(tensors) if ranks > 1 else ():
             if len(run) == 1:
-                self.broadcast(run[0])
+                self.broadcast(run[0], cut=cut)
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in run])
-            self.broadcast(flat)
+            self.broadcast(flat, cut=cut)
             for tensor, values in zip(run, flat.split([tensor.numel() for tensor in run]), strict=True):
                 tensor.copy_(values.view(tensor.shape))
 
     def exchange(self, vector: Tensor, *, maximum: bool = False) -> None:
         """Sum (or maximise) a small vector over the ranks, in place, ordered before what follows."""
         self.everyone.exchange(vector, maximum=maximum)
+
+
+def make_sharding(
+    everyone: Comm,
+    stage: int,
+    grad_reduce_dtype: torch.dtype | None,
+    device: torch.device,
+    rows: Rows | None,
+    columns: Rows | None,
+) -> Sharding:
+    """Collective. ``rows``: of the grid; None: all that average share. ``columns``: see ``TensorRanks``."""
+    tensor_ranks = make_tensor_ranks(everyone, columns, device)
+    grid = make_grid(everyone if tensor_ranks is None else tensor_ranks.data_parallel, rows, device)
+    return Sharding(everyone, stage, grad_reduce_dtype, device, grid, tensor_ranks)
 
 
 def largest_of(flats: Iterable[tuple[int, torch.dtype]]) -> dict[torch.dtype, int]:

@@ -29,10 +29,12 @@ from ..params.flat_params import FlatParams
 from ..params.flat_shard import FlatShard
 from ..params.layout import BucketLayout, Slot
 from ..params.storage_order import as_stored
+from ..params.tensor_slice import local_gradient, local_of, shown_as
 from .handed_out import HandedOut
 from .slots import GradState, Slots, Zeroed
 
 _dtype_of, _layout_of = operator.attrgetter("dtype"), operator.attrgetter("layout")
+_version_of = operator.attrgetter("_version")
 _STRIDED = {torch.strided}
 
 
@@ -119,6 +121,7 @@ class Bucket:
         slots: what is known of each parameter's gradient.
         offsets: where each slot starts, in elements.
         nonfinite: [slots] int32, 1 where the gradient that this rank last packed was not finite. The reducer gives it.
+        speaks: whether what this rank has counts in a sum over ranks: of those that have the same, one's does.
         follower: is told of reductions; None: nobody is.
         unsharding: brings in the other ranks' parts of the parameters after a step, while it is under way.
     """
@@ -133,6 +136,7 @@ class Bucket:
         self.offsets = [slot.offset for slot in layout.slots]
         self.nonfinite = torch.zeros(len(self.params), dtype=torch.int32, device=self.device)
         self._absent = torch.empty(0, dtype=self.dtype, device=self.device)  # ``pack`` takes it for a missing gradient
+        self.speaks = sharding.speaks(cut=flat.cut)
         self._dtypes = {self.dtype}  # the one dtype that gradients may have; a set, as ``pack`` compares sets
         self._pack_op = zero_kernels.Prepared("pack")
         self.arrivals = Arrivals()
@@ -169,15 +173,22 @@ class Bucket:
         self._views: Sequence[Tensor] = ()
         # ``.grad`` can show a view only in the parameter's own dtype: torch takes no other.
         if self.keeps_full and dtype == self.dtype:
-            self._views = self.flat.slot_views(self.grad_buffer)
+            self._views = [*map(shown_as, self.params, self.flat.slot_views(self.grad_buffer))]
+        # Of what all tensor-parallel ranks have, this rank's sum may be a term of theirs: it is added up as it leaves.
+        self._terms: Sequence[Tensor] = ()
+        if reduces and self.flat.sliced and not self.flat.cut:
+            pairs = zip(self.params, self._views, strict=False)
+            self._terms = [shown_as(parameter, local_of(view), term=True) for parameter, view in pairs]
+        self._are_terms: set[int] = set()
         self._shards: Sequence[FlatShard] = ()
         # From stage 1 on the average is there for this rank's shard alone, so ``.grad`` must not look whole.
         if stage >= 1 and reduces:
             self._shards = self.shard_views(self.grad_shard, "gradient", self.dtype)
         held = [shard.local for shard in self._shards] if self.flat.sharded else []
+        within = [*map(local_of, self._views)] if self.flat.sliced else []
         for shard in self._shards:
             shard.arrivals = self.arrivals
-        handed_out = ((self._views, ()), (self._shards, held))
+        handed_out = ((self._views, within), (self._terms, ()), (self._shards, held))
         self._handed_out = [HandedOut(self.grad_buffer, handles, of_them) for handles, of_them in handed_out]
         if self.flat.sharded:
             deallocate(self.grad_buffer)
@@ -206,6 +217,7 @@ class Bucket:
                 f"{what} of {self.label(index)}",
                 dtype,
                 self.flat.orders[index],
+                self.flat.slices[index],
             )
             for index, (piece, parameter) in enumerate(zip(self.pieces, self.params, strict=True))
         ]
@@ -233,7 +245,7 @@ class Bucket:
         """Hold no parameters and no gradients any more: memory goes as the parameters move to other buckets."""
         keep_for_current_stream(self.flat.full, self.grad_buffer)
         del self.flat, self.params, self.slots
-        del self.grad_buffer, self.grad_shard, self._views, self._shards, self._handed_out
+        del self.grad_buffer, self.grad_shard, self._views, self._terms, self._shards, self._handed_out
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -264,9 +276,14 @@ class Bucket:
         # In LOCAL those collected before are packed again, each from its own slot: ``pack`` zeroes what is absent.
         sources = found.local if self.state is GradState.EMPTY else self._present()
         allocate(self.grad_buffer)
+        sources, terms = self._of_this_rank(sources)
         self.pack(sources, self.grad_buffer, 1.0)
+        if self.sharding.reduces:
+            self._are_terms = {*terms}
+        else:  # nothing leaves
+            self._sum_terms(terms, self.grad_buffer)
         streams.keep(grad for _, grad in sources)
-        self.slots.collect(sources, self._views)
+        self.slots.collect(sources, self._local_views)
         return True
 
     def launch(self, buffers: CommBuffers, streams: GradStreams, *, may_wait: bool) -> None:
@@ -304,7 +321,9 @@ class Bucket:
         # Where an average stays in ``grad_buffer``, or its dtype is not what is communicated, other memory is needed.
         in_place = self.keeps_full and self.grad_buffer.dtype == self.reduce_dtype and not accumulate
         full = self.grad_buffer if in_place else lend(self.layout.numel)
+        sources, terms = self._of_this_rank(sources)
         self.pack(sources, full, self.sharding.grad_scale, accumulate)
+        self._sum_terms(terms, full)
         self.slots.launch(sources, self._reduced_handles())
         streams.keep(grad for _, grad in sources)
         del sources, found  # what was packed goes before memory is taken to receive into
@@ -337,7 +356,11 @@ class Bucket:
         return self._zeroings_now() != self._zeroings_noted
 
     def _zeroings_now(self) -> int:
-        return self.arrivals.zeroed if self._shards else self.grad_buffer._version
+        if self._shards:
+            return self.arrivals.zeroed
+        # What is written through a DTensor shows in its own version counter alone.
+        shown = (*self._views, *self._terms)
+        return sum(map(_version_of, shown)) if self.flat.sliced else self.grad_buffer._version
 
     def drop_all(self, how: Zeroed) -> None:
         """Let all gradients be zeroed, though no ``.grad`` shows it."""
@@ -421,13 +444,20 @@ class Bucket:
             buffer = self.grad_shard if self.state is GradState.REDUCED else self.grad_buffer
             self.arrivals.then(partial(_zero, buffer))
         for _, grad in self.slots.scan(self._handles()).local:
-            grad.detach_().zero_()
+            local_of(grad).detach_().zero_()
 
     def _handles(self) -> Sequence[Tensor | None]:
         """List what each ``.grad`` is while the bucket holds the slot's gradient."""
         if self.state is GradState.EMPTY:
             return [None] * len(self.params)
-        return self._views if self.state is GradState.LOCAL else self._reduced_handles()
+        return self._local_views if self.state is GradState.LOCAL else self._reduced_handles()
+
+    @property
+    def _local_views(self) -> Sequence[Tensor]:
+        if not self._are_terms:
+            return self._views
+        # Made anew: another list that is kept would count as somebody who keeps gradients.
+        return [self._terms[index] if index in self._are_terms else view for index, view in enumerate(self._views)]
 
     def _reduced_handles(self) -> Sequence[Tensor]:
         return self._shards or self._views
@@ -452,12 +482,28 @@ class Bucket:
         Whether it is zero is asked on the device: no host sync.
         """
         for index, grad in zeroed:
-            self.arrivals.then(partial(_keep_where, self._part_of(index), grad.detach().ne(0).any()))
+            self.arrivals.then(partial(_keep_where, self._part_of(index), local_of(grad).detach().ne(0).any()))
 
     def _part_of(self, index: int) -> Tensor:
         """This rank's part of a slot's reduced gradient, flat."""
         piece = self.pieces[index]
         return self.grad_shard.narrow(0, piece.in_shard, piece.numel)
+
+    def _of_this_rank(self, sources: list[tuple[int, Tensor]]) -> tuple[list[tuple[int, Tensor]], list[int]]:
+        """What lies in this rank's memory of gradients that may be ``DTensor``s, and the slots of those that are terms
+        of a sum over the tensor-parallel ranks."""
+        if not self.flat.sliced:
+            return sources, []
+        found = [(index, *local_gradient(self.params[index], grad)) for index, grad in sources]
+        return [(index, grad) for index, grad, _ in found], [index for index, _, is_term in found if is_term]
+
+    def _sum_terms(self, slots: Sequence[int], full: Tensor) -> None:
+        """Sum the gradients of these slots, which were packed into ``full``, over the tensor-parallel ranks.
+
+        They have all packed the same slots: each goes through the same forward and backward.
+        """
+        places = [self.layout.slots[index] for index in slots]
+        self.sharding.sum_over_slices([full.narrow(0, place.offset, place.numel) for place in places])
 
     def pack(self, sources: Sequence[tuple[int, Tensor]], full: Tensor, scale: float, accumulate: bool = False) -> None:
         """Bring gradients, each with its slot's number, into ``full`` [numel], times ``scale``.
@@ -484,7 +530,7 @@ class Bucket:
             return self._checked(index, grad)
         except GradientError as error:
             # Alone, a rank raises at once. Of several, to raise here would leave the others waiting in the reduction.
-            if not self.sharding.reduces:
+            if not self.sharding.agrees:
                 raise
             self.slots.refused[index] = str(error)  # the others count on this rank: the exchange tells them all
             return self._absent

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..comm.sharding import Sharding
 from ..params.flat_params import FlatParams
 from ..params.layout import BucketLayout, bucket_capacities, build_layout
+from ..params.tensor_slice import is_cut, local_of, room_of
 from ..units.sharded_model import ShardedModel
 from .bucket import Bucket
 from .slots import GradState
@@ -110,25 +111,31 @@ def buckets_by_size(
     bucket_cap_mb: float | None,
     order: Sequence[int],
 ) -> list[Bucket]:
-    dtypes = {index: parameter.dtype for index, parameter in parameters.items()}
-    numels = {index: parameter.numel() for index, parameter in parameters.items()}
-    layouts = layouts_by_size(numels, dtypes, sharding, bucket_cap_mb, order)
+    kinds = {index: (parameter.dtype, is_cut(parameter)) for index, parameter in parameters.items()}
+    rooms = {index: room_of(parameter) for index, parameter in parameters.items()}
+    numels = {index: local_of(parameter).numel() for index, parameter in parameters.items()}
+    layouts = [of.holding(numels) for of in layouts_by_size(rooms, kinds, sharding, bucket_cap_mb, order)]
     flats = [FlatParams(layout, [parameters[s.param] for s in layout.slots], sharding) for layout in layouts]
     return [Bucket(layout, flat, labels, sharding) for layout, flat in zip(layouts, flats, strict=True)]
 
 
 def layouts_by_size(
     numels: Mapping[int, int],
-    dtypes: Mapping[int, torch.dtype],
+    kinds: Mapping[int, tuple[torch.dtype, bool]],
     sharding: Sharding,
     bucket_cap_mb: float | None,
     order: Sequence[int],
 ) -> list[BucketLayout]:
-    """Lay out parameters of so many elements, by index: as many in a bucket as fit. Without any tensors."""
-    itemsizes = {dtype: sharding.reduce_dtype(dtype).itemsize for dtype in dtypes.values()}
+    """Lay out parameters of so many elements, by index: as many in a bucket as fit. Without any tensors.
+
+    Args:
+        kinds: of each, its dtype, and whether it is cut over the tensor-parallel ranks. A bucket has those of one
+            kind: so what counts in a norm is a matter of buckets.
+    """
+    itemsizes = {kind: sharding.reduce_dtype(kind[0]).itemsize for kind in kinds.values()}
     cap_bytes = None if bucket_cap_mb is None else bucket_cap_mb * 2**20
-    capacities = bucket_capacities(numels, dtypes, cap_bytes, itemsizes, sharding.shard_count)
-    return build_layout(numels, dtypes, order, capacities, sharding.shard_count)
+    capacities = bucket_capacities(numels, kinds, cap_bytes, itemsizes, sharding.shard_count)
+    return build_layout(numels, kinds, order, capacities, sharding.shard_count)
 
 
 def buffer_nbytes(buckets: Iterable[tuple[int, torch.dtype]], sharding: Sharding) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..params.tensor_slice import local_of
 from .bucket import Bucket
 from .slots import Zeroed
 
@@ -71,7 +72,7 @@ class RoundGrads:
         local = [
             (self._parameters[index].grad, version) for index, version in self._versions.items() if index not in gone
         ]
-        written = [grad.detach() for grad, version in local if grad is not None and grad._version != version]
+        written = [local_of(grad).detach() for grad, version in local if grad is not None and grad._version != version]
         # Written may mean zeroed, or scaled. Only the device knows, and the host must not wait for it.
         if local and len(written) == len(local):
             return None if how - {Zeroed.IN_PLACE} else torch.stack([grad.ne(0).any() for grad in written]).any()

@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..drawing.figures import SizeUnit, row, size, unit_for
 from ..engine import Engine, open_engines
+from ..params.tensor_slice import is_cut, local_of
 from ..units.unit import Unit
 from .plan import ON_THE_HOST, Job, Plan, plan
 from .shapes import ModelShapes, ParameterShape
@@ -42,7 +43,7 @@ def plan_of_engine(engine: Engine, *, mean: bool = False, accumulate: int = 1) -
         world=sharding.world_size,
         replicas=1 if sharding.grid is None else sharding.grid.across.world_size,
         stage=sharding.stage,
-        rank=None if mean else sharding.shard_index if sharding.stage else sharding.rank,
+        rank=None if mean else sharding.shard_index if sharding.stage else sharding.data_parallel.rank,
         bucket_cap_mb=engine.bucket_cap_mb,
         grad_reduce_dtype=sharding.grad_reduce_dtype,
         prefetch=1 if sharded is None else sharded.schedule.prefetch.count,
@@ -59,7 +60,7 @@ def plan_of_engine(engine: Engine, *, mean: bool = False, accumulate: int = 1) -
 def _shapes_of(engine: Engine) -> ModelShapes:
     trained = engine.parameters.trained
     shapes = [
-        ParameterShape(p.numel(), p.dtype, index in trained or p.requires_grad)
+        ParameterShape(local_of(p).numel(), p.dtype, index in trained or p.requires_grad, is_cut(p))
         for index, p in enumerate(engine.parameters.all)
     ]
     order = engine.reducer.layout.order
@@ -83,7 +84,11 @@ def _shapes_of_units(units: Sequence[Unit]) -> ModelShapes:
     of_units = []
     for unit in units:
         first = len(shapes)
-        shapes += [ParameterShape(p.numel(), flat.dtype, flat.trained) for flat in unit.flats for p in flat.params]
+        shapes += [
+            ParameterShape(local.numel(), flat.dtype, flat.trained, flat.cut)
+            for flat in unit.flats
+            for local in flat.locals
+        ]
         of_units.append(tuple(range(first, len(shapes))))
     return ModelShapes("the sharded model", tuple(shapes), tuple(of_units))
 
@@ -101,7 +106,7 @@ def held(engine: Engine) -> dict[str, int]:
     memory = engine.memory()
     if engine.sharded_model is None:
         frozen = (p for index, p in enumerate(engine.parameters.all) if index not in engine.parameters.trained)
-        memory["parameters"] += sum(parameter.nbytes for parameter in frozen)
+        memory["parameters"] += sum(local_of(parameter).nbytes for parameter in frozen)
         return memory
     flats = (flat for unit in engine.sharded_model.units for flat in unit.flats)
     for flat in (flat for flat in flats if not flat.trained and not flat.offloaded):

@@ -245,18 +245,18 @@ def _lay_out(model: ModelShapes, job: Job, sharding: Sharding) -> _Laid:
     every = range(len(parameters))[::-1] if model.order is None else model.order
     order = [index for index in every if parameters[index].trained]
     numels = {index: parameters[index].numel for index in order}
-    dtypes = {index: parameters[index].dtype for index in order}
-    layouts = layouts_by_size(numels, dtypes, sharding, job.bucket_cap_mb, order) if order else []
-    flats = [_Flat(layout, dtypes[layout.slots[0].param], True) for layout in layouts]
+    kinds = {index: (parameters[index].dtype, parameters[index].cut) for index in order}
+    layouts = layouts_by_size(numels, kinds, sharding, job.bucket_cap_mb, order) if order else []
+    flats = [_Flat(layout, parameters[layout.slots[0].param].dtype, True) for layout in layouts]
     return _Laid([flats, [_alone(p.numel, p.dtype) for p in parameters if not p.trained]])
 
 
 def _of_unit(model: ModelShapes, unit: Sequence[int], shards: int) -> Iterator[_Flat]:
-    """A flat tensor for each dtype, and for what is trained and what is frozen, as ``UnitPlan.flats`` has them."""
-    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    """The flat tensors of a unit, as ``UnitPlan.flats`` has them."""
+    kinds: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
     for parameter in (model.parameters[index] for index in unit):
-        kinds.setdefault((parameter.dtype, parameter.trained), []).append(parameter.numel)
-    for (dtype, trained), numels in kinds.items():
+        kinds.setdefault((parameter.dtype, parameter.cut, parameter.trained), []).append(parameter.numel)
+    for (dtype, _, trained), numels in kinds.items():
         yield _Flat(one_bucket(numels, shards), dtype, trained)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ..params.tensor_slice import is_cut, local_of
 from ..shard_module import plan_units
 from .decoders import Decoder, Width
 
@@ -21,11 +22,17 @@ _NAMES = {  # of what ``Width`` has, in configurations
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """``trained``: whether it has gradients and state."""
+    """What a rank has of a parameter.
+
+    Attributes:
+        trained: whether it has gradients and state.
+        cut: whether the tensor-parallel ranks have a slice each.
+    """
 
     numel: int
     dtype: torch.dtype
     trained: bool = True
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ def of_module(model: nn.Module, units: Sequence[type[nn.Module] | str] = (), nam
     buffers = {id(buffer): buffer.nbytes for buffer in model.buffers()}
     return ModelShapes(
         name or type(model).__name__,
-        tuple(ParameterShape(p.numel(), p.dtype, p.requires_grad) for p in model.parameters()),
+        tuple(ParameterShape(local_of(p).numel(), p.dtype, p.requires_grad, is_cut(p)) for p in model.parameters()),
         tuple(tuple(index_of[key] for key in plan.parameters) for plan in plans),
         sum(buffers.values()),
         width=_width(getattr(model, "config", None)),

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..callers import locals_of_callers
 from ..errors import ShardAccessError
 from .storage_order import StorageOrder, stored_dims, tensor_dims, view_of
+from .tensor_slice import TensorSlice
 
 
 class Shard(Protocol):
@@ -35,6 +36,9 @@ class Shard(Protocol):
 
     @property
     def order(self) -> StorageOrder: ...
+
+    @property
+    def slice(self) -> TensorSlice | None: ...
 
     @property
     def local(self) -> Tensor: ...
@@ -109,9 +113,13 @@ def chunk_at(shard: Shard, offsets: Sequence[int]) -> Tensor:
 
 def _parts(shard: Shard) -> Iterator[Rectangle]:
     """The rectangles of ``shard``, in the dimensions of its tensor."""
-    order = shard.order
-    for part in rectangles(stored_dims(shard.shape, order), shard.start, shard.local.numel()):
-        yield replace(part, offsets=tensor_dims(part.offsets, order), sizes=tensor_dims(part.sizes, order))
+    order, own = shard.order, shard.slice
+    shape = shard.shape if own is None else own.local_shape
+    for part in rectangles(stored_dims(shape, order), shard.start, shard.local.numel()):
+        offsets = tensor_dims(part.offsets, order)
+        if own is not None and own.cut is not None:
+            offsets = tuple(at + own.offset * (dim == own.cut.dim) for dim, at in enumerate(offsets))
+        yield replace(part, offsets=offsets, sizes=tensor_dims(part.sizes, order))
 
 
 def _check_storage(shard: Shard) -> None:

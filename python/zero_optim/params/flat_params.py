@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from ..stores.lanes import Lanes
 from .layout import BucketLayout
 from .param_shard import ParamShard
 from .storage_order import as_stored, storage_order, view_of
+from .tensor_slice import local_of, put_together, slice_of
 
 _version_of = operator.attrgetter("_version")
 
@@ -27,6 +29,8 @@ class FlatParams:
 
     Attributes:
         params: the plain parameters. Whatever ``full`` does, they stay the same objects, with the same hooks.
+        slices: of each of ``params``, the tensor-parallel slice of it that is here; None: it is plain.
+        sliced: whether one of them has a slice.
         full: [numel] all parameters. Where they are sharded its storage is empty but for the time of their use: it is
             resized, never replaced, since what autograd saves in a forward aliases it.
         shard: [shard_numel] this rank's part, always there: a view of ``full``, or memory of its own where sharded.
@@ -49,29 +53,39 @@ class FlatParams:
         self.pieces = tuple(layout.pieces(sharding.shard_index))
         self.sharded = self.shown = self.offloaded = False
         self.param_shards: list[ParamShard] = []
-        self.orders = [storage_order(parameter) for parameter in self.params]
+        self.slices = [slice_of(parameter) for parameter in self.params]
+        self.sliced = any(self.slices)
+        self.orders = [storage_order(local) for local in self.locals]
         self.permuted = any(self.orders)
         self._lanes: Lanes | None = None
         self.full = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self.shard = sharding.own_part(self.full)
         self._views = self.slot_views(self.full)
-        for parameter, view in zip(self.params, self._views, strict=True):
-            view.copy_(parameter.data)
-            keep_for_current_stream(parameter.data)
-            parameter.data = as_own_storage(view)
+        for local, view in zip(self.locals, self._views, strict=True):
+            view.copy_(local.data)
+            keep_for_current_stream(local.data)
+            local.data = as_own_storage(view)
         self._locate(self.full)
+
+    @property
+    def locals(self) -> Sequence[Tensor]:
+        """Of each of ``params`` the tensor that has its values: another one only where it has a slice."""
+        return [local_of(parameter) for parameter in self.params] if self.sliced else self.params
+
+    @property
+    def cut(self) -> bool:
+        """Whether they are cut over the tensor-parallel ranks: all of them, or none."""
+        return self.slices[0] is not None and self.slices[0].cut is not None
 
     @property
     def holders(self) -> tuple[int, int]:
         """How many ranks have the shard that this one has, and which of them this is."""
-        return self._sharding.holders
+        return self._sharding.holders(cut=self.cut)
 
     def slot_views(self, full: Tensor) -> list[Tensor]:
-        """A view of ``full`` [numel] for each parameter, in its shape and its memory format."""
-        slots = zip(self.layout.slots, self.params, self.orders, strict=True)
-        return [
-            view_of(full.narrow(0, slot.offset, slot.numel), parameter.shape, order) for slot, parameter, order in slots
-        ]
+        """A view of ``full`` [numel] for each parameter, in the shape and the memory format that it has here."""
+        slots = zip(self.layout.slots, self.locals, self.orders, strict=True)
+        return [view_of(full.narrow(0, slot.offset, slot.numel), local.shape, order) for slot, local, order in slots]
 
     def as_stored(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """View a tensor for each parameter so that it is contiguous where it lies as its slot does."""
@@ -96,7 +110,7 @@ class FlatParams:
             host_memory: where the shard is to rest; None: on the device.
             lanes: where it rests in host memory, on what it is copied to the device.
         """
-        self._sharding.broadcast(self.full)
+        self._sharding.broadcast(self.full, cut=self.cut)
         self.offloaded = host_memory is not None
         if host_memory is not None:
             shard = host_memory.take(self.shard.nbytes).view(self.dtype)
@@ -155,15 +169,15 @@ class FlatParams:
 
     def show(self) -> None:
         """``full`` is there: let the plain parameters have their values."""
-        for parameter, view in zip(self.params, self._views, strict=True):
-            parameter.data = view
+        for local, view in zip(self.locals, self._views, strict=True):
+            local.data = view
         self._locate(self.full)
         self.shown = True
         self._versions = list(map(_version_of, self.params))
 
     def first_moved(self) -> int | None:
         """Find the first slot with a gradient whose parameter was cast, or given other memory or strides."""
-        stored = self.as_stored(self.params)
+        stored = self.as_stored(self.locals)
         if [*map(Tensor.data_ptr, stored)] == self.addresses and all(map(Tensor.is_contiguous, stored)):
             return None  # a cast shows by the address
         for slot, (view, place) in enumerate(zip(stored, self.addresses, strict=True)):
@@ -174,8 +188,8 @@ class FlatParams:
 
     def moved(self) -> list[Tensor]:
         """List the ``params`` that were cast or given other memory while they were shown. They are shown anew."""
-        pairs = zip(self.params, self.addresses, strict=True)
-        moved = [p for p, place in pairs if p.dtype != self.dtype or p.data_ptr() != place]
+        here = zip(self.params, self.locals, self.addresses, strict=True)
+        moved = [p for p, local, place in here if local.dtype != self.dtype or local.data_ptr() != place]
         if moved:
             self.show()
         return moved
@@ -217,18 +231,33 @@ class FlatParams:
             gather.wait()
         return whole
 
+    def wholes(self, full: Tensor) -> list[Tensor]:
+        """Collective where they are cut. Each parameter whole, of ``full`` [numel] as ``gathered`` gave it: a view,
+        or a copy where tensor-parallel ranks have slices."""
+        if not self.cut:
+            return self.slot_views(full)
+        every = self._sharding.gather_slices(full, "gather_parameters")
+        found = []
+        for slot, own, order in zip(self.layout.slots, self.slices, self.orders, strict=True):
+            assert own is not None
+            shapes = [own.on(rank).local_shape for rank in range(own.ranks)]
+            flats = [row.narrow(0, slot.offset, prod(shape)) for row, shape in zip(every, shapes, strict=True)]
+            slices = [view_of(flat, shape, order) for flat, shape in zip(flats, shapes, strict=True)]
+            found.append(put_together(own, slices))
+        return found
+
     def copy_out(self) -> Tensor:
         """Collective. Give the plain parameters memory of their own: what views it may outlive ``hide``."""
         whole = self.gathered()
-        for parameter, view in zip(self.params, self.slot_views(whole), strict=True):
-            parameter.data = as_own_storage(view)
+        for local, view in zip(self.locals, self.slot_views(whole), strict=True):
+            local.data = as_own_storage(view)
         self._locate(whole)
         self.shown = True
         return whole
 
     def write_back(self, whole: Tensor) -> None:
         """Collective. Keep rank 0's values of ``whole``, which ``copy_out`` gave."""
-        self._sharding.broadcast(whole, "gather_parameters")
+        self._sharding.broadcast(whole, "gather_parameters", cut=self.cut)
         new = self._sharding.own_part(whole).to(self.shard.device)
         for parameter, piece in zip(self.params, self.pieces, strict=True):
             own = slice(piece.in_shard, piece.in_shard + piece.numel)
@@ -240,5 +269,5 @@ class FlatParams:
     def hide(self) -> None:
         """Let the plain parameters have no values."""
         self.shown = False
-        for parameter in self.params:
-            parameter.data = self._nothing.expand(parameter.shape)
+        for local in self.locals:
+            local.data = self._nothing.expand(local.shape)

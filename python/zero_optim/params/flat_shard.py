@@ -13,6 +13,7 @@ from ..errors import ShardAccessError
 from . import dcp
 from .remedies import REMEDIES, Use, kind_of, use_of
 from .storage_order import StorageOrder, storage_order, strides_of
+from .tensor_slice import Cut, TensorSlice
 
 aten = torch.ops.aten
 _SAME_SHARD = {aten.detach.default, aten.alias.default}
@@ -28,6 +29,7 @@ class FlatShard(Tensor):
         start: flat index in the whole tensor, in that order, of the first element of ``local``.
         label: what it is, for messages ("gradient of 'fc.weight'").
         arrivals: what is on its way to ``local``; None: nothing ever is.
+        slice: the tensor-parallel slice in which ``start`` counts, and ``local`` is a flat range; None: the whole.
 
     Metadata, ``detach``, ``zero_`` and ``to`` work, and ``torch.distributed.checkpoint`` takes it. Everything else that
     would read or change values raises ``ShardAccessError``: no rank has the whole tensor, and an answer from a shard
@@ -37,6 +39,7 @@ class FlatShard(Tensor):
     start: int
     label: str
     arrivals: Arrivals | None
+    slice: TensorSlice | None
     _local: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -49,11 +52,12 @@ class FlatShard(Tensor):
         label: str,
         dtype: torch.dtype | None = None,
         order: StorageOrder = None,
+        slice: TensorSlice | None = None,
     ) -> FlatShard:
         shard = Tensor._make_wrapper_subclass(
             cls, tuple(shape), strides_of(shape, order), dtype=dtype or local.dtype, device=local.device
         )
-        shard._local, shard.start, shard.label, shard.arrivals = local, start, label, None
+        shard._local, shard.start, shard.label, shard.arrivals, shard.slice = local, start, label, None, slice
         return shard
 
     @property
@@ -133,12 +137,12 @@ class FlatShard(Tensor):
 
     def same_range(self, other: FlatShard) -> bool:
         """True if this rank's elements are those that ``other`` has."""
-        ranges = {(shard.start, shard._local.numel(), shard.order) for shard in (self, other)}
+        ranges = {(shard.start, shard._local.numel(), shard.order, shard.slice) for shard in (self, other)}
         return self.shape == other.shape and len(ranges) == 1
 
     def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
         """Another of the same elements, which are in ``local``. ``dtype``: of the whole; None: this one's."""
-        return FlatShard(local, self.start, self.shape, self.label, dtype or self.dtype, self.order)
+        return FlatShard(local, self.start, self.shape, self.label, dtype or self.dtype, self.order, self.slice)
 
     def _again(self) -> FlatShard:
         with torch.inference_mode(False):  # torch gives it the version counter of this one, which one of those has not
@@ -182,7 +186,7 @@ class FlatShard(Tensor):
         return self._of_same_range(self.local.clone())
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        parts = (self.local, self.start, tuple(self.shape), self.label, self.dtype, self.order)
+        parts = (self.local, self.start, tuple(self.shape), self.label, self.dtype, self.order, self.slice)
         return rebuild_flat_shard, parts
 
 
@@ -193,9 +197,10 @@ def rebuild_flat_shard(
     label: str,
     dtype: torch.dtype,
     order: StorageOrder = None,
+    slice: TensorSlice | None = None,
 ) -> FlatShard:
     """Unpickle a ``FlatShard``. Registered with torch, so ``torch.load(weights_only=True)`` accepts it."""
-    return FlatShard(local, start, shape, label, dtype, order)
+    return FlatShard(local, start, shape, label, dtype, order, slice)
 
 
-torch.serialization.add_safe_globals([rebuild_flat_shard])
+torch.serialization.add_safe_globals([rebuild_flat_shard, TensorSlice, Cut])

@@ -64,6 +64,10 @@ class BucketLayout:
         slots = zip(self.slots, params, strict=True)
         return replace(self, slots=tuple(replace(slot, param=param) for slot, param in slots))
 
+    def holding(self, numels: Mapping[int, int]) -> BucketLayout:
+        """The same places for parameters that have less here than the room they were given: ``numels`` of each."""
+        return replace(self, slots=tuple(replace(slot, numel=numels[slot.param]) for slot in self.slots))
+
     def pieces(self, shard: int) -> Iterator[SlotPiece]:
         """Cut out what ``shard`` holds of every slot, empty pieces included."""
         low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel

@@ -13,6 +13,7 @@ from ..errors import ParameterError, ShardAccessError
 from .flat_shard import FlatShard
 from .remedies import Use
 from .storage_order import flat_of, storage_order, strides_of
+from .tensor_slice import is_distributed, local_of, slice_of
 
 aten = torch.ops.aten
 _PIPELINE_BACKWARD = "torch.distributed.pipelining._backward"
@@ -38,7 +39,7 @@ class StateDictShard(FlatShard):
     """
 
     def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
-        return StateDictShard(local, self.start, self.shape, self.label, dtype or self.dtype, self.order)
+        return StateDictShard(local, self.start, self.shape, self.label, dtype or self.dtype, self.order, self.slice)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         raise _save_refusal(self)
@@ -63,6 +64,7 @@ class ParamShard(FlatShard):
         strides = strides_of(plain.shape, storage_order(plain))
         shard = Tensor._make_wrapper_subclass(cls, tuple(plain.shape), strides, dtype=plain.dtype, device=plain.device)
         shard._local, shard.start, shard.label, shard.arrivals = local, start, f"parameter {name!r}", None
+        shard.slice = slice_of(plain)
         shard.plain, shard.flat = plain, None
         shard._is_param = True
         return shard
@@ -86,6 +88,16 @@ class ParamShard(FlatShard):
             "parameters that are gone when it does: at stage 3 take Schedule1F1B or ScheduleInterleaved1F1B, or take "
             "stage 2"
         )
+
+    @property
+    def device_mesh(self) -> Any:
+        """As a ``DTensor`` has it."""
+        return self.plain.device_mesh  # type: ignore[attr-defined]
+
+    @property
+    def placements(self) -> Any:
+        """As a ``DTensor`` has them."""
+        return self.plain.placements  # type: ignore[attr-defined]
 
     # Instances, not the class, are asked for these: torch's own code in C++ never is.
     @property
@@ -150,11 +162,17 @@ class ParamShard(FlatShard):
         else:
             if self.flat is not None:
                 self.flat.wait_until_copied()
-            whole = source.local if isinstance(source, FlatShard) else flat_of(source.detach(), self.order)
+            whole = source.local if isinstance(source, FlatShard) else self._flat_slice(source.detach())
             start = 0 if same else self.start
             self.local.copy_(whole[start : start + self.local.numel()])
         torch.autograd.graph.increment_version(self.plain)  # here, below autograd, nothing else does
         return self
+
+    def _flat_slice(self, source: Tensor) -> Tensor:
+        """[slice's numel] what this tensor-parallel rank has of ``source``, a whole tensor or a ``DTensor``."""
+        if is_distributed(source):
+            return local_of(source.redistribute(placements=self.placements)).reshape(-1)  # type: ignore[attr-defined]
+        return flat_of(source if self.slice is None else self.slice.of(source), self.order)
 
     def module_load(self, other: Tensor, assign: bool = False) -> ParamShard:
         """Serve ``load_state_dict`` under ``torch.__future__.set_swap_module_params_on_conversion(True)``: it gives the
@@ -165,7 +183,7 @@ class ParamShard(FlatShard):
         return same
 
     def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
-        return StateDictShard(local, self.start, self.shape, self.label, dtype or self.dtype, self.order)
+        return StateDictShard(local, self.start, self.shape, self.label, dtype or self.dtype, self.order, self.slice)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
         raise ShardAccessError(

@@ -101,7 +101,7 @@ class Clip:
     def _norm_over_ranks(self, here: Norms | None, norm_type: float) -> Tensor:
         """Collective. [] float64, the norm of what all ranks have; ``here``: None is nothing."""
         sharding = self.sharding
-        found = norms_over(sharding.everyone, here if sharding.speaks else None, norm_type, sharding.device)
+        found = norms_over(sharding.everyone, here, norm_type, sharding.device)
         if self._pipeline is not None:
             found = self._pipeline.together(found, norm_type, sharding.device)
         return found.norm(norm_type).reshape(())
@@ -112,8 +112,8 @@ class Clip:
         return self.factor
 
     def _parts(self, buckets: Sequence[Bucket], norm_type: float, subset: Sequence[int] | None) -> Norms | None:
-        """Measure what this rank has of the gradients of ``subset``, each times its factor; None: nothing."""
-        held = [bucket for bucket in buckets if bucket.state is not GradState.EMPTY]
+        """Measure what this rank counts of the gradients of ``subset``, each times its factor; None: nothing."""
+        held = [bucket for bucket in buckets if bucket.state is not GradState.EMPTY and bucket.speaks]
         if subset is None and self.factor is None:  # whole shards: what is in them beside gradients is zero
             return Norms.of([bucket.grad_shard for bucket in held], norm_type) if held else None
         wanted = set(range(len(self.labels)) if subset is None else subset)

@@ -78,8 +78,8 @@ class Exchange:
         self.sharding, self.labels, self._parameters, self._at_once = sharding, labels, parameters, at_once
         self._pipeline = pipeline
         device = sharding.device
-        self._alarms = alarms(by_units=by_units) if sharding.reduces else ()  # alone, a rank has none
-        self.nonfinite = NonFinite(sharding.rank, sharding.world_size, device)
+        self._alarms = alarms(by_units=by_units) if sharding.agrees else ()  # alone, a rank has none
+        self.nonfinite = NonFinite(sharding.rank, sharding.everyone.world_size, device)
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         self.skipped = torch.zeros((), dtype=torch.float32, device=device)
         self.state = Exchanged.OUTDATED
@@ -207,16 +207,13 @@ class Exchange:
 
     def _local_totals(self, buckets: Sequence[Bucket], norm_type: float) -> Tensor:
         """[2]: this rank's term of the norm, and its count of non-finite values."""
-        shards = [bucket.grad_shard for bucket in buckets if bucket.state is not GradState.EMPTY]
+        # Of ranks that hold the same gradients one counts them.
+        held = [bucket for bucket in buckets if bucket.state is not GradState.EMPTY]
+        shards = [bucket.grad_shard for bucket in held if bucket.speaks]
         if not shards:
             return torch.zeros(2, dtype=torch.float32, device=self.sharding.device)
         stats = torch.ops.zero_kernels.grad_stats(shards, norm_type)
         totals = stats.sum(0)
         if norm_type == math.inf:
             totals[0] = stats[:, 0].max()
-        return counted_once(self.sharding, totals)
-
-
-def counted_once(sharding: Sharding, totals: Tensor) -> Tensor:
-    """Let rank 0 speak for all where every rank holds the same gradients."""
-    return totals if sharding.speaks else totals.zero_()
+        return totals

@@ -184,7 +184,7 @@ class HiddenEdits:
             self._read()
 
     def _read(self) -> None:
-        answer = self._on_host.read(wait=self._sharding.reduces)
+        answer = self._on_host.read(wait=self._sharding.agrees)
         if answer is not None and answer[0] != _NOWHERE:
             turn, place = divmod(int(answer[0]), _MOST)
             self.found = True

@@ -16,6 +16,7 @@ from ..comm.storage import deallocate
 from ..errors import OffloadError
 from ..grads.bucket import Bucket
 from ..params.layout import SlotPiece
+from ..params.tensor_slice import put_together
 from ..rules.update_rule import Begins, StateTensor, UpdateRule, has_master
 from ..stores.host_store import HostStore
 from ..stores.host_threads import host_threads
@@ -35,6 +36,7 @@ _version_of = operator.attrgetter("_version")
 class StatePiece:
     """A parameter's part of one tensor of a shard's state."""
 
+    shard: ShardState
     tensor: StateTensor
     piece: SlotPiece
 
@@ -273,7 +275,7 @@ class OptimizerState:
         self.refresh_edited()
         for shard in self.shards:
             for tensor in shard.tensors:
-                for index, whole in _by_index(shard, tensor, self._gathered(shard, tensor)).items():
+                for index, whole in self._wholes(shard, tensor, self._gathered(shard, tensor)).items():
                     yield index, tensor.name, whole
         self.raise_lost_together()
 
@@ -287,7 +289,7 @@ class OptimizerState:
             for tensor in shard.tensors:
                 if tensor.begins is Begins.PARAMETER:
                     full = self._gathered(shard, tensor)
-                    yield _by_index(shard, tensor, full)
+                    yield self._wholes(shard, tensor, full)
                     if self.sharding.shard_count > 1:  # then it is no state itself; gloo's threads may still have it
                         deallocate(full)
         self.raise_lost_together()
@@ -308,6 +310,20 @@ class OptimizerState:
             self.trouble.lose(shard.parameters, error)
             here = here.new_zeros(numel)
         return self.sharding.whole_of(here, kind)
+
+    def _wholes(self, shard: ShardState, tensor: StateTensor, full: Tensor) -> dict[int, Tensor]:
+        """Collective where tensor-parallel ranks have slices. Cut ``full``, of a whole bucket, into what each parameter
+        has of it, whole and in its shape: a view, or a copy that is put together of slices."""
+        flat = shard.bucket.flat
+        if not flat.cut:
+            return {slot.param: shard.view_in(full, tensor, n) for n, slot in enumerate(shard.bucket.layout.slots)}
+        every = self.sharding.gather_slices(full, "state")
+        wholes = {}
+        for number, (slot, own) in enumerate(zip(shard.bucket.layout.slots, flat.slices, strict=True)):
+            assert own is not None
+            slices = [shard.view_in(row, tensor, number, rank) for rank, row in enumerate(every)]
+            wholes[slot.param] = put_together(own, slices)
+        return wholes
 
     def distribute(self, names: Mapping[int, Sequence[str]], tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Collective. Take over whole tensors that rank 0 has, those of one bucket at a time.
@@ -332,13 +348,17 @@ class OptimizerState:
         tensors: Mapping[int, Mapping[str, Tensor]],
     ) -> None:
         _, numel = tensor.span(0, shard.bucket.layout.numel)
-        full = torch.empty(numel, dtype=tensor.dtype, device=shard.bucket.device)
-        wholes = _by_index(shard, tensor, full)
-        for index in (piece.slot.param for piece in given) if self.sharding.rank == 0 else ():
-            wholes[index].copy_(tensors[index][tensor.name])
-        self.sharding.broadcast(full, "state")
+        flat, names = shard.bucket.flat, {piece.slot.param for piece in given}
+        every = torch.empty(self.sharding.slice_count if flat.cut else 1, numel, dtype=tensor.dtype, device=flat.device)
+        for number, (slot, own) in enumerate(zip(shard.bucket.layout.slots, flat.slices, strict=True)):
+            for rank, full in enumerate(every if self.sharding.rank == 0 and slot.param in names else ()):
+                whole = tensors[slot.param][tensor.name]
+                part = whole if own is None else own.on(rank).of(whole)
+                shard.view_in(full, tensor, number, rank).copy_(part)
+        self.sharding.broadcast(every, "state", cut=False)  # rank 0 alone has them: to all, whatever slice each has
         with self.trouble.losing(shard):
-            _fill(shard, tensor, full, [(piece, piece.slot.offset) for piece in given])
+            own_slice = every[self.sharding.slice_index if flat.cut else 0]
+            _fill(shard, tensor, own_slice, [(piece, piece.slot.offset) for piece in given])
 
     def _pieces(self, indices: set[int]) -> Iterator[tuple[ShardState, list[SlotPiece]]]:
         """Find the pieces of these parameters, by shard; shards without any are left out."""
@@ -366,16 +386,8 @@ def _host_copy(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", copy=True)
 
 
-def _by_index(shard: ShardState, tensor: StateTensor, full: Tensor) -> dict[int, Tensor]:
-    """Cut ``full`` into a view for each parameter of a bucket, in the parameter's shape."""
-    return {
-        slot.param: shard.whole(tensor, number, full.narrow(0, *tensor.span(slot.offset, slot.numel)))
-        for number, slot in enumerate(shard.bucket.layout.slots)
-    }
-
-
 def _state_pieces(shard: ShardState) -> Iterator[StatePiece]:
     for tensor in shard.tensors:
         for piece in shard.bucket.pieces:
             if piece.numel:
-                yield StatePiece(tensor, piece)
+                yield StatePiece(shard, tensor, piece)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from ..comm.streams import keep_for_current_stream
 from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
-from ..params.storage_order import StorageOrder, view_of
+from ..params.storage_order import view_of
+from ..params.tensor_slice import shown_as
 from ..rules.update_rule import Begins, ShardUpdate, StateTensor, UpdateRule, has_master, master_of, tensors_for
 from ..stores.host_store import HostStore
 from ..stores.state_store import StateStore
@@ -177,23 +179,30 @@ class ShardState:
         bucket, piece = self.bucket, self.bucket.pieces[index]
         made: dict[str, Tensor] = {}
         for tensor in self.tensors:
-            local = self.part(tensor, state[tensor.name], piece)
             if bucket.sharding.shard_count == 1:
-                made[tensor.name] = self.whole(tensor, index, local)
+                made[tensor.name] = shown_as(bucket.params[index], self.view_in(state[tensor.name], tensor, index))
                 continue
-            shape, order = self._shape(tensor, index)
+            local = self.part(tensor, state[tensor.name], piece)
+            parameter, order = bucket.params[index], tensor.order(bucket.flat.orders[index])
+            shape = tensor.shape(parameter.shape, parameter.numel())
             start, _ = tensor.span(piece.in_param, 0)
             label = f"{tensor.name} of {bucket.label(index)}"
-            made[tensor.name] = FlatShard(local, start, torch.Size(shape), label, None, order)
+            made[tensor.name] = FlatShard(
+                local, start, torch.Size(shape), label, None, order, bucket.flat.slices[index]
+            )
         return made
 
-    def whole(self, tensor: StateTensor, index: int, flat: Tensor) -> Tensor:
-        """``flat``, which is all of this tensor of slot ``index``, in its shape and the parameter's memory format."""
-        return view_of(flat, *self._shape(tensor, index))
+    def view_in(self, full: Tensor, tensor: StateTensor, index: int, rank: int | None = None) -> Tensor:
+        """View in ``full``, this tensor of a whole bucket, what slot ``index`` has, in its shape and memory format.
 
-    def _shape(self, tensor: StateTensor, index: int) -> tuple[tuple[int, ...], StorageOrder]:
-        parameter = self.bucket.params[index]
-        return tensor.shape(parameter.shape, parameter.numel()), tensor.order(self.bucket.flat.orders[index])
+        ``rank``: of a parameter that is cut, the tensor-parallel rank whose slice it is; None: this one.
+        """
+        flat = self.bucket.flat
+        own, slot, local = flat.slices[index], flat.layout.slots[index], flat.locals[index]
+        shape = local.shape if own is None or rank is None else own.on(rank).local_shape
+        numel = prod(shape)
+        part = full.narrow(0, *tensor.span(slot.offset, numel))
+        return view_of(part, tensor.shape(shape, numel), tensor.order(flat.orders[index]))
 
     def refresh_masters(self, pieces: Sequence[SlotPiece]) -> None:
         """Take over what a user wrote into these parameters; the rest keeps its precision."""

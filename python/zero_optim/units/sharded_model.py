@@ -14,6 +14,7 @@ from ..comm.sharding import Sharding
 from ..params.flat_params import FlatParams
 from ..params.layout import one_bucket
 from ..params.param_shard import plain_parameter
+from ..params.tensor_slice import local_of, room_of
 from ..stores.host_memory import HostMemory
 from ..stores.lanes import Lanes
 from .generation import sync_generation
@@ -117,9 +118,10 @@ class ShardedModel:
 
 
 def flatten(params: Sequence[Tensor], sharding: Sharding, *, trained: bool) -> FlatParams:
-    """One flat tensor for parameters of one dtype."""
-    layout = one_bucket([parameter.numel() for parameter in params], sharding.shard_count)
-    return FlatParams(layout, params, sharding, trained=trained)
+    """One flat tensor for parameters of one kind."""
+    layout = one_bucket([*map(room_of, params)], sharding.shard_count)
+    numels = {index: local_of(parameter).numel() for index, parameter in enumerate(params)}
+    return FlatParams(layout.holding(numels), params, sharding, trained=trained)
 
 
 def sharded_model_of(parameters: Iterable[Tensor]) -> list[ShardedModel]:

@@ -1,0 +1,200 @@
+"""Tensor parallelism: a parameter of which this rank has a slice along one dimension, or has all, as others do.
+
+Such a parameter is a ``DTensor`` of torch's. The optimizer works on the tensor within it, which lies in this rank's
+memory, and what a user sees of parameter, gradient and state has the shape of the whole::
+
+    weight [6, 4], cut along dimension 0 over 2 tensor-parallel ranks
+
+    rank 0   rows 0 to 2   ──┐
+    rank 1   rows 3 to 5   ──┴── flat ranges count the slices one after another: rank 1's begins at element 12
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import ParameterError
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a tensor is cut into slices: along ``dim``, of so many rows each, in the order of the ranks."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """The slice of a parameter that one tensor-parallel rank has.
+
+    Attributes:
+        shape: of the whole parameter.
+        cut: None: every rank has all of it.
+        ranks, rank: how many tensor-parallel ranks there are, and which of them this is.
+    """
+
+    shape: tuple[int, ...]
+    cut: Cut | None
+    ranks: int
+    rank: int
+
+    @property
+    def offset(self) -> int:
+        """Of the slice along the dimension of the cut: where it begins."""
+        return 0 if self.cut is None else sum(self.cut.sizes[: self.rank])
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the slice."""
+        return self.shape if self.cut is None else slice_shape(self.shape, self.cut, self.rank)
+
+    @property
+    def start(self) -> int:
+        """The number of its first element, where the slices are counted one after another."""
+        return 0 if self.cut is None else slice_start(self.shape, self.cut, self.rank)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """View this slice of ``whole``."""
+        return whole if self.cut is None else whole.narrow(self.cut.dim, self.offset, self.cut.sizes[self.rank])
+
+    def on(self, rank: int) -> TensorSlice:
+        """The slice that another tensor-parallel rank has."""
+        return replace(self, rank=rank)
+
+
+def slice_shape(shape: Sequence[int], cut: Cut, rank: int) -> tuple[int, ...]:
+    """The shape of one slice of a tensor of ``shape``."""
+    return (*shape[: cut.dim], cut.sizes[rank], *shape[cut.dim + 1 :])
+
+
+def slice_start(shape: Sequence[int], cut: Cut, rank: int) -> int:
+    """Elements of the slices before this one."""
+    return sum(cut.sizes[:rank]) * (prod(shape) // max(shape[cut.dim], 1))
+
+
+def is_distributed(tensor: object) -> bool:
+    """True for a ``DTensor``. Its module is not imported for that: nobody has one who has not."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def local_of(tensor: Any) -> Tensor:
+    """The tensor in this rank's memory: what is within a ``DTensor``, else itself."""
+    return tensor._local_tensor if is_distributed(tensor) else tensor
+
+
+def mesh_of(parameters: Iterable[Tensor]) -> dist.DeviceMesh | None:
+    """The mesh of the first of them that is a ``DTensor``."""
+    return next((mesh for p in parameters if (mesh := getattr(p, "device_mesh", None)) is not None), None)
+
+
+def slice_of(parameter: Any, label: str = "a parameter") -> TensorSlice | None:
+    """The slice that this rank has; None for a plain parameter. ``label``: for messages.
+
+    Raises ParameterError for a ``DTensor`` that is placed in another way than tensor parallelism places it.
+    """
+    if not is_distributed(parameter):
+        return None
+    mesh, shape = parameter.device_mesh, tuple(parameter.shape)
+    if mesh.ndim != 1 or mesh.get_coordinate() is None:
+        raise ParameterError(
+            f"{label}, of shape {shape}, is a DTensor over a mesh of the dimensions {mesh.mesh_dim_names}: give "
+            "parallelize_module the one dimension of tensor parallelism, mesh['tp'], and leave the sharding over "
+            "data-parallel ranks to this optimizer"
+        )
+    (placement,) = parameter.placements
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    found = TensorSlice(shape, None, ranks, rank)
+    if type(placement).__name__ == "Shard":
+        dim = placement.dim % len(shape)
+        rows = -(-shape[dim] // ranks)
+        sizes = tuple(max(0, min(rows, shape[dim] - rows * other)) for other in range(ranks))
+        found = TensorSlice(shape, Cut(dim, sizes), ranks, rank)
+    elif not placement.is_replicate():
+        raise ParameterError(
+            f"{label}, of shape {shape}, is a DTensor placed as {placement}: the optimizer takes Shard(dim) and "
+            "Replicate()"
+        )
+    if tuple(local_of(parameter).shape) != found.local_shape:
+        raise ParameterError(
+            f"{label}, of shape {shape}, is a DTensor placed as {placement} over {ranks} ranks, and rank {rank} has "
+            f"{tuple(local_of(parameter).shape)} of it, not {found.local_shape}: make it by distribute_tensor"
+        )
+    return found
+
+
+def placed(parameter: Any) -> str:
+    """How a ``DTensor`` is placed, for messages; nothing for another."""
+    return f", placed as {parameter.placements}" if is_distributed(parameter) else ""
+
+
+def is_cut(parameter: Any) -> bool:
+    """Whether the tensor-parallel ranks have a slice each. Else each has all of it, also of a plain parameter."""
+    own = slice_of(parameter)
+    return own is not None and own.cut is not None
+
+
+def whole_of(tensor: Any) -> Tensor:
+    """Collective for a ``DTensor``: all of it, by torch's own means. A plain tensor is whole."""
+    return tensor.full_tensor() if is_distributed(tensor) else tensor
+
+
+def put_together(own: TensorSlice, slices: Sequence[Tensor]) -> Tensor:
+    """The whole tensor of which these are all slices, in the shape of each, in the order of the ranks."""
+    assert own.cut is not None
+    return torch.cat([*slices], own.cut.dim)
+
+
+def room_of(parameter: Tensor) -> int:
+    """Elements of the largest slice. So much room a parameter gets on each tensor-parallel rank: all have the same
+    buckets, and walk through them together."""
+    own = slice_of(parameter)
+    return parameter.numel() if own is None else prod(own.on(0).local_shape)  # torch makes the first the largest
+
+
+@torch.no_grad()
+def shown_as(parameter: Any, local: Tensor, *, term: bool = False) -> Tensor:
+    """``local`` as a user is to see it: a ``DTensor`` around it, placed as ``parameter`` is; itself for a plain one.
+
+    ``term``: it is a term of a sum over the tensor-parallel ranks, and says so.
+    """
+    if not is_distributed(parameter):
+        return local
+    placements = parameter.placements
+    if term:
+        from torch.distributed.tensor import Partial
+
+        placements = (Partial(),)
+    shown: Tensor = type(parameter.data).from_local(
+        local,
+        parameter.device_mesh,
+        placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return shown
+
+
+@torch.no_grad()
+def local_gradient(parameter: Any, grad: Any) -> tuple[Tensor, bool]:
+    """This rank's slice of a gradient, and whether it is a term alone of the sum over the tensor-parallel ranks.
+
+    Under sequence parallelism the gradient of a parameter that all of them have is such a term. A gradient that is
+    placed in yet another way is communicated here, as torch does it.
+    """
+    if not is_distributed(grad):
+        return grad, False
+    placement, wanted = grad.placements[0], parameter.placements[0]
+    if placement.is_partial() and getattr(placement, "reduce_op", "sum") == "sum" and wanted.is_replicate():
+        return grad._local_tensor, True
+    if grad.placements != parameter.placements:
+        grad = grad.redistribute(placements=parameter.placements)
+    return grad._local_tensor, False

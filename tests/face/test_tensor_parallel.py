@@ -1,0 +1,175 @@
+"""A GPT cut by torch's own styles of tensor parallelism, times each stage, against the same GPT in one process."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import run_ranks
+from tensor_cases import HYPER, Block, Gpt, Way, loss_of, losses, make_mesh, make_model
+from torch import Tensor
+from training_cases import maybe_no_sync
+
+TENSOR = 2
+Outcome = dict[str, object]
+
+
+def _optimizer(way: Way, model: Gpt, mesh: object):
+    import zero_optim
+
+    given = {} if way.stage == 3 else {"mesh": mesh["dp"]}
+    if way.stage == 3:
+        zero_optim.shard_module(model, (Block,), mesh=mesh["dp"])
+    return zero_optim.ShardedAdamW(model.named_parameters(), **HYPER, **given, stage=way.stage, **way.options)
+
+
+def _train(rank: int, way: Way, mesh: object) -> Outcome:
+    import zero_optim
+
+    model = make_model(way, mesh["tp"])
+    opt = _optimizer(way, model, mesh)
+    scaler = zero_optim.GradScaler(init_scale=2.0**10) if way.scaler else None
+    norms = []
+    for step in range(way.steps):
+        for micro in range(way.micro):
+            with maybe_no_sync(opt, way.no_sync and micro < way.micro - 1), losses(sequence=way.sequence):
+                loss = loss_of(model, rank // TENSOR, step, micro, use=way.use(step))
+                if way.overflow_on == rank and step == 0:
+                    loss = loss * math.inf
+                (loss if scaler is None else scaler.scale(loss)).backward()
+        if way.clip is not None:
+            if scaler is not None:
+                scaler.unscale_(opt)
+            norms.append(float(opt.clip_grad_norm_(*way.clip)))
+        opt.step() if scaler is None else scaler.step(opt)
+        if scaler is not None:
+            scaler.update()
+        opt.zero_grad()
+    found = {
+        "parameters": {name: whole.clone() for name, whole in zero_optim.iter_full_parameters(model)},
+        "norms": norms,
+        "state": zero_optim.full_state_dict(opt, rank=None)["state"],
+        "skipped": opt.stats()["skipped_steps"],
+        "scale": None if scaler is None else scaler.get_scale(),
+    }
+    opt.close()
+    return found
+
+
+def _alone(way: Way, data: int) -> Outcome:
+    """One process: the mean loss of all data-parallel ranks, by ``torch.optim.AdamW``."""
+    model = make_model(replace(way, dtype=torch.float32))
+    opt = torch.optim.AdamW(model.parameters(), **HYPER)
+    norms = []
+    for step in range(way.steps):
+        if way.overflow_on is not None and step == 0:
+            norms.append(math.nan)
+            continue
+        for micro in range(way.micro):
+            (sum(loss_of(model, rank, step, micro, use=way.use(step)) for rank in range(data)) / data).backward()
+        if way.clip is not None:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), *way.clip)))
+        opt.step()
+        opt.zero_grad()
+    return {"parameters": dict(model.named_parameters()), "norms": norms, "state": opt.state_dict()["state"]}
+
+
+def _compare(found: Outcome, wanted: Outcome, tolerance: float) -> None:
+    for name, whole in wanted["parameters"].items():
+        torch.testing.assert_close(found["parameters"][name].float(), whole.detach(), rtol=tolerance, atol=tolerance)
+    assert found["norms"] == pytest.approx(wanted["norms"], rel=10 * tolerance, nan_ok=True)
+    assert found["state"].keys() == wanted["state"].keys()
+    for index, entry in wanted["state"].items():
+        for kind, value in entry.items():
+            torch.testing.assert_close(found["state"][index][kind], value, rtol=10 * tolerance, atol=tolerance)
+
+
+def _outcomes(rank: int, world_size: int, ways: list[Way]) -> list[Outcome]:
+    mesh = make_mesh(world_size // TENSOR, TENSOR)
+    return [_train(rank, way, mesh) for way in ways]
+
+
+FROZEN = ("blocks.0.up.weight", "blocks.1.norm1.weight")
+WAYS = {
+    "clipped by norm 2": Way(clip=(0.5, 2.0)),
+    "clipped by the largest": Way(clip=(0.01, math.inf)),
+    "clipped by norm 3, plain norms": Way(clip=(0.1, 3.0), sequence=False),
+    "no_sync": Way(micro=3, no_sync=True),
+    "three backwards": Way(micro=3, clip=(0.5, 1.0)),
+    "an overflow on one rank": Way(scaler=True, overflow_on=3, clip=(0.5, 2.0)),
+    "frozen": Way(frozen=FROZEN, clip=(0.5, 2.0)),
+    "absent in one step": Way(absent=True, clip=(0.5, 2.0)),
+    "uneven slices": Way(hidden=5, sequence=False, clip=(0.5, 2.0)),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_trains_as_one_process_does(stage):
+    ways = [replace(way, stage=stage) for way in WAYS.values()]
+    results = run_ranks(4, _outcomes, ways, timeout=180)
+    for number, (name, way) in enumerate(zip(WAYS, ways, strict=True)):
+        wanted = _alone(way, 2)
+        for of_rank in results:
+            try:
+                _compare(of_rank[number], wanted, 1e-5)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+            assert of_rank[number]["skipped"] == (way.overflow_on is not None)
+            assert of_rank[number]["scale"] == (2.0**9 if way.scaler else None)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bf16_with_fp32_masters_stays_near_fp32(stage):
+    """The masters; ranks of a column agree on every bit."""
+    way = Way(stage=stage, dtype=torch.bfloat16, clip=(0.5, 2.0), options={"grad_reduce_dtype": torch.float32})
+    results = run_ranks(4, _outcomes, [way], timeout=120)
+    wanted = _alone(way, 2)
+    for (found,) in results:
+        assert found["norms"] == pytest.approx(wanted["norms"], rel=0.05)
+        masters = [entry["master"] for entry in found["state"].values()]
+        for master, whole in zip(masters, wanted["parameters"].values(), strict=True):
+            assert (master - whole).abs().mean() < 3e-3
+        for name, whole in results[0][0]["parameters"].items():
+            assert torch.equal(found["parameters"][name], whole)
+
+
+def _shown(rank: int, world_size: int, stage: int) -> None:
+    """Wherever a user looks, parameters and readable gradients are DTensors of the same mesh and placements."""
+    import zero_optim
+    from torch.distributed.tensor import DTensor
+
+    mesh = make_mesh(2, 2)
+    way = Way(stage=stage)
+    model = make_model(way, mesh["tp"])
+    before = {name: (p.device_mesh, p.placements, p.shape, p.stride()) for name, p in model.named_parameters()}
+    opt = _optimizer(way, model, mesh)
+
+    def check(what: dict[str, Tensor]) -> None:
+        for name, tensor in what.items():
+            assert (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()) == before[name], name
+
+    check(dict(model.named_parameters()))
+    for step in range(2):
+        with losses(sequence=True):
+            loss_of(model, rank // 2, step).backward()
+        check(dict(model.named_parameters()))
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        if stage == 0:
+            assert all(isinstance(grad, DTensor) for grad in grads.values())
+            check(grads)
+        else:
+            assert all(type(grad) is zero_optim.FlatShard for grad in grads.values())
+            assert all(grad.shape == before[name][2] for name, grad in grads.items())
+        opt.step()
+        opt.zero_grad()
+    with zero_optim.gather_parameters(model):
+        check(dict(model.named_parameters()))
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+    opt.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_and_readable_gradients_are_dtensors(stage):
+    run_ranks(4, _shown, stage)
