@@ -30,6 +30,7 @@ from .grads.buckets import buckets_by_size, buckets_of_units
 from .grads.reducer import Reducer, open_reducers
 from .grads.slots import GradState
 from .params.parameter_set import ParameterSet
+from .params.shardings import Shardings
 from .params.tensor_slice import is_cut, local_of
 from .rules.update_rule import UpdateRule
 from .stats import memory_by_kind
@@ -69,6 +70,7 @@ class Engine:
     """The parts of one optimizer. They know each other by what they are given here, and by nothing else.
 
     Args:
+        shardings: who shares which parameter.
         sharded_model: at stage 3, the model.
         bucket_cap_mb: MiB of gradients in a bucket at most; None: as the layout has it.
         offload, store: where the state lives.
@@ -77,7 +79,7 @@ class Engine:
 
     Attributes:
         parameters: which there are, what they are called, which are trained.
-        sharding: who shares what.
+        sharding: who shares all that is no expert; all ranks agree on everything there.
         rule: the arithmetic of the update.
         reducer: the buckets, and their gradients.
         states: the state of every shard.
@@ -91,7 +93,7 @@ class Engine:
     def __init__(
         self,
         parameters: ParameterSet,
-        sharding: Sharding,
+        shardings: Shardings,
         rule: UpdateRule,
         sharded_model: ShardedModel | None,
         bucket_cap_mb: float | None,
@@ -100,12 +102,13 @@ class Engine:
         store: StateStore,
         pipeline: Pipeline | None = None,
     ) -> None:
-        self.parameters, self.sharding, self.rule, self.sharded_model = parameters, sharding, rule, sharded_model
+        self.parameters, self.shardings, self.rule, self.sharded_model = parameters, shardings, rule, sharded_model
+        sharding = shardings.main
         self.bucket_cap_mb = bucket_cap_mb
         self.max_grad_norm: float | None = None
         self.skip_nonfinite = True
         trained, labels = parameters.trained, parameters.labels
-        make_buckets = partial(buckets_by_size, trained, labels, sharding, bucket_cap_mb)
+        make_buckets = partial(buckets_by_size, trained, labels, shardings, bucket_cap_mb)
         if sharded_model is not None:
             make_buckets = partial(buckets_of_units, sharded_model, trained, labels, sharding)
         schedule = None if sharded_model is None else sharded_model.schedule
@@ -118,7 +121,13 @@ class Engine:
         self.states = OptimizerState(trained, sharding, rule, store, self.speculator)
         self._pipeline = pipeline
         self.exchange = Exchange(
-            sharding, labels, trained, by_units=schedule is not None, at_once=store.may_lose, pipeline=pipeline
+            sharding,
+            labels,
+            trained,
+            by_units=schedule is not None,
+            at_once=store.may_lose,
+            pipeline=pipeline,
+            places=shardings.places_of_use,
         )
         self.clip = Clip(sharding, labels, pipeline)
         self.hyper = HyperTable([], 0, sharding.device, rule)
@@ -131,6 +140,10 @@ class Engine:
         self.watchers: list[Watcher] = []
         self.reducer.engine = weakref.ref(self)
         self.optimizer: Callable[[], object] = lambda: None
+
+    @property
+    def sharding(self) -> Sharding:
+        return self.shardings.main
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -326,7 +339,7 @@ class Engine:
         whole = self.sharded_model is None  # else ``shard_module`` has broadcast them
         if whole:  # what is trained goes a bucket at a time, below; what is not has no place in one
             alone = set(indices).difference(trained)
-            self._broadcast_untrained([self.parameters.all[index] for index in sorted(alone)])
+            self._broadcast_untrained(sorted(alone))
         self.parameters.claim(indices)
         self.parameters.train(trained)
         self.exchange.resize()
@@ -336,19 +349,23 @@ class Engine:
             buckets: list[Bucket] = []
             with self._allocating("making the buckets"):
                 buckets = self.reducer.grow(trained)
-            flats = [(bucket.layout.numel, bucket.dtype) for bucket in buckets]
-            self.sharding.connect_for_buckets(flats, gathered=whole)  # units are gathered over the model's group
+            for sharding in dict.fromkeys(bucket.sharding for bucket in buckets):
+                flats = [(bucket.layout.numel, bucket.dtype) for bucket in buckets if bucket.sharding == sharding]
+                sharding.connect_for_buckets(flats, gathered=whole)  # units are gathered over the model's group
             for bucket in buckets if whole else ():
-                self.sharding.broadcast(bucket.flat.full, cut=bucket.flat.cut)
+                bucket.sharding.broadcast(bucket.flat.full, cut=bucket.flat.cut)
             with self._allocating("making the state"):
                 self.states.grow(buckets)  # only now: masters are made of rank 0's values
             self.param_gather.use(self.reducer.buckets)
 
-    def _broadcast_untrained(self, parameters: Sequence[Tensor]) -> None:
+    def _broadcast_untrained(self, indices: Sequence[int]) -> None:
         """Collective. Give these, which have no place in a bucket, the first rank's values."""
-        for cut in (False, True):
-            alike = [local_of(parameter).data for parameter in parameters if is_cut(parameter) is cut]
-            self.sharding.broadcast_together(alike, cut=cut)
+        kinds: dict[tuple[Sharding, bool], list[Tensor]] = {}
+        for index in indices:
+            parameter = self.parameters.all[index]
+            kinds.setdefault((self.shardings.of(index), is_cut(parameter)), []).append(local_of(parameter).data)
+        for (sharding, cut), alike in kinds.items():
+            sharding.broadcast_together(alike, cut=cut)
 
     def _allocating(self, where: str) -> AbstractContextManager[object]:
         """Collective. Memory, or a disk, can run out: a failure of one rank is one of all."""

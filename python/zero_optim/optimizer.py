@@ -22,8 +22,9 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from . import validate
 from .callers import called_from, local_of_caller
 from .checkpoint import rank_state
-from .comm.collectives import make_comm
-from .comm.grid import group_of, read_rows
+from .comm.collectives import Comm, make_comm
+from .comm.expert_ranks import ExpertRanks, make_expert_shardings, read_expert_ranks, split_off, told_each_other
+from .comm.grid import Rows, group_of, read_rows
 from .comm.sharding import Sharding, make_sharding
 from .comm.tensor_ranks import with_tensor_ranks
 from .engine import Engine, Overlap, open_engines
@@ -31,6 +32,7 @@ from .errors import ClosedError, ZeroOptimError
 from .memory.out_of_memory import explaining_out_of_memory
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, listed
+from .params.shardings import Shardings
 from .params.tensor_slice import mesh_of
 from .rules.adamw import AdamW
 from .step.pipeline import comm_of_pipeline, make_pipeline
@@ -125,13 +127,14 @@ class ShardedAdamW(torch.optim.Optimizer):
         speculate: bool | None = None,
     ) -> None:
         self._closed = True  # until the constructor is through
-        params = listed(params)
+        params, said = split_off(listed(params))
+        dense = [group for number, group in enumerate(params) if number not in said] if said else params
         sharded = sharded_model_of(tensors_in(params))
         group, columns = group_of(process_group, mesh), None
         if group is None and sharded:
             group, columns = sharded[0].process_group(), sharded[0].sharding.columns
         else:
-            group, columns = with_tensor_ranks(group, mesh_of(tensors_in(params)))
+            group, columns = with_tensor_ranks(group, mesh_of(tensors_in(dense)))
         device = next((tensor.device for tensor in tensors_in(params)), None)
         comm = make_comm(group, device)
         stage = (3 if sharded else 2) if stage is None else stage
@@ -147,7 +150,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         }
         choice = {"state_offload": state_offload, "device_budget": device_budget, "speculate": speculate}
         options |= {name: value for name, value in choice.items() if value is not None}
-        offload, rows = Offload(), None
+        offload, rows, experts = Offload(), None, dict[int, ExpertRanks]()
         meaningless = {"fused": fused, "foreach": foreach, "capturable": capturable}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"maximize": maximize, "amsgrad": amsgrad, "differentiable": differentiable}
@@ -163,9 +166,14 @@ class ShardedAdamW(torch.optim.Optimizer):
             validate.check_groups(self.param_groups)
             validate.check_sharded(parameters, indices, stage, comm, rows)
             validate.check_parameters(parameters, indices)
-            validate.check_slices(parameters, indices, columns)
             validate.check_backend(comm, parameters.all[0].device)
-        validate.check_agreement(comm, parameters, 0, {**options, **validate.described_ranks(rows, columns)})
+            experts = _read_experts(said, comm, columns, stage)
+            validate.check_marked(parameters, indices, experts, comm)
+        described = {**validate.described_ranks(rows, columns), **validate.described_experts(experts)}
+        validate.check_agreement(comm, parameters, 0, {**options, **described})
+        experts = told_each_other(experts, comm, "the constructor")
+        with comm.raising_together("the constructor"):
+            validate.check_slices(parameters, indices, columns, experts)
         comm.separate()
         comm.connect(parameters.all[0].device)
         if stage == 0:  # its gradients and the exchange of ``step`` are both summed by an all-reduce
@@ -174,12 +182,13 @@ class ShardedAdamW(torch.optim.Optimizer):
             parameters.take_names(sharded[0].model)
             comm.traffic = sharded[0].sharding.everyone.traffic
         sharding = make_sharding(comm, stage, grad_reduce_dtype, parameters.all[0].device, rows, columns)
+        shardings = Shardings(parameters, sharding, make_expert_shardings(sharding, experts))
         model = sharded[0] if sharded else None
         store = _store(offload, sharding, params_on_host=model is not None and model.offload)
         rule, overlap = AdamW(decoupled_weight_decay), Overlap(overlap_grad_reduce, overlap_param_gather)
         alike = {"max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite}
         joined = make_pipeline(stages, sharding.device, alike)
-        self.engine = Engine(parameters, sharding, rule, model, bucket_cap_mb, overlap, offload, store, joined)
+        self.engine = Engine(parameters, shardings, rule, model, bucket_cap_mb, overlap, offload, store, joined)
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self._closed = False
         self.engine.optimizer = weakref.ref(self)
@@ -393,20 +402,29 @@ class ShardedAdamW(torch.optim.Optimizer):
             return
         self.check_usable()
         self.settle()
-        before, parameters, everyone = len(self.param_groups), self.engine.parameters, self.engine.sharding.everyone
+        before, parameters, sharding = len(self.param_groups), self.engine.parameters, self.engine.sharding
+        everyone, columns = sharding.everyone, sharding.columns
+        experts: dict[int, ExpertRanks] = {}
+        (param_group,), said = split_off([param_group])
         try:
             with everyone.raising_together("add_param_group"):
                 super().add_param_group(parameters.with_names(param_group))
                 indices = parameters.read_groups()
                 validate.check_groups(self.param_groups[before:], before)
-                validate.check_sharded(parameters, indices, self.stage, everyone, self.engine.sharding.rows)
+                validate.check_sharded(parameters, indices, self.stage, everyone, sharding.rows)
                 validate.check_parameters(parameters, indices)
-                validate.check_slices(parameters, indices, self.engine.sharding.columns)
-            validate.check_agreement(everyone, parameters, before, {})
+                said = {before: of_group for of_group in said.values()}
+                experts = _read_experts(said, everyone, columns, self.stage)
+                validate.check_marked(parameters, indices, experts, everyone)
+            validate.check_agreement(everyone, parameters, before, validate.described_experts(experts))
+            experts = told_each_other(experts, everyone, "add_param_group")
+            with everyone.raising_together("add_param_group"):
+                validate.check_slices(parameters, indices, columns, experts)
         except BaseException:
             del self.param_groups[before:]
             parameters.read_groups()
             raise
+        self.engine.shardings.of_groups.update(make_expert_shardings(sharding, experts))
         self.engine.grow(indices, self.engine.to_train(indices))
 
     def settle(self) -> None:
@@ -526,6 +544,20 @@ def optimizers_of(model: nn.Module) -> list[ShardedAdamW]:
     known = [engine.optimizer() for engine in open_engines()]
     alive = [opt for opt in known if isinstance(opt, ShardedAdamW) and not opt._closed]
     return [opt for opt in alive if any(id(parameter) in held for parameter in opt.engine.parameters.all)]
+
+
+def _read_experts(
+    said: Mapping[int, Mapping[str, Any]], comm: Comm, columns: Rows | None, stage: int
+) -> dict[int, ExpertRanks]:
+    """What groups say of experts, by their number. ``columns``: of the tensor-parallel ranks."""
+    averaging = next((list(column) for column in columns or () if dist.get_rank() in column), comm.ranks)
+    experts = read_expert_ranks(said, averaging, beside_slices=columns is not None)
+    if experts and stage >= 3:
+        raise ValueError(
+            f"parameter group {next(iter(experts))} is of experts, and stage 3 gathers what all ranks have: train the "
+            "model at stage 2, without shard_module. Its experts are spread over the ranks already"
+        )
+    return experts
 
 
 def _store(offload: Offload, sharding: Sharding, *, params_on_host: bool) -> StateStore:

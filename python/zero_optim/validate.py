@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 import zero_kernels
 
 from .comm.collectives import Comm
+from .comm.expert_ranks import ExpertRanks
 from .comm.grid import Rows
 from .comm.together import check_same
 from .comm.transport import used
@@ -23,7 +24,7 @@ from .errors import ParameterError
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, check_free
 from .params.storage_order import described, storage_order
-from .params.tensor_slice import local_of, mesh_of, placed, slice_of
+from .params.tensor_slice import is_cut, local_of, mesh_of, placed, slice_of
 from .units.sharded_model import ShardedModel, sharded_model_of
 from .units.unit import Unit
 
@@ -240,6 +241,24 @@ def check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str
         )
 
 
+def described_experts(said: Mapping[int, ExpertRanks]) -> dict[str, Any]:
+    """Give what all ranks have to agree on of groups with experts: each has other ranks, and as many."""
+    found = {number: (len(of_group.ranks), of_group.grad_divisor) for number, of_group in said.items()}
+    return {"experts: (ranks, grad_divisor) by group": found} if found else {}
+
+
+def check_marked(parameters: ParameterSet, indices: Sequence[int], groups: Container[int], comm: Comm) -> None:
+    """Raise ParameterError for the first of ``indices`` that is marked as an expert, and whose group does not say which
+    ranks have it. ``groups``: numbers of those that do."""
+    for index in indices if comm.world_size > 1 else ():
+        if getattr(parameters.all[index], "allreduce", True) is False and parameters.group_of[index] not in groups:
+            raise ParameterError(
+                f"{parameters.labels[index]} has allreduce = False, which marks experts: averaged over all ranks, it "
+                "would be lost. Give it a parameter group that says which ranks have the same experts: "
+                '{"params": experts, "process_group": those_ranks, "grad_divisor": data_parallel_size}'
+            )
+
+
 def described_ranks(rows: Rows | None, columns: Rows | None) -> dict[str, Any]:
     """Give what all ranks have to agree on of a mesh: of a grid within a column, its size alone."""
     if columns is None:
@@ -247,20 +266,36 @@ def described_ranks(rows: Rows | None, columns: Rows | None) -> dict[str, Any]:
     return {"mesh": None if rows is None else [len(row) for row in rows], "tensor-parallel ranks": len(columns)}
 
 
-def check_slices(parameters: ParameterSet, indices: Sequence[int], columns: Rows | None) -> None:
+def check_slices(
+    parameters: ParameterSet, indices: Sequence[int], columns: Rows | None, experts: Mapping[int, ExpertRanks]
+) -> None:
     """Raise ParameterError for the first of ``indices`` that is cut over other ranks than the optimizer was told of.
 
-    ``columns``: see ``TensorRanks``; None: parameters are not cut.
+    ``columns``: see ``TensorRanks``; None: parameters are not cut. ``experts``: by group, those of experts.
     """
-    rows = zip(*columns, strict=True) if columns is not None else ()
-    own = next((list(row) for row in rows if dist.get_rank() in row), [])
+    own = {number: _own_row(of_group.columns) for number, of_group in experts.items()}
+    own_slices = _own_row(columns or ())
     for index in indices:
-        mesh = mesh_of([parameters.all[index]])
-        if mesh is not None and (ranks := mesh.mesh.flatten().tolist()) != own:
+        number, parameter, label = parameters.group_of[index], parameters.all[index], parameters.labels[index]
+        mesh, wanted = mesh_of([parameter]), own.get(number, own_slices)
+        if mesh is None or (not wanted and mesh.size() == 1):
+            continue
+        ranks = mesh.mesh.flatten().tolist()
+        if number in own and not (ranks == wanted and is_cut(parameter)):
             raise ParameterError(
-                f"{parameters.labels[index]} is a DTensor over ranks {ranks}, and the first one that the optimizer was "
-                f"given is over {own or 'none'}: all have to be over the same tensor-parallel ranks"
+                f"{label} is a DTensor over ranks {ranks}{placed(parameter)}, and by its parameter group the experts "
+                f"are spread over ranks {wanted}: make it over these, cut, as Shard(0) over mesh['ep']"
             )
+        if ranks != wanted:
+            raise ParameterError(
+                f"{label} is a DTensor over ranks {ranks}, and the first one that the optimizer was "
+                f"given is over {wanted or 'none'}: all have to be over the same tensor-parallel ranks"
+            )
+
+
+def _own_row(columns: Rows) -> list[int]:
+    rows = zip(*columns, strict=True)
+    return next((list(row) for row in rows if dist.get_rank() in row), [])
 
 
 def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, options: dict[str, Any]) -> None:

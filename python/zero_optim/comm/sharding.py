@@ -5,7 +5,8 @@ is decided here. What all ranks agree on, such as errors and orders, goes over `
 share are all ranks, and nobody repeats. In a ``Grid`` those of a row share, and a reduction goes on across the rows.
 
 Where parameters are cut over tensor-parallel ranks, ``everyone`` is a matrix of ranks, and a row of it has the same
-slices: its ranks average gradients, and share. See ``TensorRanks``.
+slices: its ranks average gradients, and share. See ``TensorRanks``. Experts have a sharding of their own, with the same
+``everyone``: see ``expert_ranks``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Sharding:
         grad_reduce_dtype: the dtype that gradients are communicated and added up in; None: their own.
         device: where parameters, gradients and state are.
         grid: which ranks share, and which repeat; None: all share, and nobody repeats. Of no use at stage 0.
-        tensor_ranks: how parameters are cut over tensor-parallel ranks; None: they are not.
+        tensor_ranks: how parameters are cut over tensor-parallel ranks, or experts spread; None: they are not.
+        grad_divisor: of experts, what the sum of gradients is divided by; None: it is of other parameters.
     """
 
     everyone: Comm
@@ -46,6 +48,7 @@ class Sharding:
     device: torch.device
     grid: Grid | None = None
     tensor_ranks: TensorRanks | None = None
+    grad_divisor: int | None = None
     _chains: ChainQueue = field(default_factory=ChainQueue, compare=False)
 
     # -- who holds what ------------------------------------------------------------------------------------------
@@ -69,6 +72,11 @@ class Sharding:
     def sharers(self) -> Comm:
         """The ranks that hold all parts among them, one each, this one included."""
         return self.data_parallel if self.grid is None else self.grid.within
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it is of parameters of which the other columns have others. So they always count as cut."""
+        return self.grad_divisor is not None
 
     @property
     def columns(self) -> Rows | None:
@@ -100,15 +108,16 @@ class Sharding:
             count, number = self.world_size, self.data_parallel.rank
         elif self.grid is not None:
             count, number = self.grid.across.world_size, self.grid.across.rank
-        if self.tensor_ranks is not None and not cut:
+        if self.tensor_ranks is not None and not cut and not self.of_experts:
             slices = self.tensor_ranks.slices
             count, number = count * slices.world_size, number * slices.world_size + slices.rank
         return count, number
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients are averaged over several ranks."""
-        return self.world_size > 1
+        """Whether gradients are averaged over several ranks. Those of experts count as such, also where a rank has some
+        that nobody else has: they leave, rest and are divided with the others."""
+        return self.world_size > 1 or self.of_experts
 
     @property
     def agrees(self) -> bool:
@@ -118,7 +127,7 @@ class Sharding:
     @property
     def grad_scale(self) -> float:
         """The factor of a rank's gradient that makes the sum over ranks an average."""
-        return 1 / self.world_size
+        return 1 / (self.grad_divisor or self.world_size)
 
     @property
     def host_waits(self) -> bool:
@@ -135,8 +144,8 @@ class Sharding:
 
     @property
     def keeps_full_gradients(self) -> bool:
-        """Whether gradients rest in full on this rank: at stages 0 and 1, and on one rank."""
-        return self.stage <= 1 or not self.reduces
+        """Whether gradients rest in full on this rank: at stages 0 and 1, and where it shares them with nobody."""
+        return self.stage <= 1 or self.shard_count == 1
 
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of ``dtype`` parameters rest. At stage 0 ``.grad`` shows what is applied."""
@@ -251,12 +260,14 @@ class Sharding:
         ``cut``: whether it is of parameters that are cut over the tensor-parallel ranks: then the first rank of each
         column counts, and none gets what another column has.
         """
-        (self.data_parallel if cut else self.everyone).broadcast(tensor, kind)
+        self._alike(cut=cut).broadcast(tensor, kind)
+
+    def _alike(self, *, cut: bool) -> Comm:
+        return self.data_parallel if cut or self.of_experts else self.everyone
 
     def broadcast_together(self, tensors: Sequence[Tensor], *, cut: bool) -> None:
         """The same of several. Small ones of a dtype travel in one flat tensor."""
-        ranks = (self.data_parallel if cut else self.everyone).world_size
-        for run in runs(tensors) if ranks > 1 else ():
+        for run in runs(tensors) if self._alike(cut=cut).world_size > 1 else ():
             if len(run) == 1:
                 self.broadcast(run[0], cut=cut)
                 continue

@@ -54,7 +54,8 @@ def with_tensor_ranks(
         given = "the default group" if data_parallel is None else "what is given as mesh or process_group"
         raise ValueError(
             f"parameters are DTensors over ranks {own}, along {named}, and {given} has ranks {ranks.ranks}, several of "
-            "these: give mesh= the data-parallel dimension alone, as mesh=world_mesh['dp']"
+            "these: give mesh= the data-parallel dimension alone, as mesh=world_mesh['dp']. If they are experts, give "
+            "them a parameter group of their own, with mesh=world_mesh['edp']"
         )
     columns: Rows = tuple(zip(*rows, strict=False))
     for line in (*rows, *columns):

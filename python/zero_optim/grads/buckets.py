@@ -6,6 +6,7 @@ At stages 0 to 2 a bucket has as many parameters as fit into it, at stage 3 thos
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from ..comm.sharding import Sharding
 from ..params.flat_params import FlatParams
 from ..params.layout import BucketLayout, bucket_capacities, build_layout
+from ..params.shardings import Shardings
 from ..params.tensor_slice import is_cut, local_of, room_of
 from ..units.sharded_model import ShardedModel
 from .bucket import Bucket
@@ -104,38 +106,53 @@ class Buckets:
         return self._used_now
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of a bucket have in common. So what counts in a norm is a matter of buckets.
+
+    Attributes:
+        cut: whether the tensor-parallel ranks have a slice each.
+        sharding: who shares them.
+    """
+
+    dtype: torch.dtype
+    cut: bool
+    sharding: Sharding
+
+
 def buckets_by_size(
     parameters: Mapping[int, Tensor],
     labels: Sequence[str],
-    sharding: Sharding,
+    shardings: Shardings,
     bucket_cap_mb: float | None,
     order: Sequence[int],
 ) -> list[Bucket]:
-    kinds = {index: (parameter.dtype, is_cut(parameter)) for index, parameter in parameters.items()}
+    kinds = {index: Kind(p.dtype, is_cut(p), shardings.of(index)) for index, p in parameters.items()}
     rooms = {index: room_of(parameter) for index, parameter in parameters.items()}
     numels = {index: local_of(parameter).numel() for index, parameter in parameters.items()}
-    layouts = [of.holding(numels) for of in layouts_by_size(rooms, kinds, sharding, bucket_cap_mb, order)]
-    flats = [FlatParams(layout, [parameters[s.param] for s in layout.slots], sharding) for layout in layouts]
-    return [Bucket(layout, flat, labels, sharding) for layout, flat in zip(layouts, flats, strict=True)]
+    made = []
+    for of, kind in layouts_by_size(rooms, kinds, bucket_cap_mb, order):
+        layout = of.holding(numels)
+        flat = FlatParams(layout, [parameters[slot.param] for slot in layout.slots], kind.sharding)
+        made.append(Bucket(layout, flat, labels, kind.sharding))
+    return made
 
 
 def layouts_by_size(
-    numels: Mapping[int, int],
-    kinds: Mapping[int, tuple[torch.dtype, bool]],
-    sharding: Sharding,
-    bucket_cap_mb: float | None,
-    order: Sequence[int],
-) -> list[BucketLayout]:
-    """Lay out parameters of so many elements, by index: as many in a bucket as fit. Without any tensors.
-
-    Args:
-        kinds: of each, its dtype, and whether it is cut over the tensor-parallel ranks. A bucket has those of one
-            kind: so what counts in a norm is a matter of buckets.
-    """
-    itemsizes = {kind: sharding.reduce_dtype(kind[0]).itemsize for kind in kinds.values()}
+    numels: Mapping[int, int], kinds: Mapping[int, Kind], bucket_cap_mb: float | None, order: Sequence[int]
+) -> list[tuple[BucketLayout, Kind]]:
+    """Lay out parameters of so many elements, by index: as many in a bucket as fit. Without any tensors."""
     cap_bytes = None if bucket_cap_mb is None else bucket_cap_mb * 2**20
-    capacities = bucket_capacities(numels, kinds, cap_bytes, itemsizes, sharding.shard_count)
-    return build_layout(numels, kinds, order, capacities, sharding.shard_count)
+    found: list[BucketLayout] = []
+    for sharding in dict.fromkeys(kind.sharding for kind in kinds.values()):
+        own = {index: kind for index, kind in kinds.items() if kind.sharding == sharding}
+        itemsizes = {kind: sharding.reduce_dtype(kind.dtype).itemsize for kind in own.values()}
+        capacities = bucket_capacities(numels, own, cap_bytes, itemsizes, sharding.shard_count)
+        placed = [index for index in order if index in own]
+        found += build_layout(numels, own, placed, capacities, sharding.shard_count)
+    place = {index: number for number, index in enumerate(order)}
+    found.sort(key=lambda layout: place[layout.slots[-1].param])
+    return [(layout, kinds[layout.slots[0].param]) for layout in found]
 
 
 def buffer_nbytes(buckets: Iterable[tuple[int, torch.dtype]], sharding: Sharding) -> int:

@@ -60,13 +60,20 @@ def plan_of_engine(engine: Engine, *, mean: bool = False, accumulate: int = 1) -
 def _shapes_of(engine: Engine) -> ModelShapes:
     trained = engine.parameters.trained
     shapes = [
-        ParameterShape(local_of(p).numel(), p.dtype, index in trained or p.requires_grad, is_cut(p))
+        ParameterShape(
+            local_of(p).numel(), p.dtype, index in trained or p.requires_grad, is_cut(p), _sharers(engine, index)
+        )
         for index, p in enumerate(engine.parameters.all)
     ]
     order = engine.reducer.layout.order
     whole = set(order) == {index for index, shape in enumerate(shapes) if shape.trained}
     units = _units_by_name([engine.parameters.name(index) for index in range(len(shapes))])
     return ModelShapes("the optimizer's parameters", tuple(shapes), units, order=tuple(order) if whole else None)
+
+
+def _sharers(engine: Engine, index: int) -> tuple[int, int] | None:
+    sharding = engine.shardings.of(index)
+    return (sharding.sharers.world_size, sharding.sharers.rank) if sharding.of_experts else None
 
 
 def _units_by_name(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:

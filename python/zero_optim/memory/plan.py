@@ -11,7 +11,8 @@ from ..comm.buffers import COUNT
 from ..comm.collectives import Comm
 from ..comm.grid import Grid
 from ..comm.sharding import Sharding
-from ..grads.buckets import buffer_nbytes, layouts_by_size
+from ..comm.tensor_ranks import TensorRanks
+from ..grads.buckets import Kind, buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, SlotPiece, one_bucket
 from ..rules.adamw import AdamW
 from ..rules.update_rule import UpdateRule, tensors_for
@@ -140,6 +141,7 @@ class _Flat:
     layout: BucketLayout
     dtype: torch.dtype
     trained: bool
+    sharding: Sharding
 
     @property
     def nbytes(self) -> int:
@@ -182,6 +184,12 @@ def _sharding_of(job: Job) -> Sharding:
     return Sharding(everyone, job.stage, job.grad_reduce_dtype, torch.device("meta"), grid)
 
 
+def _sharding_of_experts(main: Sharding, sharers: tuple[int, int]) -> Sharding:
+    """``sharers``: see ``ParameterShape``."""
+    ranks = TensorRanks((), _AbsentComm(*sharers), _AbsentComm(1, 0))
+    return replace(main, grid=None, tensor_ranks=ranks, grad_divisor=1)
+
+
 def plan(model: ModelShapes, job: Job, rule: UpdateRule | None = None) -> Plan:
     """Plan what a rank of ``job`` holds and communicates.
 
@@ -193,7 +201,7 @@ def plan(model: ModelShapes, job: Job, rule: UpdateRule | None = None) -> Plan:
     laid = _lay_out(model, job, sharding)
     pages = [sum(state_nbytes(state, flat.layout) for state in tensors_for(rule, flat.dtype)) for flat in laid.buckets]
     memory = no_memory(rule)
-    _count_flats(memory, laid, job, sharding)
+    _count_flats(memory, laid, job)
     memory["parameters"] += model.buffers
     memory["communication"] = _communication(laid, job, sharding)
     if job.stage >= 3:
@@ -206,7 +214,7 @@ def plan(model: ModelShapes, job: Job, rule: UpdateRule | None = None) -> Plan:
     foot = _place_state(pages, laid, job, sharding, others=sum(memory.values()) + first_step)
     if job.offload.tier is Tier.DEVICE and not job.params_on_host:
         for flat in laid.buckets:
-            _count(memory, flat, (), job, sharding, rule)
+            _count(memory, flat, (), job, rule)
     else:
         memory[PAGES] = foot.device
     host = foot.host + (sum(flat.shard_nbytes for flat in laid.flats) if job.params_on_host else 0)
@@ -241,34 +249,38 @@ def _check(model: ModelShapes, job: Job) -> None:
 def _lay_out(model: ModelShapes, job: Job, sharding: Sharding) -> _Laid:
     parameters = model.parameters
     if job.stage >= 3:
-        return _Laid([list(_of_unit(model, unit, sharding.shard_count)) for unit in model.units])
+        return _Laid([list(_of_unit(model, unit, sharding)) for unit in model.units])
     every = range(len(parameters))[::-1] if model.order is None else model.order
     order = [index for index in every if parameters[index].trained]
     numels = {index: parameters[index].numel for index in order}
-    kinds = {index: (parameters[index].dtype, parameters[index].cut) for index in order}
-    layouts = layouts_by_size(numels, kinds, sharding, job.bucket_cap_mb, order) if order else []
-    flats = [_Flat(layout, parameters[layout.slots[0].param].dtype, True) for layout in layouts]
-    return _Laid([flats, [_alone(p.numel, p.dtype) for p in parameters if not p.trained]])
+    of_experts = {sharers: _sharding_of_experts(sharding, sharers) for p in parameters if (sharers := p.sharers)}
+    kinds = {
+        index: Kind(p.dtype, p.cut, sharding if p.sharers is None else of_experts[p.sharers])
+        for index, p in ((index, parameters[index]) for index in order)
+    }
+    layouts = layouts_by_size(numels, kinds, job.bucket_cap_mb, order)
+    flats = [_Flat(layout, kind.dtype, True, kind.sharding) for layout, kind in layouts]
+    return _Laid([flats, [_alone(p.numel, p.dtype, sharding) for p in parameters if not p.trained]])
 
 
-def _of_unit(model: ModelShapes, unit: Sequence[int], shards: int) -> Iterator[_Flat]:
+def _of_unit(model: ModelShapes, unit: Sequence[int], sharding: Sharding) -> Iterator[_Flat]:
     """The flat tensors of a unit, as ``UnitPlan.flats`` has them."""
     kinds: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
     for parameter in (model.parameters[index] for index in unit):
         kinds.setdefault((parameter.dtype, parameter.cut, parameter.trained), []).append(parameter.numel)
     for (dtype, _, trained), numels in kinds.items():
-        yield _Flat(one_bucket(numels, shards), dtype, trained)
+        yield _Flat(one_bucket(numels, sharding.shard_count), dtype, trained, sharding)
 
 
-def _alone(numel: int, dtype: torch.dtype) -> _Flat:
+def _alone(numel: int, dtype: torch.dtype, sharding: Sharding) -> _Flat:
     """A frozen parameter, which has no place in a bucket below stage 3: no padding."""
-    return _Flat(BucketLayout((), 1, numel), dtype, False)
+    return _Flat(BucketLayout((), 1, numel), dtype, False, sharding)
 
 
 # -- the kinds -----------------------------------------------------------------------------------------------------
 
 
-def _count_flats(memory: dict[str, int], laid: _Laid, job: Job, sharding: Sharding) -> None:
+def _count_flats(memory: dict[str, int], laid: _Laid, job: Job) -> None:
     """Parameters and gradients."""
     for flat in laid.flats:
         layout = flat.layout
@@ -278,9 +290,9 @@ def _count_flats(memory: dict[str, int], laid: _Laid, job: Job, sharding: Shardi
         numel = layout.shard_numel if job.stage >= 3 else layout.numel
         held = [] if job.params_on_host else [FlatBytes("parameters", numel, flat.dtype.itemsize)]
         if flat.trained:
-            numel = layout.numel if sharding.keeps_full_gradients else layout.shard_numel
-            held.append(FlatBytes("gradients", numel, sharding.grad_dtype(flat.dtype).itemsize))
-        _count(memory, flat, held, job, sharding, None)
+            numel = layout.numel if flat.sharding.keeps_full_gradients else layout.shard_numel
+            held.append(FlatBytes("gradients", numel, flat.sharding.grad_dtype(flat.dtype).itemsize))
+        _count(memory, flat, held, job, None)
 
 
 def _count(
@@ -288,16 +300,15 @@ def _count(
     flat: _Flat,
     held: Sequence[FlatBytes],
     job: Job,
-    sharding: Sharding,
     rule: UpdateRule | None,
 ) -> None:
     """``rule``: whose state is counted, too."""
     states = tensors_for(rule, flat.dtype) if rule is not None else ()
     if job.rank is None:
         pieces = list(_all_pieces(flat.layout))
-        count_bucket(memory, flat.layout, pieces, held, states, ranks=sharding.shard_count)
+        count_bucket(memory, flat.layout, pieces, held, states, ranks=flat.layout.shards)
     else:
-        pieces = list(flat.layout.pieces(sharding.shard_index))
+        pieces = list(flat.layout.pieces(flat.sharding.shard_index))
         count_bucket(memory, flat.layout, pieces, held, states)
 
 

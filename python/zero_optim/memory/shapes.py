@@ -27,12 +27,14 @@ class ParameterShape:
     Attributes:
         trained: whether it has gradients and state.
         cut: whether the tensor-parallel ranks have a slice each.
+        sharers: of an expert, how many ranks share its state, and which of them it is; None: as all other parameters.
     """
 
     numel: int
     dtype: torch.dtype
     trained: bool = True
     cut: bool = False
+    sharers: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

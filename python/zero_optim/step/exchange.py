@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class Exchange:
     Attributes:
         state: which of the values below are those of the gradients as they are.
         norm_type: of the norm that was exchanged; None: no norm was.
-        used: [parameters] bool, whether any rank has a gradient for it.
+        used: [parameters] bool, whether any rank that has the parameter has a gradient for it.
         found_inf: [1] fp32, not 0 where the step must be skipped on every rank.
         skipped: [] fp32, steps skipped so far.
         nonfinite: the record of who was not finite.
@@ -69,14 +69,17 @@ class Exchange:
         by_units: bool,
         at_once: bool = False,
         pipeline: Pipeline | None = None,
+        places: Callable[[int], tuple[int, int]] = lambda index: (1, 0),
     ) -> None:
         """
         Args:
             at_once: the host waits for every exchange, so that alarms are raised in the same step on all ranks.
             pipeline: the other stages of the model; None: there are none.
+            places: gives, of a parameter's index, how many parameters have it on all ranks together, and which of them
+                is this rank's. Of experts every rank may have another.
         """
         self.sharding, self.labels, self._parameters, self._at_once = sharding, labels, parameters, at_once
-        self._pipeline = pipeline
+        self._pipeline, self._places = pipeline, places
         device = sharding.device
         self._alarms = alarms(by_units=by_units) if sharding.agrees else ()  # alone, a rank has none
         self.nonfinite = NonFinite(sharding.rank, sharding.everyone.world_size, device)
@@ -91,7 +94,8 @@ class Exchange:
         device, count = self.sharding.device, len(self.labels)
         self.used = torch.zeros(count, dtype=torch.bool, device=device)
         self.nonfinite.resize(count)
-        self._vector = ExchangeVector(self._alarms, count, self.nonfinite.entries, device)
+        places = [self._places(index) for index in range(count)]
+        self._vector = ExchangeVector(self._alarms, places, self.nonfinite.entries, device)
         self._own_use = OwnUse(count, device)
 
     def resize(self) -> None:
@@ -157,7 +161,7 @@ class Exchange:
         else:
             vector.totals.zero_()
         vector.alarms.fill({name: len(of) for name, of in about.items()} | {"parted": order_code})
-        vector.used_counts.copy_(self._own_use.on_device(used))
+        vector.put_use(self._own_use.on_device(used))
         vector.name(set().union(*about.values()) if self._alarms else ())
         self.nonfinite.report(vector.reports, *flags)
         self.sharding.exchange(vector.all, maximum=norm_type == math.inf)
@@ -165,7 +169,7 @@ class Exchange:
             vector.alarms.send()
             if vector.alarms.immediate or self._at_once or any(about.values()):
                 self._raise_alarm(own)
-        torch.gt(vector.used_counts, 0, out=self.used)
+        torch.gt(vector.use(), 0, out=self.used)
         self.state, self.norm_type = Exchanged.COUNTED if stats else Exchanged.USED, norm_type
 
     def share_with_stages(self, norm_type: float | None, *, stats: bool, failed: bool = False) -> None:

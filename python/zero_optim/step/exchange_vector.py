@@ -5,12 +5,15 @@
     norm term | non-finite count | alarms ... | used count of each parameter ... | alarm count of each parameter ...
     | reports of non-finite gradients ...
 
+An expert has a used count for each of the parameters that ranks have under its name: one may be used, and another not.
+
 It is summed for finite norms and maximised for the infinity norm; every part means the same under either. A rank adds 0
 or 1 to each count: fp32 adds up as many ranks as there are, 2^24 of them, without rounding in any order.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -28,21 +31,41 @@ class ExchangeVector:
 
     Args:
         of: the alarms that it carries; none: nor does it name parameters.
+        places: of each parameter, how many used counts it has, and the number of this rank's among them.
         reports: entries for reports of non-finite gradients.
 
     Attributes:
         all: fp32, the vector. What follows are views of it.
         totals: [2] the norm term and the non-finite count.
         alarms: their columns.
-        used_counts: [parameters] how many ranks use each.
+        used_counts: [parameters, and more of experts] how many ranks use each.
         reports: [reports]
     """
 
-    def __init__(self, of: Sequence[Alarm], parameters: int, reports: int, device: torch.device) -> None:
-        sizes = [_TOTALS, width(of), parameters, parameters if of else 0, reports]
+    def __init__(
+        self, of: Sequence[Alarm], places: Sequence[tuple[int, int]], reports: int, device: torch.device
+    ) -> None:
+        counts = [count for count, _ in places]
+        sizes = [_TOTALS, width(of), sum(counts), len(places) if of else 0, reports]
         self.all = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self.totals, columns, self.used_counts, self._named_counts, self.reports = self.all.split(sizes)
         self.alarms = AlarmColumns(of, columns)
+        self._own_counts: Tensor | None = None  # [parameters] int64, where this rank's are; None: they are all
+        if sum(counts) > len(places):
+            starts = itertools.accumulate(counts, initial=0)
+            own = [start + number for start, (_, number) in zip(starts, places, strict=False)]
+            self._own_counts = torch.tensor(own, dtype=torch.int64, device=device)
+
+    def put_use(self, used: Tensor) -> None:
+        """Write what this rank uses: [parameters] fp32."""
+        if self._own_counts is None:
+            self.used_counts.copy_(used)
+        else:
+            self.used_counts.zero_().index_copy_(0, self._own_counts, used)
+
+    def use(self) -> Tensor:
+        """[parameters] fp32, how many ranks use each that this rank has."""
+        return self.used_counts if self._own_counts is None else self.used_counts.index_select(0, self._own_counts)
 
     def name(self, parameters: Iterable[int]) -> None:
         """Name the parameters that this rank's alarms are about, by index."""

@@ -290,7 +290,7 @@ class OptimizerState:
                 if tensor.begins is Begins.PARAMETER:
                     full = self._gathered(shard, tensor)
                     yield self._wholes(shard, tensor, full)
-                    if self.sharding.shard_count > 1:  # then it is no state itself; gloo's threads may still have it
+                    if shard.bucket.sharding.shard_count > 1:  # then it is no state itself; gloo's threads may still have it
                         deallocate(full)
         self.raise_lost_together()
 
@@ -309,7 +309,7 @@ class OptimizerState:
         except OffloadError as error:
             self.trouble.lose(shard.parameters, error)
             here = here.new_zeros(numel)
-        return self.sharding.whole_of(here, kind)
+        return shard.bucket.sharding.whole_of(here, kind)
 
     def _wholes(self, shard: ShardState, tensor: StateTensor, full: Tensor) -> dict[int, Tensor]:
         """Collective where tensor-parallel ranks have slices. Cut ``full``, of a whole bucket, into what each parameter
@@ -317,7 +317,7 @@ class OptimizerState:
         flat = shard.bucket.flat
         if not flat.cut:
             return {slot.param: shard.view_in(full, tensor, n) for n, slot in enumerate(shard.bucket.layout.slots)}
-        every = self.sharding.gather_slices(full, "state")
+        every = shard.bucket.sharding.gather_slices(full, "state")
         wholes = {}
         for number, (slot, own) in enumerate(zip(shard.bucket.layout.slots, flat.slices, strict=True)):
             assert own is not None
@@ -348,16 +348,16 @@ class OptimizerState:
         tensors: Mapping[int, Mapping[str, Tensor]],
     ) -> None:
         _, numel = tensor.span(0, shard.bucket.layout.numel)
-        flat, names = shard.bucket.flat, {piece.slot.param for piece in given}
-        every = torch.empty(self.sharding.slice_count if flat.cut else 1, numel, dtype=tensor.dtype, device=flat.device)
+        flat, names, sharding = shard.bucket.flat, {piece.slot.param for piece in given}, shard.bucket.sharding
+        every = torch.empty(sharding.slice_count if flat.cut else 1, numel, dtype=tensor.dtype, device=flat.device)
         for number, (slot, own) in enumerate(zip(shard.bucket.layout.slots, flat.slices, strict=True)):
             for rank, full in enumerate(every if self.sharding.rank == 0 and slot.param in names else ()):
                 whole = tensors[slot.param][tensor.name]
                 part = whole if own is None else own.on(rank).of(whole)
                 shard.view_in(full, tensor, number, rank).copy_(part)
-        self.sharding.broadcast(every, "state", cut=False)  # rank 0 alone has them: to all, whatever slice each has
+        sharding.everyone.broadcast(every, "state")  # rank 0 alone has them: to all, whatever slice each has
         with self.trouble.losing(shard):
-            own_slice = every[self.sharding.slice_index if flat.cut else 0]
+            own_slice = every[sharding.slice_index if flat.cut else 0]
             _fill(shard, tensor, own_slice, [(piece, piece.slot.offset) for piece in given])
 
     def _pieces(self, indices: set[int]) -> Iterator[tuple[ShardState, list[SlotPiece]]]:

@@ -1,0 +1,53 @@
+"""Who shares each parameter: as a rule all ranks alike; of experts, the ranks that have the same."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+from ..comm.sharding import Sharding
+from ..errors import ParameterError
+from .parameter_set import ParameterSet
+from .tensor_slice import is_distributed
+
+
+class Shardings:
+    """The sharding of each parameter, by its group.
+
+    Attributes:
+        main: of all parameters that are no experts.
+        of_groups: of those of experts, by the group's number.
+    """
+
+    def __init__(
+        self, parameters: ParameterSet, main: Sharding, of_groups: Mapping[int, Sharding] | None = None
+    ) -> None:
+        self._parameters, self.main, self.of_groups = parameters, main, dict(of_groups or {})
+
+    def of(self, index: int) -> Sharding:
+        """The one of a parameter."""
+        return self.of_groups.get(self._parameters.group_of[index], self.main)
+
+    def is_apart(self, index: int) -> bool:
+        """Whether other ranks have other experts under its name, of which nobody knows how they make a whole. A
+        ``DTensor`` is one parameter, of which each has a slice."""
+        sharding = self.of(index)
+        return sharding.of_experts and sharding.slice_count > 1 and not is_distributed(self._parameters.all[index])
+
+    def places_of_use(self, index: int) -> tuple[int, int]:
+        """How many parameters have this index, on all ranks together, and which of them is this rank's."""
+        sharding = self.of(index)
+        return (sharding.slice_count, sharding.slice_index) if self.is_apart(index) else (1, 0)
+
+    def check_whole(self, where: str, ids: Container[int] | None = None) -> None:
+        """Raise ParameterError for the first parameter that ``where`` would take from one rank, and lose of the others.
+
+        ``ids``: of the parameters that matter; None: all.
+        """
+        for index, parameter in enumerate(self._parameters.all) if self.of_groups else ():
+            if (ids is None or id(parameter) in ids) and self.is_apart(index):
+                raise ParameterError(
+                    f"{self._parameters.labels[index]} is an expert, of which other ranks have others under the same "
+                    f"name: {where} would keep those of one rank and lose the rest. Make it a DTensor over the "
+                    "expert-parallel ranks, nn.Parameter(DTensor.from_local(p, mesh['ep'], [Shard(0)])), before the "
+                    "optimizer; or save opt.state_dict() and model.state_dict() of each rank to a file of its own"
+                )
