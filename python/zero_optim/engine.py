@@ -11,7 +11,7 @@ A step has four phases, each a method of ``Engine``::
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -453,3 +453,10 @@ class Engine:
 def open_engines() -> list[Engine]:
     """List those of the optimizers of this process that are open, in the order in which they were made."""
     return [engine for reducer in open_reducers() if isinstance(engine := reducer.engine(), Engine)]
+
+
+def check_whole(where: str, ids: Container[int]) -> None:
+    """Raise ParameterError where one of these parameters, by ``id``, is no whole that ``where`` can keep. See
+    ``Shardings``."""
+    for engine in open_engines():
+        engine.shardings.check_whole(where, ids)

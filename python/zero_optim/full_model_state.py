@@ -28,7 +28,8 @@ def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_onl
             saved so.
 
     Raises ValueError for a rank that is not there; ShardAccessError within a forward, a backward or
-    ``gather_parameters``; and what fails on one rank, such as MemoryError, on all.
+    ``gather_parameters``; ParameterError for experts that are plain tensors; and what fails on one rank, such as
+    MemoryError, on all.
     """
     sharded = resharded_between_steps(model, "full_model_state_dict")
     everyone = sharded[0].sharding.everyone if sharded else None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .checkpoint.contents import Names
 from .comm.storage import deallocate
+from .engine import check_whole
 from .errors import ShardAccessError
 from .optimizer import ShardedAdamW
 from .params.flat_params import FlatParams
@@ -32,7 +33,8 @@ def iter_full_parameters(
         opt: whose masters are read where ``dtype`` is not that of a 16-bit parameter: they are rounded once.
         dtype: what to give; None: the parameters' own.
 
-    Raises ShardAccessError within a forward or backward; ClosedError.
+    Raises ShardAccessError within a forward or backward; ParameterError for experts that are plain tensors;
+    ClosedError.
     """
     if opt is not None and not isinstance(opt, ShardedAdamW):
         raise TypeError(f"opt is a {type(opt).__name__}: only a ShardedAdamW has masters")
@@ -46,8 +48,10 @@ def iter_full_parameters(
 def resharded_between_steps(model: nn.Module, what: str) -> list[ShardedModel]:
     """Collective. The sharded models that have parameters of ``model``, every unit of them resharded.
 
-    Raises ShardAccessError where ``what`` was called within a forward, a backward or ``gather_parameters``.
+    Raises ShardAccessError where ``what`` was called within a forward, a backward or ``gather_parameters``;
+    ParameterError for experts that are plain tensors.
     """
+    check_whole(what, {id(parameter) for parameter in model.parameters()})
     sharded = sharded_model_of(model.parameters())
     if in_backward() or any(of.schedule.running for of in sharded):
         raise ShardAccessError(f"{what} was called in a forward or backward: call it between steps")

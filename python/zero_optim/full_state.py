@@ -31,7 +31,8 @@ def full_state_dict(opt: ShardedAdamW, rank: int | None = 0) -> dict[str, Any]:
         rank: the rank, in the optimizer's group, that gets it, while the others get ``{}``; None: all get it.
 
     Beside the result a rank needs memory for two buckets of one tensor. Hooks of ``state_dict`` are not called. Raises
-    ValueError for a rank that is not there and ClosedError, on every rank.
+    ValueError for a rank that is not there, ParameterError for experts that are plain tensors, and ClosedError, on
+    every rank.
     """
     engine = opt.engine
     everyone = engine.sharding.everyone
@@ -40,6 +41,7 @@ def full_state_dict(opt: ShardedAdamW, rank: int | None = 0) -> dict[str, Any]:
         opt.check_usable()
         if rank is not None and rank not in range(everyone.world_size):
             raise ValueError(f"rank must be None or one of {everyone.world_size} ranks, got {rank!r}")
+        engine.shardings.check_whole("full_state_dict")
     wanted = rank is None or rank == everyone.rank
     with everyone.raising_together("full_state_dict"):
         state = _gather_state(engine, wanted)
@@ -95,7 +97,7 @@ def load_full_state_dict(opt: ShardedAdamW, state: Mapping[str, Any] | None) -> 
 
     Beside the state a rank needs memory for two buckets of one tensor. Hooks given to
     ``register_load_state_dict_post_hook`` are called. Raises StateMismatchError on every rank, before anything is
-    changed, naming what does not fit; ClosedError.
+    changed, naming what does not fit; ParameterError for experts that are plain tensors; ClosedError.
     """
     engine = opt.engine
     everyone = engine.sharding.everyone
@@ -104,6 +106,7 @@ def load_full_state_dict(opt: ShardedAdamW, state: Mapping[str, Any] | None) -> 
     opt.settle()
     with everyone.raising_together("load_full_state_dict"):
         opt.check_usable()
+        engine.shardings.check_whole("load_full_state_dict")
         if everyone.rank == 0:
             tensors, saved = _read(engine, state)
     saved = everyone.gather_objects(saved, "load_full_state_dict")[0]

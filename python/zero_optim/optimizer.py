@@ -405,7 +405,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         before, parameters, sharding = len(self.param_groups), self.engine.parameters, self.engine.sharding
         everyone, columns = sharding.everyone, sharding.columns
         experts: dict[int, ExpertRanks] = {}
-        (param_group,), said = split_off([param_group])
+        (param_group,), of_group = split_off([param_group])
+        said = dict(zip([before], of_group.values(), strict=False))
         try:
             with everyone.raising_together("add_param_group"):
                 super().add_param_group(parameters.with_names(param_group))
@@ -413,7 +414,6 @@ class ShardedAdamW(torch.optim.Optimizer):
                 validate.check_groups(self.param_groups[before:], before)
                 validate.check_sharded(parameters, indices, self.stage, everyone, sharding.rows)
                 validate.check_parameters(parameters, indices)
-                said = {before: of_group for of_group in said.values()}
                 experts = _read_experts(said, everyone, columns, self.stage)
                 validate.check_marked(parameters, indices, experts, everyone)
             validate.check_agreement(everyone, parameters, before, validate.described_experts(experts))

@@ -89,6 +89,8 @@ def shard_module(
         )
         plans = plan_units(model, units)
         _check_plans(plans)
+        if comm.world_size > 1:
+            _check_no_experts(plans)
         target = _device(plans, device)
         validate.check_backend(comm, target)
     options: dict[str, object] = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
@@ -253,6 +255,17 @@ def _check_plans(plans: Sequence[UnitPlan]) -> None:
     real = [(p, repr(name)) for p, name in zip(parameters, names, strict=True) if not p.is_meta]
     validate.check_memory([p for p, _ in real], [label for _, label in real])
     check_free(parameters, [repr(name) for name in names])
+
+
+def _check_no_experts(plans: Sequence[UnitPlan]) -> None:
+    for plan in plans:
+        for key, parameter in plan.parameters.items():
+            if getattr(parameter, "allreduce", True) is False:
+                raise ParameterError(
+                    f"{plan.registrations[key][0][2]!r} has allreduce = False, which marks experts, and stage 3 shares "
+                    "all parameters among all ranks: train the model at stage 2, without shard_module, and give the "
+                    "optimizer the experts in a group with process_group. They are spread over the ranks already"
+                )
 
 
 def _device(plans: Sequence[UnitPlan], device: torch.device | str | None) -> torch.device:

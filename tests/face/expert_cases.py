@@ -89,10 +89,11 @@ class Moe(nn.Module):
         for number, expert in enumerate(self.own):
             chosen = [token for token, wanted in enumerate(route) if wanted == expert]
             if chosen:  # else its parameters have no gradient
-                part = tokens[chosen]
-                made = self.experts.one(number, part) if isinstance(self.experts, Stacked) else self.experts[number](part)
-                out = out.index_add(0, torch.tensor(chosen), made)
+                out = out.index_add(0, torch.tensor(chosen), self._expert(number, tokens[chosen]))
         return self.after(h + (out if self.group is None else _OwnTokens.apply(out, self.group)))
+
+    def _expert(self, number: int, x: Tensor) -> Tensor:
+        return self.experts.one(number, x) if isinstance(self.experts, Stacked) else self.experts[number](x)
 
 
 def make_mesh(order: Sequence[str] = ("edp", "ep")) -> dist.DeviceMesh:

@@ -72,8 +72,9 @@ def save(
             these wait, and raise what went wrong.
 
     Raises CheckpointError, on every rank, where it cannot be written, or where the ranks do not see one folder: then
-    earlier checkpoints are as they were. ParameterError for an optimizer with parameters that the model lacks;
-    TypeError for a value that is not plain; ClosedError; CollectiveError where a rank has died.
+    earlier checkpoints are as they were. ParameterError for an optimizer with parameters that the model lacks, and for
+    experts that are plain tensors; TypeError for a value that is not plain; ClosedError; CollectiveError where a rank
+    has died.
     """
     wait()
     subject = make_subject(model, opt, _WHERE)

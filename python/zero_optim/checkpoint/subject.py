@@ -14,6 +14,7 @@ from torch import nn
 
 from ..comm.collectives import Comm, make_comm
 from ..comm.together import check_same, together
+from ..engine import check_whole
 from ..errors import CheckpointError, StateMismatchError
 from ..units.sharded_model import sharded_model_of
 from .contents import Contents, Names, TensorContents, contents_of_model, modules_with_state
@@ -77,6 +78,7 @@ class Subject:
         for sharded in self._sharded:
             sharded.check_usable()
         _check_apart(self.optimizers)
+        check_whole("a checkpoint", {id(parameter) for parameter in model.parameters()})
         self._models = sharded_model_of(model.parameters())
         self.device = _device_of(model)
 

@@ -4,7 +4,7 @@ Four ranks, where two have each half of the experts, and all four have all other
 
                  experts 0   experts 1
     replica 0    rank 0      rank 1        a row: all experts
-    replica 1    rank 2      rank 3        a column: the same ones; their gradients are added up along it, and state shared
+    replica 1    rank 2      rank 3        a column: the same ones; gradients are added up along it, and state shared
 
 So experts are what tensor-parallel slices are, of some parameters alone: see ``TensorRanks``. The tokens of an expert
 come from all ranks that train together, and each of these has divided its loss by its own tokens. So the sum of an
@@ -146,10 +146,7 @@ def make_expert_shardings(main: Sharding, said: Mapping[int, ExpertRanks]) -> di
     for columns in dict.fromkeys(of_group.columns for of_group in said.values()):
         ranks = make_tensor_ranks(main.everyone, columns, main.device)
         made[columns] = replace(main, grid=None, tensor_ranks=ranks)
-    return {
-        number: replace(made[of_group.columns], grad_divisor=of_group.grad_divisor)
-        for number, of_group in said.items()
-    }
+    return {number: replace(made[of.columns], grad_divisor=of.grad_divisor) for number, of in said.items()}
 
 
 def _columns(given: Sequence[tuple[int, ...]], all_ranks: Sequence[int], number: int) -> Rows:

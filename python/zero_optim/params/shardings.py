@@ -47,7 +47,8 @@ class Shardings:
             if (ids is None or id(parameter) in ids) and self.is_apart(index):
                 raise ParameterError(
                     f"{self._parameters.labels[index]} is an expert, of which other ranks have others under the same "
-                    f"name: {where} would keep those of one rank and lose the rest. Make it a DTensor over the "
-                    "expert-parallel ranks, nn.Parameter(DTensor.from_local(p, mesh['ep'], [Shard(0)])), before the "
-                    "optimizer; or save opt.state_dict() and model.state_dict() of each rank to a file of its own"
+                    f"name: {where} would keep those of one rank and lose the rest. Keep all experts in one parameter "
+                    "of shape [experts, ...], a DTensor over the expert-parallel ranks, as "
+                    "nn.Parameter(DTensor.from_local(those_of_this_rank, mesh['ep'], [Shard(0)])); or save "
+                    "opt.state_dict() and model.state_dict() of each rank to a file of its own"
                 )

@@ -290,7 +290,8 @@ class OptimizerState:
                 if tensor.begins is Begins.PARAMETER:
                     full = self._gathered(shard, tensor)
                     yield self._wholes(shard, tensor, full)
-                    if shard.bucket.sharding.shard_count > 1:  # then it is no state itself; gloo's threads may still have it
+                    # Then it is no state itself; gloo's threads may still have it.
+                    if shard.bucket.sharding.shard_count > 1:
                         deallocate(full)
         self.raise_lost_together()
 
