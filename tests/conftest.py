@@ -15,6 +15,8 @@ for _folder in (str(HERE.parent / "benchmarks"), str(HERE)):
     if _folder not in sys.path:
         sys.path.insert(0, _folder)
 
+from turns import take_turns  # noqa: E402  (it is in one of these folders)
+
 # Modules are compiled once, and kept. Where the environment forbids that, each of hundreds of processes compiles them
 # again: to import torch and the package takes 8.8 seconds of a core in place of 3.3, and pytest rewrites all its files.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -30,6 +32,8 @@ if sys.platform == "linux" and (_worker := os.environ.get("PYTEST_XDIST_WORKER")
     _cores = sorted(os.sched_getaffinity(0))
     if int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) >= len(_cores):
         os.sched_setaffinity(0, {_cores[int(_worker.removeprefix("gw")) % len(_cores)]})
+
+take_turns()  # and all that it starts
 
 # The loopback interface is always there; a host name that does not resolve would stop gloo.
 if sys.platform == "linux":
