@@ -21,11 +21,11 @@ from queue import SimpleQueue
 import census
 import torch
 import torch.distributed as dist
+from endurance_row import EnduranceRow
 from torch import nn
 from zero_optim.bench.fused_adams import HYPER
 from zero_optim.bench.ranks import on_ranks
 from zero_optim.bench.request import Alone, Menu, Request
-from zero_optim.bench.rows.endurance import EnduranceRow
 from zero_optim.bench.run import Measured
 from zero_optim.bench.script import run_script
 from zero_optim.optimizer import ShardedAdamW

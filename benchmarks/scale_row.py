@@ -1,14 +1,14 @@
-"""A row of ``benchmarks/bench_scale.py``."""
+"""A row of ``bench_scale.py``: its keys, its table, and what is drawn. ``zero_optim.bench.rows`` imports it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...drawing.figures import elements
-from ...drawing.sheet import Sheet
-from ..columns import Column, JsonRow, at, beside_each_other, milliseconds, of_ranks, whole
-from ..drawings import Kind, bars_of
+from zero_optim.bench.columns import Column, JsonRow, at, beside_each_other, milliseconds, of_ranks, whole
+from zero_optim.bench.drawings import Kind, bars_of
+from zero_optim.drawing.figures import elements
+from zero_optim.drawing.sheet import Sheet
 
 
 @dataclass(frozen=True)
