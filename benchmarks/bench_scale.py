@@ -31,12 +31,12 @@ import torch.distributed as dist
 from scale_model import LLAMA_70B, Block, Shapes, Small, cap_mb, layouts
 from scale_row import ScaleRow
 from torch import Tensor
+from zero_optim.bench.contest import Say
 from zero_optim.bench.fused_adams import HYPER
 from zero_optim.bench.request import Alone, Menu, Request
 from zero_optim.bench.run import Measured
 from zero_optim.bench.script import run_script
 from zero_optim.bench.timing import HostClock, Job, Rounds, Spread, interleaved
-from zero_optim.bench.train_step import Say
 from zero_optim.comm import transport
 from zero_optim.comm.transport import Issued, Reduction, StreamTransport
 from zero_optim.optimizer import ShardedAdamW

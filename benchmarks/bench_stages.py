@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 import torch
 from zero_optim.bench.contenders import FSDP2, FSDP2_ZERO2, OURS, STAGE3, Task
+from zero_optim.bench.contest import Say
 from zero_optim.bench.request import Alone, Menu, Request
 from zero_optim.bench.rows.op import Row
 from zero_optim.bench.run import Measured, tokens_of
 from zero_optim.bench.script import run_script
-from zero_optim.bench.train_step import Contest, Say, hold_all, in_order, make_task
+from zero_optim.bench.train_step import Contest, hold_all, in_order, make_task
 
 NAMES = (*OURS, FSDP2, FSDP2_ZERO2)
 ROUNDS = 11

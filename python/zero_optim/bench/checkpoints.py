@@ -25,11 +25,11 @@ from .. import checkpoint
 from ..comm.collectives import Comm, make_comm
 from ..optimizer import ShardedAdamW
 from ..shard_module import shard_module
+from .contest import Say
 from .peak_memory import peak_of, resident, return_what_is_freed
 from .ranks import on_ranks
 from .rows.checkpoint import CheckpointRow
 from .timing import Spread
-from .train_step import Say
 
 NUMEL = 2**25
 RANKS = (2,)

@@ -29,12 +29,12 @@ from . import (
     train_step,
 )
 from .case import Case, Setting, choose_backends
+from .contest import Say
 from .record import make_record, read, results_folder, write, write_anew
 from .request import Request
 from .rows.op import Row
 from .table import table
 from .timing import Clock, Rounds, interleaved, make_clock
-from .train_step import Say
 
 NUMELS = {"cpu": (2**26,), "cuda": tuple(2**k for k in range(20, 31, 2))}
 TRAINED_NUMEL = 2**24  # of train_step

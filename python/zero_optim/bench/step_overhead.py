@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from ..comm.collectives import make_comm
 from ..optimizer import ShardedAdamW
+from .contest import TogetherClock, in_all, slower
 from .fused_adams import HYPER
 from .masters import Masters
 from .ranks import on_ranks
 from .rows.op import Row
-from .timing import Clock, Job, Rounds, Spread, interleaved
-from .train_step import DTYPES, TogetherClock, slower
+from .timing import Clock, HostClock, Job, Rounds, Spread, interleaved
+from .train_step import DTYPES
 
 MANY, FEW = 20_000, 200
 NUMEL = 10_000_000
@@ -120,14 +121,14 @@ def measure(
             if world_size == 1:
                 laps = time_laps(ALONE, device, numel, dtype, counts, clock, rounds)
             else:
-                laps = slower(on_ranks(world_size, time_on_rank, numel, dtype, counts, rounds))
+                laps = slower(on_ranks(world_size, time_on_rank, numel, dtype, counts, rounds), in_all)
             rows += [row for op in OPS for count in counts for row in _rows(op, count, numel, dtype, world_size, laps)]
     return sorted(rows, key=lambda row: (row.ranks or 1, list(OPS).index(row.op)))
 
 
 def time_on_rank(numel: int, dtype: str, counts: Sequence[int], rounds: Rounds) -> Laps:
     cpu = torch.device("cpu")
-    return time_laps(ON_RANKS, cpu, numel, dtype, counts, TogetherClock(make_comm(), cpu), rounds)
+    return time_laps(ON_RANKS, cpu, numel, dtype, counts, TogetherClock(make_comm(), cpu, HostClock()), rounds)
 
 
 def time_laps(
