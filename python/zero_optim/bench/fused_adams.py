@@ -59,14 +59,14 @@ def fused_adams(device: torch.device) -> dict[str, Maker]:
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """For each package its version, or why it was not measured."""
+    """Tell the version of each package, or why it was not measured."""
     reasons = {name: why_unusable(name, device.type) for name in PACKAGES}
     return {name: reason or _version(PACKAGES[name].distribution) for name, reason in reasons.items()}
 
 
 @functools.cache
 def why_unusable(name: str, device_type: str) -> str | None:
-    """None when a step on a small parameter went through. The first use may compile for a minute; it is tried once."""
+    """Try a step on a small parameter, once: the first use may compile for a minute. None: it went through."""
     package = PACKAGES[name]
     if device_type not in package.device_types:
         return f"not for {device_type}"

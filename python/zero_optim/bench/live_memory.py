@@ -23,7 +23,7 @@ class LiveMemory(Protocol):
 
 @contextmanager
 def watch(device: torch.device) -> Iterator[LiveMemory]:
-    """On a GPU the caching allocator's own account; on a CPU that of storages of tensors made within."""
+    """Watch the caching allocator's account on a GPU; on a CPU the storages of tensors made within."""
     gc.freeze()  # garbage is collected after each phase: not to look through all that is imported, half a second
     try:
         if device.type == "cuda":

@@ -141,7 +141,7 @@ def check_results(contest: Contest, alone: Mapping[str, Alone]) -> None:
 
 
 def most(reports: Sequence[Alone]) -> Alone:
-    """That of the rank that needs most, with the results of all."""
+    """Take the report of the rank that needs most, with the results of all."""
     results = tuple(result for report in reports for result in report.results)
     return replace(max(reports, key=lambda report: report.peak or 0), results=results)
 
@@ -191,7 +191,7 @@ def time_on_rank(work: Work, moved: Mapping[str, Mapping[str, int]], ranks: int,
 
 
 def _update_on_host(work: Update) -> Callable[[], None]:
-    """That of "cpu" by itself, as one shard."""
+    """Make the update of "cpu" by itself, as one shard."""
     dtype = next(name for name, dtype in DTYPES.items() if dtype == work.dtype)
     return adam_step.ours(adam_step.make_shard(Setting(torch.device("cpu"), dtype, work.numel, ())))
 

@@ -123,7 +123,7 @@ def hold(contest: Contest, rounds: int, say: Say) -> tuple[list[Row], dict[str, 
 
 
 def train_alone(contest: Contest, say: Say) -> tuple[dict[str, Alone], dict[str, str]]:
-    """Each contender in processes of its own; and who failed, with the first line of why."""
+    """Train each contender in processes of its own; say who failed, with the first line of why."""
     task, needed = contest.task, (contest.reference, *contest.baselines.values(), *OURS)
 
     def run(name: str) -> Alone:

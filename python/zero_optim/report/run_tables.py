@@ -49,7 +49,7 @@ def _memory_of_ranks(session: Session) -> Html:
 
 
 def traffic(session: Session) -> Html:
-    """What rank 0 communicated, by collective. Bytes are of whole tensors."""
+    """Communication of rank 0, by collective. Bytes are of whole tensors."""
     report = ranks_of(session)[0]
     if not report.collectives:
         return tag("p", "None: there was one rank.", class_="note")

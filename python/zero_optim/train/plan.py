@@ -52,7 +52,7 @@ class RunPlan:
 
     @property
     def own_folder(self) -> bool:
-        """Whether the run goes on where its checkpoint is."""
+        """True if the run goes on where its checkpoint is."""
         return self.saved is not None and self.saved.is_in(self.run_dir)
 
 
