@@ -80,7 +80,7 @@ def _git(*words: str) -> str:
 
 
 def results_folder(device: torch.device, out: Path | None) -> Path:
-    """Choose where the record goes: ``out``; else below ``benchmarks/results`` in a checkout, or below the working folder."""
+    """Choose a folder: ``out``; else one below ``benchmarks/results`` in a checkout, or below the working folder."""
     if out is not None:
         return out
     in_checkout = (CHECKOUT / "pyproject.toml").is_file() and (CHECKOUT / "benchmarks").is_dir()

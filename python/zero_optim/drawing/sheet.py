@@ -22,7 +22,7 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar from 0 to ``value``. ``ends``: the least and the most that was seen; ``figures``: what is said beside it."""
+    """A bar from 0 to ``value``. ``ends``: the least and the most that was seen; ``figures``: text beside it."""
 
     name: str
     value: float
