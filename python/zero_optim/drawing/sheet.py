@@ -88,7 +88,7 @@ class Line:
 
 
 class Scale(Enum):
-    """The scale of a y axis. DATA: from the least to the most value. TENS and TWOS are logarithmic, of positive values."""
+    """The scale of a y axis. DATA: from the least to the most value. TENS, TWOS: logarithmic, of positive values."""
 
     FROM_ZERO = auto()
     DATA = auto()
