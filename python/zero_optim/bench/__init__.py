@@ -1,6 +1,6 @@
 """``zero-optim bench``: the ops and the step, timed against their baselines and against the memory, anywhere.
 
-``request`` (the flags) ← ``run``, which takes one of these; ``script`` runs those of ``benchmarks/`` in the same way:
+``request`` (the flags) ← ``run``, which takes one of these; ``benchmarks/`` has more, which it runs in the same way:
 
 - an op, as a list of cases (``case``): ``adam_step``, ``pack``, ``grad_stats``; ``gpt_step`` is a step on one device.
   They are compared with ``fused_adams`` (of other packages) and ``masters`` (of the AMP recipe).

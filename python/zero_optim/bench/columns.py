@@ -124,10 +124,3 @@ def _line(columns: Sequence[Column], texts: Sequence[str], width: int) -> str:
         line += f"{room}{text:<{wide}}" if column.left else f"{text:>{wide}}"
         room = "" if column.left else "  "
     return line.rstrip()
-
-
-def beside_each_other(columns: Sequence[Column], rows: Sequence[JsonRow]) -> list[str]:
-    """The rows' names, and a line for each column."""
-    lines = [("", [row["backend"] for row in rows])]
-    lines += [(column.name, [column.text(row) for row in rows]) for column in columns]
-    return [f"{name:<30}" + "".join(f"{text:>16}" for text in texts) for name, texts in lines]

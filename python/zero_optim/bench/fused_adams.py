@@ -35,19 +35,19 @@ def _deepspeed(device_type: str) -> Maker:
     return functools.partial(adam.FusedAdam, adam_w_mode=True, **HYPER)
 
 
-def _apex(device_type: str) -> Maker:
-    return functools.partial(importlib.import_module("apex.optimizers").FusedAdam, adam_w_mode=True, **HYPER)
-
-
-def _transformer_engine(device_type: str) -> Maker:
-    optimizers = importlib.import_module("transformer_engine.pytorch.optimizers")
-    return functools.partial(optimizers.FusedAdam, adam_w_mode=True, **HYPER)
+def _of_gpus(module: str) -> Callable[[str], Maker]:
+    return lambda device_type: functools.partial(importlib.import_module(module).FusedAdam, adam_w_mode=True, **HYPER)
 
 
 PACKAGES = {
     "deepspeed": Package("deepspeed", "deepspeed", frozenset({"cpu", "cuda"}), _deepspeed),
-    "apex": Package("apex", "apex", frozenset({"cuda"}), _apex),
-    "te": Package("transformer_engine", "transformer-engine", frozenset({"cuda"}), _transformer_engine),
+    "apex": Package("apex", "apex", frozenset({"cuda"}), _of_gpus("apex.optimizers")),
+    "te": Package(
+        "transformer_engine",
+        "transformer-engine",
+        frozenset({"cuda"}),
+        _of_gpus("transformer_engine.pytorch.optimizers"),
+    ),
 }
 
 

@@ -27,7 +27,7 @@ from . import adam_step, peak_memory
 from . import offload_contenders as who
 from .case import Setting
 from .contest import Say, TogetherClock, each_alone, settle, slower
-from .offload_contenders import HELD, MOVED, NONE, OURS, Training, Update, Work
+from .offload_contenders import HELD, MOVED, NONE, OURS, Training, Update, Workload
 from .offload_links import Disk, Link
 from .ranks import on_ranks
 from .rows.offload import OffloadRow
@@ -68,7 +68,7 @@ class Contest:
     """``part``: what rows call it."""
 
     part: str
-    work: Work
+    work: Workload
     names: Sequence[str]
     ranks: int
 
@@ -146,7 +146,7 @@ def most(reports: Sequence[Alone]) -> Alone:
     return replace(max(reports, key=lambda report: report.peak or 0), results=results)
 
 
-def alone_on_rank(work: Work, name: str, ranks: int) -> Alone:
+def alone_on_rank(work: Workload, name: str, ranks: int) -> Alone:
     measurable = peak_memory.can_measure(work.device)
     if measurable and work.device.type == "cpu":
         peak_memory.return_what_is_freed()
@@ -171,7 +171,7 @@ def _run(job: Job, steps: int) -> None:
 # -- together ------------------------------------------------------------------------------------------------------
 
 
-def time_on_rank(work: Work, moved: Mapping[str, Mapping[str, int]], ranks: int, rounds: int) -> Laps:
+def time_on_rank(work: Workload, moved: Mapping[str, Mapping[str, int]], ranks: int, rounds: int) -> Laps:
     """Milliseconds of each contender, and of what it moves by itself: ``NAME/copies``, ``NAME/disk``; of the update:
     ``update``."""
     jobs: dict[str, Job] = {}
@@ -196,7 +196,7 @@ def _update_on_host(work: Update) -> Callable[[], None]:
     return adam_step.ours(adam_step.make_shard(Setting(torch.device("cpu"), dtype, work.numel, ())))
 
 
-def _make_links(work: Work, moved: Mapping[str, Mapping[str, int]]) -> tuple[Link | None, Disk | None]:
+def _make_links(work: Workload, moved: Mapping[str, Mapping[str, int]]) -> tuple[Link | None, Disk | None]:
     def most(*keys: str) -> int:
         return max((of_step.get(key, 0) for of_step in moved.values() for key in keys), default=0)
 

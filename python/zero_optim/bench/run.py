@@ -213,7 +213,7 @@ def run(
     the rows so far after each case."""
     settings = [(op, setting) for op in request.ops for setting in _settings(request, device, ops[op])]
     clock = make_clock(device)
-    rounds = _rounds(request)
+    rounds = Rounds.exactly(request.rounds) if request.rounds else Rounds()
     rows: list[Row] = []
     for op, setting in settings:
         say(f"{op}, {setting.dtype}, {setting.numel:,} elements")
@@ -231,10 +231,6 @@ def _in_a_line(row: Row) -> str:
     ratios = [(row.fraction, f"of {row.yardstick}"), (row.vs_torch, "times torch's speed")]
     told = [f"{figure:.2f} {what}" for figure, what in ratios if figure is not None]
     return ", ".join([f"{row.backend} {row.ms:.3f} ms", *told])
-
-
-def _rounds(request: Request) -> Rounds:
-    return Rounds.exactly(request.rounds) if request.rounds else Rounds()
 
 
 def _settings(request: Request, device: torch.device, op: Op) -> Iterator[Setting]:

@@ -51,7 +51,7 @@ class Products(nn.Module):
         return torch.cat([weight * factor for weight, factor in zip(self.weights, self.factors, strict=True)])
 
 
-class Training:
+class Loop:
     """The laps of a loop, around ``model`` as it is called."""
 
     def __init__(
@@ -75,12 +75,12 @@ class Training:
             torch.empty(1024)
 
 
-def ours(model: Products) -> Training:
+def ours(model: Products) -> Loop:
     opt = ShardedAdamW(model.parameters(), **TRAINING)
-    return Training(model, len(model.weights), opt.step, opt.zero_grad)
+    return Loop(model, len(model.weights), opt.step, opt.zero_grad)
 
 
-def torchs(model: Products, *, fused: bool = False, foreach: bool = False, ddp: bool = False) -> Training:
+def torchs(model: Products, *, fused: bool = False, foreach: bool = False, ddp: bool = False) -> Loop:
     """``AdamW``, on fp32 masters where the model is of 16 bits."""
     masters = Masters(model.parameters())
     opt = torch.optim.AdamW(masters.masters, fused=fused, foreach=foreach, **TRAINING)
@@ -93,10 +93,10 @@ def torchs(model: Products, *, fused: bool = False, foreach: bool = False, ddp: 
         opt.step()
         masters.give_back()
 
-    return Training(called, len(model.weights), step, model.zero_grad)
+    return Loop(called, len(model.weights), step, model.zero_grad)
 
 
-MAKERS: Mapping[str, Callable[[Products], Training]] = {
+MAKERS: Mapping[str, Callable[[Products], Loop]] = {
     OURS: ours,
     FUSED: lambda model: torchs(model, fused=True),
     FOREACH: lambda model: torchs(model, foreach=True),
