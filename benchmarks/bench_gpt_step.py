@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from launches import count_launches
+from script import run_script
 from torch import Tensor, nn
 from zero_optim.bench.case import COPY, TORCH, Case, Setting, copy_job, on_backend
 from zero_optim.bench.contenders import model_config
@@ -24,7 +25,6 @@ from zero_optim.bench.masters import Masters
 from zero_optim.bench.request import Menu
 from zero_optim.bench.rows.op import Row
 from zero_optim.bench.run import Op
-from zero_optim.bench.script import run_script
 from zero_optim.bench.timing import Clock, Job, Rounds, Spread, interleaved
 from zero_optim.errors import ZeroOptimError
 from zero_optim.grad_scaler import GradScaler

@@ -341,23 +341,27 @@ def test_activations_and_a_picture(capsys, tmp_path):
 
 
 def test_every_stage_of_the_picture_can_be_read(tmp_path, monkeypatch):
-    """Stage 3 of 64 ranks takes 1/27 of stage 0: each has an axis of its own, and its figures on it."""
+    """Stage 3 of 64 ranks takes 1/27 of stage 0: each has an axis of its own, and its figures beside it."""
     picture = pytest.importorskip("zero_optim.memory.picture")
     kept = []
-    monkeypatch.setattr(picture.pyplot, "close", kept.append)
+    monkeypatch.setattr(picture, "png", lambda sheet, path: kept.append(sheet))
     model = bf16(7.5 * GB)
     plans = [plan(model, Job(world=64, stage=stage)) for stage in range(4)]
+    picture.draw(tmp_path / "plan.png", plans[:3], 80 * GB)
     picture.draw(tmp_path / "plan.png", plans, 80 * GB)
-    (drawn,) = kept
-    assert len(drawn.axes) == 4
-    for made, axes in zip(plans, drawn.axes, strict=True):
-        assert made.most < axes.get_ylim()[1] * GB < 1.1 * made.most
-    written = [{text.get_text() for text in axes.texts} for axes in drawn.axes]
-    assert written[0] == {"15.00", "30.00"} and written[3] == {"0.234", "0.469", "0.865", "1.29"}
-    assert drawn.axes[3].get_title() == "stage 3\n4.90 GB"
-    (legend,) = drawn.legends
-    names = [text.get_text() for text in legend.get_texts()]
-    assert {"local_gradients", "unsharded", "80 GB", "in the first step"} < {*names}
+    three, sheet = kept
+    assert [len(line) for line in three.grid] == [2, 2] and three.grid[1][1] is None
+    assert [len(line) for line in sheet.grid] == [2, 2] and sheet.note
+    for made, bars in zip(plans, sheet.drawings, strict=True):
+        *_, whole = bars.bars
+        assert (whole.value, whole.ends[1]) == pytest.approx((made.total / GB, made.most / GB))
+        assert (bars.roof is not None) == (made.most > 80 * GB)
+    first, last = sheet.drawings[0], sheet.drawings[3]
+    assert first.roof == ("the device:", 80.0)
+    assert last.title == "Stage 3" and last.unit == "GB"
+    figures = {bar.name: bar.figures for bar in last.bars}
+    assert figures["parameters"] == ["0.234"] and figures["unsharded"] == ["1.29"]
+    assert figures["on the device"] == ["4.90"] and "local_gradients" in figures
 
 
 def test_rows_have_the_names_of_the_docs(capsys):

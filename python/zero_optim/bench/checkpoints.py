@@ -25,11 +25,11 @@ from .. import checkpoint
 from ..comm.collectives import Comm, make_comm
 from ..optimizer import ShardedAdamW
 from ..shard_module import shard_module
+from .contest import Say
 from .peak_memory import peak_of, resident, return_what_is_freed
 from .ranks import on_ranks
 from .rows.checkpoint import CheckpointRow
 from .timing import Spread
-from .train_step import Say
 
 NUMEL = 2**25
 RANKS = (2,)
@@ -80,7 +80,7 @@ class Disk:
         os.close(file)
 
     def finish(self) -> None:
-        """It is written already."""
+        """No effect: it is written already."""
 
     def load(self, folder: Path) -> None:
         file = os.open(_own_file(folder), os.O_RDONLY)
@@ -90,7 +90,7 @@ class Disk:
 
 
 class TorchSave:
-    """Each rank its own shards, as a list of tensors."""
+    """Writes and reads each rank's own shards, as a list of tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = list(tensors)
@@ -102,7 +102,7 @@ class TorchSave:
             os.fsync(file.fileno())
 
     def finish(self) -> None:
-        """It is written already."""
+        """No effect: it is written already."""
 
     def load(self, folder: Path) -> None:
         loaded = torch.load(_own_file(folder), weights_only=True)

@@ -35,19 +35,19 @@ def _deepspeed(device_type: str) -> Maker:
     return functools.partial(adam.FusedAdam, adam_w_mode=True, **HYPER)
 
 
-def _apex(device_type: str) -> Maker:
-    return functools.partial(importlib.import_module("apex.optimizers").FusedAdam, adam_w_mode=True, **HYPER)
-
-
-def _transformer_engine(device_type: str) -> Maker:
-    optimizers = importlib.import_module("transformer_engine.pytorch.optimizers")
-    return functools.partial(optimizers.FusedAdam, adam_w_mode=True, **HYPER)
+def _of_gpus(module: str) -> Callable[[str], Maker]:
+    return lambda device_type: functools.partial(importlib.import_module(module).FusedAdam, adam_w_mode=True, **HYPER)
 
 
 PACKAGES = {
     "deepspeed": Package("deepspeed", "deepspeed", frozenset({"cpu", "cuda"}), _deepspeed),
-    "apex": Package("apex", "apex", frozenset({"cuda"}), _apex),
-    "te": Package("transformer_engine", "transformer-engine", frozenset({"cuda"}), _transformer_engine),
+    "apex": Package("apex", "apex", frozenset({"cuda"}), _of_gpus("apex.optimizers")),
+    "te": Package(
+        "transformer_engine",
+        "transformer-engine",
+        frozenset({"cuda"}),
+        _of_gpus("transformer_engine.pytorch.optimizers"),
+    ),
 }
 
 
@@ -59,14 +59,14 @@ def fused_adams(device: torch.device) -> dict[str, Maker]:
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """For each package its version, or why it was not measured."""
+    """Tell the version of each package, or why it was not measured."""
     reasons = {name: why_unusable(name, device.type) for name in PACKAGES}
     return {name: reason or _version(PACKAGES[name].distribution) for name, reason in reasons.items()}
 
 
 @functools.cache
 def why_unusable(name: str, device_type: str) -> str | None:
-    """None when a step on a small parameter went through. The first use may compile for a minute; it is tried once."""
+    """Try a step on a small parameter, once: the first use may compile for a minute. None: it went through."""
     package = PACKAGES[name]
     if device_type not in package.device_types:
         return f"not for {device_type}"

@@ -10,11 +10,12 @@ from torch import nn
 
 from ..optimizer import ShardedAdamW
 from ..shard_module import shard_module
+from .contest import Say
 from .fused_adams import HYPER
 from .live_memory import LiveMemory, watch
 from .ranks import on_ranks
 from .rows.phase import PhaseRow
-from .train_step import DTYPES, Say
+from .train_step import DTYPES
 
 RANKS = 2
 STAGES = (0, 1, 2, 3)

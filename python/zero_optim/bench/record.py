@@ -80,7 +80,7 @@ def _git(*words: str) -> str:
 
 
 def results_folder(device: torch.device, out: Path | None) -> Path:
-    """Where the record goes: ``out``; else below ``benchmarks/results`` in a checkout, or below the working folder."""
+    """Choose a folder: ``out``; else one below ``benchmarks/results`` in a checkout, or below the working folder."""
     if out is not None:
         return out
     in_checkout = (CHECKOUT / "pyproject.toml").is_file() and (CHECKOUT / "benchmarks").is_dir()
@@ -91,6 +91,7 @@ def results_folder(device: torch.device, out: Path | None) -> Path:
 def make_record(rows: Sequence[Any], device: torch.device, baselines: Mapping[str, str]) -> dict[str, Any]:
     """``rows``: of a kind of ``rows/``. ``baselines``: their versions, or why they are not in the rows."""
     on_cpu = device.type == "cpu"
+    compiled = on_cpu and "cpu" in zero_kernels.available_backends("cpu")
     return {
         "schema": SCHEMA,
         "device": device_name(device),
@@ -104,7 +105,7 @@ def make_record(rows: Sequence[Any], device: torch.device, baselines: Mapping[st
         "python": platform.python_version(),
         "load": round(os.getloadavg()[0], 2),
         "threads": torch.get_num_threads() if on_cpu else None,
-        "isa": _isa() if on_cpu else None,
+        "isa": torch.ops.zero_kernels_C.isa() if compiled else None,
         "baselines": dict(baselines),
         "rows": [asdict(row) for row in rows],
     }
@@ -148,8 +149,3 @@ def _version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
-
-
-def _isa() -> str | None:
-    """Instruction set of the CPU library."""
-    return torch.ops.zero_kernels_C.isa() if "cpu" in zero_kernels.available_backends("cpu") else None

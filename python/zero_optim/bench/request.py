@@ -19,7 +19,7 @@ TAKEN_BY_OPS = {"numel": "64Mi; GPU: 2^20 to 2^30", "backends": "", "rounds": ""
 
 
 @dataclass(frozen=True)
-class Alone:
+class Single:
     """The choices of a run that measures one thing, with a file and a plot of its own.
 
     Attributes:
@@ -40,11 +40,13 @@ class Alone:
 
 
 ALONE = {
-    "step_overhead": Alone({"numel": "10 million", "rounds": "21", "ranks": "1 2"}, ("fp32", "bf16"), every_dtype=True),
-    "train_step": Alone({"numel": "16Mi", "contenders": "all", "rounds": "21", "tokens": "256 512"}),
-    "memory_walkthrough": Alone({"ranks": "2; GPUs: all"}, one_number=True, gpu=True),
-    "checkpoint": Alone({"numel": "32Mi", "rounds": "5", "ranks": "2"}, ("fp32",)),
-    "offload": Alone(
+    "step_overhead": Single(
+        {"numel": "10 million", "rounds": "21", "ranks": "1 2"}, ("fp32", "bf16"), every_dtype=True
+    ),
+    "train_step": Single({"numel": "16Mi", "contenders": "all", "rounds": "21", "tokens": "256 512"}),
+    "memory_walkthrough": Single({"ranks": "2; GPUs: all"}, one_number=True, gpu=True),
+    "checkpoint": Single({"numel": "32Mi", "rounds": "5", "ranks": "2"}, ("fp32",)),
+    "offload": Single(
         {"numel": "64Mi; GPU: 256Mi", "contenders": "all", "rounds": "11", "ranks": "2; GPUs: all"},
         ("bf16",),
         one_number=True,
@@ -93,7 +95,7 @@ class Menu:
 
     ops: tuple[str, ...] = ()
     taken_by_ops: Mapping[str, str] = field(default_factory=dict)
-    alone: Mapping[str, Alone] = field(default_factory=dict)
+    alone: Mapping[str, Single] = field(default_factory=dict)
 
     def takers(self, choice: str) -> dict[str, str]:
         """Say who takes the flag, and what is chosen by default."""

@@ -85,7 +85,7 @@ class TensorSpec:
 
     @property
     def is_of_rows(self) -> bool:
-        """Whether ``order`` is that of a parameter of another shape."""
+        """True if ``order`` is that of a parameter of another shape."""
         return self.order is not None and len(self.order) != len(self.shape)
 
 
@@ -167,7 +167,7 @@ class Index:
         return list(dict.fromkeys(optimizer.master for optimizer in self.optimizers if optimizer.master is not None))
 
     def is_state(self, kind: str) -> bool:
-        """Whether an optimizer alone has such tensors: parameters, buffers and masters can be had without one."""
+        """True if an optimizer alone has such tensors: parameters, buffers and masters can be had without one."""
         return kind not in (PARAMETER, BUFFER, *self.masters)
 
     def precise(self, name: str) -> SavedTensor | None:

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--bucket-cap-mb", float, "as ShardedAdamW's (25, or 16,384 elements a rank)")
     flag("--rank", int, "plan this one, in place of the mean of all: they differ in padding")
     parser.add_argument("--json", action="store_true", help="print a list, an object a stage, in bytes")
-    flag("--png", Path, "draw stacked bars, a stage each", metavar="FILE")
+    flag("--png", Path, "draw bars by kind, a stage each", metavar="FILE")
 
 
 def run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -1,12 +1,12 @@
-"""Runs a benchmark that a script of ``benchmarks/`` has, with the flags, tables, files and plots of the bench."""
+"""Runs a benchmark of a script in this folder, with the flags, tables, files and plots of the bench."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..cli import Parser, run_command
-from .request import Menu, add_arguments, read_request
-from .run import Measure, Op, main
+from zero_optim.bench.request import Menu, add_arguments, read_request
+from zero_optim.bench.run import Measure, Op, main
+from zero_optim.cli import Parser, run_command
 
 
 def run_script(
