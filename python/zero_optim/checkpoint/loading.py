@@ -220,7 +220,7 @@ def _verify(folder: Path, comm: Comm, plan: LoadPlan) -> None:
         def read(holding: Holding, values: Tensor) -> bool:
             saved = source.get(holding.spec.key)
             if saved is not None:
-                files.read_into(values, saved, holding.start, holding.spec.order)
+                files.read_into(values, saved, holding.start, holding.spec.arrangement)
             return saved is not None
 
         plan.model.check_writable(read)
@@ -252,4 +252,4 @@ def _read(folder: Path, parts: Sequence[Contents], matched: Match) -> None:
         # ``strict`` asks once more after the last: only then is that one copied to where it belongs.
         for (holding, source), flat in zip(wanted, values, strict=True):
             if source is not None and holding.length:
-                files.read_into(flat, source, holding.start, holding.spec.order)
+                files.read_into(flat, source, holding.start, holding.spec.arrangement)
