@@ -22,7 +22,8 @@ def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_onl
 
     It has parameters, persistent buffers and extra state, and loads into an ordinary model. All names of a tied
     parameter have the same tensor. At stage 3 units are gathered one after another, so a rank takes memory for one unit
-    beside the result. Before stage 3 tensor-parallel ranks alone communicate. Buffers are those of the rank that gets the result.
+    beside the result. Before stage 3 tensor-parallel ranks alone communicate. Buffers are those of the
+    rank that gets the result.
 
     Args:
         rank: the rank that gets it, in the group that the model is sharded over, else in the default group. The others

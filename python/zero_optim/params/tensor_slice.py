@@ -79,8 +79,9 @@ def local_of(tensor: Any) -> Tensor:
 
 
 def mesh_of(parameters: Iterable[Tensor]) -> dist.DeviceMesh | None:
-    """The mesh of the first of them that is a ``DTensor``."""
-    return next((mesh for p in parameters if (mesh := getattr(p, "device_mesh", None)) is not None), None)
+    """The mesh of the first of them that is a ``DTensor`` over one of one dimension: ``slice_of`` refuses others."""
+    meshes = (getattr(parameter, "device_mesh", None) for parameter in parameters)
+    return next((mesh for mesh in meshes if mesh is not None and mesh.ndim == 1), None)
 
 
 def slice_of(parameter: Any, label: str = "a parameter") -> TensorSlice | None:
@@ -93,9 +94,9 @@ def slice_of(parameter: Any, label: str = "a parameter") -> TensorSlice | None:
     mesh, shape = parameter.device_mesh, tuple(parameter.shape)
     if mesh.ndim != 1 or mesh.get_coordinate() is None:
         raise ParameterError(
-            f"{label}, of shape {shape}, is a DTensor over a mesh of the dimensions {mesh.mesh_dim_names}: give "
-            "parallelize_module the one dimension of tensor parallelism, mesh['tp'], and leave the sharding over "
-            "data-parallel ranks to this optimizer"
+            f"{label} is a DTensor over a mesh of the dimensions {mesh.mesh_dim_names}: give parallelize_module the "
+            "one dimension of tensor parallelism, as mesh['tp'], and leave sharding over data-parallel ranks, as "
+            "fully_shard does it, to this optimizer"
         )
     (placement,) = parameter.placements
     ranks, rank = mesh.size(), mesh.get_local_rank()
@@ -107,13 +108,12 @@ def slice_of(parameter: Any, label: str = "a parameter") -> TensorSlice | None:
         found = TensorSlice(shape, Cut(dim, sizes), ranks, rank)
     elif not placement.is_replicate():
         raise ParameterError(
-            f"{label}, of shape {shape}, is a DTensor placed as {placement}: the optimizer takes Shard(dim) and "
-            "Replicate()"
+            f"{label} is a DTensor placed as {placement}: the optimizer takes Shard(dim) and Replicate()"
         )
     if tuple(local_of(parameter).shape) != found.local_shape:
         raise ParameterError(
-            f"{label}, of shape {shape}, is a DTensor placed as {placement} over {ranks} ranks, and rank {rank} has "
-            f"{tuple(local_of(parameter).shape)} of it, not {found.local_shape}: make it by distribute_tensor"
+            f"{label} is a DTensor of shape {shape}, placed as {placement} over {ranks} ranks, and number {rank} of "
+            f"them has {tuple(local_of(parameter).shape)} of it, not {found.local_shape}: make it by distribute_tensor"
         )
     return found
 
