@@ -200,7 +200,7 @@ def _accounts(rank: int, world_size: int, stage: int) -> tuple[dict[str, int], .
     from zero_optim import memory
 
     mesh = make_mesh(2, 2)
-    way = Way(stage=stage, hidden=6)
+    way = Way(stage=stage, hidden=37)
     model = make_model(way, mesh["tp"])
     opt = _optimizer(way, model, mesh["dp"])
 
