@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from zero_optim.memory import command as command_module
 from zero_optim.memory.decoders import Width
 from zero_optim.memory.fit import cheapest_change
 from zero_optim.memory.plan import ON_THE_HOST
+from zero_optim.memory.shapes import ModelShapes, ParameterShape
 from zero_optim.stores.offload import HOST_BUFFERS, SLOTS, Offload, Tier
 
 GB = 10**9
@@ -516,3 +518,59 @@ def test_flags_that_cannot_be_read(capsys, flags):
     with pytest.raises(SystemExit):
         main(["plan", "--model", "gpt2", *flags])
     assert flags[-1] in capsys.readouterr().err
+
+
+# -- tensor parallelism --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_slice_takes_its_part_of_matrices_and_all_of_the_rest(stage):
+    model = of_decoder(KNOWN["gpt2"], torch.bfloat16)
+    hidden = KNOWN["gpt2"].width.hidden
+    whole, cut = (plan(model, Job(world=4 * tensor, tensor=tensor, stage=stage)) for tensor in (1, 2))
+    parts = [p.numel if p.numel <= hidden else -(-p.numel // 2) for p in model.parameters]
+    alone = plan(replace(model, parameters=tuple(map(ParameterShape, parts, [torch.bfloat16] * len(parts)))), whole.job)
+    assert cut.model is model
+    assert cut.model_state == pytest.approx(alone.model_state, rel=1e-3)  # slices have buckets of their own
+    assert cut.communicated == pytest.approx(alone.communicated, rel=0.01)
+    assert cut.model_state < 0.51 * whole.model_state + 16 * sum(p for p in parts if p <= hidden)
+
+
+def test_tensor_parallel_ranks_share_activations_evenly():
+    model = of_decoder(KNOWN["gpt2"], torch.bfloat16)
+    whole, cut = (plan(model, Job(world=4, tensor=t, batch=Batch(2, 512))) for t in (1, 4))
+    assert cut.memory["activations"] == whole.memory["activations"] // 4
+
+
+def test_what_cannot_be_cut_is_told():
+    unknown = ModelShapes("a model", (ParameterShape(4, torch.float32),))
+    with pytest.raises(ValueError, match="hidden size"):
+        plan(unknown, Job(world=2, tensor=2))
+    with pytest.raises(ValueError, match="tensor must be a divisor of the 6 ranks"):
+        plan(unknown, Job(world=6, tensor=4))
+
+
+def test_the_command_counts_all_ranks(capsys):
+    flags = [
+        "plan",
+        "--model",
+        "llama-2-7b",
+        "--world",
+        "64",
+        "--tp",
+        "8",
+        "--replicate",
+        "2",
+        "--stage",
+        "2",
+        "--json",
+    ]
+    assert main(flags) == 0
+    (made,) = json.loads(capsys.readouterr().out)
+    assert (made["world"], made["tensor_parallel"], made["replicas"]) == (64, 8, 2)
+    assert made["parameters"] == KNOWN["llama-2-7b"].numel
+    # Parameters in bf16, an eighth of them; masters and moments of a quarter of that on each of four that share.
+    assert made["bytes_per_rank"]["parameters"] == pytest.approx(2 * made["parameters"] / 8, rel=0.01)
+    assert made["bytes_per_rank"]["exp_avg"] == pytest.approx(4 * made["parameters"] / 32, rel=0.01)
+    assert main(["plan", "--model", "gpt2", "--world", "6", "--tp", "4"]) == 2
+    assert "--tp 4: a divisor of the 6 ranks" in capsys.readouterr().err

@@ -11,10 +11,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..drawing.figures import SizeUnit, row, size, unit_for
 from ..engine import Engine, open_engines
-from ..params.tensor_slice import is_cut, local_of
+from ..params.tensor_slice import local_of
 from ..units.unit import Unit
 from .plan import ON_THE_HOST, Job, Plan, plan
-from .shapes import ModelShapes, ParameterShape
+from .shapes import ModelShapes, ParameterShape, shape_of
 
 
 class HasEngine(Protocol):
@@ -59,10 +59,7 @@ def plan_of_engine(engine: Engine, *, mean: bool = False, accumulate: int = 1) -
 
 def _shapes_of(engine: Engine) -> ModelShapes:
     trained = engine.parameters.trained
-    shapes = [
-        ParameterShape(local_of(p).numel(), p.dtype, index in trained or p.requires_grad, is_cut(p))
-        for index, p in enumerate(engine.parameters.all)
-    ]
+    shapes = [shape_of(p, trained=index in trained or p.requires_grad) for index, p in enumerate(engine.parameters.all)]
     order = engine.reducer.layout.order
     whole = set(order) == {index for index, shape in enumerate(shapes) if shape.trained}
     units = _units_by_name([engine.parameters.name(index) for index in range(len(shapes))])
@@ -84,11 +81,7 @@ def _shapes_of_units(units: Sequence[Unit]) -> ModelShapes:
     of_units = []
     for unit in units:
         first = len(shapes)
-        shapes += [
-            ParameterShape(local.numel(), flat.dtype, flat.trained, flat.cut)
-            for flat in unit.flats
-            for local in flat.locals
-        ]
+        shapes += [shape_of(p, trained=flat.trained) for flat in unit.flats for p in flat.params]
         of_units.append(tuple(range(first, len(shapes))))
     return ModelShapes("the sharded model", tuple(shapes), tuple(of_units))
 
