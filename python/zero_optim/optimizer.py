@@ -59,7 +59,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         process_group: the ranks; None: those of the sharded model, else the default group where ``torch.distributed``
             is initialised, else one rank.
         mesh: a DeviceMesh, instead of ``process_group``. Of two dimensions, ("replicate", "shard"), the ranks along the
-            second share, and those along the first repeat what these hold.
+            second share, and those along the first repeat what these hold. Where parameters are tensor-parallel
+            ``DTensor``s, of the data-parallel ranks alone, as ``mesh["dp"]``.
         bucket_cap_mb: MiB of gradients that one collective carries, at most; never over 1/4 of the parameters
             of one dtype. None: 25, or 16,384 elements a rank where that is more. At stage 3 it carries a unit's.
         grad_reduce_dtype: dtype in which gradients are summed over ranks and accumulated in shards; None:
@@ -157,7 +158,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             validate.check_groups(self.param_groups)
             validate.check_sharded(parameters, indices, stage, comm, rows)
             validate.check_parameters(parameters, indices)
-            validate.check_slices(parameters, indices, columns)
+            validate.check_slices(parameters.all, parameters.labels, columns)
             validate.check_backend(comm, parameters.all[0].device)
         validate.check_agreement(comm, parameters, 0, {**options, **validate.described_ranks(rows, columns)})
         comm.separate()
@@ -393,7 +394,7 @@ class ShardedAdamW(torch.optim.Optimizer):
                 validate.check_groups(self.param_groups[before:], before)
                 validate.check_sharded(parameters, indices, self.stage, everyone, self.engine.sharding.rows)
                 validate.check_parameters(parameters, indices)
-                validate.check_slices(parameters, indices, self.engine.sharding.columns)
+                validate.check_slices(parameters.all, parameters.labels, self.engine.sharding.columns)
             validate.check_agreement(everyone, parameters, before, {})
         except BaseException:
             del self.param_groups[before:]
