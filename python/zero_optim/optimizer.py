@@ -60,7 +60,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         process_group: the ranks; None: those of the sharded model, else the default group where ``torch.distributed``
             is initialised, else one rank.
         mesh: a DeviceMesh, instead of ``process_group``. Of two dimensions, ("replicate", "shard"), the ranks along the
-            second share, and those along the first repeat what these hold.
+            second share, and those along the first repeat what these hold. Where parameters are tensor-parallel
+            ``DTensor``s, of the data-parallel ranks alone, as ``mesh["dp"]``.
         pipeline: where the model is cut into stages, the ranks that have them, as ``world_mesh["pp"]``, or a process
             group. The norm of gradients is that of all stages then, and a gradient on one that is not finite skips the
             step of all. Their optimizers make the same calls, with the same ``max_grad_norm`` and ``skip_nonfinite``.
@@ -163,7 +164,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             validate.check_groups(self.param_groups)
             validate.check_sharded(parameters, indices, stage, comm, rows)
             validate.check_parameters(parameters, indices)
-            validate.check_slices(parameters, indices, columns)
+            validate.check_slices(parameters.all, parameters.labels, columns)
             validate.check_backend(comm, parameters.all[0].device)
         validate.check_agreement(comm, parameters, 0, {**options, **validate.described_ranks(rows, columns)})
         comm.separate()
@@ -401,7 +402,7 @@ class ShardedAdamW(torch.optim.Optimizer):
                 validate.check_groups(self.param_groups[before:], before)
                 validate.check_sharded(parameters, indices, self.stage, everyone, self.engine.sharding.rows)
                 validate.check_parameters(parameters, indices)
-                validate.check_slices(parameters, indices, self.engine.sharding.columns)
+                validate.check_slices(parameters.all, parameters.labels, self.engine.sharding.columns)
             validate.check_agreement(everyone, parameters, before, {})
         except BaseException:
             del self.param_groups[before:]

@@ -247,19 +247,19 @@ def described_ranks(rows: Rows | None, columns: Rows | None) -> dict[str, Any]:
     return {"mesh": None if rows is None else [len(row) for row in rows], "tensor-parallel ranks": len(columns)}
 
 
-def check_slices(parameters: ParameterSet, indices: Sequence[int], columns: Rows | None) -> None:
-    """Raise ParameterError for the first of ``indices`` that is cut over other ranks than the optimizer was told of.
+def check_slices(parameters: Sequence[Tensor], labels: Sequence[str], columns: Rows | None) -> None:
+    """Raise ParameterError for the first of ``parameters`` that is cut over other ranks than ``columns`` has.
 
     ``columns``: see ``TensorRanks``; None: parameters are not cut.
     """
     rows = zip(*columns, strict=True) if columns is not None else ()
     own = next((list(row) for row in rows if dist.get_rank() in row), [])
-    for index in indices:
-        mesh = mesh_of([parameters.all[index]])
+    for parameter, label in zip(parameters, labels, strict=True):
+        mesh = mesh_of([parameter])
         if mesh is not None and (ranks := mesh.mesh.flatten().tolist()) != own:
             raise ParameterError(
-                f"{parameters.labels[index]} is a DTensor over ranks {ranks}, and the first one that the optimizer was "
-                f"given is over {own or 'none'}: all have to be over the same tensor-parallel ranks"
+                f"{label} is a DTensor over ranks {ranks}, and the first one that was given is over {own or 'none'}: "
+                "all have to be over the same tensor-parallel ranks"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -139,3 +140,36 @@ def test_loads_on_any_other_mesh_bit_for_bit(saved, tmp_path):
         for rank, ways in enumerate(run_ranks(mesh.ranks, _load, mesh, str(tmp_path), dtype, hidden, timeout=120)):
             for how, found in zip(("own", "dcp", "full"), ways, strict=True):
                 _same(found, wanted[0], f"{how}, on {mesh}, rank {rank}")
+
+
+def _load_exported(rank: int, world_size: int, mesh: Mesh, folder: str) -> dict[str, Tensor]:
+    import zero_optim
+    from zero_optim import load_safetensors
+
+    model, opt, _ = _job(mesh, torch.float32, 24, seed=rank + 1)
+    assert not load_safetensors(model, folder)
+    found = zero_optim.full_model_state_dict(model, rank=None)
+    opt.close()
+    return found
+
+
+def test_slices_are_exported_whole_and_read_from_whole_files(tmp_path):
+    from safetensors.torch import load_file
+    from zero_optim.checkpoint.hugging_face import export
+
+    saved = Mesh(2, 2, 3)
+    (wanted, *_) = run_ranks(4, _save, saved, str(tmp_path), torch.float32, 24, timeout=120)
+    index = json.loads((tmp_path / "own" / "step-2" / "index.json").read_text())
+    cuts = {entry["name"]: entry["cut"] for entry in index["contents"]["tensors"] if "cut" in entry}
+    assert index["version"] == 3
+    assert cuts == {f"blocks.{n}.{name}.weight": [1, [half] * 2] for n in (0, 1) for name, half in ROWWISE.items()}
+    export(tmp_path / "own", tmp_path / "whole")
+    exported = load_file(tmp_path / "whole" / "model.safetensors")
+    for name, whole in exported.items():
+        assert torch.equal(whole, wanted[name]), name
+    for mesh in (Mesh(2, 2, 2), Mesh(1, 4, 1), Mesh(2, 2, 3)):
+        for found in run_ranks(mesh.ranks, _load_exported, mesh, str(tmp_path / "whole"), timeout=120):
+            _same(found, exported, f"read on {mesh}")
+
+
+ROWWISE = {"out": 8, "down": 12}  # layers whose weights are cut along dimension 1, and columns of a half

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import run_ranks
-from tensor_cases import HYPER, Block, Gpt, Way, loss_of, losses, make_mesh, make_model
+from tensor_cases import HYPER, Block, Gpt, Way, cut, loss_of, losses, make_mesh, make_model
 from torch import Tensor
 from training_cases import maybe_no_sync
 
@@ -103,6 +103,7 @@ WAYS = {
     "an overflow on one rank": Way(scaler=True, overflow_on=3, clip=(0.5, 2.0)),
     "frozen": Way(frozen=FROZEN, clip=(0.5, 2.0)),
     "absent in one step": Way(absent=True, clip=(0.5, 2.0)),
+    "state off the device": Way(options={"state_offload": "cpu"}, micro=2),
     "uneven slices": Way(hidden=5, sequence=False, clip=(0.5, 2.0)),
 }
 
@@ -253,3 +254,30 @@ def _no_host_reads(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_step_reads_nothing_on_the_host(stage):
     run_ranks(4, _no_host_reads, stage)
+
+
+def _from_meta(rank: int, world_size: int) -> tuple[float, list[str]]:
+    """Trained once, in the eyes of ``verify``; which parameters differ from their masters, in whole."""
+    import zero_optim
+
+    mesh, way = make_mesh(2, 2), Way(stage=3, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        model = make_model(way)
+    opt = _optimizer(way, cut(model, mesh["tp"]), mesh["dp"])
+    with zero_optim.verify(opt) as shadow:
+        with losses(sequence=True):
+            loss_of(model, rank // 2, 0).backward()
+        opt.step()
+        opt.zero_grad()
+        report = shadow.report()
+    masters = dict(zero_optim.iter_full_parameters(model, opt, torch.float32))
+    wholes = zero_optim.full_model_state_dict(model, rank=None)
+    opt.close()
+    assert report.updates == 1 and report.compared > 0
+    return report.ulps, [name for name, whole in wholes.items() if not torch.equal(masters[name].bfloat16(), whole)]
+
+
+def test_a_model_from_meta_is_what_verify_expects():
+    for ulps, differ in run_ranks(4, _from_meta):
+        assert ulps < 16
+        assert not differ

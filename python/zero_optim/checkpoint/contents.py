@@ -17,7 +17,7 @@ from ..comm.together import Ranks
 from ..errors import CheckpointError, ParameterError, StateMismatchError
 from ..params.param_shard import ParamShard, plain_parameter
 from ..params.parameter_set import plain_name
-from ..params.tensor_slice import local_of, slice_of
+from ..params.tensor_slice import is_distributed, local_of, slice_of
 from .index import BUFFER, PARAMETER, FlatRange, Key, TensorSpec
 
 
@@ -167,6 +167,10 @@ def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: Ranks | No
         spec, tensor, ranks = replace(spec, cut=own.arranged), local_of(tensor), column
     elif own is not None:
         tensor = local_of(tensor)
+    elif is_distributed(tensor):
+        raise ParameterError(
+            f"the {spec.label} is a DTensor, and which ranks have the same slice is not known: give its ShardedAdamW, too"
+        )
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
     if not plain or tensor.is_conj() or tensor.is_neg():
         raise ParameterError(

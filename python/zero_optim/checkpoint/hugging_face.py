@@ -169,7 +169,8 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     subject.come_to_rest()
     together(subject.comm, lambda: subject.check_not_gathered("load_safetensors"), "load_safetensors")
     names = Names(model)
-    contents = contents_of_model(model, names, subject.comm, subject.column)
+    # Who else has a slice matters to those who write, and nobody may know it yet: there need be no optimizer.
+    contents = contents_of_model(model, names, subject.comm, subject.column or subject.comm)
     stored, told = together(
         subject.comm, lambda: _match(Path(path), names, contents.holdings, strict=strict), "load_safetensors"
     )
