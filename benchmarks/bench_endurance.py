@@ -26,7 +26,7 @@ from script import run_script
 from torch import nn
 from zero_optim.bench.fused_adams import HYPER
 from zero_optim.bench.ranks import on_ranks
-from zero_optim.bench.request import Menu, Request, Single
+from zero_optim.bench.request import Choices, Menu, Request
 from zero_optim.bench.run import Measured
 from zero_optim.optimizer import ShardedAdamW
 from zero_optim.shard_module import shard_module
@@ -167,7 +167,7 @@ def slope(steps: Sequence[float], figures: Sequence[float]) -> float:
 
 ABOUT = "Trains a small model for very many steps, and counts what a process has along them."
 TAKEN = {"steps": str(STEPS), "ranks": " ".join(map(str, RANKS))}
-MENU = Menu(alone={"endurance": Single(TAKEN, dtypes=("fp32",))})
+MENU = Menu({"endurance": Choices(TAKEN, dtypes=("fp32",))})
 
 
 def run(request: Request, device: torch.device, say: Callable[[str], object]) -> Measured:

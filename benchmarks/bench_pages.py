@@ -19,7 +19,7 @@ from torch import Tensor
 from zero_optim.bench.contest import Say
 from zero_optim.bench.offload_contenders import PAGES
 from zero_optim.bench.offload_links import Disk
-from zero_optim.bench.request import Menu, Request, Single
+from zero_optim.bench.request import Choices, Menu, Request
 from zero_optim.bench.rows.offload import OffloadRow
 from zero_optim.bench.run import Measured
 from zero_optim.bench.timing import HostClock, Rounds, Spread, interleaved
@@ -103,7 +103,7 @@ def _row(way: str, laps: dict[str, list[float]], numel: int, dtype: str) -> Offl
 
 ABOUT = "Writes and reads the pages of a state in a file as state_offload=nvme does, and compares them with the disk."
 TAKEN = {"numel": "64Mi", "rounds": str(ROUNDS)}
-MENU = Menu(alone={"pages": Single(TAKEN, dtypes=("bf16",))})
+MENU = Menu({"pages": Choices(TAKEN, dtypes=("bf16",))})
 
 
 def run(request: Request, device: torch.device, say: Say) -> Measured:

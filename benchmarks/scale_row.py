@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zero_optim.bench.columns import Column, JsonRow, at, milliseconds, of_ranks, whole
+from zero_optim.bench.columns import Column, JsonRow, RankRow, at, milliseconds, of_ranks, whole
 from zero_optim.bench.drawings import Kind, bars_of
 from zero_optim.drawing.figures import elements
 from zero_optim.drawing.sheet import Sheet
 
 
 @dataclass(frozen=True)
-class ScaleRow:
+class ScaleRow(RankRow):
     """The work of the host at so many ranks. ``timed`` and ``timed_buckets`` are of small tensors, all else of true
     shapes. ``of_bucket``: what a small bucket takes, by part."""
 
-    op: str
-    backend: str
-    dtype: str
-    numel: int
-    ranks: int
     parameters: int
     buckets: int
     largest: int  # elements of a bucket

@@ -22,6 +22,6 @@ def run_script(
     --help."""
     parser = Parser(prog=f"bench_{name}.py", description=f"{about} Defaults in brackets.", allow_abbrev=False)
     add_arguments(parser, menu)
-    parser.set_defaults(ops=[*menu.ops, *menu.alone])
+    parser.set_defaults(ops=[*menu.choices])
     parsed = parser.parse_args(arguments)
     return run_command(parser.prog, lambda: main(read_request(parsed, menu), ops or {}, alone or {}))

@@ -140,7 +140,7 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, draws_again, 
         (["step_overhead", "--tokens", "64"], ["--tokens", "it is of train_step\n"]),
         (["pack", "--tokens", "64"], ["--tokens", "it is of train_step\n"]),
         (["pack", "--contenders", "ddp"], ["--contenders", "it is of train_step, offload"]),
-        (["pack", "--dtypes", "fp32"], ["--dtypes fp32", "train_step"]),
+        (["pack", "--dtypes", "fp32"], ["--dtypes fp32", "pack", "fp16 and bf16"]),
     ],
     ids=lambda value: "-".join(value) if value[0] in ("train_step", "step_overhead", "pack") else None,
 )

@@ -1,4 +1,4 @@
-"""A figure of a row: what it is called, where it is in the row, and how it is written. Tables are made of columns.
+"""Figures of a row: what each is called, where it is in the row, and how it is written. Tables are made of columns.
 
 A table has a column as text. A drawing (``drawings``) has it as a bar, as a whisker, or as text beside the bar.
 """
@@ -33,6 +33,17 @@ times = "{:.2f}×".format
 
 
 # -- columns -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """The first keys of a row that is measured on ranks."""
+
+    op: str
+    backend: str
+    dtype: str
+    numel: int
+    ranks: int
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..doctor import version_of
 
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
@@ -61,7 +62,9 @@ def fused_adams(device: torch.device) -> dict[str, Maker]:
 def describe(device: torch.device) -> dict[str, str]:
     """Tell the version of each package, or why it was not measured."""
     reasons = {name: why_unusable(name, device.type) for name in PACKAGES}
-    return {name: reason or _version(PACKAGES[name].distribution) for name, reason in reasons.items()}
+    return {
+        name: reason or version_of(PACKAGES[name].distribution) or "version unknown" for name, reason in reasons.items()
+    }
 
 
 @functools.cache
@@ -79,10 +82,3 @@ def why_unusable(name: str, device_type: str) -> str | None:
     except Exception as error:  # a failed build or a missing library, by whatever type the package reports it
         return f"does not work: {' '.join(str(error).split())[:200]}"
     return None
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "version unknown"

@@ -26,7 +26,7 @@ SHOWN_STEPS = (1, 3)  # in the first, gradients wait until it is known when they
 PHASES = (*BEFORE, *(f"{phase} {number}" for number in SHOWN_STEPS for phase in STEP))
 
 Readings = dict[str, tuple[int, int]]
-"""Of each of PHASES, bytes after it, and the most there were in it."""
+"""By phase, bytes after it, and the most there were in it."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 import zero_kernels
 
-from ..doctor import DISTRIBUTION
+from ..doctor import DISTRIBUTION, version_of
 from ..train.config import UsageError
 
 SCHEMA = 7
@@ -98,7 +97,7 @@ def make_record(rows: Sequence[Any], device: torch.device, baselines: Mapping[st
         "driver": driver_version(device),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
-        "triton": None if on_cpu else _version("triton"),
+        "triton": None if on_cpu else version_of("triton"),
         "version": zero_kernels.__version__,
         "commit": commit(),
         "date": date.today().isoformat(),
@@ -142,10 +141,3 @@ def read(path: Path, flag: str = "") -> dict[str, Any]:
     if not isinstance(schema, int) or not OLDEST <= schema <= SCHEMA:
         raise UsageError(f"{named}: has schema {schema}; this version reads {OLDEST} to {SCHEMA}")
     return {"version": None, **record}
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 Job = Sequence[Callable[[], object]]
-"""What is timed: laps, run one right after the other. Most jobs have one."""
+"""A thing to be timed: laps, run one right after the other. Most jobs have one."""
 
 WARM_UP_ROUNDS = 2
 

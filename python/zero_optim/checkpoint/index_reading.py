@@ -41,14 +41,14 @@ from .safetensors_file import BLOCK_BYTES, NAMES
 
 SHARDED = "Sharded"
 OURS = f"{SHARDED}AdamW"
-"""What the index calls a ``ShardedAdamW``. One with another rule has the rule's name after ``SHARDED``."""
+"""The name of a ``ShardedAdamW`` in the index. One with another rule has the rule's name after ``SHARDED``."""
 
 ADAMS = frozenset((OURS, "Adam", "AdamW"))
 """Classes that have the same state."""
 
 _HEAD = frozenset(("format", "version", "lineage", "crc32c", "contents"))
 HEAD_BYTES = 1024
-"""Of an index: its lineage is in them."""
+"""The beginning of an index, with its lineage."""
 
 _FILE = re.compile(r"rank-(0|[1-9][0-9]*)\.safetensors")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")

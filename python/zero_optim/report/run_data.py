@@ -15,7 +15,7 @@ from ..train.run_dir import LOG, RUN, RunDir, StepRecord
 from ..train.session import Outcome, RankReport, Session
 
 TOLERANCE = 0.01
-"""Of the plan: how much more memory than that is worth a word."""
+"""The share of the plan by which memory may exceed it without a word."""
 
 
 @dataclass(frozen=True)
