@@ -2,8 +2,8 @@
 
     LD_PRELOAD=libasan.so python tests/cuda/bodies.py FOLDER OPS
 
-`FOLDER` holds the libraries made from `tests/cuda/host`. Prints how many cases of each op agreed; stops at the first that
-does not.
+`FOLDER` holds the libraries made from `tests/cuda/host`. Prints how many cases of each op agreed; stops at the
+first that does not.
 """
 
 import ctypes
