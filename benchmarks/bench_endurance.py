@@ -21,13 +21,13 @@ from queue import SimpleQueue
 import census
 import torch
 import torch.distributed as dist
+from endurance_row import EnduranceRow
+from script import run_script
 from torch import nn
 from zero_optim.bench.fused_adams import HYPER
 from zero_optim.bench.ranks import on_ranks
-from zero_optim.bench.request import Alone, Menu, Request
-from zero_optim.bench.rows.endurance import EnduranceRow
+from zero_optim.bench.request import Choices, Menu, Request
 from zero_optim.bench.run import Measured
-from zero_optim.bench.script import run_script
 from zero_optim.optimizer import ShardedAdamW
 from zero_optim.shard_module import shard_module
 from zero_optim.train.config import UsageError
@@ -167,7 +167,7 @@ def slope(steps: Sequence[float], figures: Sequence[float]) -> float:
 
 ABOUT = "Trains a small model for very many steps, and counts what a process has along them."
 TAKEN = {"steps": str(STEPS), "ranks": " ".join(map(str, RANKS))}
-MENU = Menu(alone={"endurance": Alone(TAKEN, dtypes=("fp32",))})
+MENU = Menu({"endurance": Choices(TAKEN, dtypes=("fp32",))})
 
 
 def run(request: Request, device: torch.device, say: Callable[[str], object]) -> Measured:

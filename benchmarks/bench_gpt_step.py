@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 from launches import count_launches
+from script import run_script
 from torch import Tensor, nn
 from zero_optim.bench.case import COPY, TORCH, Case, Setting, copy_job, on_backend
 from zero_optim.bench.contenders import model_config
 from zero_optim.bench.fused_adams import HYPER
 from zero_optim.bench.masters import Masters
-from zero_optim.bench.request import Menu
+from zero_optim.bench.request import DTYPES, Choices, Menu
 from zero_optim.bench.rows.op import Row
 from zero_optim.bench.run import Op
-from zero_optim.bench.script import run_script
 from zero_optim.bench.timing import Clock, Job, Rounds, Spread, interleaved
 from zero_optim.errors import ZeroOptimError
 from zero_optim.grad_scaler import GradScaler
@@ -190,7 +190,8 @@ def _train_step_rows(case: Case, laps: Mapping[str, Mapping[str, Sequence[float]
 
 
 ABOUT = "Trains a GPT on one device, and compares a step with the AMP recipe's."
-MENU = Menu(("step",), {"numel": "16Mi; GPUs: 1e9", "backends": "", "rounds": ""})
+TAKEN = {"numel": "16Mi; GPUs: 1e9", "backends": "", "rounds": ""}
+MENU = Menu({"step": Choices(TAKEN, DTYPES, every_dtype=True, sizes=True, gpu=True)})
 OPS = {"step": Op(measure, {"cpu": (2**24,), "cuda": (10**9,)}, side_by_side=False)}
 
 

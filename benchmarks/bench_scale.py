@@ -29,14 +29,14 @@ import bucket_parts
 import torch
 import torch.distributed as dist
 from scale_model import LLAMA_70B, Block, Shapes, Small, cap_mb, layouts
+from scale_row import ScaleRow
+from script import run_script
 from torch import Tensor
+from zero_optim.bench.contest import Say
 from zero_optim.bench.fused_adams import HYPER
-from zero_optim.bench.request import Alone, Menu, Request
-from zero_optim.bench.rows.scale import ScaleRow
+from zero_optim.bench.request import Choices, Menu, Request
 from zero_optim.bench.run import Measured
-from zero_optim.bench.script import run_script
 from zero_optim.bench.timing import HostClock, Job, Rounds, Spread, interleaved
-from zero_optim.bench.train_step import Say
 from zero_optim.comm import transport
 from zero_optim.comm.transport import Issued, Reduction, StreamTransport
 from zero_optim.optimizer import ShardedAdamW
@@ -223,7 +223,7 @@ def _once(work: Callable[[], object], nowhere: Nowhere) -> tuple[float, Calls, i
 
 ABOUT = "Counts and times what a step costs the host, by stage and number of ranks, with a fake process group."
 TAKEN = {"rounds": str(ROUNDS), "ranks": " ".join(map(str, RANKS))}
-MENU = Menu(alone={"scale": Alone(TAKEN, dtypes=("bf16",), fewest=2)})
+MENU = Menu({"scale": Choices(TAKEN, dtypes=("bf16",), fewest=2)})
 
 
 def run(request: Request, device: torch.device, say: Say) -> Measured:

@@ -9,12 +9,13 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from script import run_script
 from zero_optim.bench.contenders import FSDP2, FSDP2_ZERO2, OURS, STAGE3, Task
-from zero_optim.bench.request import Alone, Menu, Request
+from zero_optim.bench.contest import Say
+from zero_optim.bench.request import Choices, Menu, Request
 from zero_optim.bench.rows.op import Row
 from zero_optim.bench.run import Measured, tokens_of
-from zero_optim.bench.script import run_script
-from zero_optim.bench.train_step import Contest, Say, hold_all, in_order, make_task
+from zero_optim.bench.train_step import Contest, hold_all, in_order, make_task
 
 NAMES = (*OURS, FSDP2, FSDP2_ZERO2)
 ROUNDS = 11
@@ -52,7 +53,7 @@ TAKEN = {
     "tokens": "256 512",
     "ranks": "2 4; GPUs: all",
 }
-MENU = Menu(alone={"stages": Alone(TAKEN, gpu=True)})
+MENU = Menu({"stages": Choices(TAKEN, gpu=True)})
 
 
 def run(request: Request, device: torch.device, say: Say) -> Measured:

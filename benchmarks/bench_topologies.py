@@ -11,17 +11,18 @@ from dataclasses import replace
 
 import torch
 from bench_stages import NUMELS, ROUNDS, TAKEN, contest
+from script import run_script
 from zero_optim.bench.contenders import FSDP2, FSDP2_ZERO2, OURS
-from zero_optim.bench.request import Alone, Menu, Request
+from zero_optim.bench.contest import Say
+from zero_optim.bench.request import Choices, Menu, Request
 from zero_optim.bench.run import Measured, tokens_of
-from zero_optim.bench.script import run_script
-from zero_optim.bench.train_step import Say, hold_all, in_order, make_task
+from zero_optim.bench.train_step import hold_all, in_order, make_task
 
 NAME = "topologies"
 NAMES = (*OURS[1:], FSDP2, FSDP2_ZERO2)  # at stage 0 nothing is shared, on a mesh or without
 REPLICAS, RANKS = 2, 4
 ABOUT = "Trains a GPT on two replicas with our stages and with FSDP2, and compares time, memory and traffic."
-MENU = Menu(alone={NAME: Alone({**TAKEN, "ranks": str(RANKS)}, gpu=True)})
+MENU = Menu({NAME: Choices({**TAKEN, "ranks": str(RANKS)}, gpu=True)})
 
 
 def run(request: Request, device: torch.device, say: Say) -> Measured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -14,6 +15,9 @@ HERE = Path(__file__).resolve().parent
 for _folder in (str(HERE.parent / "benchmarks"), str(HERE)):
     if _folder not in sys.path:
         sys.path.insert(0, _folder)
+
+import uncollected  # noqa: E402, F401  (until all tests are collected)
+from turns import take_turns  # noqa: E402
 
 # Modules are compiled once, and kept. Where the environment forbids that, each of hundreds of processes compiles them
 # again: to import torch and the package takes 8.8 seconds of a core in place of 3.3, and pytest rewrites all its files.
@@ -31,9 +35,16 @@ if sys.platform == "linux" and (_worker := os.environ.get("PYTEST_XDIST_WORKER")
     if int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) >= len(_cores):
         os.sched_setaffinity(0, {_cores[int(_worker.removeprefix("gw")) % len(_cores)]})
 
+take_turns()  # and all that it starts
+
 # The loopback interface is always there; a host name that does not resolve would stop gloo.
 if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector works again."""
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

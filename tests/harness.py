@@ -35,12 +35,20 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from turns import take_turns
 
 TIMEOUT_SECONDS = {  # of a collective; ranks that share a GPU take turns on it
     "gloo": int(os.environ.get("GLOO_TIMEOUT_SECONDS", "20")),
     "nccl": 40,
 }
-PRELOADED = ["harness", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "zero_optim"]
+PRELOADED = [
+    "uncollected",
+    "harness",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "zero_optim",
+]
 GRACE_SECONDS = 5  # for the other ranks to report, once one has failed
 TAIL = 4000  # characters of what a failed rank wrote to stderr
 
@@ -117,6 +125,8 @@ def _worker_main(connection: Connection, stack_file: str, error_file: str) -> No
         os.dup2(errors.fileno(), 2)  # what libraries and a dying process say, too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session's process handles Ctrl-C and closes the pool
     torch.set_num_threads(1)
+    take_turns()
+    gc.enable()
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         while True:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCABULARY, WIDTH, HEADS, HIDDEN, LENGTH, BATCH = 11, 16, 2, 24, 8, 2
+VOCABULARY, WIDTH, HEADS, HIDDEN, LENGTH, BATCH = 11, 16, 4, 24, 8, 2
 
 
 class Block(nn.Module):

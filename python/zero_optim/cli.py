@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from .bench.request import add_arguments as add_bench_arguments
 from .bench.request import add_choice_of_ops
 from .bench.request import read_request as read_bench_request
+from .doctor import distribution_version
 from .errors import ZeroOptimError
 from .memory import command as planner
 from .train.config import DTYPES, UsageError, add_arguments, read_request
@@ -64,7 +65,7 @@ def run_command(name: str, work: Callable[[], int]) -> int:
 
 def _make_parser() -> Parser:
     parser = Parser(prog="zero-optim", description="ZeRO optimizer sharding for PyTorch.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"zero-optim {_version()}")
+    parser.add_argument("--version", action="version", version=f"zero-optim {distribution_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     train = commands.add_parser(
         "train",
@@ -212,12 +213,6 @@ def _bench(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     from .bench.run import main as bench
 
     return bench(request)
-
-
-def _version() -> str:
-    from .doctor import distribution_version
-
-    return distribution_version()
 
 
 def _complain(line: str) -> None:

@@ -20,10 +20,15 @@ DISTRIBUTION = "zero-kernels"
 
 def distribution_version() -> str:
     """Look up the version of the installed distribution, or of the source tree that is run without being installed."""
+    return version_of(DISTRIBUTION) or f"{zero_kernels.__version__} (not installed)"
+
+
+def version_of(distribution: str) -> str | None:
+    """Look up the version of what is installed; None: it is not."""
     try:
-        return version(DISTRIBUTION)
+        return version(distribution)
     except PackageNotFoundError:
-        return f"{zero_kernels.__version__} (not installed)"
+        return None
 
 
 def report() -> str:
@@ -46,10 +51,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()}, {platform.platform()}"
     yield "torch", str(torch.__version__)
     yield DISTRIBUTION, distribution_version()
-    try:
-        yield "triton", version("triton")
-    except PackageNotFoundError:
-        yield "triton", "not installed"
+    yield "triton", version_of("triton") or "not installed"
 
 
 def _backends() -> Iterator[tuple[str, str]]:

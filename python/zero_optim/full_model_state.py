@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from .comm.collectives import Comm
 from .full_parameters import gathered_one_by_one, resharded_between_steps
 from .params.param_shard import plain_parameter
+from .params.tensor_slice import is_distributed, whole_of
 
 
 def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_only: bool = False) -> dict[str, Any]:
@@ -19,7 +22,8 @@ def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_onl
 
     It has parameters, persistent buffers and extra state, and loads into an ordinary model. All names of a tied
     parameter have the same tensor. At stage 3 units are gathered one after another, so a rank takes memory for one unit
-    beside the result. Before stage 3 nothing is communicated. Buffers are those of the rank that gets the result.
+    beside the result. Before stage 3 tensor-parallel ranks alone communicate. Buffers are those of the
+    rank that gets the result.
 
     Args:
         rank: the rank that gets it, in the group that the model is sharded over, else in the default group. The others
@@ -41,7 +45,8 @@ def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_onl
     ids = {id(plain_parameter(value)) for value in state.values() if isinstance(value, Tensor)}
     wholes: dict[int, Tensor] = {}
     failure: Exception | None = None
-    for parameter, whole in gathered_one_by_one(sharded, ids):  # to the end, whatever fails here: others take part
+    every = itertools.chain(gathered_one_by_one(sharded, ids), _put_together(state))
+    for parameter, whole in every:  # to the end, whatever fails here: others take part
         try:
             if wanted and failure is None:
                 wholes[id(parameter)] = whole.to("cpu")
@@ -65,6 +70,13 @@ def _chosen(model: nn.Module, trained_only: bool) -> dict[str, Any]:
     state = model.state_dict(keep_vars=True)
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     return {key: value for key, value in state.items() if not trained_only or id(value) in trained}
+
+
+def _put_together(state: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Collective. Each tensor that is cut over tensor-parallel ranks and no ``ShardedModel``'s, and the whole of it."""
+    cut = {id(value): value for value in state.values() if is_distributed(value)}
+    for value in cut.values():
+        yield value, whole_of(value.detach())
 
 
 def _whole(value: Any, wholes: dict[int, Tensor]) -> Any:

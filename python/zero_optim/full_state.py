@@ -16,6 +16,7 @@ from .engine import Engine
 from .errors import StateMismatchError
 from .optimizer import ShardedAdamW
 from .params.flat_shard import FlatShard
+from .params.tensor_slice import is_distributed
 from .rules.update_rule import Begins, master_of, tensors_for
 from .step.state_load import check_rows, state_tensor
 
@@ -142,7 +143,8 @@ def _names_of(engine: Engine, index: int, entry: Mapping[str, Any]) -> list[str]
     check_rows(wanted, entry, bucket.flat.orders[slot], label)
     for tensor in wanted:
         shape = tensor.shape(parameter.shape, parameter.numel())
-        if isinstance(state_tensor(entry, tensor.name, shape, label), FlatShard):
+        saved = state_tensor(entry, tensor.name, shape, label)
+        if isinstance(saved, FlatShard) or is_distributed(saved):
             raise StateMismatchError(
                 f"{tensor.name} of {label} is one rank's shard: load it with opt.load_state_dict, or save by "
                 "full_state_dict"

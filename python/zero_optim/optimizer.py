@@ -62,7 +62,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         process_group: the ranks; None: those of the sharded model, else the default group where ``torch.distributed``
             is initialised, else one rank.
         mesh: a DeviceMesh, instead of ``process_group``. Of two dimensions, ("replicate", "shard"), the ranks along the
-            second share, and those along the first repeat what these hold.
+            second share, and those along the first repeat what these hold. Where parameters are tensor-parallel
+            ``DTensor``s, of the data-parallel ranks alone, as ``mesh["dp"]``.
         pipeline: where the model is cut into stages, the ranks that have them, as ``world_mesh["pp"]``, or a process
             group. The norm of gradients is that of all stages then, and a gradient on one that is not finite skips the
             step of all. Their optimizers make the same calls, with the same ``max_grad_norm`` and ``skip_nonfinite``.
@@ -173,7 +174,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         validate.check_agreement(comm, parameters, 0, {**options, **described})
         experts = told_each_other(experts, comm, "the constructor")
         with comm.raising_together("the constructor"):
-            validate.check_slices(parameters, indices, columns, experts)
+            validate.check_slices(parameters.all, parameters.labels, columns, parameters.group_of, experts)
         comm.separate()
         comm.connect(parameters.all[0].device)
         if stage == 0:  # its gradients and the exchange of ``step`` are both summed by an all-reduce
@@ -419,7 +420,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             validate.check_agreement(everyone, parameters, before, validate.described_experts(experts))
             experts = told_each_other(experts, everyone, "add_param_group")
             with everyone.raising_together("add_param_group"):
-                validate.check_slices(parameters, indices, columns, experts)
+                validate.check_slices(parameters.all, parameters.labels, columns, parameters.group_of, experts)
         except BaseException:
             del self.param_groups[before:]
             parameters.read_groups()

@@ -21,7 +21,7 @@ from .errors import ParameterError
 from .params.param_shard import ParamShard
 from .params.parameter_set import check_free, plain_name
 from .params.storage_order import described
-from .params.tensor_slice import is_cut, mesh_of
+from .params.tensor_slice import is_cut, local_of, mesh_of
 from .stores.host_memory import HostMemory
 from .stores.lanes import Lanes, make_lanes
 from .units.schedule import UnitSchedule
@@ -55,7 +55,8 @@ def shard_module(
             share, belongs to the root, ``model``: unsharded from the start of its forward to the end of backward.
         process_group: the ranks; None: the default group where ``torch.distributed`` is initialised, else one rank.
         mesh: a DeviceMesh, instead of ``process_group``. Of two dimensions, ("replicate", "shard"), the ranks along the
-            second share, and those along the first repeat what these hold.
+            second share, and those along the first repeat what these hold. Of a model that ``parallelize_module`` has
+            cut, of the data-parallel ranks alone, as ``mesh["dp"]``.
         reshard_after_forward: True: free a unit after its forward; a step communicates 3 times the parameters. False:
             keep it until its backward; 2 times. An int k, a divisor of the ranks: keep 1/k of it on each of k
             consecutive ranks of those that share, as of a node, which gather it again among them.
@@ -88,7 +89,7 @@ def shard_module(
             len(rows[0]) if rows else comm.world_size // len(columns or [0]),
         )
         plans = plan_units(model, units)
-        _check_plans(plans)
+        _check_plans(plans, columns)
         if comm.world_size > 1:
             _check_no_experts(plans)
         target = _device(plans, device)
@@ -240,7 +241,7 @@ def _check_arguments(reshard_after_forward: bool | int, prefetch: int, param_off
         raise ValueError(f"param_offload must be None or 'cpu', got {param_offload!r}")
 
 
-def _check_plans(plans: Sequence[UnitPlan]) -> None:
+def _check_plans(plans: Sequence[UnitPlan], columns: Rows | None) -> None:
     parameters = [parameter for plan in plans for parameter in plan.parameters.values()]
     names = [plan.registrations[key][0][2] for plan in plans for key in plan.parameters]
     if not parameters:
@@ -252,6 +253,7 @@ def _check_plans(plans: Sequence[UnitPlan]) -> None:
         )
     for parameter, name in zip(parameters, names, strict=True):
         validate.check_kind(parameter, repr(name), parameter, repr(name), meta=True)
+    validate.check_slices(parameters, [repr(name) for name in names], columns)
     real = [(p, repr(name)) for p, name in zip(parameters, names, strict=True) if not p.is_meta]
     validate.check_memory([p for p, _ in real], [label for _, label in real])
     check_free(parameters, [repr(name) for name in names])
@@ -297,7 +299,8 @@ def _materialise(plan: UnitPlan, device: torch.device, init_fn: Callable[[nn.Mod
             for module, name, _ in plan.registrations[key]:
                 module._parameters[name] = made
         else:
-            parameter.data = parameter.data.to(device)
+            local = local_of(parameter)
+            local.data = local.data.to(device)
     for module in plan.modules:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:

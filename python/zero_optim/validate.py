@@ -267,16 +267,23 @@ def described_ranks(rows: Rows | None, columns: Rows | None) -> dict[str, Any]:
 
 
 def check_slices(
-    parameters: ParameterSet, indices: Sequence[int], columns: Rows | None, experts: Mapping[int, ExpertRanks]
+    parameters: Sequence[Tensor],
+    labels: Sequence[str],
+    columns: Rows | None,
+    group_of: Sequence[int] | None = None,
+    experts: Mapping[int, ExpertRanks] | None = None,
 ) -> None:
-    """Raise ParameterError for the first of ``indices`` that is cut over other ranks than the optimizer was told of.
+    """Raise ParameterError for the first of ``parameters`` that is cut over other ranks than ``columns`` has.
 
-    ``columns``: see ``TensorRanks``; None: parameters are not cut. ``experts``: by group, those of experts.
+    Args:
+        columns: see ``TensorRanks``; None: parameters are not cut.
+        group_of: of each parameter, the number of its group; None: there are no experts.
+        experts: by such a number, those of experts.
     """
-    own = {number: _own_row(of_group.columns) for number, of_group in experts.items()}
+    own = {number: _own_row(of_group.columns) for number, of_group in (experts or {}).items()}
     own_slices = _own_row(columns or ())
-    for index in indices:
-        number, parameter, label = parameters.group_of[index], parameters.all[index], parameters.labels[index]
+    for place, (parameter, label) in enumerate(zip(parameters, labels, strict=True)):
+        number = -1 if group_of is None else group_of[place]
         mesh, wanted = mesh_of([parameter]), own.get(number, own_slices)
         if mesh is None or (not wanted and mesh.size() == 1):
             continue
@@ -288,8 +295,8 @@ def check_slices(
             )
         if ranks != wanted:
             raise ParameterError(
-                f"{label} is a DTensor over ranks {ranks}, and the first one that the optimizer was "
-                f"given is over {wanted or 'none'}: all have to be over the same tensor-parallel ranks"
+                f"{label} is a DTensor over ranks {ranks}, and the first one that was given is over "
+                f"{wanted or 'none'}: all have to be over the same tensor-parallel ranks"
             )
 
 

@@ -8,16 +8,18 @@ from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 
+import bench_pages
 import pytest
 import torch
 from harness import run_ranks
 from test_bench_train_step import call
 from zero_optim import ShardedAdamW
-from zero_optim.bench import offload, offload_contenders, offload_links, train_step
-from zero_optim.bench.offload import Alone, Contest, SettledClock, held_to, hidden, make_rows
+from zero_optim.bench import contest, offload, offload_contenders, offload_links, train_step
+from zero_optim.bench.offload import Alone, Contest, held_to, hidden, make_rows
 from zero_optim.bench.offload_contenders import CPU, NAMES, NONE, NVME, PAGED, WAITING, Training, Update
 from zero_optim.bench.offload_links import BLOCK_BYTES, Disk, Link
 from zero_optim.bench.rows.op import WIDTH
+from zero_optim.bench.timing import HostClock
 from zero_optim.errors import ZeroOptimError
 from zero_optim.stores.direct_file import DirectFile
 from zero_optim.stores.disk_homes import PagePlace
@@ -60,8 +62,7 @@ def test_rows():
     assert trained.fraction is None and trained.hidden == paged.hidden, "a whole step is more than these parts"
 
 
-def test_the_slower_rank_counts_and_the_one_that_needs_most():
-    assert offload.slower([{"a": [1.0, 5.0]}, {"a": [2.0, 4.0]}]) == {"a": [2.0, 5.0]}
+def test_the_rank_that_needs_most_counts():
     assert offload.most([ALONE, replace(ALONE, results=(6.0,), peak=9)]) == replace(ALONE, results=(5.0, 6.0), peak=9)
 
 
@@ -75,7 +76,7 @@ def test_a_store_that_computes_something_else_gives_no_figures():
         offload.check_results(contest, {NONE: ALONE, "deepspeed": replace(ALONE, results=(6.0,))})
 
 
-def test_the_clock_starts_when_all_are_there_and_ends_when_all_is_done():
+def test_the_clock_starts_when_all_are_there_and_the_device_is_done(monkeypatch):
     events: list[str] = []
     now = iter(range(100))
 
@@ -83,11 +84,11 @@ def test_the_clock_starts_when_all_are_there_and_ends_when_all_is_done():
         events.append("clock")
         return float(next(now))
 
+    monkeypatch.setattr(contest, "settle", lambda device: events.append("settle"))
     comm = SimpleNamespace(exchange=lambda token: events.append("meet"))
-    clock = SettledClock(comm, CPU_DEVICE, tick)  # type: ignore[arg-type]
-    clock._settle = lambda: events.append("settle")  # type: ignore[method-assign]
-    laps = clock.time([lambda: events.append("work")])()
-    assert events == ["meet", "settle", "clock", "work", "clock", "settle", "clock"] and laps == [1000.0, 1000.0]
+    clock = contest.TogetherClock(comm, CPU_DEVICE, HostClock(tick))  # type: ignore[arg-type]
+    assert clock.time([lambda: events.append("work")])() == [1000.0]
+    assert events == ["meet", "settle", "clock", "work", "clock"]
 
 
 # -- what it is held to ------------------------------------------------------------------------------------------------
@@ -208,7 +209,6 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, draws_again, 
     assert [*rows] == [
         *(("step", name) for name in (NONE, PAGED, CPU, NVME)),
         *(("train", name) for name in (NONE, PAGED, CPU, WAITING, NVME)),
-        *(("pages", f"pages {way}") for way in ("write", "read", "both")),
     ]
     state, half = 12 * 2**17, 2 * 2**17
     nothing = dict.fromkeys(("to_device", "to_host", "read", "written"), 0)
@@ -226,9 +226,21 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, draws_again, 
         longest = max([rows["step", NONE]["time"][0]] * (row["part"] == "step") + [*row["beside"].values()], default=0)
         if row["fraction"] is not None:
             assert row["fraction"] == pytest.approx(longest / row["time"][0], abs=1e-3)
-    assert rows["pages", "pages read"]["moved"] == {**nothing, "read": state}
     assert all(len(line) <= WIDTH for line in first.out.splitlines())
     draws_again(first, file, plot)
+
+
+def test_the_file_is_held_to_the_disk(run_here, draws_again):
+    first = run_here(bench_pages.main)("--numel", "128Ki", "--rounds", "1", "--out", ".")
+    assert first.code == 0, first.err
+    (file,) = Path().glob("*-pages.json")
+    rows = {row["backend"]: row for row in json.loads(file.read_text())["rows"]}
+    assert [*rows] == ["pages write", "pages read", "pages both"]
+    state = 12 * 2**17
+    assert rows["pages read"]["moved"] == {"to_device": 0, "to_host": 0, "read": state, "written": 0}
+    for row in rows.values():
+        assert row["fraction"] == pytest.approx(row["beside"]["disk"] / row["time"][0], abs=1e-3)
+    draws_again(first, file, file.with_suffix(".png"))
 
 
 @pytest.mark.parametrize(

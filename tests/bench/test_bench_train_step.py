@@ -13,6 +13,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from zero_optim.bench import contenders, peak_memory, ranks, train_step
 from zero_optim.bench.contenders import DDP, MAKERS, OURS, PACKAGES, Task
+from zero_optim.bench.contest import in_all, slower
 from zero_optim.bench.train_step import Alone, Contest
 from zero_optim.errors import ZeroOptimError
 
@@ -139,7 +140,7 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(bench, draws_again, 
         (["step_overhead", "--tokens", "64"], ["--tokens", "it is of train_step\n"]),
         (["pack", "--tokens", "64"], ["--tokens", "it is of train_step\n"]),
         (["pack", "--contenders", "ddp"], ["--contenders", "it is of train_step, offload"]),
-        (["pack", "--dtypes", "fp32"], ["--dtypes fp32", "train_step"]),
+        (["pack", "--dtypes", "fp32"], ["--dtypes fp32", "pack", "fp16 and bf16"]),
     ],
     ids=lambda value: "-".join(value) if value[0] in ("train_step", "step_overhead", "pack") else None,
 )
@@ -167,7 +168,7 @@ def test_who_fails_is_left_out_and_ours_never():
 def test_the_slower_rank_counts_in_every_round():
     first = {"a": [{"x": 1.0, "y": 1.0}, {"x": 5.0, "y": 1.0}]}
     second = {"a": [{"x": 2.0, "y": 2.0}, {"x": 1.0, "y": 1.0}]}
-    assert train_step.slower([first, second]) == {"a": [{"x": 2.0, "y": 2.0}, {"x": 5.0, "y": 1.0}]}
+    assert slower([first, second], in_all) == {"a": [{"x": 2.0, "y": 2.0}, {"x": 5.0, "y": 1.0}]}
     contest = contest_of(DDP, dtype=torch.bfloat16, batch=8)
     (row,) = train_step.make_rows(contest, 10, {DDP: Alone(None, None, (1.5,))}, {DDP: [{"x": 2.0, "y": 2.0}] * 3})
     assert (row.ms, row.phases, row.memory, row.loss, row.dtype) == (4.0, {"x": 2.0, "y": 2.0}, None, 1.5, "bf16")

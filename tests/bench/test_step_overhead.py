@@ -19,8 +19,8 @@ from zero_optim.bench.step_overhead import (
     MAKERS,
     OPS,
     OURS,
+    Loop,
     Products,
-    Training,
     measure,
     time_on_rank,
 )
@@ -29,7 +29,7 @@ from zero_optim.bench.timing import HostClock, Rounds
 CPU = torch.device("cpu")
 
 
-def _make(name: str, parameters: int, numel: int, dtype: torch.dtype = torch.float32) -> tuple[Training, Products]:
+def _make(name: str, parameters: int, numel: int, dtype: torch.dtype = torch.float32) -> tuple[Loop, Products]:
     model = Products(parameters, numel, dtype, CPU)
     return MAKERS[name](model), model
 

@@ -1,9 +1,9 @@
 """Runs the CUDA kernels' bodies, compiled for this processor under sanitizers, and compares them with the reference.
 
-    LD_PRELOAD=libasan.so python tests/cuda/bodies.py FOLDER OP
+    LD_PRELOAD=libasan.so python tests/cuda/bodies.py FOLDER OPS
 
-`FOLDER` holds the libraries made from `tests/cuda/host`. Prints how many cases agreed; stops at the first that does
-not.
+`FOLDER` holds the libraries made from `tests/cuda/host`. Prints how many cases of each op agreed; stops at the first
+that does not.
 """
 
 import ctypes
@@ -342,4 +342,5 @@ OPS = {
 }
 
 if __name__ == "__main__":
-    print(OPS[sys.argv[2]](Path(sys.argv[1])))
+    for op in sys.argv[2:]:
+        print(op, OPS[op](Path(sys.argv[1])), flush=True)

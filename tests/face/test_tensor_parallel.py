@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 from harness import run_ranks
-from tensor_cases import HYPER, Block, Gpt, Way, loss_of, losses, make_mesh, make_model
+from tensor_cases import HYPER, Block, Gpt, Way, cut, loss_of, losses, make_mesh, make_model
 from torch import Tensor
 from training_cases import maybe_no_sync
 
@@ -16,20 +17,21 @@ TENSOR = 2
 Outcome = dict[str, object]
 
 
-def _optimizer(way: Way, model: Gpt, mesh: object):
+def _optimizer(way: Way, model: Gpt, data: object):
+    """``data``: the mesh to average over."""
     import zero_optim
 
-    given = {} if way.stage == 3 else {"mesh": mesh["dp"]}
+    given = {} if way.stage == 3 else {"mesh": data}
     if way.stage == 3:
-        zero_optim.shard_module(model, (Block,), mesh=mesh["dp"])
+        zero_optim.shard_module(model, (Block,), mesh=data)
     return zero_optim.ShardedAdamW(model.named_parameters(), **HYPER, **given, stage=way.stage, **way.options)
 
 
-def _train(rank: int, way: Way, mesh: object) -> Outcome:
+def _train(rank: int, way: Way, mesh: object, data: object = None) -> Outcome:
     import zero_optim
 
     model = make_model(way, mesh["tp"])
-    opt = _optimizer(way, model, mesh)
+    opt = _optimizer(way, model, mesh["dp"] if data is None else data)
     scaler = zero_optim.GradScaler(init_scale=2.0**10) if way.scaler else None
     norms = []
     for step in range(way.steps):
@@ -101,6 +103,7 @@ WAYS = {
     "an overflow on one rank": Way(scaler=True, overflow_on=3, clip=(0.5, 2.0)),
     "frozen": Way(frozen=FROZEN, clip=(0.5, 2.0)),
     "absent in one step": Way(absent=True, clip=(0.5, 2.0)),
+    "state off the device": Way(options={"state_offload": "cpu"}, micro=2),
     "uneven slices": Way(hidden=5, sequence=False, clip=(0.5, 2.0)),
 }
 
@@ -144,7 +147,7 @@ def _shown(rank: int, world_size: int, stage: int) -> None:
     way = Way(stage=stage)
     model = make_model(way, mesh["tp"])
     before = {name: (p.device_mesh, p.placements, p.shape, p.stride()) for name, p in model.named_parameters()}
-    opt = _optimizer(way, model, mesh)
+    opt = _optimizer(way, model, mesh["dp"])
 
     def check(what: dict[str, Tensor]) -> None:
         for name, tensor in what.items():
@@ -173,3 +176,108 @@ def _shown(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_parameters_and_readable_gradients_are_dtensors(stage):
     run_ranks(4, _shown, stage)
+
+
+# -- replicas, memory, traffic -----------------------------------------------------------------------------------
+
+
+def _replicated(rank: int, world_size: int, stage: int) -> Outcome:
+    """Two replicas of two shards of two slices."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    return _train(rank, Way(stage=stage, clip=(0.5, 2.0), micro=2, no_sync=True), mesh, mesh["replicate", "shard"])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_replicas_of_shards_of_slices(stage):
+    wanted = _alone(Way(clip=(0.5, 2.0), micro=2), 4)
+    for found in run_ranks(8, _replicated, stage, timeout=180):
+        _compare(found, wanted, 1e-5)
+
+
+def _accounts(rank: int, world_size: int, stage: int) -> tuple[dict[str, int], ...]:
+    """Bytes that a step sends, and that were planned; that are held, and planned."""
+    from zero_optim import memory
+
+    mesh = make_mesh(2, 2)
+    way = Way(stage=stage, hidden=37)
+    model = make_model(way, mesh["tp"])
+    opt = _optimizer(way, model, mesh["dp"])
+
+    def step() -> dict[str, int]:
+        with losses(sequence=True):
+            loss_of(model, rank // 2, 0).backward()
+        opt.step()
+        opt.zero_grad()
+        return {kind: of["bytes"] for kind, of in opt.stats()["collectives"].items()}
+
+    step()
+    before, after = step(), step()
+    planned = memory.plan_of(opt)
+    kinds = ("parameters", "exp_avg", "exp_avg_sq", "padding") + (("gradients",) if stage < 3 else ())
+    held = {kind: opt.stats()["memory"][kind] for kind in kinds}
+    terms = [p for name, p in model.named_parameters() if "norm" in name]  # each rank has its part of the sequence
+    sent = {kind: after[kind] - before[kind] for kind in (*planned.traffic, "tensor_parallel")}
+    wanted = {**planned.traffic, "tensor_parallel": 4 * sum(p.numel() for p in terms)}
+    counted = {kind: planned.memory[kind] for kind in kinds}
+    if stage == 3:  # gradients are freed, and their padding with them
+        held.pop("padding"), counted.pop("padding")
+    opt.close()
+    return sent, wanted, held, counted
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_traffic_over_either_link_and_memory_are_as_planned(stage):
+    for sent, wanted, held, counted in run_ranks(4, _accounts, stage):
+        assert sent == wanted
+        assert held == counted
+
+
+def _no_host_reads(rank: int, world_size: int, stage: int) -> None:
+    from guards import no_host_reads
+
+    mesh = make_mesh(2, 2)
+    way = Way(stage=stage, sequence=False)
+    model = make_model(way, mesh["tp"])
+    opt = _optimizer(way, model, mesh["dp"])
+    for step in range(4):
+        loss = loss_of(model, rank // 2, step)
+        loss.backward()
+        with no_host_reads() if step > 1 else contextlib.nullcontext():  # the first ones lay out, and agree
+            opt.clip_grad_norm_(1.0)
+            opt.step()
+        opt.zero_grad()
+    opt.close()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_step_reads_nothing_on_the_host(stage):
+    run_ranks(4, _no_host_reads, stage)
+
+
+def _from_meta(rank: int, world_size: int) -> tuple[float, list[str]]:
+    """Trained once, in the eyes of ``verify``; which parameters differ from their masters, in whole."""
+    import zero_optim
+
+    mesh, way = make_mesh(2, 2), Way(stage=3, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        model = make_model(way)
+    opt = _optimizer(way, cut(model, mesh["tp"]), mesh["dp"])
+    with zero_optim.verify(opt) as shadow:
+        with losses(sequence=True):
+            loss_of(model, rank // 2, 0).backward()
+        opt.step()
+        opt.zero_grad()
+        report = shadow.report()
+    masters = dict(zero_optim.iter_full_parameters(model, opt, torch.float32))
+    wholes = zero_optim.full_model_state_dict(model, rank=None)
+    opt.close()
+    assert report.updates == 1 and report.compared > 0
+    return report.ulps, [name for name, whole in wholes.items() if not torch.equal(masters[name].bfloat16(), whole)]
+
+
+def test_a_model_from_meta_is_what_verify_expects():
+    for ulps, differ in run_ranks(4, _from_meta):
+        assert ulps < 16
+        assert not differ

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fuzz.law import Illegal, Law, why_not
 from fuzz.program import (
@@ -60,6 +60,9 @@ class Flavour:
     infinite: float = 0.0  # of backwards
     mesh: float = 0.0  # how often an optimizer has a mesh of two replicas, on four ranks
     left_out: float = 1.5  # how often ranks are left out: a weight; the others' sum is 10
+    # What came later is not in the text that seeds a program: the programs of the flavours before stay the same.
+    shapes: tuple[Shape, ...] = field(default=SHAPES, repr=False)
+    alone: bool = field(default=False, repr=False)  # on one rank
 
 
 PLAIN = Flavour(stages=(0, 1, 2), optims=(1,), raises=0.08, infinite=0.03)
@@ -68,6 +71,8 @@ SEVERAL = Flavour(stages=(0, 1, 2, 2), optims=(2, 2, 3), raises=0.2)
 MIXED = Flavour(stages=(0, 1, 2, 3), optims=(1, 2, 2, 3), raises=0.15, infinite=0.05)
 SHARDED = Flavour(stages=(3,), optims=(2, 2, 3), raises=0.15)
 STRAIGHT = Flavour(stages=(0, 1, 2), optims=(1,), infinite=0.03, left_out=0)  # nothing raises, no rank is left out
+EMPTY = Flavour((0, 1, 2), (1,), raises=0.02, shapes=(*SHAPES[:4], (0,), (3, 0)))
+ALONE = replace(EMPTY, raises=0.03, alone=True)
 GRIDS = Flavour(stages=(1, 2, 2, 3, 3), optims=(1, 1, 2), raises=0.12, infinite=0.03, mesh=0.8)
 FLAVOURS = {
     "straight": STRAIGHT,
@@ -77,6 +82,8 @@ FLAVOURS = {
     "mixed": MIXED,
     "sharded": SHARDED,
     "grids": GRIDS,
+    "empty": EMPTY,
+    "alone": ALONE,
 }
 
 
@@ -94,7 +101,7 @@ class _Generator:
 
     def program(self) -> Program:
         rng = self.rng
-        world = 4 if self.flavour.mesh else 3 if self.chance(0.2) else 2
+        world = 4 if self.flavour.mesh else 1 if self.flavour.alone else 3 if self.chance(0.2) else 2
         scaler = self.chance(self.flavour.scaler)
         dtype = "bfloat16" if self.chance(0.12) else "float32"
         if scaler:
@@ -144,7 +151,7 @@ class _Generator:
         count = rng.choice((1, 2, 3, 4, 6))
         if stage == 3:
             count = max(count, 2)
-        shapes = tuple(rng.choice(SHAPES) for _ in range(count))
+        shapes = tuple(rng.choice(self.flavour.shapes) for _ in range(count))
         frozen = tuple(p for p in range(1, count) if self.chance(0.1))
         order = list(range(count))
         late: tuple[Group, ...] = ()

@@ -155,7 +155,7 @@ class Law:
     """Follows a program; ``apply`` raises Illegal, and is then of no further use (copy it before)."""
 
     def __init__(self, program: Program) -> None:
-        need(program.world in (2, 3, 4), "two to four ranks")
+        need(program.world in (1, 2, 3, 4), "one to four ranks")
         need(program.world == 4 or not any(optim.mesh for optim in program.optims), "a mesh of four ranks")
         need(1 <= len(program.optims) <= 3, "one to three optimizers")
         self.world = program.world

@@ -111,7 +111,7 @@ class _Optimizer:
         return mean * self.clips.get(p, torch.ones(())) / scale
 
     def norm(self, params: list[int], norm_type: float, scale: float) -> torch.Tensor:
-        norms = [torch.linalg.vector_norm(self.clipped(p, scale), norm_type) for p in params]
+        norms = [torch.linalg.vector_norm(self.clipped(p, scale), norm_type) for p in params if self.masters[p].numel()]
         return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
 
     def clip(self, max_norm: float, norm_type: float, params: tuple[int, ...] | None, scale: float) -> float:
@@ -175,7 +175,7 @@ class _Optimizer:
         mean = self.mean(p)
         if mean is None or p not in self.met:
             return ANY
-        if self.stage == 0:
+        if self.stage == 0 or self.world == 1:
             return self.rounded(mean).numpy().reshape(-1)
         if self.stage == 1 and not self.optim.overlap_grad_reduce:
             return ANY if own is None or self.settled else own.numpy().reshape(-1)

@@ -1,4 +1,4 @@
-"""Fifty random programs of the whole public face with fixed seeds, and what the model itself has to know.
+"""Seventy-four random programs of the whole public face with fixed seeds, and what the model itself has to know.
 
 ``python -m fuzz`` runs as many as there is time for; see this package's docstring.
 """
@@ -15,7 +15,7 @@ from programs.run import run_alone, run_batch
 from programs.shrink import shrink
 
 from fuzz.execute import FACE, told
-from fuzz.generate import PLAIN, SEVERAL, STAGE3, Flavour, program
+from fuzz.generate import ALONE, EMPTY, PLAIN, SEVERAL, STAGE3, Flavour, program
 from fuzz.known import KNOWN
 from fuzz.law import why_not
 from fuzz.oracle import compare, expected
@@ -41,6 +41,9 @@ def _fail_with(failures: list[Failure], name: str) -> None:
         ("plain", PLAIN, 13, 2),
         ("plain again", PLAIN, 13, 2),
         ("plain, three ranks", PLAIN, 4, 3),
+        ("empty parameters", EMPTY, 10, 2),
+        ("empty parameters, three ranks", EMPTY, 4, 3),
+        ("one rank", ALONE, 10, 1),
         ("stage 3", STAGE3, 8, 2),
         ("stage 3, three ranks", STAGE3, 2, 3),
         ("several optimizers", SEVERAL, 8, 2),

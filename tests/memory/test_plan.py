@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from zero_optim.memory import command as command_module
 from zero_optim.memory.decoders import Width
 from zero_optim.memory.fit import cheapest_change
 from zero_optim.memory.plan import ON_THE_HOST
+from zero_optim.memory.shapes import ModelShapes, ParameterShape
 from zero_optim.stores.offload import HOST_BUFFERS, SLOTS, Offload, Tier
 
 GB = 10**9
@@ -341,23 +343,27 @@ def test_activations_and_a_picture(capsys, tmp_path):
 
 
 def test_every_stage_of_the_picture_can_be_read(tmp_path, monkeypatch):
-    """Stage 3 of 64 ranks takes 1/27 of stage 0: each has an axis of its own, and its figures on it."""
+    """Stage 3 of 64 ranks takes 1/27 of stage 0: each has an axis of its own, and its figures beside it."""
     picture = pytest.importorskip("zero_optim.memory.picture")
     kept = []
-    monkeypatch.setattr(picture.pyplot, "close", kept.append)
+    monkeypatch.setattr(picture, "png", lambda sheet, path: kept.append(sheet))
     model = bf16(7.5 * GB)
     plans = [plan(model, Job(world=64, stage=stage)) for stage in range(4)]
+    picture.draw(tmp_path / "plan.png", plans[:3], 80 * GB)
     picture.draw(tmp_path / "plan.png", plans, 80 * GB)
-    (drawn,) = kept
-    assert len(drawn.axes) == 4
-    for made, axes in zip(plans, drawn.axes, strict=True):
-        assert made.most < axes.get_ylim()[1] * GB < 1.1 * made.most
-    written = [{text.get_text() for text in axes.texts} for axes in drawn.axes]
-    assert written[0] == {"15.00", "30.00"} and written[3] == {"0.234", "0.469", "0.865", "1.29"}
-    assert drawn.axes[3].get_title() == "stage 3\n4.90 GB"
-    (legend,) = drawn.legends
-    names = [text.get_text() for text in legend.get_texts()]
-    assert {"local_gradients", "unsharded", "80 GB", "in the first step"} < {*names}
+    three, sheet = kept
+    assert [len(line) for line in three.grid] == [2, 2] and three.grid[1][1] is None
+    assert [len(line) for line in sheet.grid] == [2, 2] and sheet.note
+    for made, bars in zip(plans, sheet.drawings, strict=True):
+        *_, whole = bars.bars
+        assert (whole.value, whole.ends[1]) == pytest.approx((made.total / GB, made.most / GB))
+        assert (bars.roof is not None) == (made.most > 80 * GB)
+    first, last = sheet.drawings[0], sheet.drawings[3]
+    assert first.roof == ("the device:", 80.0)
+    assert last.title == "Stage 3" and last.unit == "GB"
+    figures = {bar.name: bar.figures for bar in last.bars}
+    assert figures["parameters"] == ["0.234"] and figures["unsharded"] == ["1.29"]
+    assert figures["on the device"] == ["4.90"] and "local_gradients" in figures
 
 
 def test_rows_have_the_names_of_the_docs(capsys):
@@ -512,3 +518,59 @@ def test_flags_that_cannot_be_read(capsys, flags):
     with pytest.raises(SystemExit):
         main(["plan", "--model", "gpt2", *flags])
     assert flags[-1] in capsys.readouterr().err
+
+
+# -- tensor parallelism --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_slice_takes_its_part_of_matrices_and_all_of_the_rest(stage):
+    model = of_decoder(KNOWN["gpt2"], torch.bfloat16)
+    hidden = KNOWN["gpt2"].width.hidden
+    whole, cut = (plan(model, Job(world=4 * tensor, tensor=tensor, stage=stage)) for tensor in (1, 2))
+    parts = [p.numel if p.numel <= hidden else -(-p.numel // 2) for p in model.parameters]
+    alone = plan(replace(model, parameters=tuple(map(ParameterShape, parts, [torch.bfloat16] * len(parts)))), whole.job)
+    assert cut.model is model
+    assert cut.model_state == pytest.approx(alone.model_state, rel=1e-3)  # slices have buckets of their own
+    assert cut.communicated == pytest.approx(alone.communicated, rel=0.01)
+    assert cut.model_state < 0.51 * whole.model_state + 16 * sum(p for p in parts if p <= hidden)
+
+
+def test_tensor_parallel_ranks_share_activations_evenly():
+    model = of_decoder(KNOWN["gpt2"], torch.bfloat16)
+    whole, cut = (plan(model, Job(world=4, tensor=t, batch=Batch(2, 512))) for t in (1, 4))
+    assert cut.memory["activations"] == whole.memory["activations"] // 4
+
+
+def test_what_cannot_be_cut_is_told():
+    unknown = ModelShapes("a model", (ParameterShape(4, torch.float32),))
+    with pytest.raises(ValueError, match="hidden size"):
+        plan(unknown, Job(world=2, tensor=2))
+    with pytest.raises(ValueError, match="tensor must be a divisor of the 6 ranks"):
+        plan(unknown, Job(world=6, tensor=4))
+
+
+def test_the_command_counts_all_ranks(capsys):
+    flags = [
+        "plan",
+        "--model",
+        "llama-2-7b",
+        "--world",
+        "64",
+        "--tp",
+        "8",
+        "--replicate",
+        "2",
+        "--stage",
+        "2",
+        "--json",
+    ]
+    assert main(flags) == 0
+    (made,) = json.loads(capsys.readouterr().out)
+    assert (made["world"], made["tensor_parallel"], made["replicas"]) == (64, 8, 2)
+    assert made["parameters"] == KNOWN["llama-2-7b"].numel
+    # Parameters in bf16, an eighth of them; masters and moments of a quarter of that on each of four that share.
+    assert made["bytes_per_rank"]["parameters"] == pytest.approx(2 * made["parameters"] / 8, rel=0.01)
+    assert made["bytes_per_rank"]["exp_avg"] == pytest.approx(4 * made["parameters"] / 32, rel=0.01)
+    assert main(["plan", "--model", "gpt2", "--world", "6", "--tp", "4"]) == 2
+    assert "--tp 4: a divisor of the 6 ranks" in capsys.readouterr().err

@@ -12,7 +12,6 @@ from zero_optim.params.storage_order import (
     as_stored,
     flat_of,
     is_storage_order,
-    read_in_order,
     storage_order,
     stored_dims,
     strides_of,
@@ -78,26 +77,3 @@ def test_dimensions_there_and_back() -> None:
 )
 def test_orders_that_there_are(order: Any, dims: int, known: bool) -> None:
     assert is_storage_order(order, dims) is known
-
-
-@pytest.mark.parametrize("orders", [(None, NHWC), (NHWC, None), (NHWC, NHWC), (None, None)])
-def test_every_range_is_read_in_another_order(orders: tuple[StorageOrder, StorageOrder]) -> None:
-    shape, (here, there) = (3, 2, 2, 2), orders
-    whole = _filled(*shape)
-    wanted, saved = flat_of(whole, here), flat_of(whole, there)
-
-    def read(target: Tensor, start: int) -> None:
-        target.copy_(saved[start : start + len(target)])
-
-    for start in range(25):
-        for end in range(start, 25):
-            target = torch.full((end - start,), -1.0)
-            read_in_order(target, start, shape, orders, read)
-            assert torch.equal(target, wanted[start:end])
-
-
-def test_little_more_than_the_range_is_read() -> None:
-    asked = []
-    target = torch.empty(10)
-    read_in_order(target, 11, (9, 2, 2, 2), (NHWC, None), lambda slices, start: asked.append((start, len(slices))))
-    assert asked == [(8, 16)]  # the two slices of 8 that 11 to 21 lies in

@@ -63,10 +63,8 @@ def session(**more: Any) -> Session:
 def make_run(folder: Path, steps: list[StepRecord], sessions: list[Session]) -> Path:
     folder.mkdir()
     (folder / LOG).write_text("")
-    log = RunDir(folder).open_log()
     for record in steps:
-        log.write(record)
-    log.close()
+        RunDir(folder).write_step(record)
     for number, one in enumerate(sessions):
         RunDir(folder).write_session(replace(one, started=one.started.replace("03:04", f"03:{number:02}")))
     return folder

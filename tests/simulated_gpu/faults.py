@@ -59,9 +59,9 @@ FAULTS: tuple[Fault, ...] = (
     *within(
         "comm.sharding.Sharding",
         fault(
-            "reduce: self.everyone.all_reduce(full, on_arrival=lambda: store(full))",
+            "reduce: self.data_parallel.all_reduce(full, on_arrival=lambda: store(full))",
             one("micro-batches", 0),
-            new="[self.everyone.all_reduce(full), store(full)][0]",
+            new="[self.data_parallel.all_reduce(full), store(full)][0]",
         ),
         fault("whole_of: gather.wait()", one("relaid", 1, 2)),
         fault(

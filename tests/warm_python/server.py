@@ -37,9 +37,11 @@ Program = Callable[[], None]
 
 def main(path: str) -> Program | None:
     """Serves until stdin is closed. Returns in a forked process alone: what to run there."""
+    gc.disable()  # see tests/uncollected.py
     for name in IMPORTED:
         importlib.import_module(name)
     gc.freeze()
+    gc.enable()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(path)
     listener.listen(64)

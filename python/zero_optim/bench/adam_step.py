@@ -118,7 +118,7 @@ def _shared(shard: Shard) -> tuple[Tensor, ...]:
 
 
 def stream_job(setting: Setting, shard: Shard) -> dict[str, Job]:
-    """On a CPU with the compiled library: the reads and writes of the op, by its own loop, with nothing computed.
+    """Read and write what the op does, by its own loop, with nothing computed: on a CPU with the compiled library.
 
     torch's copy is no ceiling there: the processor reads every line before it is overwritten, which is not counted.
     """
@@ -154,10 +154,10 @@ def pipeline(shard: Shard, make: Maker, step: Tensor | int) -> Callable[[], None
 
 
 def _widen_on_gpu(shard: Shard) -> None:
-    """In one pass, 6 bytes an element. The scale has a dimension, so that it makes the product fp32."""
+    """Widen in one pass, 6 bytes an element. The scale has a dimension, so that it makes the product fp32."""
     torch.mul(shard.grad, shard.grad_scale, out=shard.wide_grad)
 
 
 def _widen_on_cpu(shard: Shard) -> None:
-    """In two passes, torch's fastest way there: 33 ms for 64 Mi elements on 2 cores, where a mixed ``mul`` takes 86."""
+    """Widen in two passes, torch's fastest way: 33 ms for 64 Mi elements on 2 cores; a mixed ``mul`` takes 86."""
     shard.wide_grad.copy_(shard.grad).mul_(shard.grad_scale)

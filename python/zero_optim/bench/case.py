@@ -103,7 +103,7 @@ def on_backend(name: str, work: Callable[[], object]) -> Callable[[], object]:
 
 
 def backend_jobs(setting: Setting, work: Callable[[], object]) -> dict[str, Job]:
-    """The same work, once a backend."""
+    """Make a job of the same work for each backend."""
     return {name: [on_backend(name, work)] for name in setting.backends}
 
 

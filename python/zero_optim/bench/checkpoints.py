@@ -25,11 +25,11 @@ from .. import checkpoint
 from ..comm.collectives import Comm, make_comm
 from ..optimizer import ShardedAdamW
 from ..shard_module import shard_module
+from .contest import Say
 from .peak_memory import peak_of, resident, return_what_is_freed
 from .ranks import on_ranks
 from .rows.checkpoint import CheckpointRow
 from .timing import Spread
-from .train_step import Say
 
 NUMEL = 2**25
 RANKS = (2,)
@@ -62,6 +62,9 @@ class Contender(Protocol):
     def finish(self) -> None:
         """All is written when this returns."""
 
+    def renew(self) -> None:
+        """Make anew what is going to be loaded into, as a job that goes on does. It is not timed."""
+
     def load(self, folder: Path) -> None: ...
 
 
@@ -80,7 +83,10 @@ class Disk:
         os.close(file)
 
     def finish(self) -> None:
-        """It is written already."""
+        """No effect: it is written already."""
+
+    def renew(self) -> None:
+        """No effect: there is memory alone."""
 
     def load(self, folder: Path) -> None:
         file = os.open(_own_file(folder), os.O_RDONLY)
@@ -90,7 +96,7 @@ class Disk:
 
 
 class TorchSave:
-    """Each rank its own shards, as a list of tensors."""
+    """Writes and reads each rank's own shards, as a list of tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = list(tensors)
@@ -102,7 +108,10 @@ class TorchSave:
             os.fsync(file.fileno())
 
     def finish(self) -> None:
-        """It is written already."""
+        """No effect: it is written already."""
+
+    def renew(self) -> None:
+        """No effect: there are tensors alone."""
 
     def load(self, folder: Path) -> None:
         loaded = torch.load(_own_file(folder), weights_only=True)
@@ -115,15 +124,20 @@ class Fsdp2:
 
     def __init__(self, numel: int, *, background: bool) -> None:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
 
-        self._model, mesh = make_model(numel), init_device_mesh("cpu", (dist.get_world_size(),))
-        for module in (*self._model, self._model):
-            fully_shard(module, mesh=mesh)
-        self._opt = torch.optim.AdamW(self._model.parameters(), fused=True)
+        self._numel, self._mesh = numel, init_device_mesh("cpu", (dist.get_world_size(),))
+        self.renew()
         _step(self._model, self._opt)
         self._group = dist.new_group() if background else None
         self._saving: Any = None
+
+    def renew(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        self._model = make_model(self._numel)
+        for module in (*self._model, self._model):
+            fully_shard(module, mesh=self._mesh)
+        self._opt = torch.optim.AdamW(self._model.parameters(), fused=True)
 
     def _state(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -155,8 +169,18 @@ class Fsdp2:
 class Ours:
     """Stage 3. ``background``: it is saved while training might go on."""
 
-    def __init__(self, model: nn.Module, opt: ShardedAdamW, *, background: bool) -> None:
-        self.model, self.opt, self._background = model, opt, background
+    def __init__(self, numel: int, *, background: bool) -> None:
+        self._numel, self._background = numel, background
+        self.model, self.opt = self._make()
+        _step(self.model, self.opt)
+
+    def _make(self) -> tuple[nn.Module, ShardedAdamW]:
+        model = shard_module(make_model(self._numel), (nn.Linear,))
+        return model, ShardedAdamW(model.named_parameters())
+
+    def renew(self) -> None:
+        self.opt.close()
+        self.model, self.opt = self._make()
 
     def begin(self, folder: Path) -> None:
         checkpoint.save(folder, self.model, self.opt, background=self._background)
@@ -208,10 +232,7 @@ def measure(numel: int, ranks: Sequence[int], rounds: int, say: Say) -> list[Che
 
 def on_rank(numel: int, rounds: int, folder: str) -> tuple[int, dict[str, list[Lap]], Extra]:
     """The bytes that this rank writes, the laps of each contender, and what memory each needs."""
-    model = shard_module(make_model(numel), (nn.Linear,))
-    opt = ShardedAdamW(model.named_parameters())
-    _step(model, opt)
-    ours = Ours(model, opt, background=False)
+    ours = Ours(numel, background=False)
     own = [tensor.clone() for tensor in ours.tensors()]
     nbytes = sum(tensor.nbytes for tensor in own)
     contenders: dict[str, Contender] = {
@@ -220,7 +241,7 @@ def on_rank(numel: int, rounds: int, folder: str) -> tuple[int, dict[str, list[L
         DCP: Fsdp2(numel, background=False),
         DCP_ASYNC: Fsdp2(numel, background=True),
         OURS: ours,
-        BACKGROUND: Ours(model, opt, background=True),
+        BACKGROUND: Ours(numel, background=True),
     }
     laps: dict[str, list[Lap]] = {name: [] for name in contenders}
     names = list(contenders)
@@ -245,6 +266,7 @@ def _lap(contender: Contender, folder: Path) -> Lap:
     if comm.rank == 0:
         for file in folder.rglob("*"):
             _drop_from_cache(file)
+    contender.renew()
     comm.gather_objects(None, "the bench")
     start = time.perf_counter()
     contender.load(folder)

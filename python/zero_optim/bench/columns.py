@@ -1,4 +1,4 @@
-"""A figure of a row: what it is called, where it is in the row, and how it is written. Tables are made of columns.
+"""Figures of a row: what each is called, where it is in the row, and how it is written. Tables are made of columns.
 
 A table has a column as text. A drawing (``drawings``) has it as a bar, as a whisker, or as text beside the bar.
 """
@@ -33,6 +33,17 @@ times = "{:.2f}×".format
 
 
 # -- columns -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """The first keys of a row that is measured on ranks."""
+
+    op: str
+    backend: str
+    dtype: str
+    numel: int
+    ranks: int
 
 
 @dataclass(frozen=True)
@@ -86,13 +97,13 @@ def ratio_to(baseline: str, *keys: str | int) -> Column:
 
 
 def spread_at(*keys: str) -> tuple[Column, Column, Column]:
-    """Of a list in the row: the median, and the 20th and 80th percentile."""
+    """Columns of the median, the 20th and the 80th percentile, which are a list in the row."""
     ms, p20, p80 = (Column(name, at(*keys, place), milliseconds) for place, name in enumerate(("ms", "p20", "p80")))
     return ms, p20, p80
 
 
 def shown_by_some(columns: Iterable[Column], rows: Sequence[JsonRow]) -> list[Column]:
-    """Those of which a row has a figure."""
+    """Leave out columns of which no row has a figure."""
     return [column for column in columns if any(column.value(row) is not None for row in rows)]
 
 
@@ -124,10 +135,3 @@ def _line(columns: Sequence[Column], texts: Sequence[str], width: int) -> str:
         line += f"{room}{text:<{wide}}" if column.left else f"{text:>{wide}}"
         room = "" if column.left else "  "
     return line.rstrip()
-
-
-def beside_each_other(columns: Sequence[Column], rows: Sequence[JsonRow]) -> list[str]:
-    """The rows' names, and a line for each column."""
-    lines = [("", [row["backend"] for row in rows])]
-    lines += [(column.name, [column.text(row) for row in rows]) for column in columns]
-    return [f"{name:<30}" + "".join(f"{text:>16}" for text in texts) for name, texts in lines]

@@ -1,4 +1,4 @@
-"""What is drawn of rows: their bars, and the sheet of each kind."""
+"""Drawings of rows: their bars, and the sheet of each kind."""
 
 from __future__ import annotations
 

@@ -7,11 +7,12 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..doctor import version_of
 
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
@@ -35,19 +36,19 @@ def _deepspeed(device_type: str) -> Maker:
     return functools.partial(adam.FusedAdam, adam_w_mode=True, **HYPER)
 
 
-def _apex(device_type: str) -> Maker:
-    return functools.partial(importlib.import_module("apex.optimizers").FusedAdam, adam_w_mode=True, **HYPER)
-
-
-def _transformer_engine(device_type: str) -> Maker:
-    optimizers = importlib.import_module("transformer_engine.pytorch.optimizers")
-    return functools.partial(optimizers.FusedAdam, adam_w_mode=True, **HYPER)
+def _of_gpus(module: str) -> Callable[[str], Maker]:
+    return lambda device_type: functools.partial(importlib.import_module(module).FusedAdam, adam_w_mode=True, **HYPER)
 
 
 PACKAGES = {
     "deepspeed": Package("deepspeed", "deepspeed", frozenset({"cpu", "cuda"}), _deepspeed),
-    "apex": Package("apex", "apex", frozenset({"cuda"}), _apex),
-    "te": Package("transformer_engine", "transformer-engine", frozenset({"cuda"}), _transformer_engine),
+    "apex": Package("apex", "apex", frozenset({"cuda"}), _of_gpus("apex.optimizers")),
+    "te": Package(
+        "transformer_engine",
+        "transformer-engine",
+        frozenset({"cuda"}),
+        _of_gpus("transformer_engine.pytorch.optimizers"),
+    ),
 }
 
 
@@ -59,14 +60,16 @@ def fused_adams(device: torch.device) -> dict[str, Maker]:
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """For each package its version, or why it was not measured."""
+    """Tell the version of each package, or why it was not measured."""
     reasons = {name: why_unusable(name, device.type) for name in PACKAGES}
-    return {name: reason or _version(PACKAGES[name].distribution) for name, reason in reasons.items()}
+    return {
+        name: reason or version_of(PACKAGES[name].distribution) or "version unknown" for name, reason in reasons.items()
+    }
 
 
 @functools.cache
 def why_unusable(name: str, device_type: str) -> str | None:
-    """None when a step on a small parameter went through. The first use may compile for a minute; it is tried once."""
+    """Try a step on a small parameter, once: the first use may compile for a minute. None: it went through."""
     package = PACKAGES[name]
     if device_type not in package.device_types:
         return f"not for {device_type}"
@@ -79,10 +82,3 @@ def why_unusable(name: str, device_type: str) -> str | None:
     except Exception as error:  # a failed build or a missing library, by whatever type the package reports it
         return f"does not work: {' '.join(str(error).split())[:200]}"
     return None
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "version unknown"

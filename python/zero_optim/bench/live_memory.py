@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class LiveMemory(Protocol):
-    """The memory that one device holds for the tensors of this process."""
-
-    def after(self, work: Callable[[], object]) -> tuple[int, int]:
-        """Run ``work``; bytes after it, and the most there were in it."""
-        ...
-
-
 @contextmanager
 def watch(device: torch.device) -> Iterator[LiveMemory]:
-    """On a GPU the caching allocator's own account; on a CPU that of storages of tensors made within."""
+    """Watch the caching allocator's account on a GPU; on a CPU the storages of tensors made within."""
     gc.freeze()  # garbage is collected after each phase: not to look through all that is imported, half a second
     try:
         if device.type == "cuda":
@@ -36,12 +28,13 @@ def watch(device: torch.device) -> Iterator[LiveMemory]:
 
 
 class GpuMemory:
-    """Memory by ``torch.cuda.memory_allocated``."""
+    """Memory that a GPU holds for the tensors of this process, by ``torch.cuda.memory_allocated``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def after(self, work: Callable[[], object]) -> tuple[int, int]:
+        """Run ``work``; bytes after it, and the most there were in it."""
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         work()
@@ -63,6 +56,7 @@ class CpuMemory(TorchDispatchMode):
         self._peak = 0
 
     def after(self, work: Callable[[], object]) -> tuple[int, int]:
+        """Run ``work``; bytes after it, and the most there were in it."""
         self._peak = self.covered()
         work()
         gc.collect()
@@ -96,6 +90,9 @@ class CpuMemory(TorchDispatchMode):
             covered += max(0, end - max(begin, reached))
             reached = max(reached, end)
         return covered
+
+
+LiveMemory = GpuMemory | CpuMemory
 
 
 def _ends(storage: torch.UntypedStorage, nbytes: int) -> tuple[int, int]:

@@ -10,11 +10,12 @@ from torch import nn
 
 from ..optimizer import ShardedAdamW
 from ..shard_module import shard_module
+from .contest import Say
 from .fused_adams import HYPER
 from .live_memory import LiveMemory, watch
 from .ranks import on_ranks
 from .rows.phase import PhaseRow
-from .train_step import DTYPES, Say
+from .train_step import DTYPES
 
 RANKS = 2
 STAGES = (0, 1, 2, 3)
@@ -25,7 +26,7 @@ SHOWN_STEPS = (1, 3)  # in the first, gradients wait until it is known when they
 PHASES = (*BEFORE, *(f"{phase} {number}" for number in SHOWN_STEPS for phase in STEP))
 
 Readings = dict[str, tuple[int, int]]
-"""Of each of PHASES, bytes after it, and the most there were in it."""
+"""By phase, bytes after it, and the most there were in it."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """State off the device: what each store takes of time and memory, against ``None``, the link, the disk, and others.
 
-Three parts. *step* is the update alone on one rank, from 16-bit gradients to 16-bit parameters. *train* is whole steps
-of a GPT on ranks, where stores work beside backward. *pages* is the file of ``nvme`` against the disk itself.
+Two parts. *step* is the update alone on one rank, from 16-bit gradients to 16-bit parameters. *train* is whole steps of
+a GPT on ranks, where stores work beside backward.
 
-In the first two each contender runs alone in fresh processes first: what it moves and what memory it needs. Then all
-take turns in the same processes. After each of ours its bytes are moved once more by plain copies, and by plain reads
-and writes: that is what its step could hide, and what it is held to.
+Each contender runs alone in fresh processes first: what it moves and what memory it needs. Then all take turns in the
+same processes. After each of ours its bytes are moved once more by plain copies, and by plain reads and writes: that is
+what its step could hide, and what it is held to.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ import functools
 import math
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from ..comm.collectives import Comm, make_comm
+from ..comm.collectives import make_comm
 from ..errors import ZeroOptimError
 from ..train.model import GPT
 from . import adam_step, peak_memory
 from . import offload_contenders as who
 from .case import Setting
-from .offload_contenders import HELD, MOVED, NONE, OURS, Training, Update, Work
+from .contest import Say, TogetherClock, each_alone, settle, slower
+from .offload_contenders import HELD, MOVED, NONE, OURS, Training, Update, Workload
 from .offload_links import Disk, Link
-from .offload_pages import measure_pages
-from .ranks import RanksError, on_ranks
+from .ranks import on_ranks
 from .rows.offload import OffloadRow
 from .timing import HostClock, Job, Rounds, Spread, interleaved
-from .train_step import DTYPES, TOKENS, TOLERANCE, Say, make_task
+from .train_step import DTYPES, TOKENS, TOLERANCE, make_task
 
 NUMELS = {"cpu": 2**26, "cuda": 2**28}
 TRAINED = 4  # the GPT has a quarter of the parameters
@@ -69,7 +68,7 @@ class Contest:
     """``part``: what rows call it."""
 
     part: str
-    work: Work
+    work: Workload
     names: Sequence[str]
     ranks: int
 
@@ -77,7 +76,7 @@ class Contest:
 def measure(
     numel: int, dtype: str, names: Sequence[str], ranks: int, rounds: int, device: torch.device, say: Say
 ) -> tuple[list[OffloadRow], dict[str, str]]:
-    """Rows of all parts; and of other packages the version, or why one is left out."""
+    """Rows of both parts; and of other packages the version, or why one is left out."""
     numel = max(numel // (4 * who.PAGES), 1) * 4 * who.PAGES
     missing = {name: why for name in names if (why := who.why_missing(name, device)) is not None}
     for name, why in missing.items():
@@ -97,9 +96,6 @@ def measure(
             of_contest, left_out = hold(contest, dtype, rounds, say)
             rows += of_contest
             missing |= left_out
-        if who.NVME in names:
-            say("offload: pages in a file")
-            rows += measure_pages(numel, dtype, folder, rounds)
     return rows, who.versions([name for name in present if name not in missing]) | missing
 
 
@@ -109,7 +105,7 @@ def hold(contest: Contest, dtype: str, rounds: int, say: Say) -> tuple[list[Offl
     moved = {name: report.moved for name, report in alone.items()}
     device = contest.work.device.type
     laps = on_ranks(contest.ranks, time_on_rank, contest.work, moved, contest.ranks, rounds, device=device)
-    return make_rows(contest, dtype, alone, slower(laps)), left_out
+    return make_rows(contest, dtype, alone, slower(laps, float)), left_out
 
 
 # -- alone ---------------------------------------------------------------------------------------------------------
@@ -117,22 +113,15 @@ def hold(contest: Contest, dtype: str, rounds: int, say: Say) -> tuple[list[Offl
 
 def run_alone(contest: Contest, say: Say) -> tuple[dict[str, Alone], dict[str, str]]:
     """Raises ZeroOptimError where one of ours fails, or computes something else than ``None``."""
-    alone: dict[str, Alone] = {}
-    left_out: dict[str, str] = {}
-    for name in contest.names:
+    work, ranks = contest.work, contest.ranks
+
+    def run(name: str) -> Alone:
         say(f"offload, {contest.part}: {name} alone")
-        device = contest.work.device.type
-        try:
-            reports = on_ranks(contest.ranks, alone_on_rank, contest.work, name, contest.ranks, device=device)
-        except RanksError as error:
-            if name in OURS:
-                raise
-            left_out[f"{name}, {contest.part}"] = str(error)
-            say(f"left out: {name}: {error}")
-            continue
-        alone[name] = most(reports)
+        return most(on_ranks(ranks, alone_on_rank, work, name, ranks, device=work.device.type))
+
+    alone, left_out = each_alone(contest.names, OURS, run, say)
     check_results(contest, alone)
-    return alone, left_out
+    return alone, {f"{name}, {contest.part}": why for name, why in left_out.items()}
 
 
 def check_results(contest: Contest, alone: Mapping[str, Alone]) -> None:
@@ -152,12 +141,12 @@ def check_results(contest: Contest, alone: Mapping[str, Alone]) -> None:
 
 
 def most(reports: Sequence[Alone]) -> Alone:
-    """That of the rank that needs most, with the results of all."""
+    """Take the report of the rank that needs most, with the results of all."""
     results = tuple(result for report in reports for result in report.results)
     return replace(max(reports, key=lambda report: report.peak or 0), results=results)
 
 
-def alone_on_rank(work: Work, name: str, ranks: int) -> Alone:
+def alone_on_rank(work: Workload, name: str, ranks: int) -> Alone:
     measurable = peak_memory.can_measure(work.device)
     if measurable and work.device.type == "cpu":
         peak_memory.return_what_is_freed()
@@ -182,26 +171,7 @@ def _run(job: Job, steps: int) -> None:
 # -- together ------------------------------------------------------------------------------------------------------
 
 
-class SettledClock:
-    """The host's clock, from when every rank is there and idle until the device has done all, copies included."""
-
-    warm_up_seconds = 0.0  # ranks must agree on how many rounds there are
-
-    def __init__(self, comm: Comm, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
-        self._comm, self._device, self._clock = comm, device, HostClock(now)
-        self._token = torch.zeros(1, device=device)
-
-    def time(self, job: Job) -> Callable[[], list[float]]:
-        self._comm.exchange(self._token)
-        self._settle()
-        return self._clock.time([*job, self._settle])
-
-    def _settle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-
-def time_on_rank(work: Work, moved: Mapping[str, Mapping[str, int]], ranks: int, rounds: int) -> Laps:
+def time_on_rank(work: Workload, moved: Mapping[str, Mapping[str, int]], ranks: int, rounds: int) -> Laps:
     """Milliseconds of each contender, and of what it moves by itself: ``NAME/copies``, ``NAME/disk``; of the update:
     ``update``."""
     jobs: dict[str, Job] = {}
@@ -214,28 +184,25 @@ def time_on_rank(work: Work, moved: Mapping[str, Mapping[str, int]], ranks: int,
             jobs[f"{name}/{DISK}"] = [functools.partial(disk.move, of_step["read"], of_step["written"])]
     if work.device.type == "cuda" and isinstance(work, Update):
         jobs[UPDATE] = [_update_on_host(work)]
-    times = interleaved(jobs, SettledClock(make_comm(), work.device), Rounds.exactly(rounds))
+    clock = TogetherClock(make_comm(), work.device, HostClock())  # of the host: copies count to their end, too
+    settled: dict[str, Job] = {name: [*job, functools.partial(settle, work.device)] for name, job in jobs.items()}
+    times = interleaved(settled, clock, Rounds.exactly(rounds))
     return {name: [sum(laps) for laps in of_job] for name, of_job in times.items()}
 
 
 def _update_on_host(work: Update) -> Callable[[], None]:
-    """That of "cpu" by itself, as one shard."""
+    """Make the update of "cpu" by itself, as one shard."""
     dtype = next(name for name, dtype in DTYPES.items() if dtype == work.dtype)
     return adam_step.ours(adam_step.make_shard(Setting(torch.device("cpu"), dtype, work.numel, ())))
 
 
-def _make_links(work: Work, moved: Mapping[str, Mapping[str, int]]) -> tuple[Link | None, Disk | None]:
+def _make_links(work: Workload, moved: Mapping[str, Mapping[str, int]]) -> tuple[Link | None, Disk | None]:
     def most(*keys: str) -> int:
         return max((of_step.get(key, 0) for of_step in moved.values() for key in keys), default=0)
 
     copied, stored = most("to_device", "to_host"), most("read", "written")
     link = Link(copied, max(copied // who.PAGES, 4096), work.device) if copied else None
     return link, Disk(work.folder, stored) if stored else None
-
-
-def slower(of_ranks: Sequence[Laps]) -> Laps:
-    """Take of each round the rank that took longest."""
-    return {name: [max(laps) for laps in zip(*(laps[name] for laps in of_ranks), strict=True)] for name in of_ranks[0]}
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,27 +68,17 @@ class Training:
         return self.task.dtype
 
 
-Work = Update | Training
-
-
-class Runner(Protocol):
-    """Does the work, a step each time ``job`` runs. When that is over, all pages are where they rest.
-
-    ``result``: after as many steps the same for all that compute the same.
-    """
-
-    job: Job
-
-    def result(self) -> float: ...
-
-    def account(self) -> Mapping[str, Any]:
-        """Ours: ``opt.stats()["state_offload"]``."""
-        ...
+Workload = Update | Training
 
 
 @dataclass(frozen=True)
 class Made:
-    """See ``Runner``."""
+    """A contender that does the work, a step each time ``job`` runs. When that is over, all pages are where they rest.
+
+    Attributes:
+        result: after as many steps the same for all that compute the same.
+        account: of ours ``opt.stats()["state_offload"]``.
+    """
 
     job: Job
     result: Callable[[], float]
@@ -190,7 +180,7 @@ def train_deepspeed(work: Training) -> Made:
     return Made(made.job, made.last_loss)
 
 
-def make(work: Work, name: str, ranks: int) -> Made:
+def make(work: Workload, name: str, ranks: int) -> Made:
     """The contender, ready for its first step."""
     if isinstance(work, Update):
         others = {DEEPSPEED: update_deepspeed, TORCHAO: update_torchao}
@@ -198,16 +188,17 @@ def make(work: Work, name: str, ranks: int) -> Made:
     return train_deepspeed(work) if name == DEEPSPEED else train_ours(work, name, ranks)
 
 
-def field(work: Work, names: tuple[str, ...], ranks: int) -> Iterator[str]:
+def field(work: Workload, names: tuple[str, ...], ranks: int) -> Iterator[str]:
     """Choose those of ``names`` that have something to do there; ``None`` always."""
     for name in NAMES:
         guesses = isinstance(work, Training) and ranks > 1
-        if name == NONE or name in names and (name != WAITING or guesses) and (name != TORCHAO or is_update(work)):
+        if (
+            name == NONE
+            or name in names
+            and (name != WAITING or guesses)
+            and (name != TORCHAO or isinstance(work, Update))
+        ):
             yield name
-
-
-def is_update(work: Work) -> bool:
-    return isinstance(work, Update)
 
 
 def why_missing(name: str, device: torch.device) -> str | None:

@@ -76,7 +76,7 @@ class Disk:
         self.move(0, self._blocks * BLOCK_BYTES)
 
     def move(self, read: int, written: int) -> None:
-        """So many bytes, rounded up to 4096. Writes are half of the file ahead: the disk has both to do at any time."""
+        """Move so many bytes, rounded up to 4096. Writes are half of the file ahead: the disk always has both to do."""
         parts: list[Future[Any]] = []
         for number in range(self._blocks):
             ahead = (number + self._blocks // 2) % self._blocks

@@ -18,12 +18,12 @@ CPU = torch.device("cpu")
 
 
 def can_measure(device: torch.device = CPU) -> bool:
-    """Whether this is Linux with glibc, or ``device`` a GPU: there it is what torch has allocated for tensors."""
+    """True on Linux with glibc, and for a GPU: there it is what torch has allocated for tensors."""
     return device.type == "cuda" or Path("/proc/self/clear_refs").exists() and hasattr(_libc(), "malloc_trim")
 
 
 def return_what_is_freed() -> None:
-    """From here on glibc maps every block of 64 KiB and more apart, so that the kernel has it back once it is freed.
+    """Let glibc map every block of 64 KiB and more apart from now on: the kernel has it back once it is freed.
 
     Otherwise pages that were freed, and are kept for later, count as needed. It costs time: nothing is timed here.
     """

@@ -37,7 +37,7 @@ class RanksError(ZeroOptimError):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank finds the others, and what it may use."""
+    """The place where a rank finds the others, and what it may use."""
 
     rank: int
     count: int
@@ -144,7 +144,7 @@ def _rank_main(connection: Connection, place: _Place, work: Callable[..., Any], 
 
 
 def _tell_environment(place: _Place) -> None:
-    """As torchrun does, for packages that read it."""
+    """Set what torchrun sets, for packages that read it."""
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ |= {

@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 import zero_kernels
 
-from ..doctor import DISTRIBUTION
+from ..doctor import DISTRIBUTION, version_of
 from ..train.config import UsageError
 
 SCHEMA = 7
@@ -80,7 +79,7 @@ def _git(*words: str) -> str:
 
 
 def results_folder(device: torch.device, out: Path | None) -> Path:
-    """Where the record goes: ``out``; else below ``benchmarks/results`` in a checkout, or below the working folder."""
+    """Choose a folder: ``out``; else one below ``benchmarks/results`` in a checkout, or below the working folder."""
     if out is not None:
         return out
     in_checkout = (CHECKOUT / "pyproject.toml").is_file() and (CHECKOUT / "benchmarks").is_dir()
@@ -91,20 +90,21 @@ def results_folder(device: torch.device, out: Path | None) -> Path:
 def make_record(rows: Sequence[Any], device: torch.device, baselines: Mapping[str, str]) -> dict[str, Any]:
     """``rows``: of a kind of ``rows/``. ``baselines``: their versions, or why they are not in the rows."""
     on_cpu = device.type == "cpu"
+    compiled = on_cpu and "cpu" in zero_kernels.available_backends("cpu")
     return {
         "schema": SCHEMA,
         "device": device_name(device),
         "driver": driver_version(device),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
-        "triton": None if on_cpu else _version("triton"),
+        "triton": None if on_cpu else version_of("triton"),
         "version": zero_kernels.__version__,
         "commit": commit(),
         "date": date.today().isoformat(),
         "python": platform.python_version(),
         "load": round(os.getloadavg()[0], 2),
         "threads": torch.get_num_threads() if on_cpu else None,
-        "isa": _isa() if on_cpu else None,
+        "isa": torch.ops.zero_kernels_C.isa() if compiled else None,
         "baselines": dict(baselines),
         "rows": [asdict(row) for row in rows],
     }
@@ -141,15 +141,3 @@ def read(path: Path, flag: str = "") -> dict[str, Any]:
     if not isinstance(schema, int) or not OLDEST <= schema <= SCHEMA:
         raise UsageError(f"{named}: has schema {schema}; this version reads {OLDEST} to {SCHEMA}")
     return {"version": None, **record}
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-def _isa() -> str | None:
-    """Instruction set of the CPU library."""
-    return torch.ops.zero_kernels_C.isa() if "cpu" in zero_kernels.available_backends("cpu") else None

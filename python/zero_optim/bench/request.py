@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,15 @@ OPS = ("adam_step", "pack", "grad_stats")
 DTYPES = ("fp16", "bf16")
 
 
-TAKEN_BY_OPS = {"numel": "64Mi; GPU: 2^20 to 2^30", "backends": "", "rounds": ""}
-
-
 @dataclass(frozen=True)
-class Alone:
-    """The choices of a run that measures one thing, with a file and a plot of its own.
+class Choices:
+    """The choices of a run that measures one thing.
 
     Attributes:
-        taken: which of CHOICES, and what is chosen by default, in words.
+        taken: which of FLAGS, and what is chosen by default, in words.
         dtypes: which there are; the first is the default.
         every_dtype: the default is all of them, and several may be chosen.
+        sizes: whether several sizes may be chosen.
         one_number: whether only one number of ranks may be chosen.
         fewest: ranks that may be chosen.
         gpu: whether it is measured on a GPU, too.
@@ -34,23 +32,51 @@ class Alone:
     taken: Mapping[str, str]
     dtypes: tuple[str, ...] = ("bf16", "fp32")
     every_dtype: bool = False
+    sizes: bool = False
     one_number: bool = False
     fewest: int = 1
     gpu: bool = False
 
+    @property
+    def default_dtypes(self) -> tuple[str, ...]:
+        return self.dtypes if self.every_dtype else self.dtypes[:1]
 
-ALONE = {
-    "step_overhead": Alone({"numel": "10 million", "rounds": "21", "ranks": "1 2"}, ("fp32", "bf16"), every_dtype=True),
-    "train_step": Alone({"numel": "16Mi", "contenders": "all", "rounds": "21", "tokens": "256 512"}),
-    "memory_walkthrough": Alone({"ranks": "2; GPUs: all"}, one_number=True, gpu=True),
-    "checkpoint": Alone({"numel": "32Mi", "rounds": "5", "ranks": "2"}, ("fp32",)),
-    "offload": Alone(
-        {"numel": "64Mi; GPU: 256Mi", "contenders": "all", "rounds": "11", "ranks": "2; GPUs: all"},
-        ("bf16",),
-        one_number=True,
-        gpu=True,
-    ),
-}
+
+@dataclass(frozen=True)
+class Menu:
+    """The menu of a command line: the choices of each thing that it measures.
+
+    ``together``: those that may be measured in one run. Each other one has a run, a file and a plot of its own.
+    """
+
+    choices: Mapping[str, Choices]
+    together: tuple[str, ...] = ()
+
+
+OF_OPS = Choices(
+    {"numel": "64Mi; GPU: 2^20 to 2^30", "backends": "", "rounds": ""}, DTYPES, every_dtype=True, sizes=True, gpu=True
+)
+PACKAGE = Menu(
+    {
+        **dict.fromkeys(OPS, OF_OPS),
+        "step_overhead": Choices(
+            {"numel": "10 million", "rounds": "21", "ranks": "1 2"}, ("fp32", "bf16"), every_dtype=True
+        ),
+        "train_step": Choices({"numel": "16Mi", "contenders": "all", "rounds": "21", "tokens": "256 512"}),
+        "memory_walkthrough": Choices({"ranks": "2; GPUs: all"}, one_number=True, gpu=True),
+        "checkpoint": Choices({"numel": "32Mi", "rounds": "5", "ranks": "2"}, ("fp32",)),
+        "offload": Choices(
+            {"numel": "64Mi; GPU: 256Mi", "contenders": "all", "rounds": "11", "ranks": "2; GPUs: all"},
+            ("bf16",),
+            one_number=True,
+            gpu=True,
+        ),
+    },
+    together=OPS,
+)
+ELSEWHERE = {"step": "gpt_step", **{name: name for name in ("stages", "topologies", "scale", "pages", "endurance")}}
+"""Measured by scripts of a checkout, its ``benchmarks/bench_<name>.py``."""
+
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
@@ -84,28 +110,7 @@ def parse_numel(text: str) -> int:
     return numel
 
 
-@dataclass(frozen=True)
-class Menu:
-    """The menu of a command line: ops, several in one run, and those that are measured alone.
-
-    ``taken_by_ops``: which of CHOICES all ops take, and what is chosen by default, in words.
-    """
-
-    ops: tuple[str, ...] = ()
-    taken_by_ops: Mapping[str, str] = field(default_factory=dict)
-    alone: Mapping[str, Alone] = field(default_factory=dict)
-
-    def takers(self, choice: str) -> dict[str, str]:
-        """Say who takes the flag, and what is chosen by default."""
-        of_ops = dict.fromkeys(self.ops, self.taken_by_ops[choice]) if choice in self.taken_by_ops else {}
-        return of_ops | {name: alone.taken[choice] for name, alone in self.alone.items() if choice in alone.taken}
-
-
-PACKAGE = Menu(OPS, TAKEN_BY_OPS, ALONE)
-ELSEWHERE = {"step": "gpt_step", **{name: name for name in ("stages", "scale", "endurance")}}
-"""What scripts of a checkout measure: their ``benchmarks/bench_<name>.py``."""
-
-CHOICES: dict[str, dict[str, Any]] = {
+FLAGS: dict[str, dict[str, Any]] = {
     "numel": {"nargs": "+", "type": parse_numel, "help": "elements, or parameters, as 1000000, 2^20 or 64Mi"},
     "backends": {"nargs": "+", "metavar": "NAME", "help": "kernel backends to measure (all but reference)"},
     "contenders": {"nargs": "+", "metavar": "NAME", "help": "who runs beside the baseline"},
@@ -121,45 +126,51 @@ def add_arguments(parser: argparse.ArgumentParser, menu: Menu = PACKAGE) -> None
     """Adds the flags that something on the menu takes."""
     flag = parser.add_argument
     flag("--device", choices=("cpu", "cuda"), help="where to measure (cuda where torch sees a GPU)")
-    flag(
-        "--dtypes",
-        nargs="+",
-        choices=(*DTYPES, "fp32"),
-        help="of gradients and parameters (fp16 bf16); of what is measured alone: "
-        + ", ".join(
-            f"{name} ({' '.join(alone.dtypes if alone.every_dtype else alone.dtypes[:1])})"
-            for name, alone in menu.alone.items()
-        ),
-    )
-    for name, words in CHOICES.items():
-        if takers := menu.takers(name):
-            by_default: dict[str, list[str]] = {}
-            for taker, default in takers.items():
-                by_default.setdefault(default, []).append(taker)
-            of = "; ".join(", ".join(names) + f" ({default})" * bool(default) for default, names in by_default.items())
-            flag(f"--{name}", **{"metavar": "N", **words, "help": f"{words['help']}; of {of}"})
+    dtypes = {name: " ".join(of.default_dtypes) for name, of in menu.choices.items()}
+    about = f"of gradients and parameters; of {_by_default(dtypes)}"
+    flag("--dtypes", nargs="+", choices=(*DTYPES, "fp32"), help=about)
+    for name, words in FLAGS.items():
+        if takers := _takers(menu, name):
+            flag(f"--{name}", **{"metavar": "N", **words, "help": f"{words['help']}; of {_by_default(takers)}"})
     flag("--threads", type=int, metavar="N", help="torch's threads on the CPU (torch's own choice)")
     flag("--out", type=Path, metavar="DIR", help="where JSON and plot go (below benchmarks/results in a checkout)")
     flag("--no-write", action="store_true", help="print the table only")
     flag("--redraw", type=Path, metavar="FILE.json", help="measure nothing: show this file, and draw its plot again")
 
 
+def _takers(menu: Menu, flag: str) -> dict[str, str]:
+    """Say who takes the flag, and what is chosen by default."""
+    return {name: of.taken[flag] for name, of in menu.choices.items() if flag in of.taken}
+
+
+def _by_default(defaults: Mapping[str, str]) -> str:
+    """Name those that have the same default together: ``"a, b (1 2); c (5)"``."""
+    names_of: dict[str, list[str]] = {}
+    for name, default in defaults.items():
+        names_of.setdefault(default, []).append(name)
+    return "; ".join(", ".join(names) + f" ({default})" * bool(default) for default, names in names_of.items())
+
+
 def add_choice_of_ops(parser: argparse.ArgumentParser) -> None:
-    names = f"of {', '.join(OPS)} (all three); or alone one of {', '.join(ALONE)}"
-    parser.add_argument("ops", nargs="*", metavar="OP", help=names)
+    alone = ", ".join(name for name in PACKAGE.choices if name not in OPS)
+    parser.add_argument(
+        "ops", nargs="*", metavar="OP", help=f"of {', '.join(OPS)} (all three); or alone one of {alone}"
+    )
 
 
 def read_request(parsed: argparse.Namespace, menu: Menu = PACKAGE) -> Request:
     """The flags, checked as far as they can be without the device. Raises UsageError."""
     for op in parsed.ops:
-        if op in ELSEWHERE and op not in menu.ops and op not in menu.alone:
+        if op in ELSEWHERE and op not in menu.choices:
             raise UsageError(f"{op} is not in the package: run benchmarks/bench_{ELSEWHERE[op]}.py of a checkout")
-        if op not in (*menu.ops, *menu.alone):
-            raise UsageError(f"there is no op {op!r} to measure; choose from {', '.join((*menu.ops, *menu.alone))}")
-    chosen = {name: getattr(parsed, name, None) for name in CHOICES}
-    dtypes = (
-        _check_alone(parsed, chosen, menu) if set(parsed.ops) & set(menu.alone) else _check_ops(parsed, chosen, menu)
-    )
+        if op not in menu.choices:
+            raise UsageError(f"there is no op {op!r} to measure; choose from {', '.join(menu.choices)}")
+    ops = tuple(dict.fromkeys(parsed.ops)) or menu.together
+    op = next((op for op in ops if op not in menu.together), ops[0])
+    if op not in menu.together and len(ops) > 1:
+        raise UsageError(f"{op} is measured alone: leave out {', '.join(sorted({*ops} - {op}))}")
+    chosen = {name: getattr(parsed, name, None) for name in FLAGS}
+    dtypes = _check_choices(parsed, chosen, op, menu)
     for name in ("rounds", "steps", "tokens", "threads", "ranks"):
         given = getattr(parsed, name, None)
         for value in given if isinstance(given, list) else [given]:
@@ -171,8 +182,8 @@ def read_request(parsed: argparse.Namespace, menu: Menu = PACKAGE) -> Request:
         name: _each_once(value) if isinstance(value, list) else value for name, value in chosen.items()
     }
     return Request(
-        ops=tuple(dict.fromkeys(parsed.ops)) or OPS,
-        device="cpu" if any(op in menu.alone and not menu.alone[op].gpu for op in parsed.ops) else parsed.device,
+        ops=ops,
+        device=parsed.device if menu.choices[op].gpu else "cpu",
         dtypes=dtypes,
         threads=parsed.threads,
         out=parsed.out,
@@ -188,38 +199,21 @@ def _each_once(values: list[Any]) -> tuple[Any, ...]:
     return tuple(once if isinstance(values[0], str) else sorted(once))
 
 
-def _check_taken(chosen: Mapping[str, Any], op: str, taken: Mapping[str, str], menu: Menu) -> None:
-    """Raises UsageError for a flag that ``op`` has no use for."""
+def _check_choices(parsed: argparse.Namespace, chosen: Mapping[str, Any], op: str, menu: Menu) -> tuple[str, ...]:
+    """The dtypes of a run of ``op``. Raises UsageError for what it cannot have."""
+    choices, ranks = menu.choices[op], set(chosen["ranks"] or ())
+    dtypes = tuple(dict.fromkeys(parsed.dtypes or choices.default_dtypes))
+    if not {*dtypes} <= {*choices.dtypes} or len(dtypes) > 1 and not choices.every_dtype:
+        there = (" and " if choices.every_dtype else " or ").join(choices.dtypes)
+        raise UsageError(f"--dtypes {' '.join(dtypes)}: {op} is measured in {there}")
     for name, value in chosen.items():
-        if value is not None and name not in taken:
-            raise UsageError(f"--{name}: {op} does not take it; it is of {', '.join(menu.takers(name))}")
-
-
-def _check_ops(parsed: argparse.Namespace, chosen: Mapping[str, Any], menu: Menu) -> tuple[str, ...]:
-    """The dtypes of ordinary ops. Raises UsageError for what only a run alone can have."""
-    _check_taken(chosen, (*parsed.ops, *OPS)[0], menu.taken_by_ops, menu)
-    if "fp32" in (parsed.dtypes or ()):
-        in_fp32 = (op for op, alone in menu.alone.items() if "fp32" in alone.dtypes)
-        raise UsageError(f"--dtypes fp32: only {', '.join(in_fp32)} are measured in it")
-    return tuple(dict.fromkeys(parsed.dtypes or DTYPES))
-
-
-def _check_alone(parsed: argparse.Namespace, chosen: Mapping[str, Any], menu: Menu) -> tuple[str, ...]:
-    """The dtypes of a run that measures one thing. Raises UsageError for what it cannot have."""
-    op = next(op for op in parsed.ops if op in menu.alone)
-    if set(parsed.ops) != {op}:
-        raise UsageError(f"{op} is measured alone: leave out {', '.join(sorted(set(parsed.ops) - {op}))}")
-    alone, ranks = menu.alone[op], set(chosen["ranks"] or ())
-    dtypes = tuple(dict.fromkeys(parsed.dtypes or (alone.dtypes if alone.every_dtype else alone.dtypes[:1])))
-    if not {*dtypes} <= {*alone.dtypes} or len(dtypes) > 1 and not alone.every_dtype:
-        choice = (" and " if alone.every_dtype else " or ").join(alone.dtypes)
-        raise UsageError(f"--dtypes {' '.join(dtypes)}: {op} is measured in {choice}")
-    _check_taken(chosen, op, alone.taken, menu)
+        if value is not None and name not in choices.taken:
+            raise UsageError(f"--{name}: {op} does not take it; it is of {', '.join(_takers(menu, name))}")
     for name, refused, why in (
-        ("device cuda", parsed.device == "cuda" and not alone.gpu, "is measured on the CPU"),
-        ("numel", len(set(chosen["numel"] or ())) > 1, "is measured at one size a run"),
-        ("ranks", len(ranks) > 1 and alone.one_number, "is measured on one number of them a run"),
-        ("ranks", 0 < min(ranks, default=0) < alone.fewest, f"is of {alone.fewest} at least"),
+        ("device cuda", parsed.device == "cuda" and not choices.gpu, "is measured on the CPU"),
+        ("numel", len(set(chosen["numel"] or ())) > 1 and not choices.sizes, "is measured at one size a run"),
+        ("ranks", len(ranks) > 1 and choices.one_number, "is measured on one number of them a run"),
+        ("ranks", 0 < min(ranks, default=0) < choices.fewest, f"is of {choices.fewest} at least"),
     ):
         if refused:
             raise UsageError(f"--{name}: {op} {why}")

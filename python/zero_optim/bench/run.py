@@ -29,12 +29,12 @@ from . import (
     train_step,
 )
 from .case import Case, Setting, choose_backends
+from .contest import Say
 from .record import make_record, read, results_folder, write, write_anew
 from .request import Request
 from .rows.op import Row
 from .table import table
 from .timing import Clock, Rounds, interleaved, make_clock
-from .train_step import Say
 
 NUMELS = {"cpu": (2**26,), "cuda": tuple(2**k for k in range(20, 31, 2))}
 TRAINED_NUMEL = 2**24  # of train_step
@@ -213,7 +213,7 @@ def run(
     the rows so far after each case."""
     settings = [(op, setting) for op in request.ops for setting in _settings(request, device, ops[op])]
     clock = make_clock(device)
-    rounds = _rounds(request)
+    rounds = Rounds.exactly(request.rounds) if request.rounds else Rounds()
     rows: list[Row] = []
     for op, setting in settings:
         say(f"{op}, {setting.dtype}, {setting.numel:,} elements")
@@ -231,10 +231,6 @@ def _in_a_line(row: Row) -> str:
     ratios = [(row.fraction, f"of {row.yardstick}"), (row.vs_torch, "times torch's speed")]
     told = [f"{figure:.2f} {what}" for figure, what in ratios if figure is not None]
     return ", ".join([f"{row.backend} {row.ms:.3f} ms", *told])
-
-
-def _rounds(request: Request) -> Rounds:
-    return Rounds.exactly(request.rounds) if request.rounds else Rounds()
 
 
 def _settings(request: Request, device: torch.device, op: Op) -> Iterator[Setting]:

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from ..comm.collectives import make_comm
 from ..optimizer import ShardedAdamW
+from .contest import TogetherClock, in_all, slower
 from .fused_adams import HYPER
 from .masters import Masters
 from .ranks import on_ranks
 from .rows.op import Row
-from .timing import Clock, Job, Rounds, Spread, interleaved
-from .train_step import DTYPES, TogetherClock, slower
+from .timing import Clock, HostClock, Job, Rounds, Spread, interleaved
+from .train_step import DTYPES
 
 MANY, FEW = 20_000, 200
 NUMEL = 10_000_000
@@ -50,7 +51,7 @@ class Products(nn.Module):
         return torch.cat([weight * factor for weight, factor in zip(self.weights, self.factors, strict=True)])
 
 
-class Training:
+class Loop:
     """The laps of a loop, around ``model`` as it is called."""
 
     def __init__(
@@ -74,12 +75,12 @@ class Training:
             torch.empty(1024)
 
 
-def ours(model: Products) -> Training:
+def ours(model: Products) -> Loop:
     opt = ShardedAdamW(model.parameters(), **TRAINING)
-    return Training(model, len(model.weights), opt.step, opt.zero_grad)
+    return Loop(model, len(model.weights), opt.step, opt.zero_grad)
 
 
-def torchs(model: Products, *, fused: bool = False, foreach: bool = False, ddp: bool = False) -> Training:
+def torchs(model: Products, *, fused: bool = False, foreach: bool = False, ddp: bool = False) -> Loop:
     """``AdamW``, on fp32 masters where the model is of 16 bits."""
     masters = Masters(model.parameters())
     opt = torch.optim.AdamW(masters.masters, fused=fused, foreach=foreach, **TRAINING)
@@ -92,10 +93,10 @@ def torchs(model: Products, *, fused: bool = False, foreach: bool = False, ddp: 
         opt.step()
         masters.give_back()
 
-    return Training(called, len(model.weights), step, model.zero_grad)
+    return Loop(called, len(model.weights), step, model.zero_grad)
 
 
-MAKERS: Mapping[str, Callable[[Products], Training]] = {
+MAKERS: Mapping[str, Callable[[Products], Loop]] = {
     OURS: ours,
     FUSED: lambda model: torchs(model, fused=True),
     FOREACH: lambda model: torchs(model, foreach=True),
@@ -120,14 +121,14 @@ def measure(
             if world_size == 1:
                 laps = time_laps(ALONE, device, numel, dtype, counts, clock, rounds)
             else:
-                laps = slower(on_ranks(world_size, time_on_rank, numel, dtype, counts, rounds))
+                laps = slower(on_ranks(world_size, time_on_rank, numel, dtype, counts, rounds), in_all)
             rows += [row for op in OPS for count in counts for row in _rows(op, count, numel, dtype, world_size, laps)]
     return sorted(rows, key=lambda row: (row.ranks or 1, list(OPS).index(row.op)))
 
 
 def time_on_rank(numel: int, dtype: str, counts: Sequence[int], rounds: Rounds) -> Laps:
     cpu = torch.device("cpu")
-    return time_laps(ON_RANKS, cpu, numel, dtype, counts, TogetherClock(make_comm(), cpu), rounds)
+    return time_laps(ON_RANKS, cpu, numel, dtype, counts, TogetherClock(make_comm(), cpu, HostClock()), rounds)
 
 
 def time_laps(

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 Job = Sequence[Callable[[], object]]
-"""What is timed: laps, run one right after the other. Most jobs have one."""
+"""A thing to be timed: laps, run one right after the other. Most jobs have one."""
 
 WARM_UP_ROUNDS = 2
 
@@ -33,7 +33,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For a CPU, where an op has done its work when it returns. ``now``: seconds."""
+    """Times a CPU, where an op has done its work when it returns. ``now``: seconds."""
 
     warm_up_seconds = 0.0
 
@@ -49,7 +49,7 @@ class HostClock:
 
 
 class EventClock:
-    """For a GPU: events on the current stream. Every job finds a cache that holds nothing of its tensors.
+    """Times a GPU, by events on the current stream. Every job finds a cache that holds nothing of its tensors.
 
     The cache is emptied by reading: lines written there would still have to go to memory while the job is timed.
     """
@@ -86,7 +86,7 @@ def make_clock(device: torch.device) -> Clock:
 
 @dataclass(frozen=True)
 class Rounds:
-    """How many rounds are timed: as many as ``seconds`` allow, within bounds."""
+    """A number of rounds to be timed: as many as ``seconds`` allow, within bounds."""
 
     least: int = 10
     most: int = 51

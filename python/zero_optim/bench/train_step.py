@@ -9,20 +9,21 @@ from __future__ import annotations
 import importlib.util
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 
 import torch
 
-from ..comm.collectives import Comm, make_comm
+from ..comm.collectives import make_comm
 from ..errors import ZeroOptimError
 from ..train.model import GPT, ModelConfig
 from . import peak_memory
 from .contenders import DDP, DDP_AUTOCAST, MAKERS, OURS, PACKAGES, Contender, Task, keeps, model_config
+from .contest import Say, TogetherClock, each_alone, in_all, slower
 from .ranks import RanksError, on_ranks
 from .rows.op import Row
-from .timing import Clock, Job, Rounds, Spread, interleaved, make_clock
+from .timing import Clock, Rounds, Spread, interleaved, make_clock
 from .traffic import Traffic
 
 RANKS = 2
@@ -33,8 +34,6 @@ WARM_UP_STEPS, STEADY_STEPS = 2, 3  # buckets are laid out in the order of the f
 TINY = ModelConfig(layers=1, hidden=64, heads=1, seq=16)
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float32: 1e-4}  # of the loss: sums and layers are rounded at other places
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -117,27 +116,22 @@ def hold(contest: Contest, rounds: int, say: Say) -> tuple[list[Row], dict[str, 
     laps = on_ranks(contest.ranks, time_on_rank, task, list(alone), rounds, device=task.device.type)
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in GPT(task.config, task.dtype).parameters())
-    return make_rows(contest, numel, alone, slower(laps)), {**versions(alone), **left_out}
+    return make_rows(contest, numel, alone, slower(laps, in_all)), {**versions(alone), **left_out}
 
 
 # -- alone: memory and losses ----------------------------------------------------------------------------------------
 
 
 def train_alone(contest: Contest, say: Say) -> tuple[dict[str, Alone], dict[str, str]]:
-    """Each contender in processes of its own; and who failed, with the first line of why."""
-    alone, left_out = {}, {}
-    task, device = contest.task, contest.task.device.type
-    for name in contest.names:
-        try:
-            _check_makes_sense(task, name)
-            say(f"{contest.op}: {name} alone")
-            alone[name] = most(on_ranks(contest.ranks, alone_on_rank, task, name, device=device))
-        except RanksError as error:
-            if name in (contest.reference, *contest.baselines.values(), *OURS):
-                raise
-            left_out[name] = str(error)
-            say(f"left out: {name}: {error}")
-    return alone, left_out
+    """Train each contender in processes of its own; say who failed, with the first line of why."""
+    task, needed = contest.task, (contest.reference, *contest.baselines.values(), *OURS)
+
+    def run(name: str) -> Alone:
+        _check_makes_sense(task, name)
+        say(f"{contest.op}: {name} alone")
+        return most(on_ranks(contest.ranks, alone_on_rank, task, name, device=task.device.type))
+
+    return each_alone(contest.names, needed, run, say)
 
 
 def _check_makes_sense(task: Task, name: str) -> None:
@@ -226,26 +220,10 @@ def check_losses(contest: Contest, alone: Mapping[str, Alone]) -> None:
 # -- together: time --------------------------------------------------------------------------------------------------
 
 
-class TogetherClock:
-    """The device's clock, started when every rank is there."""
-
-    warm_up_seconds = 0.0  # ranks must agree on how many rounds there are
-
-    def __init__(self, comm: Comm, device: torch.device) -> None:
-        self._comm, self._clock, self._device = comm, make_clock(device), device
-        self._token = torch.zeros(1, device=device)
-
-    def time(self, job: Job) -> Callable[[], list[float]]:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the job before is over, on every stream
-        self._comm.exchange(self._token)
-        return self._clock.time(job)
-
-
 def time_on_rank(task: Task, names: Sequence[str], rounds: int) -> dict[str, list[dict[str, float]]]:
     """Milliseconds of every lap of every contender in every round, on this rank."""
     contenders = {name: MAKERS[name](task) for name in names}
-    clock: Clock = TogetherClock(make_comm(), task.device)
+    clock: Clock = TogetherClock(make_comm(), task.device, make_clock(task.device))
     times = interleaved({name: contender.job for name, contender in contenders.items()}, clock, Rounds.exactly(rounds))
     return {
         name: [dict(zip(contenders[name].laps, of_round, strict=True)) for of_round in of_name]
@@ -253,19 +231,11 @@ def time_on_rank(task: Task, names: Sequence[str], rounds: int) -> dict[str, lis
     }
 
 
-def slower(laps: Sequence[Mapping[str, Sequence[Mapping[str, float]]]]) -> dict[str, list[Mapping[str, float]]]:
-    """Take of each round the laps of the rank that took longest."""
-    return {
-        name: [max(of_ranks, key=lambda of_rank: sum(of_rank.values())) for of_ranks in zip(*rounds, strict=True)]
-        for name, rounds in ((name, [of_rank[name] for of_rank in laps]) for name in laps[0])
-    }
-
-
 def make_rows(
     contest: Contest, numel: int, alone: Mapping[str, Alone], laps: Mapping[str, Sequence[Mapping[str, float]]]
 ) -> list[Row]:
     task = contest.task
-    spreads = {name: Spread.of([sum(of_round.values()) for of_round in laps[name]]) for name in laps}
+    spreads = {name: Spread.of([*map(in_all, laps[name])]) for name in laps}
     dtype = next(name for name, dtype in DTYPES.items() if dtype == task.dtype)
     return [
         Row.of_whole(

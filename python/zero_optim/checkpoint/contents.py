@@ -17,6 +17,7 @@ from ..comm.together import Ranks
 from ..errors import CheckpointError, ParameterError, StateMismatchError
 from ..params.param_shard import ParamShard, plain_parameter
 from ..params.parameter_set import plain_name
+from ..params.tensor_slice import is_distributed, local_of, slice_of
 from .index import BUFFER, PARAMETER, FlatRange, Key, TensorSpec
 
 
@@ -95,10 +96,10 @@ class Names:
 class TensorContents:
     """Tensors by kind and name: whole on every rank, but for parameters that are sharded."""
 
-    def __init__(self, tensors: Mapping[Key, Tensor], ranks: Ranks) -> None:
-        """``ranks``: all that have them."""
-        self._tensors = list(tensors.values())
-        self.holdings = [_holding(kind, name, tensor, ranks) for (kind, name), tensor in tensors.items()]
+    def __init__(self, tensors: Mapping[Key, Tensor], ranks: Ranks, column: Ranks | None = None) -> None:
+        """``ranks``: all that have them. ``column``: those with the same slices; None: slices are not known here."""
+        self._tensors = [local_of(tensor) if column is not None else tensor for tensor in tensors.values()]
+        self.holdings = [_holding(kind, name, tensor, ranks, column) for (kind, name), tensor in tensors.items()]
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -138,10 +139,11 @@ class TensorContents:
                 yield from _flat_values(tensor.detach())
 
 
-def contents_of_model(model: nn.Module, names: Names, ranks: Ranks) -> TensorContents:
+def contents_of_model(model: nn.Module, names: Names, ranks: Ranks, column: Ranks | None) -> TensorContents:
     """Parameters, and buffers as ``state_dict`` has them: those of rank 0, since the ranks may have other values."""
     parameters = {(PARAMETER, name): parameter for name, parameter in names.parameters.items()}
-    return TensorContents({**parameters, **{(BUFFER, name): buffer for name, buffer in _buffers(model)}}, ranks)
+    buffers = {(BUFFER, name): buffer for name, buffer in _buffers(model)}
+    return TensorContents({**parameters, **buffers}, ranks, column)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -151,21 +153,32 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield plain_name(f"{prefix}.{own}" if prefix else own), buffer
 
 
-def _holding(kind: str, name: str, tensor: Any, ranks: Ranks) -> Holding:
+def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: Ranks | None) -> Holding:
     if not isinstance(tensor, Tensor):
         raise CheckpointError(f"{kind} of {name!r} is a {type(tensor).__name__}, and no tensor: it cannot be saved")
     spec = TensorSpec(name, kind, tuple(tensor.shape), tensor.dtype)
     if isinstance(tensor, ParamShard):
-        spec = replace(spec, order=tensor.order)
+        own = tensor.slice
+        spec = replace(spec, order=tensor.order, cut=None if own is None else own.arranged)
         held_by = Holders() if tensor.flat is None else Holders(*tensor.flat.holders)
-        return Holding(spec, tensor.start, tensor.local.numel(), held_by)
+        return Holding(spec, tensor.start + (0 if own is None else own.start), tensor.local.numel(), held_by)
+    own = slice_of(tensor, spec.label) if column is not None else None
+    if own is not None and own.cut is not None and column is not None:
+        spec, tensor, ranks = replace(spec, cut=own.arranged), local_of(tensor), column
+    elif own is not None:
+        tensor = local_of(tensor)
+    elif is_distributed(tensor):
+        raise ParameterError(
+            f"the {spec.label} is a DTensor, and which ranks have the same slice is not known: give its optimizer, too"
+        )
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
     if not plain or tensor.is_conj() or tensor.is_neg():
         raise ParameterError(
             f"the {spec.label} is a {type(tensor).__name__} on {tensor.device}, {tensor.layout}: a checkpoint holds "
             "dense tensors with values. Give a model on meta memory by to_empty, or shard_module"
         )
-    return Holding(spec, 0, tensor.numel(), Holders(ranks.world_size, ranks.rank, alike=kind != BUFFER))
+    held_by = Holders(ranks.world_size, ranks.rank, alike=kind != BUFFER)
+    return Holding(spec, 0 if own is None else own.start, tensor.numel(), held_by)
 
 
 def _shard_values(shard: ParamShard) -> Iterator[Tensor]:

@@ -35,7 +35,7 @@ class OpenFiles(contextlib.ExitStack):
 
 def start_writing(file: int, offset: int, nbytes: int) -> None:
     """Let the disk begin with what was written there. Else it waits for ``fsync``, or for memory to run short."""
-    sync_file_range = _sync_file_range()
+    sync_file_range = _call("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     if sync_file_range is not None:
         sync_file_range(file, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
 
@@ -52,7 +52,7 @@ def exchange(one: Path, other: Path) -> bool:
 
     Returns False, with nothing done, where the system or this file system cannot. Raises OSError.
     """
-    renameat2 = _renameat2()
+    renameat2 = _call("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     if renameat2 is None:
         return False
     names = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
@@ -66,18 +66,11 @@ def exchange(one: Path, other: Path) -> bool:
 
 @functools.cache
 def _call(name: str, *arguments: Any) -> Any:
-    """A function of the C library, with the types of its arguments. None where it has none of that name."""
+    """A function of the C library, with the types of its arguments. None where it has none of that name.
+
+    Linux alone has those that are asked for here, ``renameat2`` in C libraries from 2018 on.
+    """
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is not None:
         function.argtypes = arguments
     return function
-
-
-def _renameat2() -> Any:
-    """Linux alone has it, and a C library from 2018 on."""
-    return _call("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
-
-
-def _sync_file_range() -> Any:
-    """Linux alone has it."""
-    return _call("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)

@@ -133,7 +133,7 @@ def _clear(unfinished: Path) -> None:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether it is one of ours, whole or not. What is a link, or has no index, is not removed."""
+    """True if it is one of ours, whole or not. What is a link, or has no index, is not removed."""
     return not folder.is_symlink() and (folder / index.NAME).exists()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..comm.together import together
 from ..errors import CheckpointError, StateMismatchError
-from ..params.storage_order import read_in_order
+from ..params.arrangement import WHOLE, read_arranged
 from . import folder as folders
 from .contents import Holding, Names, contents_of_model
 from .disk import OpenFiles
@@ -169,7 +169,8 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     subject.come_to_rest()
     together(subject.comm, lambda: subject.check_not_gathered("load_safetensors"), "load_safetensors")
     names = Names(model)
-    contents = contents_of_model(model, names, subject.comm)
+    # Who else has a slice matters to those who write, and nobody may know it yet: there need be no optimizer.
+    contents = contents_of_model(model, names, subject.comm, subject.column or subject.comm)
     stored, told = together(
         subject.comm, lambda: _match(Path(path), names, contents.holdings, strict=strict), "load_safetensors"
     )
@@ -240,9 +241,9 @@ def _read(stored: Mapping[str, Stored], holdings: Sequence[Holding], values: Ite
             for holding, flat in zip(holdings, values, strict=True):
                 where = stored.get(holding.spec.name)
                 if where is not None and holding.length:
-                    orders = (holding.spec.order, None)  # its tensors lie with their dimensions as they are
+                    ways = (holding.spec.arrangement, WHOLE)  # its tensors are whole, dimensions as they are
                     read = partial(_read_range, files.descriptor(where.path), where)
-                    read_in_order(flat, holding.start, holding.spec.shape, orders, read)
+                    read_arranged(flat, holding.start, holding.spec.shape, ways, read)
     except OSError as error:
         raise CheckpointError(f"weights cannot be read: {error.filename or ''} {error.strerror}") from error
 

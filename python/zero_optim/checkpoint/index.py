@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 
+from ..params.arrangement import Arrangement, Cut
 from ..params.storage_order import StorageOrder
 from . import lineage
 from .lineage import Lineage
 from .plain import dtype_name
 
 FORMAT = "zero-optim checkpoint"
-VERSIONS = (1, 2)
-"""Those that are read. 2 is written where a tensor has an ``order``, which 1 does not know, and 1 elsewhere."""
+VERSIONS = (1, 2, 3)
+"""Those that are read. 3 is written where a tensor has a ``cut``, 2 where one has an ``order``, and 1 elsewhere."""
 
 NAME = "index.json"
 
@@ -63,6 +64,9 @@ class TensorSpec:
     ``order``: in which its flat ranges are counted; see ``storage_order``. What several ranks have of a channels_last
     tensor are ranges of it as it lies in memory. None: of the tensor with its dimensions as they are. Of state that has
     one value for a row of elements: in which the parameter's elements lie that are rows.
+
+    ``cut``: the slices that tensor-parallel ranks have, where flat ranges are counted slice by slice; ``order`` is
+    then that of each.
     """
 
     name: str
@@ -70,6 +74,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     order: StorageOrder = None
+    cut: Cut | None = None
 
     @property
     def key(self) -> Key:
@@ -84,8 +89,13 @@ class TensorSpec:
         return math.prod(self.shape)
 
     @property
+    def arrangement(self) -> Arrangement:
+        """How its flat ranges are counted."""
+        return Arrangement(self.order, self.cut)
+
+    @property
     def is_of_rows(self) -> bool:
-        """Whether ``order`` is that of a parameter of another shape."""
+        """True if ``order`` is that of a parameter of another shape."""
         return self.order is not None and len(self.order) != len(self.shape)
 
 
@@ -167,7 +177,7 @@ class Index:
         return list(dict.fromkeys(optimizer.master for optimizer in self.optimizers if optimizer.master is not None))
 
     def is_state(self, kind: str) -> bool:
-        """Whether an optimizer alone has such tensors: parameters, buffers and masters can be had without one."""
+        """True if an optimizer alone has such tensors: parameters, buffers and masters can be had without one."""
         return kind not in (PARAMETER, BUFFER, *self.masters)
 
     def precise(self, name: str) -> SavedTensor | None:
@@ -196,11 +206,18 @@ class Index:
             "tensors": [_tensor_to_json(tensor) for tensor in self.tensors.values()],
             "optimizers": [asdict(optimizer) for optimizer in self.optimizers],
         }
-        version = 2 if any(tensor.spec.order for tensor in self.tensors.values()) else 1
+        version = version_for([tensor.spec for tensor in self.tensors.values()])
         of_lineage = lineage.to_json(self.lineage)
         of_lineage["crc32c"] = crc32c(canonical(of_lineage))
         head = {"format": FORMAT, "version": version, "lineage": of_lineage, "crc32c": crc32c(canonical(contents))}
         return json.dumps({**head, "contents": contents}, separators=(",", ":")).encode()
+
+
+def version_for(specs: Sequence[TensorSpec]) -> int:
+    """The first version that knows all of what these need."""
+    if any(spec.cut is not None for spec in specs):
+        return 3
+    return 2 if any(spec.order is not None for spec in specs) else 1
 
 
 def check_whole(tensor: SavedTensor) -> None:
@@ -240,7 +257,8 @@ _start_of = operator.attrgetter("start")
 
 
 def _kind(spec: TensorSpec) -> str:
-    return f"shape {spec.shape} and {spec.dtype}" + (f" in order {spec.order}" if spec.order else "")
+    arranged = f" in order {spec.order}" if spec.order else ""
+    return f"shape {spec.shape} and {spec.dtype}{arranged}{f', cut as {spec.cut}' if spec.cut else ''}"
 
 
 def canonical(contents: Any) -> bytes:
@@ -252,4 +270,7 @@ def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
     spec = {**vars(tensor.spec), "dtype": dtype_name(tensor.spec.dtype)}
     if tensor.spec.order is None:
         del spec["order"]
+    del spec["cut"]
+    if (cut := tensor.spec.cut) is not None:
+        spec["cut"] = [cut.dim, list(cut.sizes)]
     return {**spec, "pieces": [vars(piece) for piece in tensor.pieces]}

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import CheckpointError
+from ..params.arrangement import Cut
 from ..params.storage_order import is_storage_order
 from ..rules.adamw import AdamW
 from ..rules.update_rule import master_of
@@ -32,6 +33,7 @@ from .index import (
     TensorSpec,
     canonical,
     check_whole,
+    version_for,
 )
 from .lineage import Lineage
 from .plain import decode, dtype_named
@@ -39,14 +41,14 @@ from .safetensors_file import BLOCK_BYTES, NAMES
 
 SHARDED = "Sharded"
 OURS = f"{SHARDED}AdamW"
-"""What the index calls a ``ShardedAdamW``. One with another rule has the rule's name after ``SHARDED``."""
+"""The name of a ``ShardedAdamW`` in the index. One with another rule has the rule's name after ``SHARDED``."""
 
 ADAMS = frozenset((OURS, "Adam", "AdamW"))
 """Classes that have the same state."""
 
 _HEAD = frozenset(("format", "version", "lineage", "crc32c", "contents"))
 HEAD_BYTES = 1024
-"""Of an index: its lineage is in them."""
+"""The beginning of an index, with its lineage."""
 
 _FILE = re.compile(r"rank-(0|[1-9][0-9]*)\.safetensors")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
@@ -66,7 +68,7 @@ def from_json(text: bytes, crc32c: Any, path: object) -> Index:
     if type(version) is not int or version not in VERSIONS:
         raise CheckpointError(
             f"{path} has version {str(version)[:20]} of the format, and this zero_optim "
-            f"reads versions {' and '.join(map(str, VERSIONS))}. "
+            f"reads versions {VERSIONS[0]} to {VERSIONS[-1]}. "
             f"It was written by zero_optim {_writer(contents)}: use that one, or a later one"
         )
     unknown = read.keys() - _HEAD
@@ -154,7 +156,8 @@ def _tensor(entry: Any) -> SavedTensor:
     _need(kind != "", f"the kind of {name!r} is empty")
     shape = tuple(_count(size, f"a size of {name!r}") for size in _of(list, entry["shape"], f"the shape of {name!r}"))
     order = tuple(_of(list, entry["order"], f"the order of {name!r}")) if "order" in entry else None
-    spec = TensorSpec(name, kind, shape, dtype_named(_of(str, entry["dtype"], f"the dtype of {name!r}")), order)
+    cut = _cut(entry["cut"], name, shape) if "cut" in entry else None
+    spec = TensorSpec(name, kind, shape, dtype_named(_of(str, entry["dtype"], f"the dtype of {name!r}")), order, cut)
     _need(spec.dtype in NAMES, f"the {spec.label} has {spec.dtype}, which safetensors cannot hold")
     _need(spec.numel * spec.dtype.itemsize <= _MOST, f"the {spec.label} has shape {shape}")
     of_rows = len(shape) == 1 and kind not in (PARAMETER, BUFFER)
@@ -162,6 +165,14 @@ def _tensor(entry: Any) -> SavedTensor:
         raise ValueError(f"the {spec.label} of shape {shape} has dimensions in an unknown order, {order}")
     pieces = tuple(_piece(spec, piece) for piece in _of(list, entry["pieces"], f"the pieces of the {spec.label}"))
     return SavedTensor(spec, pieces)
+
+
+def _cut(read: Any, name: str, shape: Sequence[int]) -> Cut:
+    what = f"the cut of {name!r}"
+    _need(len(_of(list, read, what)) == 2, f"{what} cannot be {str(read)[:100]}")
+    dim, sizes = _count(read[0], what), tuple(_count(size, what) for size in _of(list, read[1], what))
+    _need(0 < dim < len(shape) and sum(sizes) == shape[dim], f"{what} cannot be {str(read)[:100]} of shape {shape}")
+    return Cut(dim, sizes)
 
 
 def _piece(spec: TensorSpec, read: Mapping[str, Any]) -> Piece:
@@ -199,8 +210,8 @@ def _check_piece(spec: TensorSpec, piece: Piece, files: Mapping[str, int]) -> No
 
 def _check_orders(index: Index, orders: Mapping[str, set[Any]], version: int) -> None:
     """All state of a parameter lies as the parameter does; the parameter itself may have been written in another."""
-    there = any(tensor.spec.order is not None for tensor in index.tensors.values())
-    _need(there == (version >= 2), f"version {version} of the format has {'an' if there else 'no'} order of dimensions")
+    own_version = version_for([tensor.spec for tensor in index.tensors.values()])
+    _need(version == own_version, f"tensors are arranged as in version {own_version} of the format, not {version}")
     for name, of_state in orders.items():
         parameter = index.tensors.get((PARAMETER, name))
         if parameter is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..drawing.figures import size
 from ..errors import CheckpointError
 from . import folder as folders
 from .index import BUFFER, PARAMETER, Index, Piece, SavedTensor
@@ -35,7 +35,7 @@ def describe(folder: Path, index: Index) -> str:
     rows = list(_rows(index))
     head = _Row("name", "shape", "dtype", "state", "updates", 0)
     widths = [max(len(getattr(row, field)) for row in (head, *rows)) for field in ("name", "shape", "dtype", "state")]
-    lines = [f"{folder}: step {index.step}, {_size(sum(index.files.values()))} in {len(index.files)} file(s)"]
+    lines = [f"{folder}: step {index.step}, {size(sum(index.files.values()))} in {len(index.files)} file(s)"]
     lines += [f"  {name}: {value}" for name, value in (*index.configuration.items(), *index.versions.items())]
     if index.lineage.number:
         after = f", after step {index.lineage.after[1]}" if index.lineage.after else ""
@@ -43,8 +43,8 @@ def describe(folder: Path, index: Index) -> str:
     lines += [""]
     for row in (head, *rows):
         fields = zip((row.name, row.shape, row.dtype, row.state), widths, strict=True)
-        size = "size" if row is head else _size(row.nbytes)
-        lines.append("  ".join(value.ljust(width) for value, width in fields) + f"  {row.steps:>8}  {size:>9}")
+        shown = "size" if row is head else size(row.nbytes)
+        lines.append("  ".join(value.ljust(width) for value, width in fields) + f"  {row.steps:>8}  {shown:>9}")
     lines += ["", *_others(index)]
     return "\n".join(lines)
 
@@ -135,10 +135,3 @@ def inspect(path: Path, *, quick: bool) -> tuple[str, list[str]]:
     """
     folder, index, problems = folders.newest(path)
     return describe(folder, index), problems + ([] if quick else verify(folder, index))
-
-
-def _size(nbytes: float) -> str:
-    if nbytes < 1000:
-        return f"{nbytes:.0f} B"
-    power = min(int(math.log10(nbytes)) // 3, 4)
-    return f"{nbytes / 1000**power:.1f} {' kMGT'[power]}B"

@@ -98,7 +98,7 @@ def note_loaded(model: nn.Module, folder: Path, number: int, step: int | None) -
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """Without torch.compile's wrapper: the one may be saved, and the other loaded."""
+    """Take off torch.compile's wrapper: the one may be saved, and the other loaded."""
     return getattr(model, "_orig_mod", model)
 
 

@@ -225,7 +225,7 @@ def _verify(folder: Path, comm: Comm, plan: LoadPlan) -> None:
         def read(holding: Holding, values: Tensor) -> bool:
             saved = source.get(holding.spec.key)
             if saved is not None:
-                files.read_into(values, saved, holding.start, holding.spec.order)
+                files.read_into(values, saved, holding.start, holding.spec.arrangement)
             return saved is not None
 
         plan.model.check_writable(read)
@@ -261,4 +261,4 @@ def _read(folder: Path, parts: Sequence[Contents], matched: Match) -> None:
                 # ``strict`` asks once more after the last: only then is that one copied to where it belongs.
                 for of, flat in zip(part.holdings, values, strict=True):
                     if of.spec.key in source and of.length:
-                        files.read_into(flat, source[of.spec.key], of.start, of.spec.order)
+                        files.read_into(flat, source[of.spec.key], of.start, of.spec.arrangement)

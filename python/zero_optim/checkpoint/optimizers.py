@@ -81,13 +81,15 @@ class ShardedPart:
         parameter = self._engine.parameters.all[index]
         shape = tensor.shape(parameter.shape, parameter.numel())
         bucket, _, slot = self._engine.reducer.layout.slot_of[index]
-        return TensorSpec(self._names[index], tensor.name, tuple(shape), tensor.dtype, bucket.flat.orders[slot])
+        own, order = bucket.flat.slices[slot], bucket.flat.orders[slot]
+        cut = None if own is None else own.arranged
+        return TensorSpec(self._names[index], tensor.name, tuple(shape), tensor.dtype, order, cut)
 
     @property
     def holdings(self) -> list[Holding]:
         found = []
         for own in self._engine.states.state_pieces():
-            start, length = own.tensor.span(own.piece.in_param, own.piece.numel)
+            start, length = own.tensor.span(own.start, own.piece.numel)
             held_by = Holders(*own.shard.bucket.flat.holders)
             found.append(Holding(self._spec(own.piece.slot.param, own.tensor), start, length, held_by))
         return found

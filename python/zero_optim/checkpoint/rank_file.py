@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..params.storage_order import StorageOrder, read_in_order
+from ..params.arrangement import WHOLE, Arrangement, read_arranged
 from . import disk
 from .index import FlatRange, Index, Piece, SavedTensor, TensorSpec
 from .safetensors_file import BLOCK_BYTES, NAMES, Entry, read_header, write_entries
@@ -123,8 +123,9 @@ def _check_header(path: Path, expected: Mapping[str, tuple[TensorSpec, Piece]]) 
 
 
 def _described(spec: TensorSpec) -> list[Any]:
-    """Describe what of the whole tensor the entry of a piece does not show: its shape and its order."""
-    return [list(spec.shape), None if spec.order is None else list(spec.order)]
+    """Describe what of the whole tensor the entry of a piece does not show: its shape, and how it is arranged."""
+    cut = [] if spec.cut is None else [[spec.cut.dim, list(spec.cut.sizes)]]
+    return [list(spec.shape), None if spec.order is None else list(spec.order), *cut]
 
 
 class Files(disk.OpenFiles):
@@ -156,14 +157,14 @@ class Files(disk.OpenFiles):
         )
         self._ahead = 0
 
-    def read_into(self, target: Tensor, tensor: SavedTensor, start: int, order: StorageOrder = None) -> None:
-        """Fill ``target`` [length], of any dtype and device, with the elements of ``tensor`` from ``start`` on, in
-        ``order``, whichever they were saved in.
+    def read_into(self, target: Tensor, tensor: SavedTensor, start: int, arranged: Arrangement = WHOLE) -> None:
+        """Fill ``target`` [length], of any dtype and device, with the elements of ``tensor`` from ``start`` on, as they
+        are ``arranged`` there, however they were saved.
 
         Every block that is read is checked. Raises CheckpointError, naming file and tensor.
         """
-        orders = (order, tensor.spec.order)
-        read_in_order(target, start, tensor.spec.shape, orders, partial(self._read_as_saved, tensor))
+        ways = (arranged, tensor.spec.arrangement)
+        read_arranged(target, start, tensor.spec.shape, ways, partial(self._read_as_saved, tensor))
 
     def _read_as_saved(self, tensor: SavedTensor, target: Tensor, start: int) -> None:
         end = start + target.numel()

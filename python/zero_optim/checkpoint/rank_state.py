@@ -45,7 +45,7 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
 
 
 def _fits(engine: Engine, saved: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Whether the state is of the ranges that this rank has."""
+    """True if the state is of the ranges that this rank has."""
     try:
         plan_load(engine.states.shards, saved, engine.parameters.labels)
     except StateMismatchError:

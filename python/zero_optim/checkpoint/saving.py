@@ -119,7 +119,7 @@ class _Share:
     model: Callable[[], nn.Module | None] = lambda: None
 
     def with_values_copied(self, buffer: SaveBuffer) -> _Share:
-        """The same share, which training may go on beside."""
+        """Make the same share of copies, which training may go on beside."""
         copied = buffer.hold([portion.nbytes for portion in self.portions], self.values())
         return replace(self, values=lambda: copied)
 

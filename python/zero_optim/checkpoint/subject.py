@@ -42,6 +42,13 @@ def _comm_of(model: Any, opt: Any) -> Comm:
     return make_comm(device=_device_of(model))
 
 
+def _column_of(model: nn.Module, optimizers: Sequence[Any]) -> Comm | None:
+    """The ranks with the same slices of parameters as this one; None where nobody cuts them."""
+    shardings = [one.engine.sharding for one in optimizers if is_sharded(one)]
+    shardings += [sharded.sharding for sharded in sharded_model_of(model.parameters())]
+    return next((of.data_parallel for of in shardings if of.tensor_ranks is not None), None)
+
+
 def _device_of(model: Any) -> torch.device:
     """The device that the training is on."""
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
@@ -63,6 +70,7 @@ class Subject:
     Attributes:
         optimizers: sharded ones, or torch's.
         comm: the ranks that save and load together.
+        column: those of them with the same slices of parameters; None: nobody cuts them.
         device: where the training is.
     """
 
@@ -81,6 +89,7 @@ class Subject:
         check_whole("a checkpoint", {id(parameter) for parameter in model.parameters()})
         self._models = sharded_model_of(model.parameters())
         self.device = _device_of(model)
+        self.column = _column_of(model, self.optimizers)
 
     def check_same_call(self, given: Mapping[str, Any], where: str) -> None:
         """Collective. Raise RankMismatchError unless all ranks have such a model and optimizers, and are ``given`` the
@@ -102,7 +111,7 @@ class Subject:
 
     def contents(self, names: Names) -> tuple[TensorContents, list[OptimizerPart]]:
         """Collect what there is to save: of the model, and of each optimizer. Call ``come_to_rest`` before."""
-        model = contents_of_model(self.model, names, self.comm)
+        model = contents_of_model(self.model, names, self.comm, self.column)
         return model, [make_part(one, names, self.comm) for one in self.optimizers]
 
     def describe(self, names: Names, optimizers: Sequence[OptimizerPart]) -> dict[str, Any]:

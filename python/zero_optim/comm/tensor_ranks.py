@@ -18,6 +18,8 @@ import torch.distributed as dist
 from .collectives import Comm, make_comm
 from .grid import Rows, group_of_ranks
 
+_WHERE = "the constructor, of DTensors"
+
 
 @dataclass(frozen=True)
 class TensorRanks:
@@ -46,25 +48,41 @@ def with_tensor_ranks(
     if mesh is None:
         return data_parallel, None
     own = mesh.mesh.flatten().tolist()
-    named = repr(mesh.mesh_dim_names[0]) if mesh.mesh_dim_names else "their mesh"
     ranks = make_comm(data_parallel)
-    rows = ranks.gather_objects(own, "the constructor")
+    rows: list[list[int]] = ranks.gather_objects(own, _WHERE)  # raises where some ranks have plain parameters
+    every = sorted(rank for row in rows for rank in row)
+    beside = make_comm(mesh.get_group()).gather_objects(every, _WHERE)
+    with ranks.raising_together(_WHERE):
+        _check(rows, ranks.ranks, mesh, beside)
+    everyone = group_of_ranks(every, mesh.get_group())
+    return everyone, tuple(zip(*rows, strict=True))
+
+
+def _check(rows: list[list[int]], given: list[int], mesh: dist.DeviceMesh, beside: list[list[int]]) -> None:
+    """``given``: the data-parallel ranks. ``beside``: all ranks, as each of this row counts them."""
+    along = f"dimension {mesh.mesh_dim_names[0]!r} of their mesh" if mesh.mesh_dim_names else "their mesh"
+    told = (
+        f"parameters are DTensors over ranks {mesh.mesh.flatten().tolist()}, along {along}, and mesh, or process_group"
+    )
     every = [rank for row in rows for rank in row]
     if len({*every}) < len(every):
-        given = "the default group" if data_parallel is None else "what is given as mesh or process_group"
         raise ValueError(
-            f"parameters are DTensors over ranks {own}, along {named}, and {given} has ranks {ranks.ranks}, several of "
-            "these: give mesh= the data-parallel dimension alone, as mesh=world_mesh['dp']. If they are experts, give "
-            "them a parameter group of their own, with mesh=world_mesh['edp']"
+            f"{told}, gives ranks {given} to average over, several of the same. Give the other dimension, as "
+            "mesh=world_mesh['dp']. If they are experts, give them a parameter group of their own, with "
+            "mesh=world_mesh['edp']. Parameters that are sharded over data-parallel ranks already, as by fully_shard, "
+            "cannot be sharded again: give them as they were before"
         )
-    columns: Rows = tuple(zip(*rows, strict=False))
-    for line in (*rows, *columns):
+    for line in (*rows, *zip(*rows, strict=False)):
         if len({len(row) for row in rows}) > 1 or list(line) != sorted(line):
             raise ValueError(
-                f"parameters are DTensors over {rows} on the ranks {ranks.ranks}: as many on each, in ascending order"
+                f"{told}, gives ranks {given}, whose parameters are over {rows}: as many on each are needed, and in "
+                "ascending order along both dimensions"
             )
-    everyone = group_of_ranks(sorted(every), mesh.get_group())
-    return everyone, columns
+    if any(ranks != beside[0] for ranks in beside):
+        raise ValueError(
+            f"{told}, gives each of these other ranks: together they make {beside}. Give all of them the same "
+            "dimension of one mesh, as mesh=world_mesh['dp']"
+        )
 
 
 def make_tensor_ranks(everyone: Comm, columns: Rows | None, device: torch.device) -> TensorRanks | None:

@@ -11,7 +11,7 @@ NONE = "\N{EN DASH}"
 
 
 def short(value: float | None, digits: int = 4) -> str:
-    """With so many significant digits and no exponent where it can be read without one: ``0.004``, ``17,456``."""
+    """Write so many significant digits, without an exponent where it can be read so: ``0.004``, ``17,456``."""
     if value is None:
         return NONE
     if value != 0 and not 1e-4 <= abs(value) < 1e9:
@@ -23,7 +23,7 @@ def short(value: float | None, digits: int = 4) -> str:
 
 
 def megabytes(nbytes: float) -> str:
-    """In units of 10**6 bytes, for tables of MB."""
+    """Write in units of 10**6 bytes, for tables of MB."""
     return f"{nbytes / 1e6:,.3f}" if nbytes < 1e9 else f"{nbytes / 1e6:,.0f}"
 
 
@@ -50,7 +50,7 @@ def unit_for(nbytes: float) -> SizeUnit:
 
 
 def size(nbytes: float) -> str:
-    """With the unit in which it is read best: ``496 MB``, ``1.38 GB``."""
+    """Write with the unit in which it is read best: ``496 MB``, ``1.38 GB``."""
     if nbytes < _UNITS[-1].nbytes:
         return f"{nbytes:.0f} bytes"
     unit = unit_for(nbytes)

@@ -1,4 +1,4 @@
-"""What is drawn: bars, lines over steps or sizes, and sheets of them. ``plot`` draws it."""
+"""Declarations of what is drawn: bars, lines over steps or sizes, and sheets of them. ``plot`` draws them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POINTS = 640
 
 
 class Role(Enum):
-    """Whose bar it is. Each has a colour."""
+    """The owner of a bar. Each has a colour."""
 
     OURS = auto()
     BASELINE = auto()
@@ -22,7 +22,7 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Bar:
-    """From 0 to ``value``; ``ends``: from where to where it was seen to be; ``figures``: what is said beside it."""
+    """A bar from 0 to ``value``. ``ends``: the least and the most that was seen; ``figures``: text beside it."""
 
     name: str
     value: float
@@ -49,7 +49,7 @@ class Bars:
 
 
 class Look(Enum):
-    """How a line is drawn."""
+    """The look of a line."""
 
     LINE = auto()
     DASHED = auto()
@@ -88,7 +88,7 @@ class Line:
 
 
 class Scale(Enum):
-    """Of the y axis. DATA: from the least to the most value. TENS and TWOS are logarithmic, of positive values."""
+    """The scale of a y axis. DATA: from the least to the most value. TENS, TWOS: logarithmic, of positive values."""
 
     FROM_ZERO = auto()
     DATA = auto()
@@ -150,7 +150,7 @@ class Sheet:
 
 
 def points_in_one(points: int) -> int:
-    """How many points of so many a thinned line has in one of its own: 1 where it shows them all."""
+    """Count how many points a line of so many has in one, once it is thinned: 1 where it shows them all."""
     return 1 if points <= 2 * POINTS else math.ceil(points / POINTS)
 
 

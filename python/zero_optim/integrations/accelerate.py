@@ -25,10 +25,12 @@ from ..optimizer import ShardedAdamW, optimizers_of
 from ..params.param_shard import plain_parameter
 from .clients import (
     check_optimizer,
+    in_place,
     is_sharded,
     plain_optimizer,
     require,
     same_place,
+    sharded_among,
     sharded_scaler,
     whole_state_dict,
     without_sync,
@@ -93,7 +95,7 @@ class ShardedAccelerator(Accelerator):
     ) -> nn.Module:
         """Prepare a model as accelerate does for evaluation: with autocast and torch.compile, and without DDP."""
         if device_placement is not False:
-            device_placement = self.device_placement and not _is_in_place(model.parameters(), self.device)
+            device_placement = self.device_placement and not in_place(model, self.device)
         if device_placement and (is_sharded(model) or optimizers_of(model)):
             raise ParameterError(_remedy(model, self.device))
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
@@ -130,7 +132,9 @@ class ShardedAccelerator(Accelerator):
         """
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = {id(plain_parameter(parameter)) for parameter in listed}
-        chosen = {one: [p for p in one.engine.parameters.all if id(p) in ids] for one in self._sharded()}
+        chosen = {
+            one: [p for p in one.engine.parameters.all if id(p) in ids] for one in sharded_among(self._optimizers)
+        }
         holders = [optimizer for optimizer, held in chosen.items() if held]
         if not holders:
             return super().clip_grad_norm_(listed, max_norm, norm_type)
@@ -187,13 +191,10 @@ class ShardedAccelerator(Accelerator):
 
     # -- the optimizers ------------------------------------------------------------------------------------------
 
-    def _sharded(self) -> list[ShardedAdamW]:
-        return [plain for plain in map(plain_optimizer, self._optimizers) if isinstance(plain, ShardedAdamW)]
-
     @contextmanager
     def _apart(self) -> Iterator[list[ShardedAdamW]]:
         """The sharded optimizers, which accelerate does not see meanwhile: it would save one rank's shards."""
-        everyone, sharded = self._optimizers, self._sharded()
+        everyone, sharded = self._optimizers, sharded_among(self._optimizers)
         self._optimizers = [one for one in everyone if not isinstance(plain_optimizer(one), ShardedAdamW)]
         try:
             yield sharded
@@ -214,10 +215,6 @@ def _together(models: list[nn.Module]) -> nn.Module:
     """Make what ``checkpoint.save`` takes: one module that holds all of them."""
     plain = [getattr(model, "_orig_mod", model) for model in models]
     return plain[0] if len(plain) == 1 else nn.ModuleDict({str(number): model for number, model in enumerate(plain)})
-
-
-def _is_in_place(parameters: Iterable[Tensor], device: torch.device) -> bool:
-    return all(same_place(parameter.device, device) for parameter in parameters)
 
 
 def _remedy(model: nn.Module, device: torch.device) -> str:

@@ -26,7 +26,7 @@ def require(integration: str, *packages: str) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether modules of ``model`` hold shards between forwards: stage 3, on several ranks."""
+    """True if modules of ``model`` hold shards between forwards: stage 3, on several ranks."""
     return any(sharded.sharded for sharded in sharded_model_of(model.parameters()))
 
 
@@ -75,8 +75,18 @@ def sharded_scaler(scaler: TorchGradScaler) -> GradScaler:
     )
 
 
+def sharded_among(optimizers: Iterable[Any]) -> list[ShardedAdamW]:
+    """Pick out the sharded ones, without what a client has put around them."""
+    return [plain for plain in map(plain_optimizer, optimizers) if isinstance(plain, ShardedAdamW)]
+
+
+def in_place(model: nn.Module, device: torch.device) -> bool:
+    """True if all parameters are on the device."""
+    return all(same_place(parameter.device, device) for parameter in model.parameters())
+
+
 def same_place(one: torch.device, other: torch.device) -> bool:
-    """Whether two names mean one device: clients say ``cpu:0``, and ``cuda`` for the current GPU."""
+    """True if two names mean one device: clients say ``cpu:0``, and ``cuda`` for the current GPU."""
     if one.type != other.type or one.type == "cpu":
         return one.type == other.type
     current = torch.accelerator.current_device_index()

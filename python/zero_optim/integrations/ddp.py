@@ -68,7 +68,7 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the next backward reduces. Assigning False is entering ``no_sync()``, assigning True leaving it."""
+        """True if the next backward reduces. Assigning False is entering ``no_sync()``, assigning True leaving it."""
         return self._reduces
 
     @require_backward_grad_sync.setter

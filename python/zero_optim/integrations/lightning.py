@@ -19,10 +19,11 @@ from ..sync_buffers import sync_buffers
 from ..units.sharded_model import sharded_model_of
 from .clients import (
     check_optimizer,
+    in_place,
     is_sharded,
     plain_optimizer,
     require,
-    same_place,
+    sharded_among,
     sharded_scaler,
     whole_state_dict,
     without_sync,
@@ -89,7 +90,7 @@ class ShardedStrategy(DDPStrategy):
         Strategy.setup(self, trainer)  # not DDPStrategy's, which wraps the model
 
     def model_to_device(self) -> None:
-        if not all(same_place(parameter.device, self.root_device) for parameter in self.model.parameters()):
+        if not in_place(self.model, self.root_device):
             super().model_to_device()
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -102,7 +103,7 @@ class ShardedStrategy(DDPStrategy):
         return model
 
     def setup_optimizers(self, trainer: Any) -> None:
-        for optimizer in self._sharded():
+        for optimizer in sharded_among(self.optimizers):
             optimizer.close()  # of a fit before
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
@@ -133,15 +134,12 @@ class ShardedStrategy(DDPStrategy):
         finally:
             self._lightning_module = module
 
-    def _sharded(self) -> list[ShardedAdamW]:
-        return [plain for plain in map(plain_optimizer, self.optimizers) if isinstance(plain, ShardedAdamW)]
-
     # -- a step --------------------------------------------------------------------------------------------------
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Nothing is reduced in it: the micro-batches of a step but the last."""
-        with without_sync([] if self._sync_each_batch else self._sharded()):
+        with without_sync([] if self._sync_each_batch else sharded_among(self.optimizers)):
             yield
 
     # -- saving and loading --------------------------------------------------------------------------------------
@@ -168,9 +166,11 @@ class ShardedStrategy(DDPStrategy):
 
     def save_checkpoint(self, content: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(content, filepath, storage_options)
-        if "optimizer_states" in content and self._sharded():  # else weights alone are wanted
+        if "optimizer_states" in content and sharded_among(self.optimizers):  # else weights alone are wanted
             step = content["global_step"]
-            checkpoint.save(f"{filepath}.sharded", self.lightning_module, self._sharded(), step=step, keep_last=1)
+            checkpoint.save(
+                f"{filepath}.sharded", self.lightning_module, sharded_among(self.optimizers), step=step, keep_last=1
+            )
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         self._resumed_from = f"{checkpoint_path}.sharded"
@@ -180,7 +180,7 @@ class ShardedStrategy(DDPStrategy):
         if any(content["optimizer_states"]) and not os.path.isdir(self._resumed_from):
             super().load_optimizer_state_dict(content)  # what AdamW left, in DDP or alone
         else:
-            checkpoint.load(self._resumed_from, self.lightning_module, self._sharded())
+            checkpoint.load(self._resumed_from, self.lightning_module, sharded_among(self.optimizers))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)

@@ -15,7 +15,7 @@ from ..optimizer import ShardedAdamW
 from ..shard_module import shard_module
 from ..sync_buffers import sync_buffers
 from ..units.sharded_model import sharded_model_of
-from .clients import is_sharded, plain_optimizer, require, same_place, whole_state_dict
+from .clients import in_place, is_sharded, plain_optimizer, require, whole_state_dict
 
 require("zero_optim.integrations.transformers", "transformers", "accelerate")
 
@@ -95,7 +95,7 @@ class ShardedTrainer(Trainer):
         return {**options, "stage": self._stage}
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if not all(same_place(parameter.device, device) for parameter in model.parameters()):
+        if not in_place(model, device):
             super()._move_model_to_device(model, device)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor | None:

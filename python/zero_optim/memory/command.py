@@ -42,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=kind, help=text, **more)
 
     flag("--world", int, "ranks (1)", default=1)
-    flag("--replicate", int, "of the ranks, how many hold each part: the others share, as in a mesh (1)", default=1)
+    flag(
+        "--tp", int, "tensor-parallel ranks that a decoder is cut over: the others have the same slices (1)", default=1
+    )
+    flag("--replicate", int, "of these, how many hold each part: the others share, as in a mesh (1)", default=1)
     flag("--nodes", int, "machines that share the ranks evenly: says what each takes of host memory and disk")
     flag("--stage", _stages, "stages to compare, as in 1,2 (0,1,2,3)", metavar="STAGES")
     flag("--dtype", str, "of parameters and gradients (bf16; of module:factory as they are)", choices=tuple(DTYPES))
@@ -60,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--bucket-cap-mb", float, "as ShardedAdamW's (25, or 16,384 elements a rank)")
     flag("--rank", int, "plan this one, in place of the mean of all: they differ in padding")
     parser.add_argument("--json", action="store_true", help="print a list, an object a stage, in bytes")
-    flag("--png", Path, "draw stacked bars, a stage each", metavar="FILE")
+    flag("--png", Path, "draw bars by kind, a stage each", metavar="FILE")
 
 
 def run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -131,15 +134,28 @@ def _offload(text: str) -> Offload:
 
 
 def _check_ranges(parsed: argparse.Namespace) -> None:
-    least = {"world": 1, "replicate": 1, "nodes": 1, "seq": 1, "batch": 1, "accumulate": 1, "prefetch": 0, "rank": 0}
+    least = {
+        "world": 1,
+        "tp": 1,
+        "replicate": 1,
+        "nodes": 1,
+        "seq": 1,
+        "batch": 1,
+        "accumulate": 1,
+        "prefetch": 0,
+        "rank": 0,
+    }
     for name, lowest in least.items():
         if getattr(parsed, name) is not None and getattr(parsed, name) < lowest:
             raise UsageError(f"--{name} {getattr(parsed, name)}: at least {lowest}")
-    if parsed.rank is not None and parsed.rank >= parsed.world:
-        raise UsageError(f"--rank {parsed.rank}: ranks are 0 to {parsed.world - 1}")
-    if parsed.world % parsed.replicate or parsed.replicate == parsed.world > 1:
+    if parsed.world % parsed.tp:
+        raise UsageError(f"--tp {parsed.tp}: a divisor of the {parsed.world} ranks of --world")
+    data, alike = parsed.world // parsed.tp, " that have the same slices" if parsed.tp > 1 else ""
+    if parsed.rank is not None and parsed.rank >= data:
+        raise UsageError(f"--rank {parsed.rank}: ranks{alike} are 0 to {data - 1}")
+    if data % parsed.replicate or parsed.replicate == data > 1:
         raise UsageError(
-            f"--replicate {parsed.replicate}: a divisor of the {parsed.world} ranks, less than all: the others share"
+            f"--replicate {parsed.replicate}: a divisor of the {data} ranks{alike}, less than all: the others share"
         )
     if parsed.nodes is not None and parsed.world % parsed.nodes:
         raise UsageError(f"--nodes {parsed.nodes}: {parsed.world} ranks do not share them evenly")
@@ -179,6 +195,7 @@ def _job(parsed: argparse.Namespace, stage: int) -> Job:
     return Job(
         world=parsed.world,
         replicas=parsed.replicate,
+        tensor=parsed.tp,
         stage=stage,
         rank=parsed.rank,
         bucket_cap_mb=parsed.bucket_cap_mb,
@@ -280,6 +297,7 @@ def _from_config(path: Path) -> nn.Module:
 def _report(parsed: argparse.Namespace, plans: Sequence[Plan], largest: Sequence[int]) -> Iterator[str]:
     model, room = plans[0].model, parsed.gpu_memory
     ranks = "1 rank" if parsed.world == 1 else f"{parsed.world:,} ranks"
+    ranks += f", {parsed.tp} tensor-parallel" if parsed.tp > 1 else ""
     ranks += f" in {parsed.replicate} replicas" if parsed.replicate > 1 else ""
     width, unit = model.width, unit_of(plans)
     shape = f", {width.layers} layers of width {width.hidden:,}" if width else ""
@@ -345,6 +363,7 @@ def _as_json(made: Plan, largest: int, parsed: argparse.Namespace) -> dict[str, 
         "parameters": made.model.numel,
         "stage": made.job.stage,
         "world": made.job.world,
+        "tensor_parallel": made.job.tensor,
         "replicas": made.job.replicas,
         "rank": made.job.rank,
         "bytes_per_rank": dict(made.memory),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -11,10 +12,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..drawing.figures import SizeUnit, row, size, unit_for
 from ..engine import Engine, open_engines
-from ..params.tensor_slice import is_cut, local_of
+from ..params.tensor_slice import local_of
 from ..units.unit import Unit
 from .plan import ON_THE_HOST, Job, Plan, plan
-from .shapes import ModelShapes, ParameterShape
+from .shapes import ModelShapes, ParameterShape, shape_of
 
 
 class HasEngine(Protocol):
@@ -60,9 +61,7 @@ def plan_of_engine(engine: Engine, *, mean: bool = False, accumulate: int = 1) -
 def _shapes_of(engine: Engine) -> ModelShapes:
     trained = engine.parameters.trained
     shapes = [
-        ParameterShape(
-            local_of(p).numel(), p.dtype, index in trained or p.requires_grad, is_cut(p), _sharers(engine, index)
-        )
+        replace(shape_of(p, trained=index in trained or p.requires_grad), sharers=_sharers(engine, index))
         for index, p in enumerate(engine.parameters.all)
     ]
     order = engine.reducer.layout.order
@@ -91,11 +90,7 @@ def _shapes_of_units(units: Sequence[Unit]) -> ModelShapes:
     of_units = []
     for unit in units:
         first = len(shapes)
-        shapes += [
-            ParameterShape(local.numel(), flat.dtype, flat.trained, flat.cut)
-            for flat in unit.flats
-            for local in flat.locals
-        ]
+        shapes += [shape_of(p, trained=flat.trained) for flat in unit.flats for p in flat.params]
         of_units.append(tuple(range(first, len(shapes))))
     return ModelShapes("the sharded model", tuple(shapes), tuple(of_units))
 

@@ -33,7 +33,7 @@ def explaining_out_of_memory(engine: Engine, doing: str) -> Iterator[None]:
 
 
 def ran_out(error: RuntimeError) -> bool:
-    """Whether an allocator has raised it, for want of memory."""
+    """True if an allocator has raised it, for want of memory."""
     if isinstance(error, ZeroOptimError):
         return False  # it says already what there is to say: perhaps that another rank ran out
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OF_THE_CPU)

@@ -19,7 +19,7 @@ from ..rules.update_rule import UpdateRule, tensors_for
 from ..stats import PAGES, FlatBytes, count_bucket, no_memory, state_nbytes
 from ..stores.offload import SLOTS, Footprint, Offload, Tier, footprint
 from .activations import Batch, activation_bytes
-from .shapes import ModelShapes
+from .shapes import ModelShapes, ParameterShape, cut_over
 
 ON_THE_HOST = 2**63
 """As a device's memory: that of a CPU, which is the host's, and as much as the process is given."""
@@ -34,9 +34,11 @@ class Job:
 
     Attributes:
         world: ranks.
-        replicas: how many ranks hold each part of the state: the first dimension of a mesh. The others share.
-        rank: which one, counted row by row in a mesh; None: the mean of all. They differ in how much of their shards is
-            padding, and in no sum.
+        tensor: over how many ranks the model is cut, a divisor of ``world``: ``world / tensor`` have each slice, and
+            those average and share. See ``cut_over``.
+        replicas: of these, how many hold each part of the state: the first dimension of a mesh. The others share.
+        rank: which of those with a slice, counted row by row in a mesh; None: the mean of all. They differ in how much
+            of their shards is padding, and in no sum.
         device_memory: bytes of a rank's device, which ``device_budget="auto"`` fills; None: the budget is then 0.
         accumulate: micro-batches in a step, all but the last within ``no_sync``.
         param_offload: at stage 3, whether shards of parameters rest in host memory.
@@ -46,6 +48,7 @@ class Job:
 
     world: int = 1
     replicas: int = 1
+    tensor: int = 1
     stage: int = 2
     rank: int | None = None
     bucket_cap_mb: float | None = None
@@ -58,6 +61,11 @@ class Job:
     param_offload: bool = False
     batch: Batch | None = None
     host_waits: bool = False
+
+    @property
+    def data(self) -> int:
+        """Ranks that gradients are averaged over."""
+        return self.world // self.tensor
 
     @property
     def params_on_host(self) -> bool:
@@ -120,7 +128,7 @@ class Plan:
     @property
     def sent_within(self) -> int:
         """Those to ranks that share with it: (N-1)/N of whole tensors, and twice that of an all-reduce."""
-        return self._sent(self.job.world // self.job.replicas, across=False)
+        return self._sent(self.job.data // self.job.replicas, across=False)
 
     @property
     def sent_across(self) -> int:
@@ -130,7 +138,7 @@ class Plan:
     def _sent(self, ranks: int, *, across: bool) -> int:
         on_grid = self.job.replicas > 1 and self.job.stage >= 1
         kinds = {kind: nbytes for kind, nbytes in self.traffic.items() if (on_grid and kind == "all_reduce") is across}
-        ranks = ranks if on_grid else self.job.world
+        ranks = ranks if on_grid else self.job.data
         return sum(_ON_WIRE[kind] * nbytes for kind, nbytes in kinds.items()) * (ranks - 1) // ranks
 
 
@@ -176,11 +184,11 @@ class _AbsentComm(Comm):
 
 
 def _sharding_of(job: Job) -> Sharding:
-    rank, shards = job.rank or 0, job.world // job.replicas
+    rank, shards = job.rank or 0, job.data // job.replicas
     grid = None
     if job.replicas > 1 and job.stage >= 1:
         grid = Grid((), _AbsentComm(shards, rank % shards), _AbsentComm(job.replicas, rank // shards))
-    everyone = _AbsentComm(job.world, rank)
+    everyone = _AbsentComm(job.data, rank)
     return Sharding(everyone, job.stage, job.grad_reduce_dtype, torch.device("meta"), grid)
 
 
@@ -198,7 +206,7 @@ def plan(model: ModelShapes, job: Job, rule: UpdateRule | None = None) -> Plan:
     _check(model, job)
     rule = rule or AdamW()
     sharding = _sharding_of(job)
-    laid = _lay_out(model, job, sharding)
+    laid = _lay_out(cut_over(model, job.tensor), job, sharding)
     pages = [sum(state_nbytes(state, flat.layout) for state in tensors_for(rule, flat.dtype)) for flat in laid.buckets]
     memory = no_memory(rule)
     _count_flats(memory, laid, job)
@@ -228,12 +236,14 @@ def _check(model: ModelShapes, job: Job) -> None:
         raise ValueError(f"stage must be 0, 1, 2 or 3, got {job.stage!r}")
     if job.world < 1:
         raise ValueError(f"world must be 1 rank or more, got {job.world!r}")
-    if job.replicas < 1 or job.world % job.replicas or job.replicas == job.world > 1:
+    if job.tensor < 1 or job.world % job.tensor:
+        raise ValueError(f"tensor must be a divisor of the {job.world} ranks, got {job.tensor!r}")
+    if job.replicas < 1 or job.data % job.replicas or job.replicas == job.data > 1:
         raise ValueError(
-            f"replicas must be a divisor of the {job.world} ranks, and leave several that share; got {job.replicas!r}"
+            f"replicas must be a divisor of the {job.data} ranks, and leave several that share; got {job.replicas!r}"
         )
-    if job.rank is not None and not 0 <= job.rank < job.world:
-        raise ValueError(f"rank must be one of {job.world}, got {job.rank!r}")
+    if job.rank is not None and not 0 <= job.rank < job.data:
+        raise ValueError(f"rank must be one of {job.data}, got {job.rank!r}")
     if job.stage == 3 and not model.units:
         raise ValueError("stage 3 is planned by units, and those of the model are not known: name their class")
     if job.batch is not None and model.width is None:
@@ -252,24 +262,27 @@ def _lay_out(model: ModelShapes, job: Job, sharding: Sharding) -> _Laid:
         return _Laid([list(_of_unit(model, unit, sharding)) for unit in model.units])
     every = range(len(parameters))[::-1] if model.order is None else model.order
     order = [index for index in every if parameters[index].trained]
+    rooms = {index: parameters[index].room for index in order}
     numels = {index: parameters[index].numel for index in order}
     of_experts = {sharers: _sharding_of_experts(sharding, sharers) for p in parameters if (sharers := p.sharers)}
     kinds = {
         index: Kind(p.dtype, p.cut, sharding if p.sharers is None else of_experts[p.sharers])
         for index, p in ((index, parameters[index]) for index in order)
     }
-    layouts = layouts_by_size(numels, kinds, job.bucket_cap_mb, order)
-    flats = [_Flat(layout, kind.dtype, True, kind.sharding) for layout, kind in layouts]
+    layouts = layouts_by_size(rooms, kinds, job.bucket_cap_mb, order)
+    flats = [_Flat(layout.holding(numels), kind.dtype, True, kind.sharding) for layout, kind in layouts]
     return _Laid([flats, [_alone(p.numel, p.dtype, sharding) for p in parameters if not p.trained]])
 
 
 def _of_unit(model: ModelShapes, unit: Sequence[int], sharding: Sharding) -> Iterator[_Flat]:
     """The flat tensors of a unit, as ``UnitPlan.flats`` has them."""
-    kinds: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
+    kinds: dict[tuple[torch.dtype, bool, bool], list[ParameterShape]] = {}
     for parameter in (model.parameters[index] for index in unit):
-        kinds.setdefault((parameter.dtype, parameter.cut, parameter.trained), []).append(parameter.numel)
-    for (dtype, _, trained), numels in kinds.items():
-        yield _Flat(one_bucket(numels, sharding.shard_count), dtype, trained, sharding)
+        kinds.setdefault((parameter.dtype, parameter.cut, parameter.trained), []).append(parameter)
+    for (dtype, _, trained), of_kind in kinds.items():
+        layout = one_bucket([parameter.room for parameter in of_kind], sharding.shard_count)
+        numels = {number: parameter.numel for number, parameter in enumerate(of_kind)}
+        yield _Flat(layout.holding(numels), dtype, trained, sharding)
 
 
 def _alone(numel: int, dtype: torch.dtype, sharding: Sharding) -> _Flat:
@@ -363,7 +376,8 @@ def _activations(model: ModelShapes, job: Job) -> int:
     if job.batch is None or model.width is None:
         return 0
     itemsize = max((parameter.dtype.itemsize for parameter in model.parameters), default=2)
-    return activation_bytes(model.width, job.batch, itemsize)
+    # With sequence parallelism, as torch and Megatron have it, each holds an equal part of all of them.
+    return activation_bytes(model.width, job.batch, itemsize) // job.tensor
 
 
 # -- where the state is --------------------------------------------------------------------------------------------

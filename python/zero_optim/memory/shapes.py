@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..params.tensor_slice import is_cut, local_of
+from ..params.tensor_slice import is_cut, local_of, room_of
 from ..shard_module import plan_units
 from .decoders import Decoder, Width
 
@@ -27,6 +27,7 @@ class ParameterShape:
     Attributes:
         trained: whether it has gradients and state.
         cut: whether the tensor-parallel ranks have a slice each.
+        most: elements of the largest slice, by which buckets are laid out on all of them; None: as many as here.
         sharers: of an expert, how many ranks share its state, and which of them it is; None: as all other parameters.
     """
 
@@ -34,7 +35,19 @@ class ParameterShape:
     dtype: torch.dtype
     trained: bool = True
     cut: bool = False
+    most: int | None = None
     sharers: tuple[int, int] | None = None
+
+    @property
+    def room(self) -> int:
+        """Elements that it gets in a bucket."""
+        return self.numel if self.most is None else self.most
+
+
+def shape_of(parameter: Tensor, *, trained: bool) -> ParameterShape:
+    """What this rank has of a parameter that is there."""
+    numel, dtype = local_of(parameter).numel(), parameter.dtype
+    return ParameterShape(numel, dtype, trained, is_cut(parameter), room_of(parameter))
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,25 @@ def of_decoder(decoder: Decoder, dtype: torch.dtype) -> ModelShapes:
     return ModelShapes(decoder.name, parameters, units, width=decoder.width)
 
 
+def cut_over(model: ModelShapes, ranks: int) -> ModelShapes:
+    """What one of so many tensor-parallel ranks has of a decoder: the first, whose slices are the largest.
+
+    Matrices, and the biases of those that are cut by columns, are cut. What has no more elements than the hidden size,
+    such as norms and the other biases, is on every rank.
+
+    Raises ValueError for a model whose hidden size is not known.
+    """
+    if ranks == 1:
+        return model
+    if model.width is None:
+        raise ValueError("what tensor parallelism cuts is told by the hidden size, and the model has no config with it")
+    hidden = model.width.hidden
+    parameters = [
+        p if p.numel <= hidden else replace(p, numel=-(-p.numel // ranks), cut=True) for p in model.parameters
+    ]
+    return replace(model, parameters=tuple(parameters))
+
+
 def of_module(model: nn.Module, units: Sequence[type[nn.Module] | str] = (), name: str = "") -> ModelShapes:
     """Read the shapes of a model, which may be on the ``meta`` device.
 
@@ -85,7 +117,7 @@ def of_module(model: nn.Module, units: Sequence[type[nn.Module] | str] = (), nam
     buffers = {id(buffer): buffer.nbytes for buffer in model.buffers()}
     return ModelShapes(
         name or type(model).__name__,
-        tuple(ParameterShape(local_of(p).numel(), p.dtype, p.requires_grad, is_cut(p)) for p in model.parameters()),
+        tuple(shape_of(parameter, trained=parameter.requires_grad) for parameter in model.parameters()),
         tuple(tuple(index_of[key] for key in plan.parameters) for plan in plans),
         sum(buffers.values()),
         width=_width(getattr(model, "config", None)),

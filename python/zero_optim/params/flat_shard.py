@@ -11,9 +11,10 @@ from torch import Tensor
 from ..comm.arrivals import Arrivals
 from ..errors import ShardAccessError
 from . import dcp
+from .arrangement import Cut
 from .remedies import REMEDIES, Use, kind_of, use_of
 from .storage_order import StorageOrder, storage_order, strides_of
-from .tensor_slice import Cut, TensorSlice
+from .tensor_slice import TensorSlice
 
 aten = torch.ops.aten
 _SAME_SHARD = {aten.detach.default, aten.alias.default}

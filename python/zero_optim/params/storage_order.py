@@ -11,7 +11,7 @@ slices of it are one flat range, the same in all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -82,30 +82,3 @@ def described(tensor: Tensor) -> str:
 def is_storage_order(order: object, dims: int) -> bool:
     """True if ``order`` is one of a tensor with so many dimensions."""
     return order is None or (dims in CHANNELS_LAST and order == CHANNELS_LAST[dims][1])
-
-
-def read_in_order(
-    target: Tensor,
-    start: int,
-    shape: Sequence[int],
-    orders: tuple[StorageOrder, StorageOrder],
-    read: Callable[[Tensor, int], None],
-) -> None:
-    """Fill ``target``, a flat range of a tensor in one order, from where the tensor lies in another.
-
-    Args:
-        target: [length] the elements from ``start`` on.
-        shape: of the whole tensor.
-        orders: of ``target``, and of what is read.
-        read: fills a flat tensor with what is there from an element on, in the order that it has there.
-    """
-    here, there = orders
-    if here == there or not target.numel():
-        read(target, start)
-        return
-    a_slice = math.prod(shape[1:])
-    first, end = start // a_slice, -(-(start + target.numel()) // a_slice)
-    slices = target.new_empty((end - first) * a_slice)
-    read(slices, first * a_slice)
-    reordered = flat_of(view_of(slices, (end - first, *shape[1:]), there), here)
-    target.copy_(reordered.narrow(0, start - first * a_slice, target.numel()))

@@ -21,14 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ParameterError
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a tensor is cut into slices: along ``dim``, of so many rows each, in the order of the ranks."""
-
-    dim: int
-    sizes: tuple[int, ...]
+from .arrangement import Cut
 
 
 @dataclass(frozen=True)
@@ -49,17 +42,22 @@ class TensorSlice:
     @property
     def offset(self) -> int:
         """Of the slice along the dimension of the cut: where it begins."""
-        return 0 if self.cut is None else sum(self.cut.sizes[: self.rank])
+        return 0 if self.cut is None else self.cut.start(self.rank)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of the slice."""
-        return self.shape if self.cut is None else slice_shape(self.shape, self.cut, self.rank)
+        return self.shape if self.cut is None else self.cut.shape(self.shape, self.rank)
 
     @property
     def start(self) -> int:
         """The number of its first element, where the slices are counted one after another."""
-        return 0 if self.cut is None else slice_start(self.shape, self.cut, self.rank)
+        return sum(prod(self.on(rank).local_shape) for rank in range(self.rank)) if self.cut is not None else 0
+
+    @property
+    def arranged(self) -> Cut | None:
+        """The cut, where slices one after another are another order of the elements than that of the whole."""
+        return self.cut if self.cut is not None and self.cut.dim > 0 else None
 
     def of(self, whole: Tensor) -> Tensor:
         """View this slice of ``whole``."""
@@ -68,16 +66,6 @@ class TensorSlice:
     def on(self, rank: int) -> TensorSlice:
         """The slice that another tensor-parallel rank has."""
         return replace(self, rank=rank)
-
-
-def slice_shape(shape: Sequence[int], cut: Cut, rank: int) -> tuple[int, ...]:
-    """The shape of one slice of a tensor of ``shape``."""
-    return (*shape[: cut.dim], cut.sizes[rank], *shape[cut.dim + 1 :])
-
-
-def slice_start(shape: Sequence[int], cut: Cut, rank: int) -> int:
-    """Elements of the slices before this one."""
-    return sum(cut.sizes[:rank]) * (prod(shape) // max(shape[cut.dim], 1))
 
 
 def is_distributed(tensor: object) -> bool:
@@ -91,8 +79,9 @@ def local_of(tensor: Any) -> Tensor:
 
 
 def mesh_of(parameters: Iterable[Tensor]) -> dist.DeviceMesh | None:
-    """The mesh of the first of them that is a ``DTensor``."""
-    return next((mesh for p in parameters if (mesh := getattr(p, "device_mesh", None)) is not None), None)
+    """The mesh of the first of them that is a ``DTensor`` over one of one dimension: ``slice_of`` refuses others."""
+    meshes = (getattr(parameter, "device_mesh", None) for parameter in parameters)
+    return next((mesh for mesh in meshes if mesh is not None and mesh.ndim == 1), None)
 
 
 def slice_of(parameter: Any, label: str = "a parameter") -> TensorSlice | None:
@@ -105,9 +94,9 @@ def slice_of(parameter: Any, label: str = "a parameter") -> TensorSlice | None:
     mesh, shape = parameter.device_mesh, tuple(parameter.shape)
     if mesh.ndim != 1 or mesh.get_coordinate() is None:
         raise ParameterError(
-            f"{label}, of shape {shape}, is a DTensor over a mesh of the dimensions {mesh.mesh_dim_names}: give "
-            "parallelize_module the one dimension of tensor parallelism, mesh['tp'], and leave the sharding over "
-            "data-parallel ranks to this optimizer"
+            f"{label} is a DTensor over a mesh of the dimensions {mesh.mesh_dim_names}: give parallelize_module the "
+            "one dimension of tensor parallelism, as mesh['tp'], and leave sharding over data-parallel ranks, as "
+            "fully_shard does it, to this optimizer"
         )
     (placement,) = parameter.placements
     ranks, rank = mesh.size(), mesh.get_local_rank()
@@ -119,13 +108,12 @@ def slice_of(parameter: Any, label: str = "a parameter") -> TensorSlice | None:
         found = TensorSlice(shape, Cut(dim, sizes), ranks, rank)
     elif not placement.is_replicate():
         raise ParameterError(
-            f"{label}, of shape {shape}, is a DTensor placed as {placement}: the optimizer takes Shard(dim) and "
-            "Replicate()"
+            f"{label} is a DTensor placed as {placement}: the optimizer takes Shard(dim) and Replicate()"
         )
     if tuple(local_of(parameter).shape) != found.local_shape:
         raise ParameterError(
-            f"{label}, of shape {shape}, is a DTensor placed as {placement} over {ranks} ranks, and rank {rank} has "
-            f"{tuple(local_of(parameter).shape)} of it, not {found.local_shape}: make it by distribute_tensor"
+            f"{label} is a DTensor of shape {shape}, placed as {placement} over {ranks} ranks, and number {rank} of "
+            f"them has {tuple(local_of(parameter).shape)} of it, not {found.local_shape}: make it by distribute_tensor"
         )
     return found
 

@@ -49,7 +49,7 @@ def _is_result(path: Path) -> bool:
 
 
 def write_bench_page(source: Path, out: Path | None = None) -> Path:
-    """Of one result, or of all in a folder; beside the result, or as ``report.html`` in the folder, if not ``out``.
+    """Write the page of one result, beside it, or of all in a folder, as ``report.html`` there; or as ``out``.
 
     Returns the page's path. Raises UsageError and OSError.
     """
@@ -90,7 +90,7 @@ def _ops(record: dict[str, Any]) -> str:
 
 
 def _section(number: int, path: Path, record: dict[str, Any]) -> tuple[Html, list[dict[str, Any]]]:
-    """Of each sheet the drawings and its note; below them all figures as text."""
+    """Show the drawings and the note of each sheet; below them all figures as text."""
     about = [(name, str(record[name])) for name in _FACTS if record.get(name) is not None]
     about += [(name, str(state)) for name, state in record["baselines"].items()]
     heading = tag("h2", f"{_ops(record)}, {record['date']}")

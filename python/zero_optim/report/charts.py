@@ -49,7 +49,7 @@ def _card(chart: Chart, svg: str) -> Html:
 
 
 def spoken(drawing: Drawing) -> str:
-    """For those who hear the page: what is drawn, with what is said of each line's end, and each bar's value."""
+    """Say what is drawn, with the end of each line and the value of each bar, for those who hear the page."""
     said = _bars_spoken(drawing) if isinstance(drawing, Bars) else (line.label for line in drawing.all_lines)
     return f"{drawing.title}, {drawing.unit}. {'; '.join(said)}."
 

@@ -12,11 +12,11 @@ class Html(str):
     __slots__ = ()
 
 
-Part = str | int | Html | None
+Child = str | int | Html | None
 _VOID = ("meta", "br", "img")
 
 
-def tag(name: str, /, *children: Part, **attributes: str | int | float | bool | None) -> Html:
+def tag(name: str, /, *children: Child, **attributes: str | int | float | bool | None) -> Html:
     """``tag("td", "a < b", class_="name")``. Attributes that are None or False are left out; True has no value.
 
     A trailing underscore is dropped, and the others become hyphens: ``class_``, ``aria_label``.
@@ -24,7 +24,7 @@ def tag(name: str, /, *children: Part, **attributes: str | int | float | bool | 
     return Html(f"<{name}{_attributes(attributes)}>" + ("" if name in _VOID else f"{join(children)}</{name}>"))
 
 
-def join(parts: Iterable[Part]) -> Html:
+def join(parts: Iterable[Child]) -> Html:
     """Parts one after the other; what is no Html is escaped."""
     return Html("".join(part if isinstance(part, Html) else escape(str(part)) for part in parts if part is not None))
 
@@ -39,7 +39,7 @@ def _attributes(attributes: dict[str, str | int | float | bool | None]) -> str:
     return "".join(found)
 
 
-def table(headings: Iterable[Part], rows: Iterable[Iterable[Part]], caption: str, **attributes: str) -> Html:
+def table(headings: Iterable[Child], rows: Iterable[Iterable[Child]], caption: str, **attributes: str) -> Html:
     """A table whose first column names the rows. Wide ones scroll in a box of their own, by keyboard too."""
     head = tag("tr", *(tag("th", heading, scope="col") for heading in headings))
     body = (tag("tr", *_cells(row)) for row in rows)
@@ -47,10 +47,10 @@ def table(headings: Iterable[Part], rows: Iterable[Iterable[Part]], caption: str
     return tag("div", whole, class_="scroll", tabindex=0, role="region", aria_label=caption)
 
 
-def _cells(row: Iterable[Part]) -> Iterable[Html]:
+def _cells(row: Iterable[Child]) -> Iterable[Html]:
     for column, cell in enumerate(row):
         yield tag("td", cell) if column else tag("th", cell, scope="row")
 
 
-def details(summary: str, *children: Part) -> Html:
+def details(summary: str, *children: Child) -> Html:
     return tag("details", tag("summary", summary), *children)

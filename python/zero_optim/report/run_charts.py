@@ -19,7 +19,7 @@ _NEARLY_ALL = 0.95
 
 
 def charts(run: Run) -> Iterator[Chart]:
-    """Of a run that has a step."""
+    """All charts of a run that has a step."""
     yield _chart(run, "loss", losses(run))
     yield _chart(run, "speed", _speed(run))
     yield _chart(run, "norm", _norms(run), _clipped(run))
@@ -35,7 +35,7 @@ def _chart(run: Run, key: str, lines: Lines, note: str = "") -> Chart:
 
 
 def _of_drawing(run: Run, lines: Lines) -> Iterator[str]:
-    """What the reader has to know of the drawing, a sentence each."""
+    """Tell what the reader has to know of the drawing, a sentence each."""
     size = points_in_one(len(run.steps))
     if size > 1:
         shade = "" if lines.stacked else "; shaded: from the least to the most"
@@ -54,18 +54,18 @@ def _line(run: Run, name: str, value: Callable[[StepRecord], float | None]) -> L
 
 
 def _level(run: Run, name: str, value: float) -> Line:
-    """The same at all steps."""
+    """A line at the same height over all steps."""
     return Line(name, [run.steps[0].step, run.steps[-1].step], [value, value], short(value, 5), look=Look.DASHED)
 
 
 def _marks(run: Run, steps: Sequence[int], name: str) -> Marks:
-    """At most about one a pixel."""
+    """Mark steps, at most about one a pixel."""
     width = max(1, len(run.steps) // POINTS)
     return Marks(list({step // width: step for step in steps}.values()), name)
 
 
 def _cut(line: Line, low: float, *beside: float) -> float | None:
-    """Where an axis from ``low`` ends, if a rare peak is far above all other values and those beside the line."""
+    """Find where an axis from ``low`` ends, if a rare peak is far above all other values and those beside the line."""
     ordered = sorted(line.values)
     if not ordered:
         return None
@@ -126,7 +126,7 @@ def _rates(run: Run) -> Lines:
 
 
 def phases(run: Run) -> list[str]:
-    """Those of a step, in their order, and what is left of it."""
+    """List the phases of a step, in their order, and what is left of it."""
     found = dict.fromkeys(phase for step in run.steps for phase in step.ms or ())
     return [*(phase for phase in found if phase not in (WHOLE, EXPOSED)), REST]
 
@@ -141,7 +141,7 @@ def phase_ms(step: StepRecord, phase: str) -> float | None:
 
 
 def timeline(run: Run) -> Lines:
-    """Where each step's time went, one phase on the other."""
+    """Show where each step's time went, one phase on the other."""
     lines = [_line(run, phase, lambda step, phase=phase: phase_ms(step, phase)) for phase in phases(run)]  # type: ignore[misc]
     return Lines("Timeline of a step", "ms, rank 0", lines, stacked=True)
 

@@ -15,7 +15,7 @@ from ..train.run_dir import LOG, RUN, RunDir, StepRecord
 from ..train.session import Outcome, RankReport, Session
 
 TOLERANCE = 0.01
-"""Of the plan: how much more memory than that is worth a word."""
+"""The share of the plan by which memory may exceed it without a word."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        """Of all sessions whose end is known."""
+        """Duration of all sessions whose end is known."""
         known = [session.ending.seconds for session in self.sessions if session.ending]
         return sum(known) if known else None
 
@@ -90,7 +90,7 @@ def fullest(session: Session) -> int:
 
 
 def problems(run: Run) -> list[str]:
-    """What was off, a sentence each; none where all was well."""
+    """Tell what was off, a sentence each; none where all was well."""
     return [*_in_steps(run), *_in_ending(run), *_in_memory(run)]
 
 

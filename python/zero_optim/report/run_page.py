@@ -65,11 +65,11 @@ def _verdict(found: list[str]) -> Html:
 
 
 def _tiles(run: Run) -> Html:
-    return tag("dl", *(_tile(*figure) for figure in _figures(run)), class_="tiles")
-
-
-def _tile(name: str, value: str, note: str) -> Html:
-    return tag("div", tag("dt", name), tag("dd", value, tag("small", note) if note else None))
+    tiles = (
+        tag("div", tag("dt", name), tag("dd", value, tag("small", note) if note else None))
+        for name, value, note in _figures(run)
+    )
+    return tag("dl", *tiles, class_="tiles")
 
 
 def _figures(run: Run) -> Iterator[tuple[str, str, str]]:

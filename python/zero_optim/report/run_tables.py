@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ..drawing.figures import NONE, count, duration, megabytes, percent, short
 from ..train.report import NOT_OF_STEPS, STATE_KINDS, phase_milliseconds
 from ..train.session import Session
-from .html import Html, Part, details, join, table, tag
+from .html import Child, Html, details, join, table, tag
 from .run_charts import phases
 from .run_data import Run, fullest, ranks_of, state_bytes
 
@@ -29,7 +29,7 @@ def memory(session: Session) -> Html:
     return join([table(headings, rows, caption), _memory_of_ranks(session)])
 
 
-def _against_plan(kind: str, measured: float, planned: float | None) -> list[Part]:
+def _against_plan(kind: str, measured: float, planned: float | None) -> list[Child]:
     """Name, measured, planned, and by how much the first is above the second."""
     name = _NAMES.get(kind, kind)
     if not planned:
@@ -49,7 +49,7 @@ def _memory_of_ranks(session: Session) -> Html:
 
 
 def traffic(session: Session) -> Html:
-    """What rank 0 communicated, by collective. Bytes are of whole tensors."""
+    """Communication of rank 0, by collective. Bytes are of whole tensors."""
     report = ranks_of(session)[0]
     if not report.collectives:
         return tag("p", "None: there was one rank.", class_="note")
@@ -63,7 +63,7 @@ def traffic(session: Session) -> Html:
     return join([table(headings, rows, caption), tag("p", note, class_="note")])
 
 
-def _traffic_row(kind: str, moved: dict[str, float], planned: float | None, steps: int) -> list[Part]:
+def _traffic_row(kind: str, moved: dict[str, float], planned: float | None, steps: int) -> list[Child]:
     once = kind in NOT_OF_STEPS
     name, measured, *plan = _against_plan(kind, moved["bytes"] / (1 if once else steps), planned)
     calls, blocked = f"{moved['calls']:,.0f}", f"{moved['wait_seconds']:.2f}"

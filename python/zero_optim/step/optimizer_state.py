@@ -34,11 +34,18 @@ _version_of = operator.attrgetter("_version")
 
 @dataclass(frozen=True)
 class StatePiece:
-    """A parameter's part of one tensor of a shard's state."""
+    """The part that one tensor of a shard's state has of slot ``number``."""
 
     shard: ShardState
+    number: int
     tensor: StateTensor
     piece: SlotPiece
+
+    @property
+    def start(self) -> int:
+        """The number in the whole parameter of the first element; slices are counted one after another."""
+        own = self.shard.bucket.flat.slices[self.number]
+        return self.piece.in_param + (0 if own is None else own.start)
 
 
 class OptimizerState:
@@ -389,6 +396,6 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 def _state_pieces(shard: ShardState) -> Iterator[StatePiece]:
     for tensor in shard.tensors:
-        for piece in shard.bucket.pieces:
+        for number, piece in enumerate(shard.bucket.pieces):
             if piece.numel:
-                yield StatePiece(shard, tensor, piece)
+                yield StatePiece(shard, number, tensor, piece)

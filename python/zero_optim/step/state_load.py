@@ -16,6 +16,7 @@ from ..errors import StateMismatchError
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
 from ..params.storage_order import StorageOrder, flat_of, storage_order
+from ..params.tensor_slice import TensorSlice, is_distributed, local_of, placed, slice_of
 from ..rules.update_rule import Begins, Per, StateTensor
 from .shard_state import ShardState
 
@@ -71,13 +72,14 @@ def check_rows(tensors: Iterable[StateTensor], entry: Mapping[str, Any], order: 
 def _plan_slot(
     shard: ShardState, shapes: Mapping[str, Tensor], number: int, entry: Mapping[str, Any], label: str
 ) -> Iterator[Copy]:
-    piece, targets = shard.bucket.pieces[number], shard.views(number, shapes)
-    check_rows(shard.tensors, entry, shard.bucket.flat.orders[number], label)
+    piece, targets, flat = shard.bucket.pieces[number], shard.views(number, shapes), shard.bucket.flat
+    check_rows(shard.tensors, entry, flat.orders[number], label)
     for tensor in shard.tensors:
         unsaved = tensor.begins is Begins.PARAMETER and tensor.name not in entry
         target = targets[tensor.name]
         own = partial(shard.parameter_of, piece)
-        yield Copy(shard, tensor, piece, own if unsaved else _values(entry, tensor.name, target, label))
+        values = own if unsaved else _values(entry, tensor.name, target, flat.slices[number], label)
+        yield Copy(shard, tensor, piece, values)
 
 
 def state_tensor(entry: Mapping[str, Any], name: str, shape: Sequence[int], label: str) -> Tensor:
@@ -90,29 +92,40 @@ def state_tensor(entry: Mapping[str, Any], name: str, shape: Sequence[int], labe
             f"{name} of {label} has shape {tuple(saved.shape)}, expected {tuple(shape)}: give the optimizer the same "
             "parameters, in the same order"
         )
-    plain = type(saved) in (Tensor, nn.Parameter, FlatShard) and saved.layout is torch.strided and not saved.is_meta
+    known = type(saved) in (Tensor, nn.Parameter, FlatShard) or is_distributed(saved)
+    plain = known and saved.layout is torch.strided and not saved.is_meta
     if not plain or not saved.is_floating_point():
         kind = f"{type(saved).__name__} of {saved.dtype}, {saved.layout}, on {saved.device}"
         raise StateMismatchError(f"{name} of {label} is a {kind}: it must be a dense floating-point tensor with values")
     return saved
 
 
+def _local(shard: FlatShard) -> Tensor:
+    return shard.local
+
+
 def _describe(tensor: Tensor) -> str:
+    if is_distributed(tensor):
+        return f"a slice of shape {tuple(local_of(tensor).shape)}{placed(tensor)}"
     return repr(tensor) if isinstance(tensor, FlatShard) else f"a whole tensor of shape {tuple(tensor.shape)}"
 
 
-def _flat_part(whole: Tensor, target: Tensor) -> Tensor:
-    flat = flat_of(whole, storage_order(target))
+def _flat_part(saved: Tensor, target: Tensor, own: TensorSlice | None) -> Tensor:
+    """``saved``: the whole tensor, or a ``DTensor`` of the slice ``own`` that is here."""
+    here = local_of(saved) if own is None or is_distributed(saved) else own.of(saved)
+    flat = flat_of(here, storage_order(target))
     return flat.narrow(0, target.start, target.local.numel()) if isinstance(target, FlatShard) else flat
 
 
-def _values(entry: Mapping[str, Any], name: str, target: Tensor, label: str) -> Callable[[], Tensor]:
-    """Gives the part of ``entry[name]`` that belongs into ``target``, flat."""
+def _values(
+    entry: Mapping[str, Any], name: str, target: Tensor, own: TensorSlice | None, label: str
+) -> Callable[[], Tensor]:
+    """Gives the part of ``entry[name]`` that belongs into ``target``, flat. ``own``: the slice of which that is one."""
     saved = state_tensor(entry, name, target.shape, label)
-    if not isinstance(saved, FlatShard):
-        return partial(_flat_part, saved, target)  # in another memory format it is a copy: not before it is wanted
-    if isinstance(target, FlatShard) and saved.same_range(target):
-        return lambda: saved.local
+    if not isinstance(saved, FlatShard) and slice_of(saved, label) in (None, own):
+        return partial(_flat_part, saved, target, own)  # in another memory format it is a copy: not before it is wanted
+    if isinstance(target, FlatShard) and isinstance(saved, FlatShard) and saved.same_range(target):
+        return partial(_local, saved)
     raise StateMismatchError(
         f"{name} of {label} was saved as {_describe(saved)}, this rank needs {_describe(target)}: load it with as many "
         "ranks, on the same rank, at the same stage, bucket_cap_mb and grad_reduce_dtype as it was saved; or save "

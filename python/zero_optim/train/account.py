@@ -15,10 +15,10 @@ import torch
 from ..bench.record import commit, device_name
 from ..doctor import distribution_version
 from ..drawing.sheet import Sheet
-from .plan import RunPlan
 from .report import forecast
 from .run_dir import PAGE, RunDir
 from .session import Ending, Outcome, RankReport, Session
+from .setup import Setup
 from .trainer import Trainer
 from .world import World
 
@@ -64,19 +64,19 @@ class Account:
         self._run_dir.write_session(self._session)
 
 
-def open_account(trainer: Trainer, plan: RunPlan, world: World, facts: dict[str, str]) -> Account:
-    config = plan.config
+def open_account(trainer: Trainer, setup: Setup, world: World, facts: dict[str, str]) -> Account:
+    config = setup.config
     session = Session(
         started=datetime.now().astimezone().isoformat(),
         after_step=trainer.steps_done,
-        resumed_from=str(plan.saved.run_dir) if plan.saved else None,
-        command=plan.command,
+        resumed_from=str(setup.saved.run_dir) if setup.saved else None,
+        command=setup.command,
         facts={**facts, **_versions(world)},
         config=config.to_dict(),
         peak_of="allocated by torch on the GPU" if world.device.type == "cuda" else "resident memory of the process",
         forecast=forecast(trainer.planned()),
     )
-    return Account(plan.run_dir, session)
+    return Account(setup.run_dir, session)
 
 
 def _versions(world: World) -> dict[str, str]:

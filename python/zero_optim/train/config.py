@@ -26,7 +26,7 @@ _FREE_ON_RESUME |= {"state_offload", "device_budget", "param_offload"}
 
 
 class UsageError(Exception):
-    """What the user asked for can't be had. The message is one line that names the culprit and the remedy."""
+    """Raised for what can't be had. The message is one line that names the culprit and the remedy."""
 
 
 @dataclass(frozen=True)

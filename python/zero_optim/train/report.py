@@ -1,4 +1,4 @@
-"""What the run tells: lines while it goes, and a table at its end."""
+"""The words of a run: lines while it goes, and a table at its end."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class PhaseClock:
 
 
 def forecast(planned: memory.Plan) -> Forecast:
-    """What the mean rank will hold, of what is measured, and communicate in a step."""
+    """Plan what the mean rank will hold, of what is measured, and communicate in a step."""
     kinds = [*STATE_KINDS, "communication", "padding", "unsharded", PAGES]
     held = {kind: float(planned.memory[kind]) for kind in kinds if kind in planned.memory}
     return Forecast(held, {kind: float(nbytes) for kind, nbytes in planned.traffic.items()})
@@ -175,7 +175,7 @@ def phase_milliseconds(report: RankReport, on_gpu: bool) -> dict[str, float]:
 
 
 def blocked_seconds(collectives: Mapping[str, Mapping[str, float]]) -> float:
-    """That the host was blocked on collectives of steps."""
+    """Sum up for how long the host was blocked on collectives of steps."""
     return sum(traffic["wait_seconds"] for kind, traffic in collectives.items() if kind not in NOT_OF_STEPS)
 
 

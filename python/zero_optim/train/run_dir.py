@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -91,14 +91,16 @@ class RunDir:
         log = self.path / LOG
         lines = log.read_text().splitlines(keepends=True) if log.exists() else []
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        _write_atomically(log, lambda temporary: temporary.write_text("".join(kept)))
+        _write_atomically(log, "".join(kept))
         self._write_sessions(taken_back(self.sessions(), step))
         for folder in folders.checkpoints(self.checkpoints):
             if (folders.step_of(folder) or 0) > step:
                 folders.remove(folder)
 
-    def open_log(self) -> LogFile:
-        return LogFile(self.path / LOG)
+    def write_step(self, record: StepRecord) -> None:
+        """Add a line to the log, which is with the system before the next step starts."""
+        with (self.path / LOG).open("a") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
 
     def read_log(self) -> list[StepRecord]:
         """All whole lines: the last one of a run that is under way may not be. Raises UsageError."""
@@ -128,21 +130,7 @@ class RunDir:
         self._write_sessions([*others, session])
 
     def _write_sessions(self, sessions: Sequence[Session]) -> None:
-        _write_atomically(self.path / RUN, lambda temporary: temporary.write_text(sessions_to_text(sessions)))
-
-
-class LogFile:
-    """``log.jsonl``, one object a line, each on disk before the next step starts."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a")
-
-    def write(self, record: StepRecord) -> None:
-        self._file.write(json.dumps(asdict(record)) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        _write_atomically(self.path / RUN, sessions_to_text(sessions))
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Path]:
@@ -159,11 +147,11 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
     return run_dir / _CHECKPOINTS, run_dir
 
 
-def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+def _write_atomically(path: Path, content: str) -> None:
     """The file is either the old one or the whole new one, whenever this process dies."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        write(temporary)
+        temporary.write_text(content)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

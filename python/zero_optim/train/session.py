@@ -115,12 +115,11 @@ def sessions_from_text(text: str) -> list[Session]:
 
 def taken_back(sessions: Sequence[Session], step: int) -> list[Session]:
     """The sessions of which something is left when all after ``step`` is forgotten."""
-    left = [session for session in sessions if session.after_step < step]
-    return [_taken_back(session, step) for session in left]
-
-
-def _taken_back(session: Session, step: int) -> Session:
-    """One that was killed may have gone further than ``step``, too: its end is not known."""
-    if session.ending is not None and session.ending.step <= step:
-        return session
-    return replace(session, taken_back_to=min(step, session.taken_back_to or step))
+    kept = []
+    for session in sessions:
+        # One that was killed may have gone further than ``step``, too: its end is not known.
+        if session.ending is None or session.ending.step > step:
+            session = replace(session, taken_back_to=min(step, session.taken_back_to or step))
+        if session.after_step < step:
+            kept.append(session)
+    return kept

@@ -7,7 +7,6 @@ import math
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import GradScaler, ShardedAdamW, checkpoint, gather_parameters, memory, shard_module
+from .. import GradScaler, ShardedAdamW, checkpoint, memory, shard_module
 from .data import draw_windows, fixed_windows
 from .model import GPT, Block, next_byte_loss
-from .plan import RunPlan
 from .report import EXPOSED, PhaseClock, blocked_seconds, peak_bytes
 from .run_dir import StepRecord
 from .session import RankReport
+from .setup import Setup
 from .world import World
 
 _VALIDATION_WINDOWS = 128
@@ -40,8 +39,8 @@ class StepOutcome:
 class Trainer:
     """Holds what a checkpoint must bring back: model, optimizer, loss scaler, schedule and random states."""
 
-    def __init__(self, plan: RunPlan, world: World) -> None:
-        self.config, self.corpus, self.world = plan.config, plan.corpus, world
+    def __init__(self, setup: Setup, world: World) -> None:
+        self.config, self.corpus, self.world = setup.config, setup.corpus, world
         torch.manual_seed(self.config.seed)
         self.model = GPT(self.config.model, self.config.torch_dtype).to(world.device)
         if self.config.stage >= 3:
@@ -59,7 +58,7 @@ class Trainer:
         self.clock = PhaseClock(world.device)
         self.tracker = memory.track()
         self._blocked = 0.0
-        self.steps_done = self._load(plan.saved.source) if plan.saved else 0
+        self.steps_done = self._load(setup.saved.source) if setup.saved else 0
 
     def step(self, step: int, *, asked_to_stop: bool) -> StepOutcome:
         """One optimizer step over ``accumulate`` micro-batches. The host waits for the device once, after it."""
@@ -98,10 +97,6 @@ class Trainer:
                 total += next_byte_loss(self.model, part.to(self.world.device)).double() * counted
         self.world.comm.exchange(total)
         return total.item() / len(windows)
-
-    def whole_model(self) -> AbstractContextManager[None]:
-        """Collective. Within it every rank can read all parameters, whatever the stage."""
-        return gather_parameters(self.model)
 
     def parameters(self) -> int:
         """Elements of all parameters, tied ones once."""

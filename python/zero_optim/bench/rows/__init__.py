@@ -2,29 +2,48 @@
 what is drawn.
 
 ``op`` (an op; a training step on ranks; what a parameter costs), ``phase`` (of ``memory_walkthrough``), ``checkpoint``,
-``offload``; ``scale`` and ``endurance``, which ``benchmarks/`` measures. A kind says all of it in the words of
-``columns`` and ``drawings``. What a file lacks, because an older version wrote it, is None.
+``offload``. Those of ``SCRIPTS`` are in ``benchmarks/`` of a checkout, beside what measures them. A kind says all of it
+in the words of ``columns`` and ``drawings``. What a file lacks, because an older version wrote it, is None.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from ...drawing.sheet import Sheet
+from ...train.config import UsageError
 from ..columns import JsonRow
 from ..drawings import Kind
-from . import checkpoint, endurance, offload, op, phase, scale
+from ..record import CHECKOUT
+from . import checkpoint, offload, op, phase
 
 KINDS = (
-    *(offload.KIND, phase.KIND, scale.KIND, endurance.KIND, checkpoint.KIND),
+    *(offload.KIND, phase.KIND, checkpoint.KIND),
     *(op.OVERHEAD, op.RANKS, op.BANDWIDTH),  # from the one with the most of its keys to the one with the fewest
 )
+SCRIPTS = ("scale", "endurance")
 
 
 def kind_of(row: JsonRow) -> Kind:
-    """The first whose key the row has."""
+    """The first whose key the row has. Raises UsageError for a row that cannot be shown here."""
+    if row["op"] in SCRIPTS:
+        return _kind_of_script(row["op"])
     return next(kind for kind in KINDS if row.get(kind.key))
+
+
+@functools.cache
+def _kind_of_script(op: str) -> Kind:
+    """Import it from ``benchmarks/<op>_row.py``: of this checkout, or beside the script that is running."""
+    sys.path.append(str(CHECKOUT / "benchmarks"))
+    try:
+        kind: Kind = importlib.import_module(f"{op}_row").KIND
+    except ImportError as error:
+        raise UsageError(f"rows of {op} are shown in a checkout alone, by its benchmarks/{op}_row.py") from error
+    return kind
 
 
 def sheets_of(record: Mapping[str, Any]) -> dict[str, Sheet]:

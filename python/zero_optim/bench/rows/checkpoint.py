@@ -7,19 +7,14 @@ from dataclasses import dataclass, replace
 
 from ...drawing.figures import elements
 from ...drawing.sheet import Bars, Sheet
-from ..columns import Column, JsonRow, at, below_each_other, mebibytes, of_ranks, ratio, spread_at
+from ..columns import Column, JsonRow, RankRow, at, below_each_other, mebibytes, of_ranks, ratio, spread_at
 from ..drawings import Kind, bars_of
 
 
 @dataclass(frozen=True)
-class CheckpointRow:
+class CheckpointRow(RankRow):
     """The times of saving and loading. They are of the slower rank: median, 20th and 80th percentile, in ms."""
 
-    op: str
-    backend: str
-    dtype: str
-    numel: int
-    ranks: int
     rounds: int
     written: int  # bytes, of all ranks
     save: list[float]  # until it is on the disk

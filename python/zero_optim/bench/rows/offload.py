@@ -11,6 +11,7 @@ from ..columns import (
     MIB,
     Column,
     JsonRow,
+    RankRow,
     at,
     below_each_other,
     mebibytes,
@@ -23,7 +24,7 @@ from ..drawings import Kind, bars_of
 
 
 @dataclass(frozen=True)
-class OffloadRow:
+class OffloadRow(RankRow):
     """A step with one store, or a way of the pages of a file. Times in ms, memory in bytes of a rank.
 
     Attributes:
@@ -40,11 +41,6 @@ class OffloadRow:
         speculated: updates of shards before the norm was known, since the start: right, redone.
     """
 
-    op: str
-    backend: str
-    dtype: str
-    numel: int
-    ranks: int
     rounds: int
     part: str
     time: list[float]

@@ -7,19 +7,14 @@ from dataclasses import dataclass
 
 from ...drawing.figures import elements
 from ...drawing.sheet import Bars, Sheet
-from ..columns import MIB, Column, JsonRow, at, mebibytes, of_ranks
+from ..columns import MIB, Column, JsonRow, RankRow, at, mebibytes, of_ranks
 from ..drawings import Kind, bars_of
 
 
 @dataclass(frozen=True)
-class PhaseRow:
+class PhaseRow(RankRow):
     """The memory that a rank has allocated, in bytes: after a phase of a training, and at most within it."""
 
-    op: str
-    backend: str
-    dtype: str
-    numel: int
-    ranks: int
     phase: str
     after: int
     peak: int

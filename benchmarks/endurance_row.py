@@ -1,18 +1,18 @@
-"""A row of ``benchmarks/bench_endurance.py``."""
+"""A row of ``bench_endurance.py``: its keys, its table, and what is drawn. ``zero_optim.bench.rows`` imports it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...drawing.figures import elements
-from ...drawing.sheet import Line, Lines, Scale, Sheet
-from ..columns import JsonRow, of_ranks
-from ..drawings import Kind
+from zero_optim.bench.columns import JsonRow, RankRow, of_ranks
+from zero_optim.bench.drawings import Kind
+from zero_optim.drawing.figures import elements
+from zero_optim.drawing.sheet import Line, Lines, Scale, Sheet
 
 
 @dataclass(frozen=True)
-class EnduranceRow:
+class EnduranceRow(RankRow):
     """The figures of a rank along a training of very many steps.
 
     Attributes:
@@ -20,11 +20,6 @@ class EnduranceRow:
         growth: by counter, a step, over the second half.
     """
 
-    op: str
-    backend: str
-    dtype: str
-    numel: int
-    ranks: int
     steps: int
     samples: dict[str, list[float]]
     growth: dict[str, float]

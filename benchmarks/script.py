@@ -1,12 +1,12 @@
-"""Runs a benchmark that a script of ``benchmarks/`` has, with the flags, tables, files and plots of the bench."""
+"""Runs a benchmark of a script in this folder, with the flags, tables, files and plots of the bench."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..cli import Parser, run_command
-from .request import Menu, add_arguments, read_request
-from .run import Measure, Op, main
+from zero_optim.bench.request import Menu, add_arguments, read_request
+from zero_optim.bench.run import Measure, Op, main
+from zero_optim.cli import Parser, run_command
 
 
 def run_script(
@@ -22,6 +22,6 @@ def run_script(
     --help."""
     parser = Parser(prog=f"bench_{name}.py", description=f"{about} Defaults in brackets.", allow_abbrev=False)
     add_arguments(parser, menu)
-    parser.set_defaults(ops=[*menu.ops, *menu.alone])
+    parser.set_defaults(ops=[*menu.choices])
     parsed = parser.parse_args(arguments)
     return run_command(parser.prog, lambda: main(read_request(parsed, menu), ops or {}, alone or {}))

@@ -1,25 +1,38 @@
-"""The file of ``state_offload="nvme:DIR"`` against the disk itself: pages written, read, and both at once."""
+"""The file of ``state_offload="nvme:DIR"`` against the disk itself: pages written, read, and both at once.
+
+python benchmarks/bench_pages.py --numel 64Mi
+
+Its rows are of ``offload``, as the part ``pages``. The file is in the folder of temporary ones; TMPDIR names another.
+"""
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from script import run_script
 from torch import Tensor
-
-from ..stores.disk_homes import LOOKAHEAD
-from ..stores.extents import Extent
-from ..stores.host_memory import HostMemory
-from ..stores.offload import HOST_BUFFERS
-from ..stores.page_file import PageFile, Transfer
-from ..stores.patience import PATIENCE_SECONDS
-from .offload_contenders import PAGES
-from .offload_links import Disk
-from .rows.offload import OffloadRow
-from .timing import HostClock, Rounds, Spread, interleaved
+from zero_optim.bench.contest import Say
+from zero_optim.bench.offload_contenders import PAGES
+from zero_optim.bench.offload_links import Disk
+from zero_optim.bench.request import Choices, Menu, Request
+from zero_optim.bench.rows.offload import OffloadRow
+from zero_optim.bench.run import Measured
+from zero_optim.bench.timing import HostClock, Rounds, Spread, interleaved
+from zero_optim.stores.disk_homes import LOOKAHEAD
+from zero_optim.stores.extents import Extent
+from zero_optim.stores.host_memory import HostMemory
+from zero_optim.stores.offload import HOST_BUFFERS
+from zero_optim.stores.page_file import PageFile, Transfer
+from zero_optim.stores.patience import PATIENCE_SECONDS
 
 WAYS = {"write": (False, True), "read": (True, False), "both": (True, True)}  # whether read, whether written
+
+NUMEL, ROUNDS = 2**26, 11
 
 
 class Pages:
@@ -86,3 +99,24 @@ def _row(way: str, laps: dict[str, list[float]], numel: int, dtype: str) -> Offl
         fraction=round(disk.ms / spread.ms, 4),
         speculated=None,
     )
+
+
+ABOUT = "Writes and reads the pages of a state in a file as state_offload=nvme does, and compares them with the disk."
+TAKEN = {"numel": "64Mi", "rounds": str(ROUNDS)}
+MENU = Menu({"pages": Choices(TAKEN, dtypes=("bf16",))})
+
+
+def run(request: Request, device: torch.device, say: Say) -> Measured:
+    (dtype,) = request.dtypes
+    numel = request.numel[0] if request.numel else NUMEL
+    say(f"pages of {numel:,} parameters")
+    with tempfile.TemporaryDirectory(prefix="bench-pages-") as folder:
+        return measure_pages(numel // PAGES * PAGES, dtype, Path(folder), request.rounds or ROUNDS), {}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_script("pages", ABOUT, MENU, alone={"pages": run}, arguments=arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The plan of a run, on which the ranks agree before training: the run, its data, its folder, and what they resume
+"""The set-up of a run, on which the ranks agree before training: its flags, its data, its folder, and what they resume
 from."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class RunPlan:
+class Setup:
     """One run. ``saved`` is None for a fresh one. ``command``: what was typed."""
 
     config: TrainConfig
@@ -52,7 +52,7 @@ class RunPlan:
 
     @property
     def own_folder(self) -> bool:
-        """Whether the run goes on where its checkpoint is."""
+        """True if the run goes on where its checkpoint is."""
         return self.saved is not None and self.saved.is_in(self.run_dir)
 
 
@@ -68,12 +68,12 @@ def together(comm: Comm, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def make_plan(request: TrainRequest, world: World) -> RunPlan:
+def make_setup(request: TrainRequest, world: World) -> Setup:
     """Reads checkpoint and data on every rank, makes the run directory on rank 0. Raises UsageError, on all alike."""
     config, corpus, saved = together(world.comm, lambda: _read_inputs(request, world))
     opened = together(world.comm, lambda: _open_run_dir(request, config, saved) if world.leads else None)
-    path = world.comm.gather_objects(opened, "the plan")[0]
-    return RunPlan(config, corpus, RunDir(path), saved, request.command)
+    path = world.comm.gather_objects(opened, "the set-up")[0]
+    return Setup(config, corpus, RunDir(path), saved, request.command)
 
 
 def _read_inputs(request: TrainRequest, world: World) -> tuple[TrainConfig, Corpus, Saved | None]:

@@ -1,26 +1,21 @@
-"""A row of ``benchmarks/bench_scale.py``."""
+"""A row of ``bench_scale.py``: its keys, its table, and what is drawn. ``zero_optim.bench.rows`` imports it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...drawing.figures import elements
-from ...drawing.sheet import Sheet
-from ..columns import Column, JsonRow, at, beside_each_other, milliseconds, of_ranks, whole
-from ..drawings import Kind, bars_of
+from zero_optim.bench.columns import Column, JsonRow, RankRow, at, milliseconds, of_ranks, whole
+from zero_optim.bench.drawings import Kind, bars_of
+from zero_optim.drawing.figures import elements
+from zero_optim.drawing.sheet import Sheet
 
 
 @dataclass(frozen=True)
-class ScaleRow:
+class ScaleRow(RankRow):
     """The work of the host at so many ranks. ``timed`` and ``timed_buckets`` are of small tensors, all else of true
     shapes. ``of_bucket``: what a small bucket takes, by part."""
 
-    op: str
-    backend: str
-    dtype: str
-    numel: int
-    ranks: int
     parameters: int
     buckets: int
     largest: int  # elements of a bucket
@@ -61,7 +56,14 @@ def _table(rows: Sequence[JsonRow]) -> list[str]:
     columns += [Column(f"a small bucket: {part}, µs", at("of_bucket", part), "{:.1f}".format) for part in parts]
     if parts:
         columns.append(Column("a small bucket: all, µs", _whole_bucket, "{:.1f}".format))
-    return [f"{first['op']}: {about}", *beside_each_other(columns, rows)]
+    return [f"{first['op']}: {about}", *_beside_each_other(columns, rows)]
+
+
+def _beside_each_other(columns: Sequence[Column], rows: Sequence[JsonRow]) -> list[str]:
+    """The rows' names, and a line for each column."""
+    lines = [("", [row["backend"] for row in rows])]
+    lines += [(column.name, [column.text(row) for row in rows]) for column in columns]
+    return [f"{name:<30}" + "".join(f"{text:>16}" for text in texts) for name, texts in lines]
 
 
 def _calls(when: str, kind: str) -> Column:

@@ -1,0 +1,124 @@
+"""The order in which flat ranges of a tensor are counted: slice by slice, and in each as it lies in memory.
+
+A tensor that is cut along another dimension than 0 has no range of its own in whole order: two slices of a [2, 4]::
+
+    whole            0 1 2 3          slices, one after another     0 1 | 4 5
+                     4 5 6 7                                        2 3 | 6 7      (elements, by their numbers there)
+
+Cut along dimension 0, slices follow each other in whole order anyway: there is no ``Cut`` then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .storage_order import StorageOrder, flat_of, view_of
+
+Read = Callable[[Tensor, int], None]
+"""Fills a flat tensor with what is there from an element on."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a tensor is cut into slices: along ``dim``, of so many rows each, in the order of the ranks."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def start(self, number: int) -> int:
+        """Rows of the slices before this one."""
+        return sum(self.sizes[:number])
+
+    def shape(self, of: Sequence[int], number: int) -> tuple[int, ...]:
+        """The shape of one slice of a tensor of shape ``of``."""
+        return (*of[: self.dim], self.sizes[number], *of[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """``order``: of each slice, see ``storage_order``. ``cut``: None: the tensor is one slice."""
+
+    order: StorageOrder = None
+    cut: Cut | None = None
+
+
+WHOLE = Arrangement()
+"""The elements with their dimensions as they are, as in a file of one whole tensor."""
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A slice of a tensor, ``size`` rows from ``at`` on along ``dim``; its first element is number ``start``."""
+
+    shape: tuple[int, ...]
+    start: int
+    dim: int
+    at: int
+    order: StorageOrder
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def row(self) -> int:
+        """Elements of a row of dimension 0."""
+        return prod(self.shape[1:])
+
+    @property
+    def end(self) -> int:
+        """Where it ends along ``dim``."""
+        return self.at + self.shape[self.dim]
+
+
+def _slices(shape: Sequence[int], arrangement: Arrangement) -> Iterator[_Slice]:
+    cut, start = arrangement.cut, 0
+    for number in range(1 if cut is None else len(cut.sizes)):
+        own = tuple(shape) if cut is None else cut.shape(shape, number)
+        dim, at = (0, 0) if cut is None else (cut.dim, cut.start(number))
+        yield _Slice(own, start, dim, at, arrangement.order)
+        start += prod(own)
+
+
+def read_arranged(
+    target: Tensor, start: int, shape: Sequence[int], arranged: tuple[Arrangement, Arrangement], read: Read
+) -> None:
+    """Fill ``target``, a flat range of a tensor in one arrangement, from where the tensor lies in another.
+
+    Args:
+        target: [length] the elements from ``start`` on.
+        shape: of the whole tensor.
+        arranged: of ``target``, and of what is read. ``read`` counts as that does.
+    """
+    here, there = arranged
+    if here == there or not target.numel():
+        read(target, start)
+        return
+    for wanted in _slices(shape, here):
+        low, high = max(start, wanted.start), min(start + target.numel(), wanted.start + wanted.numel)
+        if low >= high:
+            continue
+        first, end = (low - wanted.start) // wanted.row, -(-(high - wanted.start) // wanted.row)
+        rows = _read_rows(wanted, first, end, list(_slices(shape, there)), target, read)
+        flat = flat_of(rows, wanted.order)
+        target[low - start : high - start].copy_(flat.narrow(0, low - wanted.start - first * wanted.row, high - low))
+
+
+def _read_rows(wanted: _Slice, first: int, end: int, slices: Sequence[_Slice], like: Tensor, read: Read) -> Tensor:
+    """Rows ``first`` to ``end`` of dimension 0 of a slice: whole rows of one are a flat range in every order."""
+    parts, same_cut = [], slices[0].dim == wanted.dim
+    for of in slices:
+        if same_cut and (of.end <= wanted.at or of.at >= wanted.end) or not of.row:
+            continue
+        flat = like.new_empty((end - first) * of.row)
+        read(flat, of.start + first * of.row)
+        parts.append((of, view_of(flat, (end - first, *of.shape[1:]), of.order)))
+    rows = torch.cat([part for _, part in parts], slices[0].dim) if len(parts) > 1 else parts[0][1]
+    if not wanted.dim:
+        return rows
+    return rows.narrow(wanted.dim, wanted.at - (parts[0][0].at if same_cut else 0), wanted.shape[wanted.dim])

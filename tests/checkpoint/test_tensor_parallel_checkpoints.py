@@ -1,0 +1,175 @@
+"""Checkpoints and state dicts of a model cut over tensor-parallel ranks: whole, and loaded on any other mesh."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from harness import run_ranks
+from tensor_cases import HYPER, Block, Way, loss_of, losses, make_mesh, make_model
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """``tensor`` 1: plain parameters, and no tensor parallelism at all."""
+
+    data: int
+    tensor: int
+    stage: int = 2
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor
+
+    def way(self, dtype: torch.dtype, hidden: int) -> Way:
+        return Way(stage=self.stage, dtype=dtype, hidden=hidden, sequence=hidden != UNEVEN and self.tensor > 1)
+
+
+UNEVEN = 5
+SAVED = (Mesh(2, 2, 0), Mesh(2, 2, 1), Mesh(2, 2, 2), Mesh(2, 2, 3), Mesh(3, 1, 2), Mesh(1, 2, 2))
+LOADED = (Mesh(1, 1), Mesh(2, 1, 3), Mesh(2, 2, 2), Mesh(2, 2, 3), Mesh(1, 4, 2), Mesh(3, 2, 1), Mesh(1, 2, 3))
+
+
+def _job(mesh: Mesh, dtype: torch.dtype, hidden: int, seed: int = 0):
+    import zero_optim
+
+    way = mesh.way(dtype, hidden)
+    meshes = make_mesh(mesh.data, mesh.tensor) if mesh.tensor > 1 else None
+    model = make_model(way, None if meshes is None else meshes["tp"], seed=seed)
+    if mesh.stage == 3:
+        zero_optim.shard_module(model, (Block,), mesh=None if meshes is None else meshes["dp"])
+    given = {} if mesh.stage == 3 or meshes is None else {"mesh": meshes["dp"]}
+    opt = zero_optim.ShardedAdamW(model.named_parameters(), **HYPER, **given, stage=mesh.stage)
+    return model, opt, way
+
+
+def _step(rank: int, mesh: Mesh, way: Way, model, opt, number: int) -> None:
+    with losses(sequence=way.sequence):
+        loss_of(model, rank // mesh.tensor, number).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def _everything(model, opt) -> dict[str, Tensor]:
+    """Parameters and state by name: whole, on every rank."""
+    import zero_optim
+
+    weights = zero_optim.full_model_state_dict(model, rank=None)
+    state = zero_optim.full_state_dict(opt, rank=None)["state"]
+    names = [name for name, _ in model.named_parameters()]
+    of_state = {f"{names[i]}.{kind}": value for i, entry in state.items() for kind, value in entry.items()}
+    return {**weights, **of_state}
+
+
+def _save(rank: int, world_size: int, mesh: Mesh, folder: str, dtype: torch.dtype, hidden: int) -> dict[str, Tensor]:
+    """By every way to save that there is."""
+    import torch.distributed.checkpoint as dcp
+    import zero_optim
+
+    model, opt, way = _job(mesh, dtype, hidden)
+    for number in range(2):
+        _step(rank, mesh, way, model, opt, number)
+    found = _everything(model, opt)
+    zero_optim.checkpoint.save(f"{folder}/own", model, opt, step=2)
+    dcp.save({"model": model.state_dict(), "state": opt.state_dict()["state"]}, checkpoint_id=f"{folder}/dcp")
+    full = zero_optim.full_state_dict(opt)
+    if rank == 0:
+        weights = {name: found[name] for name, _ in model.named_parameters()}
+        Path(f"{folder}/full").write_bytes(pickle.dumps((weights, full)))
+    opt.close()
+    return found
+
+
+def _load(rank: int, world_size: int, mesh: Mesh, folder: str, dtype: torch.dtype, hidden: int) -> list[dict]:
+    """What is there after each way to load, and after one more step, which the loaded state decides."""
+    import torch.distributed.checkpoint as dcp
+    import zero_optim
+
+    found = []
+    for how in ("own", "dcp", "full"):
+        model, opt, way = _job(mesh, dtype, hidden, seed=rank + 1)
+        if how == "own":
+            zero_optim.checkpoint.load(f"{folder}/own", model, opt)
+        elif how == "dcp":
+            _step(rank, mesh, way, model, opt, 7)  # so that all state is there
+            there = {"model": model.state_dict(), "state": opt.state_dict()["state"]}
+            dcp.load(there, checkpoint_id=f"{folder}/dcp")
+            model.load_state_dict(there["model"])
+            opt.load_state_dict({"state": there["state"], "param_groups": opt.state_dict()["param_groups"]})
+        else:
+            weights, full = pickle.loads(Path(f"{folder}/full").read_bytes())
+            _load_weights(model, weights)
+            zero_optim.load_full_state_dict(opt, full if rank == 0 else None)
+        found.append(_everything(model, opt))
+        opt.close()
+    return found
+
+
+def _load_weights(model, weights: Mapping[str, Tensor]) -> None:
+    """Whole tensors: a DTensor takes no plain one, so it is cut as torch cuts it."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            whole = weights[name]
+            if isinstance(parameter, DTensor):
+                whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(whole)
+
+
+def _same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str) -> None:
+    assert found.keys() == wanted.keys(), what
+    wrong = [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+    assert not wrong, f"{what}: {wrong}"
+
+
+@pytest.mark.parametrize("saved", SAVED, ids=str)
+def test_loads_on_any_other_mesh_bit_for_bit(saved, tmp_path):
+    every = [(torch.float32, 24), (torch.bfloat16, UNEVEN)]
+    dtype, hidden = every[saved.stage % 2]
+    wanted = run_ranks(saved.ranks, _save, saved, str(tmp_path), dtype, hidden, timeout=120)
+    for other in wanted[1:]:
+        _same(other, wanted[0], "what ranks say of one job")
+    for mesh in LOADED:
+        for rank, ways in enumerate(run_ranks(mesh.ranks, _load, mesh, str(tmp_path), dtype, hidden, timeout=120)):
+            for how, found in zip(("own", "dcp", "full"), ways, strict=True):
+                _same(found, wanted[0], f"{how}, on {mesh}, rank {rank}")
+
+
+def _load_exported(rank: int, world_size: int, mesh: Mesh, folder: str) -> dict[str, Tensor]:
+    import zero_optim
+    from zero_optim import load_safetensors
+
+    model, opt, _ = _job(mesh, torch.float32, 24, seed=rank + 1)
+    assert not load_safetensors(model, folder)
+    found = zero_optim.full_model_state_dict(model, rank=None)
+    opt.close()
+    return found
+
+
+def test_slices_are_exported_whole_and_read_from_whole_files(tmp_path):
+    from safetensors.torch import load_file
+    from zero_optim.checkpoint.hugging_face import export
+
+    saved = Mesh(2, 2, 3)
+    (wanted, *_) = run_ranks(4, _save, saved, str(tmp_path), torch.float32, 24, timeout=120)
+    index = json.loads((tmp_path / "own" / "step-2" / "index.json").read_text())
+    cuts = {entry["name"]: entry["cut"] for entry in index["contents"]["tensors"] if "cut" in entry}
+    assert index["version"] == 3
+    assert cuts == {f"blocks.{n}.{name}.weight": [1, [half] * 2] for n in (0, 1) for name, half in ROWWISE.items()}
+    export(tmp_path / "own", tmp_path / "whole")
+    exported = load_file(tmp_path / "whole" / "model.safetensors")
+    for name, whole in exported.items():
+        assert torch.equal(whole, wanted[name]), name
+    for mesh in (Mesh(2, 2, 2), Mesh(1, 4, 1), Mesh(2, 2, 3)):
+        for found in run_ranks(mesh.ranks, _load_exported, mesh, str(tmp_path / "whole"), timeout=120):
+            _same(found, exported, f"read on {mesh}")
+
+
+ROWWISE = {"out": 8, "down": 12}  # layers whose weights are cut along dimension 1, and columns of a half
