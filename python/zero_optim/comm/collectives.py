@@ -340,11 +340,11 @@ class Comm:
 
         Args:
             parts: these ranks, as the whole job numbers them, each in one part.
-            name: of the parts, in messages.
+            name: of the parts, in messages. Another name is another use, and gets a group of its own.
         """
         assert self.own_group is not None
         # The group goes with the own one: whoever takes that over, on all ranks alike, takes over its parts.
-        group = groups.part_of(self.own_group, parts, lambda: self._split([list(part) for part in parts]))
+        group = groups.part_of(self.own_group, parts, name, lambda: self._split([list(part) for part in parts]))
         made = Comm(group, self.device)
         made.traffic, made.label, made._part_of, made._name = self.traffic, self.label, self, name
         self._parts.append(made)

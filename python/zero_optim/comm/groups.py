@@ -20,7 +20,7 @@ from .together import Ranks
 Reference = weakref.ref[dist.ProcessGroup]
 
 _left: dict[tuple[int, ...], list[Reference]] = {}  # by the ranks, as the whole job numbers them
-_parts: dict[tuple[str, object], Reference] = {}  # by the name of a group, and what its parts are
+_parts: dict[tuple[str, object, str], Reference] = {}  # by the name of a group, what its parts are, and are for
 
 
 def alive(group: Reference | None) -> dist.ProcessGroup | None:
@@ -63,10 +63,14 @@ def leave(numbers: Sequence[int], groups: Iterable[Reference]) -> None:
 
 
 def part_of(
-    whole: dist.ProcessGroup, parts: Sequence[Sequence[int]], make: Callable[[], dist.ProcessGroup]
+    whole: dist.ProcessGroup, parts: Sequence[Sequence[int]], name: str, make: Callable[[], dist.ProcessGroup]
 ) -> dist.ProcessGroup:
-    """Collective over ``whole``. The group of that part in which this rank is: it is made once."""
-    key = (whole.group_name, tuple(map(tuple, parts)))
+    """Collective over ``whole``. The group of that part in which this rank is: it is made once for each ``name``.
+
+    Two uses of the same ranks need two groups. The second leg of a reduction over a grid leaves when the first has
+    arrived, so ranks come to it at different times: before an expert's reduction on one, and after it on another.
+    """
+    key = (whole.group_name, tuple(map(tuple, parts)), name)
     found = alive(_parts.get(key))
     if found is None:
         found = make()
