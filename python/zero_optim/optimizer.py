@@ -54,7 +54,9 @@ class ShardedAdamW(torch.optim.Optimizer):
     reduce gradients while backward runs. Without ``torch.distributed`` it is a plain fused optimizer.
 
     Args:
-        params: parameters, ``model.named_parameters()``, or groups, as ``torch.optim.AdamW`` takes them.
+        params: parameters, ``model.named_parameters()``, or groups, as ``torch.optim.AdamW`` takes them. A group of
+            experts says which ranks have the same by ``mesh`` or ``process_group``, and by ``grad_divisor``, an int or
+            a group, what the sum of their gradients is divided by.
         lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``; a group's own values win; read at
             every step.
         stage: what the ranks share: 0 nothing, 1 optimizer state, 2 optimizer state and gradients; 3, parameters too,
