@@ -169,7 +169,7 @@ def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: Ranks | No
         tensor = local_of(tensor)
     elif is_distributed(tensor):
         raise ParameterError(
-            f"the {spec.label} is a DTensor, and which ranks have the same slice is not known: give its ShardedAdamW, too"
+            f"the {spec.label} is a DTensor, and which ranks have the same slice is not known: give its ShardedAdamW"
         )
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
     if not plain or tensor.is_conj() or tensor.is_neg():
