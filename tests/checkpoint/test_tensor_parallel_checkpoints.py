@@ -31,7 +31,7 @@ class Mesh:
         return Way(stage=self.stage, dtype=dtype, hidden=hidden, sequence=hidden != UNEVEN and self.tensor > 1)
 
 
-UNEVEN = 5
+UNEVEN = 17  # the first of two slices of a weight then takes a row of a bucket more than the other
 SAVED = (Mesh(2, 2, 0), Mesh(2, 2, 1), Mesh(2, 2, 2), Mesh(2, 2, 3), Mesh(3, 1, 2), Mesh(1, 2, 2))
 LOADED = (Mesh(1, 1), Mesh(2, 1, 3), Mesh(2, 2, 2), Mesh(2, 2, 3), Mesh(1, 4, 2), Mesh(3, 2, 1), Mesh(1, 2, 3))
 

@@ -48,6 +48,26 @@ def test_who_holds_what_and_hears_whom(stage):
         assert terms == [4.0 * data + 1, 2.0]
 
 
+def _summed(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> float:
+    """The sum of four terms, of which bf16 loses the small ones beside the large."""
+    from zero_optim.comm.collectives import make_comm
+    from zero_optim.comm.sharding import make_sharding
+    from zero_optim.comm.tensor_ranks import with_tensor_ranks
+
+    mesh = make_mesh(1, 4)
+    group, columns = with_tensor_ranks(mesh["dp"].get_group(), mesh["tp"])
+    everyone = make_comm(group)
+    everyone.separate()
+    sharding = make_sharding(everyone, 2, reduce_dtype, torch.device("cpu"), None, columns)
+    term = torch.tensor([(256.0, -255.0, 1 / 128, 1 / 128)[rank]], dtype=torch.bfloat16)
+    sharding.sum_over_slices([term])
+    return float(term)
+
+
+def test_terms_are_added_up_in_the_dtype_of_reductions():
+    assert run_ranks(4, _summed, torch.float32) == [1 + 1 / 64] * 4
+
+
 def _told(kind: type[Exception], *params: nn.Parameter, **given: object) -> str:
     import zero_optim
 
