@@ -39,13 +39,12 @@ Laps = dict[str, Callable[[], object]]
 @dataclass(frozen=True)
 class Task:
     """The training that is the same for every contender. ``batch`` windows a rank, the same at every step, other ones
-    on every rank. ``replicas``: rows of a mesh; 1: all ranks share."""
+    on every rank."""
 
     config: ModelConfig
     dtype: torch.dtype
     batch: int
     device: torch.device = torch.device("cpu")
-    replicas: int = 1
 
     @property
     def tokens(self) -> int:
@@ -57,19 +56,18 @@ class Task:
         with self.device:
             return GPT(self.config, self.dtype)
 
-    def mesh(self) -> dist.DeviceMesh:
-        """Collective. Of one dimension, or of replicas and shards."""
-        from torch.distributed.device_mesh import init_device_mesh
+    @property
+    def slices(self) -> int:
+        """Neighbouring ranks that have the same windows, each with another slice of the model."""
+        return 1
 
-        ranks = dist.get_world_size()
-        if self.replicas == 1:
-            return init_device_mesh(self.device.type, (ranks,))
-        shape = self.replicas, ranks // self.replicas
-        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    def spread(self, model: GPT) -> tuple[GPT, dist.DeviceMesh | None]:
+        """Collective. This rank's part of ``model``, and the ranks to average over; None: all, and all share."""
+        return model, None
 
     def windows(self) -> Tensor:
         """[batch, seq + 1] int64, of this rank."""
-        generator = torch.Generator().manual_seed(1 + dist.get_rank())
+        generator = torch.Generator().manual_seed(1 + dist.get_rank() // self.slices)
         return torch.randint(VOCAB, (self.batch, self.config.seq + 1), generator=generator).to(self.device)
 
 
@@ -129,7 +127,7 @@ class Passes:
 
 def ours(task: Task, stage: int, *, reshard: bool = True) -> Contender:
     """``reshard``: at stage 3, where a block is a unit, its parameters are freed after forward and gathered again."""
-    model, mesh = task.model(), task.mesh() if task.replicas > 1 else None
+    model, mesh = task.spread(task.model())
     if stage == 3:
         shard_module(model, (Block,), reshard_after_forward=reshard, mesh=mesh)
     opt = ShardedAdamW(model.named_parameters(), stage=stage, mesh=mesh, **TRAINING)
@@ -201,9 +199,8 @@ def fsdp2(task: Task, *, reshard: bool) -> Contender:
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model = _widened(task.model())
+    model, mesh = task.spread(_widened(task.model()))
     policy = MixedPrecisionPolicy(task.dtype, task.dtype, cast_forward_inputs=False)
-    mesh = task.mesh()
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard and module is not model)
     opt = torch.optim.AdamW(model.parameters(), fused=True, **TRAINING)

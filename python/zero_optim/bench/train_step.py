@@ -31,7 +31,7 @@ SEQ = {"cpu": 64, "cuda": 1024}  # tokens of a window
 TOKENS = {"cpu": (256, 512), "cuda": (4096,)}  # of a rank in a step
 ROUNDS = 21
 WARM_UP_STEPS, STEADY_STEPS = 2, 3  # buckets are laid out in the order of the first step
-TINY = ModelConfig(layers=1, hidden=64, heads=1, seq=16)
+TINY = ModelConfig(layers=1, hidden=64, heads=2, seq=16)
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float32: 1e-4}  # of the loss: sums and layers are rounded at other places
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -249,7 +249,7 @@ def make_rows(
             phases={lap: Spread.of([of_round[lap] for of_round in laps[name]]).ms for lap in laps[name][0]},
             ranks=contest.ranks,
             tokens=task.tokens,
-            tokens_per_s=round(contest.ranks * task.tokens / spread.ms * 1e3, 1),
+            tokens_per_s=round(contest.ranks // task.slices * task.tokens / spread.ms * 1e3, 1),
             memory=alone[name].memory,
             loss=round(alone[name].losses[-1], 5),
             baseline=contest.baseline(name),

@@ -41,15 +41,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_dim = config.hidden // config.heads
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=False)
         self.out = nn.Linear(config.hidden, config.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, seq, hidden = x.shape
-        q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_dim)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, seq, hidden))
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
