@@ -28,9 +28,9 @@ from zero_optim.bench.fused_adams import HYPER
 from zero_optim.bench.ranks import on_ranks
 from zero_optim.bench.request import Choices, Menu, Request
 from zero_optim.bench.run import Measured
+from zero_optim.errors import UsageError
 from zero_optim.optimizer import ShardedAdamW
 from zero_optim.shard_module import shard_module
-from zero_optim.train.config import UsageError
 
 STEPS = 100_000
 SAMPLES = 100

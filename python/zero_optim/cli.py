@@ -16,9 +16,9 @@ from .bench.request import add_arguments as add_bench_arguments
 from .bench.request import add_choice_of_ops
 from .bench.request import read_request as read_bench_request
 from .doctor import distribution_version
-from .errors import ZeroOptimError
+from .errors import UsageError, ZeroOptimError
 from .memory import command as planner
-from .train.config import DTYPES, UsageError, add_arguments, read_request
+from .train.config import DTYPES, add_arguments, read_request
 from .train.output import print_nowhere
 
 USAGE_ERROR = 2

@@ -45,3 +45,7 @@ class CheckpointError(ZeroOptimError):
 
 class OffloadError(ZeroOptimError):
     """State that lives off the device could not be written or read: no space, no folder, a damaged or lost file."""
+
+
+class UsageError(Exception):
+    """A command was asked for what cannot be had. The message is one line that names the flag and the remedy."""

@@ -7,7 +7,7 @@ import torch
 from zero_optim.bench import adam_step, case, fused_adams, grad_stats, pack
 from zero_optim.bench.case import COPY, DTYPES, STREAM, TORCH, Case, Setting, choose_backends, copy_job
 from zero_optim.bench.run import CASES
-from zero_optim.train.config import UsageError
+from zero_optim.errors import UsageError
 
 import zero_kernels
 

@@ -22,7 +22,7 @@ from zero_optim.bench.rows.phase import PhaseRow
 from zero_optim.bench.table import table
 from zero_optim.drawing.figures import elements
 from zero_optim.drawing.sheet import Bars, Lines
-from zero_optim.train.config import UsageError
+from zero_optim.errors import UsageError
 
 import zero_kernels
 

@@ -17,7 +17,7 @@ from zero_optim.memory.decoders import Width
 from zero_optim.memory.fit import cheapest_change
 from zero_optim.memory.plan import ON_THE_HOST
 from zero_optim.memory.shapes import ModelShapes, ParameterShape
-from zero_optim.stores.offload import HOST_BUFFERS, SLOTS, Offload, Tier
+from zero_optim.stores.offload import FRAMES, HOST_BUFFERS, Offload, Tier
 
 GB = 10**9
 RANKS = (1, 4, 16, 64, 256, 1024)
@@ -180,7 +180,7 @@ def test_state_in_other_memory():
         away = plan(model, Job(world=4, stage=2, offload=Offload(tier)))
         assert away.memory["master"] == away.memory["exp_avg"] == 0
         assert away.memory["padding"] < here.memory["padding"]
-        largest = away.memory["pages"] // SLOTS
+        largest = away.memory["pages"] // FRAMES
         freed = here.total - away.total
         assert freed == pytest.approx(state - away.memory["pages"], rel=1e-3)
         if tier is Tier.PAGED:

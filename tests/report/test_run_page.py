@@ -14,11 +14,11 @@ import warm_python
 from run_cases import Page, ending, make_run, rank_report, session, step
 from zero_optim.cli import main
 from zero_optim.drawing.sheet import Marks, Scale
+from zero_optim.errors import UsageError
 from zero_optim.report.run_charts import charts, losses
 from zero_optim.report.run_data import problems, read_run
 from zero_optim.report.run_page import write_run_page
 from zero_optim.train.account import draw_losses
-from zero_optim.train.config import UsageError
 from zero_optim.train.run_dir import RunDir
 from zero_optim.train.session import Outcome, sessions_from_text, sessions_to_text, taken_back
 

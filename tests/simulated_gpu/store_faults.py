@@ -6,7 +6,7 @@ from .fault import NOWHERE, Fault, fault, one, two, within
 
 _HERE = "tests/stores/test_on_a_simulated_gpu.py shows it"
 _NORM = "The host has waited for the stream that computes, which the norm and the overflow come from."
-_NO_PAGES = f"Where a program drops slots, the host has waited for every page. {_HERE}."
+_NO_PAGES = f"Where a program drops frames, the host has waited for every page. {_HERE}."
 _READ = f"The host has all of a page that it reads before it reads the next. {_HERE}."
 _LEAVES_FIRST = "[begun[0].end_update(), self._rule.update(updates)]"
 
@@ -47,12 +47,12 @@ _OF_PAGES = within(
     fault("commit: used.set()", one("paged", 2)),
     fault("commit: lane.after(page.used)", one("paged", 2), one("parameters on the host", 3)),
     fault("commit: lane.set(page.left)", one("paged", 2)),
-    fault("commit: leave_slot(page.left)", one("paged", 2), new="page.leave_slot(page.used)"),
+    fault("commit: leave_frame(page.left)", one("paged", 2), new="page.leave_frame(page.used)"),
     fault("discard: used.set()", one("paged, saved and loaded", 2), unseen=_READ),
     fault(
-        "discard: leave_slot(page.used)",
+        "discard: leave_frame(page.used)",
         one("paged, saved and loaded", 2),
-        new="page.leave_slot(page.arrived)",
+        new="page.leave_frame(page.arrived)",
         unseen=_READ,
     ),
     fault(
@@ -65,16 +65,16 @@ _OF_PAGES = within(
         unseen="What came in with a page goes out again, and the host waits for that; where a page was only read, it "
         "has waited for the values.",
     ),
-    fault("_bring: lane.after(slot.free)", one("paged", 2)),
+    fault("_bring: lane.after(frame.free)", one("paged", 2)),
     fault("_bring: lane.after(page.left)", one("paged, some stay, clipped", 3)),
     fault("_bring: lane.set(page.arrived)", one("paged", 2)),
     fault(
-        "_send_back: arrived.wait()", one("paged", 2), unseen="No program wants the slot of a page that is on its way."
+        "_send_back: arrived.wait()", one("paged", 2), unseen="No program wants the frame of a page that is on its way."
     ),
-    fault("_drop_slots: _lanes.keep(...)", one("paged, as there is room", 2), unseen=_NO_PAGES),
-    fault("_drop_slots: keep_for_current_stream(...)", two("paged, as there is room", 2), unseen=_NO_PAGES),
+    fault("_drop_frames: _lanes.keep(...)", one("paged, as there is room", 2), unseen=_NO_PAGES),
+    fault("_drop_frames: keep_for_current_stream(...)", two("paged, as there is room", 2), unseen=_NO_PAGES),
     fault(
-        "_fit_slots: free.set()",
+        "_fit_frames: free.set()",
         one("paged", 2),
         unseen=f"New pages are copied into host memory, and the host waits for that. {_HERE}.",
     ),

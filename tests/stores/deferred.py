@@ -4,7 +4,7 @@ A copy that is asked for only goes onto its lane. It is made when somebody waits
 for one on another lane that comes after that. Until then its target holds no number, where nothing on a lane still
 reads what is there. The CPU computes at once, so a mark that it sets has passed::
 
-    lane in      copy page 1 in ── mark a          the slot is NaN until somebody waits for a
+    lane in      copy page 1 in ── mark a          the frame is NaN until somebody waits for a
     computing                        wait for a    the copy is made now
     lane out                                       wait for b; copy page 1 out: made when somebody waits for this one
 

@@ -63,7 +63,7 @@ def test_pages_in_turn(call: Call, room: int | None) -> None:
 
 
 def closed_under_way(kept: bool, written: bool) -> list[int]:
-    """The memory of the slots, and of the homes, goes while the lanes have work."""
+    """The memory of the frames, and of the homes, goes while the lanes have work."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         store = _store(math.inf if kept else 0)

@@ -23,13 +23,13 @@ from zero_optim.stores.page import PageState
 from zero_optim.stores.page_file import PageFile, Transfer
 from zero_optim.stores.paged_store import PagedStore
 
-IN_SLOTS = table(paged_store.__doc__, "event")
+IN_FRAMES = table(paged_store.__doc__, "event")
 ON_DISK = table(disk_homes.__doc__, "event")
 SECONDS = 10.0
 
 
 def test_the_tables_have_every_state():
-    assert {state for _, state in IN_SLOTS} == {state.name for state in PageState}
+    assert {state for _, state in IN_FRAMES} == {state.name for state in PageState}
     assert {state for _, state in ON_DISK} == {state.name for state in PagePlace}
 
 
@@ -48,7 +48,7 @@ def _store_with_a_page(state: str) -> tuple[PagedStore, int]:
     return store, number
 
 
-@pytest.mark.parametrize(("event", "before", "after"), [(*cell, after) for cell, after in IN_SLOTS.items()])
+@pytest.mark.parametrize(("event", "before", "after"), [(*cell, after) for cell, after in IN_FRAMES.items()])
 def test_a_page_of_a_store(event: str, before: str, after: str):
     store, number = _store_with_a_page(before)
     page = store._pages[number]
@@ -271,7 +271,7 @@ def test_two_pages_are_here_at_a_time_and_a_third_takes_the_place_of_either():
         store = PagedStore(device, HostLanes(), HostHomes(HostMemory(pinned=False)), 0)
         pages = [store.allocate({"state": torch.full((300,), float(value))}) for value in range(3)]
         here = [store.fetch(number)["state"] for number in pages[:2]]
-        with pytest.raises(RuntimeError, match="slots"):
+        with pytest.raises(RuntimeError, match="frames"):
             store.fetch(pages[2])
         here[first_to_go].add_(10)
         store.commit(pages[first_to_go])

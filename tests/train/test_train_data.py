@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from zero_optim.train.config import UsageError
+from zero_optim.errors import UsageError
 from zero_optim.train.data import draw_windows, fixed_windows, load_corpus, split, unigram_entropy
 
 TEXT = torch.arange(1000).remainder(251).to(torch.uint8)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import zero_kernels
 
-from ..train.config import UsageError
+from ..errors import UsageError
 from .rows.op import Row
 from .timing import Job, Spread
 

@@ -18,7 +18,7 @@ import torch
 import zero_kernels
 
 from ..doctor import DISTRIBUTION, version_of
-from ..train.config import UsageError
+from ..errors import UsageError
 
 SCHEMA = 7
 OLDEST = 2  # schema that is still read; its rows lack some keys

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..train.config import UsageError
+from ..errors import UsageError
 
 OPS = ("adam_step", "pack", "grad_stats")
 DTYPES = ("fp16", "bf16")

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ZeroOptimError
-from ..train.config import UsageError
+from ..errors import UsageError, ZeroOptimError
 from . import (
     adam_step,
     checkpoints,

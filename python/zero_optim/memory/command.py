@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from ..drawing.figures import row, size
-from ..errors import ParameterError
+from ..errors import ParameterError, UsageError
 from ..stores.offload import Offload, Tier, read_nbytes, read_offload
-from ..train.config import DTYPES, UsageError
+from ..train.config import DTYPES
 from .activations import Batch
 from .decoders import KNOWN, gpt_of
 from .fit import MOST_MEMORY, MOST_PARAMETERS, largest_model, smallest_stage

@@ -17,7 +17,7 @@ from ..params.layout import BucketLayout, SlotPiece, one_bucket
 from ..rules.adamw import AdamW
 from ..rules.update_rule import UpdateRule, tensors_for
 from ..stats import PAGES, FlatBytes, count_bucket, no_memory, state_nbytes
-from ..stores.offload import SLOTS, Footprint, Offload, Tier, footprint
+from ..stores.offload import FRAMES, Footprint, Offload, Tier, footprint
 from .activations import Batch, activation_bytes
 from .shapes import ModelShapes, ParameterShape, cut_over
 
@@ -396,7 +396,7 @@ def _place_state(pages: Sequence[int], laid: _Laid, job: Job, sharding: Sharding
     twice = zip(pages, visiting or [0] * len(pages), laid.buckets, strict=True)
     spares = [page + guest for page, guest, flat in twice if flat.dtype.itemsize == 2]
     left = max(0, (job.device_memory or 0) - others)
-    room = left if sum(pages) <= left else max(0, left - SLOTS * max(pages, default=0))
+    room = left if sum(pages) <= left else max(0, left - FRAMES * max(pages, default=0))
     shared = sharding.shard_count > 1
     mirrors = _mirrors(laid, job, sharding)
     return footprint(job.offload, pages, mirrors, sum(spares) if shared else 0, visiting, room=room)

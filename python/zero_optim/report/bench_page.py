@@ -10,7 +10,7 @@ from typing import Any
 from ..bench.record import read
 from ..bench.rows import sheets_of
 from ..bench.table import table as text_table
-from ..train.config import UsageError
+from ..errors import UsageError
 from ..train.run_dir import PAGE
 from .charts import Chart, cards, data, missing
 from .html import Html, details, join, tag

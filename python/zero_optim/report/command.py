@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..train.config import UsageError
+from ..errors import UsageError
 from ..train.run_dir import LOG
 from .bench_page import results_in, write_bench_page
 from .run_page import write_run_page

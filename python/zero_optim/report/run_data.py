@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ..drawing.figures import count, megabytes, percent
-from ..train.config import UsageError
+from ..errors import UsageError
 from ..train.report import STATE_KINDS
 from ..train.run_dir import LOG, RUN, RunDir, StepRecord
 from ..train.session import Outcome, RankReport, Session

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from ..params.layout import round_up
 
-SLOTS = 2
+FRAMES = 2
 """Places on the device that pages take turns in: one is updated while another comes in, or goes out."""
 
-SLOT_ALIGNMENT = 512
-"""Bytes: where each tensor of a page begins in a slot. Kernels read 16 at a time."""
+FRAME_ALIGNMENT = 512
+"""Bytes: where each tensor of a page begins in a frame. Kernels read 16 at a time."""
 
 HOST_BUFFERS = 6
 """Host memory for so many pages on a disk: what is being read, updated and written at a time."""
@@ -138,9 +138,9 @@ def footprint(
     budget = room if offload.device_budget is None else offload.device_budget
     stays = resident(pages, budget) if offload.tier is not Tier.DEVICE else [True] * len(pages)
     away = [0 if there else nbytes for nbytes, there in zip(pages, stays, strict=True)]
-    guests = [round_up(nbytes, SLOT_ALIGNMENT) for nbytes in visiting] or [0] * len(pages)
-    slots = SLOTS * max(map(operator.add, away, guests), default=0)
-    device = total - sum(away) + slots
+    guests = [round_up(nbytes, FRAME_ALIGNMENT) for nbytes in visiting] or [0] * len(pages)
+    frames = FRAMES * max(map(operator.add, away, guests), default=0)
+    device = total - sum(away) + frames
     if offload.tier is Tier.NVME:
         return Footprint(device, HOST_BUFFERS * max(away, default=0), sum(away))
     return Footprint(device, sum(away), 0)

@@ -1,4 +1,4 @@
-"""A page that comes to the device and goes: its tensors, its home, and the slot that it has on the device meanwhile."""
+"""A page that comes to the device and goes: its tensors, its home, and the frame that it has there meanwhile."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from ..params.layout import round_up
 from .homes import Home
 from .lanes import Mark
-from .offload import SLOT_ALIGNMENT
+from .offload import FRAME_ALIGNMENT
 
 
 class PageState(enum.Enum):
-    """The place of a page: one that is AWAY has no slot; COMING and HERE, it has."""
+    """The place of a page: one that is AWAY has no frame; COMING and HERE, it has."""
 
     AWAY = enum.auto()
     COMING = enum.auto()
@@ -37,25 +37,25 @@ class Field:
 
 def laid_out(tensors: Mapping[str, Tensor], start: int = 0) -> tuple[dict[str, Field], int]:
     """Lay tensors one after another from ``start`` on. Returns where each lies, and where the last one ends."""
-    fields, end = {}, round_up(start, SLOT_ALIGNMENT)
+    fields, end = {}, round_up(start, FRAME_ALIGNMENT)
     for name, tensor in tensors.items():
         fields[name] = Field(tensor.dtype, tensor.numel(), end)
-        end = round_up(end + tensor.nbytes, SLOT_ALIGNMENT)
+        end = round_up(end + tensor.nbytes, FRAME_ALIGNMENT)
     return fields, end
 
 
 @dataclass(eq=False)
-class Slot:
+class Frame:
     """A place on the device that pages take turns in."""
 
     run: Tensor  # [bytes] uint8 on the device
-    free: Mark  # once it has passed, what was in the slot last is not needed there any more
+    free: Mark  # once it has passed, what was in the frame last is not needed there any more
     page: Page | None = None
 
 
 @dataclass(eq=False)
 class Page:
-    """A page of state, with what visits the device beside it. Both lie in one slot, one after the other.
+    """A page of state, with what visits the device beside it. Both lie in one frame, one after the other.
 
     A resident page stays on the device, and has no home: only what visits comes and goes.
     """
@@ -65,37 +65,37 @@ class Page:
     visiting: dict[str, tuple[Field, Tensor]]  # each with the tensor in host memory that it is a copy of
     home: Home | None  # None: resident
     stays: Mapping[str, Tensor]  # where resident
-    arrived: Mark  # it was copied into its slot
+    arrived: Mark  # it was copied into its frame
     used: Mark  # it was updated, or read
-    left: Mark  # it was copied out of its slot
+    left: Mark  # it was copied out of its frame
     state: PageState = PageState.AWAY
-    slot: Slot | None = None
+    frame: Frame | None = None
 
     @property
     def moved(self) -> int:
         """Bytes that come and go."""
-        visiting = sum(round_up(of.numel * of.dtype.itemsize, SLOT_ALIGNMENT) for of, _ in self.visiting.values())
+        visiting = sum(round_up(of.numel * of.dtype.itemsize, FRAME_ALIGNMENT) for of, _ in self.visiting.values())
         return (self.nbytes if self.home is not None else 0) + visiting
 
     def tensors(self) -> dict[str, Tensor]:
         """Give all that an update uses, on the device."""
-        if self.slot is None:
+        if self.frame is None:
             return dict(self.stays)
         own = self.own if self.home is not None else {}
         here = {**own, **{name: field for name, (field, _) in self.visiting.items()}}
-        return {**self.stays, **{name: field.of(self.slot.run) for name, field in here.items()}}
+        return {**self.stays, **{name: field.of(self.frame.run) for name, field in here.items()}}
 
-    def take_slot(self, slot: Slot) -> None:
-        self.slot, self.state, slot.page = slot, PageState.COMING, self
+    def take_frame(self, frame: Frame) -> None:
+        self.frame, self.state, frame.page = frame, PageState.COMING, self
 
-    def leave_slot(self, free: Mark) -> None:
-        """The slot is free once the mark has passed."""
-        if self.slot is not None:
-            self.slot.free, self.slot.page = free, None
-            self.slot, self.state = None, PageState.AWAY
+    def leave_frame(self, free: Mark) -> None:
+        """The frame is free once the mark has passed."""
+        if self.frame is not None:
+            self.frame.free, self.frame.page = free, None
+            self.frame, self.state = None, PageState.AWAY
 
     def stay(self, run: Tensor) -> None:
-        """Be resident in ``run``, which has the page. What visits has a slot to itself from now on."""
+        """Be resident in ``run``, which has the page. What visits has a frame to itself from now on."""
         self.home, self.stays = None, {name: field.of(run) for name, field in self.own.items()}
         fields, _ = laid_out({name: tensor for name, (_, tensor) in self.visiting.items()})
         self.visiting = {name: (field, self.visiting[name][1]) for name, field in fields.items()}

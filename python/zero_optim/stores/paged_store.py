@@ -1,11 +1,11 @@
 """Pages in host memory or on a disk, copied to the device around their update.
 
-Two slots on the device are lent in turn. While page 1 is updated, page 2 comes in and page 0 goes out::
+Two frames on the device are lent in turn. While page 1 is updated, page 2 comes in and page 0 goes out::
 
     lane in    | page 1 | page 2 |        | page 3 |
     computing           | update 1 | update 2 | update 3 |
     lane out                       | page 1 | page 2 |
-    slots        A        B          A        B
+    frames        A        B          A        B
 
 The update is that of the device, so what it gives is what it would give without a store, bit by bit. As many pages as
 the budget holds never leave the device.
@@ -22,7 +22,7 @@ discard     error   error   AWAY
 send_back   AWAY    AWAY    error
 ==========  ======  ======  =====
 
-``send_back`` is the store's own: another page wants the slot. A page on a disk has to be read before it can be COMING:
+``send_back`` is the store's own: another page wants the frame. A page on a disk has to be read before it can be COMING:
 ``prefetch`` begins that, and leaves it AWAY.
 """
 
@@ -37,8 +37,8 @@ from ..comm.streams import keep_for_current_stream
 from ..errors import OffloadError
 from .homes import Homes
 from .lanes import Lanes
-from .offload import SLOTS
-from .page import Page, PageState, Slot, laid_out
+from .offload import FRAMES
+from .page import Frame, Page, PageState, laid_out
 
 
 class PagedStore:
@@ -66,7 +66,7 @@ class PagedStore:
         self._budget = budget  # what resident pages have not taken of it
         self._pages: dict[int, Page] = {}
         self._allocated = self._steps = 0
-        self._slots: list[Slot] = []  # the one that was used longest ago in front
+        self._frames: list[Frame] = []  # the one that was used longest ago in front
 
     # -- pages ---------------------------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class PagedStore:
                 field.of(run).copy_(page[name])
             made.left.set()
             made.home.filled(made.left)
-        self._fit_slots(made.moved)
+        self._fit_frames(made.moved)
         self._allocated += 1
         self._pages[self._allocated] = made
         return self._allocated
@@ -109,7 +109,7 @@ class PagedStore:
             page.left.wait()
             page.home.release()
         if not self._pages:
-            self._drop_slots()
+            self._drop_frames()
 
     def prefetch(self, number: int) -> None:
         page = self._pages[number]
@@ -117,7 +117,7 @@ class PagedStore:
             return
         if page.home is not None:
             page.home.expect()
-        # A page on a disk takes no slot before it has been read: other pages would wait for the disk, too.
+        # A page on a disk takes no frame before it has been read: other pages would wait for the disk, too.
         if self._homes.at_once:
             self._bring(page)
 
@@ -127,7 +127,7 @@ class PagedStore:
             return page.stays
         if page.state is PageState.HERE:
             raise RuntimeError(f"fetch of page {number}, which is here")
-        # It was not prefetched, or another page has wanted its slot since.
+        # It was not prefetched, or another page has wanted its frame since.
         if page.state is PageState.AWAY:
             self._bring(page)
         page.arrived.order_current()
@@ -138,8 +138,8 @@ class PagedStore:
         page = self._pages[number]
         if not page.moved:
             return
-        run = self._slot_of(page, "commit").run
-        # The copy out begins after the update, and the slot is free only after the copy.
+        run = self._frame_of(page, "commit").run
+        # The copy out begins after the update, and the frame is free only after the copy.
         page.used.set()
         lane = self._lanes.to_host
         lane.after(page.used)
@@ -151,18 +151,18 @@ class PagedStore:
         if page.home is not None:
             page.home.filled(page.left)
         self.copied.to_host += page.moved
-        page.leave_slot(page.left)
+        page.leave_frame(page.left)
 
     def discard(self, number: int) -> None:
         page = self._pages[number]
         if not page.moved:
             return
-        self._slot_of(page, "discard")
+        self._frame_of(page, "discard")
         page.used.set()
-        # Where it rests is free as soon as the page has come in; the slot, when what has read it there is over.
+        # Where it rests is free as soon as the page has come in; the frame, when what has read it there is over.
         if page.home is not None:
             page.home.unchanged(page.arrived)
-        page.leave_slot(page.used)
+        page.leave_frame(page.used)
 
     def wait_for_visitors(self, number: int) -> None:
         page = self._pages[number]
@@ -196,7 +196,7 @@ class PagedStore:
 
     def footprint(self) -> Mapping[str, int]:
         resident = sum(page.nbytes for page in self._pages.values() if page.home is None)
-        return {"device": resident + sum(slot.run.nbytes for slot in self._slots), **self._homes.footprint()}
+        return {"device": resident + sum(frame.run.nbytes for frame in self._frames), **self._homes.footprint()}
 
     def close(self) -> None:
         for number in list(self._pages):
@@ -206,72 +206,72 @@ class PagedStore:
     def state_of(self, number: int) -> PageState:
         return self._pages[number].state
 
-    # -- slots ---------------------------------------------------------------------------------------------------
+    # -- frames ---------------------------------------------------------------------------------------------------
 
     def _bring(self, page: Page) -> None:
-        """Have the page copied into a slot, after what was there has left, and after it has left itself."""
-        # The home comes first: where the page is lost it raises, and no slot is taken.
+        """Have the page copied into a frame, after what was there has left, and after it has left itself."""
+        # The home comes first: where the page is lost it raises, and no frame is taken.
         source = page.home.incoming() if page.home is not None else None
-        slot = self._free_slot()
+        frame = self._free_frame()
         lane = self._lanes.to_device
-        lane.after(slot.free)
+        lane.after(frame.free)
         # It may still be on its way out, to the memory that it is now read from: lanes do not wait for each other.
         lane.after(page.left)
         if source is not None:
-            lane.copy(slot.run[: page.nbytes], source)
+            lane.copy(frame.run[: page.nbytes], source)
         for field, home in page.visiting.values():
-            lane.copy(field.of(slot.run), home)
+            lane.copy(field.of(frame.run), home)
         lane.set(page.arrived)
-        page.take_slot(slot)
+        page.take_frame(frame)
         self.copied.to_device += page.moved
 
-    def _free_slot(self) -> Slot:
+    def _free_frame(self) -> Frame:
         """The one that was used longest ago, of those whose page is not here."""
-        slot = next((slot for slot in self._slots if slot.page is None), None)
+        frame = next((frame for frame in self._frames if frame.page is None), None)
         # Else a page that was prefetched, and is not fetched yet, comes again later.
-        slot = slot or next((slot for slot in self._slots if slot.page.state is PageState.COMING), None)  # type: ignore[union-attr]
-        if slot is None:
-            raise RuntimeError("more pages are fetched at a time than there are slots")
-        if slot.page is not None:
-            self._send_back(slot.page)
-        self._slots.remove(slot)
-        self._slots.append(slot)
-        return slot
+        frame = frame or next((frame for frame in self._frames if frame.page.state is PageState.COMING), None)  # type: ignore[union-attr]
+        if frame is None:
+            raise RuntimeError("more pages are fetched at a time than there are frames")
+        if frame.page is not None:
+            self._send_back(frame.page)
+        self._frames.remove(frame)
+        self._frames.append(frame)
+        return frame
 
     def _send_back(self, page: Page) -> None:
-        """Take the slot of a page that is on its way in: it is not wanted yet, and has to come anew."""
+        """Take the frame of a page that is on its way in: it is not wanted yet, and has to come anew."""
         if page.state is PageState.AWAY:
             return
         if page.state is PageState.HERE:
-            raise RuntimeError("a page would lose its slot while it is here")
+            raise RuntimeError("a page would lose its frame while it is here")
         # The host waits: its home may be given to others at once, and the lane still reads from there.
         page.arrived.wait()
         if page.home is not None:
             page.home.unchanged(page.arrived)
-        page.leave_slot(page.arrived)
+        page.leave_frame(page.arrived)
 
-    def _slot_of(self, page: Page, event: str) -> Slot:
-        if page.state is not PageState.HERE or page.slot is None:
+    def _frame_of(self, page: Page, event: str) -> Frame:
+        if page.state is not PageState.HERE or page.frame is None:
             raise RuntimeError(f"{event} of a page that is {page.state.name}")
-        return page.slot
+        return page.frame
 
-    def _fit_slots(self, nbytes: int) -> None:
-        """Make slots for a page of that size, if those that are there are smaller."""
-        if nbytes > (self._slots[0].run.nbytes if self._slots else 0):
-            self._drop_slots()
-            runs = [torch.empty(nbytes, dtype=torch.uint8, device=self.works_on) for _ in range(SLOTS)]
-            self._slots = [Slot(run, self._lanes.mark()) for run in runs]
-            for slot in self._slots:
-                slot.free.set()  # its memory may be what the stream that computes has used before
+    def _fit_frames(self, nbytes: int) -> None:
+        """Make frames for a page of that size, if those that are there are smaller."""
+        if nbytes > (self._frames[0].run.nbytes if self._frames else 0):
+            self._drop_frames()
+            runs = [torch.empty(nbytes, dtype=torch.uint8, device=self.works_on) for _ in range(FRAMES)]
+            self._frames = [Frame(run, self._lanes.mark()) for run in runs]
+            for frame in self._frames:
+                frame.free.set()  # its memory may be what the stream that computes has used before
 
-    def _drop_slots(self) -> None:
-        for slot in self._slots:
-            if slot.page is not None:
-                self._send_back(slot.page)
+    def _drop_frames(self) -> None:
+        for frame in self._frames:
+            if frame.page is not None:
+                self._send_back(frame.page)
             # Lanes and the current stream may still use it, and the allocator knows of neither.
-            self._lanes.keep(slot.run)
-            keep_for_current_stream(slot.run)
-        self._slots = []
+            self._lanes.keep(frame.run)
+            keep_for_current_stream(frame.run)
+        self._frames = []
 
     def use_room(self) -> None:
         self._let_stay()
@@ -291,5 +291,5 @@ class PagedStore:
                 self._budget -= page.nbytes
                 page.stay(run)
         # The largest that still moves may be smaller than before.
-        self._drop_slots()
-        self._fit_slots(max((page.moved for page in self._pages.values()), default=0))
+        self._drop_frames()
+        self._fit_frames(max((page.moved for page in self._pages.values()), default=0))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..errors import UsageError
 from ..stores.offload import read_offload
 from .model import ModelConfig
 
@@ -23,10 +24,6 @@ RESUME_AUTO = Path("auto")
 _FREE_ON_RESUME = {"steps", "data", "out", "save_every", "keep_last", "checkpoint"}
 _FREE_ON_RESUME |= {"device", "stage", "dtype", "batch", "accumulate"}
 _FREE_ON_RESUME |= {"state_offload", "device_budget", "param_offload"}
-
-
-class UsageError(Exception):
-    """Raised for what can't be had. The message is one line that names the culprit and the remedy."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..checkpoint import folder as folders
-from .config import UsageError
+from ..errors import UsageError
 from .session import Session, sessions_from_text, sessions_to_text, taken_back
 
 _CHECKPOINTS = "checkpoint"

@@ -12,8 +12,8 @@ from .. import checkpoint
 from ..checkpoint.folder import checkpoints
 from ..checkpoint.rank_file import crc32c
 from ..comm.collectives import Comm
-from ..errors import CheckpointError
-from .config import RESUME_AUTO, TrainConfig, TrainRequest, UsageError, fresh_config, resumed_config
+from ..errors import CheckpointError, UsageError
+from .config import RESUME_AUTO, TrainConfig, TrainRequest, fresh_config, resumed_config
 from .data import Corpus, load_corpus
 from .output import say
 from .run_dir import RunDir, find_checkpoint

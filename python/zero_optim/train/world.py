@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from ..comm.collectives import Comm, make_comm
-from .config import TrainRequest, UsageError, fresh_config
+from ..errors import UsageError
+from .config import TrainRequest, fresh_config
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...drawing.sheet import Sheet
-from ...train.config import UsageError
+from ...errors import UsageError
 from ..columns import JsonRow
 from ..drawings import Kind
 from ..record import CHECKOUT
