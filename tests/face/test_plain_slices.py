@@ -149,3 +149,140 @@ def test_one_data_parallel_rank_trains_as_one_process_does() -> None:
     for rank, found in enumerate(run_ranks(TENSOR, outcomes, ways, timeout=120)):
         for way, of_way in zip(ways, found, strict=True):
             compare(of_way, way, 1, rank)
+
+
+# -- bits --------------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    (5, 7): "slice",
+    (300, 9): "slice",
+    (6,): "slice",
+    (4, 4): "copy",
+    (33, 8): "term",
+    (7,): "term",
+    (1, 300): "slice",
+    (3, 1): "copy",
+}
+OWN = Hyper(lr=1e-2, weight_decay=0.1)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training with gradients that are given. ``absent``: each rank leaves out some."""
+
+    stage: int
+    micro: int = 1
+    no_sync: bool = False
+    cap_mb: float = TINY_CAP_MB
+    reduce_dtype: torch.dtype | None = None
+    overlap: bool = True
+    absent: bool = False
+
+
+CELLS = [
+    *(Cell(stage, *way) for stage, way in itertools.product((0, 1, 2), ((1, False), (2, True), (2, False)))),
+    *(Cell(stage, 2, no_sync=True, absent=True, cap_mb=25.0) for stage in (0, 1, 2)),
+    *(Cell(stage, 2, no_sync=True, reduce_dtype=torch.float32, overlap=False) for stage in (0, 1, 2)),
+]
+
+
+def value(place: int, shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * seed + place))
+
+
+def initial(tensor: int) -> list[Tensor]:
+    """Slices are others on each tensor-parallel rank."""
+    return [value(n, shape, tensor if kind == "slice" else 0) for n, (shape, kind) in enumerate(KINDS.items())]
+
+
+def given(cell: Cell, data: int, tensor: int, step: int, micro: int, dtype: torch.dtype) -> list[Tensor | None]:
+    """Copies have the same gradient on all tensor-parallel ranks; of a term, some may have none."""
+    grads: list[Tensor | None] = []
+    for n, (shape, kind) in enumerate(KINDS.items()):
+        number = 0 if kind == "copy" else tensor
+        absent = cell.absent and (n + data + micro + number * (kind == "term")) % 3 == 0
+        grads.append(None if absent else value(n, shape, 7 + ((data * 10 + step) * 10 + micro) * 10 + number).to(dtype))
+    return grads
+
+
+def train_cell(cell: Cell, dtype: torch.dtype, mesh: dist.DeviceMesh) -> list[Tensor]:
+    """Copies begin with other values on each rank, and slices on each data-parallel rank: the first one's count."""
+    data, tensor = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    params = []
+    for place, (own, kind) in enumerate(zip(initial(tensor), KINDS.values(), strict=True)):
+        first = data == 0 and (kind == "slice" or tensor == 0)
+        parameter = nn.Parameter((own if first else own + place + 1).to(dtype))
+        parameter.tensor_model_parallel = kind == "slice"
+        if kind == "term":
+            parameter.sequence_parallel = True
+        params.append(parameter)
+    opt = ShardedAdamW(
+        params,
+        lr=OWN.lr,
+        weight_decay=OWN.weight_decay,
+        stage=cell.stage,
+        mesh=mesh["dp"],
+        tensor_parallel=mesh["tp"],
+        bucket_cap_mb=cell.cap_mb,
+        grad_reduce_dtype=cell.reduce_dtype,
+        overlap_grad_reduce=cell.overlap,
+    )
+    for step in range(3):
+        for micro in range(cell.micro):
+            with maybe_no_sync(opt, cell.no_sync and micro < cell.micro - 1):
+                linear_backward(params, given(cell, data, tensor, step, micro, dtype))
+        opt.step()
+        opt.zero_grad()
+    opt.close()
+    return [parameter.detach().clone() for parameter in params]
+
+
+def average(terms: list[list[Tensor | None]], own: int, dtype: torch.dtype, kind: str) -> Tensor | None:
+    """``terms[data][tensor]``: packed and rounded each; those of a row are added up first where they are terms."""
+    rows = [row if kind == "term" else [row[own]] for row in terms]
+    like = next((term for row in rows for term in row if term is not None), None)
+    if like is None:
+        return None
+    total = torch.zeros(like.shape)
+    for row in rows:
+        packed = [pack_rounded(term, len(terms), dtype).float() for term in row if term is not None]
+        if packed:
+            total = total + sum(packed[1:], packed[0]).to(dtype).float()
+    return total.to(dtype)
+
+
+def expected(cell: Cell, data: int, tensor: int, dtype: torch.dtype) -> list[Tensor]:
+    """What one tensor-parallel rank has in the end."""
+    oracle = MasterAdamW([own.to(dtype) for own in initial(tensor)], OWN)
+    for step in range(3):
+        local: list = [[None] * TENSOR for _ in range(data)]
+        total = None
+        for micro in range(cell.micro):
+            for d, t in itertools.product(range(data), range(TENSOR)):
+                local[d][t] = accumulate(local[d][t], given(cell, d, t, step, micro, dtype))
+            if not cell.no_sync or micro == cell.micro - 1:
+                averages = [
+                    average([[of[n] for of in row] for row in local], tensor, cell.reduce_dtype or dtype, kind)
+                    for n, kind in enumerate(KINDS.values())
+                ]
+                if cell.stage == 0:  # there ``.grad`` shows the average, in the parameter's dtype
+                    averages = [None if one is None else one.to(dtype) for one in averages]
+                total = accumulate(total, averages)
+                local = [[None] * TENSOR for _ in range(data)]
+        oracle.step(total or [])
+    return oracle.params
+
+
+def train_cells(rank: int, world_size: int, dtype: torch.dtype) -> list[list[Tensor]]:
+    mesh = make_mesh(world_size // TENSOR)
+    return [train_cell(cell, dtype, mesh) for cell in CELLS]
+
+
+@pytest.mark.parametrize(("data", "dtype"), [(2, torch.bfloat16), (2, torch.float32), (1, torch.float16)])
+def test_every_cell_equals_the_oracle_bit_for_bit(data: int, dtype: torch.dtype) -> None:
+    failures = []
+    for rank, found in enumerate(run_ranks(data * TENSOR, train_cells, dtype, timeout=120)):
+        for cell, of_cell in zip(CELLS, found, strict=True):
+            if differs := difference(of_cell, expected(cell, data, rank % TENSOR, dtype)):
+                failures.append(f"{cell}, rank {rank}: {differs}")
+    assert not failures, "\n".join(failures)
