@@ -23,6 +23,7 @@ from torch import Tensor
 from zero_kernels import is_capturing
 
 from . import validate
+from .comm.collectives import Comm
 from .comm.sharding import Sharding
 from .errors import GradientError, OffloadError, ZeroOptimError
 from .grads.bucket import Bucket
@@ -144,6 +145,11 @@ class Engine:
     @property
     def sharding(self) -> Sharding:
         return self.shardings.main
+
+    @property
+    def stages_of_pipeline(self) -> int:
+        """How many stages the model is cut into."""
+        return 1 if self._pipeline is None else self._pipeline.stages
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -460,3 +466,11 @@ def check_whole(where: str, ids: Container[int]) -> None:
     ``Shardings``."""
     for engine in open_engines():
         engine.shardings.check_whole(where, ids)
+
+
+def savers_of(ids: Container[int]) -> Comm | None:
+    """The ranks that have a whole among them of these parameters, by ``id``, where some are plain slices. Else None."""
+    for engine in open_engines():
+        if engine.sharding.of_plain_slices and any(id(parameter) in ids for parameter in engine.parameters.all):
+            return engine.sharding.savers
+    return None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .comm.collectives import Comm
+from .engine import savers_of
 from .full_parameters import gathered_one_by_one, resharded_between_steps
 from .params.param_shard import plain_parameter
 from .params.tensor_slice import is_distributed, whole_of
@@ -27,7 +28,8 @@ def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_onl
 
     Args:
         rank: the rank that gets it, in the group that the model is sharded over, else in the default group. The others
-            get ``{}``. None: all ranks get it.
+            get ``{}``. None: all ranks get it. Of plain slices each tensor-parallel rank's model is one of its own, and
+            ``rank`` is one of the data-parallel ranks.
         trained_only: leave out buffers, and parameters that need no gradient: they are not gathered. Adapters are
             saved so.
 
@@ -37,7 +39,7 @@ def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_onl
     """
     sharded = resharded_between_steps(model, "full_model_state_dict")
     everyone = sharded[0].sharding.everyone if sharded else None
-    here, ranks = _place(everyone)
+    here, ranks = _place(sharded[0].sharding.savers if sharded else savers_of({*map(id, model.parameters())}))
     if rank is not None and rank not in range(ranks):
         raise ValueError(f"rank must be None or one of {ranks} ranks, got {rank!r}")
     wanted = rank is None or rank == here
@@ -58,10 +60,10 @@ def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_onl
     return {key: _whole(value, wholes) for key, value in state.items()} if wanted else {}
 
 
-def _place(everyone: Comm | None) -> tuple[int, int]:
-    """This rank, and how many there are."""
-    if everyone is not None:
-        return everyone.rank, everyone.world_size
+def _place(ranks: Comm | None) -> tuple[int, int]:
+    """This rank among ``ranks``, and how many there are; None: of the default group."""
+    if ranks is not None:
+        return ranks.rank, ranks.world_size
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 

@@ -29,21 +29,22 @@ def full_state_dict(opt: ShardedAdamW, rank: int | None = 0) -> dict[str, Any]:
     never stepped are left out, as AdamW leaves them out. A group's options that are AdamW's alone have its defaults.
 
     Args:
-        rank: the rank, in the optimizer's group, that gets it, while the others get ``{}``; None: all get it.
+        rank: the rank, in the optimizer's group, that gets it, while the others get ``{}``; None: all get it. Of plain
+            slices, each tensor-parallel rank's state is one of its own, and ``rank`` is one of the data-parallel ranks.
 
     Beside the result a rank needs memory for two buckets of one tensor. Hooks of ``state_dict`` are not called. Raises
     ValueError for a rank that is not there, ParameterError for experts that are plain tensors, and ClosedError, on
     every rank.
     """
     engine = opt.engine
-    everyone = engine.sharding.everyone
+    everyone, savers = engine.sharding.everyone, engine.sharding.savers
     opt.settle()
     with everyone.raising_together("full_state_dict"):
         opt.check_usable()
-        if rank is not None and rank not in range(everyone.world_size):
-            raise ValueError(f"rank must be None or one of {everyone.world_size} ranks, got {rank!r}")
+        if rank is not None and rank not in range(savers.world_size):
+            raise ValueError(f"rank must be None or one of {savers.world_size} ranks, got {rank!r}")
         engine.shardings.check_whole("full_state_dict")
-    wanted = rank is None or rank == everyone.rank
+    wanted = rank is None or rank == savers.rank
     with everyone.raising_together("full_state_dict"):
         state = _gather_state(engine, wanted)
     return {"state": state, "param_groups": _torch_groups(opt)} if wanted else {}
@@ -90,7 +91,8 @@ class _SavedState:
 def load_full_state_dict(opt: ShardedAdamW, state: Mapping[str, Any] | None) -> None:
     """Collective. Load what ``torch.optim.AdamW.state_dict()`` or ``full_state_dict`` gave; parameters stay.
 
-    Rank 0's ``state`` is read, and the others may pass None. Tensors may have any floating dtype and device. Parameters
+    Rank 0's ``state`` is read, and the others may pass None; of plain slices, that of the first data-parallel rank of
+    each slice. Tensors may have any floating dtype and device. Parameters
     are matched by their place in the groups, or by name where the state has names for keys; those without state start
     afresh, and state of frozen ones is left out with a warning. Masters come from ``master``, else from the
     parameters; a master that does not round to its parameter at the next step is taken from the parameter again. So
@@ -101,18 +103,19 @@ def load_full_state_dict(opt: ShardedAdamW, state: Mapping[str, Any] | None) -> 
     changed, naming what does not fit; ParameterError for experts that are plain tensors; ClosedError.
     """
     engine = opt.engine
-    everyone = engine.sharding.everyone
+    everyone, savers = engine.sharding.everyone, engine.sharding.savers
     tensors: Mapping[int, Mapping[str, Any]] = {}
     saved = _SavedState()
     opt.settle()
     with everyone.raising_together("load_full_state_dict"):
         opt.check_usable()
         engine.shardings.check_whole("load_full_state_dict")
-        if everyone.rank == 0:
+        if savers.rank == 0:
             tensors, saved = _read(engine, state)
-    saved = everyone.gather_objects(saved, "load_full_state_dict")[0]
-    if saved.refusal is not None:
-        raise StateMismatchError(saved.refusal)
+    every = everyone.gather_objects(saved, "load_full_state_dict")
+    if (refused := next((of_rank.refusal for of_rank in every if of_rank.refusal is not None), None)) is not None:
+        raise StateMismatchError(refused)
+    saved = every[everyone.ranks.index(savers.ranks[0])]
     engine.states.restart(set(engine.parameters.trained) - set(saved.names))
     master = master_of(engine.rule)
     engine.states.restart_masters({index for index, names in saved.names.items() if master not in names})

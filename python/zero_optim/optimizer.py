@@ -6,7 +6,7 @@ import copy
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from .comm.collectives import Comm, make_comm
 from .comm.expert_ranks import ExpertRanks, make_expert_shardings, read_expert_ranks, split_off, told_each_other
 from .comm.grid import Rows, group_of, read_rows
 from .comm.sharding import Sharding, make_sharding
-from .comm.tensor_ranks import with_tensor_ranks
+from .comm.tensor_ranks import read_row, with_tensor_ranks
 from .engine import Engine, Overlap, open_engines
 from .errors import ClosedError, ZeroOptimError
 from .memory.out_of_memory import explaining_out_of_memory
@@ -66,6 +66,9 @@ class ShardedAdamW(torch.optim.Optimizer):
         mesh: a DeviceMesh, instead of ``process_group``. Of two dimensions, ("replicate", "shard"), the ranks along the
             second share, and those along the first repeat what these hold. Where parameters are tensor-parallel
             ``DTensor``s, of the data-parallel ranks alone, as ``mesh["dp"]``.
+        tensor_parallel: where the model has plain slices, as Megatron's, the ranks that have the other ones, as
+            ``world_mesh["tp"]``, or a process group. ``tensor_model_parallel`` and ``sequence_parallel`` of a parameter
+            say what it is. Of one rank: nothing is cut. DTensors say it themselves.
         pipeline: where the model is cut into stages, the ranks that have them, as ``world_mesh["pp"]``, or a process
             group. The norm of gradients is that of all stages then, and a gradient on one that is not finite skips the
             step of all. Their optimizers make the same calls, with the same ``max_grad_norm`` and ``skip_nonfinite``.
@@ -117,6 +120,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         stage: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         mesh: dist.DeviceMesh | None = None,
+        tensor_parallel: dist.DeviceMesh | dist.ProcessGroup | None = None,
         pipeline: dist.DeviceMesh | dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         grad_reduce_dtype: torch.dtype | None = None,
@@ -133,11 +137,13 @@ class ShardedAdamW(torch.optim.Optimizer):
         params, said = split_off(listed(params))
         dense = [group for number, group in enumerate(params) if number not in said] if said else params
         sharded = sharded_model_of(tensors_in(params))
-        group, columns = group_of(process_group, mesh), None
+        group, columns, row = group_of(process_group, mesh), None, read_row(tensor_parallel, mesh_of(tensors_in(dense)))
         if group is None and sharded:
             group, columns = sharded[0].process_group(), sharded[0].sharding.columns
         else:
-            group, columns = with_tensor_ranks(group, mesh_of(tensors_in(dense)))
+            group, columns = with_tensor_ranks(group, row)
+        plain = sharded[0].sharding.of_plain_slices if sharded else row is not None and row.plain
+        self._slices_told = tensor_parallel is not None or plain
         device = next((tensor.device for tensor in tensors_in(params)), None)
         comm = make_comm(group, device)
         stage = (3 if sharded else 2) if stage is None else stage
@@ -167,11 +173,12 @@ class ShardedAdamW(torch.optim.Optimizer):
             parameters = ParameterSet(self.param_groups)
             indices = parameters.read_groups()
             validate.check_groups(self.param_groups)
-            validate.check_sharded(parameters, indices, stage, comm, rows)
+            validate.check_sharded(parameters, indices, stage, comm, rows, row)
             validate.check_parameters(parameters, indices)
             validate.check_backend(comm, parameters.all[0].device)
             experts = _read_experts(said, comm, columns, stage)
             validate.check_marked(parameters, indices, experts, comm)
+            self._check_marks(parameters, indices, experts, columns, plain, stages.world_size)
         described = {**validate.described_ranks(rows, columns), **validate.described_experts(experts)}
         validate.check_agreement(comm, parameters, 0, {**options, **described})
         experts = told_each_other(experts, comm, "the constructor")
@@ -184,13 +191,14 @@ class ShardedAdamW(torch.optim.Optimizer):
         if sharded:
             parameters.take_names(sharded[0].model)
             comm.traffic = sharded[0].sharding.everyone.traffic
-        sharding = make_sharding(comm, stage, grad_reduce_dtype, parameters.all[0].device, rows, columns)
+        device = parameters.all[0].device
+        sharding = make_sharding(comm, stage, grad_reduce_dtype, device, rows, columns, plain=plain)
         shardings = Shardings(parameters, sharding, make_expert_shardings(sharding, experts))
         model = sharded[0] if sharded else None
         store = _store(offload, sharding, params_on_host=model is not None and model.offload)
         rule, overlap = AdamW(decoupled_weight_decay), Overlap(overlap_grad_reduce, overlap_param_gather)
         alike = {"max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite}
-        joined = make_pipeline(stages, sharding.device, alike)
+        joined = make_pipeline(stages, device, alike, dict(zip(parameters.labels, parameters.all, strict=True)))
         self.engine = Engine(parameters, shardings, rule, model, bucket_cap_mb, overlap, offload, store, joined)
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self._closed = False
@@ -419,6 +427,8 @@ class ShardedAdamW(torch.optim.Optimizer):
                 validate.check_parameters(parameters, indices)
                 experts = _read_experts(said, everyone, columns, self.stage)
                 validate.check_marked(parameters, indices, experts, everyone)
+                stages = self.engine.stages_of_pipeline
+                self._check_marks(parameters, indices, experts, columns, sharding.of_plain_slices, stages)
             validate.check_agreement(everyone, parameters, before, validate.described_experts(experts))
             experts = told_each_other(experts, everyone, "add_param_group")
             with everyone.raising_together("add_param_group"):
@@ -429,6 +439,22 @@ class ShardedAdamW(torch.optim.Optimizer):
             raise
         self.engine.shardings.of_groups.update(make_expert_shardings(sharding, experts))
         self.engine.grow(indices, self.engine.to_train(indices))
+
+    def _check_marks(
+        self,
+        parameters: ParameterSet,
+        indices: Sequence[int],
+        experts: Mapping[int, ExpertRanks],
+        columns: Rows | None,
+        plain: bool,
+        stages: int,
+    ) -> None:
+        validate.check_other_marks(parameters, indices, experts, stages)
+        if plain:
+            validate.check_any_marked(parameters.all, parameters.labels)
+        dense = [index for index in indices if parameters.group_of[index] not in experts]
+        given, labels = [parameters.all[index] for index in dense], [parameters.labels[index] for index in dense]
+        validate.check_marks(given, labels, columns, plain=plain, told=self._slices_told)
 
     def settle(self) -> None:
         """Collective. Complete what a backward or ``step`` has left under way.

@@ -15,9 +15,10 @@ from . import validate
 from .comm.collectives import make_comm
 from .comm.grid import Rows, group_of, read_rows
 from .comm.sharding import Sharding, largest_of, make_sharding
-from .comm.tensor_ranks import with_tensor_ranks
+from .comm.tensor_ranks import read_row, with_tensor_ranks
 from .comm.together import check_same
 from .errors import ParameterError
+from .params.marks import marked, take_marks
 from .params.param_shard import ParamShard
 from .params.parameter_set import check_free, plain_name
 from .params.storage_order import described
@@ -38,6 +39,7 @@ def shard_module(
     *,
     process_group: dist.ProcessGroup | None = None,
     mesh: dist.DeviceMesh | None = None,
+    tensor_parallel: dist.DeviceMesh | dist.ProcessGroup | None = None,
     reshard_after_forward: bool | int = True,
     prefetch: int = 1,
     device: torch.device | str | None = None,
@@ -57,6 +59,8 @@ def shard_module(
         mesh: a DeviceMesh, instead of ``process_group``. Of two dimensions, ("replicate", "shard"), the ranks along the
             second share, and those along the first repeat what these hold. Of a model that ``parallelize_module`` has
             cut, of the data-parallel ranks alone, as ``mesh["dp"]``.
+        tensor_parallel: where the model has plain slices, as Megatron's, the ranks that have the other ones: see
+            ``ShardedAdamW``, which takes it from the model.
         reshard_after_forward: True: free a unit after its forward; a step communicates 3 times the parameters. False:
             keep it until its backward; 2 times. An int k, a divisor of the ranks: keep 1/k of it on each of k
             consecutive ranks of those that share, as of a node, which gather it again among them.
@@ -75,7 +79,9 @@ def shard_module(
         ValueError: an argument out of range.
         RankMismatchError: ranks disagree on model or arguments, or one of them failed.
     """
-    group, columns = with_tensor_ranks(group_of(process_group, mesh), mesh_of(model.parameters()))
+    row = read_row(tensor_parallel, mesh_of(model.parameters()))
+    group, columns = with_tensor_ranks(group_of(process_group, mesh), row)
+    plain = row is not None and row.plain
     comm = make_comm(group, _nearest(model, device))
     plans: list[UnitPlan] = []
     rows: Rows | None = None
@@ -90,6 +96,7 @@ def shard_module(
         )
         plans = plan_units(model, units)
         _check_plans(plans, columns)
+        _check_marks(plans, columns, plain=plain, told=tensor_parallel is not None)
         if comm.world_size > 1:
             _check_no_experts(plans)
         target = _device(plans, device)
@@ -102,7 +109,7 @@ def shard_module(
     comm.connect(target)
     ranks_of_node = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
     keep = reshard_after_forward is False or (not isinstance(reshard_after_forward, bool) and ranks_of_node == 1)
-    sharding = make_sharding(comm, 3, None, target, rows, columns)
+    sharding = make_sharding(comm, 3, None, target, rows, columns, plain=plain)
     sharers = sharding.sharers
     node = sharers.of_consecutive(ranks_of_node) if 1 < ranks_of_node < sharers.world_size else None
     if node is not None:
@@ -223,7 +230,7 @@ def _describe(plans: Sequence[UnitPlan], options: Mapping[str, object]) -> list[
     description = [f"{name}={value}" for name, value in options.items()]
     for plan in plans:
         for key, parameter in plan.parameters.items():
-            kind = f"{described(parameter)}{'' if parameter.requires_grad else ', frozen'}"
+            kind = f"{described(parameter)}{marked(parameter)}{'' if parameter.requires_grad else ', frozen'}"
             description.append(f"{plan.registrations[key][0][2]!r}: {kind} in unit {plan.name!r}")
     return description
 
@@ -257,6 +264,14 @@ def _check_plans(plans: Sequence[UnitPlan], columns: Rows | None) -> None:
     real = [(p, repr(name)) for p, name in zip(parameters, names, strict=True) if not p.is_meta]
     validate.check_memory([p for p, _ in real], [label for _, label in real])
     check_free(parameters, [repr(name) for name in names])
+
+
+def _check_marks(plans: Sequence[UnitPlan], columns: Rows | None, *, plain: bool, told: bool) -> None:
+    named = [(plan.registrations[key][0][2], p) for plan in plans for key, p in plan.parameters.items()]
+    parameters, labels = [parameter for _, parameter in named], [repr(name) for name, _ in named]
+    validate.check_marks(parameters, labels, columns, plain=plain, told=told)
+    if plain:
+        validate.check_any_marked(parameters, labels)
 
 
 def _check_no_experts(plans: Sequence[UnitPlan]) -> None:
@@ -295,6 +310,7 @@ def _materialise(plan: UnitPlan, device: torch.device, init_fn: Callable[[nn.Mod
         if parameter.is_meta:
             empty |= dict.fromkeys(module for module, _, _ in plan.registrations[key])
             made = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            take_marks(made, parameter)
             plan.parameters[key] = made
             for module, name, _ in plan.registrations[key]:
                 module._parameters[name] = made

@@ -18,13 +18,15 @@ import zero_kernels
 from .comm.collectives import Comm
 from .comm.expert_ranks import ExpertRanks
 from .comm.grid import Rows
+from .comm.tensor_ranks import Row
 from .comm.together import check_same
 from .comm.transport import used
 from .errors import ParameterError
+from .params.marks import is_averaged, is_shared, is_slice, is_term, marked, says_anything
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, check_free
 from .params.storage_order import described, storage_order
-from .params.tensor_slice import is_cut, local_of, mesh_of, placed, slice_of
+from .params.tensor_slice import is_cut, is_distributed, local_of, mesh_of, placed, slice_of
 from .units.sharded_model import ShardedModel, sharded_model_of
 from .units.unit import Unit
 
@@ -133,10 +135,12 @@ def check_parameters(parameters: ParameterSet, indices: Sequence[int]) -> None:
     zero_kernels.check_backend(everything[0].device)
 
 
-def check_sharded(parameters: ParameterSet, indices: Sequence[int], stage: int, comm: Comm, rows: Rows | None) -> None:
+def check_sharded(
+    parameters: ParameterSet, indices: Sequence[int], stage: int, comm: Comm, rows: Rows | None, row: Row | None = None
+) -> None:
     """Raise unless, at stage 3, the parameters are those of one sharded model, and before it, of none.
 
-    ``rows``: of the optimizer's grid.
+    ``rows``: of the optimizer's grid. ``row``: of its tensor-parallel ranks; None: it was told none.
     """
     models = sharded_model_of(parameters.all)
     if not models:
@@ -160,6 +164,11 @@ def check_sharded(parameters: ParameterSet, indices: Sequence[int], stage: int, 
         raise ValueError(
             f"the model was sharded over a mesh of {_shape(there)}, the optimizer is given one of {_shape(rows)}: give "
             "it the same mesh, or none"
+        )
+    if row is not None and row.ranks != (slices := _own_row(models[0].sharding.columns or ())):
+        raise ValueError(
+            f"{row.told}, and the model was sharded with slices on ranks {slices}: give the optimizer the same "
+            "tensor_parallel as shard_module, or none"
         )
     own = {id(parameter) for parameter in parameters.all}
     for unit in models[0].units:
@@ -259,6 +268,72 @@ def check_marked(parameters: ParameterSet, indices: Sequence[int], groups: Conta
             )
 
 
+def check_marks(
+    parameters: Sequence[Tensor], labels: Sequence[str], columns: Rows | None, *, plain: bool, told: bool
+) -> None:
+    """Raise ParameterError for the first of ``parameters`` with a mark that cannot be honoured. See ``params.marks``.
+
+    Args:
+        columns: see ``TensorRanks``. ``plain``: whether they are those of plain slices.
+        told: whether the user has said which ranks have slices. Megatron marks slices also where nothing is cut.
+    """
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    for parameter, label in zip(parameters, labels, strict=True):
+        marks = f"{label} has{marked(parameter).removeprefix(',')}"
+        if is_slice(parameter) and is_term(parameter):
+            raise ParameterError(
+                f"{marks}: the gradient of a slice is no term of a sum over tensor-parallel ranks, which have other "
+                "slices. Set one of the two to False"
+            )
+        if is_averaged(parameter) and (plain or not told) and not alone:
+            raise ParameterError(
+                f"{marks}: the mean of a gradient over the tensor-parallel ranks is not made here. Divide it by their "
+                "number in a hook of the parameter, and mark it with sequence_parallel = True, which adds up"
+            )
+        if is_distributed(parameter) and is_term(parameter):
+            raise ParameterError(f"{marks}, and is a DTensor, whose gradient says that by its placement: unmark it")
+        if plain or is_distributed(parameter) or not (is_slice(parameter) or is_term(parameter)):
+            continue
+        if columns is not None:
+            raise ParameterError(
+                f"{marks}, and other parameters are DTensors: of those who have slices, all have to be of one kind"
+            )
+        if not told and not alone:
+            raise ParameterError(
+                f"{marks}, and which ranks have the other slices is not known: give the optimizer, or shard_module, "
+                "tensor_parallel=world_mesh['tp'], or a process group: of one rank, where nothing is cut"
+            )
+
+
+def check_any_marked(parameters: Sequence[Tensor], labels: Sequence[str]) -> None:
+    """Raise ParameterError where nobody has marked anything, beside slices that are plain tensors."""
+    if not any(map(says_anything, parameters)):
+        raise ParameterError(
+            f"tensor_parallel is given, and none of the parameters has a mark, {labels[0]} for one: all would get the "
+            "values of rank 0. Set tensor_model_parallel = True on slices, and to False on copies"
+        )
+
+
+def check_other_marks(parameters: ParameterSet, indices: Sequence[int], experts: Container[int], stages: int) -> None:
+    """Raise ParameterError for the first of ``indices`` with a mark that has no meaning where it is.
+
+    Args:
+        experts: numbers of groups. ``stages``: of the pipeline.
+    """
+    for index in indices:
+        parameter, label = parameters.all[index], parameters.labels[index]
+        if is_shared(parameter) and stages == 1:
+            raise ParameterError(
+                f"{label} has shared = True, which marks a second copy of what another stage counts, and there is no "
+                "other stage: it would count in no norm. Give the optimizer pipeline=world_mesh['pp'], or unmark it"
+            )
+        if is_term(parameter) and parameters.group_of[index] in experts:
+            raise ParameterError(
+                f"{label} has sequence_parallel = True, and is in a group of experts, of which tensor-parallel ranks "
+                "are not known: set it to False, and sum its gradient in a hook of the parameter where it is a term"
+            )
+
+
 def described_ranks(rows: Rows | None, columns: Rows | None) -> dict[str, Any]:
     """Give what all ranks have to agree on of a mesh: of a grid within a column, its size alone."""
     if columns is None:
@@ -315,7 +390,7 @@ def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, opti
         values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         description.append(f"group {number} with {values}" if not _has_tensor(values) else f"group {number}")
     description += [
-        f"{label}: {described(p)}{placed(p)} of group {number}{'' if p.requires_grad else ', frozen'}"
+        f"{label}: {described(p)}{placed(p)}{marked(p)} of group {number}{'' if p.requires_grad else ', frozen'}"
         for number, p, label in zip(parameters.group_of, parameters.all, parameters.labels, strict=True)
         if number >= first_group
     ]

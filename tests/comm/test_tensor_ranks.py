@@ -13,10 +13,10 @@ def _sharding(rank: int, world_size: int, stage: int) -> tuple:
     """Of six ranks with two slices."""
     from zero_optim.comm.collectives import make_comm
     from zero_optim.comm.sharding import make_sharding
-    from zero_optim.comm.tensor_ranks import with_tensor_ranks
+    from zero_optim.comm.tensor_ranks import read_row, with_tensor_ranks
 
     mesh = make_mesh(3, 2)
-    group, columns = with_tensor_ranks(mesh["dp"].get_group(), mesh["tp"])
+    group, columns = with_tensor_ranks(mesh["dp"].get_group(), read_row(None, mesh["tp"]))
     everyone = make_comm(group)
     everyone.separate()
     sharding = make_sharding(everyone, stage, None, torch.device("cpu"), None, columns)
@@ -52,10 +52,10 @@ def _summed(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> flo
     """The sum of four terms, of which bf16 loses the small ones beside the large."""
     from zero_optim.comm.collectives import make_comm
     from zero_optim.comm.sharding import make_sharding
-    from zero_optim.comm.tensor_ranks import with_tensor_ranks
+    from zero_optim.comm.tensor_ranks import read_row, with_tensor_ranks
 
     mesh = make_mesh(1, 4)
-    group, columns = with_tensor_ranks(mesh["dp"].get_group(), mesh["tp"])
+    group, columns = with_tensor_ranks(mesh["dp"].get_group(), read_row(None, mesh["tp"]))
     everyone = make_comm(group)
     everyone.separate()
     sharding = make_sharding(everyone, 2, reduce_dtype, torch.device("cpu"), None, columns)

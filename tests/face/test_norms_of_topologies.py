@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from zero_optim import ShardedAdamW, shard_module
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
 SHAPES = {"embedding": (12, 6), "up": (8, 6), "down": (6, 8), "norm": (6,), "gain": (1,)}
-CONSTANTS = {"embedding": 0.5, "up": -2.0, "down": 1.5, "norm": 3.0, "gain": -4.0, "experts": 2.5}
+CONSTANTS = {"embedding": 0.5, "up": -2.0, "down": 1.5, "norm": 3.0, "gain": -4.0, "experts": 2.5, "output": 0.5}
 EXPERTS = (4, 5)
 
 Built = tuple[nn.ParameterDict, ShardedAdamW]
@@ -44,6 +45,27 @@ def cut(mesh: dist.DeviceMesh, *names: str) -> nn.ParameterDict:
             if not names or name in names
         }
     )
+
+
+def marked(*names: str) -> nn.ParameterDict:
+    """Plain slices for two tensor-parallel ranks, with Megatron's marks. Of ``norm`` each has a term; ``gain`` has no
+    mark."""
+    shapes = {"embedding": (6, 6), "up": (4, 6), "down": (6, 4)}
+    made = nn.ParameterDict()
+    for name in names or SHAPES:
+        made[name] = nn.Parameter(torch.zeros(shapes.get(name, SHAPES[name])))
+        if name != "gain":
+            made[name].tensor_model_parallel = name in shapes
+        made[name].sequence_parallel = name == "norm"
+    return made
+
+
+def with_second_copy(model: nn.ParameterDict) -> nn.ParameterDict:
+    """The output layer of the last stage has the embedding of the first."""
+    embedding = marked("embedding") if "tensor_model_parallel" in vars(model["down"]) else plain("embedding")
+    model["output"] = embedding["embedding"]
+    model["output"].shared = True
+    return model
 
 
 class Unit(nn.Module):
@@ -121,6 +143,36 @@ def tensor_parallel_pipeline() -> Built:
     return model, ShardedAdamW(model.items(), mesh=mesh["dp"], pipeline=mesh["pp"])
 
 
+def plain_slices(stage: int) -> Callable[[], Built]:
+    def build() -> Built:
+        mesh, model = mesh_of(dp=2, tp=2), marked()
+        return model, ShardedAdamW(model.items(), stage=stage, mesh=mesh["dp"], tensor_parallel=mesh["tp"])
+
+    return build
+
+
+def plain_slices_grid() -> Built:
+    mesh, model = mesh_of(replicate=2, shard=2, tp=2), marked()
+    return model, ShardedAdamW(model.items(), mesh=mesh["replicate", "shard"], tensor_parallel=mesh["tp"])
+
+
+def tied_pipeline(stage: int) -> Callable[[], Built]:
+    def build() -> Built:
+        mesh = mesh_of(pp=2, dp=2)
+        first = mesh.get_local_rank("pp") == 0
+        model = plain("embedding", "up") if first else with_second_copy(plain("down", "norm", "gain"))
+        return model, ShardedAdamW(model.items(), stage=stage, mesh=mesh["dp"], pipeline=mesh["pp"])
+
+    return build
+
+
+def tied_pipeline_of_plain_slices() -> Built:
+    mesh = mesh_of(pp=2, dp=2, tp=2)
+    first = mesh.get_local_rank("pp") == 0
+    model = marked("embedding", "gain") if first else with_second_copy(marked("up", "down", "norm"))
+    return model, ShardedAdamW(model.items(), mesh=mesh["dp"], tensor_parallel=mesh["tp"], pipeline=mesh["pp"])
+
+
 TOPOLOGIES: dict[str, tuple[int, Callable[[], Built]]] = {
     "nothing is shared": (4, flat(0)),
     "optimizer state is shared": (4, flat(1)),
@@ -135,6 +187,12 @@ TOPOLOGIES: dict[str, tuple[int, Callable[[], Built]]] = {
     "a pipeline, nothing shared": (4, pipeline(0)),
     "a pipeline": (4, pipeline(2)),
     "a pipeline of tensor-parallel stages": (8, tensor_parallel_pipeline),
+    "plain slices, nothing shared": (4, plain_slices(0)),
+    "plain slices": (4, plain_slices(2)),
+    "plain slices, replicas of shards": (8, plain_slices_grid),
+    "a pipeline with a tied embedding, nothing shared": (4, tied_pipeline(0)),
+    "a pipeline with a tied embedding": (4, tied_pipeline(2)),
+    "a pipeline of plain slices with a tied embedding": (8, tied_pipeline_of_plain_slices),
 }
 
 
@@ -142,7 +200,9 @@ TOPOLOGIES: dict[str, tuple[int, Callable[[], Built]]] = {
 
 
 def backward(model: nn.ParameterDict) -> None:
+    """A gradient of which each of two tensor-parallel ranks has a term is a half on each."""
     local = [p.to_local() if isinstance(p, DTensor) else p for p in model.values()]
+    local = [p / 2 if getattr(p, "sequence_parallel", False) else p for p in local]
     sum(CONSTANTS[name] * p.sum() for name, p in zip(model, local, strict=True)).backward()
 
 
@@ -176,22 +236,27 @@ def test_each_gradient_counts_once(name: str) -> None:
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def norms_of_units(rank: int, world_size: int) -> list[float]:
+def norms_of_units(rank: int, world_size: int, *, as_marked: bool) -> list[float]:
     """Stage 3 on tensor-parallel ranks: two units, and a root that has parameters of its own."""
     mesh = mesh_of(dp=2, tp=2)
-    model = nn.ModuleDict({"first": Unit(cut(mesh["tp"], "embedding", "norm")), "second": Unit(cut(mesh["tp"], "up"))})
-    model["third"] = Unit(cut(mesh["tp"], "down", "gain"))
-    shard_module(model, (Unit,), mesh=mesh["dp"])
+    parts = (("embedding", "norm"), ("up",), ("down", "gain"))
+    made = [marked(*names) if as_marked else cut(mesh["tp"], *names) for names in parts]
+    model = nn.ModuleDict({"first": Unit(made[0]), "second": Unit(made[1])})
+    model["third"] = Unit(made[2])
+    given = {"tensor_parallel": mesh["tp"]} if as_marked else {}
+    shard_module(model, (Unit,), mesh=mesh["dp"], **given)
     opt = ShardedAdamW(model.named_parameters())
     found = []
     for norm_type in NORMS:
         opt.zero_grad()
         shown = [pair for unit in model.values() for pair in unit().items()]
-        sum(CONSTANTS[name] * p.to_local().sum() for name, p in shown).backward()
+        local = [p.to_local() if isinstance(p, DTensor) else p / (2 if name == "norm" else 1) for name, p in shown]
+        sum(CONSTANTS[name] * p.sum() for (name, _), p in zip(shown, local, strict=True)).backward()
         found.append(opt.clip_grad_norm_(1e9, norm_type).item())
     return found
 
 
-def test_each_gradient_counts_once_at_stage_3() -> None:
-    for found in run_ranks(4, norms_of_units, timeout=120):
+@pytest.mark.parametrize("as_marked", [False, True])
+def test_each_gradient_counts_once_at_stage_3(as_marked: bool) -> None:
+    for found in run_ranks(4, partial(norms_of_units, as_marked=as_marked), timeout=120):
         assert found == pytest.approx([norm([*SHAPES], norm_type) for norm_type in NORMS], rel=1e-5)

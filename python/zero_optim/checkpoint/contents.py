@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from ..comm.together import Ranks
 from ..errors import CheckpointError, ParameterError, StateMismatchError
+from ..params.marks import is_slice
 from ..params.param_shard import ParamShard, plain_parameter
 from ..params.parameter_set import plain_name
+from ..params.storage_order import storage_order
 from ..params.tensor_slice import is_distributed, local_of, slice_of
 from .index import BUFFER, PARAMETER, FlatRange, Key, TensorSpec
 
@@ -38,6 +40,18 @@ class Holding(FlatRange):
     """The part of a tensor that this rank has in memory."""
 
     held_by: Holders
+
+
+@dataclass(frozen=True)
+class Column:
+    """The ranks with the same slices of parameters as this one.
+
+    Attributes:
+        stack: of plain slices, how many there are, and which of them these ranks have.
+    """
+
+    ranks: Ranks
+    stack: tuple[int, int] = (1, 0)
 
 
 class Contents(Protocol):
@@ -96,8 +110,8 @@ class Names:
 class TensorContents:
     """Tensors by kind and name: whole on every rank, but for parameters that are sharded."""
 
-    def __init__(self, tensors: Mapping[Key, Tensor], ranks: Ranks, column: Ranks | None = None) -> None:
-        """``ranks``: all that have them. ``column``: those with the same slices; None: slices are not known here."""
+    def __init__(self, tensors: Mapping[Key, Tensor], ranks: Ranks, column: Column | None = None) -> None:
+        """``ranks``: all that have them. ``column``: None: slices are not known here."""
         self._tensors = [local_of(tensor) if column is not None else tensor for tensor in tensors.values()]
         self.holdings = [_holding(kind, name, tensor, ranks, column) for (kind, name), tensor in tensors.items()]
 
@@ -139,7 +153,7 @@ class TensorContents:
                 yield from _flat_values(tensor.detach())
 
 
-def contents_of_model(model: nn.Module, names: Names, ranks: Ranks, column: Ranks | None) -> TensorContents:
+def contents_of_model(model: nn.Module, names: Names, ranks: Ranks, column: Column | None) -> TensorContents:
     """Parameters, and buffers as ``state_dict`` has them: those of rank 0, since the ranks may have other values."""
     parameters = {(PARAMETER, name): parameter for name, parameter in names.parameters.items()}
     buffers = {(BUFFER, name): buffer for name, buffer in _buffers(model)}
@@ -153,7 +167,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield plain_name(f"{prefix}.{own}" if prefix else own), buffer
 
 
-def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: Ranks | None) -> Holding:
+def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: Column | None) -> Holding:
     if not isinstance(tensor, Tensor):
         raise CheckpointError(f"{kind} of {name!r} is a {type(tensor).__name__}, and no tensor: it cannot be saved")
     spec = TensorSpec(name, kind, tuple(tensor.shape), tensor.dtype)
@@ -161,16 +175,21 @@ def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: Ranks | No
         own = tensor.slice
         spec = replace(spec, order=tensor.order, cut=None if own is None else own.arranged)
         held_by = Holders() if tensor.flat is None else Holders(*tensor.flat.holders)
-        return Holding(spec, tensor.start + (0 if own is None else own.start), tensor.local.numel(), held_by)
-    own = slice_of(tensor, spec.label) if column is not None else None
+        start = tensor.start + (0 if own is None else own.start)
+        spec, before = in_stack(spec, (1, 0) if tensor.flat is None else tensor.flat.stack)
+        return Holding(spec, before + start, tensor.local.numel(), held_by)
+    own, before = slice_of(tensor, spec.label) if column is not None else None, 0
     if own is not None and own.cut is not None and column is not None:
-        spec, tensor, ranks = replace(spec, cut=own.arranged), local_of(tensor), column
+        spec, tensor, ranks = replace(spec, cut=own.arranged), local_of(tensor), column.ranks
     elif own is not None:
         tensor = local_of(tensor)
     elif is_distributed(tensor):
         raise ParameterError(
             f"the {spec.label} is a DTensor, and which ranks have the same slice is not known: give its optimizer, too"
         )
+    elif column is not None and column.stack[0] > 1 and is_slice(tensor):
+        spec, before = in_stack(replace(spec, order=storage_order(tensor)), column.stack)
+        ranks = column.ranks
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
     if not plain or tensor.is_conj() or tensor.is_neg():
         raise ParameterError(
@@ -178,7 +197,16 @@ def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: Ranks | No
             "dense tensors with values. Give a model on meta memory by to_empty, or shard_module"
         )
     held_by = Holders(ranks.world_size, ranks.rank, alike=kind != BUFFER)
-    return Holding(spec, 0 if own is None else own.start, tensor.numel(), held_by)
+    return Holding(spec, before if own is None else own.start, tensor.numel(), held_by)
+
+
+def in_stack(spec: TensorSpec, stack: tuple[int, int]) -> tuple[TensorSpec, int]:
+    """The tensor that is saved where ``spec`` is of one plain slice, and the number of its first element there.
+
+    ``stack``: how many there are, and which of them it is. One is a whole tensor.
+    """
+    count, number = stack
+    return (spec, 0) if count == 1 else (spec.as_stack(count), number * spec.numel)
 
 
 def _shard_values(shard: ParamShard) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from ..comm.together import together
 from ..errors import CheckpointError, StateMismatchError
 from ..params.arrangement import WHOLE, read_arranged
 from . import folder as folders
-from .contents import Holding, Names, contents_of_model
+from .contents import Column, Holding, Names, contents_of_model
 from .disk import OpenFiles
 from .index import BUFFER, PARAMETER, Index, SavedTensor
 from .matching import counted, listed, shape_differs
@@ -109,6 +109,11 @@ def _weights(index: Index, dtype: torch.dtype | None) -> Iterator[_Weight]:
         if kind not in (PARAMETER, BUFFER):
             continue
         spec = source.spec
+        if spec.stacked is not None:
+            raise CheckpointError(
+                f"the {spec.label} was saved as {spec.stacked} slices of tensor-parallel ranks, by marks that do not "
+                "say how they make a whole: convert it by what made the model"
+            )
         wanted = dtype if dtype is not None and kind == PARAMETER and spec.dtype.is_floating_point else spec.dtype
         if wanted != spec.dtype:
             source = index.precise(name) or source
@@ -170,7 +175,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     together(subject.comm, lambda: subject.check_not_gathered("load_safetensors"), "load_safetensors")
     names = Names(model)
     # Who else has a slice matters to those who write, and nobody may know it yet: there need be no optimizer.
-    contents = contents_of_model(model, names, subject.comm, subject.column or subject.comm)
+    contents = contents_of_model(model, names, subject.comm, subject.column or Column(subject.comm))
     stored, told = together(
         subject.comm, lambda: _match(Path(path), names, contents.holdings, strict=strict), "load_safetensors"
     )

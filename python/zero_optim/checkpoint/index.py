@@ -12,11 +12,12 @@ import json
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
+from ..errors import ParameterError
 from ..params.arrangement import Arrangement, Cut
 from ..params.storage_order import StorageOrder
 from . import lineage
@@ -66,7 +67,8 @@ class TensorSpec:
     one value for a row of elements: in which the parameter's elements lie that are rows.
 
     ``cut``: the slices that tensor-parallel ranks have, where flat ranges are counted slice by slice; ``order`` is
-    then that of each.
+    then that of each. Of plain slices nobody knows how they make a whole: they are saved as a stack, one beside another
+    along a dimension 0 of their own, which is cut into single ones. See ``as_stack``.
     """
 
     name: str
@@ -92,6 +94,23 @@ class TensorSpec:
     def arrangement(self) -> Arrangement:
         """How its flat ranges are counted."""
         return Arrangement(self.order, self.cut)
+
+    @property
+    def stacked(self) -> int | None:
+        """How many plain slices it is a stack of; None: it is a whole tensor."""
+        return len(self.cut.sizes) if self.cut is not None and self.cut.dim == 0 else None
+
+    def as_stack(self, count: int) -> TensorSpec:
+        """The stack of ``count`` plain slices of which this is one.
+
+        Raises ParameterError for one that is not contiguous: files know no such order of a stack's elements.
+        """
+        if self.order is not None:
+            raise ParameterError(
+                f"the {self.label} is a slice in channels_last, and a checkpoint holds contiguous slices: make it "
+                "contiguous, or a DTensor"
+            )
+        return replace(self, shape=(count, *self.shape), cut=Cut(0, (1,) * count))
 
     @property
     def is_of_rows(self) -> bool:

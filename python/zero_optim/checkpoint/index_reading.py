@@ -171,7 +171,9 @@ def _cut(read: Any, name: str, shape: Sequence[int]) -> Cut:
     what = f"the cut of {name!r}"
     _need(len(_of(list, read, what)) == 2, f"{what} cannot be {str(read)[:100]}")
     dim, sizes = _count(read[0], what), tuple(_count(size, what) for size in _of(list, read[1], what))
-    _need(0 < dim < len(shape) and sum(sizes) == shape[dim], f"{what} cannot be {str(read)[:100]} of shape {shape}")
+    stack = dim == 0 and set(sizes) == {1}  # cut along dimension 0 there is nothing to say otherwise
+    good = (0 < dim < len(shape) or stack) and shape and sum(sizes) == shape[dim]
+    _need(bool(good), f"{what} cannot be {str(read)[:100]} of shape {shape}")
     return Cut(dim, sizes)
 
 

@@ -176,7 +176,12 @@ def _check_shapes(specs: Sequence[TensorSpec], matched: Match) -> None:
         source = matched.source.get(spec.key)
         if source is None:
             continue
-        if (differs := shape_differs(spec, source.spec.shape, source.spec.dtype)) is not None:
+        if source.spec.stacked != spec.stacked:
+            wrong.append(
+                f"{spec.label} is {_whole_or_stack(spec)} here, and {_whole_or_stack(source.spec)} there. Plain slices "
+                "load on as many tensor-parallel ranks as saved them: how they make a whole is not known"
+            )
+        elif (differs := shape_differs(spec, source.spec.shape, source.spec.dtype)) is not None:
             wrong.append(differs)
         elif source.spec.order != spec.order and (spec.is_of_rows or source.spec.is_of_rows):
             wrong.append(
@@ -187,6 +192,10 @@ def _check_shapes(specs: Sequence[TensorSpec], matched: Match) -> None:
         raise StateMismatchError(f"{len(wrong)} of the tensors in the checkpoint cannot be loaded: {listed(wrong)}")
 
 
+def _whole_or_stack(spec: TensorSpec) -> str:
+    return f"whole, {list(spec.shape)}" if spec.stacked is None else f"{spec.stacked} slices of {list(spec.shape[1:])}"
+
+
 def shape_differs(here: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
     """Say why a saved tensor of this shape and dtype cannot be loaded; None: it can.
 
@@ -195,7 +204,8 @@ def shape_differs(here: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype) 
     casts = dtype == here.dtype or (dtype.is_floating_point and here.dtype.is_floating_point)
     if shape == here.shape and casts:
         return None
-    return f"{here.label} has shape {list(here.shape)} of {here.dtype} here, and {list(shape)} of {dtype} there"
+    stack = f", {here.stacked} slices, each on a rank of tensor_parallel," if here.stacked else ""
+    return f"{here.label} has shape {list(here.shape)} of {here.dtype}{stack} here, and {list(shape)} of {dtype} there"
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from ..comm.together import Ranks
 from ..engine import Engine
 from ..errors import CheckpointError
 from ..rules.update_rule import StateTensor, master_of, tensors_for
-from .contents import Contents, Holders, Holding, Names, TensorContents
+from .contents import Contents, Holders, Holding, Names, TensorContents, in_stack
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec
 from .index_reading import ADAMS, SHARDED
 from .matching import Match, Wanted
@@ -72,18 +72,20 @@ class ShardedPart:
     @property
     def specs(self) -> list[TensorSpec]:
         return [
-            self._spec(index, tensor)
+            self._spec(index, tensor)[0]
             for index, parameter in self._engine.parameters.trained.items()
             for tensor in tensors_for(self._engine.rule, parameter.dtype)
         ]
 
-    def _spec(self, index: int, tensor: StateTensor) -> TensorSpec:
+    def _spec(self, index: int, tensor: StateTensor) -> tuple[TensorSpec, int]:
+        """The tensor that is saved, and the number of the first element of what this rank's column has of it."""
         parameter = self._engine.parameters.all[index]
         shape = tensor.shape(parameter.shape, parameter.numel())
         bucket, _, slot = self._engine.reducer.layout.slot_of[index]
         own, order = bucket.flat.slices[slot], bucket.flat.orders[slot]
         cut = None if own is None else own.arranged
-        return TensorSpec(self._names[index], tensor.name, tuple(shape), tensor.dtype, order, cut)
+        spec = TensorSpec(self._names[index], tensor.name, tuple(shape), tensor.dtype, order, cut)
+        return in_stack(spec, bucket.flat.stack)
 
     @property
     def holdings(self) -> list[Holding]:
@@ -91,7 +93,8 @@ class ShardedPart:
         for own in self._engine.states.state_pieces():
             start, length = own.tensor.span(own.start, own.piece.numel)
             held_by = Holders(*own.shard.bucket.flat.holders)
-            found.append(Holding(self._spec(own.piece.slot.param, own.tensor), start, length, held_by))
+            spec, before = self._spec(own.piece.slot.param, own.tensor)
+            found.append(Holding(spec, before + start, length, held_by))
         return found
 
     def values(self) -> Generator[Tensor]:

@@ -16,6 +16,7 @@ def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
     engine.keep_edits()
     if as_torch:
         engine.shardings.check_whole("torch.distributed.checkpoint")
+        engine.shardings.check_joined("torch.distributed.checkpoint")
         groups = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
         groups = with_torch_options(groups, decoupled=engine.rule.decoupled)
     return make_state_dict(groups, engine.states.export(), engine.hyper.steps.float())

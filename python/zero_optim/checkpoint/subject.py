@@ -15,9 +15,10 @@ from torch import nn
 from ..comm.collectives import Comm, make_comm
 from ..comm.together import check_same, together
 from ..engine import check_whole
-from ..errors import CheckpointError, StateMismatchError
+from ..errors import CheckpointError, ParameterError, StateMismatchError
+from ..params.marks import is_slice
 from ..units.sharded_model import sharded_model_of
-from .contents import Contents, Names, TensorContents, contents_of_model, modules_with_state
+from .contents import Column, Contents, Names, TensorContents, contents_of_model, modules_with_state
 from .index import Index, SavedOptimizer
 from .matching import Match, match, saved_names
 from .optimizers import OptimizerPart, Sharded, is_sharded, make_part
@@ -42,11 +43,14 @@ def _comm_of(model: Any, opt: Any) -> Comm:
     return make_comm(device=_device_of(model))
 
 
-def _column_of(model: nn.Module, optimizers: Sequence[Any]) -> Comm | None:
+def _column_of(model: nn.Module, optimizers: Sequence[Any]) -> Column | None:
     """The ranks with the same slices of parameters as this one; None where nobody cuts them."""
     shardings = [one.engine.sharding for one in optimizers if is_sharded(one)]
     shardings += [sharded.sharding for sharded in sharded_model_of(model.parameters())]
-    return next((of.data_parallel for of in shardings if of.tensor_ranks is not None), None)
+    cut = next((of for of in shardings if of.tensor_ranks is not None), None)
+    if cut is None:
+        return None
+    return Column(cut.data_parallel, (cut.slice_count, cut.slice_index) if cut.of_plain_slices else (1, 0))
 
 
 def _device_of(model: Any) -> torch.device:
@@ -70,7 +74,7 @@ class Subject:
     Attributes:
         optimizers: sharded ones, or torch's.
         comm: the ranks that save and load together.
-        column: those of them with the same slices of parameters; None: nobody cuts them.
+        column: those of them with the same slices of parameters; None: nobody cuts them, or nobody here knows it.
         device: where the training is.
     """
 
@@ -111,8 +115,29 @@ class Subject:
 
     def contents(self, names: Names) -> tuple[TensorContents, list[OptimizerPart]]:
         """Collect what there is to save: of the model, and of each optimizer. Call ``come_to_rest`` before."""
+        self._check_slices_known(names)
         model = contents_of_model(self.model, names, self.comm, self.column)
         return model, [make_part(one, names, self.comm) for one in self.optimizers]
+
+    def _check_slices_known(self, names: Names) -> None:
+        """Raise ParameterError where slices would be saved, or loaded, as if they were wholes."""
+        known = self.comm.world_size == 1 or self._sharded or self._models
+        for name, parameter in names.parameters.items():
+            if is_slice(parameter) and not known:
+                raise ParameterError(
+                    f"parameter {name!r} has tensor_model_parallel = True, and which ranks have the same slice is not "
+                    "known: give its optimizer, too"
+                )
+        others = [one for one in self.optimizers if not is_sharded(one)]
+        if self.column is None or self.column.stack[0] == 1:
+            return
+        for parameter in (p for one in others for group in one.param_groups for p in group["params"]):
+            if is_slice(parameter):
+                raise ParameterError(
+                    f"parameter {names.of(parameter, 'a parameter')!r} has tensor_model_parallel = True, and is in an "
+                    "optimizer of torch's, which does not know which ranks have the other slices: give it to a "
+                    "ShardedAdamW"
+                )
 
     def describe(self, names: Names, optimizers: Sequence[OptimizerPart]) -> dict[str, Any]:
         """Give what the index says beside tensors."""

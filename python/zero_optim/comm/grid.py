@@ -105,6 +105,23 @@ def group_of(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | No
     return group_of_ranks(sorted(mesh.mesh.flatten().tolist()), mesh.get_group(1))
 
 
+def group_along(given: dist.DeviceMesh | dist.ProcessGroup, option: str, what: str, example: str) -> dist.ProcessGroup:
+    """The group of an option that takes a mesh of one dimension, or a group. ``what``: is along it, for messages.
+
+    Raises ValueError for a mesh of several dimensions, TypeError for what is neither mesh nor group.
+    """
+    if isinstance(given, dist.DeviceMesh):
+        if given.ndim != 1:
+            raise ValueError(
+                f"{option} is a mesh of {given.ndim} dimensions, {given.mesh_dim_names}: give the one along which "
+                f"{what} are, as {option}={example}"
+            )
+        given = given.get_group()
+    if not isinstance(given, dist.ProcessGroup):
+        raise TypeError(f"{option} is a {type(given).__name__}: give a DeviceMesh, as {example}, or a process group")
+    return given
+
+
 def group_of_ranks(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup | None:
     """Collective over ``ranks``. Whoever asks again gets the same group, while it lives.
 

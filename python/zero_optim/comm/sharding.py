@@ -79,6 +79,16 @@ class Sharding:
         return self.grad_divisor is not None
 
     @property
+    def of_plain_slices(self) -> bool:
+        """Whether slices are plain tensors, of which nobody knows how they make a whole."""
+        return self.tensor_ranks is not None and self.tensor_ranks.plain
+
+    @property
+    def savers(self) -> Comm:
+        """The ranks that have a whole state among them. Of plain slices each column has one of its own."""
+        return self.data_parallel if self.of_plain_slices else self.everyone
+
+    @property
     def columns(self) -> Rows | None:
         """The ranks with the same slices of parameters, slice by slice; None: parameters are not cut."""
         return None if self.tensor_ranks is None else self.tensor_ranks.columns
@@ -116,8 +126,10 @@ class Sharding:
     @property
     def reduces(self) -> bool:
         """Whether gradients are averaged over several ranks. Those of experts count as such, also where a rank has some
-        that nobody else has: they leave, rest and are divided with the others."""
-        return self.world_size > 1 or self.of_experts
+        that nobody else has: they leave, rest and are divided with the others. So do those of plain tensors beside
+        plain slices, also of one data-parallel rank: ``.grad`` does not show which of them are terms that were added
+        up, as a ``DTensor`` does, so they are added up as they leave, and then they have left."""
+        return self.world_size > 1 or self.of_experts or self.of_plain_slices
 
     @property
     def agrees(self) -> bool:
@@ -288,9 +300,11 @@ def make_sharding(
     device: torch.device,
     rows: Rows | None,
     columns: Rows | None,
+    *,
+    plain: bool = False,
 ) -> Sharding:
-    """Collective. ``rows``: of the grid; None: all that average share. ``columns``: see ``TensorRanks``."""
-    tensor_ranks = make_tensor_ranks(everyone, columns, device)
+    """Collective. ``rows``: of the grid; None: all that average share. ``columns``, ``plain``: see ``TensorRanks``."""
+    tensor_ranks = make_tensor_ranks(everyone, columns, device, plain=plain)
     grid = make_grid(everyone if tensor_ranks is None else tensor_ranks.data_parallel, rows, device)
     return Sharding(everyone, stage, grad_reduce_dtype, device, grid, tensor_ranks)
 

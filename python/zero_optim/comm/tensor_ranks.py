@@ -16,9 +16,47 @@ import torch
 import torch.distributed as dist
 
 from .collectives import Comm, make_comm
-from .grid import Rows, group_of_ranks
+from .grid import Rows, group_along, group_of_ranks
 
-_WHERE = "the constructor, of DTensors"
+_WHERE = "the constructor, of DTensors or with tensor_parallel"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The ranks that have all slices of what this one has a slice of, one each.
+
+    Attributes:
+        ranks: as the whole job numbers them, in the order of the slices.
+        told: who says so, for messages.
+        plain: whether slices are plain tensors, of which nobody knows how they make a whole; else ``DTensor``s.
+    """
+
+    group: dist.ProcessGroup
+    ranks: list[int]
+    told: str
+    plain: bool
+
+
+def read_row(tensor_parallel: dist.DeviceMesh | dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> Row | None:
+    """Read them off an option, or off the mesh that parameters are over. None: no parameter has slices.
+
+    Raises TypeError, or ValueError where the two say different things.
+    """
+    of_mesh = None
+    if mesh is not None:
+        along = f"dimension {mesh.mesh_dim_names[0]!r} of their mesh" if mesh.mesh_dim_names else "their mesh"
+        told = f"parameters are DTensors over ranks {_ranks(mesh)}, along {along}"
+        of_mesh = Row(mesh.get_group(), _ranks(mesh), told, plain=False)
+    if tensor_parallel is None:
+        return of_mesh
+    group = group_along(tensor_parallel, "tensor_parallel", "the slices", "mesh['tp']")
+    ranks = _ranks(tensor_parallel)
+    given = Row(group, ranks, f"tensor_parallel gives ranks {ranks}", plain=True)
+    if of_mesh is not None:
+        if given.ranks != of_mesh.ranks:
+            raise ValueError(f"{of_mesh.told}, and {given.told}: leave tensor_parallel out. DTensors say it themselves")
+        return of_mesh
+    return given if len(given.ranks) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -29,42 +67,47 @@ class TensorRanks:
         columns: the ranks with the same slice, as the whole job numbers them, slice by slice.
         data_parallel: this rank's column.
         slices: this rank's row: one rank for each slice.
+        plain: see ``Row``.
     """
 
     columns: Rows
     data_parallel: Comm
     slices: Comm
+    plain: bool = False
+
+
+def _ranks(of: dist.DeviceMesh | dist.ProcessGroup) -> list[int]:
+    """A group has its ranks in ascending order, a mesh as it was made."""
+    if isinstance(of, dist.DeviceMesh):
+        return list(of.mesh.flatten().tolist())
+    return list(dist.get_process_group_ranks(of))
 
 
 def with_tensor_ranks(
-    data_parallel: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None
+    data_parallel: dist.ProcessGroup | None, row: Row | None
 ) -> tuple[dist.ProcessGroup | None, Rows | None]:
     """Collective. The group of all ranks that train together, and their columns, of which ``data_parallel`` is one.
 
-    ``mesh``: that parameters are cut over; None: they are not, and the ranks are those of ``data_parallel``.
+    ``row``: None: nothing is cut, and the ranks are those of ``data_parallel``.
 
     Raises ValueError where the two do not go together.
     """
-    if mesh is None:
+    if row is None:
         return data_parallel, None
-    own = mesh.mesh.flatten().tolist()
     ranks = make_comm(data_parallel)
-    rows: list[list[int]] = ranks.gather_objects(own, _WHERE)  # raises where some ranks have plain parameters
-    every = sorted(rank for row in rows for rank in row)
-    beside = make_comm(mesh.get_group()).gather_objects(every, _WHERE)
+    rows: list[list[int]] = ranks.gather_objects(row.ranks, _WHERE)  # raises where some ranks have plain parameters
+    every = sorted(rank for of_rank in rows for rank in of_rank)
+    beside = make_comm(row.group).gather_objects(every, _WHERE)
     with ranks.raising_together(_WHERE):
-        _check(rows, ranks.ranks, mesh, beside)
-    everyone = group_of_ranks(every, mesh.get_group())
+        _check(rows, ranks.ranks, row, beside)
+    everyone = group_of_ranks(every, row.group)
     return everyone, tuple(zip(*rows, strict=True))
 
 
-def _check(rows: list[list[int]], given: list[int], mesh: dist.DeviceMesh, beside: list[list[int]]) -> None:
+def _check(rows: list[list[int]], given: list[int], row: Row, beside: list[list[int]]) -> None:
     """``given``: the data-parallel ranks. ``beside``: all ranks, as each of this row counts them."""
-    along = f"dimension {mesh.mesh_dim_names[0]!r} of their mesh" if mesh.mesh_dim_names else "their mesh"
-    told = (
-        f"parameters are DTensors over ranks {mesh.mesh.flatten().tolist()}, along {along}, and mesh, or process_group"
-    )
-    every = [rank for row in rows for rank in row]
+    told = f"{row.told}, and mesh, or process_group"
+    every = [rank for of_rank in rows for rank in of_rank]
     if len({*every}) < len(every):
         raise ValueError(
             f"{told}, gives ranks {given} to average over, several of the same. Give the other dimension, as "
@@ -73,7 +116,7 @@ def _check(rows: list[list[int]], given: list[int], mesh: dist.DeviceMesh, besid
             "cannot be sharded again: give them as they were before"
         )
     for line in (*rows, *zip(*rows, strict=False)):
-        if len({len(row) for row in rows}) > 1 or list(line) != sorted(line):
+        if len({len(of_rank) for of_rank in rows}) > 1 or list(line) != sorted(line):
             raise ValueError(
                 f"{told}, gives ranks {given}, whose parameters are over {rows}: as many on each are needed, and in "
                 "ascending order along both dimensions"
@@ -85,7 +128,9 @@ def _check(rows: list[list[int]], given: list[int], mesh: dist.DeviceMesh, besid
         )
 
 
-def make_tensor_ranks(everyone: Comm, columns: Rows | None, device: torch.device) -> TensorRanks | None:
+def make_tensor_ranks(
+    everyone: Comm, columns: Rows | None, device: torch.device, *, plain: bool = False
+) -> TensorRanks | None:
     """Collective. The communicators between these ranks, connected for ``device``; None: parameters are not cut."""
     if columns is None:
         return None
@@ -93,4 +138,4 @@ def make_tensor_ranks(everyone: Comm, columns: Rows | None, device: torch.device
     slices = everyone.part(tuple(zip(*columns, strict=True)), "tensor-parallel ranks")
     data_parallel.connect(device)
     slices.connect(device)
-    return TensorRanks(columns, data_parallel, slices)
+    return TensorRanks(columns, data_parallel, slices, plain)

@@ -7,7 +7,7 @@ EMPTY ── collect ──> LOCAL ── launch ──┐
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -28,6 +28,7 @@ from ..errors import GradientError
 from ..params.flat_params import FlatParams
 from ..params.flat_shard import FlatShard
 from ..params.layout import BucketLayout, Slot
+from ..params.marks import is_shared, is_term
 from ..params.storage_order import as_stored
 from ..params.tensor_slice import local_gradient, local_of, shown_as
 from .handed_out import HandedOut
@@ -122,6 +123,7 @@ class Bucket:
         offsets: where each slot starts, in elements.
         nonfinite: [slots] int32, 1 where the gradient that this rank last packed was not finite. The reducer gives it.
         speaks: whether what this rank has counts in a sum over ranks: of those that have the same, one's does.
+        shared: slots of parameters that another stage of the pipeline counts in a norm.
         follower: is told of reductions; None: nobody is.
         unsharding: brings in the other ranks' parts of the parameters after a step, while it is under way.
     """
@@ -137,6 +139,8 @@ class Bucket:
         self.nonfinite = torch.zeros(len(self.params), dtype=torch.int32, device=self.device)
         self._absent = torch.empty(0, dtype=self.dtype, device=self.device)  # ``pack`` takes it for a missing gradient
         self.speaks = sharding.speaks(cut=flat.cut)
+        self.shared = {index for index, p in enumerate(self.params) if is_shared(p)}
+        self._marked_terms = [i for i, p in enumerate(self.params) if sharding.of_plain_slices and is_term(p)]
         self._dtypes = {self.dtype}  # the one dtype that gradients may have; a set, as ``pack`` compares sets
         self._pack_op = zero_kernels.Prepared("pack")
         self.arrivals = Arrivals()
@@ -323,7 +327,7 @@ class Bucket:
         full = self.grad_buffer if in_place else lend(self.layout.numel)
         sources, terms = self._of_this_rank(sources)
         self.pack(sources, full, self.sharding.grad_scale, accumulate)
-        self._sum_terms(terms, full)
+        self._sum_terms([*terms, *self._marked_terms], full)
         self.slots.launch(sources, self._reduced_handles())
         streams.keep(grad for _, grad in sources)
         del sources, found  # what was packed goes before memory is taken to receive into
@@ -379,6 +383,7 @@ class Bucket:
         Their backward launched it. Ours raised before its first gradient, and all ranks have zeroed since.
         """
         full = torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
+        self._sum_terms(self._marked_terms, full)
         out = full if self.sharding.shard_count == 1 else full.new_empty(self.layout.shard_numel)
         self.sharding.reduce(full, out, full.new_empty, accumulate=False).wait()
 
@@ -397,6 +402,23 @@ class Bucket:
             kept = self.grad_shard.clone()
             self.grad_buffer.fill_(torch.nan)
             self.grad_shard.copy_(kept)
+
+    def counted(self) -> list[Tensor]:
+        """What of ``grad_shard`` counts in a norm, flat: as a rule all of it. What is between slots is zero."""
+        if not self.speaks:
+            return []
+        return (
+            self._parts(other for other in range(len(self.params)) if other not in self.shared)
+            if self.shared
+            else [self.grad_shard]
+        )
+
+    def counted_elsewhere(self) -> list[Tensor]:
+        """What of it another stage of the pipeline counts."""
+        return self._parts(self.shared) if self.speaks else []
+
+    def _parts(self, indices: Iterable[int]) -> list[Tensor]:
+        return [self._part_of(index) for index in indices if self.pieces[index].numel]
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
@@ -500,7 +522,8 @@ class Bucket:
     def _sum_terms(self, slots: Sequence[int], full: Tensor) -> None:
         """Sum the gradients of these slots, which were packed into ``full``, over the tensor-parallel ranks.
 
-        They have all packed the same slots: each goes through the same forward and backward.
+        They have all packed the same slots: each goes through the same forward and backward. Those that are marked are
+        added up in any case: what a rank has no gradient of is zero there.
         """
         places = [self.layout.slots[index] for index in slots]
         self.sharding.sum_over_slices([full.narrow(0, place.offset, place.numel) for place in places])

@@ -19,7 +19,7 @@ from ..stores.lanes import Lanes
 from .layout import BucketLayout
 from .param_shard import ParamShard
 from .storage_order import as_stored, storage_order, view_of
-from .tensor_slice import local_of, put_together, slice_of
+from .tensor_slice import is_cut, local_of, put_together, slice_of
 
 _version_of = operator.attrgetter("_version")
 
@@ -75,7 +75,17 @@ class FlatParams:
     @property
     def cut(self) -> bool:
         """Whether they are cut over the tensor-parallel ranks: all of them, or none."""
-        return self.slices[0] is not None and self.slices[0].cut is not None
+        return is_cut(self.params[0])
+
+    @property
+    def joined(self) -> bool:
+        """Whether each whole is put together of slices. How plain ones make a whole is not known: each is its own."""
+        return self.cut and self.sliced
+
+    @property
+    def stack(self) -> tuple[int, int]:
+        """How many plain slices there are of each, and which of them this rank has."""
+        return (self._sharding.slice_count, self._sharding.slice_index) if self.cut and not self.sliced else (1, 0)
 
     @property
     def holders(self) -> tuple[int, int]:
@@ -232,9 +242,9 @@ class FlatParams:
         return whole
 
     def wholes(self, full: Tensor) -> list[Tensor]:
-        """Collective where they are cut. Each parameter whole, of ``full`` [numel] as ``gathered`` gave it: a view,
-        or a copy where tensor-parallel ranks have slices."""
-        if not self.cut:
+        """Collective where they are ``joined``. Each parameter whole, of ``full`` [numel] as ``gathered`` gave it: a
+        view, or a copy where tensor-parallel ranks have slices."""
+        if not self.joined:
             return self.slot_views(full)
         every = self._sharding.gather_slices(full, "gather_parameters")
         found = []

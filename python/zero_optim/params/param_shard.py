@@ -28,6 +28,9 @@ class Shown(Protocol):
     @property
     def holders(self) -> tuple[int, int]: ...
 
+    @property
+    def stack(self) -> tuple[int, int]: ...
+
     def wait_until_copied(self) -> None: ...
 
 

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 from ..comm.sharding import Sharding
 from ..errors import ParameterError
 from .parameter_set import ParameterSet
-from .tensor_slice import is_distributed
+from .tensor_slice import is_cut, is_distributed
 
 
 class Shardings:
@@ -37,6 +37,17 @@ class Shardings:
         """How many parameters have this index, on all ranks together, and which of them is this rank's."""
         sharding = self.of(index)
         return (sharding.slice_count, sharding.slice_index) if self.is_apart(index) else (1, 0)
+
+    def check_joined(self, where: str) -> None:
+        """Raise ParameterError for the first plain slice: ``where`` takes what ranks have under one name for parts of
+        one tensor, and would keep one slice."""
+        for index, parameter in enumerate(self._parameters.all) if self.main.of_plain_slices else ():
+            if is_cut(parameter):
+                raise ParameterError(
+                    f"{self._parameters.labels[index]} is a plain slice, of which other tensor-parallel ranks have "
+                    f"others under the same name: {where} would keep one of them. Save by zero_optim.checkpoint.save; "
+                    "or opt.state_dict() and model.state_dict() of each tensor-parallel rank, to a folder of its own"
+                )
 
     def check_whole(self, where: str, ids: Container[int] | None = None) -> None:
         """Raise ParameterError for the first parameter that ``where`` would take from one rank, and lose of the others.

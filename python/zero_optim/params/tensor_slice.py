@@ -7,6 +7,9 @@ memory, and what a user sees of parameter, gradient and state has the shape of t
 
     rank 0   rows 0 to 2   ──┐
     rank 1   rows 3 to 5   ──┴── flat ranges count the slices one after another: rank 1's begins at element 12
+
+Or it is a plain tensor that is marked as a slice: see ``marks``. How such slices make a whole nobody knows. So it is a
+parameter of its own shape, and there is no ``TensorSlice`` of it.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch import Tensor
 
 from ..errors import ParameterError
 from .arrangement import Cut
+from .marks import is_slice
 
 
 @dataclass(frozen=True)
@@ -124,9 +128,10 @@ def placed(parameter: Any) -> str:
 
 
 def is_cut(parameter: Any) -> bool:
-    """Whether the tensor-parallel ranks have a slice each. Else each has all of it, also of a plain parameter."""
+    """Whether the tensor-parallel ranks have a slice each. Else each has all of it, also of a plain parameter without a
+    mark."""
     own = slice_of(parameter)
-    return own is not None and own.cut is not None
+    return is_slice(parameter) if own is None else own.cut is not None
 
 
 def whole_of(tensor: Any) -> Tensor:

@@ -115,13 +115,14 @@ class Clip:
         """Measure what this rank counts of the gradients of ``subset``, each times its factor; None: nothing."""
         held = [bucket for bucket in buckets if bucket.state is not GradState.EMPTY and bucket.speaks]
         if subset is None and self.factor is None:  # whole shards: what is in them beside gradients is zero
-            return Norms.of([bucket.grad_shard for bucket in held], norm_type) if held else None
+            counted = [part for bucket in held for part in bucket.counted()]
+            return Norms.of(counted, norm_type) if counted else None
         wanted = set(range(len(self.labels)) if subset is None else subset)
         pieces = [
             (bucket.grad_shard.narrow(0, piece.in_shard, piece.numel), piece.slot.param)
             for bucket in held
-            for piece in bucket.pieces
-            if piece.slot.param in wanted and piece.numel
+            for index, piece in enumerate(bucket.pieces)
+            if piece.slot.param in wanted and piece.numel and index not in bucket.shared
         ]
         if not pieces:
             return None

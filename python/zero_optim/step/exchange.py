@@ -213,10 +213,13 @@ class Exchange:
         """[2]: this rank's term of the norm, and its count of non-finite values."""
         # Of ranks that hold the same gradients one counts them.
         held = [bucket for bucket in buckets if bucket.state is not GradState.EMPTY]
-        shards = [bucket.grad_shard for bucket in held if bucket.speaks]
-        if not shards:
+        counted = [part for bucket in held for part in bucket.counted()]
+        elsewhere = [part for bucket in held for part in bucket.counted_elsewhere()]
+        if not counted and not elsewhere:
             return torch.zeros(2, dtype=torch.float32, device=self.sharding.device)
-        stats = torch.ops.zero_kernels.grad_stats(shards, norm_type)
+        stats = torch.ops.zero_kernels.grad_stats([*counted, *elsewhere], norm_type)
+        if elsewhere:  # in another stage's norm; but what is not finite here skips the step
+            stats[len(counted) :, 0].zero_()
         totals = stats.sum(0)
         if norm_type == math.inf:
             totals[0] = stats[:, 0].max()

@@ -323,7 +323,7 @@ class OptimizerState:
         """Collective where tensor-parallel ranks have slices. Cut ``full``, of a whole bucket, into what each parameter
         has of it, whole and in its shape: a view, or a copy that is put together of slices."""
         flat = shard.bucket.flat
-        if not flat.cut:
+        if not flat.joined:
             return {slot.param: shard.view_in(full, tensor, n) for n, slot in enumerate(shard.bucket.layout.slots)}
         every = shard.bucket.sharding.gather_slices(full, "state")
         wholes = {}
@@ -334,7 +334,8 @@ class OptimizerState:
         return wholes
 
     def distribute(self, names: Mapping[int, Sequence[str]], tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Collective. Take over whole tensors that rank 0 has, those of one bucket at a time.
+        """Collective. Take over whole tensors that the first of the ranks has that save together, those of one bucket
+        at a time.
 
         Args:
             names: by parameter index, the tensors that are given; the same on every rank.
@@ -357,15 +358,15 @@ class OptimizerState:
     ) -> None:
         _, numel = tensor.span(0, shard.bucket.layout.numel)
         flat, names, sharding = shard.bucket.flat, {piece.slot.param for piece in given}, shard.bucket.sharding
-        every = torch.empty(sharding.slice_count if flat.cut else 1, numel, dtype=tensor.dtype, device=flat.device)
+        every = torch.empty(sharding.slice_count if flat.joined else 1, numel, dtype=tensor.dtype, device=flat.device)
         for number, (slot, own) in enumerate(zip(shard.bucket.layout.slots, flat.slices, strict=True)):
-            for rank, full in enumerate(every if self.sharding.rank == 0 and slot.param in names else ()):
+            for rank, full in enumerate(every if self.sharding.savers.rank == 0 and slot.param in names else ()):
                 whole = tensors[slot.param][tensor.name]
                 part = whole if own is None else own.on(rank).of(whole)
                 shard.view_in(full, tensor, number, rank).copy_(part)
-        sharding.everyone.broadcast(every, "state")  # rank 0 alone has them: to all, whatever slice each has
+        self.sharding.savers.broadcast(every, "state")  # rank 0 alone has them: to all, whatever slice each has
         with self.trouble.losing(shard):
-            own_slice = every[sharding.slice_index if flat.cut else 0]
+            own_slice = every[sharding.slice_index if flat.joined else 0]
             _fill(shard, tensor, own_slice, [(piece, piece.slot.offset) for piece in given])
 
     def _pieces(self, indices: set[int]) -> Iterator[tuple[ShardState, list[SlotPiece]]]:

@@ -9,6 +9,8 @@ Two stages, each on two ranks that average its gradients::
 
 The ranks of a row exchange what every step needs. What is left is one number or two: the norm is that of the whole
 model, and a gradient that is not finite skips the step of all stages. It takes one all-reduce more, along the column.
+
+A parameter that two stages have, as a tied embedding, is marked ``shared`` on one of them, and counts on the other.
 """
 
 from __future__ import annotations
@@ -22,7 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.collectives import Comm, make_comm
+from ..comm.grid import group_along
 from ..comm.together import check_same
+from ..errors import ParameterError
+from ..params.marks import is_shared
+from ..params.storage_order import described
 from .norms import Norms, norms_over
 
 
@@ -31,6 +37,11 @@ class Pipeline:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return self._comm.world_size
 
     def share(self, totals: Tensor, norm_type: float | None) -> None:
         """Collective. Make of the ``totals`` of each stage those of all, in place.
@@ -46,20 +57,41 @@ class Pipeline:
         return norms_over(self._comm, norms, norm_type, device)
 
 
-def make_pipeline(comm: Comm, device: torch.device, options: Mapping[str, Any]) -> Pipeline | None:
+def make_pipeline(
+    comm: Comm, device: torch.device, options: Mapping[str, Any], parameters: Mapping[str, Tensor]
+) -> Pipeline | None:
     """Collective over the stages. None: there is one alone.
 
     Args:
         options: what has to be the same of all stages, by name.
+        parameters: of this stage, by label.
 
-    Raises RankMismatchError, on every rank of the pipeline, where options differ.
+    Raises, on every rank of the pipeline: RankMismatchError where options differ, ParameterError for a parameter that
+    no stage would count in a norm.
     """
     if comm.world_size == 1:
         return None
     described = [f"{name}={value!r}" for name, value in options.items()]
     check_same(comm, described, "the constructor", "give the optimizers of all stages of a pipeline")
+    _check_shared(comm, parameters)
     comm.connect_for("all_reduce", comm.world_size, torch.float32, device)
     return Pipeline(comm)
+
+
+def _check_shared(comm: Comm, parameters: Mapping[str, Tensor]) -> None:
+    """Each second copy has to have a first one on another stage, of which nothing but its shape is known here."""
+    shared = {label: described(p) for label, p in parameters.items() if is_shared(p)}
+    counted = {described(p) for p in parameters.values() if not is_shared(p)}
+    every = comm.gather_objects((shared, counted), "the constructor")
+    for stage, (copies, _) in enumerate(every):
+        there = set().union(*(counted for other, (_, counted) in enumerate(every) if other != stage))
+        for label, kind in copies.items():
+            if kind not in there:
+                raise ParameterError(
+                    f"{label} of stage {stage}, {kind}, has shared = True, which marks a second copy, and no other "
+                    "stage has a parameter like it without that mark: it would count in no norm. Mark the copy of the "
+                    "later stage alone"
+                )
 
 
 def comm_of_pipeline(pipeline: dist.DeviceMesh | dist.ProcessGroup | None, device: torch.device | None) -> Comm:
@@ -69,15 +101,4 @@ def comm_of_pipeline(pipeline: dist.DeviceMesh | dist.ProcessGroup | None, devic
     """
     if pipeline is None:
         return Comm(None, device)
-    if isinstance(pipeline, dist.DeviceMesh):
-        if pipeline.ndim != 1:
-            raise ValueError(
-                f"pipeline is a mesh of {pipeline.ndim} dimensions, {pipeline.mesh_dim_names}: give the one along "
-                "which the stages are, as pipeline=mesh['pp']"
-            )
-        pipeline = pipeline.get_group()
-    if not isinstance(pipeline, dist.ProcessGroup):
-        raise TypeError(
-            f"pipeline is a {type(pipeline).__name__}: give a DeviceMesh, as mesh['pp'], or a process group"
-        )
-    return make_comm(pipeline, device)
+    return make_comm(group_along(pipeline, "pipeline", "the stages", "mesh['pp']"), device)
