@@ -1,7 +1,7 @@
 """A model of plain slices with Megatron's marks, on any number of tensor-parallel ranks, and the same on one.
 
-Each block is a gated MLP. Its first weight is fused: the slice of a rank has rows of the gate and rows of what it gates,
-so slices put one after another are not the whole. Between blocks each tensor-parallel rank has a part of the sequence.
+Each block is a gated MLP. Its first weight is fused: a slice has rows of the gate, and then rows of what it gates. So
+slices put one after another are not the whole. Between blocks each tensor-parallel rank has a part of the sequence.
 """
 
 from __future__ import annotations

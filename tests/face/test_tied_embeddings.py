@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -109,3 +108,38 @@ def test_both_copies_stay_what_one_process_has(stage: int, by_option: bool) -> N
             wanted = expected[name if rank < 2 else f"last.{name}"]
             torch.testing.assert_close(value, wanted.detach(), rtol=2e-5, atol=2e-6)
         assert torch.equal(found["embedding"], results[0][0]["embedding"])
+
+
+def on_one_stage(rank: int, world_size: int) -> tuple[list[bool], list[str]]:
+    """What is not finite in a second copy alone skips the step of all; second copies without a first one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    number, given = mesh.get_local_rank("pp"), {"mesh": mesh["dp"], "pipeline": mesh["pp"]}
+    module = (First, Last)[number]()
+    opt = ShardedAdamW(module.named_parameters(), lr=LR, **given)
+    same = []
+    for step in range(2):
+        before = values(module, 2)
+        with opt.no_sync():
+            sum(parameter.sum() for parameter in module.parameters()).backward()
+        if step == 0 and rank == 3:
+            module.embedding.grad[0, 0] = math.inf
+        opt.step()
+        opt.zero_grad()
+        same.append(all(torch.equal(before[name], now) for name, now in values(module, 2).items()))
+    opt.close()
+    told = []
+    module.embedding.shared = True  # on both stages
+    for options in (given, {"mesh": mesh["dp"]}, {"mesh": mesh["dp"], "pipeline": mesh["dp"]}):
+        with pytest.raises(ParameterError) as error:
+            ShardedAdamW(module.named_parameters(), **options)
+        told.append(str(error.value))
+    return same, told
+
+
+def test_a_second_copy_skips_steps_and_needs_a_first_one() -> None:
+    for same, (both, no_pipeline, one_stage) in run_ranks(4, on_one_stage):
+        assert same == [True, False]
+        assert "'embedding' of stage 0, (11, 16) torch.float32, has shared = True" in both
+        assert "Mark the copy of the later stage alone" in both
+        assert "Give the optimizer pipeline=world_mesh['pp'], or unmark it" in no_pipeline
+        assert "'embedding' of stage 0" in one_stage  # of ranks that have the same stage

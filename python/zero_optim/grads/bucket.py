@@ -404,18 +404,17 @@ class Bucket:
             self.grad_shard.copy_(kept)
 
     def counted(self) -> list[Tensor]:
-        """What of ``grad_shard`` counts in a norm, flat: as a rule all of it. What is between slots is zero."""
+        """What of ``grad_shard`` this rank counts in a norm, flat: as a rule all of it. Between slots it is zero."""
         if not self.speaks:
             return []
-        return (
-            self._parts(other for other in range(len(self.params)) if other not in self.shared)
-            if self.shared
-            else [self.grad_shard]
-        )
+        return self._parts({*range(len(self.params))} - self.shared) if self.shared else [self.grad_shard]
 
     def counted_elsewhere(self) -> list[Tensor]:
-        """What of it another stage of the pipeline counts."""
-        return self._parts(self.shared) if self.speaks else []
+        """What of it another stage of the pipeline, or another tensor-parallel rank, counts: that of theirs is the same
+        by right, but was reduced by itself. So whether it is finite is asked here, too."""
+        if self.speaks:
+            return self._parts(self.shared)
+        return [self.grad_shard] if self.sharding.speaks(cut=True) else []
 
     def _parts(self, indices: Iterable[int]) -> list[Tensor]:
         return [self._part_of(index) for index in indices if self.pieces[index].numel]

@@ -218,7 +218,7 @@ class Exchange:
         if not counted and not elsewhere:
             return torch.zeros(2, dtype=torch.float32, device=self.sharding.device)
         stats = torch.ops.zero_kernels.grad_stats([*counted, *elsewhere], norm_type)
-        if elsewhere:  # in another stage's norm; but what is not finite here skips the step
+        if elsewhere:  # in the norm; but what is not finite here skips the step
             stats[len(counted) :, 0].zero_()
         totals = stats.sum(0)
         if norm_type == math.inf:
