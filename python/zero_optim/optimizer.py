@@ -6,8 +6,9 @@ import copy
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,13 +21,15 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from . import validate
+from .admission import Admission, Experts
 from .callers import called_from, local_of_caller
 from .checkpoint import rank_state
-from .comm.collectives import Comm, make_comm
-from .comm.expert_ranks import ExpertRanks, make_expert_shardings, read_expert_ranks, split_off, told_each_other
-from .comm.grid import Rows, group_of, read_rows
+from .comm.collectives import make_comm
+from .comm.expert_ranks import make_expert_shardings, split_off
+from .comm.grid import group_of, read_rows
 from .comm.sharding import Sharding, make_sharding
-from .comm.tensor_ranks import read_row, with_tensor_ranks
+from .comm.tensor_ranks import Row, read_row
+from .comm.topology import Topology, read_topology
 from .engine import Engine, Overlap, open_engines
 from .errors import ClosedError, ZeroOptimError
 from .memory.out_of_memory import explaining_out_of_memory
@@ -41,7 +44,7 @@ from .stores.make_store import make_store
 from .stores.offload import Offload, Tier, read_offload
 from .stores.state_store import StateStore
 from .units.hooks import tensors_in
-from .units.sharded_model import sharded_model_of
+from .units.sharded_model import ShardedModel, sharded_model_of
 
 _DCP_STATE_DICT = "torch.distributed.checkpoint.state_dict"
 
@@ -136,17 +139,29 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._closed = True  # until the constructor is through
         params, said = split_off(listed(params))
         dense = [group for number, group in enumerate(params) if number not in said] if said else params
-        sharded = sharded_model_of(tensors_in(params))
-        group, columns, row = group_of(process_group, mesh), None, read_row(tensor_parallel, mesh_of(tensors_in(dense)))
-        if group is None and sharded:
-            group, columns = sharded[0].process_group(), sharded[0].sharding.columns
-        else:
-            group, columns = with_tensor_ranks(group, row)
-        plain = sharded[0].sharding.of_plain_slices if sharded else row is not None and row.plain
-        self._slices_told = tensor_parallel is not None or plain
+        model = next(iter(sharded_model_of(tensors_in(params))), None)
+        stage = (2 if model is None else 3) if stage is None else stage
+        row = read_row(tensor_parallel, mesh_of(tensors_in(dense)))
+        group, topology = _group_and_topology(
+            group_of(process_group, mesh), row, model, told=tensor_parallel is not None
+        )
         device = next((tensor.device for tensor in tensors_in(params)), None)
-        comm = make_comm(group, device)
-        stage = (3 if sharded else 2) if stage is None else stage
+        comm, stages = make_comm(group, device), comm_of_pipeline(pipeline, device)
+        offload, experts = Offload(), Experts()
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"maximize": maximize, "amsgrad": amsgrad, "differentiable": differentiable}
+        with stages.raising_together("the constructor"), comm.raising_together("the constructor"):
+            validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm)
+            validate.warn_of_meaningless({"fused": fused, "foreach": foreach, "capturable": capturable})
+            rows = topology.rows
+            if model is None or mesh is not None:
+                rows = read_rows(mesh, shares=stage != 0)
+            offload = read_offload(state_offload, device_budget, speculate)
+            super().__init__(params, defaults)
+            parameters = ParameterSet(self.param_groups)
+            indices = parameters.read_groups()
+            admission = Admission(comm, replace(topology, rows=rows), stage, stages.world_size, "the constructor")
+            experts = admission.check(parameters, said, row)
         options: dict[str, Any] = {
             "stage": stage,
             "bucket_cap_mb": bucket_cap_mb,
@@ -159,42 +174,17 @@ class ShardedAdamW(torch.optim.Optimizer):
         }
         choice = {"state_offload": state_offload, "device_budget": device_budget, "speculate": speculate}
         options |= {name: value for name, value in choice.items() if value is not None}
-        offload, rows, experts = Offload(), None, dict[int, ExpertRanks]()
-        meaningless = {"fused": fused, "foreach": foreach, "capturable": capturable}
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"maximize": maximize, "amsgrad": amsgrad, "differentiable": differentiable}
-        stages = comm_of_pipeline(pipeline, device)
-        with stages.raising_together("the constructor"), comm.raising_together("the constructor"):
-            validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm)
-            rows = sharded[0].sharding.rows if sharded and mesh is None else read_rows(mesh, shares=stage != 0)
-            validate.warn_of_meaningless(meaningless)
-            offload = read_offload(state_offload, device_budget, speculate)
-            super().__init__(params, defaults)
-            parameters = ParameterSet(self.param_groups)
-            indices = parameters.read_groups()
-            validate.check_groups(self.param_groups)
-            validate.check_sharded(parameters, indices, stage, comm, rows, row)
-            validate.check_parameters(parameters, indices)
-            validate.check_backend(comm, parameters.all[0].device)
-            experts = _read_experts(said, comm, columns, stage)
-            validate.check_marked(parameters, indices, experts, comm)
-            self._check_marks(parameters, indices, experts, columns, plain, stages.world_size)
-        described = {**validate.described_ranks(rows, columns), **validate.described_experts(experts)}
-        validate.check_agreement(comm, parameters, 0, {**options, **described})
-        experts = told_each_other(experts, comm, "the constructor")
-        with comm.raising_together("the constructor"):
-            validate.check_slices(parameters.all, parameters.labels, columns, parameters.group_of, experts)
-        comm.separate()
-        comm.connect(parameters.all[0].device)
-        if stage == 0:  # its gradients and the exchange of ``step`` are both summed by an all-reduce
-            comm.take_channels(["all_reduce"], parameters.all[0].device, "the constructor")
-        if sharded:
-            parameters.take_names(sharded[0].model)
-            comm.traffic = sharded[0].sharding.everyone.traffic
+        experts = admission.agree(parameters, experts, options)
         device = parameters.all[0].device
-        sharding = make_sharding(comm, stage, grad_reduce_dtype, device, rows, columns, plain=plain)
+        comm.separate()
+        comm.connect(device)
+        if stage == 0:  # its gradients and the exchange of ``step`` are both summed by an all-reduce
+            comm.take_channels(["all_reduce"], device, "the constructor")
+        if model is not None:
+            parameters.take_names(model.model)
+            comm.traffic = model.sharding.everyone.traffic
+        sharding = make_sharding(comm, stage, grad_reduce_dtype, device, admission.topology)
         shardings = Shardings(parameters, sharding, make_expert_shardings(sharding, experts))
-        model = sharded[0] if sharded else None
         store = _store(offload, sharding, params_on_host=model is not None and model.offload)
         rule, overlap = AdamW(decoupled_weight_decay), Overlap(overlap_grad_reduce, overlap_param_gather)
         alike = {"max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite}
@@ -414,47 +404,22 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.check_usable()
         self.settle()
         before, parameters, sharding = len(self.param_groups), self.engine.parameters, self.engine.sharding
-        everyone, columns = sharding.everyone, sharding.columns
-        experts: dict[int, ExpertRanks] = {}
+        stages = self.engine.stages_of_pipeline
+        admission = Admission(sharding.everyone, sharding.topology, self.stage, stages, "add_param_group", before)
         (param_group,), of_group = split_off([param_group])
         said = dict(zip([before], of_group.values(), strict=False))
         try:
-            with everyone.raising_together("add_param_group"):
+            with sharding.everyone.raising_together("add_param_group"):
                 super().add_param_group(parameters.with_names(param_group))
                 indices = parameters.read_groups()
-                validate.check_groups(self.param_groups[before:], before)
-                validate.check_sharded(parameters, indices, self.stage, everyone, sharding.rows)
-                validate.check_parameters(parameters, indices)
-                experts = _read_experts(said, everyone, columns, self.stage)
-                validate.check_marked(parameters, indices, experts, everyone)
-                stages = self.engine.stages_of_pipeline
-                self._check_marks(parameters, indices, experts, columns, sharding.of_plain_slices, stages)
-            validate.check_agreement(everyone, parameters, before, validate.described_experts(experts))
-            experts = told_each_other(experts, everyone, "add_param_group")
-            with everyone.raising_together("add_param_group"):
-                validate.check_slices(parameters.all, parameters.labels, columns, parameters.group_of, experts)
+                experts = admission.check(parameters, said)
+            experts = admission.agree(parameters, experts, {})
         except BaseException:
             del self.param_groups[before:]
             parameters.read_groups()
             raise
         self.engine.shardings.of_groups.update(make_expert_shardings(sharding, experts))
         self.engine.grow(indices, self.engine.to_train(indices))
-
-    def _check_marks(
-        self,
-        parameters: ParameterSet,
-        indices: Sequence[int],
-        experts: Mapping[int, ExpertRanks],
-        columns: Rows | None,
-        plain: bool,
-        stages: int,
-    ) -> None:
-        validate.check_other_marks(parameters, indices, experts, stages)
-        if plain:
-            validate.check_any_marked(parameters.all, parameters.labels)
-        dense = [index for index in indices if parameters.group_of[index] not in experts]
-        given, labels = [parameters.all[index] for index in dense], [parameters.labels[index] for index in dense]
-        validate.check_marks(given, labels, columns, plain=plain, told=self._slices_told)
 
     def settle(self) -> None:
         """Collective. Complete what a backward or ``step`` has left under way.
@@ -575,18 +540,17 @@ def optimizers_of(model: nn.Module) -> list[ShardedAdamW]:
     return [opt for opt in alive if any(id(parameter) in held for parameter in opt.engine.parameters.all)]
 
 
-def _read_experts(
-    said: Mapping[int, Mapping[str, Any]], comm: Comm, columns: Rows | None, stage: int
-) -> dict[int, ExpertRanks]:
-    """What groups say of experts, by their number. ``columns``: of the tensor-parallel ranks."""
-    averaging = next((list(column) for column in columns or () if dist.get_rank() in column), comm.ranks)
-    experts = read_expert_ranks(said, averaging, beside_slices=columns is not None)
-    if experts and stage >= 3:
-        raise ValueError(
-            f"parameter group {next(iter(experts))} is of experts, and stage 3 gathers what all ranks have: train the "
-            "model at stage 2, without shard_module. Its experts are spread over the ranks already"
-        )
-    return experts
+def _group_and_topology(
+    averaging: dist.ProcessGroup | None, row: Row | None, model: ShardedModel | None, *, told: bool
+) -> tuple[dist.ProcessGroup | None, Topology]:
+    """Collective. See ``read_topology``. A sharded model has both, and its grid holds also where a group is given."""
+    if model is None:
+        return read_topology(averaging, row, told=told)
+    of_model = model.sharding.topology
+    if averaging is None:
+        return model.process_group(), of_model
+    group, topology = read_topology(averaging, row, told=told)
+    return group, replace(topology, rows=of_model.rows)
 
 
 def _store(offload: Offload, sharding: Sharding, *, params_on_host: bool) -> StateStore:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from . import validate
 from .comm.collectives import make_comm
-from .comm.grid import Rows, group_of, read_rows
+from .comm.grid import group_of, read_rows
 from .comm.sharding import Sharding, largest_of, make_sharding
-from .comm.tensor_ranks import read_row, with_tensor_ranks
+from .comm.tensor_ranks import read_row
 from .comm.together import check_same
+from .comm.topology import Topology, read_topology
 from .errors import ParameterError
 from .params.marks import marked, take_marks
 from .params.param_shard import ParamShard
@@ -80,36 +81,28 @@ def shard_module(
         RankMismatchError: ranks disagree on model or arguments, or one of them failed.
     """
     row = read_row(tensor_parallel, mesh_of(model.parameters()))
-    group, columns = with_tensor_ranks(group_of(process_group, mesh), row)
-    plain = row is not None and row.plain
+    group, topology = read_topology(group_of(process_group, mesh), row, told=tensor_parallel is not None)
     comm = make_comm(group, _nearest(model, device))
     plans: list[UnitPlan] = []
-    rows: Rows | None = None
     with comm.raising_together("shard_module"):
         validate.check_group(process_group, mesh)
-        rows = read_rows(mesh)
-        _check_arguments(
-            reshard_after_forward,
-            prefetch,
-            param_offload,
-            len(rows[0]) if rows else comm.world_size // len(columns or [0]),
-        )
+        topology = replace(topology, rows=read_rows(mesh))
+        _check_arguments(reshard_after_forward, prefetch, param_offload, topology.sharing(comm))
         plans = plan_units(model, units)
-        _check_plans(plans, columns)
-        _check_marks(plans, columns, plain=plain, told=tensor_parallel is not None)
+        _check_plans(plans, topology)
         if comm.world_size > 1:
             _check_no_experts(plans)
         target = _device(plans, device)
         validate.check_backend(comm, target)
     options: dict[str, object] = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
-    options |= {"param_offload": param_offload, **validate.described_ranks(rows, columns)}
+    options |= {"param_offload": param_offload, **topology.described()}
     check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
     process_group = comm.group
     comm.take_own_group()
     comm.connect(target)
     ranks_of_node = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
     keep = reshard_after_forward is False or (not isinstance(reshard_after_forward, bool) and ranks_of_node == 1)
-    sharding = make_sharding(comm, 3, None, target, rows, columns, plain=plain)
+    sharding = make_sharding(comm, 3, None, target, topology)
     sharers = sharding.sharers
     node = sharers.of_consecutive(ranks_of_node) if 1 < ranks_of_node < sharers.world_size else None
     if node is not None:
@@ -248,9 +241,9 @@ def _check_arguments(reshard_after_forward: bool | int, prefetch: int, param_off
         raise ValueError(f"param_offload must be None or 'cpu', got {param_offload!r}")
 
 
-def _check_plans(plans: Sequence[UnitPlan], columns: Rows | None) -> None:
+def _check_plans(plans: Sequence[UnitPlan], topology: Topology) -> None:
     parameters = [parameter for plan in plans for parameter in plan.parameters.values()]
-    names = [plan.registrations[key][0][2] for plan in plans for key in plan.parameters]
+    labels = [repr(plan.registrations[key][0][2]) for plan in plans for key in plan.parameters]
     if not parameters:
         raise ParameterError("the model has no parameters")
     if any(isinstance(parameter, ParamShard) for parameter in parameters) or sharded_model_of(parameters):
@@ -258,20 +251,14 @@ def _check_plans(plans: Sequence[UnitPlan], columns: Rows | None) -> None:
             "the model, or a part of it, was given to shard_module before: shard each model once. "
             "Where that has failed, make the model anew"
         )
-    for parameter, name in zip(parameters, names, strict=True):
-        validate.check_kind(parameter, repr(name), parameter, repr(name), meta=True)
-    validate.check_slices(parameters, [repr(name) for name in names], columns)
-    real = [(p, repr(name)) for p, name in zip(parameters, names, strict=True) if not p.is_meta]
+    for parameter, label in zip(parameters, labels, strict=True):
+        validate.check_kind(parameter, label, parameter, label, meta=True)
+    validate.check_slices(parameters, labels, topology)
+    real = [(p, label) for p, label in zip(parameters, labels, strict=True) if not p.is_meta]
     validate.check_memory([p for p, _ in real], [label for _, label in real])
-    check_free(parameters, [repr(name) for name in names])
-
-
-def _check_marks(plans: Sequence[UnitPlan], columns: Rows | None, *, plain: bool, told: bool) -> None:
-    named = [(plan.registrations[key][0][2], p) for plan in plans for key, p in plan.parameters.items()]
-    parameters, labels = [parameter for _, parameter in named], [repr(name) for name, _ in named]
-    validate.check_marks(parameters, labels, columns, plain=plain, told=told)
-    if plain:
-        validate.check_any_marked(parameters, labels)
+    check_free(parameters, labels)
+    validate.check_marks(parameters, labels, topology)
+    validate.check_any_marked(parameters, labels, topology)
 
 
 def _check_no_experts(plans: Sequence[UnitPlan]) -> None:

@@ -20,6 +20,7 @@ from .comm.expert_ranks import ExpertRanks
 from .comm.grid import Rows
 from .comm.tensor_ranks import Row
 from .comm.together import check_same
+from .comm.topology import Topology, own_row
 from .comm.transport import used
 from .errors import ParameterError
 from .params.marks import is_averaged, is_shared, is_slice, is_term, marked, says_anything
@@ -136,11 +137,16 @@ def check_parameters(parameters: ParameterSet, indices: Sequence[int]) -> None:
 
 
 def check_sharded(
-    parameters: ParameterSet, indices: Sequence[int], stage: int, comm: Comm, rows: Rows | None, row: Row | None = None
+    parameters: ParameterSet,
+    indices: Sequence[int],
+    stage: int,
+    comm: Comm,
+    topology: Topology,
+    row: Row | None = None,
 ) -> None:
     """Raise unless, at stage 3, the parameters are those of one sharded model, and before it, of none.
 
-    ``rows``: of the optimizer's grid. ``row``: of its tensor-parallel ranks; None: it was told none.
+    ``topology``: the optimizer's. ``row``: of its tensor-parallel ranks; None: it was told none.
     """
     models = sharded_model_of(parameters.all)
     if not models:
@@ -160,15 +166,16 @@ def check_sharded(
     ranks = models[0].sharding.everyone.ranks
     if ranks != comm.ranks:
         raise ValueError(f"the model was sharded over ranks {ranks}, the optimizer is of {comm.ranks}")
-    if (there := models[0].sharding.rows) != rows:
+    of_model = models[0].sharding.topology
+    if of_model.rows != topology.rows:
         raise ValueError(
-            f"the model was sharded over a mesh of {_shape(there)}, the optimizer is given one of {_shape(rows)}: give "
-            "it the same mesh, or none"
+            f"the model was sharded over a mesh of {_shape(of_model.rows)}, the optimizer is given one of "
+            f"{_shape(topology.rows)}: give it the same mesh, or none"
         )
-    if row is not None and row.ranks != (slices := _own_row(models[0].sharding.columns or ())):
+    if row is not None and row.ranks != of_model.slices:
         raise ValueError(
-            f"{row.told}, and the model was sharded with slices on ranks {slices}: give the optimizer the same "
-            "tensor_parallel as shard_module, or none"
+            f"{row.told}, and the model was sharded with slices on ranks {of_model.slices}: give the optimizer the "
+            "same tensor_parallel as shard_module, or none"
         )
     own = {id(parameter) for parameter in parameters.all}
     for unit in models[0].units:
@@ -268,15 +275,9 @@ def check_marked(parameters: ParameterSet, indices: Sequence[int], groups: Conta
             )
 
 
-def check_marks(
-    parameters: Sequence[Tensor], labels: Sequence[str], columns: Rows | None, *, plain: bool, told: bool
-) -> None:
-    """Raise ParameterError for the first of ``parameters`` with a mark that cannot be honoured. See ``params.marks``.
-
-    Args:
-        columns: see ``TensorRanks``. ``plain``: whether they are those of plain slices.
-        told: whether the user has said which ranks have slices. Megatron marks slices also where nothing is cut.
-    """
+def check_marks(parameters: Sequence[Tensor], labels: Sequence[str], topology: Topology) -> None:
+    """Raise ParameterError for the first with a mark that cannot be honoured. ``params.marks`` says what they mean."""
+    plain, told = topology.plain, topology.told
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     for parameter, label in zip(parameters, labels, strict=True):
         marks = f"{label} has{marked(parameter).removeprefix(',')}"
@@ -294,7 +295,7 @@ def check_marks(
             raise ParameterError(f"{marks}, and is a DTensor, whose gradient says that by its placement: unmark it")
         if plain or is_distributed(parameter) or not (is_slice(parameter) or is_term(parameter)):
             continue
-        if columns is not None:
+        if topology.columns is not None:
             raise ParameterError(
                 f"{marks}, and other parameters are DTensors: of those who have slices, all have to be of one kind"
             )
@@ -305,9 +306,9 @@ def check_marks(
             )
 
 
-def check_any_marked(parameters: Sequence[Tensor], labels: Sequence[str]) -> None:
-    """Raise ParameterError where nobody has marked anything, beside slices that are plain tensors."""
-    if not any(map(says_anything, parameters)):
+def check_any_marked(parameters: Sequence[Tensor], labels: Sequence[str], topology: Topology) -> None:
+    """Raise ParameterError where there are to be plain slices, and nobody has marked anything."""
+    if topology.plain and not any(map(says_anything, parameters)):
         raise ParameterError(
             f"tensor_parallel is given, and none of the parameters has a mark, {labels[0]} for one: all would get the "
             "values of rank 0. Set tensor_model_parallel = True on slices, and to False on copies"
@@ -334,32 +335,23 @@ def check_other_marks(parameters: ParameterSet, indices: Sequence[int], experts:
             )
 
 
-def described_ranks(rows: Rows | None, columns: Rows | None) -> dict[str, Any]:
-    """Give what all ranks have to agree on of a mesh: of a grid within a column, its size alone."""
-    if columns is None:
-        return {"mesh": rows}
-    return {"mesh": None if rows is None else [len(row) for row in rows], "tensor-parallel ranks": len(columns)}
-
-
 def check_slices(
     parameters: Sequence[Tensor],
     labels: Sequence[str],
-    columns: Rows | None,
+    topology: Topology,
     group_of: Sequence[int] | None = None,
     experts: Mapping[int, ExpertRanks] | None = None,
 ) -> None:
-    """Raise ParameterError for the first of ``parameters`` that is cut over other ranks than ``columns`` has.
+    """Raise ParameterError for the first of ``parameters`` that is cut over other ranks than ``topology`` has.
 
     Args:
-        columns: see ``TensorRanks``; None: parameters are not cut.
         group_of: of each parameter, the number of its group; None: there are no experts.
         experts: by such a number, those of experts.
     """
-    own = {number: _own_row(of_group.columns) for number, of_group in (experts or {}).items()}
-    own_slices = _own_row(columns or ())
+    own = {number: own_row(of_group.columns) for number, of_group in (experts or {}).items()}
     for place, (parameter, label) in enumerate(zip(parameters, labels, strict=True)):
         number = -1 if group_of is None else group_of[place]
-        mesh, wanted = mesh_of([parameter]), own.get(number, own_slices)
+        mesh, wanted = mesh_of([parameter]), own.get(number, topology.slices)
         if mesh is None or (not wanted and mesh.size() == 1):
             continue
         ranks = mesh.mesh.flatten().tolist()
@@ -373,11 +365,6 @@ def check_slices(
                 f"{label} is a DTensor over ranks {ranks}, and the first one that was given is over "
                 f"{wanted or 'none'}: all have to be over the same tensor-parallel ranks"
             )
-
-
-def _own_row(columns: Rows) -> list[int]:
-    rows = zip(*columns, strict=True)
-    return next((list(row) for row in rows if dist.get_rank() in row), [])
 
 
 def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, options: dict[str, Any]) -> None:

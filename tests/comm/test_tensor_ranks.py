@@ -13,13 +13,14 @@ def _sharding(rank: int, world_size: int, stage: int) -> tuple:
     """Of six ranks with two slices."""
     from zero_optim.comm.collectives import make_comm
     from zero_optim.comm.sharding import make_sharding
-    from zero_optim.comm.tensor_ranks import read_row, with_tensor_ranks
+    from zero_optim.comm.tensor_ranks import read_row
+    from zero_optim.comm.topology import read_topology
 
     mesh = make_mesh(3, 2)
-    group, columns = with_tensor_ranks(mesh["dp"].get_group(), read_row(None, mesh["tp"]))
+    group, topology = read_topology(mesh["dp"].get_group(), read_row(None, mesh["tp"]), told=False)
     everyone = make_comm(group)
     everyone.separate()
-    sharding = make_sharding(everyone, stage, None, torch.device("cpu"), None, columns)
+    sharding = make_sharding(everyone, stage, None, torch.device("cpu"), topology)
     every = sharding.gather_slices(torch.tensor([float(rank)]), "state").view(-1).tolist()
     alike, cut = torch.tensor([float(rank)]), torch.tensor([float(rank)])
     sharding.broadcast(alike, cut=False)
@@ -27,7 +28,7 @@ def _sharding(rank: int, world_size: int, stage: int) -> tuple:
     terms = [torch.full((2,), float(rank), dtype=torch.bfloat16), torch.full((1,), 1.0, dtype=torch.bfloat16)]
     sharding.sum_over_slices(terms)
     return (
-        columns,
+        topology.columns,
         (sharding.world_size, sharding.shard_count, sharding.shard_index),
         (sharding.holders(cut=True), sharding.holders(cut=False)),
         (every, float(alike), float(cut)),
@@ -52,13 +53,14 @@ def _summed(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> flo
     """The sum of four terms, of which bf16 loses the small ones beside the large."""
     from zero_optim.comm.collectives import make_comm
     from zero_optim.comm.sharding import make_sharding
-    from zero_optim.comm.tensor_ranks import read_row, with_tensor_ranks
+    from zero_optim.comm.tensor_ranks import read_row
+    from zero_optim.comm.topology import read_topology
 
     mesh = make_mesh(1, 4)
-    group, columns = with_tensor_ranks(mesh["dp"].get_group(), read_row(None, mesh["tp"]))
+    group, topology = read_topology(mesh["dp"].get_group(), read_row(None, mesh["tp"]), told=False)
     everyone = make_comm(group)
     everyone.separate()
-    sharding = make_sharding(everyone, 2, reduce_dtype, torch.device("cpu"), None, columns)
+    sharding = make_sharding(everyone, 2, reduce_dtype, torch.device("cpu"), topology)
     term = torch.tensor([(256.0, -255.0, 1 / 128, 1 / 128)[rank]], dtype=torch.bfloat16)
     sharding.sum_over_slices([term])
     return float(term)

@@ -38,7 +38,6 @@ class Grid:
         across: this rank's column: the ranks that hold what this one holds.
     """
 
-    rows: Rows
     within: Comm
     across: Comm
 
@@ -51,7 +50,7 @@ def make_grid(everyone: Comm, rows: Rows | None, device: torch.device) -> Grid |
     across = everyone.part(tuple(zip(*rows, strict=True)), "across replicas")
     within.connect(device)
     across.connect(device)
-    return Grid(rows, within, across)
+    return Grid(within, across)
 
 
 def read_rows(mesh: dist.DeviceMesh | None, *, shares: bool = True) -> Rows | None:

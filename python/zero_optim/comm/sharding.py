@@ -20,8 +20,9 @@ from torch import Tensor
 
 from .chain import Chain, ChainQueue, issue_behind
 from .collectives import Comm, Pending
-from .grid import Grid, Rows, make_grid
+from .grid import Grid, make_grid
 from .tensor_ranks import TensorRanks, make_tensor_ranks
+from .topology import Topology
 
 _TOGETHER_BYTES = 25 * 2**20
 """Tensors are copied into one flat tensor of at most that size for a broadcast: a larger one goes as it is."""
@@ -40,6 +41,7 @@ class Sharding:
         grid: which ranks share, and which repeat; None: all share, and nobody repeats. Of no use at stage 0.
         tensor_ranks: how parameters are cut over tensor-parallel ranks, or experts spread; None: they are not.
         grad_divisor: of experts, what the sum of gradients is divided by; None: it is of other parameters.
+        topology: what was said of the ranks, of which ``grid`` and ``tensor_ranks`` were made.
     """
 
     everyone: Comm
@@ -49,6 +51,7 @@ class Sharding:
     grid: Grid | None = None
     tensor_ranks: TensorRanks | None = None
     grad_divisor: int | None = None
+    topology: Topology = Topology()
     _chains: ChainQueue = field(default_factory=ChainQueue, compare=False)
 
     # -- who holds what ------------------------------------------------------------------------------------------
@@ -87,16 +90,6 @@ class Sharding:
     def savers(self) -> Comm:
         """The ranks that have a whole state among them. Of plain slices each column has one of its own."""
         return self.data_parallel if self.of_plain_slices else self.everyone
-
-    @property
-    def columns(self) -> Rows | None:
-        """The ranks with the same slices of parameters, slice by slice; None: parameters are not cut."""
-        return None if self.tensor_ranks is None else self.tensor_ranks.columns
-
-    @property
-    def rows(self) -> Rows | None:
-        """The ranks of the grid, by replica and by shard."""
-        return None if self.grid is None else self.grid.rows
 
     @property
     def shard_count(self) -> int:
@@ -298,15 +291,12 @@ def make_sharding(
     stage: int,
     grad_reduce_dtype: torch.dtype | None,
     device: torch.device,
-    rows: Rows | None,
-    columns: Rows | None,
-    *,
-    plain: bool = False,
+    topology: Topology,
 ) -> Sharding:
-    """Collective. ``rows``: of the grid; None: all that average share. ``columns``, ``plain``: see ``TensorRanks``."""
-    tensor_ranks = make_tensor_ranks(everyone, columns, device, plain=plain)
-    grid = make_grid(everyone if tensor_ranks is None else tensor_ranks.data_parallel, rows, device)
-    return Sharding(everyone, stage, grad_reduce_dtype, device, grid, tensor_ranks)
+    """Collective. Who of ``everyone`` shares, with communicators that are connected for ``device``."""
+    tensor_ranks = make_tensor_ranks(everyone, topology.columns, device, plain=topology.plain)
+    grid = make_grid(everyone if tensor_ranks is None else tensor_ranks.data_parallel, topology.rows, device)
+    return Sharding(everyone, stage, grad_reduce_dtype, device, grid, tensor_ranks, topology=topology)
 
 
 def largest_of(flats: Iterable[tuple[int, torch.dtype]]) -> dict[torch.dtype, int]:

@@ -64,13 +64,11 @@ class TensorRanks:
     """This rank's place among them.
 
     Attributes:
-        columns: the ranks with the same slice, as the whole job numbers them, slice by slice.
         data_parallel: this rank's column.
         slices: this rank's row: one rank for each slice.
         plain: see ``Row``.
     """
 
-    columns: Rows
     data_parallel: Comm
     slices: Comm
     plain: bool = False
@@ -138,4 +136,4 @@ def make_tensor_ranks(
     slices = everyone.part(tuple(zip(*columns, strict=True)), "tensor-parallel ranks")
     data_parallel.connect(device)
     slices.connect(device)
-    return TensorRanks(columns, data_parallel, slices, plain)
+    return TensorRanks(data_parallel, slices, plain)

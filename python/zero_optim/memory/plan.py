@@ -187,14 +187,14 @@ def _sharding_of(job: Job) -> Sharding:
     rank, shards = job.rank or 0, job.data // job.replicas
     grid = None
     if job.replicas > 1 and job.stage >= 1:
-        grid = Grid((), _AbsentComm(shards, rank % shards), _AbsentComm(job.replicas, rank // shards))
+        grid = Grid(_AbsentComm(shards, rank % shards), _AbsentComm(job.replicas, rank // shards))
     everyone = _AbsentComm(job.data, rank)
     return Sharding(everyone, job.stage, job.grad_reduce_dtype, torch.device("meta"), grid)
 
 
 def _sharding_of_experts(main: Sharding, sharers: tuple[int, int]) -> Sharding:
     """``sharers``: see ``ParameterShape``."""
-    ranks = TensorRanks((), _AbsentComm(*sharers), _AbsentComm(1, 0))
+    ranks = TensorRanks(_AbsentComm(*sharers), _AbsentComm(1, 0))
     return replace(main, grid=None, tensor_ranks=ranks, grad_divisor=1)
 
 

@@ -1,0 +1,79 @@
+"""What parameters pass before an optimizer takes them: checks on this rank alone, then what all ranks agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import validate
+from .comm.collectives import Comm
+from .comm.expert_ranks import ExpertRanks, read_expert_ranks, told_each_other
+from .comm.tensor_ranks import Row
+from .comm.topology import Topology
+from .params.parameter_set import ParameterSet
+
+Experts = dict[int, ExpertRanks]
+"""What parameter groups say of experts, by their number."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The optimizer that parameters are to join, and the call that brings them.
+
+    Attributes:
+        everyone, topology: all ranks that train together, and their places.
+        stage: what they share.
+        pipeline_stages: how many stages of a pipeline the model has; 1: it is in one piece.
+        where: the call, for messages.
+        first_group: the number of the first parameter group that is new.
+    """
+
+    everyone: Comm
+    topology: Topology
+    stage: int
+    pipeline_stages: int
+    where: str
+    first_group: int = 0
+
+    def check(self, parameters: ParameterSet, said: Mapping[int, Mapping[str, Any]], row: Row | None = None) -> Experts:
+        """Check what this rank was given.
+
+        Args:
+            said: what new groups say of experts, by the group's number.
+            row: the tensor-parallel ranks that the optimizer was told; None: none.
+
+        Raises ParameterError, ValueError or TypeError.
+        """
+        indices = [index for index, number in enumerate(parameters.group_of) if number >= self.first_group]
+        validate.check_groups(parameters.groups[self.first_group :], self.first_group)
+        validate.check_sharded(parameters, indices, self.stage, self.everyone, self.topology, row)
+        validate.check_parameters(parameters, indices)
+        validate.check_backend(self.everyone, parameters.all[0].device)
+        averaging = self.topology.averaging(self.everyone)
+        experts = read_expert_ranks(said, averaging, beside_slices=self.topology.columns is not None)
+        if experts and self.stage >= 3:
+            raise ValueError(
+                f"parameter group {next(iter(experts))} is of experts, and stage 3 gathers what all ranks have: train "
+                "the model at stage 2, without shard_module. Its experts are spread over the ranks already"
+            )
+        validate.check_marked(parameters, indices, experts, self.everyone)
+        validate.check_other_marks(parameters, indices, experts, self.pipeline_stages)
+        validate.check_any_marked(parameters.all, parameters.labels, self.topology)
+        dense = [index for index in indices if parameters.group_of[index] not in experts]
+        given, labels = [parameters.all[index] for index in dense], [parameters.labels[index] for index in dense]
+        validate.check_marks(given, labels, self.topology)
+        return experts
+
+    def agree(self, parameters: ParameterSet, experts: Experts, options: Mapping[str, Any]) -> Experts:
+        """Collective. Compare what is new, the topology, and ``options``, by name, with those of the other ranks.
+
+        Returns the experts with the columns that all ranks have told. Raises RankMismatchError, ValueError or
+        ParameterError, on every rank.
+        """
+        described = {**options, **self.topology.described(), **validate.described_experts(experts)}
+        validate.check_agreement(self.everyone, parameters, self.first_group, described)
+        experts = told_each_other(experts, self.everyone, self.where)
+        with self.everyone.raising_together(self.where):
+            validate.check_slices(parameters.all, parameters.labels, self.topology, parameters.group_of, experts)
+        return experts
