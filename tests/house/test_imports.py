@@ -19,7 +19,7 @@ ORDER = (
     {"params", "stores"},
     {"rules"},
     {"units"},
-    {"validate"},
+    {"validate", "admission"},
     {"grads"},
     {"step"},
     {"stats"},
