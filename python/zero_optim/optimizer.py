@@ -143,7 +143,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         else:
             group, columns = with_tensor_ranks(group, row)
         plain = sharded[0].sharding.of_plain_slices if sharded else row is not None and row.plain
-        self._slices_told = tensor_parallel is not None or plain
+        self._slices_told = tensor_parallel is not None or bool(sharded)  # ``shard_module`` has asked for it
         device = next((tensor.device for tensor in tensors_in(params)), None)
         comm = make_comm(group, device)
         stage = (3 if sharded else 2) if stage is None else stage
