@@ -546,10 +546,10 @@ def _group_and_topology(
     """Collective. See ``read_topology``. A sharded model has both, and its grid holds also where a group is given."""
     if model is None:
         return read_topology(averaging, row, told=told)
-    of_model = model.sharding.topology
+    of_model = replace(model.sharding.topology, told=True)  # ``shard_module`` has asked for it
     if averaging is None:
         return model.process_group(), of_model
-    group, topology = read_topology(averaging, row, told=told)
+    group, topology = read_topology(averaging, row, told=True)
     return group, replace(topology, rows=of_model.rows)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import run_ranks
-from tensor_cases import HYPER, Block, Way, loss_of, losses, make_mesh, make_model
+from tensor_cases import HYPER, VOCABULARY, Block, Way, loss_of, losses, make_mesh, make_model
 from torch import Tensor
 
 
@@ -140,6 +140,56 @@ def test_loads_on_any_other_mesh_bit_for_bit(saved, tmp_path):
         for rank, ways in enumerate(run_ranks(mesh.ranks, _load, mesh, str(tmp_path), dtype, hidden, timeout=120)):
             for how, found in zip(("own", "dcp", "full"), ways, strict=True):
                 _same(found, wanted[0], f"{how}, on {mesh}, rank {rank}")
+
+
+def _losses(rank: int, mesh: Mesh, way: Way, model, opt, steps: range) -> list[float]:
+    """Train; the loss of each step, of this data-parallel rank's batch."""
+    found = []
+    for number in steps:
+        with losses(sequence=way.sequence):
+            loss = loss_of(model, rank // mesh.tensor, number)
+            loss.backward()
+        found.append(float(loss.full_tensor() if hasattr(loss, "full_tensor") else loss))
+        opt.step()
+        opt.zero_grad()
+    return found
+
+
+def _interrupted(rank: int, world_size: int, mesh: Mesh, folder: str) -> list[float]:
+    import zero_optim
+
+    model, opt, way = _job(mesh, torch.float32, 24)
+    _losses(rank, mesh, way, model, opt, range(2))
+    zero_optim.checkpoint.save(folder, model, opt, step=2)
+    found = _losses(rank, mesh, way, model, opt, range(2, 5))
+    opt.close()
+    return found
+
+
+def _resumed(rank: int, world_size: int, mesh: Mesh, folder: str) -> list[float]:
+    import zero_optim
+
+    model, opt, way = _job(mesh, torch.float32, 24, seed=rank + 1)
+    zero_optim.checkpoint.load(folder, model, opt)
+    found = _losses(rank, mesh, way, model, opt, range(2, 5))
+    opt.close()
+    return found
+
+
+def test_a_vocabulary_that_no_number_of_ranks_divides_gives_the_same_loss_after_a_resume(tmp_path):
+    """11 rows of embedding and output, 6 and 5 over two ranks. Bit for bit on the mesh that saved. Others have two
+    data-parallel ranks, too: so the batches of all steps are the same. Of three ranks the first loss is, that of what
+    was loaded."""
+    assert VOCABULARY % 2
+    saved = Mesh(2, 2, 2)
+    wanted = run_ranks(4, _interrupted, saved, str(tmp_path), timeout=120)
+    assert run_ranks(4, _resumed, saved, str(tmp_path), timeout=120) == wanted
+    of_batch = [wanted[0], wanted[2]]
+    for mesh in (Mesh(2, 1, 2), Mesh(2, 2, 3)):
+        for rank, found in enumerate(run_ranks(mesh.ranks, _resumed, mesh, str(tmp_path), timeout=120)):
+            assert found == pytest.approx(of_batch[rank // mesh.tensor], rel=1e-5), mesh
+    for rank, found in enumerate(run_ranks(3, _resumed, Mesh(3, 1, 1), str(tmp_path), timeout=120)[:2]):
+        assert found[0] == pytest.approx(of_batch[rank][0], rel=1e-5)
 
 
 def _load_exported(rank: int, world_size: int, mesh: Mesh, folder: str) -> dict[str, Tensor]:

@@ -54,6 +54,7 @@ class Way:
     overflow_on: int | None = None
     """The rank whose loss is infinite in the first step."""
     options: dict[str, Any] = field(default_factory=dict)
+    param_offload: str | None = None
 
 
 def make_mesh(data: int, tensor: int = TENSOR) -> dist.DeviceMesh:
@@ -63,7 +64,7 @@ def make_mesh(data: int, tensor: int = TENSOR) -> dist.DeviceMesh:
 def make_optimizer(way: Way, model: Model, mesh: dist.DeviceMesh) -> ShardedAdamW:
     given = {"mesh": mesh["dp"], "tensor_parallel": mesh["tp"]}
     if way.stage == 3:
-        shard_module(model, (Block,), **given)
+        shard_module(model, (Block,), **given, param_offload=way.param_offload)
         given = {}
     return ShardedAdamW(model.named_parameters(), **HYPER, **given, stage=way.stage, **way.options)
 
@@ -154,7 +155,8 @@ def test_trains_as_one_process_does(stage: int) -> None:
 
 def test_one_data_parallel_rank_trains_as_one_process_does() -> None:
     """Terms are added up, once each, also where a rank averages with no other."""
-    ways = [Way(stage, micro=2, clip=(0.5, 2.0), no_sync=no_sync) for stage in (0, 1, 2) for no_sync in (False, True)]
+    ways = [Way(stage, micro=2, clip=(0.5, 2.0), no_sync=no_sync) for stage in range(4) for no_sync in (False, True)]
+    ways.append(Way(3, micro=2, param_offload="cpu"))
     for rank, found in enumerate(run_ranks(TENSOR, outcomes, ways, timeout=120)):
         for way, of_way in zip(ways, found, strict=True):
             compare(of_way, way, 1, rank)

@@ -171,16 +171,14 @@ def _note_leftover_state(index: Index, matched: Match) -> None:
 
 
 def _check_shapes(specs: Sequence[TensorSpec], matched: Match) -> None:
-    wrong = []
+    wrong, remedy = [], ""
     for spec in specs:
         source = matched.source.get(spec.key)
         if source is None:
             continue
         if source.spec.stacked != spec.stacked:
-            wrong.append(
-                f"{spec.label} is {_whole_or_stack(spec)} here, and {_whole_or_stack(source.spec)} there. Plain slices "
-                "load on as many tensor-parallel ranks as saved them: how they make a whole is not known"
-            )
+            wrong.append(f"{spec.label} is {_whole_or_slices(spec)} here, and {_whole_or_slices(source.spec)} there")
+            remedy = ". Plain slices load on as many tensor-parallel ranks as saved them: their whole is not known"
         elif (differs := shape_differs(spec, source.spec.shape, source.spec.dtype)) is not None:
             wrong.append(differs)
         elif source.spec.order != spec.order and (spec.is_of_rows or source.spec.is_of_rows):
@@ -189,10 +187,12 @@ def _check_shapes(specs: Sequence[TensorSpec], matched: Match) -> None:
                 "here: bring the model to the memory format that it was saved in"
             )
     if wrong:
-        raise StateMismatchError(f"{len(wrong)} of the tensors in the checkpoint cannot be loaded: {listed(wrong)}")
+        raise StateMismatchError(
+            f"{len(wrong)} of the tensors in the checkpoint cannot be loaded: {listed(wrong)}{remedy}"
+        )
 
 
-def _whole_or_stack(spec: TensorSpec) -> str:
+def _whole_or_slices(spec: TensorSpec) -> str:
     return f"whole, {list(spec.shape)}" if spec.stacked is None else f"{spec.stacked} slices of {list(spec.shape[1:])}"
 
 

@@ -324,6 +324,8 @@ class Bucket:
 
         # Where an average stays in ``grad_buffer``, or its dtype is not what is communicated, other memory is needed.
         in_place = self.keeps_full and self.grad_buffer.dtype == self.reduce_dtype and not accumulate
+        if in_place:  # of a unit on one data-parallel rank, with parameters on the host, it may be gone
+            allocate(self.grad_buffer)
         full = self.grad_buffer if in_place else lend(self.layout.numel)
         sources, terms = self._of_this_rank(sources)
         self.pack(sources, full, self.sharding.grad_scale, accumulate)
