@@ -55,9 +55,9 @@ class ShardedStrategy(DDPStrategy):
     Args:
         units: stage 3: the classes, or their names, of the modules to gather one at a time. The LightningModule is
             given to ``zero_optim.shard_module`` once it is in its place, before ``configure_optimizers``.
-        tensor_parallel_size: ranks over which ``configure_model`` cuts the model: ``self.device_mesh`` has the dimensions
-            "data_parallel" and "tensor_parallel" there, as in Lightning's ``ModelParallelStrategy``. The optimizer is
-            given ``mesh=self.device_mesh["data_parallel"]``. Ranks with slices of one model have the same batches.
+        tensor_parallel_size: ranks over which ``configure_model`` cuts the model. As in ``ModelParallelStrategy``,
+            ``self.device_mesh`` has the dimensions "data_parallel" and "tensor_parallel" there, and ranks along the
+            second have the same batches. The optimizer is given ``mesh=self.device_mesh["data_parallel"]``.
         sync_each_batch: reduce every micro-batch of ``accumulate_grad_batches``, instead of once a step: that
             communicates more, and keeps no whole gradients meanwhile.
         sync_buffers: "broadcast" or "mean": give all ranks the same buffers, by ``zero_optim.sync_buffers``, before
@@ -138,12 +138,14 @@ class ShardedStrategy(DDPStrategy):
 
     def _check_ranks(self, optimizer: ShardedAdamW) -> None:
         """Raise ValueError unless the optimizer is for the ranks by which samplers give batches."""
-        columns = optimizer.engine.sharding.columns
-        if (1 if columns is None else len(columns)) != self._tensor_parallel_size:
+        columns, size = optimizer.engine.sharding.columns, self._tensor_parallel_size
+        if len(columns or [0]) != size:
+            cut = (
+                "no parameter of the optimizer is cut" if columns is None else f"parameters are cut over {len(columns)}"
+            )
             raise ValueError(
-                f"the optimizer's parameters are {'not cut' if columns is None else f'cut over {len(columns)} ranks'}, and "
-                f"ShardedStrategy has tensor_parallel_size={self._tensor_parallel_size}: cut the model in configure_model, "
-                "over self.device_mesh['tensor_parallel'], which has so many ranks"
+                f"ShardedStrategy has tensor_parallel_size={size}, and {cut}: give the number of ranks over which "
+                "configure_model cuts it, by parallelize_module(model, self.device_mesh['tensor_parallel'], plan)"
             )
 
     def setup_precision_plugin(self) -> None:
