@@ -70,6 +70,15 @@ def as_torchrun(rank: int, world_size: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def taking_meshes() -> Iterator[None]:
+    """accelerate refuses a ParallelismConfig where there are no GPUs. Within this it takes one on the CPU."""
+    from accelerate import Accelerator
+
+    with mock.patch.object(Accelerator, "multi_device", True):
+        yield
+
+
+@contextlib.contextmanager
 def silent() -> Iterator[None]:
     """Without what Lightning says of itself."""
     logging.disable(logging.WARNING)

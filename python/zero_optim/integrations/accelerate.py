@@ -18,14 +18,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import checkpoint
+from ..comm.grid import read_rows
 from ..errors import CheckpointError, ParameterError, ZeroOptimError
 from ..optimizer import ShardedAdamW, optimizers_of
 from ..params.param_shard import plain_parameter
 from .clients import (
     check_optimizer,
+    check_sums,
     in_place,
+    is_in_parts,
     is_sharded,
     plain_optimizer,
     require,
@@ -44,6 +48,24 @@ FOLDER = "sharded"  # beside what accelerate saves: model and optimizer, by zero
 _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
+def data_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
+    """Collective. The ``mesh`` for ``ShardedAdamW`` and ``shard_module``, as the ``ParallelismConfig`` has it.
+
+    None: the accelerator has no such configuration, and all ranks share. With ``dp_replicate_size`` and
+    ``dp_shard_size`` it has two dimensions, else one. Where tensor-parallel ranks are all ranks, each rank is alone.
+
+    Raises ZeroOptimError for ``cp_size`` and ``sp_size``, which accelerate has with engines of its own alone.
+    """
+    chosen, mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
+    _check_sequences(chosen)
+    if mesh is None:
+        return None
+    names = tuple(chosen.dp_dim_names)
+    if not names:
+        return init_device_mesh(mesh.device_type, (1, mesh.size()), mesh_dim_names=("dp_shard", "tp"))["dp_shard"]
+    return mesh[names]
+
+
 def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool] | None = None) -> Any:
     """Prepare as ``accelerator.prepare`` does models, optimizers, loaders and schedulers; nothing is wrapped in DDP.
 
@@ -57,7 +79,9 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
     Raises:
         ParameterError: an optimizer whose parameters are on another device than the accelerator's.
         TypeError: on several ranks, an optimizer that is not a ``ShardedAdamW``.
-        ZeroOptimError: an accelerator with a sharding of its own, such as FSDP or DeepSpeed.
+        ValueError: an optimizer over other ranks than the accelerator's ``ParallelismConfig`` has.
+        ZeroOptimError: an accelerator with a sharding of its own, such as FSDP or DeepSpeed, or with ``cp_size`` or
+            ``sp_size``.
     """
     return adopt(accelerator).prepare(*objects, device_placement=device_placement)
 
@@ -83,6 +107,7 @@ class ShardedAccelerator(Accelerator):
         self._know_sharding()
 
     def _know_sharding(self) -> None:
+        _check_sequences(self.parallelism_config)
         if self.distributed_type in _OTHER_ENGINES:
             raise ZeroOptimError(
                 f"the accelerator is set up for {self.distributed_type}, which shards by itself: launch without it"
@@ -90,10 +115,15 @@ class ShardedAccelerator(Accelerator):
         if self.scaler is not None:
             self.scaler = sharded_scaler(self.scaler)
 
+    def _prepare_tp(self, *objects: Any) -> tuple[Any, ...]:
+        """Nothing: accelerate would tell parameters apart by their addresses, and those of shards are all alike."""
+        return objects
+
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare a model as accelerate does for evaluation: with autocast and torch.compile, and without DDP."""
+        check_sums(model)
         if device_placement is not False:
             device_placement = self.device_placement and not in_place(model, self.device)
         if device_placement and (is_sharded(model) or optimizers_of(model)):
@@ -110,7 +140,34 @@ class ShardedAccelerator(Accelerator):
                 f"the optimizer's parameters are on {plain.device}, and the accelerator is for {self.device}: "
                 "call model.to(accelerator.device) before the optimizer is made"
             )
+        self._check_ranks(plain)
         return super().prepare_optimizer(optimizer, device_placement=False)  # its state lies with its parameters
+
+    def _check_ranks(self, optimizer: ShardedAdamW) -> None:
+        """Raise ValueError unless the optimizer is for the ranks by which loaders give batches."""
+        sharding, mesh, chosen = optimizer.engine.sharding, self.torch_device_mesh, self.parallelism_config
+        if mesh is None:
+            if sharding.columns is not None:
+                raise ValueError(
+                    f"parameters are cut over {len(sharding.columns)} ranks, to which the accelerator would give "
+                    "different batches: make it with parallelism_config=ParallelismConfig(dp_shard_size=..., "
+                    f"tp_size={len(sharding.columns)})"
+                )
+            return
+        if chosen.tp_enabled and sharding.columns is None:
+            raise ValueError(
+                f"parallelism_config has tp_size={chosen.tp_size}, and no parameter of the optimizer is cut: call "
+                "parallelize_module(model, accelerator.torch_device_mesh['tp'], plan) before it is made"
+            )
+        columns = sharding.columns or (tuple(sharding.everyone.ranks),)
+        wanted = tuple(zip(*mesh.mesh.reshape(-1, chosen.tp_size).tolist(), strict=True))  # "tp" is the last dimension
+        grid = mesh[tuple(chosen.dp_dim_names)] if len(chosen.dp_dim_names) == 2 else None
+        rows = read_rows(grid, shares=optimizer.stage != 0)
+        if columns != wanted or sharding.rows != rows:
+            raise ValueError(
+                f"the optimizer is for ranks {sharding.rows or columns}, and parallelism_config for {rows or wanted}: "
+                "give ShardedAdamW, or shard_module, mesh=data_parallel_mesh(accelerator)"
+            )
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -149,7 +206,7 @@ class ShardedAccelerator(Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Give the whole state dict of a sharded model on rank 0, and ``{}`` elsewhere: call it on every rank."""
-        if not is_sharded(model):
+        if not is_in_parts(model):
             return super().get_state_dict(model, unwrap)
         everywhere = self.project_configuration.save_on_each_node
         return whole_state_dict(self.unwrap_model(model) if unwrap else model, on_all=everywhere)
@@ -209,6 +266,16 @@ class ShardedAccelerator(Accelerator):
         finally:
             if handle is not None:
                 handle.remove()
+
+
+def _check_sequences(chosen: Any) -> None:
+    """Raise ZeroOptimError where a ``ParallelismConfig`` gives ranks parts of a sequence."""
+    for name in ("cp_size", "sp_size"):
+        if getattr(chosen, name, 1) > 1:
+            raise ZeroOptimError(
+                f"accelerate has {name} with FSDP and DeepSpeed alone, which shard by themselves: leave it out, cut "
+                "sequences in a loop of your own, and give ShardedAdamW mesh=mesh['dp', 'cp']._flatten('dp_cp')"
+            )
 
 
 def _together(models: list[nn.Module]) -> nn.Module:

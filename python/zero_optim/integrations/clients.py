@@ -4,7 +4,8 @@ scalers."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -12,10 +13,17 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
+from ..errors import ParameterError
 from ..full_model_state import full_model_state_dict
 from ..grad_scaler import GradScaler
 from ..optimizer import ShardedAdamW
+from ..params.tensor_slice import is_distributed, shown_as, slice_of
 from ..units.sharded_model import sharded_model_of
+
+_SUMMED_IN_HOOKS = (
+    "replicated_with_grad_allreduce"  # a style of transformers' plans, as of the norms in Qwen3's attention
+)
+_LAYER = re.compile(r"\.\d+(?=\.|$)")  # a number in the name of a module, "*" in plans
 
 
 def require(integration: str, *packages: str) -> None:
@@ -30,12 +38,50 @@ def is_sharded(model: nn.Module) -> bool:
     return any(sharded.sharded for sharded in sharded_model_of(model.parameters()))
 
 
-def whole_state_dict(model: nn.Module, *, on_all: bool = False) -> dict[str, Any]:
-    """Collective where the model is sharded. Its whole state dict, on rank 0 alone, or on every rank.
+def is_cut(model: nn.Module) -> bool:
+    """True if parameters are cut over tensor-parallel ranks, as ``parallelize_module`` does it."""
+    return any(is_distributed(parameter) for parameter in model.parameters())
 
-    A model that is not sharded gives its own on every rank.
+
+def is_in_parts(model: nn.Module) -> bool:
+    """True if no rank has all of the model: its ``state_dict()`` is not what a client wants to save."""
+    return is_sharded(model) or is_cut(model)
+
+
+def whole_state_dict(model: nn.Module, *, on_all: bool = False) -> dict[str, Any]:
+    """Collective where the model is in parts. Its whole state dict, on rank 0 alone, or on every rank.
+
+    A model of which every rank has all gives its own on every rank.
     """
-    return full_model_state_dict(model, None if on_all else 0) if is_sharded(model) else model.state_dict()
+    return full_model_state_dict(model, None if on_all else 0) if is_in_parts(model) else model.state_dict()
+
+
+def cut_like(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state``, its whole tensors cut as the model's are, for ``load_state_dict``. Nothing is communicated."""
+    wanted = {name: value for name, value in model.state_dict(keep_vars=True).items() if is_distributed(value)}
+    cut = dict(state)
+    for name in wanted.keys() & state.keys():
+        own = slice_of(wanted[name])
+        if own is not None and not is_distributed(state[name]):
+            cut[name] = shown_as(wanted[name], own.of(state[name]))
+    return cut
+
+
+def check_sums(model: nn.Module) -> None:
+    """Raise ParameterError where transformers adds up gradients over tensor-parallel ranks in hooks of its own.
+
+    These come after the optimizer's, so a gradient may have left by then. And they add up what they find, with what was
+    added up at the micro-batch before.
+    """
+    for root in model.modules():
+        plan = getattr(root, "tp_plan", None) or {}
+        for name, module in root.named_modules() if _SUMMED_IN_HOOKS in plan.values() else ():
+            if getattr(module, "_is_hooked", False) and plan.get(_LAYER.sub(".*", name)) == _SUMMED_IN_HOOKS:
+                raise ParameterError(
+                    f"transformers cuts {name!r} as {_SUMMED_IN_HOOKS!r}: its hooks add up gradients too late for "
+                    "sharded ones. Load the model whole, and cut it by torch's parallelize_module, with "
+                    "SequenceParallel(sequence_dim=2, use_local_output=True) for these norms"
+                )
 
 
 def plain_optimizer(optimizer: Any) -> Any:

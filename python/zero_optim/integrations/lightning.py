@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import checkpoint
 from ..forward_method import register_forward_method
@@ -19,7 +20,9 @@ from ..sync_buffers import sync_buffers
 from ..units.sharded_model import sharded_model_of
 from .clients import (
     check_optimizer,
+    cut_like,
     in_place,
+    is_in_parts,
     is_sharded,
     plain_optimizer,
     require,
@@ -52,13 +55,17 @@ class ShardedStrategy(DDPStrategy):
     Args:
         units: stage 3: the classes, or their names, of the modules to gather one at a time. The LightningModule is
             given to ``zero_optim.shard_module`` once it is in its place, before ``configure_optimizers``.
+        tensor_parallel_size: ranks over which ``configure_model`` cuts the model. As in ``ModelParallelStrategy``,
+            ``self.device_mesh`` has the dimensions "data_parallel" and "tensor_parallel" there, and ranks along the
+            second have the same batches. The optimizer is given ``mesh=self.device_mesh["data_parallel"]``.
         sync_each_batch: reduce every micro-batch of ``accumulate_grad_batches``, instead of once a step: that
             communicates more, and keeps no whole gradients meanwhile.
         sync_buffers: "broadcast" or "mean": give all ranks the same buffers, by ``zero_optim.sync_buffers``, before
             they evaluate and save. None: each rank keeps its own, and those of rank 0 are saved.
         options: those of ``DDPStrategy``.
 
-    Raises TypeError, on several ranks, for an optimizer that is not a ``ShardedAdamW``.
+    Raises TypeError, on several ranks, for an optimizer that is not a ``ShardedAdamW``, and ValueError for one over
+    other ranks than the mesh has, or for a ``tensor_parallel_size`` that does not divide the ranks.
     """
 
     model: Any
@@ -68,22 +75,40 @@ class ShardedStrategy(DDPStrategy):
         self,
         *,
         units: Sequence[type[nn.Module] | str] | None = None,
+        tensor_parallel_size: int = 1,
         sync_each_batch: bool = False,
         sync_buffers: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self._units, self._sync_each_batch, self._sync_buffers = units, sync_each_batch, sync_buffers
+        self._tensor_parallel_size = tensor_parallel_size
+        self._mesh: DeviceMesh | None = None  # of two dimensions, where the model is cut
         self._resumed_from = ""
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if self._mesh is None:
+            return super().distributed_sampler_kwargs
+        data_parallel = self._mesh["data_parallel"]
+        return {"num_replicas": data_parallel.size(), "rank": data_parallel.get_local_rank()}
 
     # -- setting up ----------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
         super().setup_environment()
         gather_for_averaging(self.lightning_module.trainer.callbacks)  # before their own setup, which copies the model
+        size = self._tensor_parallel_size
+        if size > 1:
+            if self.world_size % size:
+                raise ValueError(f"tensor_parallel_size={size} does not divide {self.world_size} ranks")
+            names = ("data_parallel", "tensor_parallel")
+            self._mesh = init_device_mesh(self.root_device.type, (self.world_size // size, size), mesh_dim_names=names)
+            self.lightning_module._device_mesh = self._mesh  # its ``device_mesh``, in ``configure_model``
 
     def setup(self, trainer: Any) -> None:
-        if trainer.state.fn != TrainerFn.FITTING and self._units is None and not is_sharded(self.lightning_module):
+        module = self.lightning_module
+        if trainer.state.fn != TrainerFn.FITTING and self._units is None and not is_in_parts(module):
             return super().setup(trainer)  # it wraps nothing there, and gives all ranks the weights of rank 0
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
@@ -95,7 +120,7 @@ class ShardedStrategy(DDPStrategy):
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if self._units is not None and not sharded_model_of(model.parameters()):
-            shard_module(model, self._units)
+            shard_module(model, self._units, mesh=None if self._mesh is None else self._mesh["data_parallel"])
         # Lightning calls these instead of the module. Where training_step has the backward in it, it is no forward.
         for name in (*_EVALUATION, "training_step") if model.automatic_optimization else _EVALUATION:
             if name not in vars(model):  # of a fit before
@@ -107,7 +132,21 @@ class ShardedStrategy(DDPStrategy):
             optimizer.close()  # of a fit before
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            check_optimizer(plain_optimizer(optimizer), self.world_size, "ShardedStrategy")
+            check_optimizer(plain := plain_optimizer(optimizer), self.world_size, "ShardedStrategy")
+            if isinstance(plain, ShardedAdamW):
+                self._check_ranks(plain)
+
+    def _check_ranks(self, optimizer: ShardedAdamW) -> None:
+        """Raise ValueError unless the optimizer is for the ranks by which samplers give batches."""
+        columns, size = optimizer.engine.sharding.columns, self._tensor_parallel_size
+        if len(columns or [0]) != size:
+            cut = (
+                "no parameter of the optimizer is cut" if columns is None else f"parameters are cut over {len(columns)}"
+            )
+            raise ValueError(
+                f"ShardedStrategy has tensor_parallel_size={size}, and {cut}: give the number of ranks over which "
+                "configure_model cuts it, by parallelize_module(model, self.device_mesh['tensor_parallel'], plan)"
+            )
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
@@ -160,6 +199,10 @@ class ShardedStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._agree_on_buffers()
         return whole_state_dict(self.lightning_module)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        state = cut_like(self.lightning_module, checkpoint["state_dict"])
+        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {} if isinstance(plain_optimizer(optimizer), ShardedAdamW) else super().optimizer_state(optimizer)

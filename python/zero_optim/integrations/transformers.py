@@ -11,17 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from .. import checkpoint
+from ..errors import ParameterError
 from ..optimizer import ShardedAdamW
 from ..shard_module import shard_module
 from ..sync_buffers import sync_buffers
 from ..units.sharded_model import sharded_model_of
-from .clients import in_place, is_sharded, plain_optimizer, require, whole_state_dict
+from .clients import check_sums, in_place, is_in_parts, plain_optimizer, require, whole_state_dict
 
 require("zero_optim.integrations.transformers", "transformers", "accelerate")
 
 from transformers import Seq2SeqTrainer, Trainer  # noqa: E402
 
-from .accelerate import FOLDER, adopt  # noqa: E402
+from .accelerate import FOLDER, adopt, data_parallel_mesh  # noqa: E402
 
 
 class ShardedTrainer(Trainer):
@@ -41,7 +42,8 @@ class ShardedTrainer(Trainer):
             they evaluate and save. None: each rank keeps its own, and those of rank 0 are saved.
 
     Raises:
-        ParameterError: ``units`` beside an optimizer that is there already: shard the model before that.
+        ParameterError: ``units`` beside an optimizer that is there already: shard the model before that. A model that
+            was loaded with a ``DistributedConfig`` of more than ``tp_size``.
         TypeError: on several ranks, an optimizer that is not a ``ShardedAdamW``.
         ValueError: an ``optim`` among the TrainingArguments that is not AdamW.
     """
@@ -62,8 +64,9 @@ class ShardedTrainer(Trainer):
         self._shard()
 
     def _shard(self) -> None:
+        _check_loaded(self.model)
         if self._units is not None and not sharded_model_of(self.model.parameters()):
-            shard_module(self.model, self._units)
+            shard_module(self.model, self._units, mesh=data_parallel_mesh(self.accelerator))
 
     def _agree_on_buffers(self) -> None:
         if self._sync_buffers is not None:
@@ -92,11 +95,18 @@ class ShardedTrainer(Trainer):
                 "leave optim out, or give optimizer_cls_and_kwargs"
             )
         options.pop("fused", None)
-        return {**options, "stage": self._stage}
+        mesh = None if sharded_model_of(self.model.parameters()) else data_parallel_mesh(self.accelerator)
+        return {**options, "stage": self._stage, "mesh": mesh}
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not in_place(model, device):
             super()._move_model_to_device(model, device)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Nothing: the optimizer gives all ranks the same, and averages. Trainer would reduce gradients once more."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor | None:
         return grad_norm  # None with max_grad_norm=0, where Trainer would ask for a norm to log
@@ -111,7 +121,7 @@ class ShardedTrainer(Trainer):
         """Collective. What all ranks do together comes before Trainer's own, in which some releases leave ``_save`` to
         those that write."""
         self._agree_on_buffers()
-        if is_sharded(self.model):
+        if is_in_parts(self.model):
             self._whole = whole_state_dict(self.model, on_all=self.args.save_on_each_node)
         try:
             super().save_model(output_dir, _internal_call)
@@ -134,6 +144,23 @@ class ShardedTrainer(Trainer):
         if folder is None or not os.path.isdir(folder):  # what AdamW wrote, for a plain Trainer
             return super()._load_optimizer_and_scheduler(output_dir)
         checkpoint.load(folder, self.model, plain_optimizer(self.optimizer), scheduler=self.lr_scheduler)
+
+
+def _check_loaded(model: nn.Module) -> None:
+    """Raise where ``from_pretrained`` has cut the model in a way that the optimizer cannot take."""
+    check_sums(model)
+    loaded = getattr(getattr(model, "config", None), "distributed_config", None)
+    if loaded is None or not getattr(model, "is_distributed_loading_by_transformers", False):
+        return
+    sizes = {name: getattr(loaded, name) for name in ("dp_replicate_size", "fsdp_size", "ep_size", "pp_size")}
+    for name, size in sizes.items():
+        if size > 1:
+            raise ParameterError(
+                f"the model was loaded with DistributedConfig({name}={size}), and ShardedTrainer takes tp_size alone, "
+                "over all ranks. With fewer tensor-parallel ranks load it whole, give TrainingArguments "
+                "parallelism_config=ParallelismConfig(dp_shard_size=..., tp_size=...), and cut the model by torch's "
+                "parallelize_module over parallelism_config.get_device_mesh(...)['tp']"
+            )
 
 
 class ShardedSeq2SeqTrainer(ShardedTrainer, Seq2SeqTrainer):
