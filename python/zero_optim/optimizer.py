@@ -172,11 +172,14 @@ class ShardedAdamW(torch.optim.Optimizer):
             validate.check_backend(comm, parameters.all[0].device)
             experts = _read_experts(said, comm, columns, stage)
             validate.check_marked(parameters, indices, experts, comm)
+            if not experts:
+                validate.check_slices(parameters.all, parameters.labels, columns)
         described = {**validate.described_ranks(rows, columns), **validate.described_experts(experts)}
         validate.check_agreement(comm, parameters, 0, {**options, **described})
-        experts = told_each_other(experts, comm, "the constructor")
-        with comm.raising_together("the constructor"):
-            validate.check_slices(parameters.all, parameters.labels, columns, parameters.group_of, experts)
+        if experts:
+            experts = told_each_other(experts, comm, "the constructor")
+            with comm.raising_together("the constructor"):
+                validate.check_slices(parameters.all, parameters.labels, columns, parameters.group_of, experts)
         comm.separate()
         comm.connect(parameters.all[0].device)
         if stage == 0:  # its gradients and the exchange of ``step`` are both summed by an all-reduce
