@@ -13,8 +13,8 @@ from zero_optim.drawing.sheet import Sheet
 
 @dataclass(frozen=True)
 class ScaleRow(RankRow):
-    """The work of the host at so many ranks. ``replicas``: of these, how many hold each part. ``timed`` and ``timed_buckets`` are of small tensors, all else of true
-    shapes. ``of_bucket``: what a small bucket takes, by part."""
+    """The work of the host at so many ranks. ``timed`` and ``timed_buckets`` are of small tensors, all else of true
+    shapes. ``of_bucket``: what a small bucket takes, by part. ``replicas``: how many ranks hold each part."""
 
     parameters: int
     buckets: int
