@@ -1,6 +1,7 @@
 """What a step costs the host at 8 to 16,384 ranks: Python time, collectives, padding, the size of the exchange.
 
     python benchmarks/bench_scale.py --ranks 8 1024
+    python benchmarks/bench_scale.py --ranks 16384 --replicas 2048  # a mesh: 2048 replicas of 8 ranks that share
 
 One process plays rank 0 of a fake process group. Its collectives are counted and go nowhere. Figures of two kinds come
 of it, and a row says which is which:
@@ -32,6 +33,7 @@ from scale_model import LLAMA_70B, Block, Shapes, Small, cap_mb, layouts
 from scale_row import ScaleRow
 from script import run_script
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zero_optim.bench.contest import Say
 from zero_optim.bench.fused_adams import HYPER
 from zero_optim.bench.request import Choices, Menu, Request
@@ -41,6 +43,7 @@ from zero_optim.comm import transport
 from zero_optim.comm.transport import Issued, Reduction, StreamTransport
 from zero_optim.optimizer import ShardedAdamW
 from zero_optim.shard_module import shard_module
+from zero_optim.train.config import UsageError
 
 RANKS = (8, 64, 1024, 16384)
 STAGES = (2, 3)
@@ -100,17 +103,19 @@ class Nowhere(StreamTransport):
         return taken
 
 
-def measure(ranks: Sequence[int], rounds: int, say: Say, shapes: Shapes = LLAMA_70B) -> list[ScaleRow]:
-    """A row a number of ranks and stage."""
+def measure(
+    ranks: Sequence[int], rounds: int, say: Say, shapes: Shapes = LLAMA_70B, *, replicas: int = 1
+) -> list[ScaleRow]:
+    """A row a number of ranks and stage. ``replicas``: of these ranks, how many hold each part of the state."""
     rows = []
     say(f"scale: {bucket_parts.BUCKETS} small buckets")
     with fake_ranks(bucket_parts.RANKS):
         of_bucket = bucket_parts.measure(rounds)
     for count in ranks:
         for stage in STAGES:
-            say(f"scale: stage {stage}, {count:,} ranks")
+            say(f"scale: stage {stage}, {count:,} ranks{f' in {replicas:,} replicas' * (replicas > 1)}")
             with fake_ranks(count) as nowhere, _without_kernels():
-                row = _row(shapes, count, stage, nowhere, rounds)
+                row = _row(shapes, count, replicas, stage, nowhere, rounds)
             rows.append(row if stage == 3 else replace(row, of_bucket=of_bucket))
     return rows
 
@@ -123,11 +128,15 @@ class Training:
         self._x = torch.zeros((), dtype=torch.bfloat16, requires_grad=True)
         self.opt: ShardedAdamW | None = None
 
-    def shard(self, shapes: Shapes, ranks: int, stage: int) -> None:
+    def shard(self, shapes: Shapes, shards: int, stage: int, mesh: DeviceMesh | None) -> None:
         if stage == 3:
-            shard_module(self.model.requires_grad_(), (Block,))
+            shard_module(self.model.requires_grad_(), (Block,), mesh=mesh)
         self.opt = ShardedAdamW(
-            self.model.named_parameters(), stage=stage, bucket_cap_mb=cap_mb(shapes, ranks), **HYPER
+            self.model.named_parameters(),
+            stage=stage,
+            bucket_cap_mb=cap_mb(shapes, shards),
+            mesh=mesh if stage < 3 else None,  # else the model's
+            **HYPER,
         )
 
     def backward(self) -> None:
@@ -173,11 +182,15 @@ def _without_kernels() -> Iterator[None]:
             setattr(library, name, kernel)
 
 
-def _row(shapes: Shapes, ranks: int, stage: int, nowhere: Nowhere, rounds: int) -> ScaleRow:
+def _row(shapes: Shapes, ranks: int, replicas: int, stage: int, nowhere: Nowhere, rounds: int) -> ScaleRow:
     plain, ours = Training(shapes), Training(shapes)
+    shards = ranks // replicas
+    begin = time.thread_time()
+    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard")) if replicas > 1 else None
+    of_mesh = {"mesh": (time.thread_time() - begin) * 1e3} if mesh is not None else {}
     nowhere.take()
     work = {
-        "construction": lambda: ours.shard(shapes, ranks, stage),
+        "construction": lambda: ours.shard(shapes, shards, stage, mesh),
         "first step": lambda: [lap() for lap in ours.job],
         "step": lambda: [lap() for lap in ours.job],
     }
@@ -185,7 +198,7 @@ def _row(shapes: Shapes, ranks: int, stage: int, nowhere: Nowhere, rounds: int) 
     clock = HostClock(time.thread_time)  # not what other processes take, nor torch's other threads
     times = interleaved({"ours": ours.job, "plain": plain.job}, clock, Rounds.exactly(rounds))
     laps = {name: [Spread.of(lap).ms for lap in zip(*times[name], strict=True)] for name in times}
-    buckets = layouts(shapes, ranks, stage)
+    buckets = layouts(shapes, shards, stage)
     stats = ours.opt.stats() if ours.opt is not None else {}
     exchange = stats["collectives"]["exchange"]
     numel = sum(shapes.numels)
@@ -195,6 +208,7 @@ def _row(shapes: Shapes, ranks: int, stage: int, nowhere: Nowhere, rounds: int) 
         dtype="bf16",
         numel=numel,
         ranks=ranks,
+        replicas=replicas,
         parameters=len(shapes.numels),
         buckets=len(buckets),
         largest=max(bucket.numel for bucket in buckets),
@@ -205,6 +219,7 @@ def _row(shapes: Shapes, ranks: int, stage: int, nowhere: Nowhere, rounds: int) 
         rounds=rounds,
         timed_buckets=stats["buckets"],
         timed={
+            **of_mesh,
             "construction": once["construction"][0],
             "first step": once["first step"][0],
             "hooks": laps["ours"][0] - laps["plain"][0],
@@ -222,12 +237,16 @@ def _once(work: Callable[[], object], nowhere: Nowhere) -> tuple[float, Calls, i
 
 
 ABOUT = "Counts and times what a step costs the host, by stage and number of ranks, with a fake process group."
-TAKEN = {"rounds": str(ROUNDS), "ranks": " ".join(map(str, RANKS))}
+TAKEN = {"rounds": str(ROUNDS), "ranks": " ".join(map(str, RANKS)), "replicas": "1"}
 MENU = Menu({"scale": Choices(TAKEN, dtypes=("bf16",), fewest=2)})
 
 
 def run(request: Request, device: torch.device, say: Say) -> Measured:
-    return measure(request.ranks or RANKS, request.rounds or ROUNDS, say), {}
+    ranks, replicas = request.ranks or RANKS, request.replicas or 1
+    for count in ranks if replicas > 1 else ():
+        if count % replicas or count == replicas:
+            raise UsageError(f"--replicas {replicas}: a divisor of the {count} ranks of --ranks, less than all of them")
+    return measure(ranks, request.rounds or ROUNDS, say, replicas=replicas), {}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

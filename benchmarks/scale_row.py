@@ -14,7 +14,7 @@ from zero_optim.drawing.sheet import Sheet
 @dataclass(frozen=True)
 class ScaleRow(RankRow):
     """The work of the host at so many ranks. ``timed`` and ``timed_buckets`` are of small tensors, all else of true
-    shapes. ``of_bucket``: what a small bucket takes, by part."""
+    shapes. ``of_bucket``: what a small bucket takes, by part. ``replicas``: how many ranks hold each part."""
 
     parameters: int
     buckets: int
@@ -27,6 +27,7 @@ class ScaleRow(RankRow):
     timed_buckets: int
     timed: dict[str, float]  # ms
     of_bucket: dict[str, float] | None = None  # microseconds, by part
+    replicas: int = 1
 
 
 BUCKETS = Column("buckets", at("buckets"), whole)
@@ -46,6 +47,7 @@ def _table(rows: Sequence[JsonRow]) -> list[str]:
     """Stages of one number of ranks beside each other, a figure a line."""
     first = rows[0]
     about = f"{elements(first['numel'])} {first['dtype']} in {first['parameters']} parameters, {first['ranks']:,} ranks"
+    about += f" in {first['replicas']:,} replicas" if first.get("replicas", 1) > 1 else ""
     columns = [BUCKETS, LARGEST, PADDING, EXCHANGE]
     for when in first["collectives"]:
         columns += [_calls(when, kind) for kind in sorted({kind for row in rows for kind in row["collectives"][when]})]

@@ -45,7 +45,7 @@ class Admission:
 
         Raises ParameterError, ValueError or TypeError.
         """
-        indices = [index for index, number in enumerate(parameters.group_of) if number >= self.first_group]
+        indices = self._new(parameters)
         validate.check_groups(parameters.groups[self.first_group :], self.first_group)
         validate.check_sharded(parameters, indices, self.stage, self.everyone, self.topology, row)
         validate.check_parameters(parameters, indices)
@@ -63,6 +63,8 @@ class Admission:
         dense = [index for index in indices if parameters.group_of[index] not in experts]
         given, labels = [parameters.all[index] for index in dense], [parameters.labels[index] for index in dense]
         validate.check_marks(given, labels, self.topology)
+        if not experts:
+            self._check_slices(parameters, experts)
         return experts
 
     def agree(self, parameters: ParameterSet, experts: Experts, options: Mapping[str, Any]) -> Experts:
@@ -73,7 +75,17 @@ class Admission:
         """
         described = {**options, **self.topology.described(), **validate.described_experts(experts)}
         validate.check_agreement(self.everyone, parameters, self.first_group, described)
+        if not experts:
+            return experts
         experts = told_each_other(experts, self.everyone, self.where)
         with self.everyone.raising_together(self.where):
-            validate.check_slices(parameters.all, parameters.labels, self.topology, parameters.group_of, experts)
+            self._check_slices(parameters, experts)
         return experts
+
+    def _new(self, parameters: ParameterSet) -> list[int]:
+        return [index for index, number in enumerate(parameters.group_of) if number >= self.first_group]
+
+    def _check_slices(self, parameters: ParameterSet, experts: Experts) -> None:
+        new = self._new(parameters)
+        given, labels = [parameters.all[index] for index in new], [parameters.labels[index] for index in new]
+        validate.check_slices(given, labels, self.topology, [parameters.group_of[index] for index in new], experts)

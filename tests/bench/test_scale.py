@@ -28,6 +28,38 @@ def rows():
     return {(row.ranks, row.backend): row for row in measured}
 
 
+REPLICAS, SHARDS = 2048, 8
+
+
+@pytest.fixture(scope="module")
+def grid():
+    """The same on a mesh, by stage."""
+    measured = bench_scale.measure((REPLICAS * SHARDS,), 2, lambda line: None, SMALL, replicas=REPLICAS)
+    return {row.backend: row for row in measured}
+
+
+def test_a_grid_reduces_within_a_replica_and_then_across(grid, rows):
+    """Buckets, padding and gathers are those of the eight ranks that share; alarms and places are of all ranks."""
+    two, three = grid["stage2"], grid["stage3"]
+    flat = rows[SHARDS, "stage2"]
+    assert (two.ranks, two.replicas, two.buckets, two.timed_buckets) == (16384, 2048, flat.buckets, flat.buckets)
+    assert (two.largest, two.padding) == (flat.largest, flat.padding)
+    assert two.exchange == rows[16384, "stage2"].exchange and three.exchange == rows[16384, "stage3"].exchange
+    # One all-reduce a bucket is across the replicas, and one is the exchange.
+    assert two.collectives["step"] == {
+        "reduce_scatter": two.buckets,
+        "all_gather": two.buckets,
+        "all_reduce": two.buckets + 1,
+    }
+    assert three.collectives["step"] == {
+        "reduce_scatter": ROOT_AND_BLOCKS,
+        "all_gather": 1 + 2 * LAYERS,
+        "all_reduce": ROOT_AND_BLOCKS + 1,
+    }
+    assert two.object_bytes["step"] == three.object_bytes["step"] == 0
+    assert set(two.timed) - set(flat.timed) == {"mesh"}
+
+
 def test_the_shapes_are_those_of_llama_70b():
     assert (sum(LLAMA_70B.numels), len(LLAMA_70B.numels)) == (68_976_648_192, 723)
     assert all(numel % SHRINK == 0 for numel in LLAMA_70B.numels)
@@ -126,3 +158,8 @@ def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(run_here, draws_agai
 
 def test_one_rank_is_refused(run_here, refuses):
     refuses("--ranks", "8", "1", saying=["bench_scale.py: --ranks", "is of 2 at least"], by=run_here(bench_scale.main))
+
+
+@pytest.mark.parametrize("replicas", ["3", "8", "0"])
+def test_replicas_that_leave_nobody_to_share_are_refused(run_here, refuses, replicas):
+    refuses("--ranks", "8", "--replicas", replicas, saying=[f"--replicas {replicas}:"], by=run_here(bench_scale.main))

@@ -6,9 +6,12 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fuzz.law import Illegal, Law, why_not
 from fuzz.program import (
+    NO_DTENSOR,
+    WHOLE,
     AddGroup,
     AllReduce,
     Assign,
@@ -63,6 +66,7 @@ class Flavour:
     # What came later is not in the text that seeds a program: the programs of the flavours before stay the same.
     shapes: tuple[Shape, ...] = field(default=SHAPES, repr=False)
     alone: bool = field(default=False, repr=False)  # on one rank
+    slices: bool = field(default=False, repr=False)  # parameters are cut over two tensor-parallel ranks, of four
 
 
 PLAIN = Flavour(stages=(0, 1, 2), optims=(1,), raises=0.08, infinite=0.03)
@@ -74,6 +78,7 @@ STRAIGHT = Flavour(stages=(0, 1, 2), optims=(1,), infinite=0.03, left_out=0)  # 
 EMPTY = Flavour((0, 1, 2), (1,), raises=0.02, shapes=(*SHAPES[:4], (0,), (3, 0)))
 ALONE = replace(EMPTY, raises=0.03, alone=True)
 GRIDS = Flavour(stages=(1, 2, 2, 3, 3), optims=(1, 1, 2), raises=0.12, infinite=0.03, mesh=0.8)
+SLICES = Flavour(stages=(0, 1, 2, 3), optims=(1,), raises=0.08, infinite=0.03, slices=True)
 FLAVOURS = {
     "straight": STRAIGHT,
     "plain": PLAIN,
@@ -84,6 +89,7 @@ FLAVOURS = {
     "grids": GRIDS,
     "empty": EMPTY,
     "alone": ALONE,
+    "slices": SLICES,
 }
 
 
@@ -101,7 +107,9 @@ class _Generator:
 
     def program(self) -> Program:
         rng = self.rng
-        world = 4 if self.flavour.mesh else 1 if self.flavour.alone else 3 if self.chance(0.2) else 2
+        world = (
+            4 if self.flavour.mesh or self.flavour.slices else 1 if self.flavour.alone else 3 if self.chance(0.2) else 2
+        )
         scaler = self.chance(self.flavour.scaler)
         dtype = "bfloat16" if self.chance(0.12) else "float32"
         if scaler:
@@ -182,7 +190,21 @@ class _Generator:
             prefetch=rng.choice((0, 1, 1, 2)),
             reshard_after_forward=not self.chance(0.2),
             mesh=bool(self.flavour.mesh) and self.chance(self.flavour.mesh),
+            cut=self.cuts(shapes, groups) if self.flavour.slices else (),
         )
+
+    def cuts(self, shapes: tuple[Shape, ...], groups: tuple[Group, ...]) -> tuple[int, ...]:
+        """One at least of those given at first is a DTensor."""
+        drawn = [
+            self.rng.choice((*range(len(shape)), *range(len(shape)), WHOLE, WHOLE, NO_DTENSOR)) for shape in shapes
+        ]
+        first = groups[0].params[0]
+        drawn[first] = max(drawn[first], WHOLE)
+        return tuple(drawn)
+
+    def on_rows(self, ranks: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The same for both ranks of a row, where parameters are cut."""
+        return tuple(ranks[rank - rank % 2] for rank in range(len(ranks))) if self.flavour.slices else ranks
 
     def options(self) -> tuple[float, float]:
         return self.rng.choice((0.125, 0.125, 0.25, 0.0625)), self.rng.choice((0.0, 0.0, 0.25))
@@ -210,7 +232,7 @@ class _Generator:
             lambda: [Freeze(o, p)],
             lambda: [Edit(o, p, rng.choice((0.5, -1.0, 2.0)))],
             lambda: [Drop(o, p)],
-            lambda: [Assign(o, p, tuple(rng.choice(COEFFICIENTS) for _ in range(law.world)))],
+            lambda: [Assign(o, p, self.on_rows(tuple(rng.choice(COEFFICIENTS) for _ in range(law.world))))],
             lambda: [ScaleGrad(o, p, rng.choice((0.5, 2.0)))],
             lambda: [AllReduce(rng.choice(COEFFICIENTS))],
             lambda: [AllReduce(rng.choice(COEFFICIENTS))],
@@ -280,7 +302,7 @@ class _Generator:
             no_sync = tuple(range(several))
         roots = rng.choice((2, 3)) if self.chance(0.15) else 1
         ranks = tuple(None if no and not chain else tuple(chain) for no, chain in zip(nothing, chains, strict=True))
-        return Backward(ranks, no_sync, roots)
+        return Backward(self.on_rows(ranks), no_sync, roots)
 
     def step(self, law: Law, o: int) -> Step:
         """With a closure, hooks, or both."""
@@ -372,7 +394,8 @@ class _Generator:
     def evaluate(self, law: Law, o: int) -> Evaluate:
         units = self.calls(law, o)
         given = sorted(law.states[o].given)
-        return Evaluate(tuple(self.net(law, o, given, self.some(units, law, o)) for _ in range(law.world)))
+        nets = tuple(self.net(law, o, given, self.some(units, law, o)) for _ in range(law.world))
+        return Evaluate(self.on_rows(nets))
 
     # What goes wrong
 

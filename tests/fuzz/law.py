@@ -32,6 +32,8 @@
   that clipped or unscaled: zero first, as gradients are then other than torch's.
 - With a scaler: unscale, step and update as torch has them, once each; what is stepped has a gradient; no backward in
   between.
+- Where parameters are cut, ranks of a row compute the same, each with its slices: their backwards, evaluations and
+  assigned gradients are alike. At stage 3 shards of slices are not edited.
 - The user's own collective: where no rank may be waiting at stage 0, and at stage 3 where nothing is open.
 """
 
@@ -42,6 +44,8 @@ import math
 from dataclasses import dataclass, field
 
 from fuzz.program import (
+    NO_DTENSOR,
+    WHOLE,
     AddGroup,
     AllReduce,
     Arrivals,
@@ -158,6 +162,10 @@ class Law:
         need(program.world in (1, 2, 3, 4), "one to four ranks")
         need(program.world == 4 or not any(optim.mesh for optim in program.optims), "a mesh of four ranks")
         need(1 <= len(program.optims) <= 3, "one to three optimizers")
+        self.rows = any(optim.cut for optim in program.optims)
+        need(
+            not self.rows or (program.world == 4 and len(program.optims) == 1), "slices on four ranks, of one optimizer"
+        )
         self.world = program.world
         self.scaler = program.scale is not None
         self.waiting: list[int] = []  # optimizers of stage 0 for which a rank may be waiting at the end of its backward
@@ -177,6 +185,8 @@ class Law:
         p = getattr(op, "p", None)
         if p is not None:
             need(0 <= p < len(self.states[o].optim.shapes), "no such parameter")
+        if self.rows and (of_ranks := getattr(op, "ranks", None)) is not None:
+            need(len(of_ranks) == 4 and of_ranks[::2] == of_ranks[1::2], "ranks of a row differ")
         getattr(self, f"_{type(op).__name__.lower()}")(op)
 
     def end(self) -> None:
@@ -554,6 +564,7 @@ class Law:
         state = self._quiet(op.o)
         need(op.p in state.given, "not given yet")
         need(state.stage != 3 or not (self.waiting or self.gathering), "a rank may be waiting")
+        need(state.stage != 3 or not self.rows, "editing shards of slices")
         need(state.stage != 3 or (op.p in state.requires_grad and not state.synced), "between steps")
 
     def _drop(self, op: Drop) -> None:
@@ -598,6 +609,11 @@ def _well_formed(optim: Optim) -> None:
     need(sorted(every) == list(range(len(optim.shapes))), "each parameter in one group")
     need(set(optim.frozen) <= set(range(len(optim.shapes))), "no such parameter")
     need(optim.given - set(optim.frozen), "nothing to train")
+    if optim.cut:
+        need(not optim.mesh and len(optim.cut) == len(optim.shapes), "a cut for each parameter, of one dimension")
+        places = zip(optim.cut, optim.shapes, strict=True)
+        need(all(dim in (WHOLE, NO_DTENSOR) or 0 <= dim < len(shape) for dim, shape in places), "no such dimension")
+        need(any(optim.cut[p] != NO_DTENSOR for p in optim.given), "no DTensor among those given")
     if optim.stage == 3:
         need(not optim.late, "stage 3 is given everything")
         need(len(optim.units) == len(optim.shapes), "a unit for each parameter")

@@ -1,7 +1,8 @@
 """What a program should do: all ranks in one process, plain ``torch.optim.AdamW`` on gradients averaged by hand.
 
 A gradient is the mean over the ranks of what each has accumulated since the last zeroing, and absent where no rank has
-any. 16-bit parameters are roundings of fp32 masters, which is what AdamW updates. ``ANY`` stands where the documents
+any. Where parameters are cut, ranks of a row have the same gradients, of which each sees its slice: rows are averaged.
+16-bit parameters are roundings of fp32 masters, which is what AdamW updates. ``ANY`` stands where the documents
 promise nothing.
 """
 
@@ -17,6 +18,7 @@ from programs.compare import first_difference, short
 
 from fuzz.prelude import pattern, start
 from fuzz.program import (
+    WHOLE,
     AddGroup,
     AllReduce,
     Arrivals,
@@ -58,6 +60,7 @@ Seen = list[list[Any]]  # for each rank, what it sees of one operation
 class _Optimizer:
     def __init__(self, optim: Optim, world: int) -> None:
         self.optim, self.world, self.stage = optim, world, optim.stage
+        self.averaged = range(0, world, 2) if optim.cut else range(world)  # of a row one
         self.dtype = getattr(torch, optim.dtype)
         self.masters = [torch.nn.Parameter(start(shape, p)) for p, shape in enumerate(optim.shapes)]
         self.patterns = [pattern(shape, p) for p, shape in enumerate(optim.shapes)]
@@ -89,8 +92,16 @@ class _Optimizer:
     def rounded(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(self.dtype).float()
 
-    def values(self) -> list[np.ndarray]:
-        return [self.rounded(m).numpy().copy().reshape(-1) for m in self.masters]
+    def part(self, rank: int, p: int, whole: torch.Tensor) -> np.ndarray:
+        """What the rank has of it. A slice is as large as the first, as long as there is something left."""
+        dim = self.optim.cut[p] if self.optim.cut else WHOLE
+        if dim >= 0:
+            first = -(-whole.shape[dim] // 2)
+            whole = whole.narrow(dim, *((0, first) if rank % 2 == 0 else (first, whole.shape[dim] - first)))
+        return whole.numpy().copy().reshape(-1)
+
+    def values(self, rank: int) -> list[np.ndarray]:
+        return [self.part(rank, p, self.rounded(m)) for p, m in enumerate(self.masters)]
 
     # Gradients
 
@@ -99,8 +110,8 @@ class _Optimizer:
         self.own[rank][p] = gradient if before is None else before + gradient
 
     def mean(self, p: int) -> torch.Tensor | None:
-        present = [own[p] for own in self.own if p in own]
-        return sum(present[1:], present[0]) / self.world if present else None
+        present = [self.own[rank][p] for rank in self.averaged if p in self.own[rank]]
+        return sum(present[1:], present[0]) / len(self.averaged) if present else None
 
     def with_gradient(self) -> list[int]:
         return [p for p in sorted(self.requires_grad) if self.mean(p) is not None]
@@ -170,16 +181,23 @@ class _Optimizer:
             return ANY if p in self.met else "none"
         if kind == "zero":
             return "none"
+        if kind == "own" and own is not None and self.comes_in_terms(p):
+            return ANY
         if kind == "own":
-            return "none" if own is None else own.numpy().reshape(-1)
+            return "none" if own is None else self.part(rank, p, own)
         mean = self.mean(p)
         if mean is None or p not in self.met:
             return ANY
         if self.stage == 0 or self.world == 1:
-            return self.rounded(mean).numpy().reshape(-1)
+            return self.part(rank, p, self.rounded(mean))
         if self.stage == 1 and not self.optim.overlap_grad_reduce:
-            return ANY if own is None or self.settled else own.numpy().reshape(-1)
+            unknown = own is None or self.settled or self.comes_in_terms(p)
+            return ANY if unknown else self.part(rank, p, own)
         return "shard"
+
+    def comes_in_terms(self, p: int) -> bool:
+        """Whether each rank of a row has a part of the gradient, until they are added up."""
+        return bool(self.optim.cut) and self.optim.cut[p] == WHOLE and p % 2 == 1
 
     # State
 
@@ -215,8 +233,8 @@ class Oracle:
         return [list(seen) for _ in range(self.world)]
 
     def forward(self, chain: Any) -> Any:
-        if any(optim.dtype != torch.float32 for optim in self.optims):
-            return ANY  # roundings add up
+        if any(optim.dtype != torch.float32 or optim.optim.cut for optim in self.optims):
+            return ANY  # roundings add up, and of slices each rank adds up its own
         total = 1.0
         for _, o, p, c in (use for use in flat(chain) if use[0] == "use"):
             optim = self.optims[o]
@@ -273,7 +291,7 @@ class Oracle:
                 self.overflow |= skipped
                 for inner in op.after:
                     self.operation(inner)
-                return self.everywhere(None if optim.stage == 3 else optim.values())
+                return [[None if optim.stage == 3 else optim.values(rank)] for rank in range(self.world)]
             case Zero() | ModuleZero():
                 optim.zero(op.to_none)
                 return [[optim.grads(rank)] for rank in range(self.world)]
@@ -326,7 +344,7 @@ class Oracle:
                     if op.p in own:
                         own[op.p] = own[op.p] * op.factor
             case Read():
-                return self.everywhere(optim.values())
+                return [[optim.values(rank)] for rank in range(self.world)]
         return self.everywhere()
 
     def update(self) -> Seen:
@@ -342,7 +360,7 @@ class Oracle:
     def run(self) -> list[Seen]:
         """For each operation and the end, for each rank, what it sees."""
         seen = [self.operation(op) for op in self.program.ops]
-        seen.append(self.everywhere(*(optim.values() for optim in self.optims)))
+        seen.append([[optim.values(rank) for optim in self.optims] for rank in range(self.world)])
         return seen
 
 

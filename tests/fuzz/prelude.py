@@ -27,6 +27,50 @@ def mesh():
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
 
+def matrix():
+    """Two rows that average, and two columns with a slice each."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # it has meshes of programs before, whose groups are gone, and takes them for this one
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def cut(parameters, dims, mesh):
+    """DTensors of these: cut along a dimension, or whole (-1); others stay plain (-2)."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    made = []
+    for p, dim in zip(parameters, dims, strict=True):
+        if dim != -2:
+            placement = Replicate() if dim == -1 else Shard(dim)
+            whole = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=None)
+            p = nn.Parameter(whole, requires_grad=p.requires_grad)
+        made.append(p)
+    return made
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def part(whole, like):
+    """What this rank has of it, where ``like`` is a DTensor."""
+    if not hasattr(like, "placements") or like.placements[0].is_replicate():
+        return whole
+    parts, rank = whole.chunk(2, like.placements[0].dim), like.device_mesh.get_local_rank()
+    return parts[rank] if rank < len(parts) else parts[0].narrow(like.placements[0].dim, 0, 0)
+
+
+def whole_on_row(parameter, p, c):
+    """A gradient to assign."""
+    value = (c * pattern(parameter.shape, p)).to(parameter.dtype)
+    if not hasattr(parameter, "placements"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
 def make(shapes, dtype=torch.float32, frozen=()):
     made = [nn.Parameter(start(shape, p).to(dtype)) for p, shape in enumerate(shapes)]
     for p in frozen:
@@ -35,7 +79,14 @@ def make(shapes, dtype=torch.float32, frozen=()):
 
 
 def term(parameter, p, c):
-    return (parameter * (c * pattern(parameter.shape, p)).to(parameter.dtype)).float().sum()
+    """Of a DTensor that both of two ranks have, the gradient comes in terms, of half each, where ``p`` is odd."""
+    factor = part(c * pattern(parameter.shape, p), parameter).to(parameter.dtype)
+    if hasattr(parameter, "placements"):
+        from torch.distributed.tensor import Partial
+
+        terms = p % 2 == 1 and parameter.placements[0].is_replicate()
+        parameter, factor = parameter.to_local(grad_placements=[Partial()] if terms else None), factor / (1 + terms)
+    return (parameter * factor).float().sum()
 
 
 def use(parameters, p, c):
@@ -123,7 +174,7 @@ def evaluate(link):
 
 
 def values(parameters):
-    return [p.detach().float().cpu().numpy().copy().reshape(-1) for p in parameters]
+    return [local(p.detach()).float().cpu().numpy().copy().reshape(-1) for p in parameters]
 
 
 def whole(net):
@@ -141,7 +192,7 @@ def kind(p):
         return "none"
     if isinstance(p.grad, zero_optim.FlatShard):
         return "shard" if p.grad.shape == p.shape and p.grad.dtype == p.dtype else "shard of another kind"
-    return p.grad.detach().float().cpu().numpy().copy().reshape(-1)
+    return local(p.grad.detach()).float().cpu().numpy().copy().reshape(-1)
 
 
 def module_of(parameters):

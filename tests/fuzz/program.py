@@ -41,6 +41,9 @@ class Optim:
     prefetch: int = 1
     reshard_after_forward: bool = True
     mesh: bool = False  # of two replicas; where not, all ranks share
+    # Of each parameter the dimension that two tensor-parallel ranks cut; WHOLE: a DTensor that both have; NO_DTENSOR: a
+    # plain one. Then ranks are a matrix: of two rows that average, and two columns, each with a slice.
+    cut: tuple[int, ...] = ()
 
     @property
     def given(self) -> set[int]:
@@ -50,6 +53,8 @@ class Optim:
     def unit_count(self) -> int:
         return max(self.units, default=-1) + 1
 
+
+WHOLE, NO_DTENSOR = -1, -2
 
 # Links of a chain.
 

@@ -55,6 +55,8 @@ def _constructor(o: int, optim: Optim, stage: int, groups: list[Group]) -> str:
         options.append(f"stage={stage}")
         if optim.mesh:
             options.append("mesh=mesh()")
+        if optim.cut:
+            options.append('mesh=M["dp"]')
     if not optim.overlap_grad_reduce:
         options.append("overlap_grad_reduce=False")
     if optim.grad_reduce_dtype:
@@ -98,12 +100,14 @@ class _Writer:
         self.added = [0] * len(program.optims)
 
     def setup(self) -> list[str]:
-        lines = []
+        lines = ["M = matrix()"] if any(optim.cut for optim in self.program.optims) else []
         for o, optim in enumerate(self.program.optims):
             made = f"make({list(optim.shapes)}, torch.{optim.dtype}, frozen={list(optim.frozen)})"
+            if optim.cut:
+                made = f'cut({made}, {list(optim.cut)}, M["tp"])'
             if optim.stage == 3:
                 options = f"prefetch={optim.prefetch}, reshard_after_forward={optim.reshard_after_forward}"
-                options += ", mesh=mesh()" if optim.mesh else ""
+                options += ", mesh=mesh()" if optim.mesh else ', mesh=M["dp"]' if optim.cut else ""
                 net = f"Net({made}, {list(optim.units)})"
                 lines += [
                     f"N{o} = zero_optim.shard_module({net}, units=(Block,), {options})",
@@ -210,7 +214,7 @@ class _Writer:
             case Drop():
                 return [f"P{o}[{op.p}].grad = None", f"see({index}{grads})"]
             case Assign():
-                value = f"({list(op.ranks)}[rank] * pattern(P{o}[{op.p}].shape, {op.p})).to(P{o}[{op.p}].dtype)"
+                value = f"whole_on_row(P{o}[{op.p}], {op.p}, {list(op.ranks)}[rank])"
                 return [f"P{o}[{op.p}].grad = {value}", f"see({index})"]
             case ScaleGrad():
                 return [f"P{o}[{op.p}].grad.mul_({op.factor})", f"see({index})"]

@@ -148,6 +148,7 @@ def without_parameter(program: Program, o: int, gone: int) -> Program:
         shapes=optim.shapes[:gone] + optim.shapes[gone + 1 :],
         groups=tuple(g for g in map(group, optim.groups) if g.params),
         late=tuple(g for g in map(group, optim.late) if g.params),
+        cut=optim.cut[:gone] + optim.cut[gone + 1 :],
         frozen=tuple(number(p) for p in optim.frozen if p != gone),
         units=optim.units[:gone] + optim.units[gone + 1 :],
     )

@@ -1,4 +1,4 @@
-"""Seventy-four random programs of the whole public face with fixed seeds, and what the model itself has to know.
+"""Eighty-two random programs of the whole public face with fixed seeds, and what the model itself has to know.
 
 ``python -m fuzz`` runs as many as there is time for; see this package's docstring.
 """
@@ -7,19 +7,35 @@ from __future__ import annotations
 
 import copy
 from itertools import islice
+from unittest import mock
 
 import pytest
 from harness import close_pool
 from programs.family import Failure
 from programs.run import run_alone, run_batch
 from programs.shrink import shrink
+from zero_optim.comm.sharding import Sharding
 
-from fuzz.execute import FACE, told
-from fuzz.generate import ALONE, EMPTY, PLAIN, SEVERAL, STAGE3, Flavour, program
+from fuzz.execute import FACE, Face, told
+from fuzz.generate import ALONE, EMPTY, PLAIN, SEVERAL, SLICES, STAGE3, Flavour, program
 from fuzz.known import KNOWN
 from fuzz.law import why_not
 from fuzz.oracle import compare, expected
-from fuzz.program import AllReduce, Backward, Boom, Group, ModuleZero, Optim, Program, Step, Use, Zero, arrivals
+from fuzz.program import (
+    WHOLE,
+    AllReduce,
+    Backward,
+    Boom,
+    Clip,
+    Group,
+    ModuleZero,
+    Optim,
+    Program,
+    Step,
+    Use,
+    Zero,
+    arrivals,
+)
 from fuzz.script import stand_alone, text
 from fuzz.shrink import candidates
 
@@ -46,6 +62,7 @@ def _fail_with(failures: list[Failure], name: str) -> None:
         ("one rank", ALONE, 10, 1),
         ("stage 3", STAGE3, 8, 2),
         ("stage 3, three ranks", STAGE3, 2, 3),
+        ("slices of two tensor-parallel ranks", SLICES, 8, 4),
         ("several optimizers", SEVERAL, 8, 2),
         ("several optimizers, three ranks", SEVERAL, 2, 3),
     ],
@@ -68,6 +85,34 @@ BOTH = (Use(0, 0, 1.0), Use(0, 1, 0.5))
 
 def _program(*ops: object) -> Program:
     return Program(2, (OPTIM,), ops)
+
+
+class Faulty(Face):
+    """What two tensor-parallel ranks both have counts twice in the norm, and terms of its gradient are not added up."""
+
+    def run(self, program, rank, folder, see):
+        holders = Sharding.holders
+        counted = mock.patch.object(Sharding, "holders", lambda self, *, cut: holders(self, cut=True))
+        with counted, mock.patch.object(Sharding, "sum_over_slices"):
+            super().run(program, rank, folder, see)
+
+
+def test_faults_in_what_ranks_of_a_row_both_have_are_seen():
+    """The first parameter is cut. Of the others the second one's gradient comes in terms, and the third one's whole."""
+    cut = Optim(shapes=((5,),) * 3, groups=(Group((0, 1, 2)),), cut=(0, WHOLE, WHOLE))
+
+    def using(*parameters):
+        return Backward((tuple(Use(0, p) for p in parameters),) * 4)
+
+    clipped = Program(4, (cut,), (using(0, 2), Clip(0, 1.0)))
+    in_terms = Program(4, (cut,), (using(0, 1), Step(0)))
+    right = Program(4, (cut,), (using(0), Clip(0, 1.0), Step(0)))
+    programs = [clipped, in_terms, right]
+    assert [why_not(made) for made in programs] == [None] * 3
+    assert not [*run_batch(FACE, programs)]
+    found = {failure.program: failure.message for failure in run_batch(Faulty(), programs)}
+    assert [*found] == [clipped, in_terms]
+    assert "Clip" in found[clipped] and "Step" in found[in_terms]
 
 
 def test_a_program_is_its_repr():

@@ -91,6 +91,7 @@ class Request:
     backends: tuple[str, ...] | None = None
     contenders: tuple[str, ...] | None = None
     ranks: tuple[int, ...] | None = None
+    replicas: int | None = None
     rounds: int | None = None
     steps: int | None = None
     tokens: tuple[int, ...] | None = None
@@ -115,6 +116,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "backends": {"nargs": "+", "metavar": "NAME", "help": "kernel backends to measure (all but reference)"},
     "contenders": {"nargs": "+", "metavar": "NAME", "help": "who runs beside the baseline"},
     "ranks": {"nargs": "+", "type": int, "help": "how many ranks"},
+    "replicas": {"type": int, "help": "of the ranks, how many hold each part of the state, as in a mesh"},
     "rounds": {"type": int, "help": "timed rounds of each case (10 to 51, as 5 seconds allow)"},
     "steps": {"type": int, "help": "steps of each training"},
     "tokens": {"nargs": "+", "type": int, "help": "of a rank in a step, in windows of 64; on GPUs of 1024 (4096)"},
@@ -171,7 +173,7 @@ def read_request(parsed: argparse.Namespace, menu: Menu = PACKAGE) -> Request:
         raise UsageError(f"{op} is measured alone: leave out {', '.join(sorted({*ops} - {op}))}")
     chosen = {name: getattr(parsed, name, None) for name in FLAGS}
     dtypes = _check_choices(parsed, chosen, op, menu)
-    for name in ("rounds", "steps", "tokens", "threads", "ranks"):
+    for name in ("rounds", "steps", "tokens", "threads", "ranks", "replicas"):
         given = getattr(parsed, name, None)
         for value in given if isinstance(given, list) else [given]:
             if value is not None and value < 1:

@@ -146,26 +146,27 @@ class ShardedAccelerator(Accelerator):
     def _check_ranks(self, optimizer: ShardedAdamW) -> None:
         """Raise ValueError unless the optimizer is for the ranks by which loaders give batches."""
         sharding, mesh, chosen = optimizer.engine.sharding, self.torch_device_mesh, self.parallelism_config
+        topology = sharding.topology
         if mesh is None:
-            if sharding.columns is not None:
+            if topology.columns is not None:
                 raise ValueError(
-                    f"parameters are cut over {len(sharding.columns)} ranks, to which the accelerator would give "
+                    f"parameters are cut over {len(topology.columns)} ranks, to which the accelerator would give "
                     "different batches: make it with parallelism_config=ParallelismConfig(dp_shard_size=..., "
-                    f"tp_size={len(sharding.columns)})"
+                    f"tp_size={len(topology.columns)})"
                 )
             return
-        if chosen.tp_enabled and sharding.columns is None:
+        if chosen.tp_enabled and topology.columns is None:
             raise ValueError(
                 f"parallelism_config has tp_size={chosen.tp_size}, and no parameter of the optimizer is cut: call "
                 "parallelize_module(model, accelerator.torch_device_mesh['tp'], plan) before it is made"
             )
-        columns = sharding.columns or (tuple(sharding.everyone.ranks),)
+        columns = topology.columns or (tuple(sharding.everyone.ranks),)
         wanted = tuple(zip(*mesh.mesh.reshape(-1, chosen.tp_size).tolist(), strict=True))  # "tp" is the last dimension
         grid = mesh[tuple(chosen.dp_dim_names)] if len(chosen.dp_dim_names) == 2 else None
         rows = read_rows(grid, shares=optimizer.stage != 0)
-        if columns != wanted or sharding.rows != rows:
+        if columns != wanted or topology.rows != rows:
             raise ValueError(
-                f"the optimizer is for ranks {sharding.rows or columns}, and parallelism_config for {rows or wanted}: "
+                f"the optimizer is for ranks {topology.rows or columns}, and parallelism_config for {rows or wanted}: "
                 "give ShardedAdamW, or shard_module, mesh=data_parallel_mesh(accelerator)"
             )
 

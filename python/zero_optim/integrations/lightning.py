@@ -138,7 +138,7 @@ class ShardedStrategy(DDPStrategy):
 
     def _check_ranks(self, optimizer: ShardedAdamW) -> None:
         """Raise ValueError unless the optimizer is for the ranks by which samplers give batches."""
-        columns, size = optimizer.engine.sharding.columns, self._tensor_parallel_size
+        columns, size = optimizer.engine.sharding.topology.columns, self._tensor_parallel_size
         if len(columns or [0]) != size:
             cut = (
                 "no parameter of the optimizer is cut" if columns is None else f"parameters are cut over {len(columns)}"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..drawing.figures import row, size
+from ..drawing.figures import SizeUnit, row, size
 from ..errors import ParameterError, UsageError
 from ..stores.offload import Offload, Tier, read_nbytes, read_offload
 from ..train.config import DTYPES
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag(
         "--tp", int, "tensor-parallel ranks that a decoder is cut over: the others have the same slices (1)", default=1
     )
+    flag("--pp", int, "stages of a pipeline that the layers are cut into: the fullest is planned (1)", default=1)
     flag("--replicate", int, "of these, how many hold each part: the others share, as in a mesh (1)", default=1)
     flag("--nodes", int, "machines that share the ranks evenly: says what each takes of host memory and disk")
     flag("--stage", _stages, "stages to compare, as in 1,2 (0,1,2,3)", metavar="STAGES")
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--gpu-memory", _size, "of each rank's device (80GB)", default="80GB", metavar="SIZE")
     flag("--seq", int, "tokens of a sequence; with --batch activations are counted")
     flag("--batch", int, "sequences of a micro-batch on each rank")
-    flag("--accumulate", int, "micro-batches in a step (1)", default=1)
+    flag("--accumulate", int, "micro-batches in a step (1; with --pp as many as stages)")
     parser.add_argument("--checkpointing", action="store_true", help="layers are computed again in backward")
     parser.add_argument("--no-flash", action="store_true", help="attention keeps its matrices of [seq, seq]")
     flag("--units", str, "stage 3: the class of module that is gathered at a time (that of the longest ModuleList)")
@@ -70,6 +71,7 @@ def run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Print the plans. Raises UsageError."""
     _check_ranges(parsed)
     model, dtype = _model(parsed)
+    _check_layers(parsed, model)
     stages = _stages_of(parsed, model)
     _check_stages(parsed, stages)
     plans = [_plan(model, _job(parsed, stage)) for stage in stages]
@@ -137,6 +139,7 @@ def _check_ranges(parsed: argparse.Namespace) -> None:
     least = {
         "world": 1,
         "tp": 1,
+        "pp": 1,
         "replicate": 1,
         "nodes": 1,
         "seq": 1,
@@ -150,7 +153,11 @@ def _check_ranges(parsed: argparse.Namespace) -> None:
             raise UsageError(f"--{name} {getattr(parsed, name)}: at least {lowest}")
     if parsed.world % parsed.tp:
         raise UsageError(f"--tp {parsed.tp}: a divisor of the {parsed.world} ranks of --world")
-    data, alike = parsed.world // parsed.tp, " that have the same slices" if parsed.tp > 1 else ""
+    if parsed.world // parsed.tp % parsed.pp:
+        raise UsageError(f"--pp {parsed.pp}: a divisor of {parsed.world // parsed.tp}, the ranks of --world over --tp")
+    data = parsed.world // (parsed.tp * parsed.pp)
+    cut = [what for what, ranks in (("slices", parsed.tp), ("stage", parsed.pp)) if ranks > 1]
+    alike = f" that have the same {' and '.join(cut)}" if cut else ""
     if parsed.rank is not None and parsed.rank >= data:
         raise UsageError(f"--rank {parsed.rank}: ranks{alike} are 0 to {data - 1}")
     if data % parsed.replicate or parsed.replicate == data > 1:
@@ -175,9 +182,19 @@ def _check_ranges(parsed: argparse.Namespace) -> None:
             )
 
 
+def _check_layers(parsed: argparse.Namespace, model: ModelShapes) -> None:
+    """Raise UsageError where the model has no layer for each stage of a pipeline."""
+    layers = len(model.units) - 1
+    if parsed.pp > 1 and not model.units:
+        raise UsageError(f"--pp {parsed.pp}: name the class of the model's layers by --units; it has no ModuleList")
+    if parsed.pp > max(layers, 1):
+        raise UsageError(f"--pp {parsed.pp}: at most {layers}, the layers of the model: each stage has one or more")
+
+
 def _check_stages(parsed: argparse.Namespace, stages: Sequence[int]) -> None:
     """Raise UsageError for a flag that is about none of ``stages``."""
     given = [name for name in _OF_STAGE_3 if getattr(parsed, name) is not None and getattr(parsed, name) is not False]
+    given = [name for name in given if not (name == "units" and parsed.pp > 1)]  # by which stages are cut
     for name in given if 3 not in stages else []:
         raise UsageError(f"{_flag(name)}: is about stage 3 alone, which is not compared; see --stage")
     if parsed.bucket_cap_mb is not None and tuple(stages) == (3,):
@@ -196,6 +213,7 @@ def _job(parsed: argparse.Namespace, stage: int) -> Job:
         world=parsed.world,
         replicas=parsed.replicate,
         tensor=parsed.tp,
+        pipeline=parsed.pp,
         stage=stage,
         rank=parsed.rank,
         bucket_cap_mb=parsed.bucket_cap_mb,
@@ -204,7 +222,7 @@ def _job(parsed: argparse.Namespace, stage: int) -> Job:
         param_offload=parsed.param_offload,
         device_memory=parsed.gpu_memory,
         prefetch=1 if parsed.prefetch is None else parsed.prefetch,
-        accumulate=parsed.accumulate,
+        accumulate=parsed.accumulate or parsed.pp,
         batch=batch,
     )
 
@@ -298,6 +316,7 @@ def _report(parsed: argparse.Namespace, plans: Sequence[Plan], largest: Sequence
     model, room = plans[0].model, parsed.gpu_memory
     ranks = "1 rank" if parsed.world == 1 else f"{parsed.world:,} ranks"
     ranks += f", {parsed.tp} tensor-parallel" if parsed.tp > 1 else ""
+    ranks += f", {parsed.pp} stages of a pipeline" if parsed.pp > 1 else ""
     ranks += f" in {parsed.replicate} replicas" if parsed.replicate > 1 else ""
     width, unit = model.width, unit_of(plans)
     shape = f", {width.layers} layers of width {width.hidden:,}" if width else ""
@@ -305,15 +324,18 @@ def _report(parsed: argparse.Namespace, plans: Sequence[Plan], largest: Sequence
     yield f"{model.name}: {model.numel:,} parameters{shape}; {ranks}; {unit.name} a rank, {which}"
     yield ""
     yield row("", [f"stage {made.job.stage}" for made in plans])
+    if parsed.pp > 1:
+        yield row("stage of the pipeline", [f"{made.pipeline_stage + 1} of {parsed.pp}" for made in plans])
     yield from memory_lines(plans, unit)
     yield row("sent in a step", [unit.cell(made.communicated) for made in plans])
-    if parsed.replicate > 1:
-        yield row("  across replicas", [unit.cell(made.sent_across) for made in plans])
+    yield from _by_link(parsed, plans, unit)
     yield row("buckets", [f"{made.buckets:,}" for made in plans])
     yield row(f"largest GPT in {size(room)}", [_billions(most) for most in largest])
     yield ""
     if parsed.batch is None:
         yield "Activations are not in it: --seq and --batch count them."
+        if parsed.tp > 1 or parsed.pp > 1:
+            yield "So neither is what is sent of them, along slices and along the pipeline."
     else:
         yield from _about_activations(plans[0])
     yield (
@@ -329,6 +351,20 @@ def _report(parsed: argparse.Namespace, plans: Sequence[Plan], largest: Sequence
     yield said_smallest(smallest, room)
     best = smallest or plans[-1]
     yield advice(best, room)
+
+
+def _by_link(parsed: argparse.Namespace, plans: Sequence[Plan], unit: SizeUnit) -> Iterator[str]:
+    """A line for each kind of link, where there are several."""
+    links = [
+        ("across replicas", parsed.replicate, [made.sent_across for made in plans]),
+        ("along slices", parsed.tp, [made.sent_along_slices for made in plans]),
+        ("along the pipeline", parsed.pp if parsed.batch else 1, [made.sent_along_pipeline for made in plans]),
+    ]
+    there = [(name, sent) for name, ranks, sent in links if ranks > 1]
+    if there:
+        yield row("  within a shard row", [unit.cell(made.sent_within) for made in plans])
+    for name, sent in there:
+        yield row(f"  {name}", [unit.cell(nbytes) for nbytes in sent])
 
 
 def _billions(parameters: int) -> str:
@@ -364,6 +400,8 @@ def _as_json(made: Plan, largest: int, parsed: argparse.Namespace) -> dict[str, 
         "stage": made.job.stage,
         "world": made.job.world,
         "tensor_parallel": made.job.tensor,
+        "pipeline": made.job.pipeline,
+        "pipeline_stage": made.pipeline_stage,
         "replicas": made.job.replicas,
         "rank": made.job.rank,
         "bytes_per_rank": dict(made.memory),
@@ -371,7 +409,10 @@ def _as_json(made: Plan, largest: int, parsed: argparse.Namespace) -> dict[str, 
         "model_state_bytes": made.model_state,
         "first_step_bytes": made.most,
         "communicated_bytes": made.communicated,
+        "communicated_within_bytes": made.sent_within,
         "communicated_across_bytes": made.sent_across,
+        "communicated_along_slices_bytes": made.sent_along_slices,
+        "communicated_along_pipeline_bytes": made.sent_along_pipeline,
         "collectives": dict(made.traffic),
         "host_bytes": made.host,
         "disk_bytes": made.disk,

@@ -44,6 +44,11 @@ class Decoder:
         return self.before + self.after
 
     @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding, which is then the first parameter."""
+        return max(self.after) < self.width.vocabulary * self.width.hidden
+
+    @property
     def numels(self) -> tuple[int, ...]:
         """Sizes of all parameters, in the order in which they are used."""
         return self.before + self.block * self.layers + self.after
@@ -97,6 +102,11 @@ def gpt_of(parameters: int) -> Decoder:
     embedding = parameters - layers * sum(_gpt_block(hidden)) - sum(after)
     width = Width(layers, hidden, max(1, hidden // 128), GPT_VOCABULARY)
     return Decoder("a GPT", width, _gpt_block(hidden), (embedding,), after)
+
+
+def fewest_parameters(layers: int) -> int:
+    """Count parameters with which ``gpt_of`` has so many layers."""
+    return 12 * ASPECT**2 * layers**3
 
 
 def _least(layers: int, hidden: int) -> int:

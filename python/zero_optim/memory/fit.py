@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..stores.offload import Tier, read_offload
-from .decoders import gpt_of
+from .decoders import fewest_parameters, gpt_of
 from .plan import ON_THE_HOST, Job, Plan, plan
 from .shapes import ModelShapes, of_decoder
 
@@ -34,7 +34,7 @@ class Change:
 
 def largest_model(job: Job, dtype: torch.dtype, device_memory: int) -> int:
     """Parameters of the largest GPT (``gpt_of``) of which ``job`` needs no more than that; 0: none. To 3 digits."""
-    low, high = _FEWEST, MOST_PARAMETERS
+    low, high = max(_FEWEST, fewest_parameters(job.pipeline)), MOST_PARAMETERS
     if not _fits(low, job, dtype, device_memory):
         return 0
     while high > low * 1.001:

@@ -18,13 +18,16 @@ from ..rules.adamw import AdamW
 from ..rules.update_rule import UpdateRule, tensors_for
 from ..stats import PAGES, FlatBytes, count_bucket, no_memory, state_nbytes
 from ..stores.offload import FRAMES, Footprint, Offload, Tier, footprint
-from .activations import Batch, activation_bytes
-from .shapes import ModelShapes, ParameterShape, cut_over
+from .activations import Batch, activation_bytes, in_flight
+from .shapes import ModelShapes, ParameterShape, cut_over, of_stage
 
 ON_THE_HOST = 2**63
 """As a device's memory: that of a CPU, which is the host's, and as much as the process is given."""
 
 LOCAL = "local_gradients"
+TERMS = "tensor_parallel"
+"""The kind of traffic that adds up terms over tensor-parallel ranks."""
+
 _ON_WIRE = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "node_all_gather": 1}
 
 
@@ -34,8 +37,10 @@ class Job:
 
     Attributes:
         world: ranks.
-        tensor: over how many ranks the model is cut, a divisor of ``world``: ``world / tensor`` have each slice, and
-            those average and share. See ``cut_over``.
+        tensor: over how many ranks the model is cut into slices; see ``cut_over``.
+        pipeline: into how many stages the model's layers are cut; see ``of_stage``. ``world / (tensor * pipeline)``
+            ranks have each slice of each stage, and those average and share. The fullest stage is planned. All
+            backwards of a step are within ``no_sync``.
         replicas: of these, how many hold each part of the state: the first dimension of a mesh. The others share.
         rank: which of those with a slice, counted row by row in a mesh; None: the mean of all. They differ in how much
             of their shards is padding, and in no sum.
@@ -49,6 +54,7 @@ class Job:
     world: int = 1
     replicas: int = 1
     tensor: int = 1
+    pipeline: int = 1
     stage: int = 2
     rank: int | None = None
     bucket_cap_mb: float | None = None
@@ -65,7 +71,12 @@ class Job:
     @property
     def data(self) -> int:
         """Ranks that gradients are averaged over."""
-        return self.world // self.tensor
+        return self.world // (self.tensor * self.pipeline)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether gradients of several backwards add up on a rank before they are reduced."""
+        return self.accumulate > 1 or self.pipeline > 1
 
     @property
     def params_on_host(self) -> bool:
@@ -90,6 +101,10 @@ class Plan:
             gradients become ready, so no bucket leaves before its end, and all gradients are local.
         host, disk: of what is offloaded.
         traffic: bytes of whole tensors that a step communicates, by collective, as ``stats()["collectives"]`` counts.
+        sent_along_slices: bytes that a rank sends to the others with its part of the model cut: the terms of gradients,
+            and, where there is a batch, what layers send. See ``_along_slices``.
+        sent_along_pipeline: bytes that it sends to the stages before and behind it; 0 where no batch was given.
+        pipeline_stage: which stage of the pipeline it is, from 0: that with the most memory.
         buckets: how many there are.
         state_kinds: which of the kinds are of the model's state, ZeRO's word for parameters, gradients and optimizer
             state.
@@ -104,6 +119,9 @@ class Plan:
     traffic: Mapping[str, int]
     buckets: int
     state_kinds: tuple[str, ...]
+    sent_along_slices: int = 0
+    sent_along_pipeline: int = 0
+    pipeline_stage: int = 0
 
     @property
     def total(self) -> int:
@@ -122,8 +140,8 @@ class Plan:
 
     @property
     def communicated(self) -> int:
-        """Bytes that a rank sends in a step, and as many that it receives."""
-        return self.sent_within + self.sent_across
+        """Bytes that a rank sends in a step over all links, and about as many that it receives."""
+        return self.sent_within + self.sent_across + self.sent_along_slices + self.sent_along_pipeline
 
     @property
     def sent_within(self) -> int:
@@ -137,7 +155,8 @@ class Plan:
 
     def _sent(self, ranks: int, *, across: bool) -> int:
         on_grid = self.job.replicas > 1 and self.job.stage >= 1
-        kinds = {kind: nbytes for kind, nbytes in self.traffic.items() if (on_grid and kind == "all_reduce") is across}
+        of_shares = {kind: nbytes for kind, nbytes in self.traffic.items() if kind != TERMS}
+        kinds = {kind: nbytes for kind, nbytes in of_shares.items() if (on_grid and kind == "all_reduce") is across}
         ranks = ranks if on_grid else self.job.data
         return sum(_ON_WIRE[kind] * nbytes for kind, nbytes in kinds.items()) * (ranks - 1) // ranks
 
@@ -204,9 +223,18 @@ def plan(model: ModelShapes, job: Job, rule: UpdateRule | None = None) -> Plan:
     ``rule``: whose state tensors; None: AdamW's. Raises ValueError for a job that cannot be.
     """
     _check(model, job)
-    rule = rule or AdamW()
+    # The first and the second stage have as many layers as any, and keep more micro-batches than those behind.
+    stages = sorted({0, min(1, job.pipeline - 1), job.pipeline - 1})
+    made = [_plan_stage(model, job, rule or AdamW(), stage) for stage in stages]
+    return max(made, key=lambda of_stage: of_stage.most)
+
+
+def _plan_stage(whole: ModelShapes, job: Job, rule: UpdateRule, stage: int) -> Plan:
+    """``stage``: of the pipeline."""
     sharding = _sharding_of(job)
-    laid = _lay_out(cut_over(model, job.tensor), job, sharding)
+    model = of_stage(whole, job.pipeline, stage)
+    cut = cut_over(model, job.tensor)
+    laid = _lay_out(cut, job, sharding)
     pages = [sum(state_nbytes(state, flat.layout) for state in tensors_for(rule, flat.dtype)) for flat in laid.buckets]
     memory = no_memory(rule)
     _count_flats(memory, laid, job)
@@ -215,7 +243,7 @@ def plan(model: ModelShapes, job: Job, rule: UpdateRule | None = None) -> Plan:
     if job.stage >= 3:
         memory["unsharded"] = _unsharded(laid, job, sharding)
     memory[LOCAL] = _local_gradients(laid, job, sharding)
-    memory["activations"] = _activations(model, job)
+    memory["activations"] = _activations(model, job, stage)
     every = sum(flat.nbytes for flat in laid.buckets)
     learns = sharding.reduces and job.stage < 3
     first_step = every - memory[LOCAL] if learns else 0
@@ -228,7 +256,22 @@ def plan(model: ModelShapes, job: Job, rule: UpdateRule | None = None) -> Plan:
     host = foot.host + (sum(flat.shard_nbytes for flat in laid.flats) if job.params_on_host else 0)
     kinds = ("parameters", "gradients", *(tensor.name for tensor in rule.tensors))
     traffic = _traffic(laid, job, sharding)
-    return Plan(model, job, memory, first_step, host, foot.disk, traffic, len(laid.buckets), kinds)
+    if job.tensor > 1:
+        traffic[TERMS] = _terms(cut, job)
+    return Plan(
+        whole,
+        job,
+        memory,
+        first_step,
+        host,
+        foot.disk,
+        traffic,
+        len(laid.buckets),
+        kinds,
+        sent_along_slices=_along_slices(model, job, traffic),
+        sent_along_pipeline=_along_pipeline(model, job, stage),
+        pipeline_stage=stage,
+    )
 
 
 def _check(model: ModelShapes, job: Job) -> None:
@@ -238,6 +281,11 @@ def _check(model: ModelShapes, job: Job) -> None:
         raise ValueError(f"world must be 1 rank or more, got {job.world!r}")
     if job.tensor < 1 or job.world % job.tensor:
         raise ValueError(f"tensor must be a divisor of the {job.world} ranks, got {job.tensor!r}")
+    if job.pipeline < 1 or job.world // job.tensor % job.pipeline:
+        raise ValueError(
+            f"pipeline must be a divisor of the {job.world // job.tensor} ranks that have the same slices, got "
+            f"{job.pipeline!r}"
+        )
     if job.replicas < 1 or job.data % job.replicas or job.replicas == job.data > 1:
         raise ValueError(
             f"replicas must be a divisor of the {job.data} ranks, and leave several that share; got {job.replicas!r}"
@@ -364,7 +412,7 @@ def _keepers(job: Job, sharding: Sharding) -> int:
 def _local_gradients(laid: _Laid, job: Job, sharding: Sharding) -> int:
     """Count the gradients of one bucket; at stage 3 of the root, which is over last, and of a unit. All, where
     micro-batches add up on the rank, and no memory for full gradients is there to add up in."""
-    if job.accumulate > 1 and not sharding.keeps_full_gradients:
+    if job.adds_up and not sharding.keeps_full_gradients:
         return sum(flat.nbytes for flat in laid.buckets)
     if job.stage < 3 or not sharding.reduces:
         return max((flat.nbytes for flat in laid.buckets), default=0)
@@ -372,12 +420,19 @@ def _local_gradients(laid: _Laid, job: Job, sharding: Sharding) -> int:
     return root + max(units, default=0)
 
 
-def _activations(model: ModelShapes, job: Job) -> int:
+def _activations(model: ModelShapes, job: Job, stage: int) -> int:
     if job.batch is None or model.width is None:
         return 0
-    itemsize = max((parameter.dtype.itemsize for parameter in model.parameters), default=2)
+    kept = in_flight(job.pipeline, stage, job.accumulate) if job.pipeline > 1 else 1
+    head = stage == job.pipeline - 1
+    whole = activation_bytes(model.width, job.batch, _itemsize(model), in_flight=kept, head=head)
     # With sequence parallelism, as torch and Megatron have it, each holds an equal part of all of them.
-    return activation_bytes(model.width, job.batch, itemsize) // job.tensor
+    return whole // job.tensor
+
+
+def _itemsize(model: ModelShapes) -> int:
+    """Bytes of an element of activations."""
+    return max((parameter.dtype.itemsize for parameter in model.parameters), default=2)
 
 
 # -- where the state is --------------------------------------------------------------------------------------------
@@ -424,3 +479,39 @@ def _traffic(laid: _Laid, job: Job, sharding: Sharding) -> dict[str, int]:
     elif keepers > 1:
         traffic["node_all_gather"] = backwards
     return traffic
+
+
+def _terms(cut: ModelShapes, job: Job) -> int:
+    """Count gradients of what is not cut: under sequence parallelism each tensor-parallel rank has a term of them."""
+    parameters = (p for p in cut.parameters if p.trained and not p.cut)
+    return sum(p.numel * (job.grad_reduce_dtype or p.dtype).itemsize for p in parameters)
+
+
+def _along_slices(model: ModelShapes, job: Job, traffic: Mapping[str, int]) -> int:
+    """Count what is sent along the tensor-parallel ranks: the terms, in an all-reduce, and what layers send.
+
+    A layer takes two all-reduces of its activations [s, b, h] in a forward, and two in a backward: Shoeybi et al.,
+    "Megatron-LM" (2019), section 3. Under sequence parallelism an all-gather and a reduce-scatter take the place of
+    each, with the same bytes: Korthikanti et al. (2022), section 4.2.2. ``checkpointing`` runs the forward twice. What
+    embedding and head send is left out.
+    """
+    if job.tensor == 1:
+        return 0
+    of_layer = 6 if job.batch is not None and job.batch.checkpointing else 4
+    layers = model.width.layers if model.width is not None else 0
+    whole = traffic[TERMS] + of_layer * layers * job.accumulate * _between_layers(model, job)
+    return 2 * whole * (job.tensor - 1) // job.tensor
+
+
+def _along_pipeline(model: ModelShapes, job: Job, stage: int) -> int:
+    """Count what is sent to the stages before and behind: of each micro-batch activations forward, and their gradients
+    back. Of sequence-parallel ranks each sends its part."""
+    neighbours = (stage > 0) + (stage < job.pipeline - 1)
+    return neighbours * job.accumulate * _between_layers(model, job) // job.tensor
+
+
+def _between_layers(model: ModelShapes, job: Job) -> int:
+    """Bytes of the activations [s, b, h] of a micro-batch between two layers; 0 where no batch was given."""
+    if job.batch is None or model.width is None:
+        return 0
+    return job.batch.sequences * job.batch.tokens * model.width.hidden * _itemsize(model)

@@ -60,6 +60,7 @@ class ModelShapes:
         buffers: bytes of the modules' buffers.
         order: in which gradients become ready; None: the last parameter's first.
         width: where it is a decoder, what its activations are computed from.
+        tied: of the root's parameters, those that are used behind the other units too, as an embedding that is a head.
     """
 
     name: str
@@ -68,6 +69,7 @@ class ModelShapes:
     buffers: int = 0
     order: tuple[int, ...] | None = None
     width: Width | None = field(default=None)
+    tied: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -82,7 +84,7 @@ def of_decoder(decoder: Decoder, dtype: torch.dtype) -> ModelShapes:
     last = first + decoder.layers * block
     units = ((*range(first), *range(last, last + len(decoder.after))), *(tuple(range(s, s + block)) for s in starts))
     parameters = tuple(ParameterShape(numel, dtype) for numel in decoder.numels)
-    return ModelShapes(decoder.name, parameters, units, width=decoder.width)
+    return ModelShapes(decoder.name, parameters, units, width=decoder.width, tied=(0,) if decoder.tied else ())
 
 
 def cut_over(model: ModelShapes, ranks: int) -> ModelShapes:
@@ -104,6 +106,40 @@ def cut_over(model: ModelShapes, ranks: int) -> ModelShapes:
     return replace(model, parameters=tuple(parameters))
 
 
+def of_stage(model: ModelShapes, stages: int, stage: int) -> ModelShapes:
+    """What ``stage``, from 0, of a pipeline has of the model.
+
+    The units are its layers, and go to the stages in their order, as evenly as they can: the first stages have one more
+    where they do not come out even. The first stage has what comes before them, as embeddings, and the last what comes
+    behind, as the last norm and the head. What is tied is on both.
+
+    Raises ValueError where there are fewer layers than stages.
+    """
+    if stages == 1:
+        return model
+    root, *layers = model.units or ((),)
+    if len(layers) < stages:
+        known = f"the model has {len(layers)}" if layers else "those of the model are not known: name their class"
+        raise ValueError(f"each of {stages} stages of a pipeline needs a layer, and {known}")
+    least, more = divmod(len(layers), stages)
+    first = stage * least + min(stage, more)
+    own = layers[first : first + least + (stage < more)]
+    start = min(index for layer in layers for index in layer)
+    of_root = [index for index in root if index < start] if stage == 0 else []
+    if stage == stages - 1:
+        of_root = [*model.tied, *(index for index in root if index >= start)]
+    kept = sorted({*of_root, *(index for layer in own for index in layer)})
+    place = {index: number for number, index in enumerate(kept)}
+    return replace(
+        model,
+        parameters=tuple(model.parameters[index] for index in kept),
+        units=tuple(tuple(place[index] for index in unit) for unit in (of_root, *own)),
+        order=None if model.order is None else tuple(place[index] for index in model.order if index in place),
+        width=model.width and replace(model.width, layers=len(own)),
+        tied=(),
+    )
+
+
 def of_module(model: nn.Module, units: Sequence[type[nn.Module] | str] = (), name: str = "") -> ModelShapes:
     """Read the shapes of a model, which may be on the ``meta`` device.
 
@@ -114,14 +150,25 @@ def of_module(model: nn.Module, units: Sequence[type[nn.Module] | str] = (), nam
     """
     index_of = {id(parameter): index for index, parameter in enumerate(model.parameters())}
     plans = plan_units(model, units) if units else []
+    of_units = tuple(tuple(index_of[key] for key in plan.parameters) for plan in plans)
     buffers = {id(buffer): buffer.nbytes for buffer in model.buffers()}
     return ModelShapes(
         name or type(model).__name__,
         tuple(shape_of(parameter, trained=parameter.requires_grad) for parameter in model.parameters()),
-        tuple(tuple(index_of[key] for key in plan.parameters) for plan in plans),
+        of_units,
         sum(buffers.values()),
         width=_width(getattr(model, "config", None)),
+        tied=_tied([index_of[id(p)] for _, p in model.named_parameters(remove_duplicate=False)], of_units),
     )
+
+
+def _tied(uses: Sequence[int], units: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """``uses``: indices of parameters, in the order of the modules, those of several modules more than once."""
+    root, *layers = units or ((),)
+    inside = {index for layer in layers for index in layer}
+    places = [place for place, index in enumerate(uses) if index in inside]
+    behind = set(uses[places[-1] :]) if places else set()
+    return tuple(index for index in root if index in behind and index in uses[: places[0]])
 
 
 def usual_units(model: nn.Module) -> list[str]:

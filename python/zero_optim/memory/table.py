@@ -53,6 +53,7 @@ def of_one(made: Plan) -> str:
         where = f', state_offload="{job.offload.tier.value}"'
     ranks = "1 rank" if job.world == 1 else f"{job.world:,} ranks"
     ranks += f", {job.tensor} tensor-parallel" if job.tensor > 1 else ""
+    ranks += f", {job.pipeline} stages of a pipeline" if job.pipeline > 1 else ""
     ranks += f" in {job.replicas} replicas" if job.replicas > 1 else ""
     unit, buckets = unit_of([made]), f"{made.buckets:,} bucket{'s' if made.buckets != 1 else ''}"
     head = f"{made.model.numel:,} parameters, stage {job.stage}, {ranks}{where}, {buckets}; {unit.name} a rank:"
