@@ -42,6 +42,7 @@ import math
 from dataclasses import dataclass, field
 
 from fuzz.program import (
+    STORES,
     AddGroup,
     AllReduce,
     Arrivals,
@@ -511,9 +512,11 @@ class Law:
         need(not (state.unscaled or state.stepped or state.spent), "the scaler knows the old one")
         state.cleared(True)
         state.forget()
-        state.zeroed = state.saved = state.saved_full = False
+        state.zeroed = state.saved = False
+        state.saved_full &= state.trained == state.given & state.requires_grad  # it loads anywhere
         state.trained, state.thawed = state.given & state.requires_grad, set()
         need(state.trained, "nothing to train")
+        need(op.store in STORES, "no such store")
         state.stage = op.stage
 
     def _addgroup(self, op: AddGroup) -> None:
@@ -598,6 +601,7 @@ def _well_formed(optim: Optim) -> None:
     need(sorted(every) == list(range(len(optim.shapes))), "each parameter in one group")
     need(set(optim.frozen) <= set(range(len(optim.shapes))), "no such parameter")
     need(optim.given - set(optim.frozen), "nothing to train")
+    need(optim.store in STORES, "no such store")
     if optim.stage == 3:
         need(not optim.late, "stage 3 is given everything")
         need(len(optim.units) == len(optim.shapes), "a unit for each parameter")
