@@ -13,8 +13,8 @@ from simulated_gpu.switch import chosen
 
 from fuzz import prelude
 from fuzz.law import why_not
-from fuzz.oracle import compare, expected
-from fuzz.program import Program
+from fuzz.oracle import compare, expected, other_bits
+from fuzz.program import Program, without_stores
 from fuzz.script import stand_alone, text
 from fuzz.shrink import candidates
 
@@ -29,10 +29,22 @@ class Face(Family):
         names = {**vars(world), **vars(prelude)}
         if chosen() is not None:
             names["own_sum"] = _own_sum_alone
-        run.execute(text(program), "<program>", names)["program"](rank, program.world, see)
+
+        def play(made: Program, of: str) -> None:
+            def see_of(*seen: object) -> None:
+                see(of, *seen)
+
+            run.execute(text(made), "<program>", dict(names))["program"](rank, program.world, see_of)
+
+        play(program, "")
+        if (plain := without_stores(program)) != program:
+            play(plain, "without stores")
 
     def verdict(self, program: Program, seen: Sequence[Entries]) -> str | None:
-        return compare(program, expected(program), seen)
+        have, plain = (
+            [[entry[1:] for entry in of_rank if entry[0] == of] for of_rank in seen] for of in ("", "without stores")
+        )
+        return compare(program, expected(program), have) or (other_bits(program, plain, have) if any(plain) else None)
 
     def why_not(self, program: Program) -> str | None:
         return why_not(program)

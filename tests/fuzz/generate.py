@@ -11,6 +11,7 @@ from typing import Any
 from fuzz.law import Illegal, Law, why_not
 from fuzz.program import (
     NO_DTENSOR,
+    STORES,
     WHOLE,
     AddGroup,
     AllReduce,
@@ -65,7 +66,8 @@ class Flavour:
     left_out: float = 1.5  # how often ranks are left out: a weight; the others' sum is 10
     # What came later is not in the text that seeds a program: the programs of the flavours before stay the same.
     shapes: tuple[Shape, ...] = field(default=SHAPES, repr=False)
-    alone: bool = field(default=False, repr=False)  # on one rank
+    alone: float = field(default=0.0, repr=False)  # how often on one rank
+    stores: bool = field(default=False, repr=False)  # of the state: off the device
     slices: bool = field(default=False, repr=False)  # parameters are cut over two tensor-parallel ranks, of four
 
 
@@ -76,7 +78,8 @@ MIXED = Flavour(stages=(0, 1, 2, 3), optims=(1, 2, 2, 3), raises=0.15, infinite=
 SHARDED = Flavour(stages=(3,), optims=(2, 2, 3), raises=0.15)
 STRAIGHT = Flavour(stages=(0, 1, 2), optims=(1,), infinite=0.03, left_out=0)  # nothing raises, no rank is left out
 EMPTY = Flavour((0, 1, 2), (1,), raises=0.02, shapes=(*SHAPES[:4], (0,), (3, 0)))
-ALONE = replace(EMPTY, raises=0.03, alone=True)
+ALONE = replace(EMPTY, raises=0.03, alone=1.0)
+STORED = Flavour((0, 1, 2, 2, 3, 3), (1, 1, 1, 2), raises=0.05, infinite=0.05, scaler=0.2, alone=0.25, stores=True)
 GRIDS = Flavour(stages=(1, 2, 2, 3, 3), optims=(1, 1, 2), raises=0.12, infinite=0.03, mesh=0.8)
 SLICES = Flavour(stages=(0, 1, 2, 3), optims=(1,), raises=0.08, infinite=0.03, slices=True)
 FLAVOURS = {
@@ -90,6 +93,7 @@ FLAVOURS = {
     "empty": EMPTY,
     "alone": ALONE,
     "slices": SLICES,
+    "stored": STORED,
 }
 
 
@@ -107,20 +111,24 @@ class _Generator:
 
     def program(self) -> Program:
         rng = self.rng
-        world = (
-            4 if self.flavour.mesh or self.flavour.slices else 1 if self.flavour.alone else 3 if self.chance(0.2) else 2
-        )
+        alone = self.flavour.alone and self.chance(self.flavour.alone)
+        four = self.flavour.mesh or self.flavour.slices
+        world = 4 if four else 1 if alone else 3 if self.chance(0.2) else 2
         scaler = self.chance(self.flavour.scaler)
-        dtype = "bfloat16" if self.chance(0.12) else "float32"
+        dtype = "bfloat16" if self.chance(0.6 if self.flavour.stores else 0.12) else "float32"
         if scaler:
             dtype = rng.choice(("float16", "float16", "float32"))
         optims = tuple(self.optim(world, dtype) for _ in range(rng.choice(self.flavour.optims)))
         start = Program(world, optims, scale=1024.0 if scaler else None)
         law = Law(start)
         ops: list[Op] = []
-        for _ in range(rng.choice((3, 5, 7, 9, 12, 16, 22))):
+        draws = [self.draw] * rng.choice((3, 5, 7, 9, 12, 16, 22))
+        if self.flavour.stores:
+            ordinary = [self.whole_backward, self.between, self.steps, self.between]
+            draws = ordinary * rng.choice((2, 3, 4, 5)) + draws
+        for draw in draws:
             for _ in range(40):
-                drawn = self.draw(start, law)
+                drawn = draw(start, law)
                 after = copy.deepcopy(law)
                 try:
                     for op in drawn:
@@ -191,7 +199,12 @@ class _Generator:
             reshard_after_forward=not self.chance(0.2),
             mesh=bool(self.flavour.mesh) and self.chance(self.flavour.mesh),
             cut=self.cuts(shapes, groups) if self.flavour.slices else (),
+            store=self.store(),
+            param_offload=self.flavour.stores and stage == 3 and self.chance(0.5),
         )
+
+    def store(self) -> str:
+        return self.rng.choice(("cpu", "cpu", "cpu", *STORES)) if self.flavour.stores else ""
 
     def cuts(self, shapes: tuple[Shape, ...], groups: tuple[Group, ...]) -> tuple[int, ...]:
         """One at least of those given at first is a DTensor."""
@@ -212,33 +225,9 @@ class _Generator:
     # Operations
 
     def draw(self, start: Program, law: Law) -> list[Op]:
-        rng = self.rng
-        o = rng.randrange(len(law.states))
+        o = self.rng.randrange(len(law.states))
         state = law.states[o]
-        p = rng.randrange(len(state.optim.shapes))
-        frozen = sorted(state.given - state.requires_grad) or [p]
-        rare: list[Callable[[], list[Op]]] = [
-            lambda: [SetLr(o, rng.randrange(state.groups), rng.choice((0.0, 0.125, 0.25)))],
-            lambda: [Save(o)],
-            lambda: [Save(o), Load(o)],
-            lambda: [Load(o)],
-            lambda: [SaveFull(o)],
-            lambda: [SaveFull(o)],
-            lambda: [LoadFull(o)],
-            lambda: [Observe(o)],
-            lambda: [Renew(o, 3 if state.stage == 3 else rng.choice((0, 1, 2)))],
-            lambda: [AddGroup(o)],
-            lambda: [Thaw(o, rng.choice(frozen))],
-            lambda: [Freeze(o, p)],
-            lambda: [Edit(o, p, rng.choice((0.5, -1.0, 2.0)))],
-            lambda: [Drop(o, p)],
-            lambda: [Assign(o, p, self.on_rows(tuple(rng.choice(COEFFICIENTS) for _ in range(law.world))))],
-            lambda: [ScaleGrad(o, p, rng.choice((0.5, 2.0)))],
-            lambda: [AllReduce(rng.choice(COEFFICIENTS))],
-            lambda: [AllReduce(rng.choice(COEFFICIENTS))],
-            lambda: [Read(o)],
-            lambda: [self.evaluate(law, o) if state.stage == 3 else self.clip(law, o)],
-        ]
+        rare = self.rare(law, o)
         common: list[tuple[float, Callable[[], list[Op]]]] = [
             (6.0, lambda: [self.backward(law)]),
             (3.0 if state.any_grads() else 0.3, lambda: [Step(o)]),
@@ -254,7 +243,66 @@ class _Generator:
         if start.scale is not None:
             common += [(1.5, lambda: [Update()]), (1.0, lambda: [Unscale(o)])]
         weights, makers = zip(*common, strict=True)
-        return rng.choices(makers, weights)[0]()
+        return self.rng.choices(makers, weights)[0]()
+
+    def rare(self, law: Law, o: int) -> list[Callable[[], list[Op]]]:
+        rng, state = self.rng, law.states[o]
+        p = rng.randrange(len(state.optim.shapes))
+        frozen = sorted(state.given - state.requires_grad) or [p]
+        return [
+            lambda: [SetLr(o, rng.randrange(state.groups), rng.choice((0.0, 0.125, 0.25)))],
+            lambda: [Save(o)],
+            lambda: [Save(o), Load(o)],
+            lambda: [Load(o)],
+            lambda: [SaveFull(o)],
+            lambda: [SaveFull(o)],
+            lambda: [LoadFull(o)],
+            lambda: [Observe(o)],
+            lambda: [Renew(o, 3 if state.stage == 3 else rng.choice((0, 1, 2)), self.store())],
+            lambda: [AddGroup(o)],
+            lambda: [Thaw(o, rng.choice(frozen))],
+            lambda: [Freeze(o, p)],
+            lambda: [Edit(o, p, rng.choice((0.5, -1.0, 2.0)))],
+            lambda: [Drop(o, p)],
+            lambda: [Assign(o, p, self.on_rows(tuple(rng.choice(COEFFICIENTS) for _ in range(law.world))))],
+            lambda: [ScaleGrad(o, p, rng.choice((0.5, 2.0)))],
+            lambda: [AllReduce(rng.choice(COEFFICIENTS))],
+            lambda: [AllReduce(rng.choice(COEFFICIENTS))],
+            lambda: [Read(o)],
+            lambda: [self.evaluate(law, o) if state.stage == 3 else self.clip(law, o)],
+        ]
+
+    # An ordinary step, of which a store has to see some before it updates ahead of the step.
+
+    def whole_backward(self, start: Program, law: Law) -> list[Op]:
+        chain: list[Link] = []
+        for o, state in enumerate(law.states):
+            given = sorted(state.given)
+            units = list(state.order or range(state.optim.unit_count))
+            uses = [Use(o, p, self.coefficient()) for p in given]
+            chain += [self.net(law, o, given, units)] if state.stage == 3 else uses
+        return [Backward((tuple(chain),) * law.world)]
+
+    def between(self, start: Program, law: Law) -> list[Op]:
+        """Most often nothing, or what reads or writes state, or changes what is assumed of the step."""
+        rng = self.rng
+        o = rng.randrange(len(law.states))
+        p = rng.randrange(len(law.states[o].optim.shapes))
+        makers: list[Callable[[], list[Op]]] = [
+            lambda: [Save(o), SaveFull(o)],
+            lambda: [Load(o)],
+            lambda: [LoadFull(o)],
+            lambda: [Edit(o, p, rng.choice((0.5, -1.0, 2.0)))],
+            lambda: [SetLr(o, 0, rng.choice((0.125, 0.25)))],
+            lambda: [ModuleZero(o, False)],
+            lambda: [self.clip(law, o)],
+            lambda: self.legal(law, self.rare(law, o)),
+        ]
+        return self.legal(law, makers) if self.chance(0.6) else []
+
+    def steps(self, start: Program, law: Law) -> list[Op]:
+        every = range(len(law.states))
+        return [*map(Step, every), *([Update()] if start.scale is not None else []), *map(Zero, every)]
 
     def legal(self, law: Law, makers: list[Callable[[], list[Op]]]) -> list[Op]:
         """One of those that may come next."""

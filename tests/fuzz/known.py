@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from fuzz.program import (
     AllReduce,
@@ -38,6 +39,10 @@ def _all(o: int, count: int, c: float = 1.0) -> tuple[Use, ...]:
 
 def _both(*ranks: Chain, no_sync: tuple[int, ...] = ()) -> Backward:
     return Backward(ranks if len(ranks) == 2 else (ranks[0], ranks[0]), no_sync)
+
+
+def _alone(chain: Chain) -> tuple[Op, ...]:
+    return (Backward((chain,)), Step(0), Zero(0))
 
 
 def _loop(chain: Chain, *optims: int) -> tuple[Op, ...]:
@@ -358,6 +363,16 @@ KNOWN: dict[str, Program] = {
             _both((Net(0, ()),)),
             Step(0),
         ),
+    ),
+    "stage 3 on one rank, parameters off the device, a step that skips without one unit": Program(
+        1,
+        (_optim(2, stage=3, store="cpu", param_offload=True),),
+        (*(op for _ in range(2) for op in _alone(_net(0, 1))), *_alone((Net(0, (Unit(1, ((1, inf),)),)),))),
+    ),
+    "gradients zeroed after they were copied to the host": Program(
+        2,
+        (_optim(2, dtype="bfloat16", store="cpu"),),
+        (*_loop(EIGHT[:2], 0), *_loop(EIGHT[:2], 0), _both(EIGHT[:2]), ModuleZero(0, False), Step(0)),
     ),
     "stages 0 and 3, a raise between units, then a backward of stage 0": Program(
         2,

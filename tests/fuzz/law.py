@@ -45,6 +45,7 @@ from dataclasses import dataclass, field
 
 from fuzz.program import (
     NO_DTENSOR,
+    STORES,
     WHOLE,
     AddGroup,
     AllReduce,
@@ -521,9 +522,11 @@ class Law:
         need(not (state.unscaled or state.stepped or state.spent), "the scaler knows the old one")
         state.cleared(True)
         state.forget()
-        state.zeroed = state.saved = state.saved_full = False
+        state.zeroed = state.saved = False
+        state.saved_full &= state.trained == state.given & state.requires_grad  # it loads anywhere
         state.trained, state.thawed = state.given & state.requires_grad, set()
         need(state.trained, "nothing to train")
+        need(op.store in STORES, "no such store")
         state.stage = op.stage
 
     def _addgroup(self, op: AddGroup) -> None:
@@ -609,6 +612,7 @@ def _well_formed(optim: Optim) -> None:
     need(sorted(every) == list(range(len(optim.shapes))), "each parameter in one group")
     need(set(optim.frozen) <= set(range(len(optim.shapes))), "no such parameter")
     need(optim.given - set(optim.frozen), "nothing to train")
+    need(optim.store in STORES, "no such store")
     if optim.cut:
         need(not optim.mesh and len(optim.cut) == len(optim.shapes), "a cut for each parameter, of one dimension")
         places = zip(optim.cut, optim.shapes, strict=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from programs.compare import first_difference, short
+from programs.compare import bits, first_difference, short
 
 from fuzz.prelude import pattern, start
 from fuzz.program import (
@@ -416,4 +416,14 @@ def compare(program: Program, want: list[Seen], have: list[list[Any]]) -> str | 
             scaled = 4 * (program.scale or 0.25) if isinstance(op, Backward | Zero | ModuleZero | Drop) else 1.0
             if found := difference(should, list(saw), tight, scaled):
                 return f"operation {index} ({op}), rank {rank}: {found}"
+    return None
+
+
+def other_bits(program: Program, plain: list[list[Any]], have: list[list[Any]]) -> str | None:
+    """The first difference from what the ranks saw without stores: every store gives the bits of none."""
+    for rank, (want, got) in enumerate(zip(plain, have, strict=True)):
+        for (index, *should), (_, *saw) in zip(want, got, strict=True):
+            if found := first_difference(should, saw, bits):
+                op = program.ops[index] if index < len(program.ops) else "the end"
+                return f"operation {index} ({op}), rank {rank}, where nothing is in a store: {found}"
     return None

@@ -192,7 +192,7 @@ def kind(p):
         return "none"
     if isinstance(p.grad, zero_optim.FlatShard):
         return "shard" if p.grad.shape == p.shape and p.grad.dtype == p.dtype else "shard of another kind"
-    return local(p.grad.detach()).float().cpu().numpy().copy().reshape(-1)
+    return local(p.grad.detach()).float().cpu().clone().numpy().reshape(-1)  # an array of it would hold its memory
 
 
 def module_of(parameters):

@@ -9,11 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf  # noqa: F401  repr writes it
 from typing import Any
 
 Shape = tuple[int, ...]
+
+STORES = {  # of the state, and what each is as arguments
+    "": "",
+    "paged": "state_offload='paged', device_budget=0",
+    "partly paged": "state_offload='paged', device_budget=3072",
+    "cpu": "state_offload='cpu'",
+    "cpu, not ahead": "state_offload='cpu', speculate=False",
+    "nvme": "state_offload='nvme:/tmp'",
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,8 @@ class Optim:
     # Of each parameter the dimension that two tensor-parallel ranks cut; WHOLE: a DTensor that both have; NO_DTENSOR: a
     # plain one. Then ranks are a matrix: of two rows that average, and two columns, each with a slice.
     cut: tuple[int, ...] = ()
+    store: str = ""  # one of STORES
+    param_offload: bool = False  # at stage 3
 
     @property
     def given(self) -> set[int]:
@@ -186,10 +197,11 @@ class Observe:
 
 @dataclass(frozen=True)
 class Renew:
-    """``close``, no gradients, and a new optimizer on the same parameters."""
+    """``close``, no gradients, and a new optimizer on the same parameters, with another store."""
 
     o: int
     stage: int
+    store: str = ""
 
 
 @dataclass(frozen=True)
@@ -273,6 +285,13 @@ class Program:
     optims: tuple[Optim, ...]
     ops: tuple[Op, ...] = field(default=())
     scale: float | None = None  # that of a GradScaler; then every step is the scaler's
+
+
+def without_stores(program: Program) -> Program:
+    """The same with all state on the device."""
+    optims = tuple(replace(optim, store="", param_offload=False) for optim in program.optims)
+    ops = tuple(replace(op, store="") if isinstance(op, Renew) else op for op in program.ops)
+    return replace(program, optims=optims, ops=ops)
 
 
 # What a chain does.

@@ -8,6 +8,7 @@ from programs import world
 
 from fuzz import prelude
 from fuzz.program import (
+    STORES,
     AddGroup,
     AllReduce,
     Assign,
@@ -49,8 +50,10 @@ def _group(o: int, group: Group) -> str:
     return f'{{"params": [{params}], "lr": {group.lr}, "weight_decay": {group.weight_decay}}}'
 
 
-def _constructor(o: int, optim: Optim, stage: int, groups: list[Group]) -> str:
+def _constructor(o: int, optim: Optim, stage: int, store: str, groups: list[Group]) -> str:
     options = ["eps=0.25", f"bucket_cap_mb={optim.bucket_cap_mb}"]
+    if store:
+        options.append(STORES[store])
     if stage != 3:
         options.append(f"stage={stage}")
         if optim.mesh:
@@ -108,6 +111,7 @@ class _Writer:
             if optim.stage == 3:
                 options = f"prefetch={optim.prefetch}, reshard_after_forward={optim.reshard_after_forward}"
                 options += ", mesh=mesh()" if optim.mesh else ', mesh=M["dp"]' if optim.cut else ""
+                options += ", param_offload='cpu'" if optim.param_offload else ""
                 net = f"Net({made}, {list(optim.units)})"
                 lines += [
                     f"N{o} = zero_optim.shard_module({net}, units=(Block,), {options})",
@@ -115,7 +119,7 @@ class _Writer:
                 ]
             else:
                 lines.append(f"P{o} = {made}")
-            lines.append(_constructor(o, optim, optim.stage, self.groups[o]))
+            lines.append(_constructor(o, optim, optim.stage, optim.store, self.groups[o]))
         if self.program.scale is not None:
             lines += [
                 f"scaler = zero_optim.GradScaler(init_scale={self.program.scale}, growth_interval=2)",
@@ -193,7 +197,7 @@ class _Writer:
                 return [
                     f"o{o}.close()",
                     f"module_of(P{o}).zero_grad()",
-                    _constructor(o, self.program.optims[o], op.stage, self.groups[o]),
+                    _constructor(o, self.program.optims[o], op.stage, op.store, self.groups[o]),
                     f"see({index})",
                 ]
             case AddGroup():

@@ -52,7 +52,7 @@ def candidates(program: Program) -> Iterator[Program]:
             yield replace(program, optims=put(program.optims, o, merged))
     for i, op in enumerate(ops):
         if isinstance(op, Renew):
-            begun = replace(program.optims[op.o], stage=op.stage)
+            begun = replace(program.optims[op.o], stage=op.stage, store=op.store)
             yield replace(program, optims=put(program.optims, op.o, begun), ops=ops[:i] + ops[i + 1 :])
         if isinstance(op, Backward):
             for like_another in simpler_backwards(op):

@@ -1,4 +1,4 @@
-"""Eighty-two random programs of the whole public face with fixed seeds, and what the model itself has to know.
+"""Random programs of the whole public face with fixed seeds, and what the model itself has to know.
 
 ``python -m fuzz`` runs as many as there is time for; see this package's docstring.
 """
@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import islice
 from unittest import mock
 
+import numpy as np
 import pytest
 from harness import close_pool
 from programs.family import Failure
@@ -17,7 +19,7 @@ from programs.shrink import shrink
 from zero_optim.comm.sharding import Sharding
 
 from fuzz.execute import FACE, Face, told
-from fuzz.generate import ALONE, EMPTY, PLAIN, SEVERAL, SLICES, STAGE3, Flavour, program
+from fuzz.generate import ALONE, EMPTY, PLAIN, SEVERAL, SLICES, STAGE3, STORED, Flavour, program
 from fuzz.known import KNOWN
 from fuzz.law import why_not
 from fuzz.oracle import compare, expected
@@ -60,6 +62,9 @@ def _fail_with(failures: list[Failure], name: str) -> None:
         ("empty parameters", EMPTY, 10, 2),
         ("empty parameters, three ranks", EMPTY, 4, 3),
         ("one rank", ALONE, 10, 1),
+        ("stores of the state", STORED, 16, 2),
+        ("stores of the state, three ranks", STORED, 3, 3),
+        ("stores of the state, one rank", STORED, 8, 1),
         ("stage 3", STAGE3, 8, 2),
         ("stage 3, three ranks", STAGE3, 2, 3),
         ("slices of two tensor-parallel ranks", SLICES, 8, 4),
@@ -173,6 +178,17 @@ def test_a_wrong_number_is_seen():
     seen[1][1][1][0][7] += 1e-3
     told = compare(made, expected(made), seen)
     assert told is not None and told.startswith("operation 1 (Step(o=0, ") and "), rank 1: " in told
+
+
+def test_another_bit_from_a_store_is_seen():
+    made = replace(_program(Backward((BOTH, BOTH)), Step(0)), optims=(replace(OPTIM, store="cpu"),))
+    seen = [[(i, *values) for i, values in enumerate(rank)] for rank in zip(*expected(made), strict=True)]
+    both = [[(of, *copy.deepcopy(entry)) for of in ("", "without stores") for entry in rank] for rank in seen]
+    assert FACE.verdict(made, both) is None
+    values = both[1][1][2][0]
+    values[7] = np.nextafter(values[7], np.float32(9))
+    told = FACE.verdict(made, both)
+    assert told is not None and told.startswith("operation 1 (Step(o=0, ") and "where nothing is in a store" in told
 
 
 def test_what_raises_is_told_with_its_line_and_the_rest_of_its_batch_runs():

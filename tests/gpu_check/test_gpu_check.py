@@ -472,7 +472,8 @@ def test_a_tolerance_that_is_a_guess_fails_on_a_cpu_alone(device: str) -> None:
     paths = [tests / "gpu", tests / "kernels", BENCHMARKS, ROOT, ROOT / "python"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "ZERO_KERNELS_GPU_TESTS_ON": device}
     code = "import places; places.within(True, 'right'); places.within(1 > 2, 'one is less'); print('went on')"
-    done = subprocess.run(python(code), env=environment, capture_output=True, text=True)
+    command = [warm_python.executable(), "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if device == "cuda":
         assert done.stdout == "went on\n" and "Uncalibrated: one is less" in done.stderr and "right" not in done.stderr
     else:

@@ -125,21 +125,23 @@ def _check(programs: Sequence[Program]) -> None:
     assert not failures, told(failures, "interrupted")
 
 
-RAISING = ((0,), (1,), (0, 1))
 NUMBERS = (1, 2, 3)  # of optimizers
 
 
-@pytest.mark.parametrize("raising", RAISING, ids=str)
+@pytest.mark.parametrize("alone", [True, False], ids=["one rank", "both"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_after_some_gradients(stage: int, raising: tuple[int, ...]):
+def test_after_some_gradients(stage: int, alone: bool):
     """Between gradients, of every optimizer; and after the last one.
 
-    The number of optimizers takes turns: at each stage every one of them meets every rank that raises, and everything
-    that follows. Whether the gradients are all there is a matter of one bucket, and of no other optimizer's.
+    The rank that raises ``alone`` and the number of optimizers take turns: at each stage every rank meets every number,
+    and everything that follows. Whether the gradients are all there is a matter of one bucket, and of no other
+    optimizer's.
     """
     programs = []
     for (turn, then), at_the_end in itertools.product(enumerate(FOLLOWED_BY), (False, True)):
-        optimizers = NUMBERS[(turn + RAISING.index(raising) + at_the_end) % len(NUMBERS)]
+        turn += stage + at_the_end
+        raising = (turn % RANKS,) if alone else (0, 1)
+        optimizers = NUMBERS[turn % len(NUMBERS)]
         after = len(SIZES) if at_the_end else len(SIZES) - 3 + optimizers - 1
         programs.append(program(stage, optimizers, raising, after, then))
     _check(programs)

@@ -7,8 +7,7 @@ failing program short, and ``search`` draws and runs programs until a time is ov
 The families:
 
 ==================  ================================================================================================
-``fuzz``            the whole public face, against ``torch.optim.AdamW``
-``store_programs``  every store of the state, against no store
+``fuzz``            the whole public face, against ``torch.optim.AdamW``; every store of the state, against no store
 ``part_programs``   models, parts of them and methods at stage 3, against stage 2 and ``torch.optim.AdamW``
 ==================  ================================================================================================
 

@@ -30,6 +30,8 @@ def same(a: Any, b: Any) -> bool:
         return torch.equal(flat[0].view(torch.uint8), flat[1].view(torch.uint8))
     if type(a) is not type(b):
         return False
+    if hasattr(a, "tobytes"):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):

@@ -55,10 +55,6 @@ class Family:
         """Why the law forbids a program; None: it does not."""
         return None
 
-    def excused(self, failure: Failure) -> bool:
-        """Whether what failed alone is no failure."""
-        return False
-
     def smaller(self, program: Any) -> Iterator[Any]:
         """Simpler programs, the much simpler first. They need not be legal."""
         raise NotImplementedError

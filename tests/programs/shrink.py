@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
@@ -24,33 +24,25 @@ def shrink(family: Family, failure: Failure, seconds: float = SECONDS) -> Failur
     if best is None:
         return failure if failure.kind == "in company" else replace(failure, kind=f"{failure.kind}, not alone")
 
-    def again_of(program: Any) -> Failure | None:
-        return run_alone(family, program, HANGS_AFTER) if family.why_not(program) is None else None
-
-    best = shortest(best, family.smaller, again_of, end)
+    best = _shortest(best, family, end)
     if best.kind == "hangs" and (patient := run_alone(family, best.program, STANDSTILL)):
         best = replace(best, message=f"{best.message}\nlater: {patient.kind}: {patient.message}")
     return best
 
 
-def shortest(
-    best: Failure,
-    smaller: Callable[[Any], Iterator[Any]],
-    again_of: Callable[[Any], Failure | None],
-    end: float,
-) -> Failure:
+def _shortest(best: Failure, family: Family, end: float) -> Failure:
     """Go on to a smaller program that fails in the same way, until there is none, or until the time ``end``."""
     tried = {repr(best.program)}
     shorter = True
     while shorter:
         shorter = False
-        for candidate in smaller(best.program):
+        for candidate in family.smaller(best.program):
             if time.monotonic() > end:
                 return best
             if repr(candidate) in tried:
                 continue
             tried.add(repr(candidate))
-            again = again_of(candidate)
+            again = run_alone(family, candidate, HANGS_AFTER) if family.why_not(candidate) is None else None
             if again and again.kind == best.kind:
                 best, shorter = again, True
                 break
@@ -76,8 +68,8 @@ def put(items: Sequence[Any], index: int, item: Any) -> Any:
 
 
 def simpler(value: Any, needed: Collection[str] = ()) -> Iterator[Any]:
-    """Without entries of sequences and of dicts, with fields at their defaults; and what is simpler within. Fields and
-    keys of the names in ``needed`` stay, and so does what is in them."""
+    """Without entries of sequences, with fields at their defaults; and what is simpler within. Fields of the names in
+    ``needed`` stay, and so does what is in them."""
     if is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             if field.name in needed:
@@ -87,11 +79,6 @@ def simpler(value: Any, needed: Collection[str] = ()) -> Iterator[Any]:
                 yield replace(value, **{field.name: field.default})
             for less in simpler(now, needed):
                 yield replace(value, **{field.name: less})
-    elif isinstance(value, dict):
-        for key in [key for key in value if key not in needed]:
-            yield {other: of for other, of in value.items() if other != key}
-            for less in simpler(value[key], needed):
-                yield {**value, key: less}
     elif isinstance(value, tuple | list):
         yield from cuts(value)
         for index, item in enumerate(value):
