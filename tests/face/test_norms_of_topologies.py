@@ -21,7 +21,16 @@ from zero_optim import ShardedAdamW, shard_module
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
 SHAPES = {"embedding": (12, 6), "up": (8, 6), "down": (6, 8), "norm": (6,), "gain": (1,)}
-CONSTANTS = {"embedding": 0.5, "up": -2.0, "down": 1.5, "norm": 3.0, "gain": -4.0, "experts": 2.5, "output": 0.5}
+CONSTANTS = {
+    "embedding": 0.5,
+    "up": -2.0,
+    "down": 1.5,
+    "norm": 3.0,
+    "gain": -4.0,
+    "experts": 2.5,
+    "output": 0.5,
+    "later": -1.0,
+}
 EXPERTS = (4, 5)
 
 Built = tuple[nn.ParameterDict, ShardedAdamW]
@@ -234,6 +243,20 @@ def test_each_gradient_counts_once(name: str) -> None:
     expected = [*(norm(names, norm_type) for norm_type in NORMS), norm(["up", "norm"], 2.0), 1.0]
     for found in run_ranks(TOPOLOGIES[name][0], norms, name, timeout=120):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def norm_with_a_later_group(rank: int, world_size: int) -> float:
+    """Dense parameters join an optimizer that has experts as slices."""
+    model, opt = with_experts(2, as_slices=True)()
+    model["later"] = nn.Parameter(torch.zeros(EXPERTS))
+    opt.add_param_group({"params": [("later", model["later"])]})
+    backward(model)
+    return opt.clip_grad_norm_(1e9).item()
+
+
+def test_dense_parameters_join_experts() -> None:
+    expected = math.hypot(norm([*SHAPES, "experts"], 2.0), math.sqrt(20) * CONSTANTS["later"])
+    assert run_ranks(4, norm_with_a_later_group) == pytest.approx([expected] * 4, rel=1e-5)
 
 
 def norms_of_units(rank: int, world_size: int, *, as_marked: bool) -> list[float]:
