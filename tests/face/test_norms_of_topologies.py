@@ -207,7 +207,7 @@ def backward(model: nn.ParameterDict) -> None:
 
 
 def norms(rank: int, world_size: int, name: str) -> list[float]:
-    """Each by itself; then that of a subset, a second copy among them; then the norm that a step has clipped to, once more."""
+    """Each by itself; that of a subset, a second copy among them; the norm that a step has clipped to, once more."""
     model, opt = TOPOLOGIES[name][1]()
     found = []
     for norm_type in NORMS:
