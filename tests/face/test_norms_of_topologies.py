@@ -216,14 +216,14 @@ def backward(model: nn.ParameterDict) -> None:
 
 
 def norms(rank: int, world_size: int, name: str) -> list[float]:
-    """Each by itself; then that of a subset; then the norm that a step has clipped to, once more."""
+    """Each by itself; that of a subset, a second copy among them; the norm that a step has clipped to, once more."""
     model, opt = TOPOLOGIES[name][1]()
     found = []
     for norm_type in NORMS:
         opt.zero_grad()
         backward(model)
         found.append(opt.clip_grad_norm_(1e9, norm_type).item())
-    subset = [parameter for name, parameter in model.items() if name in ("up", "norm")]
+    subset = [parameter for name, parameter in model.items() if name in ("up", "norm", "output")]
     found.append(opt.clip_grad_norm_(1e9, 2.0, subset).item())
     opt.clip_grad_norm_(1.0)
     found.append(opt.clip_grad_norm_(1.0).item())
