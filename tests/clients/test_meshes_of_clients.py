@@ -46,9 +46,9 @@ def batches(data_ranks: int) -> DataLoader:
     return DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=BATCH)
 
 
-def expected(data_ranks: int, *, clip: bool = True) -> list[Tensor]:
+def expected(data_ranks: int, data: list[Any] | None = None, *, clip: bool = True) -> list[Tensor]:
     """By ``torch.optim.AdamW`` in one process: a step takes the batches of all data-parallel ranks."""
-    model, data = build(), list(batches(data_ranks))
+    model, data = build(), list(batches(data_ranks)) if data is None else data
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
     for step in range(STEPS):
         x, y = (torch.cat(part) for part in zip(*data[step * data_ranks : (step + 1) * data_ranks], strict=True))
@@ -220,6 +220,7 @@ def trained(
         gradient_accumulation_steps=2,
         logging_steps=1,
         save_steps=2,
+        save_strategy="no" if config is None else "steps",
         parallelism_config=config,
         **quiet,
     )
@@ -255,23 +256,23 @@ def _trainer(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             trainer.save_model(f"{folder}/{name}")
             close(trainer.optimizer.optimizer)
 
-        for stage, how in ((2, {"stage": 2}), (3, {"units": ("Qwen3DecoderLayer",)})):
+        def trained_cut(how: dict[str, Any], place: str, **options: Any) -> tuple[Any, list[float]]:
             forget_accelerator()
             config = ParallelismConfig(dp_shard_size=2, tp_size=2)
             model = llama("Qwen3")
             cut_by_plan(model, config.get_device_mesh("cpu")["tp"])
-            keep(f"Qwen3 {stage}", *trained(ShardedTrainer, model, folder, 2, config, **how))
+            return trained(ShardedTrainer, model, place, 2, config, **how, **options)
+
+        for stage, how in ((2, {"stage": 2}), (3, {"units": ("Qwen3DecoderLayer",)})):
+            keep(f"Qwen3 {stage}", *trained_cut(how, f"{folder}/run{stage}"))
+        resumed, _ = trained_cut({"stage": 2}, f"{folder}/again", resume=f"{folder}/run3/checkpoint-2")
+        assert_bitwise(whole(resumed.model), found["Qwen3 3"]["weights"], "resumed at stage 2")
+        close(resumed.optimizer.optimizer)
         forget_accelerator()
         loaded = AutoModelForCausalLM.from_pretrained(
             f"{folder}/Llama", distributed_config=DistributedConfig(tp_size=4)
         )
-        keep("Llama 2", *trained(ShardedTrainer, loaded, f"{folder}/run", 4))
-        with torch.no_grad():
-            for parameter in loaded.parameters():
-                parameter.zero_()
-        resumed, _ = trained(ShardedTrainer, loaded, f"{folder}/run", 4, resume=f"{folder}/run/checkpoint-2")
-        assert_bitwise(whole(loaded), found["Llama 2"]["weights"], "resumed")
-        close(resumed.optimizer.optimizer)
+        keep("Llama 2", *trained(ShardedTrainer, loaded, folder, 4))
         for name, sizes in (("Qwen3", {"tp_size": 4}), ("Llama", {"tp_size": 2, "fsdp_size": 2})):
             forget_accelerator()
             loaded = AutoModelForCausalLM.from_pretrained(
@@ -314,6 +315,7 @@ def module_class() -> type[Any]:
         def __init__(self, stage: int, is_cut: bool = True) -> None:
             super().__init__()
             self.stage, self.is_cut, self.layers = stage, is_cut, None
+            self.seen: list[Any] = []
 
         def configure_model(self) -> None:
             if self.layers is None:
@@ -322,23 +324,17 @@ def module_class() -> type[Any]:
                     cut(self.layers, self.device_mesh["tensor_parallel"])
 
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            self.seen.append(batch)
             return F.cross_entropy(self.layers(batch[0]), batch[1])
 
         def validation_step(self, batch: list[Tensor], index: int) -> None:
-            self.log("validation", self.training_step(batch, index), sync_dist=True)
+            self.log("validation", F.cross_entropy(self.layers(batch[0]), batch[1]), sync_dist=True)
 
         def configure_optimizers(self) -> Any:
             options = {"mesh": self.device_mesh["data_parallel"]} if self.stage < 3 else {}
             return zero_optim.ShardedAdamW(self.parameters(), lr=LR, eps=EPS, stage=self.stage, **options)
 
     return Module
-
-
-def dealt() -> DataLoader:
-    """The same batches: a sampler deals samples out to two ranks in turn."""
-    x, y = (torch.cat(part) for part in zip(*batches(2), strict=True))
-    order = torch.arange(len(x)).view(STEPS, 2, BATCH).transpose(1, 2).flatten()
-    return DataLoader(TensorDataset(x[order], y[order]), batch_size=BATCH)
 
 
 def fitted(strategy: Any, module: Any, folder: str, resume: str | None = None, **options: Any) -> Any:
@@ -353,7 +349,7 @@ def fitted(strategy: Any, module: Any, folder: str, resume: str | None = None, *
         default_root_dir=folder,
         **{**quiet, "max_epochs": 1, **options},
     )
-    trainer.fit(module, dealt(), dealt(), ckpt_path=resume)
+    trainer.fit(module, batches(2), batches(2), ckpt_path=resume)
     return trainer
 
 
@@ -372,16 +368,16 @@ def _lightning(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             place = f"{folder}/{stage}"
             trainer = fitted(sharded(stage), kind(stage), place, gradient_clip_val=0.1)
             trainer.save_checkpoint(f"{place}/last.ckpt")
-            found[f"{stage}"] = whole(trainer.lightning_module)
+            found[f"{stage}"], found["seen"] = whole(trainer.lightning_module), trainer.lightning_module.seen
             validated = trainer.callback_metrics["validation"]
             close(trainer.optimizers[0])
             again = fitted(sharded(stage), kind(stage), place, f"{place}/last.ckpt")  # there is nothing left to train
             assert_bitwise(whole(again.lightning_module), found[f"{stage}"], f"resumed at stage {stage}")
-            assert again.validate(again.lightning_module, dealt(), verbose=False)[0]["validation"] == validated
+            assert again.validate(again.lightning_module, batches(2), verbose=False)[0]["validation"] == validated
             close(again.optimizers[0])
         theirs = ModelParallelStrategy(2, 2, save_distributed_checkpoint=False, process_group_backend="gloo")
         trainer = fitted(theirs, kind(2), folder, enable_checkpointing=False)
-        found["theirs"] = whole(trainer.lightning_module)
+        found["theirs"], found["seen by theirs"] = whole(trainer.lightning_module), trainer.lightning_module.seen
         close(trainer.optimizers[0])
         with pytest.raises(ValueError) as raised:
             fitted(sharded(2), kind(2, is_cut=False), folder)
@@ -390,8 +386,13 @@ def _lightning(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @needs("lightning")
 def test_lightning_with_tensor_parallel_ranks(tmp_path: Any) -> None:
-    for found in run_ranks(4, _lightning, str(tmp_path), timeout=240, collective_timeout=120):
-        for stage in ("2", "3"):
-            assert_like_adamw(found[stage], expected(2), LR, STEPS)
-        assert_like_adamw(found["theirs"], expected(2, clip=False), LR, STEPS)
+    per_rank = run_ranks(4, _lightning, str(tmp_path), timeout=240, collective_timeout=120)
+    for found in per_rank:
+        for name, kind in (("2", "seen"), ("3", "seen"), ("theirs", "seen by theirs")):
+            seen = [rank[kind] for rank in per_rank]
+            inputs = [torch.cat([x for x, _ in batch]) for batch in seen]
+            assert torch.equal(inputs[0], inputs[1]) and torch.equal(inputs[2], inputs[3])
+            assert not torch.equal(inputs[0], inputs[2])
+            in_turn = [batch for step in zip(seen[0], seen[2], strict=True) for batch in step]
+            assert_like_adamw(found[name], expected(2, in_turn, clip=name != "theirs"), LR, STEPS)
         assert "tensor_parallel_size=2, and no parameter of the optimizer is cut" in found["refused"]
