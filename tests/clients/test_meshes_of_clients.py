@@ -15,6 +15,7 @@ from client_cases import (
     close,
     forget_accelerator,
     needs,
+    silent,
     taking_meshes,
     weights,
 )
@@ -45,14 +46,15 @@ def batches(data_ranks: int) -> DataLoader:
     return DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=BATCH)
 
 
-def expected(data_ranks: int) -> list[Tensor]:
+def expected(data_ranks: int, data: list[Any] | None = None, *, clip: bool = True) -> list[Tensor]:
     """By ``torch.optim.AdamW`` in one process: a step takes the batches of all data-parallel ranks."""
-    model, data = build(), list(batches(data_ranks))
+    model, data = build(), list(batches(data_ranks)) if data is None else data
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
     for step in range(STEPS):
         x, y = (torch.cat(part) for part in zip(*data[step * data_ranks : (step + 1) * data_ranks], strict=True))
         F.cross_entropy(model(x), y).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
     return weights(model)
@@ -200,11 +202,13 @@ def cut_by_plan(model: Any, mesh: dist.DeviceMesh) -> None:
     parallelize_module(model, mesh, {name: styles[style] for name, style in model.tp_plan.items()})
 
 
-def trained(kind: Any, model: Any, folder: str, batch: int, config: Any = None, **how: Any) -> tuple[Any, list[float]]:
+def trained(
+    kind: Any, model: Any, folder: str, batch: int, config: Any = None, resume: str | None = None, **how: Any
+) -> tuple[Any, list[float]]:
     """The Trainer after two micro-batches a step, and the norms of gradients that it has logged."""
     from transformers import TrainingArguments
 
-    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "ddp_backend": "gloo", "save_strategy": "no"}
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "ddp_backend": "gloo", "seed": 1}
     arguments = TrainingArguments(
         folder,
         max_steps=STEPS,
@@ -215,12 +219,14 @@ def trained(kind: Any, model: Any, folder: str, batch: int, config: Any = None, 
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=2,
         logging_steps=1,
+        save_steps=2,
+        save_strategy="no" if config is None else "steps",
         parallelism_config=config,
         **quiet,
     )
     tokens = [(torch.arange(16) * 7 + start * start) % 64 for start in range(64)]
     trainer = kind(model, arguments, train_dataset=[{"input_ids": x, "labels": x} for x in tokens], **how)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer, [logged["grad_norm"] for logged in trainer.state.log_history[:-1]]
 
 
@@ -250,12 +256,18 @@ def _trainer(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             trainer.save_model(f"{folder}/{name}")
             close(trainer.optimizer.optimizer)
 
-        for stage, how in ((2, {"stage": 2}), (3, {"units": ("Qwen3DecoderLayer",)})):
+        def trained_cut(how: dict[str, Any], place: str, **options: Any) -> tuple[Any, list[float]]:
             forget_accelerator()
             config = ParallelismConfig(dp_shard_size=2, tp_size=2)
             model = llama("Qwen3")
             cut_by_plan(model, config.get_device_mesh("cpu")["tp"])
-            keep(f"Qwen3 {stage}", *trained(ShardedTrainer, model, folder, 2, config, **how))
+            return trained(ShardedTrainer, model, place, 2, config, **how, **options)
+
+        for stage, how in ((2, {"stage": 2}), (3, {"units": ("Qwen3DecoderLayer",)})):
+            keep(f"Qwen3 {stage}", *trained_cut(how, f"{folder}/run{stage}"))
+        resumed, _ = trained_cut({"stage": 2}, f"{folder}/again", resume=f"{folder}/run3/checkpoint-2")
+        assert_bitwise(whole(resumed.model), found["Qwen3 3"]["weights"], "resumed at stage 2")
+        close(resumed.optimizer.optimizer)
         forget_accelerator()
         loaded = AutoModelForCausalLM.from_pretrained(
             f"{folder}/Llama", distributed_config=DistributedConfig(tp_size=4)
@@ -289,3 +301,98 @@ def test_trainer_with_models_that_are_cut(tmp_path: Any) -> None:
             assert_bitwise([saved[key] for key in names], found[name]["weights"], f"saved: {name}")
         assert "SequenceParallel(sequence_dim=2" in found["refused Qwen3"] and "q_norm" in found["refused Qwen3"]
         assert "DistributedConfig(fsdp_size=2)" in found["refused Llama"]
+
+
+# -- Lightning -----------------------------------------------------------------------------------------------------
+
+
+def module_class() -> type[Any]:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        """Its optimizer is for the mesh of the strategy; at stage 3 the optimizer takes the model's."""
+
+        def __init__(self, stage: int, is_cut: bool = True) -> None:
+            super().__init__()
+            self.stage, self.is_cut, self.layers = stage, is_cut, None
+            self.seen: list[Any] = []
+
+        def configure_model(self) -> None:
+            if self.layers is None:
+                self.layers = build()
+                if self.is_cut:
+                    cut(self.layers, self.device_mesh["tensor_parallel"])
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            self.seen.append(batch)
+            return F.cross_entropy(self.layers(batch[0]), batch[1])
+
+        def validation_step(self, batch: list[Tensor], index: int) -> None:
+            self.log("validation", F.cross_entropy(self.layers(batch[0]), batch[1]), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            options = {"mesh": self.device_mesh["data_parallel"]} if self.stage < 3 else {}
+            return zero_optim.ShardedAdamW(self.parameters(), lr=LR, eps=EPS, stage=self.stage, **options)
+
+    return Module
+
+
+def fitted(strategy: Any, module: Any, folder: str, resume: str | None = None, **options: Any) -> Any:
+    """The Trainer after an epoch, and a validation."""
+    import lightning
+
+    quiet = {"logger": False, "enable_model_summary": False, "enable_progress_bar": False, "num_sanity_val_steps": 0}
+    trainer = lightning.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=4,
+        default_root_dir=folder,
+        **{**quiet, "max_epochs": 1, **options},
+    )
+    trainer.fit(module, batches(2), batches(2), ckpt_path=resume)
+    return trainer
+
+
+def _lightning(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with as_torchrun(rank, world_size), silent():
+        from lightning.pytorch.strategies import ModelParallelStrategy
+        from zero_optim.integrations.lightning import ShardedStrategy
+
+        def sharded(stage: int) -> Any:
+            units = (nn.Linear,) if stage == 3 else None
+            return ShardedStrategy(units=units, tensor_parallel_size=2, process_group_backend="gloo")
+
+        dist.barrier()  # importing lightning takes longer on some ranks
+        kind, found = module_class(), {}
+        for stage in (2, 3):
+            place = f"{folder}/{stage}"
+            trainer = fitted(sharded(stage), kind(stage), place, gradient_clip_val=0.1)
+            trainer.save_checkpoint(f"{place}/last.ckpt")
+            found[f"{stage}"], found["seen"] = whole(trainer.lightning_module), trainer.lightning_module.seen
+            validated = trainer.callback_metrics["validation"]
+            close(trainer.optimizers[0])
+            again = fitted(sharded(stage), kind(stage), place, f"{place}/last.ckpt")  # there is nothing left to train
+            assert_bitwise(whole(again.lightning_module), found[f"{stage}"], f"resumed at stage {stage}")
+            assert again.validate(again.lightning_module, batches(2), verbose=False)[0]["validation"] == validated
+            close(again.optimizers[0])
+        theirs = ModelParallelStrategy(2, 2, save_distributed_checkpoint=False, process_group_backend="gloo")
+        trainer = fitted(theirs, kind(2), folder, enable_checkpointing=False)
+        found["theirs"], found["seen by theirs"] = whole(trainer.lightning_module), trainer.lightning_module.seen
+        close(trainer.optimizers[0])
+        with pytest.raises(ValueError) as raised:
+            fitted(sharded(2), kind(2, is_cut=False), folder)
+        return {**found, "refused": str(raised.value)}
+
+
+@needs("lightning")
+def test_lightning_with_tensor_parallel_ranks(tmp_path: Any) -> None:
+    per_rank = run_ranks(4, _lightning, str(tmp_path), timeout=240, collective_timeout=120)
+    for found in per_rank:
+        for name, kind in (("2", "seen"), ("3", "seen"), ("theirs", "seen by theirs")):
+            seen = [rank[kind] for rank in per_rank]
+            inputs = [torch.cat([x for x, _ in batch]) for batch in seen]
+            assert torch.equal(inputs[0], inputs[1]) and torch.equal(inputs[2], inputs[3])
+            assert not torch.equal(inputs[0], inputs[2])
+            in_turn = [batch for step in zip(seen[0], seen[2], strict=True) for batch in step]
+            assert_like_adamw(found[name], expected(2, in_turn, clip=name != "theirs"), LR, STEPS)
+        assert "tensor_parallel_size=2, and no parameter of the optimizer is cut" in found["refused"]

@@ -23,7 +23,6 @@ from .clients import (
     cut_like,
     in_place,
     is_in_parts,
-    is_sharded,
     plain_optimizer,
     require,
     sharded_among,
@@ -166,8 +165,8 @@ class ShardedStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         module = self._lightning_module
-        if module is not None and is_sharded(module):
-            self._lightning_module = None  # Lightning would move it to the CPU, which shards cannot be
+        if module is not None and is_in_parts(module):
+            self._lightning_module = None  # Lightning would move it to the CPU, which neither shards nor slices can be
         try:
             super().teardown()
         finally:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import checkpoint
+from ..checkpoint.hugging_face import load_safetensors
 from ..errors import ParameterError
 from ..optimizer import ShardedAdamW
 from ..shard_module import shard_module
 from ..sync_buffers import sync_buffers
 from ..units.sharded_model import sharded_model_of
-from .clients import check_sums, in_place, is_in_parts, plain_optimizer, require, whole_state_dict
+from .clients import check_sums, in_place, is_cut, is_in_parts, plain_optimizer, require, whole_state_dict
 
 require("zero_optim.integrations.transformers", "transformers", "accelerate")
 
@@ -130,6 +131,18 @@ class ShardedTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, self._whole if state_dict is None else state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if is_cut(self.model):  # torch does not load whole tensors into slices
+            load_safetensors(self.model, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if is_cut(self.model) and self.state.best_model_checkpoint is not None:
+            load_safetensors(self.model, self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Every rank writes its part. Trainer would write rank 0's shards."""
