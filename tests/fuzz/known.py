@@ -18,6 +18,7 @@ from fuzz.program import (
     Optim,
     Program,
     Renew,
+    Save,
     SaveFull,
     SetLr,
     Step,
@@ -358,6 +359,11 @@ KNOWN: dict[str, Program] = {
             _both((Net(0, ()),)),
             Step(0),
         ),
+    ),
+    "slices at stage 0, a copy of the state of the second parameter": Program(
+        4,
+        (Optim(shapes=((5,), (5,)), stage=0, groups=(Group((0, 1)),), cut=(0, 0)),),
+        (Backward((_all(0, 2),) * 4), Step(0), Save(0)),
     ),
     "stages 0 and 3, a raise between units, then a backward of stage 0": Program(
         2,
