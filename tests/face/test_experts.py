@@ -165,3 +165,20 @@ def test_trains_as_one_process_does(stage, stacked):
                 _compare(way, of_rank[number], wanted)
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from error
+
+
+def _at_stage_3(rank: int, world_size: int) -> None:
+    import torch.distributed as dist
+    import zero_optim
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    zero_optim.shard_module(model, (torch.nn.Linear,))
+    alone = [dist.new_group([other]) for other in range(world_size)][rank]
+    dense, experts = list(model[0].parameters()), list(model[1].parameters())
+    groups = [{"params": dense}, {"params": experts, "process_group": alone, "grad_divisor": 2}]
+    with pytest.raises(ValueError, match="group 1 is of experts, and stage 3 gathers what all ranks have: train the"):
+        zero_optim.ShardedAdamW(groups, lr=1e-3)
+
+
+def test_stage_3_is_refused():
+    run_ranks(2, _at_stage_3)

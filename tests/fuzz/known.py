@@ -19,6 +19,7 @@ from fuzz.program import (
     Optim,
     Program,
     Renew,
+    Save,
     SaveFull,
     SetLr,
     Step,
@@ -373,6 +374,11 @@ KNOWN: dict[str, Program] = {
         2,
         (_optim(2, dtype="bfloat16", store="cpu"),),
         (*_loop(EIGHT[:2], 0), *_loop(EIGHT[:2], 0), _both(EIGHT[:2]), ModuleZero(0, False), Step(0)),
+    ),
+    "slices at stage 0, a copy of the state of the second parameter": Program(
+        4,
+        (Optim(shapes=((5,), (5,)), stage=0, groups=(Group((0, 1)),), cut=(0, 0)),),
+        (Backward((_all(0, 2),) * 4), Step(0), Save(0)),
     ),
     "stages 0 and 3, a raise between units, then a backward of stage 0": Program(
         2,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from grid_cases import make_mesh, on_mesh
@@ -22,11 +24,34 @@ RUNS = {
 }
 
 
-def _train(rank: int, world_size: int, name: str, fault: bool = False) -> list[Tensor]:
-    from zero_optim.comm import sharding
+FAULTS = (
+    "the second leg leaves without waiting for the first",
+    "who waits for a reduction waits for its first leg alone",
+    "a buffer is lent again while the second leg is in it",
+)
 
-    if fault:  # the second leg leaves without waiting for the first
+
+def _seed(fault: str) -> None:
+    from zero_optim.comm import sharding
+    from zero_optim.comm.buffers import CommBuffers
+
+    if fault == "the second leg leaves without waiting for the first":
         sharding.issue_behind = lambda first, second, device: second()
+    elif fault == "who waits for a reduction waits for its first leg alone":
+        both = sharding.issue_behind
+        sharding.issue_behind = lambda first, second, device: [both(first, second, device), first][1]
+    elif fault == "a buffer is lent again while the second leg is in it":
+        take = CommBuffers.take
+
+        def lend(buffers: CommBuffers, *args: Any, **options: Any) -> Tensor:
+            buffers._borrowers[:] = [None, None]
+            return take(buffers, *args, **options)
+
+        CommBuffers.take = lend
+
+
+def _train(rank: int, world_size: int, name: str, fault: str = "") -> list[Tensor]:
+    _seed(fault)
     chosen = switch.chosen()
     device = torch.device("cuda", 0) if chosen is not None and chosen.kind == "streams" else torch.device("cpu")
     torch.manual_seed(0)
@@ -51,6 +76,7 @@ def test_the_bits_of_gloo_without_a_race(device: None, name: str, simulated: str
         assert_bitwise(values, expected, f"rank {rank}")
 
 
-def test_a_second_leg_that_does_not_wait_is_seen(device: None) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wait_that_is_left_out_is_seen(device: None, fault: str) -> None:
     with pytest.raises(RankFailure, match="RaceFound"):
-        run_ranks(4, _train, "stage 2, in tiny buckets", True, simulated="streams:never")
+        run_ranks(4, _train, "stage 2, in tiny buckets", fault, simulated="streams:never")

@@ -165,14 +165,16 @@ def shown_as(parameter: Any, local: Tensor, *, term: bool = False) -> Tensor:
         from torch.distributed.tensor import Partial
 
         placements = (Partial(),)
-    shown: Tensor = type(parameter.data).from_local(
-        local,
+    shown: Any = type(parameter.data).from_local(
+        # torch cannot deepcopy a DTensor that is made around memory behind the beginning of a storage.
+        local.as_strided(local.shape, local.stride(), 0),
         parameter.device_mesh,
         placements,
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+    shown._local_tensor = local
     return shown
 
 

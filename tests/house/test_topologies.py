@@ -1,0 +1,142 @@
+"""The table of docs/topologies.md, topologies by features: each cell names the stages at which a test trains so."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
+HEAD = "| stages at which there is a test"
+
+GRIDS, TENSOR, EXPERTS = "face/test_grids.py", "face/test_tensor_parallel.py", "face/test_experts.py"
+PIPELINES, UNITS = "face/test_pipelines.py", "units/test_stage3_parity.py"
+NORMS = "face/test_norms_of_topologies.py::test_each_gradient_counts_once"
+FUZZ = "fuzz/test_random_programs_of_the_face.py::test_programs_do_what_the_model_says"
+# What trains as one process does, in ways that have many of the features.
+GRID = (f"{GRIDS}::test_every_cell_equals_the_oracle_bit_for_bit",)
+GRID_3 = (*GRID, f"{GRIDS}::test_stage_3_equals_stage_2_bit_for_bit")
+CUT = (f"{TENSOR}::test_trains_as_one_process_does",)
+CUT_GRID = (f"{TENSOR}::test_replicas_of_shards_of_slices",)
+OF_EXPERTS = (f"{EXPERTS}::test_trains_as_one_process_does",)
+PIPELINE = (f"{PIPELINES}::test_a_pipeline_trains_like_one_process",)
+CONTEXT = ("face/test_context_parallel.py::test_gradients_are_averaged_over_both_dimensions",)
+
+TESTED = {
+    "training": {
+        "flat": (
+            "face/test_parity.py::test_every_cell_equals_the_oracle_bit_for_bit",
+            f"{UNITS}::test_given_gradients_make_what_the_oracle_makes",
+        ),
+        "hybrid": GRID_3,
+        "tensor parallel": CUT,
+        "hybrid × tensor parallel": CUT_GRID,
+        "experts": (*OF_EXPERTS, f"{EXPERTS}::test_stage_3_is_refused"),
+        "pipeline": PIPELINE,
+        "context parallel": CONTEXT,
+    },
+    "clipping": {
+        "flat": ("step/test_clip.py::test_any_norm_of_gradients_of_any_size",),
+        "hybrid": (f"{GRIDS}::test_norms_count_each_gradient_once",),
+        "tensor parallel": CUT,
+        "hybrid × tensor parallel": (*CUT_GRID, NORMS),
+        "experts": (*OF_EXPERTS, NORMS),
+        "pipeline": (*PIPELINE, NORMS),
+        "pipeline × tensor parallel": (NORMS,),
+        "context parallel": CONTEXT,
+    },
+    "overflow": {
+        "flat": (
+            "step/test_grad_scaler.py::test_one_ranks_overflow_skips_the_step_everywhere",
+            f"{UNITS}::test_an_overflow_on_one_rank_skips_the_step_on_all",
+        ),
+        "hybrid": (f"{GRIDS}::test_an_overflow_on_one_rank_skips_the_step_on_all",),
+        "tensor parallel": CUT,
+        "experts": OF_EXPERTS,
+        "pipeline": (f"{PIPELINES}::test_what_is_not_finite_on_one_stage_skips_the_step_of_all",),
+    },
+    "`no_sync`": {
+        "flat": (
+            "face/test_parity.py::test_every_cell_equals_the_oracle_bit_for_bit",
+            f"{UNITS}::test_every_cell_equals_stage_2_bit_for_bit",
+        ),
+        "hybrid": GRID_3,
+        "tensor parallel": CUT,
+        "hybrid × tensor parallel": CUT_GRID,
+        "experts": OF_EXPERTS,
+        "pipeline": PIPELINE,
+    },
+    "absent gradients": {
+        "flat": (FUZZ, "grads/test_absent_gradients.py::test_a_skipped_parameter_keeps_state_value_and_step_count"),
+        "hybrid": GRID,
+        "tensor parallel": (*CUT, FUZZ),
+        "experts": OF_EXPERTS,
+    },
+    "frozen parameters": {
+        "flat": (FUZZ, "grads/test_frozen_and_growing.py::test_frozen_parameters_cost_no_state"),
+        "tensor parallel": CUT,
+        "experts": ("face/test_experts_bits.py::test_every_cell_equals_the_oracle_bit_for_bit",),
+        "pipeline": (f"{PIPELINES}::test_a_parameter_that_thaws_on_one_stage",),
+    },
+    "state off the device": {
+        "flat": ("stores/test_moving_between_stores.py::test_every_store_takes_over_from_every_other",),
+        "hybrid": GRID_3,
+        "tensor parallel": CUT,
+        "experts": OF_EXPERTS,
+        "pipeline": (f"{PIPELINES}::test_a_pipeline_with_state_off_the_device",),
+    },
+    "checkpoints": {
+        "flat": ("checkpoint/test_any_to_any.py::test_at_the_same_scale_training_goes_on_bit_for_bit",),
+        "hybrid": ("checkpoint/test_any_to_any.py::test_on_a_grid_training_goes_on_bit_for_bit",),
+        "tensor parallel": (
+            "checkpoint/test_tensor_parallel_checkpoints.py::test_loads_on_any_other_mesh_bit_for_bit",
+        ),
+        "pipeline": (f"{PIPELINES}::test_a_stage_is_saved_and_loaded_by_itself",),
+    },
+    "`full_state_dict`": {
+        "flat": (
+            "face/test_full_state.py::test_moving_over_worlds_and_stages_changes_no_bit",
+            f"{UNITS}::test_full_states_carry_a_run_from_stage_2_to_3_and_back",
+        ),
+        "hybrid": GRID_3,
+        "tensor parallel": CUT,
+        "hybrid × tensor parallel": CUT_GRID,
+        "experts": OF_EXPERTS,
+    },
+    "`verify`": {
+        "flat": (
+            "face/test_verify.py::test_a_right_optimizer_differs_by_rounding_alone",
+            f"{UNITS}::test_verify_follows_stage_3",
+        ),
+        "tensor parallel": (f"{TENSOR}::test_a_model_from_meta_is_what_verify_expects",),
+    },
+}
+"""The tests of each cell, by feature and topology. They are parametrized by its stages, or walk them."""
+
+
+def _cells() -> dict[tuple[str, str], str]:
+    lines = (ROOT / "docs" / "topologies.md").read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith(HEAD))
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[first:])
+    rows = rows[: next(number for number, row in enumerate(rows) if len(row) != len(head))]
+    return {(row[0], topology): cell for row in rows for topology, cell in zip(head[1:], row[1:], strict=True)}
+
+
+CELLS = _cells()
+
+
+def test_what_has_a_test_is_in_the_table_and_nothing_else():
+    tested = {(feature, topology) for feature, of in TESTED.items() for topology in of}
+    assert tested == {place for place, cell in CELLS.items() if cell}
+
+
+@pytest.mark.parametrize("place", [place for place, cell in CELLS.items() if cell], ids=" of ".join)
+def test_a_cell_names_stages_and_has_tests_that_exist(place):
+    assert re.fullmatch(r"[0-3]((, |–)[0-3])*(; 3: `\w+Error`)?", CELLS[place])
+    for test in TESTED[place[0]][place[1]]:
+        file, _, name = test.partition("::")
+        tree = ast.parse((TESTS / file).read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
