@@ -17,7 +17,7 @@ from programs.run import run_alone, run_batch
 from programs.shrink import shrink
 
 from fuzz.execute import FACE, told
-from fuzz.generate import ALONE, EMPTY, PLAIN, SEVERAL, STAGE3, STORED, Flavour, program
+from fuzz.generate import ALONE, EMPTY, PLAIN, SEVERAL, STAGE3, STEPS, STORED, Flavour, program
 from fuzz.known import KNOWN
 from fuzz.law import why_not
 from fuzz.oracle import compare, expected
@@ -29,6 +29,10 @@ from fuzz.shrink import candidates
 def _of_world(flavour: Flavour, first_seed: int, count: int, world: int) -> list[Program]:
     made = (program(seed, flavour) for seed in range(first_seed, first_seed + 20 * count))
     return [p for p in made if p.world == world][:count]
+
+
+FIRST_SEEDS = {"plain again": 1000, "steps and what comes between": 46}
+"""Of the others: 0. From 46 on two programs show averages that stay after a drop, or after zeroing in place."""
 
 
 def _fail_with(failures: list[Failure], name: str) -> None:
@@ -46,8 +50,10 @@ def _fail_with(failures: list[Failure], name: str) -> None:
         ("empty parameters", EMPTY, 10, 2),
         ("empty parameters, three ranks", EMPTY, 4, 3),
         ("one rank", ALONE, 10, 1),
+        ("steps and what comes between", STEPS, 16, 2),
+        ("steps and what comes between, three ranks", STEPS, 6, 3),
         ("stores of the state", STORED, 16, 2),
-        ("stores of the state, three ranks", STORED, 3, 3),
+        pytest.param("stores of the state, three ranks", STORED, 3, 3, id="stores on three ranks"),
         ("stores of the state, one rank", STORED, 8, 1),
         ("stage 3", STAGE3, 8, 2),
         ("stage 3, three ranks", STAGE3, 2, 3),
@@ -56,7 +62,7 @@ def _fail_with(failures: list[Failure], name: str) -> None:
     ],
 )
 def test_programs_do_what_the_model_says(name, flavour, count, world):
-    programs = _of_world(flavour, 1000 if "again" in name else 0, count, world)
+    programs = _of_world(flavour, FIRST_SEEDS.get(name, 0), count, world)
     _fail_with(list(islice(run_batch(FACE, programs), 2)), name)
 
 

@@ -38,7 +38,6 @@ FILES = (
     "face/test_many_optimizers.py",
     "grads/test_grad_semantics.py",
     "face/test_between_calls.py",
-    "face/test_random_programs.py",
     "stores/test_trajectories.py",
     "fuzz",
 )
@@ -62,6 +61,8 @@ LEFT_OUT = {
         )
     },
     "fuzz/test_random_programs_of_the_face.py::test_a_failure_is_made_short": "it forks ranks",
+    "fuzz/test_random_programs_of_the_face.py::test_programs_do_what_the_model_says[stores on three ranks]": "in one "
+    "program a rank without gradients of a sharded model gathers before the others reduce, without a store as well",
 }
 """Tests of FILES that do not run here, and why."""
 
