@@ -51,7 +51,7 @@ def _fail_with(failures: list[Failure], name: str) -> None:
         ("empty parameters, three ranks", EMPTY, 4, 3),
         ("one rank", ALONE, 10, 1),
         ("steps and what comes between", STEPS, 16, 2),
-        ("steps and what comes between, three ranks", STEPS, 6, 3),
+        pytest.param("steps and what comes between, three ranks", STEPS, 6, 3, id="steps on three ranks"),
         ("stores of the state", STORED, 16, 2),
         pytest.param("stores of the state, three ranks", STORED, 3, 3, id="stores on three ranks"),
         ("stores of the state, one rank", STORED, 8, 1),
