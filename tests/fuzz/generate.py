@@ -27,6 +27,7 @@ from fuzz.program import (
     Link,
     Load,
     LoadFull,
+    Look,
     ModuleZero,
     Net,
     Observe,
@@ -67,6 +68,7 @@ class Flavour:
     # What came later is not in the text that seeds a program: the programs of the flavours before stay the same.
     shapes: tuple[Shape, ...] = field(default=SHAPES, repr=False)
     alone: float = field(default=0.0, repr=False)  # how often on one rank
+    steps: bool = field(default=False, repr=False)  # whether programs begin with steps, and something between
     stores: bool = field(default=False, repr=False)  # of the state: off the device
     slices: bool = field(default=False, repr=False)  # parameters are cut over two tensor-parallel ranks, of four
 
@@ -79,7 +81,10 @@ SHARDED = Flavour(stages=(3,), optims=(2, 2, 3), raises=0.15)
 STRAIGHT = Flavour(stages=(0, 1, 2), optims=(1,), infinite=0.03, left_out=0)  # nothing raises, no rank is left out
 EMPTY = Flavour((0, 1, 2), (1,), raises=0.02, shapes=(*SHAPES[:4], (0,), (3, 0)))
 ALONE = replace(EMPTY, raises=0.03, alone=1.0)
-STORED = Flavour((0, 1, 2, 2, 3, 3), (1, 1, 1, 2), raises=0.05, infinite=0.05, scaler=0.2, alone=0.25, stores=True)
+STEPS = Flavour((0, 1, 2), (1,), raises=0.03, alone=0.2, shapes=EMPTY.shapes, steps=True)
+STORED = Flavour(
+    (0, 1, 2, 2, 3, 3), (1, 1, 1, 2), raises=0.05, infinite=0.05, scaler=0.2, alone=0.25, steps=True, stores=True
+)
 GRIDS = Flavour(stages=(1, 2, 2, 3, 3), optims=(1, 1, 2), raises=0.12, infinite=0.03, mesh=0.8)
 SLICES = Flavour(stages=(0, 1, 2, 3), optims=(1,), raises=0.08, infinite=0.03, slices=True)
 FLAVOURS = {
@@ -93,6 +98,7 @@ FLAVOURS = {
     "empty": EMPTY,
     "alone": ALONE,
     "slices": SLICES,
+    "steps": STEPS,
     "stored": STORED,
 }
 
@@ -123,8 +129,8 @@ class _Generator:
         law = Law(start)
         ops: list[Op] = []
         draws = [self.draw] * rng.choice((3, 5, 7, 9, 12, 16, 22))
-        if self.flavour.stores:
-            ordinary = [self.whole_backward, self.between, self.steps, self.between]
+        if self.flavour.steps:
+            ordinary = [self.whole_backward, self.between, self.between, self.steps, self.between]
             draws = ordinary * rng.choice((2, 3, 4, 5)) + draws
         for draw in draws:
             for _ in range(40):
@@ -204,7 +210,7 @@ class _Generator:
         )
 
     def store(self) -> str:
-        return self.rng.choice(("cpu", "cpu", "cpu", *STORES)) if self.flavour.stores else ""
+        return self.rng.choice(("cpu", "cpu", "nvme", *STORES)) if self.flavour.stores else ""
 
     def cuts(self, shapes: tuple[Shape, ...], groups: tuple[Group, ...]) -> tuple[int, ...]:
         """One at least of those given at first is a DTensor."""
@@ -272,19 +278,19 @@ class _Generator:
             lambda: [self.evaluate(law, o) if state.stage == 3 else self.clip(law, o)],
         ]
 
-    # An ordinary step, of which a store has to see some before it updates ahead of the step.
+    # Ordinary steps, of which a store has to see some before it updates ahead of the step; and what comes between.
 
     def whole_backward(self, start: Program, law: Law) -> list[Op]:
         chain: list[Link] = []
         for o, state in enumerate(law.states):
-            given = sorted(state.given)
+            given = self.rng.sample(sorted(state.given), len(state.given))  # the first backward's order is the layout's
             units = list(state.order or range(state.optim.unit_count))
             uses = [Use(o, p, self.coefficient()) for p in given]
             chain += [self.net(law, o, given, units)] if state.stage == 3 else uses
         return [Backward((tuple(chain),) * law.world)]
 
     def between(self, start: Program, law: Law) -> list[Op]:
-        """Most often nothing, or what reads or writes state, or changes what is assumed of the step."""
+        """Nothing, or what touches gradients, parameters, state, or what is assumed of the step."""
         rng = self.rng
         o = rng.randrange(len(law.states))
         p = rng.randrange(len(law.states[o].optim.shapes))
@@ -295,6 +301,11 @@ class _Generator:
             lambda: [Edit(o, p, rng.choice((0.5, -1.0, 2.0)))],
             lambda: [SetLr(o, 0, rng.choice((0.125, 0.25)))],
             lambda: [ModuleZero(o, False)],
+            lambda: [Zero(o, False)],
+            lambda: [Look(o)],
+            lambda: [Drop(o, p)],
+            lambda: [Assign(o, p, tuple(rng.choice(COEFFICIENTS) for _ in range(law.world)))],
+            lambda: [self.backward(law)],
             lambda: [self.clip(law, o)],
             lambda: self.legal(law, self.rare(law, o)),
         ]

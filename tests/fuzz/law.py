@@ -60,6 +60,7 @@ from fuzz.program import (
     Freeze,
     Load,
     LoadFull,
+    Look,
     ModuleZero,
     Net,
     Observe,
@@ -600,6 +601,9 @@ class Law:
         for state in self.states:
             need(state.stage != 3 or state.settled, "something is open at stage 3")
             need(not state.left_out or OWN_COLLECTIVE_WHILE_LEFT_OUT, "step has to follow")
+
+    def _look(self, op: Look) -> None:
+        need(self._quiet(op.o).stage != 3, "parameters are shards")
 
     def _read(self, op: Read) -> None:
         need(self._quiet(op.o).stage == 3, "not sharded")

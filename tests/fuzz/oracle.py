@@ -32,6 +32,7 @@ from fuzz.program import (
     Group,
     Load,
     LoadFull,
+    Look,
     ModuleZero,
     Op,
     Optim,
@@ -343,6 +344,8 @@ class Oracle:
                 for own in optim.own:
                     if op.p in own:
                         own[op.p] = own[op.p] * op.factor
+            case Look():
+                return [[optim.grads(rank)] for rank in range(self.world)]
             case Read():
                 return [[optim.values(rank)] for rank in range(self.world)]
         return self.everywhere()
@@ -413,7 +416,7 @@ def compare(program: Program, want: list[Seen], have: list[list[Any]]) -> str | 
             if saw is None:
                 return f"rank {rank} saw nothing of operation {index}"
             op = program.ops[index] if index < len(program.ops) else "the end"
-            scaled = 4 * (program.scale or 0.25) if isinstance(op, Backward | Zero | ModuleZero | Drop) else 1.0
+            scaled = 4 * (program.scale or 0.25) if isinstance(op, Backward | Zero | ModuleZero | Drop | Look) else 1.0
             if found := difference(should, list(saw), tight, scaled):
                 return f"operation {index} ({op}), rank {rank}: {found}"
     return None

@@ -182,6 +182,13 @@ def whole(net):
         return values(net.ordered())
 
 
+def look(opt, parameters):
+    opt.stats()
+    opt.state_dict()
+    trained = [p for p in parameters if p.requires_grad]
+    torch.autograd.grad(sum(p.float().sum() for p in trained), trained)
+
+
 def grads(parameters):
     """For each parameter "none", "shard", or the values of a plain gradient."""
     return [kind(p) for p in (parameters.ordered() if isinstance(parameters, Net) else parameters)]

@@ -267,6 +267,13 @@ class Read:
 
 
 @dataclass(frozen=True)
+class Look:
+    """What must change nothing: ``stats``, ``state_dict``, and gradients by ``torch.autograd.grad``."""
+
+    o: int
+
+
+@dataclass(frozen=True)
 class Unscale:
     o: int
 

@@ -23,6 +23,7 @@ from fuzz.program import (
     Group,
     Load,
     LoadFull,
+    Look,
     ModuleZero,
     Net,
     Observe,
@@ -226,6 +227,8 @@ class _Writer:
                 return [f"see({index}, {self.call(op)})"]
             case Read():
                 return [f"see({index}, whole(N{o}))"]
+            case Look():
+                return [f"look(o{o}, P{o})", f"see({index}{grads})"]
             case Unscale():
                 return [f"scaler.unscale_(o{o})", f"see({index})"]
             case Update():

@@ -19,7 +19,7 @@ from programs.shrink import shrink
 from zero_optim.comm.sharding import Sharding
 
 from fuzz.execute import FACE, Face, told
-from fuzz.generate import ALONE, EMPTY, PLAIN, SEVERAL, SLICES, STAGE3, STORED, Flavour, program
+from fuzz.generate import ALONE, EMPTY, PLAIN, SEVERAL, SLICES, STAGE3, STEPS, STORED, Flavour, program
 from fuzz.known import KNOWN
 from fuzz.law import why_not
 from fuzz.oracle import compare, expected
@@ -47,6 +47,10 @@ def _of_world(flavour: Flavour, first_seed: int, count: int, world: int) -> list
     return [p for p in made if p.world == world][:count]
 
 
+FIRST_SEEDS = {"plain again": 1000, "steps and what comes between": 46}
+"""Of the others: 0. From 46 on two programs show averages that stay after a drop, or after zeroing in place."""
+
+
 def _fail_with(failures: list[Failure], name: str) -> None:
     if failures:
         close_pool()
@@ -62,8 +66,10 @@ def _fail_with(failures: list[Failure], name: str) -> None:
         ("empty parameters", EMPTY, 10, 2),
         ("empty parameters, three ranks", EMPTY, 4, 3),
         ("one rank", ALONE, 10, 1),
+        ("steps and what comes between", STEPS, 16, 2),
+        pytest.param("steps and what comes between, three ranks", STEPS, 6, 3, id="steps on three ranks"),
         ("stores of the state", STORED, 16, 2),
-        ("stores of the state, three ranks", STORED, 3, 3),
+        pytest.param("stores of the state, three ranks", STORED, 3, 3, id="stores on three ranks"),
         ("stores of the state, one rank", STORED, 8, 1),
         ("stage 3", STAGE3, 8, 2),
         ("stage 3, three ranks", STAGE3, 2, 3),
@@ -73,7 +79,7 @@ def _fail_with(failures: list[Failure], name: str) -> None:
     ],
 )
 def test_programs_do_what_the_model_says(name, flavour, count, world):
-    programs = _of_world(flavour, 1000 if "again" in name else 0, count, world)
+    programs = _of_world(flavour, FIRST_SEEDS.get(name, 0), count, world)
     _fail_with(list(islice(run_batch(FACE, programs), 2)), name)
 
 
