@@ -96,8 +96,22 @@ class ShardedTrainer(Trainer):
                 "leave optim out, or give optimizer_cls_and_kwargs"
             )
         options.pop("fused", None)
+        if is_cut(self.model):
+            options["params"] = self._groups()
         mesh = None if sharded_model_of(self.model.parameters()) else data_parallel_mesh(self.accelerator)
         return {**options, "stage": self._stage, "mesh": mesh}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Trainer's groups, before it splits them by mesh for torch's optimizers: so checkpoints fit any other mesh."""
+        decaying = self.get_decay_parameter_names(self.model)
+        trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        return [
+            {
+                "params": [parameter for name, parameter in trained if (name in decaying) == decays],
+                "weight_decay": decay,
+            }
+            for decays, decay in ((True, self.args.weight_decay), (False, 0.0))
+        ]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not in_place(model, device):
