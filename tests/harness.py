@@ -107,6 +107,15 @@ def _process_group(task: _Task):
         gc.collect()  # work handles and hooks of this call go before the group does
         gc.freeze()  # what survives is modules: the next collection need not walk them (60 ms on one core)
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers meshes of calls before, whose groups are gone, and takes them for those of the next."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _perform(task: _Task) -> tuple[bool, Any]:
