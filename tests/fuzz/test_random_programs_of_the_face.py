@@ -68,7 +68,7 @@ def _fail_with(failures: list[Failure], name: str) -> None:
         ("one rank", ALONE, 10, 1),
         ("steps and what comes between", STEPS, 16, 2),
         pytest.param("steps and what comes between, three ranks", STEPS, 6, 3, id="steps on three ranks"),
-        ("stores of the state", STORED, 16, 2),
+        pytest.param("stores of the state", STORED, 16, 2, id="stores on two ranks"),
         pytest.param("stores of the state, three ranks", STORED, 3, 3, id="stores on three ranks"),
         ("stores of the state, one rank", STORED, 8, 1),
         ("stage 3", STAGE3, 8, 2),
