@@ -23,6 +23,8 @@ CUT = (f"{TENSOR}::test_trains_as_one_process_does",)
 CUT_GRID = (f"{TENSOR}::test_replicas_of_shards_of_slices",)
 OF_EXPERTS = (f"{EXPERTS}::test_trains_as_one_process_does",)
 PIPELINE = (f"{PIPELINES}::test_a_pipeline_trains_like_one_process",)
+PLAIN = ("face/test_plain_slices.py::test_trains_as_one_process_does",)
+THREE = ("face/test_three_dimensions.py::test_pipeline_tensor_parallelism_and_sharing_train_as_one_process_does",)
 CONTEXT = ("face/test_context_parallel.py::test_gradients_are_averaged_over_both_dimensions",)
 
 TESTED = {
@@ -37,6 +39,8 @@ TESTED = {
         "experts": (*OF_EXPERTS, f"{EXPERTS}::test_stage_3_is_refused"),
         "pipeline": PIPELINE,
         "context parallel": CONTEXT,
+        "plain slices": (*PLAIN, "face/test_plain_slices.py::test_every_cell_equals_the_oracle_bit_for_bit"),
+        "pipeline × tensor parallel": THREE,
     },
     "clipping": {
         "flat": ("step/test_clip.py::test_any_norm_of_gradients_of_any_size",),
@@ -45,8 +49,9 @@ TESTED = {
         "hybrid × tensor parallel": (*CUT_GRID, NORMS),
         "experts": (*OF_EXPERTS, NORMS),
         "pipeline": (*PIPELINE, NORMS),
-        "pipeline × tensor parallel": (NORMS,),
+        "pipeline × tensor parallel": (*THREE, NORMS),
         "context parallel": CONTEXT,
+        "plain slices": (*PLAIN, NORMS),
     },
     "overflow": {
         "flat": (
@@ -57,6 +62,7 @@ TESTED = {
         "tensor parallel": CUT,
         "experts": OF_EXPERTS,
         "pipeline": (f"{PIPELINES}::test_what_is_not_finite_on_one_stage_skips_the_step_of_all",),
+        "plain slices": PLAIN,
     },
     "`no_sync`": {
         "flat": (
@@ -68,6 +74,8 @@ TESTED = {
         "hybrid × tensor parallel": CUT_GRID,
         "experts": OF_EXPERTS,
         "pipeline": PIPELINE,
+        "plain slices": PLAIN,
+        "pipeline × tensor parallel": THREE,
     },
     "absent gradients": {
         "flat": (FUZZ, "grads/test_absent_gradients.py::test_a_skipped_parameter_keeps_state_value_and_step_count"),
@@ -87,6 +95,7 @@ TESTED = {
         "tensor parallel": CUT,
         "experts": OF_EXPERTS,
         "pipeline": (f"{PIPELINES}::test_a_pipeline_with_state_off_the_device",),
+        "plain slices": PLAIN,
     },
     "checkpoints": {
         "flat": ("checkpoint/test_any_to_any.py::test_at_the_same_scale_training_goes_on_bit_for_bit",),
@@ -95,6 +104,10 @@ TESTED = {
             "checkpoint/test_tensor_parallel_checkpoints.py::test_loads_on_any_other_mesh_bit_for_bit",
         ),
         "pipeline": (f"{PIPELINES}::test_a_stage_is_saved_and_loaded_by_itself",),
+        "plain slices": (
+            "checkpoint/test_plain_slices_checkpoints.py::test_loads_on_any_data_parallel_ranks_bit_for_bit",
+        ),
+        "experts": ("checkpoint/test_experts_checkpoints.py::test_loads_on_any_other_mesh_bit_for_bit",),
     },
     "`full_state_dict`": {
         "flat": (
@@ -105,6 +118,7 @@ TESTED = {
         "tensor parallel": CUT,
         "hybrid × tensor parallel": CUT_GRID,
         "experts": OF_EXPERTS,
+        "plain slices": PLAIN,
     },
     "`verify`": {
         "flat": (

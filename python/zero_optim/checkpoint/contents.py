@@ -7,7 +7,7 @@ Saving reads them and loading writes them, both by way of ``values``. Stages dif
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from ..params.marks import is_slice
 from ..params.param_shard import ParamShard, plain_parameter
 from ..params.parameter_set import plain_name
 from ..params.storage_order import storage_order
-from ..params.tensor_slice import is_distributed, local_of, slice_of
+from ..params.tensor_slice import local_of, slice_of
 from .index import BUFFER, PARAMETER, FlatRange, Key, TensorSpec
 
 
@@ -44,7 +44,7 @@ class Holding(FlatRange):
 
 @dataclass(frozen=True)
 class Column:
-    """The ranks with the same slices of parameters as this one.
+    """The ranks with the same slices of some parameters as this one.
 
     Attributes:
         stack: of plain slices, how many there are, and which of them these ranks have.
@@ -52,6 +52,22 @@ class Column:
 
     ranks: Ranks
     stack: tuple[int, int] = (1, 0)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The column of each parameter.
+
+    Attributes:
+        main: of all but experts; None: nobody cuts these, or nobody here knows it.
+        of_experts: of those that are slices of one parameter, by its id.
+    """
+
+    main: Column | None = None
+    of_experts: Mapping[int, Column] = field(default_factory=dict)
+
+    def of(self, tensor: Tensor) -> Column | None:
+        return self.of_experts.get(id(tensor), self.main)
 
 
 class Contents(Protocol):
@@ -110,10 +126,11 @@ class Names:
 class TensorContents:
     """Tensors by kind and name: whole on every rank, but for parameters that are sharded."""
 
-    def __init__(self, tensors: Mapping[Key, Tensor], ranks: Ranks, column: Column | None = None) -> None:
-        """``ranks``: all that have them. ``column``: None: slices are not known here."""
-        self._tensors = [local_of(tensor) if column is not None else tensor for tensor in tensors.values()]
-        self.holdings = [_holding(kind, name, tensor, ranks, column) for (kind, name), tensor in tensors.items()]
+    def __init__(self, tensors: Mapping[Key, Tensor], ranks: Ranks, columns: Columns | None = None) -> None:
+        """``ranks``: all that have them. ``columns``: None: slices are not known here."""
+        column_of = (columns or Columns()).of
+        self.holdings = [_holding(*key, tensor, ranks, column_of(tensor)) for key, tensor in tensors.items()]
+        self._tensors = [local_of(tensor) for tensor in tensors.values()]
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -153,11 +170,11 @@ class TensorContents:
                 yield from _flat_values(tensor.detach())
 
 
-def contents_of_model(model: nn.Module, names: Names, ranks: Ranks, column: Column | None) -> TensorContents:
+def contents_of_model(model: nn.Module, names: Names, ranks: Ranks, columns: Columns) -> TensorContents:
     """Parameters, and buffers as ``state_dict`` has them: those of rank 0, since the ranks may have other values."""
     parameters = {(PARAMETER, name): parameter for name, parameter in names.parameters.items()}
     buffers = {(BUFFER, name): buffer for name, buffer in _buffers(model)}
-    return TensorContents({**parameters, **buffers}, ranks, column)
+    return TensorContents({**parameters, **buffers}, ranks, columns)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -178,12 +195,12 @@ def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: Column | N
         start = tensor.start + (0 if own is None else own.start)
         spec, before = in_stack(spec, (1, 0) if tensor.flat is None else tensor.flat.stack)
         return Holding(spec, before + start, tensor.local.numel(), held_by)
-    own, before = slice_of(tensor, spec.label) if column is not None else None, 0
+    own, before = slice_of(tensor, spec.label), 0
     if own is not None and own.cut is not None and column is not None:
         spec, tensor, ranks = replace(spec, cut=own.arranged), local_of(tensor), column.ranks
-    elif own is not None:
+    elif own is not None and (column is not None or own.ranks == 1):
         tensor = local_of(tensor)
-    elif is_distributed(tensor):
+    elif own is not None:
         raise ParameterError(
             f"the {spec.label} is a DTensor, and which ranks have the same slice is not known: give its optimizer, too"
         )

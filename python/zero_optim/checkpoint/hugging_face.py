@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -175,7 +175,8 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     together(subject.comm, lambda: subject.check_not_gathered("load_safetensors"), "load_safetensors")
     names = Names(model)
     # Who else has a slice matters to those who write, and nobody may know it yet: there need be no optimizer.
-    contents = contents_of_model(model, names, subject.comm, subject.column or Column(subject.comm))
+    columns = replace(subject.columns, main=subject.columns.main or Column(subject.comm))
+    contents = contents_of_model(model, names, subject.comm, columns)
     stored, told = together(
         subject.comm, lambda: _match(Path(path), names, contents.holdings, strict=strict), "load_safetensors"
     )

@@ -17,8 +17,9 @@ from ..comm.together import check_same, together
 from ..engine import check_whole
 from ..errors import CheckpointError, ParameterError, StateMismatchError
 from ..params.marks import is_slice
+from ..params.tensor_slice import is_distributed
 from ..units.sharded_model import sharded_model_of
-from .contents import Column, Contents, Names, TensorContents, contents_of_model, modules_with_state
+from .contents import Column, Columns, Contents, Names, TensorContents, contents_of_model, modules_with_state
 from .index import Index, SavedOptimizer
 from .matching import Match, match, saved_names
 from .optimizers import OptimizerPart, Sharded, is_sharded, make_part
@@ -43,14 +44,21 @@ def _comm_of(model: Any, opt: Any) -> Comm:
     return make_comm(device=_device_of(model))
 
 
-def _column_of(model: nn.Module, optimizers: Sequence[Any]) -> Column | None:
-    """The ranks with the same slices of parameters as this one; None where nobody cuts them."""
-    shardings = [one.engine.sharding for one in optimizers if is_sharded(one)]
+def _columns_of(model: nn.Module, optimizers: Sequence[Any]) -> Columns:
+    engines = [one.engine for one in optimizers if is_sharded(one)]
+    shardings = [engine.sharding for engine in engines]
     shardings += [sharded.sharding for sharded in sharded_model_of(model.parameters())]
     cut = next((of for of in shardings if of.tensor_ranks is not None), None)
+    of_experts = {
+        id(parameter): Column(sharding.data_parallel)
+        for engine in engines
+        for index, parameter in enumerate(engine.parameters.all)
+        if (sharding := engine.shardings.of(index)).of_experts and is_distributed(parameter)
+    }
     if cut is None:
-        return None
-    return Column(cut.data_parallel, (cut.slice_count, cut.slice_index) if cut.of_plain_slices else (1, 0))
+        return Columns(None, of_experts)
+    stack = (cut.slice_count, cut.slice_index) if cut.of_plain_slices else (1, 0)
+    return Columns(Column(cut.data_parallel, stack), of_experts)
 
 
 def _device_of(model: Any) -> torch.device:
@@ -74,7 +82,7 @@ class Subject:
     Attributes:
         optimizers: sharded ones, or torch's.
         comm: the ranks that save and load together.
-        column: those of them with the same slices of parameters; None: nobody cuts them, or nobody here knows it.
+        columns: those of them with the same slices of parameters.
         device: where the training is.
     """
 
@@ -93,7 +101,7 @@ class Subject:
         check_whole("a checkpoint", {id(parameter) for parameter in model.parameters()})
         self._models = sharded_model_of(model.parameters())
         self.device = _device_of(model)
-        self.column = _column_of(model, self.optimizers)
+        self.columns = _columns_of(model, self.optimizers)
 
     def check_same_call(self, given: Mapping[str, Any], where: str) -> None:
         """Collective. Raise RankMismatchError unless all ranks have such a model and optimizers, and are ``given`` the
@@ -116,7 +124,7 @@ class Subject:
     def contents(self, names: Names) -> tuple[TensorContents, list[OptimizerPart]]:
         """Collect what there is to save: of the model, and of each optimizer. Call ``come_to_rest`` before."""
         self._check_slices_known(names)
-        model = contents_of_model(self.model, names, self.comm, self.column)
+        model = contents_of_model(self.model, names, self.comm, self.columns)
         return model, [make_part(one, names, self.comm) for one in self.optimizers]
 
     def _check_slices_known(self, names: Names) -> None:
@@ -129,7 +137,7 @@ class Subject:
                     "known: give its optimizer, too"
                 )
         others = [one for one in self.optimizers if not is_sharded(one)]
-        if self.column is None or self.column.stack[0] == 1:
+        if self.columns.main is None or self.columns.main.stack[0] == 1:
             return
         for parameter in (p for one in others for group in one.param_groups for p in group["params"]):
             if is_slice(parameter):
