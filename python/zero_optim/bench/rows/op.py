@@ -213,7 +213,9 @@ def _ranks_sheet(rows: Sequence[JsonRow]) -> Sheet:
 
 
 def _ranks(row: JsonRow) -> str:
-    return of_ranks(row) + (f", {row['tokens']:,} tokens each" if row.get("tokens") else "")
+    """The topology, where a file has several, and how many ranks it is of."""
+    topology = "" if row["op"] in ("train_step", "stages") else f"{row['op'].replace('_', ' ')}, "
+    return topology + of_ranks(row) + (f", {row['tokens']:,} tokens each" if row.get("tokens") else "")
 
 
 # -- an op under the roof of the memory --------------------------------------------------------------------------------
