@@ -374,6 +374,32 @@ def _other_optimizer(rank: int, world_size: int) -> None:
             torch.autograd.grad(loss_of(model, tokens(rank, 1)), inputs, allow_unused=True)
 
 
+def seen_by_numpy(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    """Parameters, without and with a hook that takes arrays of what it sees; and of the gradients' arrays, a sum."""
+    trained: list[dict[str, Tensor]] = []
+    sums: list[float] = []
+    for looks in (False, True):
+        model, opt = sharded_and_optimizer()
+        for block in model.blocks if looks else ():
+            block.register_forward_hook(lambda module, *_: sums.append(float(module.up.weight.detach().numpy().sum())))
+        for number in range(3):
+            loss_of(model, tokens(rank, number)).backward()
+            if looks:
+                sums.extend(float(p.grad.local.numpy().sum()) for p in model.parameters() if p.grad is not None)
+            opt.step()
+            opt.zero_grad()
+        trained.append(gathered(model))
+        opt.close()
+    return (*trained, sums)
+
+
+def test_what_numpy_has_seen_stays_in_memory_and_training_goes_on():
+    """torch resizes no memory that an array may show."""
+    for without, seen, sums in run_ranks(2, seen_by_numpy):
+        assert not difference([*seen.values()], [*without.values()])
+        assert np.isfinite(sums).all() and any(sums)
+
+
 def test_an_optimizer_of_torch_is_refused():
     run_ranks(2, _other_optimizer)
 

@@ -26,9 +26,14 @@ def allocate(tensor: Tensor, nbytes: int | None = None) -> None:
 
 
 def deallocate(tensor: Tensor) -> None:
-    """Take the memory of a tensor that has a storage of its own. It keeps its views."""
-    keep_for_current_stream(tensor)
-    tensor.untyped_storage().resize_(0)
+    """Take the memory of a tensor that has a storage of its own. It keeps its views.
+
+    What NumPy has seen, by ``tensor.numpy()``, stays: an array may show it as long as there is any.
+    """
+    storage = tensor.untyped_storage()
+    if storage.resizable():
+        keep_for_current_stream(tensor)
+        storage.resize_(0)
 
 
 def as_own_storage(view: Tensor) -> Tensor:
