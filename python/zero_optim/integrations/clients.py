@@ -20,9 +20,8 @@ from ..optimizer import ShardedAdamW
 from ..params.tensor_slice import is_distributed, shown_as, slice_of
 from ..units.sharded_model import sharded_model_of
 
-_SUMMED_IN_HOOKS = (
-    "replicated_with_grad_allreduce"  # a style of transformers' plans, as of the norms in Qwen3's attention
-)
+# A style of transformers' plans, as of the norms in Qwen3's attention.
+_SUMMED_IN_HOOKS = "replicated_with_grad_allreduce"
 _LAYER = re.compile(r"\.\d+(?=\.|$)")  # a number in the name of a module, "*" in plans
 
 
