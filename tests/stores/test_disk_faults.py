@@ -240,6 +240,7 @@ def _after_failed_writes(rank: int, world_size: int, folder: str | None) -> dict
     params = _parameters()
     opt = _make(folder, params)
     _step(opt, params, rank, 0)
+    full_state(opt)  # the writes of this step have ended: none fails below, of which the next step would tell
     with _failing_writes(folder is not None and rank == 0):
         _step(opt, params, rank, 1)
         state = full_state(opt)  # reads every page, after its write
