@@ -48,7 +48,7 @@ from zero_optim.train.config import UsageError
 RANKS = (8, 64, 1024, 16384)
 STAGES = (2, 3)
 ROUNDS = 21
-KERNELS = ("pack", "adam_step", "foreach_adam_step")
+KERNELS = ("pack", "adam_step", "foreach_step")
 
 Calls = dict[str, int]
 

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "adam_math.h"
+#include "rules/rule.h"
 #include "stable.h"
 
 namespace zero_kernels {
@@ -32,8 +32,10 @@ inline void check_bounds(
 }
 
 // What an update of one shard is given.
-struct AdamStepTensors {
-  const Tensor &grad, &master, &exp_avg, &exp_avg_sq;
+struct StepTensors {
+  const Tensor &grad, &master;
+  const Tensor* states[kMostStates];  // as many as the rule has
+  int state_count;
   const Tensor* param_out;  // or null
   const Tensor &row_slot, &hyper;
   const std::optional<Tensor>&grad_scale, &found_inf, &nonfinite_slots;
@@ -41,13 +43,12 @@ struct AdamStepTensors {
   DType param_dtype() const { return param_out ? dtype_of(*param_out) : DType::kFloat; }
 };
 
-inline void check_adam_step(const AdamStepTensors& of) {
+inline void check_step(const StepTensors& of) {
   int64_t numel = of.grad.numel(), slots = of.hyper.size(0);
   int32_t device = of.grad.get_device_index();
   check_bounds("grad", of.grad, numel, device);
   check_bounds("master", of.master, ScalarType::Float, numel, device);
-  check_bounds("exp_avg", of.exp_avg, ScalarType::Float, numel, device);
-  check_bounds("exp_avg_sq", of.exp_avg_sq, ScalarType::Float, numel, device);
+  for (int i = 0; i < of.state_count; ++i) check_bounds("a state", *of.states[i], ScalarType::Float, numel, device);
   if (of.param_out) check_bounds("param_out", *of.param_out, numel, device);
   check_bounds("row_slot", of.row_slot, ScalarType::Int, ceil_div(numel, kRow), device);
   check_bounds("hyper", of.hyper, ScalarType::Float, slots * kHyperColumns, device);
@@ -56,30 +57,40 @@ inline void check_adam_step(const AdamStepTensors& of) {
   check_bounds("nonfinite_slots", of.nonfinite_slots, ScalarType::Int, slots, device);
 }
 
-// What foreach_adam_step is given, shard by shard and checked. params_out is empty where masters are the parameters.
-inline std::vector<AdamStepTensors> check_foreach_adam_step(
-    const std::vector<Tensor>& grads, const std::vector<Tensor>& masters, const std::vector<Tensor>& exp_avgs,
-    const std::vector<Tensor>& exp_avg_sqs, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
+// What foreach_step is given, shard by shard and checked: each has `state_count` of `states`, shard after shard.
+// params_out is empty where masters are the parameters.
+inline std::vector<StepTensors> check_foreach_step(
+    int state_count, const std::vector<Tensor>& grads, const std::vector<Tensor>& masters,
+    const std::vector<Tensor>& states, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
     const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& nonfinite_slots) {
   size_t count = grads.size();
-  for (size_t given : {masters.size(), exp_avgs.size(), exp_avg_sqs.size(), row_slots.size()})
-    if (given != count) throw std::runtime_error("zero_kernels: foreach_adam_step got lists of unlike lengths");
+  if (masters.size() != count || row_slots.size() != count || states.size() != count * state_count)
+    throw std::runtime_error("zero_kernels: foreach_step got lists of unlike lengths");
   if (!params_out.empty() && params_out.size() != count)
     throw std::runtime_error("zero_kernels: params_out must be empty, or have a tensor for each gradient");
-  std::vector<AdamStepTensors> shards;
+  std::vector<StepTensors> shards;
   shards.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     const Tensor* param_out = params_out.empty() ? nullptr : &params_out[i];
-    shards.push_back(
-        {grads[i], masters[i], exp_avgs[i], exp_avg_sqs[i], param_out, row_slots[i], hyper, grad_scale, found_inf,
-         nonfinite_slots});
-    check_adam_step(shards[i]);
+    StepTensors shard = {grads[i],     masters[i], {},         state_count, param_out,
+                         row_slots[i], hyper,      grad_scale, found_inf,   nonfinite_slots};
+    for (int s = 0; s < state_count; ++s) shard.states[s] = &states[i * state_count + s];
+    check_step(shard);
+    shards.push_back(shard);
     if (grads[i].get_device_index() != grads[0].get_device_index() || dtype_of(grads[i]) != dtype_of(grads[0]) ||
-        shards[i].param_dtype() != shards[0].param_dtype())
-      throw std::runtime_error("zero_kernels: the shards of foreach_adam_step are not alike in device and dtypes");
+        shard.param_dtype() != shards[0].param_dtype())
+      throw std::runtime_error("zero_kernels: the shards of foreach_step are not alike in device and dtypes");
   }
   return shards;
+}
+
+// The entry of that rule in a backend's table, whose last entry has a null name.
+template <class Entry>
+const Entry& entry_of(const std::string& rule, const Entry* table) {
+  for (const Entry* entry = table; entry->rule; ++entry)
+    if (rule == entry->rule) return *entry;
+  throw std::runtime_error("zero_kernels: this library has no rule '" + rule + "'");
 }
 
 // Of pack and unpack: no slot reaches over the next one, or over the bucket's end.

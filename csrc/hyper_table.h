@@ -1,9 +1,9 @@
-// One row of the hyper table from the coefficients of a slot. In float64, each operation rounded on its own.
+// One row of AdamW's hyper table from the coefficients of a slot. In float64, each operation rounded on its own.
 #pragma once
 
 #include <cmath>
 
-#include "adam_math.h"
+#include "rules/rule.h"
 
 namespace zero_kernels {
 
@@ -24,15 +24,9 @@ struct Hyper {
 ZK_HOST_DEVICE inline HyperRow hyper_row(const Hyper& h, double step, bool active) {
   double shared = h.weight_decay * h.decoupled;
   return {
-      float(h.lr / (1 - power(h.beta1, uint32_t(step)))),
-      float(1 - h.lr * shared),
-      float(h.weight_decay - shared),
-      float(h.eps),
-      float(h.beta1),
-      float(1 - h.beta1),
-      float(h.beta2),
-      float(1 - h.beta2),
-      float(std::sqrt(1 - power(h.beta2, uint32_t(step)))),
+      {float(h.lr / (1 - power(h.beta1, uint32_t(step)))), float(1 - h.lr * shared), float(h.weight_decay - shared),
+       float(h.eps), float(h.beta1), float(1 - h.beta1), float(h.beta2), float(1 - h.beta2),
+       float(std::sqrt(1 - power(h.beta2, uint32_t(step))))},
       active ? 1.0f : 0.0f,
       float(1 - 2 * h.maximize),
       0.0f};

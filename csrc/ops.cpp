@@ -14,7 +14,7 @@
 namespace zero_kernels {
 namespace {
 
-// ---- adam_step ----------------------------------------------------------------------------------------------------
+// ---- adam_step and foreach_step -----------------------------------------------------------------------------------
 
 constexpr int64_t kGrain = 32768;  // elements: below this a second thread costs more than it brings
 
@@ -32,7 +32,7 @@ void parallel_rows(int64_t numel, Kernel kernel) {
 }
 
 // Marks the slots that hold a non-finite gradient times scale, and so are the reason of a skipped step.
-void mark_nonfinite(const AdamStepArgs& args, int32_t* flags) {
+void mark_nonfinite(const StepArgs& args, int32_t* flags) {
   const KernelTable& table = kernels();
   int64_t size = size_of(args.grad_dtype);
   parallel_rows(args.numel, [&](int64_t begin, int64_t end) {
@@ -50,12 +50,11 @@ void mark_nonfinite(const AdamStepArgs& args, int32_t* flags) {
   });
 }
 
-AdamStepArgs args_of(const AdamStepTensors& of) {
-  AdamStepArgs args = {
+StepArgs args_of(const StepTensors& of) {
+  StepArgs args = {
       data<const void>(of.grad),
       data<float>(of.master),
-      data<float>(of.exp_avg),
-      data<float>(of.exp_avg_sq),
+      {},
       of.param_out ? data<void>(*of.param_out) : nullptr,
       data<const int32_t>(of.row_slot),
       data<const HyperRow>(of.hyper),
@@ -63,12 +62,13 @@ AdamStepArgs args_of(const AdamStepTensors& of) {
       of.grad_scale ? *data<const float>(*of.grad_scale) : 1.0f,
       dtype_of(of.grad),
       of.param_dtype()};
+  for (int i = 0; i < of.state_count; ++i) args.states[i] = data<float>(*of.states[i]);
   check_slots(args.row_slot, ceil_div(args.numel, kRow), of.hyper.size(0));
   return args;
 }
 
 // Whether nothing is updated. Slots are marked then, where that is wanted.
-bool skips(const AdamStepTensors& of, const AdamStepArgs& args) {
+bool skips(const StepTensors& of, const StepArgs& args) {
   if (!of.found_inf || *data<const float>(*of.found_inf) == 0.0f) return false;
   if (of.nonfinite_slots) mark_nonfinite(args, data<int32_t>(*of.nonfinite_slots));
   return true;
@@ -79,37 +79,38 @@ void adam_step(
     const std::optional<Tensor>& param_out, const Tensor& row_slot, const Tensor& hyper,
     const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& nonfinite_slots) {
-  AdamStepTensors of = {grad,     master, exp_avg,    exp_avg_sq, param_out ? &*param_out : nullptr,
-                        row_slot, hyper,  grad_scale, found_inf,  nonfinite_slots};
-  check_adam_step(of);
-  AdamStepArgs args = args_of(of);
+  const StepKernel& kernel = entry_of("adamw", kernels().steps);
+  StepTensors of = {
+      grad,       master,    {&exp_avg, &exp_avg_sq}, kernel.states, param_out ? &*param_out : nullptr, row_slot, hyper,
+      grad_scale, found_inf, nonfinite_slots};
+  check_step(of);
+  StepArgs args = args_of(of);
   if (skips(of, args)) return;
-  const KernelTable& table = kernels();
-  parallel_rows(args.numel, [&](int64_t begin, int64_t end) { table.adam_step(args, begin, end); });
+  parallel_rows(args.numel, [&](int64_t begin, int64_t end) { kernel.run(args, begin, end); });
 }
 
-void foreach_adam_step(
-    const std::vector<Tensor>& grads, const std::vector<Tensor>& masters, const std::vector<Tensor>& exp_avgs,
-    const std::vector<Tensor>& exp_avg_sqs, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
+void foreach_step(
+    const std::string& rule, const std::vector<Tensor>& grads, const std::vector<Tensor>& masters,
+    const std::vector<Tensor>& states, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
     const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& nonfinite_slots) {
-  std::vector<AdamStepTensors> given = check_foreach_adam_step(
-      grads, masters, exp_avgs, exp_avg_sqs, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots);
-  std::vector<AdamStepArgs> shards;
+  const StepKernel& kernel = entry_of(rule, kernels().steps);
+  std::vector<StepTensors> given = check_foreach_step(
+      kernel.states, grads, masters, states, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots);
+  std::vector<StepArgs> shards;
   std::vector<int64_t> ends;  // of each shard, in the rows of all
   int64_t rows = 0;
-  for (const AdamStepTensors& of : given) {
+  for (const StepTensors& of : given) {
     shards.push_back(args_of(of));
     ends.push_back(rows += ceil_div(shards.back().numel, kRow));
   }
   bool skipped = false;
   for (size_t i = 0; i < given.size(); ++i) skipped = skips(given[i], shards[i]);
   if (skipped) return;
-  const KernelTable& table = kernels();
   torch::stable::parallel_for(0, rows, kGrain / kRow, [&](int64_t begin, int64_t end) {
     for (size_t i = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin(); begin < end; begin = ends[i++]) {
       int64_t first = i ? ends[i - 1] : 0;
-      table.adam_step(shards[i], begin - first, std::min(end, ends[i]) - first);
+      kernel.run(shards[i], begin - first, std::min(end, ends[i]) - first);
     }
   });
 }
@@ -247,9 +248,8 @@ STABLE_TORCH_LIBRARY(zero_kernels_C, m) {
       "adam_step(Tensor grad, Tensor(a!) master, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? param_out, "
       "Tensor row_slot, Tensor hyper, Tensor? grad_scale, Tensor? found_inf, Tensor(e!)? nonfinite_slots) -> ()");
   m.def(
-      "foreach_adam_step(Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-      "Tensor(d!)[] params_out, Tensor[] row_slots, Tensor hyper, Tensor? grad_scale, Tensor? found_inf, "
-      "Tensor(e!)? nonfinite_slots) -> ()");
+      "foreach_step(str rule, Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] states, Tensor(c!)[] params_out, "
+      "Tensor[] row_slots, Tensor hyper, Tensor? grad_scale, Tensor? found_inf, Tensor(d!)? nonfinite_slots) -> ()");
   m.def("pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale, Tensor(b!)? nonfinite) -> ()");
   m.def("unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale) -> ()");
   m.def("grad_stats(Tensor[] shards, float norm_type) -> Tensor");
@@ -264,7 +264,7 @@ STABLE_TORCH_LIBRARY(zero_kernels_C, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(zero_kernels_C, CPU, m) {
   m.impl("adam_step", TORCH_BOX(&zero_kernels::adam_step));
-  m.impl("foreach_adam_step", TORCH_BOX(&zero_kernels::foreach_adam_step));
+  m.impl("foreach_step", TORCH_BOX(&zero_kernels::foreach_step));
   m.impl("pack", TORCH_BOX(&zero_kernels::pack));
   m.impl("unpack", TORCH_BOX(&zero_kernels::unpack));
   m.impl("grad_stats", TORCH_BOX(&zero_kernels::grad_stats));

@@ -132,8 +132,8 @@ def _adam_step(*args: torch.Tensor | None) -> None:
     overload("adam_step")(*args)
 
 
-def _foreach_adam_step(*args: Any) -> None:
-    overload("foreach_adam_step")(*args)
+def _foreach_step(*args: Any) -> None:
+    overload("foreach_step")(*args)
 
 
 def _pack(
@@ -157,7 +157,7 @@ def _hyper_table(*args: torch.Tensor | None) -> None:
 # Both libraries define the same ops, each for the tensors of its device.
 OPS: dict[str, Callable[..., Any]] = {
     "adam_step": _adam_step,
-    "foreach_adam_step": _foreach_adam_step,
+    "foreach_step": _foreach_step,
     "pack": _pack,
     "unpack": _unpack,
     "grad_stats": _grad_stats,

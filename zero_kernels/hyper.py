@@ -1,4 +1,4 @@
-"""The hyper table: one fp32 row of coefficients per parameter slot."""
+"""The hyper table: one fp32 row of coefficients per parameter slot. Its layout, and AdamW's."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,29 @@ import torch
 ROW = 128
 """Elements in a row, the granule of `row_slot`: every slot starts on a row and owns it alone."""
 
-HYPER_COLUMNS = (
+PADDING = "padding"
+"""Name of the columns that nobody reads."""
+
+_OWN = 9
+
+
+def columns_of(*own: str) -> tuple[str, ...]:
+    """The columns of a table, in order: a rule's own, at most nine, then `active` and `grad_factor` at their places.
+
+    A row is padded to twelve, which are three loads of 16 bytes.
+
+    Raises ValueError for more than nine, and for a name that is given twice or taken.
+    """
+    if len(own) > _OWN:
+        raise ValueError(f"a rule has at most {_OWN} columns of its own, got {len(own)}: {', '.join(own)}")
+    names = (*own, *[PADDING] * (_OWN - len(own)), "active", "grad_factor", PADDING)
+    for name in own:
+        if names.count(name) > 1 or name == PADDING:
+            raise ValueError(f"column {name!r} is given twice, or taken: all tables have active, grad_factor, padding")
+    return names
+
+
+HYPER_COLUMNS = columns_of(
     "step_size",
     "decay",
     "weight_decay",
@@ -17,11 +39,8 @@ HYPER_COLUMNS = (
     "beta2",
     "one_minus_beta2",
     "bias_correction2_sqrt",
-    "active",
-    "grad_factor",
-    "padding",
 )
-"""Names of the hyper table's columns, in order; padded so that a row is three 16-byte loads."""
+"""Names of the columns of AdamW's table, in order."""
 
 HYPER_COEFFICIENTS = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize")
 """Names of the rows of `coefficients`, from which the op `hyper_table` makes the columns."""

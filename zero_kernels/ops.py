@@ -4,7 +4,7 @@ Calls go through `torch.ops.zero_kernels.*`, so they are visible to dispatch mod
 Checks look at Python numbers only; no device value is ever read on the host.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from zero_kernels import dispatch
 from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, Coefficient, hyper_table
+from zero_kernels.reference import shards_of
+from zero_kernels.rules import RULES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -20,9 +22,9 @@ SCHEMAS = (
     "adam_step(Tensor grad, Tensor(a!) master, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? param_out, "
     "Tensor row_slot, Tensor hyper, Tensor? grad_scale=None, Tensor? found_inf=None, "
     "Tensor(e!)? nonfinite_slots=None) -> ()",
-    "foreach_adam_step(Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-    "Tensor(d!)[] params_out, Tensor[] row_slots, Tensor hyper, Tensor? grad_scale=None, Tensor? found_inf=None, "
-    "Tensor(e!)? nonfinite_slots=None) -> ()",
+    "foreach_step(str rule, Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] states, Tensor(c!)[] params_out, "
+    "Tensor[] row_slots, Tensor hyper, Tensor? grad_scale=None, Tensor? found_inf=None, "
+    "Tensor(d!)? nonfinite_slots=None) -> ()",
     "pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale=1.0, Tensor(b!)? nonfinite=None) -> ()",
     "unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale=1.0) -> ()",
     "grad_stats(Tensor[] shards, float norm_type=2.0) -> Tensor",
@@ -78,11 +80,11 @@ def adam_step(
     )
 
 
-def foreach_adam_step(
+def foreach_step(
+    rule: str,
     grads: Sequence[Tensor],
     masters: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
+    states: Sequence[Tensor],
     params_out: Sequence[Tensor],
     row_slots: Sequence[Tensor],
     hyper: Tensor,
@@ -90,24 +92,30 @@ def foreach_adam_step(
     found_inf: Tensor | None = None,
     nonfinite_slots: Tensor | None = None,
 ) -> None:
-    """`adam_step` of several shards at once, which for small ones takes less time than a call for each.
+    """One update of one or more flat shards by a rule of `RULES`, in place and in one pass over memory.
 
     Args:
-        grads, masters, exp_avgs, exp_avg_sqs, row_slots: of each shard what `adam_step` calls so. The gradients have
-            one dtype.
-        params_out: of each shard, all of one dtype; empty when the masters are the parameters.
-        hyper, grad_scale, found_inf, nonfinite_slots: shared by all shards, as in `adam_step`.
+        rule: its name.
+        grads: of each shard [numel] fp16, bf16 or fp32, all of one dtype.
+        masters: of each shard [numel] fp32, updated in place.
+        states: of each shard the tensors that `RULES[rule].states` names, [numel] fp32, updated in place: all of the
+            first shard, then all of the second, ...
+        params_out: of each shard [numel] fp16, bf16 or fp32, all of one dtype; empty when the masters are the
+            parameters.
+        row_slots: of each shard int32 [ceil(numel / ROW)], as in `adam_step`.
+        hyper: fp32 [slots, 12], with the columns of the rule, shared by all shards.
+        grad_scale, found_inf, nonfinite_slots: shared by all shards, as in `adam_step`.
 
-    No two shards overlap. The bits are those of a call for each shard. Raises what `adam_step` raises, and ValueError
-    for lists of unlike lengths or without a shard.
+    No two shards overlap. The bits are those of a call for each shard; those of "adamw" are those of `adam_step`.
+    Raises what `adam_step` raises, and ValueError for an unknown rule, for lists of unlike lengths or without a shard.
     """
     if not grads:
-        raise ValueError("foreach_adam_step needs at least one shard")
-    torch.ops.zero_kernels.foreach_adam_step(
+        raise ValueError("foreach_step needs at least one shard")
+    torch.ops.zero_kernels.foreach_step(
+        rule,
         grads,
         masters,
-        exp_avgs,
-        exp_avg_sqs,
+        states,
         params_out,
         row_slots,
         hyper,
@@ -241,6 +249,18 @@ def _check_adam_step(
     exp_avg_sq: Tensor,
     param_out: Tensor | None,
     row_slot: Tensor,
+    *shared: Tensor | None,
+) -> torch.device:
+    states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    return _check_shard(grad, master, states, param_out, row_slot, *shared)
+
+
+def _check_shard(
+    grad: Tensor,
+    master: Tensor,
+    states: Mapping[str, Tensor],
+    param_out: Tensor | None,
+    row_slot: Tensor,
     hyper: Tensor,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
@@ -249,8 +269,8 @@ def _check_adam_step(
     device, numel, fp32 = grad.device, grad.numel(), (torch.float32,)
     _check_flat("grad", grad, FLOATS, device, None)
     _check_flat("master", master, fp32, device, numel)
-    _check_flat("exp_avg", exp_avg, fp32, device, numel)
-    _check_flat("exp_avg_sq", exp_avg_sq, fp32, device, numel)
+    for name, state in states.items():
+        _check_flat(name, state, fp32, device, numel)
     if param_out is not None:
         _check_flat("param_out", param_out, FLOATS, device, numel)
     _check_flat("row_slot", row_slot, (torch.int32,), device, -(-numel // ROW))
@@ -268,32 +288,30 @@ def _check_adam_step(
     return device
 
 
-def _check_foreach_adam_step(
+def _check_foreach_step(
+    rule: str,
     grads: Sequence[Tensor],
     masters: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
+    states: Sequence[Tensor],
     params_out: Sequence[Tensor],
     row_slots: Sequence[Tensor],
     *shared: Tensor | None,
 ) -> torch.device:
-    lists = {
-        "masters": masters,
-        "exp_avgs": exp_avgs,
-        "exp_avg_sqs": exp_avg_sqs,
-        "params_out": params_out or grads,
-        "row_slots": row_slots,
-    }
-    for name, tensors in lists.items():
+    if rule not in RULES:
+        raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+    names = RULES[rule].states
+    for name, tensors in {"masters": masters, "params_out": params_out or grads, "row_slots": row_slots}.items():
         if len(tensors) != len(grads):
             raise ValueError(f"{name} must have one tensor a shard: {len(grads)} grads, {len(tensors)} {name}")
+    if len(states) != len(grads) * len(names):
+        each = f"{len(names)} ({', '.join(names)})" if names else "none"
+        raise ValueError(f"states of {rule} are {each} a shard: {len(grads)} grads, {len(states)} states")
     for name, tensors in (("grads", grads), ("params_out", params_out)):
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise TypeError(f"{name} must have one dtype: make a call for each dtype")
-    outs: Sequence[Tensor | None] = params_out or [None] * len(grads)
-    for i, shard in enumerate(zip(grads, masters, exp_avgs, exp_avg_sqs, outs, row_slots, strict=True)):
+    for i, (grad, master, own, out, row_slot) in enumerate(shards_of(grads, masters, states, params_out, row_slots)):
         try:
-            device = _check_adam_step(*shard, *shared)
+            device = _check_shard(grad, master, dict(zip(names, own, strict=True)), out, row_slot, *shared)
         except (TypeError, ValueError) as error:
             raise type(error)(f"shard {i}: {error}") from None
         if device != grads[0].device:
@@ -405,7 +423,7 @@ def _register(op: str, check: Callable[..., torch.device], fake: Callable[..., A
 
 
 _register("adam_step", _check_adam_step, _fake_nothing, mutated=(1, 2, 3, 4, 9))
-_register("foreach_adam_step", _check_foreach_adam_step, _fake_nothing, mutated=(1, 2, 3, 4, 9))
+_register("foreach_step", _check_foreach_step, _fake_nothing, mutated=(2, 3, 4, 9))
 _register("pack", _check_pack, _fake_nothing, mutated=(2, 4))
 _register("unpack", _check_unpack, _fake_nothing, mutated=(2,))
 _register("grad_stats", _check_grad_stats, _fake_grad_stats, mutated=())

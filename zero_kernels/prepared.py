@@ -13,12 +13,12 @@ from torch import Tensor
 
 from zero_kernels import dispatch, ops
 
-OPS = ("adam_step", "foreach_adam_step", "pack")
+OPS = ("adam_step", "foreach_step", "pack")
 """What can be prepared: the ops that an optimizer calls for every bucket."""
 
 
 class Prepared:
-    """`adam_step`, `foreach_adam_step` or `pack`, without the checks that the first call has passed.
+    """`adam_step`, `foreach_step` or `pack`, without the checks that the first call has passed.
 
     Call it with all arguments of the op, by position. Each call after the first has to be like the first: its tensors
     are on the same device and fit each other as the op wants it, and None is where None was. The tensors may be others,

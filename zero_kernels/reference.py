@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_kernels.hyper import HYPER_COLUMNS, ROW
+from zero_kernels.hyper import ROW
+from zero_kernels.rules import RULES
+from zero_kernels.rules.adamw import ADAMW
+from zero_kernels.rules.rule import Update
 
 STATS_LANES = 1024
 """Running sums that `grad_stats` keeps in a block."""
 
 STATS_BLOCK = 8 * STATS_LANES
 """Elements of one `grad_stats` block: one partial each."""
-
-STEP_BITS = 32
-"""Bits of a step count that `hyper_table` looks at."""
 
 # Rows handled at once: bounds the temporaries to some 100 MB whatever the shard's size.
 _CHUNK_ROWS = 1 << 15
@@ -35,48 +35,85 @@ def adam_step(
     exp_avg_sq: Tensor,
     param_out: Tensor | None,
     row_slot: Tensor,
-    hyper: Tensor,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    nonfinite_slots: Tensor | None,
+    *shared: Tensor | None,
 ) -> None:
     """See `zero_kernels.adam_step`."""
+    params_out = [] if param_out is None else [param_out]
+    foreach_step("adamw", [grad], [master], [exp_avg, exp_avg_sq], params_out, [row_slot], *shared)
+
+
+def foreach_step(rule: str, *args: Any) -> None:
+    """See `zero_kernels.foreach_step`."""
+    update_rows(RULES[rule].update, RULES[rule].columns, *args)
+
+
+def update_rows(
+    update: Update,
+    columns: Sequence[str],
+    grads: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    states: Sequence[Tensor],
+    params_out: Sequence[Tensor],
+    row_slots: Sequence[Tensor],
+    hyper: Tensor,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    nonfinite_slots: Tensor | None = None,
+) -> None:
+    """Update flat shards by any rule that is written in torch, on any device. Reads nothing on the host.
+
+    Args:
+        update: the rule's arithmetic, as `Rule.update` is.
+        columns: names of the columns of `hyper`, made by `columns_of`.
+        states: of any dtype, shard after shard, each shard's in the order that `update` has. Either [numel], which
+            `update` sees as [rows, 128], or one value a row, [rows], which it sees as [rows, 1].
+        the rest: as in `foreach_step`.
+
+    `update` is called for many rows at a time, and for the last row of a shard apart where that is shorter than 128.
+    What it returns is copied where a row is live: it has a slot that is active, and `found_inf` is 0.
+    """
     if hyper.shape[0] == 0:
         return
     scale_of_all = hyper.new_ones(()) if grad_scale is None else grad_scale.reshape(())
     skipped = hyper.new_zeros(()) if found_inf is None else found_inf.reshape(())
     skipped = skipped != 0
-    for elements, rows, shape in _row_chunks(grad.numel()):
-        slot = row_slot[rows].to(torch.int64)
-        columns = hyper.index_select(0, slot.clamp(min=0)).unsqueeze(-1).unbind(1)
-        coefficients = dict(zip(HYPER_COLUMNS, columns, strict=True))  # each [rows, 1]
-        scale = scale_of_all * coefficients["grad_factor"]
-        g = grad[elements].view(shape).float() * scale
-        if nonfinite_slots is not None:
-            _mark_nonfinite(g, slot, skipped, nonfinite_slots)
-        live = (slot >= 0).unsqueeze(1) & (coefficients["active"] != 0) & ~skipped
-        p, m, v = (state[elements].view(shape) for state in (master, exp_avg, exp_avg_sq))
-        out = None if param_out is None else param_out[elements].view(shape)
-        _update(g, p, m, v, out, coefficients, live)
+    for grad, master, own, param_out, row_slot in shards_of(grads, masters, states, params_out, row_slots):
+        for elements, rows, shape in _row_chunks(grad.numel()):
+            slot = row_slot[rows].to(torch.int64)
+            of_row = hyper.index_select(0, slot.clamp(min=0)).unsqueeze(-1).unbind(1)
+            c = dict(zip(columns, of_row, strict=True))  # each [rows, 1]
+            g = grad[elements].view(shape).float() * (scale_of_all * c["grad_factor"])
+            if nonfinite_slots is not None:
+                _mark_nonfinite(g, slot, skipped, nonfinite_slots)
+            p = master[elements].view(shape)
+            olds = [
+                state[elements].view(shape) if state.numel() == grad.numel() else state[rows].view(-1, 1)
+                for state in own
+            ]
+            new, news = update(g, p, olds, c)
+            live = (slot >= 0).unsqueeze(1) & (c["active"] != 0) & ~skipped
+            if param_out is not None:
+                _copy_where(live, new, param_out[elements].view(shape))
+            for value, old in zip((new, *news), (p, *olds), strict=True):
+                _copy_where(live, value, old)
 
 
-def one_by_one(adam_step: Callable[..., None]) -> Callable[..., None]:
-    """`foreach_adam_step` by a call of a backend's `adam_step` for each shard."""
+def shards_of(
+    grads: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    states: Sequence[Tensor],
+    params_out: Sequence[Tensor],
+    row_slots: Sequence[Tensor],
+) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None, Tensor]]:
+    """The lists of `foreach_step` shard by shard: grad, master, its states, param_out or None, row_slot."""
+    count = len(states) // len(grads)
+    for i, (grad, master, row_slot) in enumerate(zip(grads, masters, row_slots, strict=True)):
+        own = tuple(states[i * count : (i + 1) * count])
+        yield grad, master, own, params_out[i] if params_out else None, row_slot
 
-    def foreach_adam_step(
-        grads: Sequence[Tensor],
-        masters: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        params_out: Sequence[Tensor],
-        row_slots: Sequence[Tensor],
-        *shared: Tensor | None,
-    ) -> None:
-        outs: Sequence[Tensor | None] = params_out or [None] * len(grads)
-        for shard in zip(grads, masters, exp_avgs, exp_avg_sqs, outs, row_slots, strict=True):
-            adam_step(*shard, *shared)
 
-    return foreach_adam_step
+def _copy_where(live: Tensor, value: Tensor, to: Tensor) -> None:
+    to.copy_(torch.where(live, value.to(to.dtype), to))
 
 
 def _row_chunks(numel: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
@@ -92,31 +129,6 @@ def _row_chunks(numel: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
 def _mark_nonfinite(g: Tensor, slot: Tensor, skipped: Tensor, nonfinite_slots: Tensor) -> None:
     bad = ((~g.isfinite()).any(dim=1) & skipped & (slot >= 0)).to(torch.int32)
     nonfinite_slots.scatter_reduce_(0, slot.clamp(min=0), bad, "amax")
-
-
-def _update(
-    g: Tensor,
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    param_out: Tensor | None,
-    c: dict[str, Tensor],
-    live: Tensor,
-) -> None:
-    """The update's formula, over [rows, width] fp32 views with [rows, 1] coefficients, where `live`."""
-    p = master
-    g = torch.where(c["weight_decay"] != 0, g + c["weight_decay"] * p, g)
-    p = p * c["decay"]
-    m = exp_avg * c["beta1"] + g * c["one_minus_beta1"]
-    v = exp_avg_sq * c["beta2"] + (g * c["one_minus_beta2"]) * g
-    # torch.sqrt of fp32 is not correctly rounded on the CPU; through float64 it is.
-    root = v.double().sqrt().float()
-    p = p - c["step_size"] * (m / (root / c["bias_correction2_sqrt"] + c["eps"]))
-    master.copy_(torch.where(live, p, master))
-    exp_avg.copy_(torch.where(live, m, exp_avg))
-    exp_avg_sq.copy_(torch.where(live, v, exp_avg_sq))
-    if param_out is not None:
-        param_out.copy_(torch.where(live, p.to(param_out.dtype), param_out))
 
 
 def pack(
@@ -194,47 +206,13 @@ def _max_abs(shard: Tensor) -> Tensor:
 
 
 def hyper_table(coefficients: Tensor, group: Tensor | None, step: Tensor, active: Tensor | None, out: Tensor) -> None:
-    """Rows of the table that `adam_step` reads, in float64, each coefficient rounded once (see `docs/ops.md`).
-
-    Args:
-        coefficients: fp64 [len(HYPER_COEFFICIENTS), groups].
-        group: int32 [slots], the column of `coefficients` that a slot uses; None: slot i uses column i.
-        step: fp64 [slots], whole numbers below 2^32.
-        active: bool [slots]; None: all are.
-        out: fp32 [slots, len(HYPER_COLUMNS)].
-    """
-    of_slot = coefficients if group is None else coefficients.index_select(1, group)
-    lr, beta1, beta2, eps, weight_decay, decoupled, maximize = of_slot
-    shared = weight_decay * decoupled
-    columns = {
-        "step_size": lr / (1 - _power(beta1, step)),
-        "decay": 1 - lr * shared,
-        "weight_decay": weight_decay - shared,
-        "eps": eps,
-        "beta1": beta1,
-        "one_minus_beta1": 1 - beta1,
-        "beta2": beta2,
-        "one_minus_beta2": 1 - beta2,
-        "bias_correction2_sqrt": (1 - _power(beta2, step)).sqrt(),
-        "active": torch.ones_like(step) if active is None else active.double(),
-        "grad_factor": 1 - 2 * maximize,
-    }
-    padding = torch.zeros_like(step)
-    out.copy_(torch.stack([columns.get(name, padding) for name in HYPER_COLUMNS], dim=-1))
-
-
-def _power(base: Tensor, exponent: Tensor) -> Tensor:
-    """base^exponent by squaring: a product in one fixed order, which a library's pow does not promise."""
-    bits, result, square = exponent.to(torch.int64), torch.ones_like(base), base
-    for bit in range(STEP_BITS):
-        result = torch.where((bits >> bit) & 1 == 1, result * square, result)
-        square = square * square
-    return result
+    """Rows of the table that `adam_step` reads: see `Rule.fill_table`."""
+    ADAMW.fill_table(coefficients, group, step, active, out)
 
 
 OPS: dict[str, Callable[..., Any]] = {
     "adam_step": adam_step,
-    "foreach_adam_step": one_by_one(adam_step),
+    "foreach_step": foreach_step,
     "pack": pack,
     "unpack": unpack,
     "grad_stats": grad_stats,

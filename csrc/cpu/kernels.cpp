@@ -3,6 +3,11 @@
 // could be kept in its AVX-512 form and run on a processor that has none.
 #include "kernels.h"
 
+#include "../rules/adamw.h"
+#include "../rules/amsgrad.h"
+#include "../rules/lion.h"
+#include "../rules/sgd.h"
+
 #if defined(ZK_ISA_AVX512)
 #include "vec_avx512.h"
 #define ZK_TABLE kAvx512Kernels
@@ -39,7 +44,7 @@ void prefetch_pair(const T* at) {
 
 bool aligned(const void* at) { return reinterpret_cast<uintptr_t>(at) % 64 == 0; }
 
-// ---- adam_step ----------------------------------------------------------------------------------------------------
+// ---- the update of a shard, by any rule -----------------------------------------------------------------------------
 
 struct NoOutput {};  // the master is the parameter
 
@@ -61,39 +66,38 @@ Out* advance(Out* out, int64_t by) {
 }
 NoOutput* advance(NoOutput* out, int64_t) { return out; }
 
-template <class Grad>
-Vec update_at(const AdamStepArgs& args, const Grad* grad, int64_t i, const AdamCoefficients<Vec>& c) {
-  AdamLane<Vec> lane = {Vec::load(args.master + i), Vec::load(args.exp_avg + i), Vec::load(args.exp_avg_sq + i)};
-  lane = adam_update(Vec::load(grad + i), lane, c);
+template <class Rule, class Grad>
+Vec update_at(const StepArgs& args, const Grad* grad, int64_t i, const Coefficients<Rule, Vec>& c) {
+  Lane<Rule, Vec> lane;
+  lane.p = Vec::load(args.master + i);
+  for (int s = 0; s < Rule::kStates; ++s) lane.states[s] = Vec::load(args.states[s] + i);
+  update(Vec::load(grad + i), lane, c);
   lane.p.store(args.master + i);
-  lane.m.store(args.exp_avg + i);
-  lane.v.store(args.exp_avg_sq + i);
+  for (int s = 0; s < Rule::kStates; ++s) lane.states[s].store(args.states[s] + i);
   return lane.p;
 }
 
-template <class Grad>
-Vec update_tail(const AdamStepArgs& args, const Grad* grad, int64_t i, int count, const AdamCoefficients<Vec>& c) {
-  AdamLane<Vec> lane = {
-      Vec::load_first(args.master + i, count), Vec::load_first(args.exp_avg + i, count),
-      Vec::load_first(args.exp_avg_sq + i, count)};
-  lane = adam_update(Vec::load_first(grad + i, count), lane, c);
+template <class Rule, class Grad>
+Vec update_tail(const StepArgs& args, const Grad* grad, int64_t i, int count, const Coefficients<Rule, Vec>& c) {
+  Lane<Rule, Vec> lane;
+  lane.p = Vec::load_first(args.master + i, count);
+  for (int s = 0; s < Rule::kStates; ++s) lane.states[s] = Vec::load_first(args.states[s] + i, count);
+  update(Vec::load_first(grad + i, count), lane, c);
   lane.p.store_first(args.master + i, count);
-  lane.m.store_first(args.exp_avg + i, count);
-  lane.v.store_first(args.exp_avg_sq + i, count);
+  for (int s = 0; s < Rule::kStates; ++s) lane.states[s].store_first(args.states[s] + i, count);
   return lane.p;
 }
 
 // Elements [begin, end), all of one slot; begin is the start of a row.
-template <class Grad, class Out>
-void update_run(const AdamStepArgs& args, int64_t begin, int64_t end, const AdamCoefficients<Vec>& c, bool stream) {
+template <class Rule, class Grad, class Out>
+void update_run(const StepArgs& args, int64_t begin, int64_t end, const Coefficients<Rule, Vec>& c, bool stream) {
   const Grad* grad = static_cast<const Grad*>(args.grad);
   Out* out = static_cast<Out*>(args.param_out);
   int64_t i = begin;
   for (; i + kPair <= end; i += kPair) {
     prefetch_pair(grad + i + kAhead);
     prefetch_pair(args.master + i + kAhead);
-    prefetch_pair(args.exp_avg + i + kAhead);
-    prefetch_pair(args.exp_avg_sq + i + kAhead);
+    for (int s = 0; s < Rule::kStates; ++s) prefetch_pair(args.states[s] + i + kAhead);
     Vec a = update_at(args, grad, i, c);
     Vec b = update_at(args, grad, i + kLanes, c);
     write_pair(advance(out, i), a, b, stream);
@@ -105,46 +109,56 @@ void update_run(const AdamStepArgs& args, int64_t begin, int64_t end, const Adam
   }
 }
 
-template <class Grad, class Out>
-void update_rows(const AdamStepArgs& args, int64_t row_begin, int64_t row_end) {
+template <class Rule, class Grad, class Out>
+void update_rows(const StepArgs& args, int64_t row_begin, int64_t row_end) {
   bool stream = aligned(args.param_out) && args.numel >= kStreamFrom;
   for (int64_t row = row_begin; row < row_end;) {
     int32_t slot = args.row_slot[row];
     int64_t run_end = row + 1;
     while (run_end < row_end && args.row_slot[run_end] == slot) ++run_end;
     if (slot >= 0 && args.hyper[slot].active != 0.0f) {
-      AdamCoefficients<Vec> c(args.hyper[slot], args.grad_scale);
+      Coefficients<Rule, Vec> c(args.hyper[slot], args.grad_scale);
       int64_t end = run_end * kRow < args.numel ? run_end * kRow : args.numel;
-      update_run<Grad, Out>(args, row * kRow, end, c, stream);
+      update_run<Rule, Grad, Out>(args, row * kRow, end, c, stream);
     }
     row = run_end;
   }
   if (stream) stream_fence();
 }
 
-template <class Grad>
-void adam_step_to(const AdamStepArgs& args, int64_t row_begin, int64_t row_end) {
-  if (args.param_out == nullptr) return update_rows<Grad, NoOutput>(args, row_begin, row_end);
+template <class Rule, class Grad>
+void step_to(const StepArgs& args, int64_t row_begin, int64_t row_end) {
+  if (args.param_out == nullptr) return update_rows<Rule, Grad, NoOutput>(args, row_begin, row_end);
   switch (args.param_dtype) {
     case DType::kHalf:
-      return update_rows<Grad, Half>(args, row_begin, row_end);
+      return update_rows<Rule, Grad, Half>(args, row_begin, row_end);
     case DType::kBFloat16:
-      return update_rows<Grad, BFloat16>(args, row_begin, row_end);
+      return update_rows<Rule, Grad, BFloat16>(args, row_begin, row_end);
     case DType::kFloat:
-      return update_rows<Grad, float>(args, row_begin, row_end);
+      return update_rows<Rule, Grad, float>(args, row_begin, row_end);
   }
 }
 
-void adam_step(const AdamStepArgs& args, int64_t row_begin, int64_t row_end) {
+template <class Rule>
+void step(const StepArgs& args, int64_t row_begin, int64_t row_end) {
+  static_assert(Rule::kStates <= kMostStates);
   switch (args.grad_dtype) {
     case DType::kHalf:
-      return adam_step_to<Half>(args, row_begin, row_end);
+      return step_to<Rule, Half>(args, row_begin, row_end);
     case DType::kBFloat16:
-      return adam_step_to<BFloat16>(args, row_begin, row_end);
+      return step_to<Rule, BFloat16>(args, row_begin, row_end);
     case DType::kFloat:
-      return adam_step_to<float>(args, row_begin, row_end);
+      return step_to<Rule, float>(args, row_begin, row_end);
   }
 }
+
+const StepKernel kSteps[] = {
+    {"adamw", AdamW::kStates, step<AdamW>},
+    {"amsgrad", AmsGrad::kStates, step<AmsGrad>},
+    {"lion", Lion::kStates, step<Lion>},
+    {"sgd", Sgd::kStates, step<Sgd>},
+    {"sgd_plain", SgdPlain::kStates, step<SgdPlain>},
+    {}};
 
 // ---- pack and unpack ----------------------------------------------------------------------------------------------
 
@@ -335,6 +349,6 @@ void stream_rows(const StreamArgs& args, int64_t row_begin, int64_t row_end) {
 
 }  // namespace
 
-const KernelTable ZK_TABLE = {ZK_NAME, adam_step, scale, stats, combine, stream_rows};
+const KernelTable ZK_TABLE = {ZK_NAME, kSteps, scale, stats, combine, stream_rows};
 
 }  // namespace zero_kernels

@@ -3,17 +3,16 @@
 
 #include <cstdint>
 
-#include "../adam_math.h"
+#include "../rules/rule.h"
 #include "../types.h"
 
 namespace zero_kernels {
 
-struct AdamStepArgs {
+struct StepArgs {
   const void* grad;
   float* master;
-  float* exp_avg;
-  float* exp_avg_sq;
-  void* param_out;  // or null
+  float* states[kMostStates];  // as many as the rule has
+  void* param_out;             // or null
   const int32_t* row_slot;
   const HyperRow* hyper;
   int64_t numel;
@@ -48,9 +47,16 @@ struct StreamArgs {
   int64_t numel;
 };
 
+// The update of rows [begin, end) by one rule.
+struct StepKernel {
+  const char* rule;
+  int states;
+  void (*run)(const StepArgs&, int64_t row_begin, int64_t row_end);
+};
+
 struct KernelTable {
   const char* name;
-  void (*adam_step)(const AdamStepArgs&, int64_t row_begin, int64_t row_end);
+  const StepKernel* steps;  // of each rule; after the last one a null name
   // True when a source value was inf or NaN.
   bool (*scale)(const ScaleArgs&);
   // The partials of blocks [begin, end), and the partials as one: sums for norm 1 and 2, the largest bits for 0 (inf).

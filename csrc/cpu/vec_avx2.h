@@ -66,6 +66,12 @@ inline Vec magnitude(Vec a) { return Vec(_mm256_and_ps(a.x, _mm256_castsi256_ps(
 inline Vec max_bits(Vec a, Vec b) {
   return Vec(_mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a.x), _mm256_castps_si256(b.x))));
 }
+// 1, -1, or a itself where it is neither above nor below 0: so NaN stays.
+inline Vec sign(Vec a) {
+  __m256 zero = _mm256_setzero_ps();
+  __m256 above = _mm256_cmp_ps(a.x, zero, _CMP_GT_OQ), below = _mm256_cmp_ps(a.x, zero, _CMP_LT_OQ);
+  return Vec(_mm256_blendv_ps(_mm256_blendv_ps(a.x, _mm256_set1_ps(1.0f), above), _mm256_set1_ps(-1.0f), below));
+}
 
 template <class T>
 inline void store_pair(T* to, Vec a, Vec b) {

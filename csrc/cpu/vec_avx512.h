@@ -63,6 +63,13 @@ inline Vec magnitude(Vec a) { return Vec(_mm512_and_ps(a.x, _mm512_castsi512_ps(
 inline Vec max_bits(Vec a, Vec b) {
   return Vec(_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.x), _mm512_castps_si512(b.x))));
 }
+// 1, -1, or a itself where it is neither above nor below 0: so NaN stays.
+inline Vec sign(Vec a) {
+  __m512 zero = _mm512_setzero_ps();
+  __mmask16 above = _mm512_cmp_ps_mask(a.x, zero, _CMP_GT_OQ), below = _mm512_cmp_ps_mask(a.x, zero, _CMP_LT_OQ);
+  __m512 up = _mm512_mask_mov_ps(a.x, above, _mm512_set1_ps(1.0f));
+  return Vec(_mm512_mask_mov_ps(up, below, _mm512_set1_ps(-1.0f)));
+}
 
 template <class T>
 inline void store_pair(T* to, Vec a, Vec b) {

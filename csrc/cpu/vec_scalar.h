@@ -1,9 +1,7 @@
 // One lane: the vector type of processors that have no better one, and of the tests that compare with it.
 #pragma once
 
-#include <cmath>
-
-#include "../float16.h"
+#include "../rules/rule.h"
 
 namespace zero_kernels {
 namespace {
@@ -37,10 +35,10 @@ inline Vec operator+(Vec a, Vec b) { return Vec(a.x + b.x); }
 inline Vec operator-(Vec a, Vec b) { return Vec(a.x - b.x); }
 inline Vec operator*(Vec a, Vec b) { return Vec(a.x * b.x); }
 inline Vec operator/(Vec a, Vec b) { return Vec(a.x / b.x); }
-inline Vec square_root(Vec a) { return Vec(std::sqrt(a.x)); }
-inline Vec magnitude(Vec a) { return Vec(bits_float(float_bits(a.x) & 0x7fffffff)); }
-// The larger bit pattern, for magnitudes: NaN is above inf.
-inline Vec max_bits(Vec a, Vec b) { return float_bits(a.x) > float_bits(b.x) ? a : b; }
+inline Vec square_root(Vec a) { return Vec(zero_kernels::square_root(a.x)); }
+inline Vec magnitude(Vec a) { return Vec(zero_kernels::magnitude(a.x)); }
+inline Vec max_bits(Vec a, Vec b) { return Vec(zero_kernels::max_bits(a.x, b.x)); }
+inline Vec sign(Vec a) { return Vec(zero_kernels::sign(a.x)); }
 
 // Two vectors' worth of out-of-cache output.
 template <class T>

@@ -18,6 +18,7 @@ class Launch {
     stream_ = static_cast<cudaStream_t>(stream);
   }
 
+#if defined(__CUDACC__)
   // kernel<<<blocks, threads>>>(args), if there is any block.
   template <class Args>
   void operator()(void (*kernel)(Args), int64_t blocks, int threads, const Args& args) const {
@@ -25,6 +26,7 @@ class Launch {
     kernel<<<static_cast<unsigned>(blocks), threads, 0, stream_>>>(args);
     check(cudaGetLastError(), op_);
   }
+#endif
 
   void zero(void* at, size_t bytes) const { check(cudaMemsetAsync(at, 0, bytes, stream_), op_); }
 

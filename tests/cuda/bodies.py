@@ -19,9 +19,9 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/kernels")]
 
-from cases import FLOATS, at_offset, awkward, dominated, same_bits  # noqa: E402
+from cases import FLOATS, at_offset, awkward, dominated, rule_table, same_bits  # noqa: E402
 
-from zero_kernels import HYPER_COLUMNS, ROW, hyper_table, reference  # noqa: E402
+from zero_kernels import ROW, RULES, reference  # noqa: E402
 
 DTYPE_CODE = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 SIZES = (0, 1, 7, 127, 128, 129, 2047, 2048, 4097, 20_001)
@@ -43,98 +43,108 @@ def demand(holds: bool, *case: object) -> None:
         raise SystemExit(f"differs from the reference: {case}")
 
 
-# ---- adam_step ------------------------------------------------------------------------------------------------------
+# ---- adam_step and foreach_step -------------------------------------------------------------------------------------
+
+
+def step_body(folder: Path):
+    body = ctypes.CDLL(str(folder / "step.so")).step
+    body.argtypes = [ctypes.c_char_p, ctypes.c_int, ADDRESS, ctypes.c_int, ADDRESS, *[ctypes.c_int] * 3]
+    body.argtypes += [*[ADDRESS] * 4, ctypes.c_int32]
+    body.restype = ctypes.c_int
+    return body
 
 
 def adam_step(folder: Path) -> int:
-    body = ctypes.CDLL(str(folder / "adam.so")).adam_step
-    body.argtypes = [ADDRESS, ctypes.c_int, *[ADDRESS] * 4, ctypes.c_int, *[ADDRESS] * 5, LONG, ctypes.c_int32]
-    ran = 0
+    """One shard, by the kernel of one: AdamW with every dtype, size and alignment, the other rules with a few."""
+    body, ran = step_body(folder), 0
     outputs = (None, *FLOATS)
     shifted = [(4097, (1,) * 5), (2048, (3,) * 5), (4100, (4,) * 5)]
     shifted += [(2048, tuple(int(i == alone) for i in range(5))) for alone in range(5)]  # one tensor misaligned
-    for (grad_dtype, out_dtype), (numel, offset) in itertools.product(
-        itertools.product(FLOATS, outputs), [(size, (0,) * 5) for size in SIZES] + shifted
+    for rule, (grad_dtype, out_dtype), (numel, offset) in itertools.product(
+        RULES, itertools.product(FLOATS, outputs), [(size, (0,) * 5) for size in SIZES] + shifted
     ):
+        if rule != "adamw" and (numel not in (129, 4097, 2048) or FLOATS.index(grad_dtype) != outputs.index(out_dtype)):
+            continue
         for found_inf in (0.0, math.nan) if numel in (129, 4097) else (0.0,):
-            ours, theirs = adam_arguments(grad_dtype, out_dtype, numel, offset, found_inf), None
-            theirs = tuple(None if tensor is None else tensor.clone() for tensor in ours)
-            grad, master, exp_avg, exp_avg_sq, out, row_slot, hyper, scale, skip, flags = ours
-            out_code = DTYPE_CODE[out_dtype or torch.float32]
-            body(
-                *(at(grad), DTYPE_CODE[grad_dtype], at(master), at(exp_avg), at(exp_avg_sq), at(out), out_code),
-                *(at(row_slot), at(hyper), at(scale), at(skip), at(flags), numel, len(hyper)),
-            )
-            reference.adam_step(*theirs)
-            for name, a, b in zip(("master", "exp_avg", "exp_avg_sq", "out"), ours[1:5], theirs[1:5], strict=True):
-                demand(a is None or same_bits(a, b), name, grad_dtype, out_dtype, numel, offset, found_inf)
-            demand(torch.equal(flags, theirs[9]), "flags", grad_dtype, numel, offset, found_inf)
+            shard = step_arguments(rule, grad_dtype, out_dtype, numel, offset, found_inf)
+            compare(body, rule, [shard], grad_dtype, out_dtype, found_inf, foreach=False)
             ran += 1
     return ran
 
 
-def adam_arguments(
-    grad_dtype: torch.dtype, out_dtype: torch.dtype | None, numel: int, offset: tuple[int, ...], found_inf: float
-) -> tuple[Tensor | None, ...]:
-    rows = -(-numel // ROW)
-    hyper = hyper_table([1e-3, 1e-2, 0.1], (0.9, 0.99), 1e-8, 0.1, [1, 2, 30], decoupled=[True, False, True])
-    hyper[2, HYPER_COLUMNS.index("active")] = 0.0
-    hyper[:, HYPER_COLUMNS.index("grad_factor")] = torch.tensor([37.0, -0.7, 0.0])
-    row_slot = (torch.arange(rows) * 7 % 5 - 1).to(torch.int32)  # -1 is padding
-    row_slot[row_slot == 3] = 0
+def foreach_step(folder: Path) -> int:
+    body, ran = step_body(folder), 0
+    several = [(0, 1, 0, 4097, 127, 2048, 0), (0, 0), (2049,) * 33, tuple(range(0, 70 * ROW, ROW)), (20_001, 5)]
+    dtypes = ((torch.float16, torch.bfloat16), (torch.bfloat16, None), (torch.float32, torch.float32))
+    for (number, rule), sizes in itertools.product(enumerate(RULES), several):
+        for grad_dtype, out_dtype in dtypes if rule == "adamw" else dtypes[number % 3 :][:1]:
+            for found_inf in (0.0, 1.0) if len(sizes) == 2 else (0.0,):
+                # Every third shard is misaligned. All share the last four arguments: those of the first.
+                shards = [
+                    step_arguments(rule, grad_dtype, out_dtype, numel, (int(i % 3 == 2),) * 5, 0.0)
+                    for i, numel in enumerate(sizes)
+                ]
+                launches = compare(body, rule, shards, grad_dtype, out_dtype, found_inf, foreach=True)
+                demand(launches == -(-len(sizes) // 32), "launches", launches, sizes)
+                ran += 1
+    return ran
+
+
+def step_arguments(
+    rule: str,
+    grad_dtype: torch.dtype,
+    out_dtype: torch.dtype | None,
+    numel: int,
+    offset: tuple[int, ...],
+    found_inf: float,
+) -> list[Tensor | None]:
+    """Grad, master, param_out, row_slot, then the states. The offsets: of grad, master, param_out, the first two
+    states; a third has the second's."""
+    row_slot = (torch.arange(-(-numel // ROW)) * 7 % 5 - 1).to(torch.int32)  # -1 is padding; slot 3 is not active
     grad = fresh(numel, grad_dtype, 1, offset[0])
     if found_inf and numel == 4097:
         grad.nan_to_num_()  # only slot 0's factor makes it infinite, and that of bf16 and fp32
-    return (
-        grad,
-        fresh(numel, torch.float32, 2, offset[1]),
-        fresh(numel, torch.float32, 3, offset[2]),
-        at_offset(awkward(numel, torch.float32, 4).abs(), offset[3]),
-        None if out_dtype is None else fresh(numel, out_dtype, 5, offset[4]),
-        row_slot,
-        hyper,
-        torch.tensor([0.25]) if numel % 2 else None,
-        torch.tensor([found_inf]),
-        torch.zeros(3, dtype=torch.int32),
+    places = (*offset[3:], offset[4])
+    states = [at_offset(awkward(numel, torch.float32, 3 + i).abs(), places[i]) for i in range(len(RULES[rule].states))]
+    out = None if out_dtype is None else fresh(numel, out_dtype, 6, offset[2])
+    return [grad, fresh(numel, torch.float32, 2, offset[1]), out, row_slot, *states]
+
+
+def compare(
+    body,
+    rule: str,
+    shards: list[list[Tensor | None]],
+    grad_dtype: torch.dtype,
+    out_dtype: torch.dtype | None,
+    found_inf: float,
+    *,
+    foreach: bool,
+) -> int:
+    """Run both on copies, demand the same bits, and tell how many launches it took."""
+    hyper, found = rule_table(RULES[rule]), torch.tensor([found_inf])
+    hyper[0, RULES[rule].columns.index("grad_factor")] = 37.0
+    scale = torch.tensor([0.25]) if shards[0][0].numel() % 2 else None
+    flags, expected = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    twins = [[None if tensor is None else tensor.clone() for tensor in shard] for shard in shards]
+    addresses = [at(tensor) for shard in shards for tensor in shard]
+    numels = [shard[0].numel() for shard in shards]
+    launches = body(
+        *(rule.encode(), foreach, ctypes.cast((ctypes.c_void_p * len(addresses))(*addresses), ADDRESS)),
+        *(len(shards[0]) - 4, ctypes.cast((LONG * len(numels))(*numels), ADDRESS), len(shards)),
+        *(DTYPE_CODE[grad_dtype], DTYPE_CODE[out_dtype or torch.float32]),
+        *(at(hyper), at(scale), at(found), at(flags), len(hyper)),
     )
-
-
-def foreach_adam_step(folder: Path) -> int:
-    body = ctypes.CDLL(str(folder / "adam.so")).foreach_adam_step
-    body.argtypes = [ADDRESS, ADDRESS, *[ctypes.c_int] * 3, *[ADDRESS] * 4, ctypes.c_int32]
-    body.restype = ctypes.c_int
-    ran = 0
-    several = [(0, 1, 0, 4097, 127, 2048, 0), (0, 0), (2049,) * 33, tuple(range(0, 70 * ROW, ROW)), (20_001, 5)]
-    for (grad_dtype, out_dtype), sizes in itertools.product(
-        ((torch.float16, torch.bfloat16), (torch.bfloat16, None), (torch.float32, torch.float32)), several
-    ):
-        for found_inf in (0.0, 1.0) if len(sizes) == 2 else (0.0,):
-            # Every third shard is misaligned. All share the last four arguments: those of the first.
-            shards = [
-                adam_arguments(grad_dtype, out_dtype, numel, (int(i % 3 == 2),) * 5, 0.0)
-                for i, numel in enumerate(sizes)
-            ]
-            hyper, scale, _, flags = shards[0][6:]
-            skip = torch.tensor([found_inf])
-            twins = [[None if tensor is None else tensor.clone() for tensor in shard[:6]] for shard in shards]
-            expected = flags.clone()
-            tensors = [at(tensor) for shard in shards for tensor in shard[:6]]
-            addresses = ctypes.cast((ctypes.c_void_p * len(tensors))(*tensors), ADDRESS)
-            launches = body(
-                addresses,
-                ctypes.cast((LONG * len(sizes))(*sizes), ADDRESS),
-                *(len(sizes), DTYPE_CODE[grad_dtype], DTYPE_CODE[out_dtype or torch.float32]),
-                *(at(hyper), at(scale), at(skip), at(flags), len(hyper)),
-            )
-            for twin in twins:
-                reference.adam_step(*twin, hyper, scale, skip, expected)
-            for number, (ours, theirs) in enumerate(zip(shards, twins, strict=True)):
-                for a, b in zip(ours[1:5], theirs[1:5], strict=True):
-                    demand(a is None or same_bits(a, b), number, grad_dtype, out_dtype, sizes, found_inf)
-            demand(torch.equal(flags, expected), "flags", sizes, found_inf)
-            demand(launches == -(-len(sizes) // 32), "launches", launches, sizes)
-            ran += 1
-    return ran
+    grads, masters, outs, row_slots, *states = (list(column) for column in zip(*twins, strict=True))
+    of_shards = [tensor for of_shard in zip(*states, strict=True) for tensor in of_shard]
+    outs = [] if out_dtype is None else outs
+    reference.foreach_step(rule, grads, masters, of_shards, outs, row_slots, hyper, scale, found, expected)
+    for number, (ours, theirs) in enumerate(zip(shards, twins, strict=True)):
+        for place, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            if place != 3:
+                same = a is None or same_bits(a, b)
+                demand(same, rule, "shard", number, "tensor", place, grad_dtype, out_dtype, numels, found_inf)
+    demand(torch.equal(flags, expected), "flags", rule, grad_dtype, numels, found_inf)
+    return launches
 
 
 # ---- pack and unpack ------------------------------------------------------------------------------------------------
@@ -334,7 +344,7 @@ def overrun(folder: Path) -> int:
 
 OPS = {
     "adam_step": adam_step,
-    "foreach_adam_step": foreach_adam_step,
+    "foreach_step": foreach_step,
     "pack": pack,
     "grad_stats": grad_stats,
     "hyper_table": hyper,

@@ -56,14 +56,14 @@ def cache(setup_py: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_it_is_built_once_though_a_file_is_touched(cache: Cache) -> None:
     assert cache.library() == "build 1"
-    (cache.root / "csrc/cuda/adam.cu").touch()
+    (cache.root / "csrc/cuda/step_lion.cu").touch()
     assert cache.library() == "build 1"
 
 
 @pytest.mark.parametrize("change", ["kernel", "header", "setup.py", "nvcc", "torch", "architectures", "compiler"])
 def test_a_change_builds_it_anew(cache: Cache, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     assert cache.library() == "build 1"
-    files = {"kernel": "root/csrc/cuda/adam.cu", "header": "root/csrc/adam_math.h", "setup.py": "root/setup.py"}
+    files = {"kernel": "root/csrc/cuda/step_lion.cu", "header": "root/csrc/rules/rule.h", "setup.py": "root/setup.py"}
     files["torch"] = "torch/version.py"
     if change in files:
         with (cache.folder.parent / files[change]).open("a") as file:

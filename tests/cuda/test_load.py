@@ -20,7 +20,7 @@ LOAD = """
 import sys, torch
 for library in sys.argv[1:]:
     torch.ops.load_library(library)
-for op in ("adam_step", "pack", "unpack", "grad_stats", "hyper_table"):
+for op in ("adam_step", "foreach_step", "pack", "unpack", "grad_stats", "hyper_table"):
     print(op, torch._C._dispatch_has_kernel_for_dispatch_key(f"zero_kernels_C::{op}", "CUDA"))
 print(torch.ops.zero_kernels_C.cuda_archs())
 print(torch.ops.zero_kernels_C.cuda_problem())
@@ -40,7 +40,7 @@ def test_every_op_is_registered(library: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", LOAD, *libraries], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     *registered, archs, problem = done.stdout.splitlines()
-    assert [line.split()[1] for line in registered] == ["True"] * 5
+    assert [line.split()[1] for line in registered] == ["True"] * 6
     assert archs
     assert re.fullmatch(r"built by CUDA \d+\.\d, but the driver is of CUDA 0\.0: .*", problem)
 

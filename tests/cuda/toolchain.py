@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).parents[2]
 ARCHS = ("80", "90", "100")
-SOURCES = ("adam", "grad_stats", "hyper_table", "pack")
+RULES = ("adamw", "amsgrad", "lion", "sgd", "sgd_plain")
+SOURCES = (*(f"step_{rule}" for rule in RULES), "grad_stats", "hyper_table", "pack")
+BODIES = ("step", "grad_stats", "hyper_table", "pack")
 
 
 def run(*command: object) -> str:

@@ -2,14 +2,14 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 import zero_kernels
-from zero_kernels import compiled
+from zero_kernels import ROW, RULES, Rule, compiled
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 SIZES = (0, 1, 7, 127, 128, 129, 4095, 4097, 1_000_003)
@@ -19,9 +19,9 @@ BITS = {2: torch.int16, 4: torch.int32}
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    """`reference`, or the cpu backend on the instruction set of that name."""
-    if name == "reference":
-        with zero_kernels.use_backend("reference"):
+    """`reference` or `triton`, or the cpu backend on the instruction set of that name."""
+    if name in ("reference", "triton"):
+        with zero_kernels.use_backend(name):
             yield
         return
     compiled.use_isa(name)
@@ -79,3 +79,73 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return False
     differs = a.view(BITS[a.element_size()]) != b.view(BITS[b.element_size()])
     return not (differs & ~(a.isnan() & b.isnan())).any()
+
+
+# Four slots: decoupled, decoupled with decay, L2 that maximizes, and one that is not active.
+_COEFFICIENTS = {
+    "lr": [1e-3, 1e-2, 0.1, 1.0],
+    "beta1": [0.9, 0.3, 0.5, 0.9],
+    "beta2": [0.999, 0.99, 0.9, 0.95],
+    "eps": [1e-8, 1e-6, 0.0, 1e-8],
+    "weight_decay": [0.0, 0.1, 0.1, 0.2],
+    "decoupled": [1, 1, 0, 1],
+    "maximize": [0, 0, 1, 0],
+    "momentum": [0.9, 0.3, 0.5, 0.9],
+    "dampening": [0.5, 0.1, 0.0, 0.0],
+    "nesterov": [0, 0, 1, 0],
+}
+_STEPS = [1, 2, 1000, 3]
+_FACTORS = [1.0, 0.37, 0.7, 0.0]  # as clipping of a subset makes them
+
+
+def rule_table(rule: Rule) -> Tensor:
+    """A rule's table of four slots."""
+    coefficients = torch.tensor([_COEFFICIENTS[name] for name in rule.coefficients], dtype=torch.float64)
+    table, active = torch.empty(4, len(rule.columns)), torch.tensor([True, True, True, False])
+    rule.fill_table(coefficients, None, torch.tensor(_STEPS, dtype=torch.float64), active, table)
+    table[:, rule.columns.index("grad_factor")] *= torch.tensor(_FACTORS)
+    return table
+
+
+class Shards:
+    """What `foreach_step` is given of several shards, each of them at another place in its allocations.
+
+    Attributes:
+        written: copies of masters, states and params_out, in one list: what a call writes.
+    """
+
+    def __init__(
+        self, rule: str, sizes: Sequence[int], grad: torch.dtype, param: torch.dtype | None, offset: int = 0
+    ) -> None:
+        self.rule, self.table = rule, rule_table(RULES[rule])
+        places = [(numel, offset + i % 5 if offset else 0) for i, numel in enumerate(sizes)]
+        self.grads = [at_offset(awkward(numel, grad, 1 + i), at) for i, (numel, at) in enumerate(places)]
+        self.masters = [at_offset(awkward(numel, torch.float32, 2 + i), at) for i, (numel, at) in enumerate(places)]
+        self.states = [
+            at_offset(awkward(numel, torch.float32, 3 + i + 7 * s).abs(), at)
+            for i, (numel, at) in enumerate(places)
+            for s in range(len(RULES[rule].states))
+        ]
+        self.params = [at_offset(awkward(numel, param, 5 + i), at) for i, (numel, at) in enumerate(places) if param]
+        generator = torch.Generator().manual_seed(sum(sizes))
+        rows = [-(-numel // ROW) for numel in sizes]
+        self.row_slots = [torch.randint(-1, 4, (n,), dtype=torch.int32, generator=generator) for n in rows]
+
+    @property
+    def written(self) -> list[Tensor]:
+        return [*self.masters, *self.states, *self.params]
+
+    def run(self, name: str, **shared: Tensor) -> list[Tensor]:
+        """What the named backend makes of copies of `written`."""
+        masters, states, params = ([_twin(x) for x in group] for group in (self.masters, self.states, self.params))
+        shared.setdefault("grad_scale", torch.tensor(0.37))
+        with backend(name):
+            zero_kernels.foreach_step(
+                self.rule, self.grads, masters, states, params, self.row_slots, self.table, **shared
+            )
+        return [*masters, *states, *params]
+
+
+def _twin(x: Tensor) -> Tensor:
+    """A copy that is aligned as `x` is."""
+    return at_offset(x, x.storage_offset())

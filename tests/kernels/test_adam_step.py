@@ -157,47 +157,6 @@ def test_output_past_the_cache_is_the_same(isa: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["reference", *ISAS])
-@pytest.mark.parametrize(
-    "sizes",
-    [(4097,), (1, 0, 127), (0,), (0, 0, 3 * ROW, 0, 300_001, 5), (ROW,) * 70, (100_000, 77_777, 40_000)],
-    ids=str,
-)
-def test_several_shards_at_once_are_a_call_for_each(name: str, sizes: tuple[int, ...]) -> None:
-    for grad_dtype, param_dtype, offset in ((torch.float16, torch.bfloat16, 0), (torch.bfloat16, None, 3)):
-        # Each starts at another place, so that each has other rows and values.
-        cases = [Case(numel, grad_dtype, param_dtype, offset + i % 5) for i, numel in enumerate(sizes)]
-        expected = [case.run(name) for case in cases]
-        copies = [[at_offset(tensor, case.offset) for tensor in case.before()] for case in cases]
-        columns = [list(column) for column in zip(*copies, strict=True)]
-        for count in (1, 3):
-            again = [[tensor.clone() for tensor in column] for column in columns]
-            with backend(name), threads(count):
-                zero_kernels.foreach_adam_step(
-                    [case.grad for case in cases],
-                    *again[:3],
-                    again[3] if param_dtype is not None else [],
-                    [case.row_slot for case in cases],
-                    TABLE,
-                    grad_scale=torch.tensor(0.37),
-                )
-            for i, (want, got) in enumerate(zip(expected, zip(*again, strict=True), strict=True)):
-                assert all(map(same_bits, want, got)), f"shard {i} of {sizes}"
-
-
-@pytest.mark.parametrize("name", ["reference", *ISAS])
-def test_found_inf_leaves_every_shard_and_names_the_slots_of_all(name: str) -> None:
-    shards = [torch.ones(numel) for numel in (ROW, 2 * ROW, 5)]
-    shards[0][7], shards[2][4] = math.nan, -math.inf
-    rows = [torch.tensor(slots, dtype=torch.int32) for slots in ([2], [0, 1], [3])]
-    state = [[torch.full_like(shard, 0.5) for shard in shards] for _ in range(3)]
-    slots = torch.zeros(4, dtype=torch.int32)
-    with backend(name):
-        zero_kernels.foreach_adam_step(shards, *state, [], rows, TABLE, found_inf=torch.ones(1), nonfinite_slots=slots)
-    assert slots.tolist() == [0, 0, 1, 1]
-    assert all(torch.equal(tensor, torch.full_like(tensor, 0.5)) for tensors in state for tensor in tensors)
-
-
-@pytest.mark.parametrize("name", ["reference", *ISAS])
 @pytest.mark.parametrize("flag", [1.0, math.nan, -2.0])
 def test_found_inf_leaves_everything_and_names_the_slots(name: str, flag: float) -> None:
     case = Case(ROW * 5 + 3, torch.float16, torch.bfloat16)
@@ -340,25 +299,3 @@ def test_wrong_arguments_are_named(argument: str) -> None:
     arguments |= {"row_slot": torch.zeros(1, dtype=torch.int32), "hyper": TABLE}
     with pytest.raises(error, match=message):
         zero_kernels.adam_step(**arguments | {argument: value})
-
-
-BAD_LISTS = {
-    "grads": ([torch.zeros(ROW), torch.zeros(ROW).half()], TypeError, "grads must have one dtype"),
-    "masters": ([torch.zeros(ROW)], ValueError, "masters must have one tensor a shard: 2 grads, 1 masters"),
-    "exp_avgs": ([torch.zeros(ROW), torch.zeros(1)], ValueError, "shard 1: exp_avg must have 128 elements, got 1"),
-    "exp_avg_sqs": ([torch.zeros(ROW).double()] * 2, TypeError, "shard 0: exp_avg_sq must be float32, got float64"),
-    "params_out": ([torch.zeros(ROW)], ValueError, "params_out must have one tensor a shard: 2 grads, 1 params_out"),
-    "row_slots": ([torch.zeros(1, dtype=torch.int32)], ValueError, "row_slots must have one tensor a shard"),
-    "nonfinite_slots": (torch.zeros(3, dtype=torch.int32), ValueError, "nonfinite_slots must have 4 elements"),
-}
-
-
-@pytest.mark.parametrize("argument", BAD_LISTS)
-def test_wrong_lists_are_named(argument: str) -> None:
-    value, error, message = BAD_LISTS[argument]
-    arguments = {name: [torch.zeros(ROW), torch.zeros(ROW)] for name in ("grads", "masters", "exp_avgs", "exp_avg_sqs")}
-    arguments |= {"params_out": [], "row_slots": [torch.zeros(1, dtype=torch.int32)] * 2, "hyper": TABLE}
-    with pytest.raises(error, match=message):
-        zero_kernels.foreach_adam_step(**arguments | {argument: value})
-    with pytest.raises(ValueError, match="foreach_adam_step needs at least one shard"):
-        zero_kernels.foreach_adam_step([], [], [], [], [], [], TABLE)

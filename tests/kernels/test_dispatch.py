@@ -104,6 +104,13 @@ def op_samples() -> dict[str, list[tuple]]:
             (flat(torch.float16), *state, flat(torch.bfloat16), rows, table, torch.ones(()), torch.zeros(1), flags),
             (flat(), *state, None, rows, table),
         ],
+        "foreach_step": [
+            (
+                *("lion", [flat(torch.float16)], [flat()], [flat()], [flat(torch.bfloat16)], [rows], table),
+                *(torch.ones(()), torch.zeros(1), flags),
+            ),
+            ("sgd_plain", [flat(), flat()], [flat(), flat()], [], [], [rows, rows], table),
+        ],
         "pack": [(grads, [1, 128], bucket, 0.5, flags), (grads, [0, 20], bucket)],
         "unpack": [(bucket, [1, 128], grads, 0.5)],
         "grad_stats": [([flat(torch.bfloat16), flat()], 2.0), ([flat()],)],

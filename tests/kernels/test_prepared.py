@@ -44,10 +44,9 @@ def adam_arguments(numel: int, seed: int, found_inf: float = 0.0) -> list[Tensor
 
 def foreach_arguments(sizes: Sequence[int], seed: int, found_inf: float = 0.0, *, masters_alone: bool = False) -> list:
     shards = [adam_arguments(numel, seed + 7 * i, found_inf) for i, numel in enumerate(sizes)]
-    lists = [list(column) for column in zip(*(shard[:6] for shard in shards), strict=True)]
-    if masters_alone:
-        lists[4] = []
-    return [*lists, *shards[0][6:]]
+    grads, masters, exp_avgs, exp_avg_sqs, outs, rows = map(list, zip(*(shard[:6] for shard in shards), strict=True))
+    states = [state for pair in zip(exp_avgs, exp_avg_sqs, strict=True) for state in pair]
+    return ["adamw", grads, masters, states, [] if masters_alone else outs, rows, *shards[0][6:]]
 
 
 def pack_arguments(seed: int) -> list:
@@ -88,10 +87,10 @@ def test_adam_step_has_the_bits_and_versions_of_the_op(name: str, numel: int) ->
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("masters_alone", [False, True])
-def test_foreach_adam_step_has_the_bits_and_versions_of_the_op(name: str, masters_alone: bool) -> None:
+def test_foreach_step_has_the_bits_and_versions_of_the_op(name: str, masters_alone: bool) -> None:
     calls = [(SIZES, 0, 0.0), (SIZES[::-1], 50, 0.0), (SIZES[:1], 100, 1.0), (SIZES, 150, 0.0)]
     with backend(name):
-        runs_like_the_op("foreach_adam_step", [foreach_arguments(*call, masters_alone=masters_alone) for call in calls])
+        runs_like_the_op("foreach_step", [foreach_arguments(*call, masters_alone=masters_alone) for call in calls])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -115,7 +114,7 @@ def test_the_first_call_is_checked() -> None:
     arguments[1] = arguments[1].double()
     with pytest.raises(TypeError, match="master must be float32, got float64"):
         Prepared("adam_step")(*arguments)
-    with pytest.raises(ValueError, match="op must be one of adam_step, foreach_adam_step, pack, got 'unpack'"):
+    with pytest.raises(ValueError, match="op must be one of adam_step, foreach_step, pack, got 'unpack'"):
         Prepared("unpack")
 
 
@@ -150,11 +149,14 @@ def test_a_later_call_of_adam_step_stays_in_bounds(place: int, value: Tensor) ->
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (0, [torch.ones(ROW)]),
-        (0, [torch.ones(ROW), torch.ones(ROW).half()]),
+        (0, "sgd"),
+        (0, "adagrad"),
         (1, [torch.ones(ROW)]),
-        (1, [torch.ones(ROW), torch.ones(ROW - 1)]),
-        (2, [torch.ones(ROW, dtype=torch.float64)] * 2),
+        (1, [torch.ones(ROW), torch.ones(ROW).half()]),
+        (2, [torch.ones(ROW)]),
+        (2, [torch.ones(ROW), torch.ones(ROW - 1)]),
+        (3, [torch.ones(ROW, dtype=torch.float64)] * 4),
+        (3, [torch.ones(ROW)] * 3),
         (3, []),
         (4, [torch.ones(ROW).bfloat16()]),
         (4, [torch.ones(ROW).bfloat16(), torch.ones(ROW)]),
@@ -164,13 +166,15 @@ def test_a_later_call_of_adam_step_stays_in_bounds(place: int, value: Tensor) ->
         (9, torch.zeros(1, dtype=torch.int32)),
     ],
 )
-def test_a_later_call_of_foreach_adam_step_stays_in_bounds(place: int, value: object) -> None:
-    prepared, arguments = Prepared("foreach_adam_step"), foreach_arguments((ROW, ROW), 0)
+def test_a_later_call_of_foreach_step_stays_in_bounds(place: int, value: object) -> None:
+    prepared, arguments = Prepared("foreach_step"), foreach_arguments((ROW, ROW), 0)
     with backend(ISAS[0]):
         prepared(*arguments)
         wrong = [*arguments[:place], value, *arguments[place + 1 :]]
         before = copied(wrong)
-        with pytest.raises(RuntimeError, match="this call was prepared for|unlike lengths|must be empty|not alike"):
+        with pytest.raises(
+            RuntimeError, match="this call was prepared for|unlike lengths|must be empty|not alike|no rule 'adagrad'"
+        ):
             prepared(*wrong)
     for ours, theirs in zip(tensors(wrong), tensors(before), strict=True):
         assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())

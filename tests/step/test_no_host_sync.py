@@ -17,7 +17,7 @@ from torch import Tensor
 from training_cases import TINY_CAP_MB, linear_loss, make_gradients, make_parameters, maybe_no_sync
 
 SHAPES = ((17, 9), (300,), (1,), (40, 25))
-UPDATES = {"zero_kernels::adam_step", "zero_kernels::foreach_adam_step"}
+UPDATES = {"zero_kernels::adam_step", "zero_kernels::foreach_step"}
 KERNELS = {f"zero_kernels::{name}" for name in ("pack", "unpack", "grad_stats", "hyper_table")} | UPDATES
 COLLECTIVES = {
     f"c10d::{name}" for name in ("allreduce_", "scatter_", "broadcast_", "_allgather_base_", "_reduce_scatter_base_")
@@ -201,7 +201,7 @@ def test_launches_follow_the_buckets_not_the_parameters(stage):
             assert result_few == result_many
             assert result_few["buckets"] == 4
             # Of small shards one call updates several: here of half a bucket all four, of a whole one two.
-            assert result_few["zero_kernels::foreach_adam_step"] == (2 if world_size == 1 or stage == 0 else 1)
+            assert result_few["zero_kernels::foreach_step"] == (2 if world_size == 1 or stage == 0 else 1)
             assert "zero_kernels::adam_step" not in result_few
             assert result_few["zero_kernels::pack"] == 4
             # At stage 0 all ranks have the same gradients, and the first reads them for all.

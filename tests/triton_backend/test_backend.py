@@ -83,7 +83,7 @@ class Recorder:
 
 def test_no_launch_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the process's default is: the option is said at every launch. Nor does a launch read a value."""
-    modules = (triton.adam, triton.pack, triton.grad_stats, triton.hyper_table)
+    modules = (triton.step, triton.pack, triton.grad_stats, triton.hyper_table)
     recorders: dict[str, Recorder] = {}
     for module in modules:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -91,13 +91,16 @@ def test_no_launch_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
     x, rows, fp64 = torch.ones(128), torch.zeros(1, dtype=torch.int32), torch.zeros(7, 1, dtype=torch.float64)
     with no_host_reads():
         triton.OPS["adam_step"](x, x, x, x, None, rows, torch.zeros(1, 12), x[:1], x[:1], rows)
+        triton.OPS["foreach_step"](
+            "sgd_plain", [x, x], [x, x], [], [], [rows, rows], torch.zeros(1, 12), None, None, None
+        )
         triton.OPS["pack"]([x], [0], torch.ones(128), 1.0, rows)
         triton.OPS["unpack"](torch.ones(128), [0], [x], 1.0)
         triton.OPS["grad_stats"]([x], 2.0)
         triton.OPS["hyper_table"](fp64, rows, fp64[0], rows == 0, torch.zeros(1, 12))
     launches = {name: len(recorder.options) for name, recorder in recorders.items()}
     assert launches == {
-        "_adam_step_kernel": 1,
+        "_step_kernel": 3,
         "_slots_kernel": 2,
         "_block_kernel": 1,
         "_large_kernel": 0,

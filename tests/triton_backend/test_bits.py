@@ -6,12 +6,12 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import FLOATS, at_offset, awkward, dominated, same_bits
+from cases import FLOATS, Shards, at_offset, awkward, dominated, same_bits
 from interpreter import interpreted
 from torch import Tensor
 
 import zero_kernels
-from zero_kernels import HYPER_COLUMNS, ROW, reference, triton
+from zero_kernels import HYPER_COLUMNS, ROW, RULES, reference, triton
 from zero_kernels.reference import STATS_BLOCK
 
 SIZES = (0, 1, 7, 127, 128, 129, 4095, 4097, 100_003)
@@ -77,6 +77,23 @@ def test_adam_step(dtype: torch.dtype, numel: int) -> None:
     for param, offset in itertools.product((*FLOATS, None) if small else (dtype,), (0, 3) if small else (0,)):
         _, want, got = steps(awkward(numel, dtype, 1, offset), param, offset, grad_scale=torch.tensor(0.37))
         check(want, got, (param, offset))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@interpreted
+def test_foreach_step(rule: str) -> None:
+    """Every dtype, tails and whole rows, misaligned, several shards of which one is empty; and a step that is skipped."""
+    for grad, param, offset in (
+        (torch.float16, torch.bfloat16, 3),
+        (torch.bfloat16, None, 0),
+        (torch.float32,) * 2 + (1,),
+    ):
+        shards = Shards(rule, (0, 2000, 2 * ROW, 5), grad, param, offset)
+        check(shards.run("reference"), shards.run("triton"), (grad, param))
+    marks = [torch.zeros(4, dtype=torch.int32) for _ in NAMES]
+    for name, slots in zip(NAMES, marks, strict=True):
+        check(shards.written, shards.run(name, found_inf=torch.ones(1), nonfinite_slots=slots), "skipped")
+    assert torch.equal(*marks) and marks[0].any()
 
 
 @interpreted

@@ -16,7 +16,7 @@ import aot
 import triton.language as tl
 from triton import jit
 
-from zero_kernels import ROW, triton
+from zero_kernels import ROW, RULES, triton
 
 if triton.OPS and triton.common.INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1: nothing is compiled in this process", allow_module_level=True)
@@ -38,6 +38,20 @@ def adam_step(
         torch.zeros(-(-numel // ROW), dtype=torch.int32),
         torch.zeros(2, 12),
         *optional,
+    )
+
+
+def foreach_step(rule: str, grad: torch.dtype, param: torch.dtype | None) -> None:
+    numel = 16 * ROW
+    triton.OPS["foreach_step"](
+        rule,
+        [torch.empty(numel, dtype=grad)],
+        [torch.empty(numel)],
+        [torch.empty(numel) for _ in RULES[rule].states],
+        [] if param is None else [torch.empty(numel, dtype=param)],
+        [torch.zeros(16, dtype=torch.int32)],
+        torch.zeros(2, 12),
+        *(torch.ones(1), torch.ones(1), torch.zeros(2, dtype=torch.int32)),
     )
 
 
@@ -69,6 +83,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "adam_step-ragged": partial(adam_step, BF16, BF16, 16 * ROW + 1),
     "adam_step-misaligned": partial(adam_step, BF16, BF16, offset=1),
     "adam_step-bare": partial(adam_step, BF16, BF16, bare=True),
+    **{f"foreach_step-{rule}": partial(foreach_step, rule, BF16, BF16) for rule in RULES if rule != "adamw"},
     **{f"pack-{NAMES[dtype]}": partial(pack, dtype, True) for dtype in FLOATS},
     "pack-without-flags": partial(pack, BF16, False),
     **{f"unpack-{NAMES[dtype]}": partial(unpack, dtype) for dtype in FLOATS},
@@ -139,12 +154,21 @@ def test_a_fused_operation_would_be_seen(arch: int, fused: bool, machine: str) -
 
 
 @every_arch
-@pytest.mark.parametrize("name", ["adam_step-fp32-fp32", "pack-bf16", "unpack-bf16", "grad_stats-2.0-large"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adam_step-fp32-fp32",
+        *(f"foreach_step-{rule}" for rule in RULES if rule != "adamw"),
+        "pack-bf16",
+        "unpack-bf16",
+        "grad_stats-2.0-large",
+    ],
+)
 def test_the_machine_code_keeps_to_it(arch: int, name: str) -> None:
     """ptxas contracts what is paired (FFMA2). Plain FFMA is what divisions and roots are made of."""
     for launch in launches(arch, name):
         assert not instructions(launch.sass, "LDL", "STL", "FFMA2", "DFMA"), launch.kernel
-        if not name.startswith("adam_step"):
+        if not name.startswith(("adam_step", "foreach_step-amsgrad")):
             assert not instructions(launch.sass, "FFMA", "MUFU"), launch.kernel
 
 
@@ -171,6 +195,23 @@ def test_adam_step_moves_16_bytes_at_a_time(arch: int, grad: torch.dtype, param:
     assert stores["st.global.v4.b32"] == 3 + (param == FP32), stores
     assert stores["st.global.v2.b32"] == (param in FLOATS[:2]), stores
     assert stores["st.global.b32"] == 1, "the mark of a slot that is not finite, and no data"
+
+
+@every_arch
+@pytest.mark.parametrize(
+    ("rule", "muls", "adds", "subs"),
+    [("amsgrad", 9, 4, 1), ("lion", 7, 2, 1), ("sgd", 6, 3, 1), ("sgd_plain", 3, 1, 1)],
+)
+def test_other_rules_do_what_is_written(arch: int, rule: str, muls: int, adds: int, subs: int) -> None:
+    """Counted as for adam_step. Every tensor of fp32 in 16 bytes, which no rule but its loads and stores says."""
+    (launch,) = launches(arch, f"foreach_step-{rule}")
+    found = instructions(launch.ptx, "mul.rn", "add.rn", "sub.rn", "div.rn", "sqrt.rn")
+    want = Counter({"mul.rn.f32": 4 * muls + 1, "add.rn.f32": 4 * adds, "sub.rn.f32": 4 * subs})
+    assert found == want + Counter({"div.rn.f32": 8, "sqrt.rn.f32": 4} if rule == "amsgrad" else {})
+    wide = 1 + len(RULES[rule].states)
+    loads, stores = instructions(launch.ptx, "ld.global"), instructions(launch.ptx, "st.global")
+    assert (loads["ld.global.v4.b32"], loads["ld.global.v2.b32"]) == (wide, 1), loads
+    assert (stores["st.global.v4.b32"], stores["st.global.v2.b32"], stores["st.global.b32"]) == (wide, 1, 1), stores
 
 
 @every_arch
@@ -224,7 +265,7 @@ def test_hyper_table_divides_and_takes_roots_as_ieee_wants(arch: int) -> None:
 @every_call
 def test_registers_leave_room_for_many_warps(arch: int, name: str) -> None:
     """A bound on the latency that the kernels can hide: an SM has 64 Ki registers."""
-    bounds = {"adam_step": 64, "pack": 64, "unpack": 64, "grad_stats": 128, "hyper_table": 128}
+    bounds = {"adam_step": 64, "foreach_step": 64, "pack": 64, "unpack": 64, "grad_stats": 128, "hyper_table": 128}
     slow = name in ("adam_step-ragged", "adam_step-misaligned")
     most = 128 if slow else bounds[name.partition("-")[0]]
     for launch in launches(arch, name):
@@ -250,7 +291,7 @@ def test_grids_reach_beyond_2_to_the_31_elements() -> None:
         triton.OPS["grad_stats"](shard[:1], 2.0)
     grids = [launch.grid for launch in made]
     assert grids == [(-(-numel // 1024),), (-(-numel // 8192),), (1, 32), (1,)]
-    assert made[0].kernel == "_adam_step_kernel" and made[1].kernel == "_block_kernel"
+    assert made[0].kernel == "_step_kernel" and made[1].kernel == "_block_kernel"
 
 
 def test_a_learning_rate_or_a_size_compiles_nothing_anew() -> None:

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from zero_kernels.reference import one_by_one
-
 _import_error: str | None = None
 OPS: dict[str, Callable[..., Any]] = {}
 """The ops by name; empty when triton can't be imported."""
@@ -18,13 +16,13 @@ OPS: dict[str, Callable[..., Any]] = {}
 try:
     from triton.runtime.driver import driver
 
-    from zero_kernels.triton import adam, common, grad_stats, hyper_table, pack
+    from zero_kernels.triton import common, grad_stats, hyper_table, pack, step
 except (ImportError, AttributeError) as error:  # the latter from an older triton
     _import_error = f"triton can't be imported or is too old: {error}"
 else:
     OPS = {
-        "adam_step": adam.adam_step,
-        "foreach_adam_step": one_by_one(adam.adam_step),
+        "adam_step": step.adam_step,
+        "foreach_step": step.foreach_step,
         "pack": pack.pack,
         "unpack": pack.unpack,
         "grad_stats": grad_stats.grad_stats,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zero_kernels.reference import STEP_BITS
+from zero_kernels.rules.rule import STEP_BITS
 from zero_kernels.triton.common import (
     ACTIVE,
     BETA1,

@@ -99,9 +99,10 @@ def ours_in_parts(shard: Shard) -> Callable[[], None]:
 
 
 def ours_at_once(shard: Shard) -> Callable[[], None]:
-    lists = [list(column) for column in zip(*map(_tensors, parts_of(shard)), strict=True)]
-    shared = _shared(shard)
-    return lambda: torch.ops.zero_kernels.foreach_adam_step(*lists, *shared)
+    grads, masters, exp_avgs, exp_avg_sqs, params, rows = zip(*map(_tensors, parts_of(shard)), strict=True)
+    states = [state for pair in zip(exp_avgs, exp_avg_sqs, strict=True) for state in pair]
+    lists, shared = [list(column) for column in (grads, masters, states, params, rows)], _shared(shard)
+    return lambda: torch.ops.zero_kernels.foreach_step("adamw", *lists, *shared)
 
 
 def _tensors(shard: Shard) -> tuple[Tensor, ...]:

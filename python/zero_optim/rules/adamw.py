@@ -17,12 +17,12 @@ from .update_rule import Begins, ShardUpdate, StateTensor
 
 @dataclass(frozen=True)
 class AdamW:
-    """``decoupled``: False is Adam. ``adam_step`` and ``foreach_adam_step``: the ops as this one's updates call them.
+    """``decoupled``: False is Adam. ``adam_step`` and ``foreach_step``: the ops as this one's updates call them.
     See ``UpdateRule`` for the rest."""
 
     decoupled: bool = True
     adam_step: Callable[..., None] = field(default=zero_kernels.adam_step, repr=False, compare=False)
-    foreach_adam_step: Callable[..., None] = field(default=zero_kernels.foreach_adam_step, repr=False, compare=False)
+    foreach_step: Callable[..., None] = field(default=zero_kernels.foreach_step, repr=False, compare=False)
 
     tensors = (StateTensor("master", Begins.PARAMETER), StateTensor("exp_avg"), StateTensor("exp_avg_sq"))
     coefficients = zero_kernels.HYPER_COEFFICIENTS
@@ -36,7 +36,7 @@ class AdamW:
         torch.ops.zero_kernels.hyper_table(by_group, group_of, steps, active, table)
 
     def prepared(self) -> AdamW:
-        return AdamW(self.decoupled, *map(zero_kernels.Prepared, ("adam_step", "foreach_adam_step")))
+        return AdamW(self.decoupled, *map(zero_kernels.Prepared, ("adam_step", "foreach_step")))
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
         shared = shards[0][-4:]  # hyper, grad_scale, found_inf, marks
@@ -44,9 +44,8 @@ class AdamW:
             self.adam_step(*_tensors(shards[0]), *shared)
             return
         grads, masters, exp_avgs, exp_avg_sqs, outs, row_slots = map(list, zip(*map(_tensors, shards), strict=True))
-        self.foreach_adam_step(
-            grads, masters, exp_avgs, exp_avg_sqs, [] if outs[0] is None else outs, row_slots, *shared
-        )
+        states = [state for pair in zip(exp_avgs, exp_avg_sqs, strict=True) for state in pair]
+        self.foreach_step("adamw", grads, masters, states, [] if outs[0] is None else outs, row_slots, *shared)
 
     def update_in_float64(
         self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any], step: float

@@ -1,4 +1,6 @@
-"""`adam_step` in Triton: the kernel, then the op."""
+"""The update of a shard by any rule, in Triton: the kernel, then the ops."""
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -6,25 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from zero_kernels.hyper import ROW
-from zero_kernels.triton.common import (
-    ACTIVE,
-    BETA1,
-    BETA2,
-    BIAS_CORRECTION2_SQRT,
-    COLUMNS,
-    DECAY,
-    EPS,
-    EXACT,
-    GRAD_FACTOR,
-    ONE_MINUS_BETA1,
-    ONE_MINUS_BETA2,
-    STEP_SIZE,
-    WEIGHT_DECAY,
-    narrow,
-    nonfinite,
-    times,
-    widen,
-)
+from zero_kernels.reference import shards_of
+from zero_kernels.triton.common import ACTIVE, COLUMNS, EXACT, GRAD_FACTOR, narrow, nonfinite, times, widen
+from zero_kernels.triton.rules import UPDATES
 
 # A row a warp: four elements a thread, so that every access of fp32 is 16 bytes and every warp's are contiguous. With
 # eight elements a thread Triton swaps what it stores through shared memory.
@@ -46,38 +32,30 @@ def _mark_nonfinite(g, slot, skipped, nonfinite_slots):
 def _step_rows(
     grad,
     master,
-    exp_avg,
-    exp_avg_sq,
+    states,
     param_out,
     row_slot,
     hyper,
     grad_scale,
     found_inf,
     nonfinite_slots,
+    UPDATE: tl.constexpr,
     row,  # [ROWS] int64
     has_row,  # [ROWS]: rows that exist
     at,  # [ROWS, 128] int64: elements
     inside,  # [ROWS, 128], or [ROWS, 1] where rows are whole: elements that exist
 ):
     g = tl.load(grad + at, mask=inside, other=0.0)
-    p_old = tl.load(master + at, mask=inside)
-    m = tl.load(exp_avg + at, mask=inside)
-    v = tl.load(exp_avg_sq + at, mask=inside)
+    p = tl.load(master + at, mask=inside)
+    before = ()
+    for i in tl.static_range(len(states)):
+        before = before + (tl.load(states[i] + at, mask=inside),)
     # Holds the compiler to this order: all data is asked for before anything is waited for. Loaded above the barrier,
-    # `slot` was seen to be used there, to address coefficients, before exp_avg_sq was asked for (Triton 3.6, 3.7).
+    # `slot` was seen to be used there, to address coefficients, before the last state was asked for (Triton 3.6, 3.7).
     tl.debug_barrier()
     slot = tl.load(row_slot + row, mask=has_row, other=-1)  # [ROWS] int32
 
-    coefficients = hyper + tl.maximum(slot, 0).to(tl.int64)[:, None] * COLUMNS  # each below is [ROWS, 1]
-    step_size = tl.load(coefficients + STEP_SIZE)
-    decay = tl.load(coefficients + DECAY)
-    weight_decay = tl.load(coefficients + WEIGHT_DECAY)
-    eps = tl.load(coefficients + EPS)
-    beta1 = tl.load(coefficients + BETA1)
-    one_minus_beta1 = tl.load(coefficients + ONE_MINUS_BETA1)
-    beta2 = tl.load(coefficients + BETA2)
-    one_minus_beta2 = tl.load(coefficients + ONE_MINUS_BETA2)
-    bias_correction2_sqrt = tl.load(coefficients + BIAS_CORRECTION2_SQRT)
+    coefficients = hyper + tl.maximum(slot, 0).to(tl.int64)[:, None] * COLUMNS  # [ROWS, 1]
     scale = tl.load(coefficients + GRAD_FACTOR)
     live = inside & (slot[:, None] >= 0) & (tl.load(coefficients + ACTIVE) != 0)
 
@@ -87,28 +65,24 @@ def _step_rows(
     if found_inf is not None:
         skipped = tl.load(found_inf) != 0
         live = live & (not skipped)
-        if nonfinite_slots is not None:
-            _mark_nonfinite(g, slot, skipped, nonfinite_slots)
 
-    g = tl.where(weight_decay != 0, g + times(weight_decay, p_old), g)
-    p = times(p_old, decay)
-    m = times(m, beta1) + times(g, one_minus_beta1)
-    v = times(v, beta2) + times(times(g, one_minus_beta2), g)
-    p = p - times(step_size, tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), bias_correction2_sqrt) + eps))
+    p, after = UPDATE(g, p, before, coefficients)
 
     tl.store(master + at, p, mask=live)
-    tl.store(exp_avg + at, m, mask=live)
-    tl.store(exp_avg_sq + at, v, mask=live)
+    for i in tl.static_range(len(states)):
+        tl.store(states[i] + at, after[i], mask=live)
     if param_out is not None:
         tl.store(param_out + at, narrow(p, param_out.dtype.element_ty), mask=live)
+    # Last: before the update, the branch made a kernel for compute capability 8.0 spill (Triton 3.7).
+    if found_inf is not None and nonfinite_slots is not None:
+        _mark_nonfinite(g, slot, skipped, nonfinite_slots)
 
 
 @triton.jit(do_not_specialize=["numel"])
-def _adam_step_kernel(
+def _step_kernel(
     grad,
     master,
-    exp_avg,
-    exp_avg_sq,
+    states,  # a tuple of as many as the rule has
     param_out,
     row_slot,
     hyper,
@@ -116,6 +90,7 @@ def _adam_step_kernel(
     found_inf,
     nonfinite_slots,
     numel: tl.int64,
+    UPDATE: tl.constexpr,
     RAGGED: tl.constexpr,  # whether numel is no multiple of a row
 ):
     first = tl.program_id(0).to(tl.int64) * _ROWS
@@ -125,13 +100,13 @@ def _adam_step_kernel(
     if RAGGED and (first + _ROWS) * _ROW > numel:
         # A mask of elements makes every access narrow: only the last tile pays for it.
         _step_rows(
-            grad, master, exp_avg, exp_avg_sq, param_out, row_slot, hyper,
-            grad_scale, found_inf, nonfinite_slots, row, has_row, at, at < numel,
+            grad, master, states, param_out, row_slot, hyper,
+            grad_scale, found_inf, nonfinite_slots, UPDATE, row, has_row, at, at < numel,
         )  # fmt: skip
     else:
         _step_rows(
-            grad, master, exp_avg, exp_avg_sq, param_out, row_slot, hyper,
-            grad_scale, found_inf, nonfinite_slots, row, has_row, at, has_row[:, None],
+            grad, master, states, param_out, row_slot, hyper,
+            grad_scale, found_inf, nonfinite_slots, UPDATE, row, has_row, at, has_row[:, None],
         )  # fmt: skip
 
 
@@ -141,22 +116,46 @@ def adam_step(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     param_out: Tensor | None,
+    *shared: Tensor | None,
+) -> None:
+    """See `zero_kernels.adam_step`."""
+    _step("adamw", grad, master, (exp_avg, exp_avg_sq), param_out, *shared)
+
+
+def foreach_step(
+    rule: str,
+    grads: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    states: Sequence[Tensor],
+    params_out: Sequence[Tensor],
+    row_slots: Sequence[Tensor],
+    *shared: Tensor | None,
+) -> None:
+    """See `zero_kernels.foreach_step`: a launch for each shard."""
+    for shard in shards_of(grads, masters, states, params_out, row_slots):
+        _step(rule, *shard, *shared)
+
+
+def _step(
+    rule: str,
+    grad: Tensor,
+    master: Tensor,
+    states: tuple[Tensor, ...],
+    param_out: Tensor | None,
     row_slot: Tensor,
     hyper: Tensor,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     nonfinite_slots: Tensor | None,
 ) -> None:
-    """See `zero_kernels.adam_step`."""
     numel = grad.numel()
     if numel == 0 or hyper.shape[0] == 0:
         return
     with torch.cuda.device_of(grad):
-        _adam_step_kernel[(triton.cdiv(numel, ROWS * ROW),)](
+        _step_kernel[(triton.cdiv(numel, ROWS * ROW),)](
             grad,
             master,
-            exp_avg,
-            exp_avg_sq,
+            states,
             param_out,
             row_slot,
             hyper,
@@ -164,6 +163,7 @@ def adam_step(
             found_inf,
             nonfinite_slots,
             numel,
+            UPDATE=UPDATES[rule],
             RAGGED=numel % ROW != 0,
             num_warps=WARPS,
             **EXACT,

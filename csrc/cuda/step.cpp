@@ -1,0 +1,78 @@
+// adam_step and foreach_step on CUDA.
+#include "../bounds.h"
+#include "../rules/adamw.h"
+#include "../rules/amsgrad.h"
+#include "../rules/lion.h"
+#include "../rules/sgd.h"
+#include "launch.h"
+#include "step_args.h"
+
+namespace zero_kernels {
+namespace {
+
+struct StepEntry {
+  const char* rule;
+  int states;
+  const RunStep* run;
+};
+const StepEntry kSteps[] = {
+    {"adamw", AdamW::kStates, &step_adamw},
+    {"amsgrad", AmsGrad::kStates, &step_amsgrad},
+    {"lion", Lion::kStates, &step_lion},
+    {"sgd", Sgd::kStates, &step_sgd},
+    {"sgd_plain", SgdPlain::kStates, &step_sgd_plain},
+    {}};
+
+StepArgs args_of(const StepTensors& of) {
+  StepArgs args = {
+      data<const void>(of.grad),
+      data<float>(of.master),
+      {},
+      of.param_out ? data<void>(*of.param_out) : nullptr,
+      data<const int32_t>(of.row_slot),
+      data<const HyperRow>(of.hyper),
+      of.grad_scale ? data<const float>(*of.grad_scale) : nullptr,
+      of.found_inf ? data<const float>(*of.found_inf) : nullptr,
+      of.nonfinite_slots ? data<int32_t>(*of.nonfinite_slots) : nullptr,
+      of.grad.numel(),
+      static_cast<int32_t>(of.hyper.size(0)),
+      false};
+  for (int i = 0; i < of.state_count; ++i) args.states[i] = data<float>(*of.states[i]);
+  return args;
+}
+
+void adam_step(
+    const Tensor& grad, const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq,
+    const std::optional<Tensor>& param_out, const Tensor& row_slot, const Tensor& hyper,
+    const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
+    const std::optional<Tensor>& nonfinite_slots) {
+  StepTensors of = {
+      grad,       master,    {&exp_avg, &exp_avg_sq}, 2, param_out ? &*param_out : nullptr, row_slot, hyper,
+      grad_scale, found_inf, nonfinite_slots};
+  check_step(of);
+  Launch on_gpu("adam_step", grad);
+  step_adamw(on_gpu.stream(), "adam_step", {args_of(of)}, dtype_of(grad), of.param_dtype());
+}
+
+void foreach_step(
+    const std::string& rule, const std::vector<Tensor>& grads, const std::vector<Tensor>& masters,
+    const std::vector<Tensor>& states, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
+    const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
+    const std::optional<Tensor>& nonfinite_slots) {
+  const StepEntry& step = entry_of(rule, kSteps);
+  std::vector<StepTensors> given = check_foreach_step(
+      step.states, grads, masters, states, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots);
+  Launch on_gpu("foreach_step", grads.at(0));
+  std::vector<StepArgs> shards;
+  shards.reserve(given.size());
+  for (const StepTensors& of : given) shards.push_back(args_of(of));
+  (*step.run)(on_gpu.stream(), "foreach_step", shards, dtype_of(grads[0]), given[0].param_dtype());
+}
+
+}  // namespace
+}  // namespace zero_kernels
+
+STABLE_TORCH_LIBRARY_IMPL(zero_kernels_C, CUDA, m) {
+  m.impl("adam_step", TORCH_BOX(&zero_kernels::adam_step));
+  m.impl("foreach_step", TORCH_BOX(&zero_kernels::foreach_step));
+}

@@ -1,0 +1,8 @@
+#include "../rules/adamw.h"
+#include "step.h"
+
+#if defined(__CUDACC__)
+namespace zero_kernels {
+const RunStep step_adamw = run_step<AdamW>;
+}  // namespace zero_kernels
+#endif

@@ -1,0 +1,8 @@
+#include "../rules/sgd.h"
+#include "step.h"
+
+#if defined(__CUDACC__)
+namespace zero_kernels {
+const RunStep step_sgd = run_step<Sgd>;
+}  // namespace zero_kernels
+#endif
