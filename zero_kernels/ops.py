@@ -249,7 +249,7 @@ def _check_adam_step(
     exp_avg_sq: Tensor,
     param_out: Tensor | None,
     row_slot: Tensor,
-    *shared: Tensor | None,
+    *shared: Any,
 ) -> torch.device:
     states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     return _check_shard(grad, master, states, param_out, row_slot, *shared)
@@ -295,7 +295,7 @@ def _check_foreach_step(
     states: Sequence[Tensor],
     params_out: Sequence[Tensor],
     row_slots: Sequence[Tensor],
-    *shared: Tensor | None,
+    *shared: Any,
 ) -> torch.device:
     if rule not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")

@@ -35,7 +35,7 @@ def adam_step(
     exp_avg_sq: Tensor,
     param_out: Tensor | None,
     row_slot: Tensor,
-    *shared: Tensor | None,
+    *shared: Any,
 ) -> None:
     """See `zero_kernels.adam_step`."""
     params_out = [] if param_out is None else [param_out]

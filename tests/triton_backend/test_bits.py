@@ -82,7 +82,7 @@ def test_adam_step(dtype: torch.dtype, numel: int) -> None:
 @pytest.mark.parametrize("rule", RULES)
 @interpreted
 def test_foreach_step(rule: str) -> None:
-    """Every dtype, tails and whole rows, misaligned, several shards of which one is empty; and a step that is skipped."""
+    """Every dtype, tails and whole rows, misaligned, several shards, one of them empty; and a step that is skipped."""
     for grad, param, offset in (
         (torch.float16, torch.bfloat16, 3),
         (torch.bfloat16, None, 0),

@@ -1,6 +1,7 @@
 """The update of a shard by any rule, in Triton: the kernel, then the ops."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -49,7 +50,7 @@ def _step_rows(
     p = tl.load(master + at, mask=inside)
     before = ()
     for i in tl.static_range(len(states)):
-        before = before + (tl.load(states[i] + at, mask=inside),)
+        before = before + (tl.load(states[i] + at, mask=inside),)  # type: ignore[assignment]
     # Holds the compiler to this order: all data is asked for before anything is waited for. Loaded above the barrier,
     # `slot` was seen to be used there, to address coefficients, before the last state was asked for (Triton 3.6, 3.7).
     tl.debug_barrier()
@@ -116,7 +117,7 @@ def adam_step(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     param_out: Tensor | None,
-    *shared: Tensor | None,
+    *shared: Any,
 ) -> None:
     """See `zero_kernels.adam_step`."""
     _step("adamw", grad, master, (exp_avg, exp_avg_sq), param_out, *shared)
@@ -129,7 +130,7 @@ def foreach_step(
     states: Sequence[Tensor],
     params_out: Sequence[Tensor],
     row_slots: Sequence[Tensor],
-    *shared: Tensor | None,
+    *shared: Any,
 ) -> None:
     """See `zero_kernels.foreach_step`: a launch for each shard."""
     for shard in shards_of(grads, masters, states, params_out, row_slots):
