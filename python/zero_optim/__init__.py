@@ -1,7 +1,8 @@
 """ZeRO for PyTorch: a drop-in ``torch.optim.AdamW`` that shards its state and gradients over data-parallel ranks."""
 
-from . import checkpoint, memory
+from . import checkpoint, memory, rules
 from .checkpoint.hugging_face import load_safetensors
+from .drop_ins import ShardedAdam, ShardedAdamW, ShardedLion, ShardedSGD
 from .errors import (
     CheckpointError,
     ClosedError,
@@ -21,7 +22,7 @@ from .full_parameters import iter_full_parameters
 from .full_state import full_state_dict, load_full_state_dict
 from .gather_parameters import gather_parameters
 from .grad_scaler import GradScaler
-from .optimizer import ShardedAdamW
+from .optimizer import ShardedOptimizer
 from .params.flat_shard import FlatShard
 from .shard_module import shard_module
 from .sync_buffers import sync_buffers
@@ -39,7 +40,11 @@ __all__ = [
     "ParameterError",
     "RankMismatchError",
     "ShardAccessError",
+    "ShardedAdam",
     "ShardedAdamW",
+    "ShardedLion",
+    "ShardedOptimizer",
+    "ShardedSGD",
     "StateMismatchError",
     "Verifier",
     "VerifyReport",
@@ -53,6 +58,7 @@ __all__ = [
     "load_safetensors",
     "memory",
     "register_forward_method",
+    "rules",
     "shard_module",
     "sync_buffers",
     "verify",

@@ -12,6 +12,7 @@ from .comm.expert_ranks import ExpertRanks, read_expert_ranks, told_each_other
 from .comm.tensor_ranks import Row
 from .comm.topology import Topology
 from .params.parameter_set import ParameterSet
+from .rules.update_rule import UpdateRule
 
 Experts = dict[int, ExpertRanks]
 """What parameter groups say of experts, by their number."""
@@ -25,6 +26,7 @@ class Admission:
         everyone, topology: all ranks that train together, and their places.
         stage: what they share.
         pipeline_stages: how many stages of a pipeline the model has; 1: it is in one piece.
+        rule: of the optimizer.
         where: the call, for messages.
         first_group: the number of the first parameter group that is new.
     """
@@ -33,6 +35,7 @@ class Admission:
     topology: Topology
     stage: int
     pipeline_stages: int
+    rule: UpdateRule
     where: str
     first_group: int = 0
 
@@ -46,7 +49,7 @@ class Admission:
         Raises ParameterError, ValueError or TypeError.
         """
         indices = self._new(parameters)
-        validate.check_groups(parameters.groups[self.first_group :], self.first_group)
+        validate.check_groups(self.rule, parameters.groups[self.first_group :], self.first_group)
         validate.check_sharded(parameters, indices, self.stage, self.everyone, self.topology, row)
         validate.check_parameters(parameters, indices)
         validate.check_backend(self.everyone, parameters.all[0].device)

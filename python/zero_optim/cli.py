@@ -142,6 +142,9 @@ def _add_checkpoint_commands(commands: Any) -> None:
     )
     export.add_argument("out", type=Path, help="a folder that is not there yet")
     export.add_argument("--dtype", choices=tuple(DTYPES), help="of the parameters, made of the masters (as saved)")
+    export.add_argument(
+        "--ema", nargs="?", const="ema", metavar="NAME", help="write this average of the parameters (ema)"
+    )
     export.add_argument("--max-shard-size", type=_nbytes, default="5GB", help="of a file, as in 500MB (5GB)")
 
 
@@ -175,7 +178,8 @@ def _export(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     from .checkpoint.hugging_face import export
 
     dtype = DTYPES[parsed.dtype] if parsed.dtype else None
-    done = export(_checkpoints_in(parsed.checkpoint), parsed.out, dtype=dtype, max_shard_bytes=parsed.max_shard_size)
+    choice = {"dtype": dtype, "max_shard_bytes": parsed.max_shard_size, "average": parsed.ema}
+    done = export(_checkpoints_in(parsed.checkpoint), parsed.out, **choice)
     print(f"{done.tensors} tensors, {done.nbytes:,} bytes, in {len(done.files)} file(s) in {done.folder}")
     return 0
 

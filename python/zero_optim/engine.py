@@ -10,6 +10,7 @@ A step has four phases, each a method of ``Engine``::
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -65,6 +66,22 @@ class Overlap:
 
     grad_reduce: bool
     param_gather: bool
+
+
+class Weights(enum.Enum):
+    """What the parameters are.
+
+    ================  ==========  ==========
+    event             OWN         AVERAGE
+    ================  ==========  ==========
+    swap_to_ema       AVERAGE     raises
+    its end                       OWN
+    step, a save      as ever     raises
+    ================  ==========  ==========
+    """
+
+    OWN = enum.auto()
+    AVERAGE = enum.auto()
 
 
 class Engine:
@@ -141,6 +158,7 @@ class Engine:
         self.watchers: list[Watcher] = []
         self.reducer.engine = weakref.ref(self)
         self.optimizer: Callable[[], object] = lambda: None
+        self.weights = Weights.OWN
 
     @property
     def sharding(self) -> Sharding:
@@ -163,9 +181,15 @@ class Engine:
         self.sharding.everyone.check_alone()
         self.reducer.check_laid_out()
         self.parameters.check_groups_unedited()
+        self.check_weights("step")
         self.hyper.check(groups)
         if self.sharded_model is not None:
             self.sharded_model.schedule.check_not_gathered()
+
+    def check_weights(self, what: str) -> None:
+        """Raise ZeroOptimError where the parameters are an average just now."""
+        if self.weights is Weights.AVERAGE:
+            raise ZeroOptimError(f"{what} was called within swap_to_ema(), where the parameters are their average")
 
     @torch.compiler.disable  # traced together with the optimizer's step, it counted no steps (seen)
     def step(self, groups: Groups) -> None:
@@ -277,6 +301,7 @@ class Engine:
             self.exchange.used,
             self.hyper.steps,
             take_over=self.states.takes_edits_over,
+            rates=self.hyper.rates,
         )
 
     def _end_step(self, found_inf: Tensor) -> None:

@@ -11,7 +11,7 @@ from .checkpoint.contents import Names
 from .comm.storage import deallocate
 from .engine import check_whole
 from .errors import ShardAccessError
-from .optimizer import ShardedAdamW
+from .optimizer import ShardedOptimizer
 from .params.flat_params import FlatParams
 from .params.param_shard import plain_parameter
 from .params.tensor_slice import whole_of
@@ -20,7 +20,7 @@ from .units.sharded_model import ShardedModel, sharded_model_of
 
 
 def iter_full_parameters(
-    model: nn.Module, opt: ShardedAdamW | None = None, dtype: torch.dtype | None = None
+    model: nn.Module, opt: ShardedOptimizer | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Collective. Every parameter's name and whole value, in one order that is the same on every rank.
 
@@ -36,8 +36,8 @@ def iter_full_parameters(
     Raises ShardAccessError within a forward or backward; ParameterError for experts that are plain tensors;
     ClosedError.
     """
-    if opt is not None and not isinstance(opt, ShardedAdamW):
-        raise TypeError(f"opt is a {type(opt).__name__}: only a ShardedAdamW has masters")
+    if opt is not None and not isinstance(opt, ShardedOptimizer):
+        raise TypeError(f"opt is a {type(opt).__name__}: only a ShardedOptimizer has masters")
     if opt is not None:
         opt.check_usable()
         opt.settle()
@@ -75,7 +75,7 @@ def gathered_one_by_one(
 
 @torch.no_grad()
 def _parameters(
-    model: nn.Module, sharded: list[ShardedModel], opt: ShardedAdamW | None, dtype: torch.dtype | None
+    model: nn.Module, sharded: list[ShardedModel], opt: ShardedOptimizer | None, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
     names = Names(model)
     given: set[int] = set()  # ids of plain parameters
@@ -105,7 +105,7 @@ def _copies(flat: FlatParams, wanted: Sequence[Tensor], dtype: torch.dtype | Non
     yield wanted[-1], last
 
 
-def _masters(opt: ShardedAdamW, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+def _masters(opt: ShardedOptimizer, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     """Masters of parameters that have one, and are to be of another dtype than they are."""
     parameters = opt.engine.parameters.all
     for masters in opt.engine.states.whole_masters():

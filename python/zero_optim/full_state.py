@@ -1,4 +1,4 @@
-"""The whole optimizer state on one rank, in ``torch.optim.AdamW``'s own format: how a job moves in and out."""
+"""The whole optimizer state on one rank, in torch's own format: how a job moves in and out."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_map_only
 from .checkpoint.state_dict import load_groups, match_state, pack_groups, step_counts, with_torch_options
 from .engine import Engine
 from .errors import StateMismatchError
-from .optimizer import ShardedAdamW
+from .optimizer import ShardedOptimizer
 from .params.flat_shard import FlatShard
 from .params.tensor_slice import is_distributed
-from .rules.update_rule import Begins, master_of, tensors_for
+from .rules.update_rule import Begins, tensors_for
 from .step.state_load import check_rows, state_tensor
 
 
-def full_state_dict(opt: ShardedAdamW, rank: int | None = 0) -> dict[str, Any]:
+def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, Any]:
     """Collective. The state as ``torch.optim.AdamW.state_dict()`` gives it, so that AdamW can load it.
 
     ``{"state": {index: {"step": [] fp32, "exp_avg", "exp_avg_sq"}}, "param_groups": [...]}``: fp32 tensors of the
@@ -67,9 +67,9 @@ def _gather_state(engine: Engine, wanted: bool) -> dict[int, dict[str, Tensor]]:
     return state
 
 
-def _torch_groups(opt: ShardedAdamW) -> list[dict[str, Any]]:
+def _torch_groups(opt: ShardedOptimizer) -> list[dict[str, Any]]:
     """The groups with every option that torch's have, tensors as copies on the CPU."""
-    groups = with_torch_options(opt.param_groups, decoupled=opt.engine.rule.decoupled)
+    groups = with_torch_options(opt.param_groups, opt.engine.rule)
     return [_on_cpu(group) for group in pack_groups(groups)]
 
 
@@ -88,7 +88,7 @@ class _SavedState:
 
 
 @torch.no_grad()
-def load_full_state_dict(opt: ShardedAdamW, state: Mapping[str, Any] | None) -> None:
+def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None) -> None:
     """Collective. Load what ``torch.optim.AdamW.state_dict()`` or ``full_state_dict`` gave; parameters stay.
 
     Rank 0's ``state`` is read, and the others may pass None; of plain slices, that of the first data-parallel rank of
@@ -117,8 +117,9 @@ def load_full_state_dict(opt: ShardedAdamW, state: Mapping[str, Any] | None) -> 
         raise StateMismatchError(refused)
     saved = every[everyone.ranks.index(savers.ranks[0])]
     engine.states.restart(set(engine.parameters.trained) - set(saved.names))
-    master = master_of(engine.rule)
-    engine.states.restart_masters({index for index, names in saved.names.items() if master not in names})
+    for tensor in engine.rule.tensors:
+        if tensor.begins is not Begins.ZERO:  # one that was not saved begins as the parameter
+            engine.states.restart({i for i, names in saved.names.items() if tensor.name not in names}, tensor.name)
     engine.states.distribute(saved.names, tensors)
     engine.hyper.steps.copy_(saved.steps)
     load_groups(opt.param_groups, tree_map_only(Tensor, lambda tensor: tensor.to(opt.device), saved.groups))

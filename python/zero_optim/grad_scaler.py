@@ -14,18 +14,18 @@ from torch.amp.grad_scaler import OptState
 from zero_kernels import is_capturing
 
 from .comm.host_copy import HostCopy
-from .optimizer import ShardedAdamW
+from .optimizer import ShardedOptimizer
 
 
-def _is_sharded(optimizer: object) -> TypeGuard[ShardedAdamW]:
-    """True if it unscales and skips by itself, on the device: a ``ShardedAdamW``, or a client's wrapper around one."""
+def _is_sharded(optimizer: object) -> TypeGuard[ShardedOptimizer]:
+    """True if it unscales and skips by itself, on the device: a ``ShardedOptimizer``, or a client's wrapper of one."""
     return hasattr(optimizer, "unscale_gradients")
 
 
 class GradScaler(TorchGradScaler):
     """``torch.amp.GradScaler``'s interface and state dict, with overflow shared over ranks and no host sync.
 
-    With a ``ShardedAdamW``, ``unscale_`` divides gradients that are readable through ``.grad``, and hands a
+    With a ``ShardedOptimizer``, ``unscale_`` divides gradients that are readable through ``.grad``, and hands a
     device scalar to the update for those that are sharded; ``step`` skips on the device, on every rank, where
     any rank found a non-finite gradient. Other optimizers are handled as torch handles them. A scale that falls below
     1 is warned of, with the name of the gradient that was the first not to be finite; nothing is raised.

@@ -1,4 +1,4 @@
-"""``ShardedAdamW``: ``torch.optim.AdamW`` for data-parallel training, its state sharded over the ranks."""
+"""``ShardedOptimizer``: any update rule for data-parallel training, its state sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import copy
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
-from . import validate
+from . import averages, validate
 from .admission import Admission, Experts
 from .callers import called_from, local_of_caller
 from .checkpoint import rank_state
@@ -37,7 +37,8 @@ from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, listed
 from .params.shardings import Shardings
 from .params.tensor_slice import mesh_of
-from .rules.adamw import AdamW
+from .rules.options import Decays, listed_decays
+from .rules.update_rule import UpdateRule
 from .step.pipeline import comm_of_pipeline, make_pipeline
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
 from .stores.make_store import make_store
@@ -49,19 +50,40 @@ from .units.sharded_model import ShardedModel, sharded_model_of
 _DCP_STATE_DICT = "torch.distributed.checkpoint.state_dict"
 
 
-class ShardedAdamW(torch.optim.Optimizer):
-    """AdamW with fp32 master weights, its state (and gradients) sharded over data-parallel ranks.
+class ShardingOptions(TypedDict, total=False):
+    """The keyword arguments that every sharded optimizer has. ``ShardedOptimizer`` says what they mean."""
 
-    Use it where ``torch.optim.AdamW`` stood; the model is not wrapped. Parameters are fp16, bf16 or fp32, on
-    one device. At construction rank 0's parameters are broadcast and become views of flat buckets; hooks
-    reduce gradients while backward runs. Without ``torch.distributed`` it is a plain fused optimizer.
+    stage: int | None
+    process_group: dist.ProcessGroup | None
+    mesh: dist.DeviceMesh | None
+    tensor_parallel: dist.DeviceMesh | dist.ProcessGroup | None
+    pipeline: dist.DeviceMesh | dist.ProcessGroup | None
+    bucket_cap_mb: float | None
+    grad_reduce_dtype: torch.dtype | None
+    max_grad_norm: float | None
+    skip_nonfinite: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    state_offload: str | None
+    device_budget: int | str | None
+    speculate: bool | None
+    ema_decay: float | Sequence[float] | None
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """An optimizer with fp32 master weights, its state (and gradients) sharded over data-parallel ranks.
+
+    Use it where one of torch's stood; the model is not wrapped. Parameters are fp16, bf16 or fp32, on one device. At
+    construction rank 0's parameters are broadcast and become views of flat buckets; hooks reduce gradients while
+    backward runs. Without ``torch.distributed`` it is a plain fused optimizer. ``ShardedAdamW``, ``ShardedAdam``,
+    ``ShardedLion`` and ``ShardedSGD`` are this with a rule and its arguments.
 
     Args:
-        params: parameters, ``model.named_parameters()``, or groups, as ``torch.optim.AdamW`` takes them. A group of
+        params: parameters, ``model.named_parameters()``, or groups, as torch's optimizers take them. A group of
             experts says which ranks have the same by ``mesh`` or ``process_group``, and by ``grad_divisor``, an int or
             a group, what the sum of their gradients is divided by.
-        lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``; a group's own values win; read at
-            every step.
+        rule: the arithmetic, with the defaults of its options, as ``rules.Lion(lr=1e-4)``. A group's own values win;
+            they are read at every step.
         stage: what the ranks share: 0 nothing, 1 optimizer state, 2 optimizer state and gradients; 3, parameters too,
             where ``zero_optim.shard_module`` was given the model before. None: 2, or 3 then.
         process_group: the ranks; None: those of the sharded model, else the default group where ``torch.distributed``
@@ -86,7 +108,6 @@ class ShardedAdamW(torch.optim.Optimizer):
         overlap_param_gather: gather updated parameters while the next forward runs: after ``opt.attach(model)``, a
             module waits for its own as it is called. Else read them only after ``opt.wait_for_parameters()``. At
             stage 3 nothing is gathered by ``step``.
-        decoupled_weight_decay: False makes it ``torch.optim.Adam``, with L2 in the gradient.
         state_offload: where the state lives. None: on the device. "paged": in host memory, copied to the device around
             its update. "cpu": in host memory, and updated there. "nvme:DIR": in a file in that folder, read and written
             around the update. All give the same bits.
@@ -95,10 +116,12 @@ class ShardedAdamW(torch.optim.Optimizer):
         speculate: of "cpu", update shards as their gradients arrive in backward, as if nothing were clipped or skipped,
             and again where that was wrong. True unless given; it takes the state's size of host memory once more. Of
             16-bit parameters on several ranks, from the third step on.
-        fused, foreach, capturable: accepted for torch's sake; it is always all of them.
+        ema_decay: keep an exponential average of the fp32 master: this much of it stays in each update, as 0.999. It
+            is one more state tensor, updated in the pass that updates the parameters. A sequence: an average for each.
+            A group's own values win. See ``ema_state_dict`` and ``swap_to_ema``. None: no average.
 
     Raises:
-        ParameterError: a parameter that it cannot hold, or that another live ``ShardedAdamW`` holds.
+        ParameterError: a parameter that it cannot hold, or that another live optimizer of ``zero_optim`` holds.
         ValueError: an argument out of range.
         RankMismatchError: on every rank, when ranks disagree or one of them failed.
         OutOfMemoryError: the memory is not there; here, or in the first ``step``.
@@ -109,17 +132,8 @@ class ShardedAdamW(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
+        rule: UpdateRule,
         *,
-        maximize: bool = False,
-        fused: bool | None = None,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
         stage: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         mesh: dist.DeviceMesh | None = None,
@@ -131,10 +145,10 @@ class ShardedAdamW(torch.optim.Optimizer):
         skip_nonfinite: bool = True,
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = False,
-        decoupled_weight_decay: bool = True,
         state_offload: str | None = None,
         device_budget: int | str | None = None,
         speculate: bool | None = None,
+        ema_decay: float | Sequence[float] | None = None,
     ) -> None:
         self._closed = True  # until the constructor is through
         params, said = split_off(listed(params))
@@ -148,19 +162,20 @@ class ShardedAdamW(torch.optim.Optimizer):
         device = next((tensor.device for tensor in tensors_in(params)), None)
         comm, stages = make_comm(group, device), comm_of_pipeline(pipeline, device)
         offload, experts = Offload(), Experts()
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"maximize": maximize, "amsgrad": amsgrad, "differentiable": differentiable}
         with stages.raising_together("the constructor"), comm.raising_together("the constructor"):
+            validate.check_rule(rule)
             validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm)
-            validate.warn_of_meaningless({"fused": fused, "foreach": foreach, "capturable": capturable})
             rows = topology.rows
             if model is None or mesh is not None:
                 rows = read_rows(mesh, shares=stage != 0)
             offload = read_offload(state_offload, device_budget, speculate)
-            super().__init__(params, defaults)
+            decays = Decays("ema_decay", tuple(listed_decays(ema_decay)))
+            super().__init__(params, {**rule.defaults, **({} if ema_decay is None else {"ema_decay": ema_decay})})
+            rule = rule.for_groups(self.param_groups)
+            rule = rule if ema_decay is None else rule.with_averages(decays)
             parameters = ParameterSet(self.param_groups)
             indices = parameters.read_groups()
-            admission = Admission(comm, replace(topology, rows=rows), stage, stages.world_size, "the constructor")
+            admission = Admission(comm, replace(topology, rows=rows), stage, stages.world_size, rule, "the constructor")
             experts = admission.check(parameters, said, row)
         options: dict[str, Any] = {
             "stage": stage,
@@ -170,7 +185,10 @@ class ShardedAdamW(torch.optim.Optimizer):
             "skip_nonfinite": skip_nonfinite,
             "overlap_grad_reduce": overlap_grad_reduce,
             "overlap_param_gather": overlap_param_gather,
-            "decoupled_weight_decay": decoupled_weight_decay,
+            "rule": rule.name,
+            **rule.fixed,
+            **rule.said,
+            "averages": len(rule.averages),
         }
         choice = {"state_offload": state_offload, "device_budget": device_budget, "speculate": speculate}
         options |= {name: value for name, value in choice.items() if value is not None}
@@ -186,7 +204,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         sharding = make_sharding(comm, stage, grad_reduce_dtype, device, admission.topology)
         shardings = Shardings(parameters, sharding, make_expert_shardings(sharding, experts))
         store = _store(offload, sharding, params_on_host=model is not None and model.offload)
-        rule, overlap = AdamW(decoupled_weight_decay), Overlap(overlap_grad_reduce, overlap_param_gather)
+        overlap = Overlap(overlap_grad_reduce, overlap_param_gather)
         alike = {"max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite}
         joined = make_pipeline(stages, device, alike, dict(zip(parameters.labels, parameters.all, strict=True)))
         self.engine = Engine(parameters, shardings, rule, model, bucket_cap_mb, overlap, offload, store, joined)
@@ -391,6 +409,30 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.check_usable()
         self.engine.observe()
 
+    # -- averages ------------------------------------------------------------------------------------------------
+
+    def ema_state_dict(self, which: int = 0, rank: int | None = 0) -> dict[str | int, Tensor]:
+        """Collective. The average of every trained parameter, whole, in fp32 in host memory, by its name.
+
+        Where the optimizer was not given names, by ``named_parameters()``, it is by the number over all groups.
+
+        Args:
+            which: of several ``ema_decay``, the number.
+            rank: that gets it; the others get an empty dict. None: all.
+
+        Raises ValueError where there is no such average; ParameterError for experts that are plain tensors.
+        """
+        return averages.state_dict(self, which, rank)
+
+    def swap_to_ema(self, which: int = 0) -> AbstractContextManager[None]:
+        """Collective. Within ``with opt.swap_to_ema():`` the parameters are their average, for evaluation.
+
+        Afterwards they are what they were, bit for bit: what was written into them within is lost. ``step`` raises
+        within. It takes memory for a copy of this rank's shard of the parameters. Raises ValueError as
+        ``ema_state_dict``.
+        """
+        return averages.swapped(self, which)
+
     # -- the parameters ------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -404,8 +446,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.check_usable()
         self.settle()
         before, parameters, sharding = len(self.param_groups), self.engine.parameters, self.engine.sharding
-        stages = self.engine.stages_of_pipeline
-        admission = Admission(sharding.everyone, sharding.topology, self.stage, stages, "add_param_group", before)
+        stages, rule = self.engine.stages_of_pipeline, self.engine.rule
+        admission = Admission(sharding.everyone, sharding.topology, self.stage, stages, rule, "add_param_group", before)
         (param_group,), of_group = split_off([param_group])
         said = dict(zip([before], of_group.values(), strict=False))
         try:
@@ -428,6 +470,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         another rank a reduction, and that rank comes to nothing else before it has it. No effect after ``close``.
         """
         if not self._closed:
+            self.engine.check_weights("what reads or writes parameters and state on all ranks")
             self.engine.settle()
 
     # -- state and statistics ------------------------------------------------------------------------------------
@@ -522,8 +565,8 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise ZeroOptimError(
-            "a ShardedAdamW cannot be copied or pickled: its parameters have hooks and buckets. Copy its state_dict(), "
-            "or zero_optim.full_state_dict(opt), and load it into a new one"
+            f"a {type(self).__name__} cannot be copied or pickled: its parameters have hooks and buckets. Copy its "
+            "state_dict(), or zero_optim.full_state_dict(opt), and load it into a new one"
         )
 
     def check_usable(self) -> None:
@@ -532,11 +575,11 @@ class ShardedAdamW(torch.optim.Optimizer):
             raise ClosedError("this optimizer was closed: make a new one")
 
 
-def optimizers_of(model: nn.Module) -> list[ShardedAdamW]:
+def optimizers_of(model: nn.Module) -> list[ShardedOptimizer]:
     """The open ones that hold parameters of ``model``, in the order in which they were made."""
     held = {id(plain_parameter(parameter)) for parameter in model.parameters()}
     known = [engine.optimizer() for engine in open_engines()]
-    alive = [opt for opt in known if isinstance(opt, ShardedAdamW) and not opt._closed]
+    alive = [opt for opt in known if isinstance(opt, ShardedOptimizer) and not opt._closed]
     return [opt for opt in alive if any(id(parameter) in held for parameter in opt.engine.parameters.all)]
 
 

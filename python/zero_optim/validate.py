@@ -28,11 +28,9 @@ from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, check_free
 from .params.storage_order import described, storage_order
 from .params.tensor_slice import is_cut, is_distributed, local_of, mesh_of, placed, slice_of
+from .rules.update_rule import UpdateRule
 from .units.sharded_model import ShardedModel, sharded_model_of
 from .units.unit import Unit
-
-_SMALLEST = 2.0**-150
-"""Positive numbers below it, and it itself, are 0 in fp32."""
 
 PARAMETER_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -79,44 +77,23 @@ def serves(comm: Comm, device: torch.device) -> bool:
     return used() is not None or (backend is not None and not (device.type == "cuda" and backend == "gloo"))
 
 
-def warn_of_meaningless(keywords: dict[str, bool | None]) -> None:
-    """Warn of ``torch.optim.AdamW``'s keywords that change nothing here."""
-    given = [name for name, value in keywords.items() if value]
+def check_rule(rule: object) -> None:
+    """Raise TypeError for what is no update rule."""
+    if not isinstance(rule, UpdateRule):
+        raise TypeError(f"rule must be an instance of zero_optim.rules.UpdateRule, such as rules.Lion(), got {rule!r}")
+
+
+def warn_of_meaningless(name: str, keywords: Mapping[str, bool | None]) -> None:
+    """Warn of torch's keywords that change nothing here. ``name``: of the optimizer."""
+    given = [keyword for keyword, value in keywords.items() if value]
     if given:
-        warnings.warn(
-            f"{', '.join(given)}: has no effect, ShardedAdamW is always fused and capturable", UserWarning, stacklevel=4
-        )
+        warnings.warn(f"{', '.join(given)}: has no effect, {name} is always fused and capturable", stacklevel=3)
 
 
-def check_groups(groups: Sequence[Mapping[str, Any]], first: int = 0) -> None:
-    """Raise ValueError for a hyper-parameter out of range; tensors are not read. ``first``: the number of the first."""
+def check_groups(rule: UpdateRule, groups: Sequence[Mapping[str, Any]], first: int = 0) -> None:
+    """Raise ValueError for an option out of range; tensors are not read. ``first``: the number of the first."""
     for number, group in enumerate(groups, first):
-        _check_group(number, group)
-
-
-def _check_group(number: int, group: Mapping[str, Any]) -> None:
-    lr, betas = group["lr"], group["betas"]
-    for name, value in (("lr", lr), *(("betas", beta) for beta in betas)):
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(
-                f"{name} of parameter group {number} must be a number, or a tensor of one element; its shape is "
-                f"{tuple(value.shape)}: give each rate a group of its own"
-            )
-    if not isinstance(lr, Tensor) and not 0 <= lr < math.inf:
-        raise ValueError(f"lr of parameter group {number} must be 0 or more, got {lr!r}")
-    if len(betas) != 2 or any(not isinstance(beta, Tensor) and not 0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas of parameter group {number} must be two numbers in [0, 1), got {betas!r}")
-    for name in ("eps", "weight_decay"):
-        if not 0 <= group[name] < math.inf:
-            raise ValueError(f"{name} of parameter group {number} must be 0 or more, got {group[name]!r}")
-        if 0 < group[name] <= _SMALLEST:
-            raise ValueError(
-                f"{name} of parameter group {number} is {group[name]!r}, which is 0 in fp32: give 0, or 1e-45 or more"
-            )
-    if group.get("amsgrad"):
-        raise ValueError(f"amsgrad of parameter group {number}: not supported; leave it out, or use torch.optim.AdamW")
-    if group.get("differentiable"):
-        raise ValueError(f"differentiable of parameter group {number}: step cannot be differentiated; leave it out")
+        rule.check_group(number, group)
 
 
 def check_parameters(parameters: ParameterSet, indices: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""A float64 AdamW beside the real one, for some of its elements: is what the optimizer computes what it should?"""
+"""The update rule in float64 beside the real one, for some elements: is what the optimizer computes what it should?"""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from torch import Tensor
 from zero_kernels import is_capturing
 
 from .errors import ParameterError, ZeroOptimError
-from .optimizer import ShardedAdamW
+from .optimizer import ShardedOptimizer
 from .params.layout import SlotPiece
 from .params.parameter_set import ParameterSet
 from .rules.update_rule import master_of
 from .step.shard_state import ShardState
+from .step.workplace import PARAMETER
 
 POSITIONS = 1024
 """Elements of one parameter that are shadowed at most, spread evenly over it."""
-
-ULPS_AN_UPDATE = 18
-"""An update rounds the decayed value and the difference by half an ulp each, and forms what it subtracts, of lr's size,
-in about ten operations: that is eps * (|p| + 8 lr), and an ulp is eps / 2 or more of the larger of the two."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +30,14 @@ class VerifyReport:
     """The largest difference so far, and how much was looked at.
 
     Attributes:
-        ulps: |live - shadow| in units in the last place of fp32, of the largest of lr and the value until then.
+        ulps: |live - shadow| in units in the last place of fp32, of the largest that the value, or what an update may
+            subtract from it, has been until then. Of Adam that is lr.
         parameter, rank, step: where and when it was: the name, the rank that holds the shard, the call of ``step``.
         updates: how many updates the shadow had followed by then.
         compared: elements compared, each time and on every rank counted.
         unrounded: elements of 16-bit parameters that were not their master, rounded.
         edited: elements of parameters found changed between two steps; the shadow takes them over.
+        ulps_an_update: the most that rounding makes of one update by this rule.
     """
 
     ulps: float = 0.0
@@ -49,17 +48,18 @@ class VerifyReport:
     compared: int = 0
     unrounded: int = 0
     edited: int = 0
+    ulps_an_update: int = 0
 
     @property
     def bound(self) -> int:
         """The most ulps that rounding alone can have made of so many updates."""
-        return ULPS_AN_UPDATE * self.updates
+        return self.ulps_an_update * self.updates
 
 
 def verify(
-    opt: ShardedAdamW, every: int = 1, parameters: Iterable[Tensor | str] | None = None, samples: int = 8
+    opt: ShardedOptimizer, every: int = 1, parameters: Iterable[Tensor | str] | None = None, samples: int = 8
 ) -> Verifier:
-    """Shadow some parameters with an AdamW in float64, and compare at every ``every``-th step.
+    """Shadow some parameters by the rule in float64, and compare at every ``every``-th step.
 
     For debugging: it reads device values on the host in every step and keeps 40 bytes for each of at most 1024 elements
     of each shadowed parameter. The result is a context manager; ``close()`` ends it, ``report()`` says what was found.
@@ -68,8 +68,8 @@ def verify(
     coefficient (scale and clip), which parameters were used, whether the step was skipped, and ``param_groups``. Step
     counts, bias corrections and all coefficients are its own; these it rounds to fp32 as docs/ops.md says. So it
     differs from the live fp32 master by the rounding of the operations: at most ``report().bound``, in practice like a
-    random walk (seen: 2 ulps after one update, 17 after 100, 48 after 1000). More is a wrong update, or state that was
-    overwritten between steps.
+    random walk (seen of AdamW: 2 ulps after one update, 17 after 100, 48 after 1000). More is a wrong update, or state
+    that was overwritten between steps.
 
     It follows changed options, added groups, new layouts and skipped steps. Parameters edited between steps are taken
     over and counted; ``load_state_dict`` and ``load_full_state_dict`` start it anew, and ``resync()`` does when
@@ -79,7 +79,8 @@ def verify(
         parameters: those to shadow, or their names; None: ``samples`` of those that this rank holds elements of,
             evenly spread. Each rank shadows the elements that it holds.
 
-    Raises ValueError for ``every`` or ``samples`` below 1, ParameterError for one that the optimizer does not train.
+    Raises ValueError for ``every`` or ``samples`` below 1, ParameterError for one that the optimizer does not train,
+    ZeroOptimError for a rule that has no float64 counterpart.
     """
     return Verifier(opt, every, parameters, samples)
 
@@ -87,13 +88,20 @@ def verify(
 class Verifier:
     """The watcher that ``verify`` returns. The engine tells it of updates until it is closed."""
 
-    def __init__(self, opt: ShardedAdamW, every: int, parameters: Iterable[Tensor | str] | None, samples: int) -> None:
+    def __init__(
+        self, opt: ShardedOptimizer, every: int, parameters: Iterable[Tensor | str] | None, samples: int
+    ) -> None:
         if every < 1 or samples < 1:
             raise ValueError(f"every and samples must be 1 or more, got {every} and {samples}")
         opt.check_usable()
         self._opt, self._engine, self._every, self._samples = opt, opt.engine, every, samples
         self._chosen = None if parameters is None else _indices(opt.engine.parameters, parameters)
-        self._found = VerifyReport(rank=self._engine.sharding.rank)
+        rule = opt.engine.rule
+        if rule.ulps_an_update is None:
+            raise ZeroOptimError(
+                f"verify cannot follow {rule.name}: give the rule update_in_float64, and ulps_an_update, its bound"
+            )
+        self._found = VerifyReport(rank=self._engine.sharding.rank, ulps_an_update=rule.ulps_an_update)
         self.resync()
         self._on_load = opt.register_load_state_dict_post_hook(lambda opt: self.resync())
         self._engine.watchers.append(self)
@@ -202,15 +210,17 @@ class _Shadow:
 
     def __init__(self, numel: int, shard: ShardState) -> None:
         device = shard.bucket.device
-        self._rule = shard.rule
+        self._rule, self._master = shard.rule, master_of(shard.rule) or PARAMETER
         self._places = _spread(range(numel), POSITIONS)
         self.positions = torch.tensor(self._places, dtype=torch.int64, device=device)
         self.held = slice(0, 0)
         n = len(self._places)
-        self.state = {t.name: torch.zeros(n, dtype=torch.float64, device=device) for t in self._rule.tensors}
+        names = {self._master, *(tensor.name for tensor in self._rule.tensors)}
+        self.state = {name: torch.zeros(n, dtype=torch.float64, device=device) for name in names}
         self.scale = torch.zeros(n, dtype=torch.float64, device=device)
         self.parameter = torch.zeros(n, dtype=shard.bucket.dtype, device=device)
         self.updates = 0
+        self._undecided: Tensor | None = None  # [held] bool, what the last update has returned
 
     def held_of(self, shard: Tensor, piece: SlotPiece) -> Tensor:
         """The elements of a flat shard that are shadowed, a copy."""
@@ -231,7 +241,7 @@ class _Shadow:
         edited = (parameter != self.parameter[self.held]) & ~came
         with shard.opened() as state:
             for name, mine in self.state.items():
-                master = name == master_of(self._rule)
+                master = name == self._master
                 live = self.held_of(shard.master(state) if master else state[name], piece)
                 if master and take_over:
                     live = torch.where(live.to(parameter.dtype) == parameter, live, parameter.to(live.dtype))
@@ -243,18 +253,25 @@ class _Shadow:
     def update(self, gradient: Tensor, group: Mapping[str, Any], step: float) -> None:
         """The rule's own arithmetic, exact but for coefficients rounded once to fp32."""
         held = {name: tensor[self.held] for name, tensor in self.state.items()}
-        size = held[master_of(self._rule)].abs().clamp(min=float(group["lr"]))
+        size = torch.maximum(held[self._master].abs(), self._rule.size_of_update(held, gradient, group))
         self.updates += 1
         self.scale[self.held] = torch.maximum(self.scale[self.held], size)
-        self._rule.update_in_float64(held, gradient, group, step)
+        self._undecided = self._rule.update_in_float64(held, gradient, group, step)
 
     def remember(self, shard: ShardState, piece: SlotPiece) -> None:
-        """Note the parameter as the step has left it: what differs before the next was edited."""
+        """Note the parameter as the step has left it: what differs before the next was edited. Take over what rounding
+        has decided."""
+        undecided, self._undecided = self._undecided, None
+        if undecided is not None and undecided.any():
+            with shard.opened() as state:
+                live = self.held_of(shard.master(state), piece).double()
+            master = self.state[self._master]
+            master[self.held] = torch.where(undecided, live, master[self.held])
         self.parameter[self.held] = self.held_of(shard.bucket.param_shard, piece)
 
     def ulps_off(self, live: Tensor) -> float:
         """The largest difference of ``live`` masters, in fp32 units in the last place; inf where one is not finite."""
-        shadow, live = self.state[master_of(self._rule)][self.held], live.double()
+        shadow, live = self.state[self._master][self.held], live.double()
         scale = torch.maximum(self.scale[self.held], shadow.abs())
         exponent = torch.frexp(scale).exponent.clamp(min=-125)
         off = (live - shadow).abs() / torch.ldexp(torch.ones_like(scale), exponent - 24)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from harness import run_ranks
 from torch import Tensor, nn
-from zero_optim.rules.update_rule import Begins, Per, ShardUpdate, StateTensor
+from zero_optim.rules import Begins, Number, Per, StateTensor, UpdateRule
 
 from zero_kernels import ROW
 
@@ -18,51 +18,22 @@ SHAPES = ((300,), (7, 19), (2, 128), (5,))
 LR = 0.25
 
 
-class Scaled:
+class Scaled(UpdateRule):
     """Momentum over the largest gradient that its row has seen: one value an element in fp32, and one a row in fp16."""
 
-    decoupled = True
+    options = (Number("lr", LR, rate=True),)
     tensors = (
         StateTensor("precise", Begins.PARAMETER),
         StateTensor("momentum"),
         StateTensor("peak", dtype=torch.float16, per=Per.ROW),
     )
-    coefficients = ("lr",)
-    columns = ("lr", "active", "grad_factor")
+    own_columns = ("lr",)
 
-    def __init__(self, decoupled: bool) -> None:
-        pass
-
-    def read_group(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        return (group["lr"],)
-
-    def fill_table(self, by_group: Tensor, group_of: Tensor, steps: Tensor, active: Tensor, table: Tensor) -> None:
-        table[:, 0] = by_group[0, group_of.long()]
-        table[:, 1] = active
-        table[:, 2] = 1.0
-
-    def prepared(self) -> Scaled:
-        return self
-
-    def update(self, shards: Sequence[ShardUpdate]) -> None:
-        for shard in shards:
-            self._update(shard)
-
-    def _update(self, shard: ShardUpdate) -> None:
-        rows = shard.hyper[shard.row_slot.clamp(min=0).long()] * (shard.row_slot >= 0)[:, None]
-        active = rows[:, 1:2] > 0
-        gradient = shard.grad.float().view(-1, ROW) * rows[:, 2:3]
-        precise = shard.state.get("precise", shard.parameter).view(-1, ROW)
-        momentum, peak = shard.state["momentum"].view(-1, ROW), shard.state["peak"].view(-1, 1)
-        new = momentums(precise, momentum, peak, gradient, rows[:, :1])
-        for old, value in zip((precise, momentum, peak), new, strict=True):
-            old.copy_(torch.where(active, value.to(old.dtype), old))
-        shard.parameter.copy_(precise.reshape(-1))
-
-    def update_in_float64(
-        self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any], step: float
-    ) -> None:
-        raise NotImplementedError
+    def update_rows(
+        self, g: Tensor, p: Tensor, state: Mapping[str, Tensor], c: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        p, momentum, peak = momentums(p, state["momentum"], state["peak"], g, c["lr"])
+        return p, {"momentum": momentum, "peak": peak}
 
 
 def momentums(p: Tensor, m: Tensor, peak: Tensor, g: Tensor, lr: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,41 +76,36 @@ def _train(params: list[nn.Parameter], opt: Any, steps: range, factor: int) -> N
         opt.zero_grad()
 
 
-def _life(rank: int, world_size: int, stage: int, dtype: torch.dtype, rule: type) -> dict[str, Any]:
+def _life(rank: int, world_size: int, stage: int, dtype: torch.dtype) -> dict[str, Any]:
     """Train, save in both formats, train on; and from each of them train on again, in a new optimizer."""
     import zero_optim
-    from zero_optim import optimizer
 
-    before, optimizer.AdamW = optimizer.AdamW, rule
     factor = world_size if rank == 0 else 0
-    try:
-        params = _make(dtype)
-        opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=0.001)
-        _train(params, opt, range(3), factor)
-        memory = opt.stats()["memory"]
-        full = zero_optim.full_state_dict(opt, rank=None)
-        own = {
-            name: {key: value if key == "step" else copy.deepcopy(value) for key, value in entry.items()}
-            for name, entry in opt.state_dict()["state"].items()
-        }
-        groups = opt.state_dict()["param_groups"]
-        middle = [p.detach().clone() for p in params]
-        _train(params, opt, range(3, 5), factor)
-        opt.close()
-        again = []
-        for other_stage, load in ((stage, True), (2 if stage == 0 else 0, False)):
-            copies = [nn.Parameter(p.clone()) for p in middle]
-            new = zero_optim.ShardedAdamW(copies, lr=LR, stage=other_stage, bucket_cap_mb=0.001)
-            if load:
-                new.load_state_dict({"state": own, "param_groups": groups})
-            else:
-                zero_optim.load_full_state_dict(new, full if rank == 0 else None)
-            _train(copies, new, range(3, 5), factor)
-            again.append([p.detach().clone() for p in copies])
-            new.close()
-        return {"params": [p.detach().clone() for p in params], "again": again, "full": full["state"], "memory": memory}
-    finally:
-        optimizer.AdamW = before
+    params = _make(dtype)
+    opt = zero_optim.ShardedOptimizer(params, Scaled(), stage=stage, bucket_cap_mb=0.001)
+    _train(params, opt, range(3), factor)
+    memory = opt.stats()["memory"]
+    full = zero_optim.full_state_dict(opt, rank=None)
+    own = {
+        name: {key: value if key == "step" else copy.deepcopy(value) for key, value in entry.items()}
+        for name, entry in opt.state_dict()["state"].items()
+    }
+    groups = opt.state_dict()["param_groups"]
+    middle = [p.detach().clone() for p in params]
+    _train(params, opt, range(3, 5), factor)
+    opt.close()
+    again = []
+    for other_stage, load in ((stage, True), (2 if stage == 0 else 0, False)):
+        copies = [nn.Parameter(p.clone()) for p in middle]
+        new = zero_optim.ShardedOptimizer(copies, Scaled(), stage=other_stage, bucket_cap_mb=0.001)
+        if load:
+            new.load_state_dict({"state": own, "param_groups": groups})
+        else:
+            zero_optim.load_full_state_dict(new, full if rank == 0 else None)
+        _train(copies, new, range(3, 5), factor)
+        again.append([p.detach().clone() for p in copies])
+        new.close()
+    return {"params": [p.detach().clone() for p in params], "again": again, "full": full["state"], "memory": memory}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -154,7 +120,7 @@ def test_state_of_any_rule_is_kept_saved_moved_and_counted(world_size: int, stag
         for index, oracle in enumerate(oracles):
             oracle.step(_gradient(index, SHAPES[index], step).to(dtype).float())
     sizes = [torch.Size(shape).numel() for shape in SHAPES]
-    by_rank = run_ranks(world_size, _life, stage, dtype, Scaled)
+    by_rank = run_ranks(world_size, _life, stage, dtype)
     for of_rank in by_rank:
         for seen in (of_rank["params"], *of_rank["again"]):
             for parameter, oracle, numel in zip(seen, oracles, sizes, strict=True):
@@ -177,46 +143,42 @@ def _convolution(order: torch.memory_format) -> tuple[nn.Module, Any]:
 
     torch.manual_seed(0)
     model = nn.Conv2d(16, 24, 3).to(memory_format=order)
-    return model, zero_optim.ShardedAdamW(model.named_parameters(), lr=LR)
+    return model, zero_optim.ShardedOptimizer(model.named_parameters(), Scaled())
 
 
 def _rows_between(rank: int, world_size: int, folder: str) -> list[str]:
     """State for rows of a channels_last parameter goes to one that lies so, and is refused by one that does not."""
     import zero_optim
-    from zero_optim import checkpoint, optimizer
+    from zero_optim import checkpoint
 
-    before, optimizer.AdamW = optimizer.AdamW, Scaled
     raised = []
-    try:
-        model, opt = _convolution(torch.channels_last)
-        model(torch.randn(2, 16, 5, 5)).square().sum().backward()
-        opt.step()
-        checkpoint.save(folder, model, opt)
-        full, own = zero_optim.full_state_dict(opt, rank=None), copy.deepcopy(opt.state_dict())
-        for order in (torch.channels_last, torch.contiguous_format):
-            other, its = _convolution(order)
-            values = [p.detach().clone() for p in other.parameters()]
-            loads = (
-                lambda its=its: zero_optim.load_full_state_dict(its, full if rank == 0 else None),
-                lambda its=its: its.load_state_dict(own),
-                lambda its=its, other=other: checkpoint.load(folder, other, its),
-            )
-            for load in loads:
-                if order is torch.channels_last:
+    model, opt = _convolution(torch.channels_last)
+    model(torch.randn(2, 16, 5, 5)).square().sum().backward()
+    opt.step()
+    checkpoint.save(folder, model, opt)
+    full, own = zero_optim.full_state_dict(opt, rank=None), copy.deepcopy(opt.state_dict())
+    for order in (torch.channels_last, torch.contiguous_format):
+        other, its = _convolution(order)
+        values = [p.detach().clone() for p in other.parameters()]
+        loads = (
+            lambda its=its: zero_optim.load_full_state_dict(its, full if rank == 0 else None),
+            lambda its=its: its.load_state_dict(own),
+            lambda its=its, other=other: checkpoint.load(folder, other, its),
+        )
+        for load in loads:
+            if order is torch.channels_last:
+                load()
+                again = zero_optim.full_state_dict(its, rank=None)["state"]
+                for index, entry in full["state"].items():
+                    assert all(torch.equal(entry[kind], again[index][kind]) for kind in ("peak", "momentum"))
+            else:
+                with pytest.raises(zero_optim.StateMismatchError) as error:
                     load()
-                    again = zero_optim.full_state_dict(its, rank=None)["state"]
-                    for index, entry in full["state"].items():
-                        assert all(torch.equal(entry[kind], again[index][kind]) for kind in ("peak", "momentum"))
-                else:
-                    with pytest.raises(zero_optim.StateMismatchError) as error:
-                        load()
-                    raised.append(str(error.value))
-                    assert zero_optim.full_state_dict(its, rank=None)["state"] == {}
-                    assert all(torch.equal(*pair) for pair in zip(values, other.parameters(), strict=True))
-            its.close()
-        return raised
-    finally:
-        optimizer.AdamW = before
+                raised.append(str(error.value))
+                assert zero_optim.full_state_dict(its, rank=None)["state"] == {}
+                assert all(torch.equal(*pair) for pair in zip(values, other.parameters(), strict=True))
+        its.close()
+    return raised
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

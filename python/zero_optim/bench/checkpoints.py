@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from .. import checkpoint
 from ..comm.collectives import Comm, make_comm
-from ..optimizer import ShardedAdamW
+from ..drop_ins import ShardedAdamW
 from ..shard_module import shard_module
 from .contest import Say
 from .peak_memory import peak_of, resident, return_what_is_freed

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..optimizer import ShardedAdamW
+from ..drop_ins import ShardedAdamW
 from ..shard_module import shard_module
 from ..train.model import GPT, VOCAB, Block, ModelConfig, next_byte_loss
 from .fused_adams import HYPER

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..optimizer import ShardedAdamW
+from ..drop_ins import ShardedAdamW
 from ..shard_module import shard_module
 from .contest import Say
 from .fused_adams import HYPER

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..optimizer import ShardedAdamW
+from ..drop_ins import ShardedAdamW
 from ..stores.paged_store import PagedStore
 from . import contenders
 from .contenders import NEVER, TRAINING, Contender, Passes, Task

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import make_comm
-from ..optimizer import ShardedAdamW
+from ..drop_ins import ShardedAdamW
 from .contest import TogetherClock, in_all, slower
 from .fused_adams import HYPER
 from .masters import Masters

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..comm.together import together
 from ..errors import CheckpointError, StateMismatchError
 from ..params.arrangement import WHOLE, read_arranged
+from ..rules.options import EMA
 from . import folder as folders
 from .contents import Column, Holding, Names, contents_of_model
 from .disk import OpenFiles
@@ -58,6 +59,7 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    average: str | None = None,
 ) -> Exported:
     """Write the parameters and buffers of a checkpoint as Hugging Face's safetensors. For one process; no GPU is used.
 
@@ -69,11 +71,13 @@ def export(
         out: a folder that is not there yet, or empty.
         dtype: of the parameters; where it is not the saved one they are made of the masters. Buffers keep theirs.
         max_shard_bytes: of a file; a larger tensor has one to itself.
+        average: which average of the parameters to write in their place, as "ema". Those that were frozen have none,
+            and are written themselves.
 
     Raises CheckpointError: there is no checkpoint; it is damaged; ``out`` cannot be written.
     """
     folder, index, _ = folders.newest(Path(path))
-    weights = list(_weights(index, dtype))
+    weights = list(_weights(index, dtype, _check_average(index, average)))
     shards = _split(weights, max_shard_bytes)
     target = Path(out).absolute()
     writing = target.with_name(f".writing-{target.name}")
@@ -104,7 +108,15 @@ def export(
     return Exported(target, len(weights), total, names)
 
 
-def _weights(index: Index, dtype: torch.dtype | None) -> Iterator[_Weight]:
+def _check_average(index: Index, average: str | None) -> str | None:
+    kinds = dict.fromkeys(kind for kind, _ in index.tensors if index.is_state(kind))
+    averages = [kind for kind in kinds if kind.startswith(EMA)]
+    if average is not None and average not in averages:
+        raise CheckpointError(f"there is no average {average!r} in the checkpoint: it has {averages or 'none'}")
+    return average
+
+
+def _weights(index: Index, dtype: torch.dtype | None, average: str | None) -> Iterator[_Weight]:
     for (kind, name), source in index.tensors.items():
         if kind not in (PARAMETER, BUFFER):
             continue
@@ -115,7 +127,9 @@ def _weights(index: Index, dtype: torch.dtype | None) -> Iterator[_Weight]:
                 "say how they make a whole: convert it by what made the model"
             )
         wanted = dtype if dtype is not None and kind == PARAMETER and spec.dtype.is_floating_point else spec.dtype
-        if wanted != spec.dtype:
+        if kind == PARAMETER and (average, name) in index.tensors:
+            source = index.tensors[str(average), name]
+        elif wanted != spec.dtype:
             source = index.precise(name) or source
         yield _Weight(Entry(name, wanted, spec.shape), source)
 

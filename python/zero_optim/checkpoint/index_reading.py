@@ -17,8 +17,9 @@ from ..errors import CheckpointError
 from ..params.arrangement import Cut
 from ..params.storage_order import is_storage_order
 from ..rules.adamw import AdamW
-from ..rules.update_rule import master_of
-from ..validate import check_groups
+from ..rules.lion import Lion
+from ..rules.sgd import SGD
+from ..rules.update_rule import MASTER, UpdateRule
 from . import lineage
 from .index import (
     BUFFER,
@@ -40,11 +41,19 @@ from .plain import decode, dtype_named
 from .safetensors_file import BLOCK_BYTES, NAMES
 
 SHARDED = "Sharded"
-OURS = f"{SHARDED}AdamW"
-"""The name of a ``ShardedAdamW`` in the index. One with another rule has the rule's name after ``SHARDED``."""
+"""The name of an optimizer of ours in the index begins so; its rule's follows."""
 
-ADAMS = frozenset((OURS, "Adam", "AdamW"))
-"""Classes that have the same state."""
+OURS: Mapping[str, type[UpdateRule]] = {f"{SHARDED}{rule.__name__}": rule for rule in (AdamW, Lion, SGD)}
+"""The rules that come with the package, by such names."""
+
+
+def same_state(name: str) -> frozenset[str]:
+    """Names of the optimizers whose state is that of the one of this ``name``, which is among them."""
+    for own, rule in OURS.items():
+        if name in (own, *rule.counterparts):
+            return rule.counterparts | {own}
+    return frozenset((name,))
+
 
 _HEAD = frozenset(("format", "version", "lineage", "crc32c", "contents"))
 HEAD_BYTES = 1024
@@ -239,7 +248,7 @@ def _check_optimizers(index: Index) -> None:
         _check_master(optimizer, index.tensors, own, what)
         others = set(_names(optimizer.order, f"the order of {what}")) - own
         _need(not others, f"the order of {what} has parameters that it does not have: {_some(others)}")
-    if index.optimizers and all(optimizer.name == OURS for optimizer in index.optimizers):
+    if index.optimizers and all(optimizer.name in OURS for optimizer in index.optimizers):
         _need(state <= seen, f"there is state that no optimizer has: {_some(state - seen)}")
 
 
@@ -251,9 +260,10 @@ def _check_groups(optimizer: SavedOptimizer, what: str) -> set[str]:
     for group in _of(list, optimizer.groups, f"the groups of {what}"):
         names += [_of(str, name, f"a parameter of {what}") for name in _of(list, group["params"], f"a group of {what}")]
         options.append(_of(dict, decode({**group, "params": None}), f"a group of {what}"))
-    if optimizer.name == OURS:
+    if optimizer.name in OURS:
         _need(len(set(names)) == len(names), f"{what} has a parameter twice")
-        check_groups(options)
+        for number, group in enumerate(options):
+            OURS[optimizer.name]().check_ranges(number, group)
     return set(names)
 
 
@@ -265,7 +275,7 @@ def _check_steps(optimizer: SavedOptimizer, own: set[str], with_state: set[str],
         _need(good, f"{what} counts {str(count)[:100]} updates of {name!r}")
     others = steps.keys() - own
     _need(not others, f"{what} counts updates of parameters that it does not have: {_some(others)}")
-    if optimizer.name == OURS:
+    if optimizer.name in OURS:
         uncounted = with_state - steps.keys()
         _need(not uncounted, f"{what} does not count the updates of {_some(uncounted)}")
         _need(all(type(count) is float for count in steps.values()), f"{what} counts updates in another type of number")
@@ -274,8 +284,8 @@ def _check_steps(optimizer: SavedOptimizer, own: set[str], with_state: set[str],
 def _check_master(optimizer: SavedOptimizer, tensors: Mapping[Key, SavedTensor], own: set[str], what: str) -> None:
     """Sharded optimizers alone have masters, of the parameters' shape."""
     master, sharded = optimizer.master, optimizer.name.startswith(SHARDED)
-    good = type(master) is str and master not in (PARAMETER, BUFFER) if sharded else master is None
-    good = good and (optimizer.name != OURS or master == master_of(AdamW()))
+    good = master is None or (sharded and type(master) is str and master not in (PARAMETER, BUFFER))
+    good = good and (optimizer.name not in OURS or master == MASTER)
     _need(good, f"the masters of {what}, a {optimizer.name[:100]}, cannot be {str(master)[:100]}")
     for name in own:
         saved = tensors.get((str(master), name))

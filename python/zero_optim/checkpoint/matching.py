@@ -27,6 +27,7 @@ class Wanted:
         specs: its tensors.
         groups: of each parameter group, the names.
         master: the kind of tensor that parameters are roundings of; None: they are their own.
+        averages: kinds of tensors that average parameters: where none was saved they begin at these.
         takes: names of the classes whose state it can use; None: that shows by the state.
         spared: names of parameters that may be without state in the checkpoint: they are frozen.
     """
@@ -34,6 +35,7 @@ class Wanted:
     specs: Sequence[TensorSpec]
     groups: Sequence[Sequence[str]]
     master: str | None = None
+    averages: Sequence[str] = ()
     spared: frozenset[str] = frozenset()
     takes: frozenset[str] | None = None
 
@@ -124,14 +126,20 @@ def _match_model(index: Index, model: Sequence[TensorSpec], matched: Match) -> N
 
 def _match_state(index: Index, wanted: Wanted, matched: Match) -> None:
     lacking: dict[str, list[str]] = {}
+    begun: set[str] = set()  # averages
     for spec in wanted.specs:
         name = matched.saved_name[spec.name]
         saved = index.precise(name) if spec.kind == wanted.master else index.tensors.get((spec.kind, name))
+        if saved is None and spec.kind in wanted.averages:
+            saved = index.precise(name)
+            begun.add(spec.kind)
         if saved is not None:
             matched.source[spec.key] = saved
         else:
             lacking.setdefault(spec.name, []).append(spec.kind)
     matched.fresh |= set(lacking)
+    if begun:
+        matched.notes.append(f"not in the checkpoint: {', '.join(sorted(begun))}: averages begin at the parameters")
     for spec in wanted.specs:
         if spec.name in lacking and spec.kind != wanted.master:
             matched.source.pop(spec.key, None)

@@ -15,12 +15,13 @@ from ..errors import CheckpointError
 from ..rules.update_rule import StateTensor, master_of, tensors_for
 from .contents import Contents, Holders, Holding, Names, TensorContents, in_stack
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec
-from .index_reading import ADAMS, SHARDED
+from .index_reading import SHARDED, same_state
 from .matching import Match, Wanted
 from .plain import decode, encode
 from .state_dict import check_groups_fit, load_groups
 
 _ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay")
+ADAMS = same_state("AdamW")
 
 
 class OptimizerPart(Contents, Protocol):
@@ -113,10 +114,9 @@ class ShardedPart:
 
     def describe(self) -> SavedOptimizer:
         order = [self._names[index] for index in self._engine.reducer.layout.order]
-        decoupled = {"decoupled_weight_decay": self._engine.rule.decoupled}
-        groups = _described([{**group, **decoupled} for group in self._groups], self._names_of_groups())
-        name = f"{SHARDED}{type(self._engine.rule).__name__}"
-        return SavedOptimizer(name, groups, self.steps(), master_of(self._engine.rule), order)
+        rule = self._engine.rule
+        groups = _described([{**group, **rule.said} for group in self._groups], self._names_of_groups())
+        return SavedOptimizer(f"{SHARDED}{rule.name}", groups, self.steps(), master_of(rule), order)
 
     def _names_of_groups(self) -> list[list[str]]:
         names = iter(self._names)
@@ -127,11 +127,12 @@ class ShardedPart:
     def wanted(self, index: Index, saved_name: Mapping[str, str]) -> Wanted:
         trained = self._engine.parameters.trained
         frozen = frozenset(self._names[number] for number, p in trained.items() if not p.requires_grad)
-        return Wanted(self.specs, self._names_of_groups(), master_of(self._engine.rule), frozen)
+        rule = self._engine.rule
+        return Wanted(self.specs, self._names_of_groups(), master_of(rule), rule.averages, frozen)
 
     def groups_of(self, saved: SavedOptimizer, numbers: Sequence[int | None]) -> list[dict[str, Any]]:
         groups = _chosen(self._groups, saved, numbers, self._defaults)
-        check_groups_fit(groups, self._groups, self._engine.rule.decoupled)
+        check_groups_fit(groups, self._groups, self._engine.rule)
         return groups
 
     def use_order(self, saved: SavedOptimizer, matched: Match) -> None:
@@ -207,10 +208,10 @@ class TorchPart(TensorContents):
         for name in self._names.values():
             there = [index.tensors.get((kind, saved_name[name])) for kind in kinds]
             specs += [TensorSpec(name, saved.spec.kind, saved.spec.shape, saved.spec.dtype) for saved in there if saved]
-        own = type(self._opt).__name__
-        if own in ADAMS and all(saved.name in ADAMS for saved in index.optimizers):
+        takes = same_state(type(self._opt).__name__)
+        if takes == ADAMS and all(saved.name in takes for saved in index.optimizers):
             _check_counted(index.steps(), specs, saved_name)
-        return Wanted(specs, self._names_of_groups(), takes=ADAMS if own in ADAMS else frozenset((own,)))
+        return Wanted(specs, self._names_of_groups(), takes=takes)
 
     def groups_of(self, saved: SavedOptimizer, numbers: Sequence[int | None]) -> list[dict[str, Any]]:
         return _chosen(self._opt.param_groups, saved, numbers, self._opt.defaults)

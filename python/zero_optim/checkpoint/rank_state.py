@@ -12,13 +12,13 @@ from .state_dict import Groups, load_groups, make_state_dict, match_state, saved
 
 
 def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
-    """Tensors are views of the live state. ``as_torch``: with the options of ``torch.optim.AdamW``, and no names."""
+    """Tensors are views of the live state. ``as_torch``: with the options of torch's counterpart, and no names."""
     engine.keep_edits()
     if as_torch:
         engine.shardings.check_whole("torch.distributed.checkpoint")
         engine.shardings.check_joined("torch.distributed.checkpoint")
         groups = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
-        groups = with_torch_options(groups, decoupled=engine.rule.decoupled)
+        groups = with_torch_options(groups, engine.rule)
     return make_state_dict(groups, engine.states.export(), engine.hyper.steps.float())
 
 

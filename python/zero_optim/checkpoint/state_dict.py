@@ -39,10 +39,9 @@ def pack_groups(groups: Groups) -> list[dict[str, Any]]:
     return packed
 
 
-def with_torch_options(groups: Groups, *, decoupled: bool) -> list[dict[str, Any]]:
-    """The groups with every option that those of ``torch.optim.AdamW`` have."""
-    options = torch.optim.AdamW([torch.empty(0)]).defaults
-    return [{**options, **group, "decoupled_weight_decay": decoupled} for group in groups]
+def with_torch_options(groups: Groups, rule: UpdateRule) -> list[dict[str, Any]]:
+    """The groups with every option that those of torch's counterpart have."""
+    return [{**rule.torch_options, **group, **rule.said} for group in groups]
 
 
 def make_state_dict(groups: Groups, state: Mapping[int, dict[str, Tensor]], steps: Tensor) -> dict[str, Any]:
@@ -62,7 +61,7 @@ def match_state(
     """
     _check_form(state_dict)
     groups, labels, saved_groups = parameters.groups, parameters.labels, state_dict["param_groups"]
-    check_groups_fit(saved_groups, groups, rule.decoupled)
+    check_groups_fit(saved_groups, groups, rule)
     index_of = _index_by_key(saved_groups, groups)
     unknown = [key for key in state_dict["state"] if key not in index_of]
     if unknown:
@@ -86,7 +85,7 @@ def step_counts(saved: Mapping[int, Mapping[str, Any]], parameters: int) -> Tens
     """[parameters] float64 on the CPU: the updates that each has had, none where ``saved`` does not hold it."""
     counts = torch.zeros(parameters, dtype=torch.float64, device="cpu")
     for index, entry in saved.items():
-        counts[index] = float(entry["step"])
+        counts[index] = float(entry.get("step", 1))  # of a rule that can do without: state comes of an update
     return counts
 
 
@@ -109,19 +108,16 @@ def _check_form(state_dict: Any) -> None:
         raise StateMismatchError("no optimizer state: 'state' must be a dict, 'param_groups' a list of dicts")
 
 
-def check_groups_fit(saved: Groups, groups: Groups, decoupled: bool) -> None:
+def check_groups_fit(saved: Groups, groups: Groups, rule: UpdateRule) -> None:
     """Raise StateMismatchError for saved groups of other sizes, or with options that these cannot have."""
     sizes, expected = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
     if sizes != expected:
         raise StateMismatchError(f"the state has parameter groups of sizes {sizes}, this optimizer {expected}")
     for number, options in enumerate(saved):
-        if options.get("weight_decay") and options.get("decoupled_weight_decay", decoupled) != decoupled:
-            raise StateMismatchError(
-                f"group {number} of the state was trained with decoupled_weight_decay={not decoupled}: give that to "
-                "this optimizer's constructor"
-            )
+        if (refusal := rule.refuse_saved(number, options)) is not None:
+            raise StateMismatchError(refusal)
     try:
-        check_groups([{**group, **options} for group, options in zip(groups, saved, strict=True)])
+        check_groups(rule, [{**group, **options} for group, options in zip(groups, saved, strict=True)])
     except (TypeError, ValueError) as error:
         raise StateMismatchError(f"in the state's parameter groups, {error}") from error
 
@@ -143,7 +139,7 @@ def _index_by_key(saved: Groups, groups: Groups) -> dict[Hashable, int]:
 
 
 def _check_entry(entry: Any, label: str, rule: UpdateRule) -> None:
-    if not isinstance(entry, Mapping) or "step" not in entry:
+    if not isinstance(entry, Mapping) or ("step" not in entry and rule.needs_steps):
         found = sorted(map(str, entry)) if isinstance(entry, Mapping) else type(entry).__name__
         raise StateMismatchError(f"the state of {label} has no 'step', but {found}")
     kept = {tensor.name for tensor in rule.tensors} | {"step"}
@@ -153,7 +149,7 @@ def _check_entry(entry: Any, label: str, rule: UpdateRule) -> None:
             f"the state of {label} holds {unknown[0]}, which this optimizer does not keep: it was saved by another, or "
             "with other options, such as amsgrad=True. Train on with that one, or drop it from the state"
         )
-    step = entry["step"]
+    step = entry.get("step", 1)
     good = isinstance(step, int | float) or (isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex())
     count = float(step) if good else math.nan
     if not (0 <= count < math.inf and count.is_integer()):

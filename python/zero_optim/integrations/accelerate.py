@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .. import checkpoint
 from ..comm.grid import read_rows
 from ..errors import CheckpointError, ParameterError, ZeroOptimError
-from ..optimizer import ShardedAdamW, optimizers_of
+from ..optimizer import ShardedOptimizer, optimizers_of
 from ..params.param_shard import plain_parameter
 from .clients import (
     check_optimizer,
@@ -49,7 +49,7 @@ _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedTy
 
 
 def data_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
-    """Collective. The ``mesh`` for ``ShardedAdamW`` and ``shard_module``, as the ``ParallelismConfig`` has it.
+    """Collective. The ``mesh`` for ``ShardedOptimizer`` and ``shard_module``, as the ``ParallelismConfig`` has it.
 
     None: the accelerator has no such configuration, and all ranks share. With ``dp_replicate_size`` and
     ``dp_shard_size`` it has two dimensions, else one. Where tensor-parallel ranks are all ranks, each rank is alone.
@@ -78,7 +78,7 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
 
     Raises:
         ParameterError: an optimizer whose parameters are on another device than the accelerator's.
-        TypeError: on several ranks, an optimizer that is not a ``ShardedAdamW``.
+        TypeError: on several ranks, an optimizer that is not a ``ShardedOptimizer``.
         ValueError: an optimizer over other ranks than the accelerator's ``ParallelismConfig`` has.
         ZeroOptimError: an accelerator with a sharding of its own, such as FSDP or DeepSpeed, or with ``cp_size`` or
             ``sp_size``.
@@ -97,7 +97,7 @@ def adopt(accelerator: Accelerator) -> ShardedAccelerator:
 
 
 class ShardedAccelerator(Accelerator):
-    """An ``Accelerator`` that leaves reducing gradients to its optimizers, each a ``ShardedAdamW``."""
+    """An ``Accelerator`` that leaves reducing gradients to its optimizers, each a ``ShardedOptimizer``."""
 
     scaler: Any
     _optimizers: list[Any]
@@ -133,7 +133,7 @@ class ShardedAccelerator(Accelerator):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         plain = plain_optimizer(optimizer)
         check_optimizer(plain, self.num_processes, "zero_optim.integrations.accelerate")
-        if not isinstance(plain, ShardedAdamW):
+        if not isinstance(plain, ShardedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         if not same_place(plain.device, self.device):
             raise ParameterError(
@@ -143,7 +143,7 @@ class ShardedAccelerator(Accelerator):
         self._check_ranks(plain)
         return super().prepare_optimizer(optimizer, device_placement=False)  # its state lies with its parameters
 
-    def _check_ranks(self, optimizer: ShardedAdamW) -> None:
+    def _check_ranks(self, optimizer: ShardedOptimizer) -> None:
         """Raise ValueError unless the optimizer is for the ranks by which loaders give batches."""
         sharding, mesh, chosen = optimizer.engine.sharding, self.torch_device_mesh, self.parallelism_config
         topology = sharding.topology
@@ -250,10 +250,10 @@ class ShardedAccelerator(Accelerator):
     # -- the optimizers ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _apart(self) -> Iterator[list[ShardedAdamW]]:
+    def _apart(self) -> Iterator[list[ShardedOptimizer]]:
         """The sharded optimizers, which accelerate does not see meanwhile: it would save one rank's shards."""
         everyone, sharded = self._optimizers, sharded_among(self._optimizers)
-        self._optimizers = [one for one in everyone if not isinstance(plain_optimizer(one), ShardedAdamW)]
+        self._optimizers = [one for one in everyone if not isinstance(plain_optimizer(one), ShardedOptimizer)]
         try:
             yield sharded
         finally:

@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from ..errors import ParameterError
 from ..full_model_state import full_model_state_dict
 from ..grad_scaler import GradScaler
-from ..optimizer import ShardedAdamW
+from ..optimizer import ShardedOptimizer
 from ..params.tensor_slice import is_distributed, shown_as, slice_of
 from ..units.sharded_model import sharded_model_of
 
@@ -92,14 +92,14 @@ def plain_optimizer(optimizer: Any) -> Any:
 
 def check_optimizer(optimizer: Any, ranks: int, integration: str) -> None:
     """Raise TypeError for one whose gradients nobody would average over the ranks."""
-    if ranks > 1 and not isinstance(optimizer, ShardedAdamW):
+    if ranks > 1 and not isinstance(optimizer, ShardedOptimizer):
         raise TypeError(
             f"{integration} on {ranks} ranks leaves averaging gradients to the optimizer, and "
             f"{type(optimizer).__name__} does not do that: make a zero_optim.ShardedAdamW"
         )
 
 
-def without_sync(optimizers: Iterable[ShardedAdamW]) -> AbstractContextManager[Any]:
+def without_sync(optimizers: Iterable[ShardedOptimizer]) -> AbstractContextManager[Any]:
     """``no_sync`` of all of them."""
     stack = ExitStack()
     for optimizer in optimizers:
@@ -120,9 +120,9 @@ def sharded_scaler(scaler: TorchGradScaler) -> GradScaler:
     )
 
 
-def sharded_among(optimizers: Iterable[Any]) -> list[ShardedAdamW]:
+def sharded_among(optimizers: Iterable[Any]) -> list[ShardedOptimizer]:
     """Pick out the sharded ones, without what a client has put around them."""
-    return [plain for plain in map(plain_optimizer, optimizers) if isinstance(plain, ShardedAdamW)]
+    return [plain for plain in map(plain_optimizer, optimizers) if isinstance(plain, ShardedOptimizer)]
 
 
 def in_place(model: nn.Module, device: torch.device) -> bool:

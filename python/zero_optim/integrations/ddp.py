@@ -16,7 +16,7 @@ from ..optimizer import optimizers_of
 
 
 class DistributedDataParallel(nn.Module):
-    """Looks like torch's, and does nothing: ``ShardedAdamW`` averages the gradients of ``module``.
+    """Looks like torch's, and does nothing: ``ShardedOptimizer`` averages the gradients of ``module``.
 
     To be made before the optimizer or after it. The keys of ``state_dict()`` begin with ``module.``, as those of
     torch's do, and the names of parameters too; ``model.module`` has both without it. Buffers are not sent: see
@@ -28,8 +28,8 @@ class DistributedDataParallel(nn.Module):
             effect. What torch's others are for is said to the optimizer: ``process_group``, ``bucket_cap_mb``.
         broadcast_buffers: False, which is not torch's default.
 
-    Raises, in a forward that is to be trained, ZeroOptimError where no ``ShardedAdamW`` has the parameters, on several
-    ranks: each would train alone.
+    Raises, in a forward that is to be trained, ZeroOptimError where no ``ShardedOptimizer`` has the parameters, on
+    several ranks: each would train alone.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import checkpoint
 from ..forward_method import register_forward_method
-from ..optimizer import ShardedAdamW
+from ..optimizer import ShardedOptimizer
 from ..shard_module import shard_module
 from ..sync_buffers import sync_buffers
 from ..units.sharded_model import sharded_model_of
@@ -45,8 +45,8 @@ _EVALUATION = ("validation_step", "test_step", "predict_step")
 class ShardedStrategy(DDPStrategy):
     """Lightning's processes, samplers and barriers, without the DDP module: the optimizers reduce gradients themselves.
 
-    ``configure_optimizers`` returns a ``ShardedAdamW``, or several. Beside Lightning's ``NAME.ckpt``, which holds whole
-    weights, the folder ``NAME.ckpt.sharded`` has the optimizers' state, for any number of ranks and any stage.
+    ``configure_optimizers`` returns a ``ShardedOptimizer``, or several. Beside Lightning's ``NAME.ckpt``, which holds
+    whole weights, the folder ``NAME.ckpt.sharded`` has the optimizers' state, for any number of ranks and any stage.
     Callbacks that average weights (``WeightAveraging``, ``StochasticWeightAveraging``) keep a whole copy on every rank,
     as in DDP. ``gradient_clip_val`` clips by norm, an fp16 scaler is replaced by ``zero_optim.GradScaler``, and a
     second ``fit`` closes the optimizers of the first.
@@ -63,7 +63,7 @@ class ShardedStrategy(DDPStrategy):
             they evaluate and save. None: each rank keeps its own, and those of rank 0 are saved.
         options: those of ``DDPStrategy``.
 
-    Raises TypeError, on several ranks, for an optimizer that is not a ``ShardedAdamW``, and ValueError for one over
+    Raises TypeError, on several ranks, for an optimizer that is not a ``ShardedOptimizer``, and ValueError for one over
     other ranks than the mesh has, or for a ``tensor_parallel_size`` that does not divide the ranks.
     """
 
@@ -132,10 +132,10 @@ class ShardedStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             check_optimizer(plain := plain_optimizer(optimizer), self.world_size, "ShardedStrategy")
-            if isinstance(plain, ShardedAdamW):
+            if isinstance(plain, ShardedOptimizer):
                 self._check_ranks(plain)
 
-    def _check_ranks(self, optimizer: ShardedAdamW) -> None:
+    def _check_ranks(self, optimizer: ShardedOptimizer) -> None:
         """Raise ValueError unless the optimizer is for the ranks by which samplers give batches."""
         columns, size = optimizer.engine.sharding.topology.columns, self._tensor_parallel_size
         if len(columns or [0]) != size:
@@ -156,7 +156,7 @@ class ShardedStrategy(DDPStrategy):
 
         def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
             plain = plain_optimizer(optimizer)
-            if isinstance(plain, ShardedAdamW):
+            if isinstance(plain, ShardedOptimizer):
                 plain.clip_grad_norm_(clip_val)
             else:
                 by_torch(plugin, optimizer, clip_val)
@@ -204,7 +204,7 @@ class ShardedStrategy(DDPStrategy):
         super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return {} if isinstance(plain_optimizer(optimizer), ShardedAdamW) else super().optimizer_state(optimizer)
+        return {} if isinstance(plain_optimizer(optimizer), ShardedOptimizer) else super().optimizer_state(optimizer)
 
     def save_checkpoint(self, content: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(content, filepath, storage_options)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from .. import checkpoint
 from ..checkpoint.hugging_face import load_safetensors
+from ..drop_ins import ShardedAdamW
 from ..errors import ParameterError
-from ..optimizer import ShardedAdamW
+from ..optimizer import ShardedOptimizer
 from ..shard_module import shard_module
 from ..sync_buffers import sync_buffers
 from ..units.sharded_model import sharded_model_of
@@ -27,14 +28,14 @@ from .accelerate import FOLDER, adopt, data_parallel_mesh  # noqa: E402
 
 
 class ShardedTrainer(Trainer):
-    """A ``Trainer`` that leaves reducing gradients to a ``ShardedAdamW``. Its other arguments are Trainer's.
+    """A ``Trainer`` that leaves reducing gradients to a ``ShardedOptimizer``. Its other arguments are Trainer's.
 
     Given no optimizer it makes one, from the learning rate, betas, epsilon and weight decay of the TrainingArguments.
     Saving is a call of all ranks, ``save_model`` too: checkpoints hold whole weights, which ``from_pretrained`` reads,
     and in the folder ``sharded`` the state of the optimizer, for any number of ranks and any stage.
 
     Args:
-        stage: what the ranks share, as in ``ShardedAdamW``, for the optimizer that is made here. None: 2, or 3 with
+        stage: what the ranks share, as in ``ShardedOptimizer``, for the optimizer that is made here. None: 2, or 3 with
             ``units``.
         units: stage 3: the classes, or their names, of the modules to gather one at a time, as ``("GPT2Block",)``.
             The model is given to ``zero_optim.shard_module`` once it is in its place. To choose more than that, move
@@ -45,7 +46,7 @@ class ShardedTrainer(Trainer):
     Raises:
         ParameterError: ``units`` beside an optimizer that is there already: shard the model before that. A model that
             was loaded with a ``DistributedConfig`` of more than ``tp_size``.
-        TypeError: on several ranks, an optimizer that is not a ``ShardedAdamW``.
+        TypeError: on several ranks, an optimizer that is not a ``ShardedOptimizer``.
         ValueError: an ``optim`` among the TrainingArguments that is not AdamW.
     """
 
@@ -84,7 +85,7 @@ class ShardedTrainer(Trainer):
         if self.optimizer_cls_and_kwargs is None:
             self.optimizer_cls_and_kwargs = (ShardedAdamW, self._adamw_options())
         optimizer = super().create_optimizer(model)
-        if isinstance(optimizer, ShardedAdamW):
+        if isinstance(optimizer, ShardedOptimizer):
             optimizer.attach(self.model)  # Trainer's groups have no names
         return optimizer
 
@@ -161,7 +162,7 @@ class ShardedTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Every rank writes its part. Trainer would write rank 0's shards."""
         optimizer, step = plain_optimizer(self.optimizer), self.state.global_step
-        if not isinstance(optimizer, ShardedAdamW):
+        if not isinstance(optimizer, ShardedOptimizer):
             return super()._save_optimizer_and_scheduler(output_dir)
         folder = os.path.join(output_dir, FOLDER)
         checkpoint.save(folder, self.model, optimizer, scheduler=self.lr_scheduler, step=step, keep_last=1)

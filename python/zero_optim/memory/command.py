@@ -18,6 +18,9 @@ from torch import nn
 
 from ..drawing.figures import SizeUnit, row, size
 from ..errors import ParameterError, UsageError
+from ..rules.adamw import AdamW
+from ..rules.lion import Lion
+from ..rules.sgd import SGD
 from ..stores.offload import Offload, Tier, read_nbytes, read_offload
 from ..train.config import DTYPES
 from .activations import Batch
@@ -27,6 +30,13 @@ from .plan import Job, Plan, plan
 from .shapes import ModelShapes, of_decoder, of_module, usual_units
 from .table import advice, memory_lines, said_smallest, unit_of
 
+RULES = {
+    "adamw": AdamW(),
+    "amsgrad": AdamW(amsgrad=True),
+    "lion": Lion(),
+    "sgd": SGD(),
+    "momentum": SGD(momentum=0.9),
+}
 STAGES = (0, 1, 2, 3)
 _OF_STAGE_3 = ("param_offload", "units", "prefetch")  # flags, by their names in Python
 
@@ -51,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--stage", _stages, "stages to compare, as in 1,2 (0,1,2,3)", metavar="STAGES")
     flag("--dtype", str, "of parameters and gradients (bf16; of module:factory as they are)", choices=tuple(DTYPES))
     flag("--grad-reduce-dtype", str, "in which gradients are reduced (--dtype)", choices=tuple(DTYPES))
+    flag("--optimizer", str, "whose state is planned (adamw); momentum is SGD's", choices=tuple(RULES), default="adamw")
     flag("--offload", _offload, "where the state is: none, paged, paged:BUDGET, cpu or nvme (none)", default=Offload())
     parser.add_argument("--param-offload", action="store_true", help="stage 3: shards of parameters in host memory")
     flag("--gpu-memory", _size, "of each rank's device (80GB)", default="80GB", metavar="SIZE")
@@ -224,6 +235,7 @@ def _job(parsed: argparse.Namespace, stage: int) -> Job:
         prefetch=1 if parsed.prefetch is None else parsed.prefetch,
         accumulate=parsed.accumulate or parsed.pp,
         batch=batch,
+        rule=RULES[parsed.optimizer],
     )
 
 

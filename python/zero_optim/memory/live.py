@@ -54,8 +54,9 @@ def plan_of_engine(engine: Engine, *, mean: bool = False, accumulate: int = 1) -
         param_offload=sharded is not None and sharded.offload,
         device_memory=device_memory(sharding.device),
         host_waits=sharding.host_waits,
+        rule=engine.rule,
     )
-    return plan(_shapes_of(engine) if sharded is None else _shapes_of_units(units), job, engine.rule)
+    return plan(_shapes_of(engine) if sharded is None else _shapes_of_units(units), job)
 
 
 def _shapes_of(engine: Engine) -> ModelShapes:

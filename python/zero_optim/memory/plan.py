@@ -15,7 +15,7 @@ from ..comm.tensor_ranks import TensorRanks
 from ..grads.buckets import Kind, buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, SlotPiece, one_bucket
 from ..rules.adamw import AdamW
-from ..rules.update_rule import UpdateRule, tensors_for
+from ..rules.update_rule import UpdateRule, has_master, tensors_for
 from ..stats import PAGES, FlatBytes, count_bucket, no_memory, state_nbytes
 from ..stores.offload import FRAMES, Footprint, Offload, Tier, footprint
 from .activations import Batch, activation_bytes, in_flight
@@ -33,7 +33,7 @@ _ON_WIRE = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "node_all_gat
 
 @dataclass(frozen=True)
 class Job:
-    """The job that is planned: the arguments of ``ShardedAdamW`` and ``shard_module``, and what they run on.
+    """The job that is planned: the arguments of ``ShardedOptimizer`` and ``shard_module``, and what they run on.
 
     Attributes:
         world: ranks.
@@ -49,6 +49,7 @@ class Job:
         param_offload: at stage 3, whether shards of parameters rest in host memory.
         batch: what activations are computed from; None: they are not counted.
         host_waits: whether the host waits for collectives, as under gloo.
+        rule: of the optimizer, whose state is planned.
     """
 
     world: int = 1
@@ -67,6 +68,7 @@ class Job:
     param_offload: bool = False
     batch: Batch | None = None
     host_waits: bool = False
+    rule: UpdateRule = AdamW()
 
     @property
     def data(self) -> int:
@@ -217,21 +219,18 @@ def _sharding_of_experts(main: Sharding, sharers: tuple[int, int]) -> Sharding:
     return replace(main, grid=None, tensor_ranks=ranks, grad_divisor=1)
 
 
-def plan(model: ModelShapes, job: Job, rule: UpdateRule | None = None) -> Plan:
-    """Plan what a rank of ``job`` holds and communicates.
-
-    ``rule``: whose state tensors; None: AdamW's. Raises ValueError for a job that cannot be.
-    """
+def plan(model: ModelShapes, job: Job) -> Plan:
+    """Plan what a rank of ``job`` holds and communicates. Raises ValueError for a job that cannot be."""
     _check(model, job)
     # The first and the second stage have as many layers as any, and keep more micro-batches than those behind.
     stages = sorted({0, min(1, job.pipeline - 1), job.pipeline - 1})
-    made = [_plan_stage(model, job, rule or AdamW(), stage) for stage in stages]
+    made = [_plan_stage(model, job, stage) for stage in stages]
     return max(made, key=lambda of_stage: of_stage.most)
 
 
-def _plan_stage(whole: ModelShapes, job: Job, rule: UpdateRule, stage: int) -> Plan:
+def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     """``stage``: of the pipeline."""
-    sharding = _sharding_of(job)
+    sharding, rule = _sharding_of(job), job.rule
     model = of_stage(whole, job.pipeline, stage)
     cut = cut_over(model, job.tensor)
     laid = _lay_out(cut, job, sharding)
@@ -449,7 +448,7 @@ def _place_state(pages: Sequence[int], laid: _Laid, job: Job, sharding: Sharding
     """Count what the state takes of each memory. ``others``: bytes of all else on the device."""
     visiting = [flat.shard_nbytes for flat in laid.buckets] if job.params_on_host else []
     twice = zip(pages, visiting or [0] * len(pages), laid.buckets, strict=True)
-    spares = [page + guest for page, guest, flat in twice if flat.dtype.itemsize == 2]
+    spares = [page + guest for page, guest, flat in twice if has_master(job.rule, flat.dtype)]
     left = max(0, (job.device_memory or 0) - others)
     room = left if sum(pages) <= left else max(0, left - FRAMES * max(pages, default=0))
     shared = sharding.shard_count > 1

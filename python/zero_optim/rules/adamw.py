@@ -1,10 +1,11 @@
-"""AdamW (Loshchilov and Hutter, 2019) and Adam with L2 in the gradient (Kingma and Ba, 2015), on ``adam_step``."""
+"""AdamW (Loshchilov and Hutter, 2019), Adam with L2 in the gradient (Kingma and Ba, 2015), and AMSGrad of either
+(Reddi, Kale and Kumar, 2018)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,66 +13,69 @@ from torch import Tensor
 
 import zero_kernels
 
-from .update_rule import Begins, ShardUpdate, StateTensor
+from .kernel_rule import KernelRule
+from .options import DIFFERENTIABLE, Betas, Fixed, Flag, Number
+from .update_rule import MASTER, in_fp32
+
+_LARGEST = "max_exp_avg_sq"
 
 
-@dataclass(frozen=True)
-class AdamW:
-    """``decoupled``: False is Adam. ``adam_step`` and ``foreach_step``: the ops as this one's updates call them.
-    See ``UpdateRule`` for the rest."""
+class AdamW(KernelRule):
+    """``decoupled``: False is Adam. ``amsgrad``: divide by the root of the largest second moment so far."""
 
-    decoupled: bool = True
-    adam_step: Callable[..., None] = field(default=zero_kernels.adam_step, repr=False, compare=False)
-    foreach_step: Callable[..., None] = field(default=zero_kernels.foreach_step, repr=False, compare=False)
-
-    tensors = (StateTensor("master", Begins.PARAMETER), StateTensor("exp_avg"), StateTensor("exp_avg_sq"))
+    options = (
+        Number("lr", 1e-3, rate=True),
+        Betas("betas", (0.9, 0.999)),
+        Number("eps", 1e-8),
+        Number("weight_decay", 1e-2),
+        Flag("maximize"),
+        Fixed("amsgrad"),
+        DIFFERENTIABLE,
+    )
     coefficients = zero_kernels.HYPER_COEFFICIENTS
-    columns = zero_kernels.HYPER_COLUMNS
+    counterparts = frozenset(("Adam", "AdamW"))
+    torch_options = MappingProxyType(torch.optim.AdamW([torch.empty(0)]).defaults)
+    # An update rounds the decayed value and the difference by half an ulp each, and forms what it subtracts, of lr's
+    # size, in about ten operations: that is eps * (|p| + 8 lr), and an ulp is eps / 2 or more of the larger of the two.
+    ulps_an_update = 18
+
+    def __init__(self, decoupled: bool = True, **values: Any) -> None:
+        super().__init__("adamw", **values)
+        self.decoupled = decoupled
+        self._use("amsgrad" if self.defaults["amsgrad"] else "adamw")
+
+    @property
+    def said(self) -> dict[str, Any]:
+        return {"decoupled_weight_decay": self.decoupled}
+
+    def refuse_saved(self, number: int, group: Mapping[str, Any]) -> str | None:
+        if group.get("weight_decay") and group.get("decoupled_weight_decay", self.decoupled) != self.decoupled:
+            return (
+                f"group {number} of the state was trained with decoupled_weight_decay={not self.decoupled}: give that "
+                "to this optimizer's constructor"
+            )
+        return None
 
     def read_group(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         maximize = group.get("maximize", False)
-        return (group["lr"], *group["betas"], group["eps"], group["weight_decay"], float(self.decoupled), maximize)
+        numbers = super().read_group({**group, "maximize": maximize})
+        return (*numbers[:5], float(self.decoupled), *numbers[5:])
 
     def fill_table(self, by_group: Tensor, group_of: Tensor, steps: Tensor, active: Tensor, table: Tensor) -> None:
         torch.ops.zero_kernels.hyper_table(by_group, group_of, steps, active, table)
-
-    def prepared(self) -> AdamW:
-        return AdamW(self.decoupled, *map(zero_kernels.Prepared, ("adam_step", "foreach_step")))
-
-    def update(self, shards: Sequence[ShardUpdate]) -> None:
-        shared = shards[0][-4:]  # hyper, grad_scale, found_inf, marks
-        if len(shards) == 1:
-            self.adam_step(*_tensors(shards[0]), *shared)
-            return
-        grads, masters, exp_avgs, exp_avg_sqs, outs, row_slots = map(list, zip(*map(_tensors, shards), strict=True))
-        states = [state for pair in zip(exp_avgs, exp_avg_sqs, strict=True) for state in pair]
-        self.foreach_step("adamw", grads, masters, states, [] if outs[0] is None else outs, row_slots, *shared)
 
     def update_in_float64(
         self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any], step: float
     ) -> None:
         lr, (beta1, beta2), decay = float(group["lr"]), map(float, group["betas"]), float(group["weight_decay"])
-        p, m, v = state["master"], state["exp_avg"], state["exp_avg_sq"]
+        p, m, v = state[MASTER], state["exp_avg"], state["exp_avg_sq"]
         g = -gradient if group.get("maximize") else gradient
         if self.decoupled:
-            p.mul_(_f32(1 - lr * decay))
+            p.mul_(in_fp32(1 - lr * decay))
         else:
-            g = g + _f32(decay) * p
-        m.mul_(_f32(beta1)).add_(g * _f32(1 - beta1))
-        v.mul_(_f32(beta2)).add_(g * g * _f32(1 - beta2))
-        root = v.sqrt() / _f32(math.sqrt(1 - beta2**step)) + _f32(float(group["eps"]))
-        p.sub_(_f32(lr / (1 - beta1**step)) * (m / root))
-
-
-def _tensors(shard: ShardUpdate) -> tuple[Tensor | None, ...]:
-    """List what ``adam_step`` takes, in its order: gradient, master, moments, what the master is cast into if there is
-    one, rows."""
-    state = shard.state
-    master = state.get("master")
-    out = None if master is None else shard.parameter
-    own = shard.parameter if master is None else master
-    return (shard.grad, own, state["exp_avg"], state["exp_avg_sq"], out, shard.row_slot)
-
-
-def _f32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32))
+            g = g + in_fp32(decay) * p
+        m.mul_(in_fp32(beta1)).add_(g * in_fp32(1 - beta1))
+        v.mul_(in_fp32(beta2)).add_(g * g * in_fp32(1 - beta2))
+        largest = v if _LARGEST not in state else state[_LARGEST].copy_(torch.maximum(state[_LARGEST], v))
+        root = largest.sqrt() / in_fp32(math.sqrt(1 - beta2**step)) + in_fp32(float(group["eps"]))
+        p.sub_(in_fp32(lr / (1 - beta1**step)) * (m / root))

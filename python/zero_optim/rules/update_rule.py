@@ -1,22 +1,29 @@
 """An update rule: the state it keeps, the numbers it reads of a group, and the op that updates a shard.
 
 Nothing outside a rule spells the name of a state tensor. Memory, state dicts, whole states, statistics and ``verify``
-go by the rule's list. ``adamw`` is the rule there is. Another one is a file beside it.
+go by the rule's list. Options, their ranges and defaults, are the rule's, too. A rule is a file beside this one, or a
+user's own.
 """
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zero_kernels import ROW
+from zero_kernels import HYPER_COLUMNS, ROW
 
 from ..params.storage_order import StorageOrder
+from .options import Decays, Fixed, Option, coefficients_of
+
+FIXED_COLUMNS = HYPER_COLUMNS[: HYPER_COLUMNS.index("active")]
+"""As many columns of a table are a rule's own before those that every rule has."""
 
 
 class Per(enum.Enum):
@@ -31,6 +38,7 @@ class Begins(enum.Enum):
 
     ZERO = enum.auto()
     PARAMETER = enum.auto()  # a copy of it. Where the parameter has the dtype itself there is none: it is its own
+    AVERAGE = enum.auto()  # a copy of it, always: an average of what it becomes
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,10 @@ class StateTensor:
         return parameter if self.per is Per.ELEMENT else None
 
 
+MASTER = "master"
+"""The name of the state that the parameters are roundings of, in the rules of the package."""
+
+
 class ShardUpdate(NamedTuple):
     """The tensors that an update reads and writes.
 
@@ -73,6 +85,7 @@ class ShardUpdate(NamedTuple):
         grad_scale: [1] fp32, multiplies every gradient; None: nothing does.
         found_inf: [1] fp32; not 0: nothing is updated.
         marks: [parameters] int32, get 1 where a skipped gradient is not finite.
+        rates: [parameters, averages] fp32, how far each average goes towards the new master; None: there are none.
     """
 
     grad: Tensor
@@ -83,33 +96,114 @@ class ShardUpdate(NamedTuple):
     grad_scale: Tensor | None
     found_inf: Tensor | None
     marks: Tensor
+    rates: Tensor | None = None
 
 
-class UpdateRule(Protocol):
-    """An optimizer's arithmetic.
+class UpdateRule:
+    """An optimizer's arithmetic, and what is special to it. A rule is a subclass; ``docs/rules.md`` makes one.
+
+    A rule that is written in Python gives ``make_columns`` and ``update_rows``. One with a kernel of its own gives
+    ``update``, and may give ``fill_table``.
+
+    Args:
+        values: defaults of options, by name. Raises TypeError for a name that is no option's.
 
     Attributes:
-        tensors: the state of a shard, in the order of state dicts. One of them begins as the parameter.
-        coefficients: what a parameter group gives, in the order of ``read_group``.
-        columns: of the table that ``update`` reads, one row a parameter; ``grad_factor`` among them, which multiplies
-            the gradients of a parameter.
-        decoupled: whether weight decay is apart from the gradient, as in AdamW, or in it, as in Adam.
+        options: what it can be told, in the order of the numbers that ``fill_table`` reads.
+        tensors: the state of a shard, in the order of state dicts. One of them may begin as the parameter.
+        own_columns: names of what ``update_rows`` reads of a parameter, beside its gradient and state.
+        counterparts: names of the classes whose state is alike, such as torch's. Checkpoints go from one to the other.
+        torch_options: options that torch's groups have beside, and their defaults.
+        needs_steps: whether state is of use only where the updates that it has had are known.
+        averages: the exponential averages of the master that are kept beside the rule's own state, the last of
+            ``tensors``; see ``with_averages``.
+        ulps_an_update: the most that rounding makes of an update, in units in the last place; None: nobody knows.
     """
 
-    @property
-    def tensors(self) -> tuple[StateTensor, ...]: ...
+    options: tuple[Option, ...] = ()
+    tensors: tuple[StateTensor, ...] = ()
+    own_columns: tuple[str, ...] = ()
+    counterparts: frozenset[str] = frozenset()
+    torch_options: Mapping[str, Any] = MappingProxyType({})
+    needs_steps = True
+    ulps_an_update: int | None = None
+    averages: tuple[str, ...] = ()
+
+    def __init__(self, **values: Any) -> None:
+        known = {option.name: option.default for option in self.options}
+        unknown = [name for name in values if name not in known]
+        if unknown:
+            raise TypeError(f"{self.name} has no option {unknown[0]!r}: it has {', '.join(known) or 'none'}")
+        self.defaults = {**known, **values}
 
     @property
-    def coefficients(self) -> tuple[str, ...]: ...
+    def name(self) -> str:
+        """The class's name, by which a checkpoint knows it again."""
+        return type(self).__name__
 
     @property
-    def columns(self) -> tuple[str, ...]: ...
+    def coefficients(self) -> tuple[str, ...]:
+        """Names of the numbers that a parameter group gives to the rule itself."""
+        return coefficients_of([option for option in self.options if not isinstance(option, Decays)])
 
     @property
-    def decoupled(self) -> bool: ...
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns of the table: the rule's own, and ``active`` and ``grad_factor``.
+
+        ``active`` is 0 for a parameter that is not updated. ``grad_factor`` multiplies its gradient.
+        """
+        own = self.own_columns + ("padding",) * (len(FIXED_COLUMNS) - len(self.own_columns))
+        return (*own[: len(FIXED_COLUMNS)], "active", "grad_factor", "padding", *own[len(FIXED_COLUMNS) :])
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What all groups have alike, by name: it decides what state there is."""
+        return {option.name: self.defaults[option.name] for option in self.options if isinstance(option, Fixed)}
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What a description of a group says beside its options: what the constructor was told of the arithmetic."""
+        return {}
+
+    def for_groups(self, groups: Sequence[Mapping[str, Any]]) -> UpdateRule:
+        """Give the rule for these parameter groups, the first that the optimizer has: they may decide what state there
+        is. Raises ValueError."""
+        return self
+
+    def with_averages(self, decays: Decays) -> UpdateRule:
+        """Give this rule with an exponential average of the master for each of ``decays``: e = e + (1 - decay) (p - e),
+        after an update has made p."""
+        made = copy.copy(self)
+        made.averages = decays.coefficients
+        made.tensors = (*self.tensors, *(StateTensor(name, Begins.AVERAGE) for name in made.averages))
+        made.options = (*self.options, decays)
+        return made
+
+    def check_ranges(self, number: int, group: Mapping[str, Any]) -> None:
+        """Raise ValueError for an option of a parameter group that is out of range."""
+        for option in self.options:
+            option.check(group.get(option.name, option.default), f"parameter group {number}")
+
+    def check_group(self, number: int, group: Mapping[str, Any]) -> None:
+        """Raise ValueError for an option of a parameter group that cannot be followed."""
+        self.check_ranges(number, group)
+        owner = f"parameter group {number}"
+        for name, value in self.fixed.items():
+            if bool(group.get(name, value)) != bool(value):
+                raise ValueError(
+                    f"{name} of {owner} is {group[name]!r}, and the optimizer has {name}={value!r}: it decides what "
+                    "state there is, and all groups have the same"
+                )
+
+    def refuse_saved(self, number: int, group: Mapping[str, Any]) -> str | None:
+        """Say why state of a group with these options means something else here. None: it does not."""
+        return None
 
     def read_group(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Numbers, or tensors of one element, in the order of ``coefficients``."""
+        """Numbers, or tensors of one element, in the order of ``coefficients``; the decays of averages follow."""
+        return tuple(number for option in self.options for number in option.numbers(group))
+
+    # -- the table -----------------------------------------------------------------------------------------------
 
     def fill_table(self, by_group: Tensor, group_of: Tensor, steps: Tensor, active: Tensor, table: Tensor) -> None:
         """Make ``table`` [parameters, columns] fp32, on the device.
@@ -117,29 +211,110 @@ class UpdateRule(Protocol):
         ``by_group`` [coefficients, groups] float64; ``group_of`` [parameters] int32; ``steps`` [parameters] float64,
         this one counted; ``active`` [parameters] bool, whether it is updated.
         """
+        given = dict(zip(self.coefficients, by_group.index_select(1, group_of), strict=True))
+        made = self.make_columns(given, steps)
+        one = torch.ones_like(steps)
+        made = {"grad_factor": 1 - 2 * given.get("maximize", 0 * one), **made, "active": active.double()}
+        nothing = torch.zeros_like(steps)
+        columns = (made.get(name, nothing) for name in self.columns)
+        table.copy_(torch.stack([column * one for column in columns], dim=-1))
+
+    def make_columns(self, given: Mapping[str, Tensor], steps: Tensor) -> Mapping[str, Tensor]:
+        """Make the rule's own columns, [parameters] float64, of the ``given`` coefficients, [parameters] float64.
+
+        ``steps``: [parameters] float64, updates of each parameter, this one counted; 0 where it never had one. Each is
+        rounded once to fp32. Nothing may be read by the host.
+        """
+        return {name: given[name] for name in self.own_columns}
+
+    # -- the update ----------------------------------------------------------------------------------------------
 
     def prepared(self) -> UpdateRule:
         """This rule, for updates of the same shards: their tensors keep dtypes and sizes, and what was checked and
         prepared for the first update holds for the others."""
+        return self
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
         """One fused pass over each: unscale, clip, update, cast into the parameter.
 
         Parameters have one dtype, and gradients one. ``hyper`` and what follows it are the same for all.
         """
+        for shard in shards:
+            update_by_rows(self, shard)
+
+    def update_rows(self, g: Tensor, p: Tensor, state: Mapping[str, Tensor], c: Mapping[str, Tensor]) -> NewValues:
+        """Give the new master and state of whole rows: the arithmetic, in torch, of a rule written in Python.
+
+        Args:
+            g: [rows, 128] fp32, the gradient, unscaled and clipped.
+            p: [rows, 128] fp32, the master.
+            state: by name, the other state: [rows, 128], or [rows, 1] of one value a row; in its own dtype.
+            c: by name, the columns of the table, [rows, 1] fp32.
+
+        Returns ``(p, state)``, of the same shapes. What is not in ``state`` stays.
+        """
+        raise NotImplementedError(f"{self.name} has neither update_rows nor update")
 
     def update_in_float64(
         self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any], step: float
-    ) -> None:
+    ) -> Tensor | None:
         """The same, for ``verify``: written anew, and exact but for coefficients rounded once to fp32.
 
-        ``state`` by name, the ``PARAMETER`` one always in it; all [n] float64, updated in place.
+        ``state`` by name, the one that begins as the parameter always in it; all [n] float64, updated in place.
+
+        Returns [n] bool, the elements that rounding may take elsewhere, as near the step of a sign: they are not
+        compared. None: there are none.
         """
+        raise NotImplementedError
+
+    def size_of_update(self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """[n] or [] float64: the magnitude of what an update may subtract, before it: rounding errors are units of it.
+
+        As the arguments of ``update_in_float64``.
+        """
+        return gradient.new_tensor(float(group["lr"]))
+
+
+NewValues = tuple[Tensor, Mapping[str, Tensor]]
+"""What ``update_rows`` returns."""
+
+
+def update_by_rows(rule: UpdateRule, shard: ShardUpdate) -> None:
+    """Update a shard by ``rule.update_rows``, in plain torch, on any device; nothing is read by the host."""
+    slot = shard.row_slot.long()
+    rows = shard.hyper.index_select(0, slot.clamp(min=0))[..., None].unbind(1)
+    c = dict(zip(rule.columns, rows, strict=True))
+    scale = c["grad_factor"] if shard.grad_scale is None else c["grad_factor"] * shard.grad_scale
+    g = shard.grad.view(-1, ROW).float() * scale
+    skipped = shard.hyper.new_zeros((), dtype=torch.bool)
+    if shard.found_inf is not None:
+        skipped = shard.found_inf.reshape(()) != 0
+        bad = (~g.isfinite()).any(dim=1) & skipped & (slot >= 0)
+        shard.marks.scatter_reduce_(0, slot.clamp(min=0), bad.int(), "amax")
+    live = (slot >= 0)[:, None] & (c["active"] != 0) & ~skipped
+    master = master_of(rule)
+    own = {name: tensor.view(len(slot), -1) for name, tensor in shard.state.items()}
+    old = own.pop(str(master), shard.parameter.view(-1, ROW))
+    p, changed = rule.update_rows(g, old.float(), own, c)
+    out = shard.parameter.view(-1, ROW)
+    if old.data_ptr() != out.data_ptr():
+        out.copy_(torch.where(live, p.to(out.dtype), out))
+    if shard.rates is not None:
+        rates = shard.rates.index_select(0, slot.clamp(min=0))[..., None].unbind(1)
+        for name, rate in zip(rule.averages, rates, strict=True):
+            changed = {**changed, name: own[name] + rate * (p - own[name])}
+    for target, value in ((old, p), *((own[name], value) for name, value in changed.items())):
+        target.copy_(torch.where(live, value.to(target.dtype), target))
+
+
+def in_fp32(value: float) -> float:
+    """Round ``value`` to fp32, as a column of the table is."""
+    return float(torch.tensor(value, dtype=torch.float32))
 
 
 def tensors_for(rule: UpdateRule, dtype: torch.dtype) -> list[StateTensor]:
     """The state of parameters of ``dtype``."""
-    return [tensor for tensor in rule.tensors if tensor.begins is Begins.ZERO or tensor.dtype != dtype]
+    return [tensor for tensor in rule.tensors if tensor.begins is not Begins.PARAMETER or tensor.dtype != dtype]
 
 
 def has_master(rule: UpdateRule, dtype: torch.dtype) -> bool:
@@ -147,6 +322,6 @@ def has_master(rule: UpdateRule, dtype: torch.dtype) -> bool:
     return any(tensor.begins is Begins.PARAMETER for tensor in tensors_for(rule, dtype))
 
 
-def master_of(rule: UpdateRule) -> str:
-    """The name of the state that parameters are roundings of."""
-    return next(tensor.name for tensor in rule.tensors if tensor.begins is Begins.PARAMETER)
+def master_of(rule: UpdateRule) -> str | None:
+    """The name of the state that parameters are roundings of. None: they have no more precise copy."""
+    return next((tensor.name for tensor in rule.tensors if tensor.begins is Begins.PARAMETER), None)

@@ -21,19 +21,23 @@ class HyperTable:
     Attributes:
         steps: [parameters] float64, updates that each parameter has had. Skipped steps do not count.
         table: [parameters, len(rule.columns)] fp32, what the rule's update reads.
+        rates: [parameters, len(rule.averages)] fp32, how far averages go towards the new master; None: there are none.
     """
 
     def __init__(self, group_of: Sequence[int], groups: int, device: torch.device, rule: UpdateRule) -> None:
         self.rule = rule
         self._grad_factor = rule.columns.index("grad_factor")
+        self._names = (*rule.coefficients, *rule.averages)
         self._allocate(group_of, groups, device)
 
     def _allocate(self, group_of: Sequence[int], groups: int, device: torch.device) -> None:
         self.steps = torch.zeros(len(group_of), dtype=torch.float64, device=device)
         self.table = torch.zeros(len(group_of), len(self.rule.columns), dtype=torch.float32, device=device)
+        averages = len(self.rule.averages)
+        self.rates = torch.zeros(len(group_of), averages, dtype=torch.float32, device=device) if averages else None
         self._group_of = torch.tensor(group_of, dtype=torch.int32, device=device)
         # [coefficients, groups], as last sent to the device
-        self._by_group = torch.zeros(len(self.rule.coefficients), groups, dtype=torch.float64, device=device)
+        self._by_group = torch.zeros(len(self._names), groups, dtype=torch.float64, device=device)
         self._sent: list[tuple[float | None, ...]] = []
         self._checked: list[tuple[float | None, ...]] = []
 
@@ -56,7 +60,7 @@ class HyperTable:
         """
         numbers = _numbers([self.rule.read_group(group) for group in groups])
         if numbers != self._checked:
-            check_groups(groups)
+            check_groups(self.rule, groups)
             self._checked = numbers
 
     def advance(self, groups: Sequence[Mapping[str, Any]], active: Tensor, factor: Tensor | None = None) -> None:
@@ -67,7 +71,10 @@ class HyperTable:
         """
         self.steps += active
         coefficients = self._on_device([self.rule.read_group(group) for group in groups])
-        self.rule.fill_table(coefficients, self._group_of, self.steps, active, self.table)
+        own = len(self.rule.coefficients)
+        self.rule.fill_table(coefficients[:own], self._group_of, self.steps, active, self.table)
+        if self.rates is not None:
+            self.rates.copy_(1 - coefficients[own:].index_select(1, self._group_of).t())
         if factor is not None:
             self.grad_factors.mul_(factor)
 
@@ -93,7 +100,7 @@ class HyperTable:
             self._sent = numbers
         for group, column, value in _entries(rows):
             if isinstance(value, Tensor):
-                name = self.rule.coefficients[column]
+                name = self._names[column]
                 if capturing and not value.is_cuda:
                     raise ValueError(
                         f"{name} of group {group} is a tensor on {value.device}, which a captured step cannot read: "

@@ -266,22 +266,51 @@ class OptimizerState:
                 for own in _state_pieces(shard):
                     yield shard.part(own.tensor, state[own.tensor.name], own.piece)
 
-    def restart(self, indices: set[int]) -> None:
-        """Make the state of these parameters what it is at construction."""
+    def restart(self, indices: set[int], only: str | None = None) -> None:
+        """Make the state of these parameters what it is at construction. ``only``: the tensor of that name; None: all
+        of it."""
         for shard, pieces in self._pieces(indices):
             with self.trouble.losing(shard):
-                shard.restart(pieces)
+                shard.restart(pieces, only)
 
-    def restart_masters(self, indices: set[int]) -> None:
-        for shard, pieces in self._pieces(indices):
-            with self.trouble.losing(shard):
-                shard.restart(pieces, masters_alone=True)
+    # -- averages in place of the parameters -----------------------------------------------------------------------
 
-    def whole_tensors(self) -> Iterator[tuple[int, str, Tensor]]:
-        """Collective. Every parameter's whole tensors, by index and name: those of one bucket at a time."""
+    def show(self, name: str) -> list[Tensor]:
+        """Collective. Make the parameters what the state ``name`` is, rounded. Returns what this rank had of them."""
+        self.refresh_edited()
+        kept = []
+        for shard in self.shards:
+            own = shard.bucket.param_shard
+            kept.append(own.clone())
+            with self.trouble.losing(shard), shard.opened() as state:
+                own.copy_(state[name])
+            shard.bucket.unshard()
+        self._written()
+        return kept
+
+    def show_again(self, kept: Sequence[Tensor]) -> None:
+        """Collective. The other way round."""
+        for shard, before in zip(self.shards, kept, strict=True):
+            shard.bucket.param_shard.copy_(before)
+            shard.bucket.unshard()
+        self._written()
+
+    def _written(self) -> None:
+        """The parameters were written, and are no edits of the user's."""
+        torch.autograd.graph.increment_version(self._all)
+        self.record_versions()
+        self._hidden.lay_out(self.shards)
+
+    # -- whole tensors ---------------------------------------------------------------------------------------------
+
+    def whole_tensors(self, only: str | None = None) -> Iterator[tuple[int, str, Tensor]]:
+        """Collective. Every parameter's whole tensors, by index and name: those of one bucket at a time.
+
+        ``only``: those of that name; None: all.
+        """
         self.refresh_edited()
         for shard in self.shards:
-            for tensor in shard.tensors:
+            for tensor in (tensor for tensor in shard.tensors if only in (None, tensor.name)):
                 for index, whole in self._wholes(shard, tensor, self._gathered(shard, tensor)).items():
                     yield index, tensor.name, whole
         self.raise_lost_together()

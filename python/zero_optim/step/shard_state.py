@@ -55,8 +55,8 @@ class ShardState:
             self._speculation = Speculation(speculator, rule, self._place, store, self.page, self.row_slot)
 
     def _first(self, tensor: StateTensor, device: torch.device) -> Tensor:
-        if tensor.begins is Begins.PARAMETER:
-            return self.bucket.param_shard.to(device, tensor.dtype)
+        if tensor.begins is not Begins.ZERO:
+            return self.bucket.param_shard.to(device, tensor.dtype, copy=True)
         _, numel = tensor.span(0, self.bucket.layout.shard_numel)
         return torch.zeros(numel, dtype=tensor.dtype, device=device)
 
@@ -95,6 +95,7 @@ class ShardState:
                 by.grad_scale,
                 by.found_inf,
                 by.marks,
+                by.rates,
             )
         except BaseException:
             self.give_up_update()
@@ -142,7 +143,7 @@ class ShardState:
 
     def master(self, state: Mapping[str, Tensor]) -> Tensor:
         """[shard_numel] what the parameters are roundings of; they themselves where they have no master."""
-        return state.get(master_of(self.rule), state.get(PARAMETER, self.bucket.param_shard))
+        return state.get(master_of(self.rule) or PARAMETER, state.get(PARAMETER, self.bucket.param_shard))
 
     @property
     def numel(self) -> int:
@@ -216,15 +217,16 @@ class ShardState:
         for tensor in (tensor for tensor in self.tensors if tensor.begins is Begins.PARAMETER):
             _follow(state[tensor.name], self.bucket.param_shard.to(self._store.works_on))
 
-    def restart(self, pieces: Sequence[SlotPiece], *, masters_alone: bool = False) -> None:
-        """Make the state of these pieces what it is at construction."""
+    def restart(self, pieces: Sequence[SlotPiece], only: str | None = None) -> None:
+        """Make the state of these pieces what it is at construction. ``only``: the tensor of that name; None: all."""
+        tensors = [tensor for tensor in self.tensors if only in (None, tensor.name)]
         with self.opened() as state:
-            for tensor, piece in itertools.product(self.tensors, pieces):
+            for tensor, piece in itertools.product(tensors, pieces):
                 part = self.part(tensor, state[tensor.name], piece)
-                if tensor.begins is Begins.PARAMETER:
-                    part.copy_(self.parameter_of(piece))
-                elif not masters_alone:
+                if tensor.begins is Begins.ZERO:
                     part.zero_()
+                else:
+                    part.copy_(self.parameter_of(piece))
 
 
 def _follow(master: Tensor, parameter: Tensor) -> None:

@@ -53,8 +53,7 @@ class Guess:
         """True if it assumes, of these ``parameters`` [n] int64, what is true."""
         if not by.updates:
             return False
-        rows, assumed = by.hyper[parameters], self.by.hyper[parameters]
-        same = torch.equal(rows.view(torch.int32), assumed.view(torch.int32))
+        same = _same_rows(by.hyper, self.by.hyper, parameters) and _same_rows(by.rates, self.by.rates, parameters)
         return same and _factor(by.grad_scale) == _factor(self.by.grad_scale)
 
 
@@ -98,7 +97,7 @@ class Speculation:
             tensor.copy_(live[name])
         parameters = self._place.parameters_to_guess()
         update = ShardUpdate(
-            gradient, parameters, spare, self._row_slot, by.hyper, by.grad_scale, by.found_inf, by.marks
+            gradient, parameters, spare, self._row_slot, by.hyper, by.grad_scale, by.found_inf, by.marks, by.rates
         )
         self._rule.update([update])
 
@@ -171,7 +170,7 @@ class Speculator:
         hyper.advance(groups, last.used)
         found_inf, marks = torch.zeros_like(last.found_inf), torch.zeros_like(last.marks)
         scale = last.inverse_scale
-        return Coefficients(hyper.table, scale, scale, found_inf, marks, last.used, hyper.steps)
+        return Coefficients(hyper.table, scale, scale, found_inf, marks, last.used, hyper.steps, rates=hyper.rates)
 
     def begin(self, by: Coefficients, update: Callable[[], None]) -> Guess:
         if self._pool is None:
@@ -188,6 +187,12 @@ class Speculator:
         if self._pool is not None:
             self._pool.shutdown(wait=wait, cancel_futures=True)
             self._pool = None
+
+
+def _same_rows(table: Tensor | None, other: Tensor | None, parameters: Tensor) -> bool:
+    if table is None or other is None:
+        return table is other
+    return torch.equal(table[parameters].view(torch.int32), other[parameters].view(torch.int32))
 
 
 def _factor(scale: Tensor | None) -> float:

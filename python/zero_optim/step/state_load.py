@@ -75,7 +75,7 @@ def _plan_slot(
     piece, targets, flat = shard.bucket.pieces[number], shard.views(number, shapes), shard.bucket.flat
     check_rows(shard.tensors, entry, flat.orders[number], label)
     for tensor in shard.tensors:
-        unsaved = tensor.begins is Begins.PARAMETER and tensor.name not in entry
+        unsaved = tensor.begins is not Begins.ZERO and tensor.name not in entry
         target = targets[tensor.name]
         own = partial(shard.parameter_of, piece)
         values = own if unsaved else _values(entry, tensor.name, target, flat.slices[number], label)

@@ -28,6 +28,7 @@ class Coefficients:
         steps: [parameters] float64, updates that each has had with this one.
         updates: whether anything is updated, as far as the host knows.
         writes_all: whether each update writes every parameter of its shard, as far as the host knows.
+        rates: see ``ShardUpdate``.
         take_over: whether every master follows its parameter before the update, where that was edited.
     """
 
@@ -41,6 +42,7 @@ class Coefficients:
     updates: bool = True
     writes_all: bool = False
     take_over: bool = False
+    rates: Tensor | None = None
 
     def on_host(self) -> Coefficients:
         """The same in host memory, with marks of its own. The host waits for the device."""
@@ -57,6 +59,7 @@ class Coefficients:
             updates=updates,
             writes_all=updates and bool(used.all()),
             take_over=self.take_over,
+            rates=None if self.rates is None else self.rates.cpu(),
         )
 
 

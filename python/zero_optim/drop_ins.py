@@ -1,0 +1,151 @@
+"""Optimizers that stand where one of torch's stood: ``ShardedOptimizer`` with a rule, and that one's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .optimizer import ShardedOptimizer, ShardingOptions
+from .rules.adamw import AdamW
+from .rules.lion import Lion
+from .rules.sgd import SGD
+from .validate import warn_of_meaningless
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class ShardedAdamW(ShardedOptimizer):
+    """``torch.optim.AdamW``, sharded.
+
+    Args:
+        params: as ``ShardedOptimizer`` takes them.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.AdamW``; a group's own values win; read at
+            every step. ``amsgrad`` is the same for all groups.
+        decoupled_weight_decay: False makes it ``torch.optim.Adam``, with L2 in the gradient.
+        fused, foreach, capturable: accepted for torch's sake; it is always all of them.
+        sharding: as ``ShardedOptimizer`` has them, by keyword: ``stage``, ``process_group``, ``mesh``,
+            ``tensor_parallel``, ``pipeline``, ``bucket_cap_mb``, ``grad_reduce_dtype``, ``max_grad_norm``,
+            ``skip_nonfinite``, ``overlap_grad_reduce``, ``overlap_param_gather``, ``state_offload``,
+            ``device_budget``, ``speculate``.
+
+    Raises what ``ShardedOptimizer`` raises.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        decoupled_weight_decay: bool = True,
+        **sharding: Unpack[ShardingOptions],
+    ) -> None:
+        warn_of_meaningless(type(self).__name__, {"fused": fused, "foreach": foreach, "capturable": capturable})
+        rule = AdamW(
+            decoupled_weight_decay,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            differentiable=differentiable,
+        )
+        super().__init__(params, rule, **sharding)
+
+
+class ShardedAdam(ShardedAdamW):
+    """``torch.optim.Adam``, sharded: ``ShardedAdamW`` with Adam's defaults, and L2 in the gradient."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        decoupled_weight_decay: bool = False,
+        **others: Any,
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=decoupled_weight_decay, **others
+        )
+
+
+class ShardedLion(ShardedOptimizer):
+    """Lion (Chen et al., 2023), sharded: one momentum, and updates by its sign.
+
+    Args:
+        params, sharding: as ``ShardedAdamW`` takes them.
+        lr, betas, weight_decay: of the paper. Use a learning rate 3 to 10 times smaller than AdamW's, and a weight
+            decay as many times larger.
+        maximize: climb instead.
+
+    Raises what ``ShardedOptimizer`` raises.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **sharding: Unpack[ShardingOptions],
+    ) -> None:
+        rule = Lion(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
+        super().__init__(params, rule, **sharding)
+
+
+class ShardedSGD(ShardedOptimizer):
+    """``torch.optim.SGD``, sharded.
+
+    Args:
+        params, sharding: as ``ShardedAdamW`` takes them.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in ``torch.optim.SGD``. Where no group has a
+            momentum as the optimizer is made, there are no momentum buffers, and none can get one later.
+        foreach, fused: accepted for torch's sake; it is always both.
+
+    Raises what ``ShardedOptimizer`` raises.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **sharding: Unpack[ShardingOptions],
+    ) -> None:
+        warn_of_meaningless(type(self).__name__, {"foreach": foreach, "fused": fused})
+        rule = SGD(
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            maximize=maximize,
+            differentiable=differentiable,
+        )
+        super().__init__(params, rule, **sharding)

@@ -1,0 +1,167 @@
+"""Options of an update rule: names, defaults, ranges, and the numbers that a parameter group gives for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+EMA = "ema"
+"""The name of an average of the master; of several, they are ``ema_0``, ``ema_1`` and so on."""
+
+SMALLEST = 2.0**-150
+"""Positive numbers below it, and it itself, are 0 in fp32."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """An argument of a rule. A parameter group may have a value of its own.
+
+    Attributes:
+        name: as in ``param_groups``.
+        default: where nothing is given.
+        coefficients: names of the numbers that it consists of, in their order.
+    """
+
+    name: str
+    default: Any
+    coefficients: tuple[str, ...] = field(init=False, default=())
+
+    def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Give the numbers of a group: floats, or tensors of one element."""
+        raise NotImplementedError
+
+    def check(self, value: Any, owner: str) -> None:
+        """Raise ValueError where ``value``, of ``owner``, is out of range. Tensors are not read."""
+
+
+@dataclass(frozen=True)
+class Number(Option):
+    """A number from ``least`` on and below ``below``.
+
+    ``rate``: it may be a tensor of one element, too, and be as small as it likes: 0 in fp32 does no harm.
+    """
+
+    least: float = 0.0
+    below: float = math.inf
+    rate: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "coefficients", (self.name,))
+
+    def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        return (group[self.name],)
+
+    def check(self, value: Any, owner: str) -> None:
+        if self.rate and isinstance(value, Tensor):
+            return check_single(value, self.name, owner)
+        if not self.least <= value < self.below:
+            raise ValueError(f"{self.name} of {owner} must be {self._range()}, got {value!r}")
+        if not self.rate and 0 < abs(value) <= SMALLEST:
+            raise ValueError(f"{self.name} of {owner} is {value!r}, which is 0 in fp32: give 0, or 1e-45 or more")
+
+    def _range(self) -> str:
+        return f"{self.least:g} or more" if self.below == math.inf else f"in [{self.least:g}, {self.below:g})"
+
+
+@dataclass(frozen=True)
+class Betas(Option):
+    """Two numbers in [0, 1), or tensors of one element: ``beta1`` and ``beta2``."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "coefficients", ("beta1", "beta2"))
+
+    def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(group[self.name])
+
+    def check(self, value: Any, owner: str) -> None:
+        for beta in value:
+            if isinstance(beta, Tensor):
+                check_single(beta, self.name, owner)
+        if len(value) != 2 or any(not isinstance(beta, Tensor) and not 0 <= beta < 1 for beta in value):
+            raise ValueError(f"{self.name} of {owner} must be two numbers in [0, 1), got {value!r}")
+
+
+@dataclass(frozen=True)
+class Flag(Option):
+    """A bool: 0 or 1 among the numbers. A group of an older checkpoint may be without."""
+
+    default: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "coefficients", (self.name,))
+
+    def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        return (group.get(self.name, self.default),)
+
+
+@dataclass(frozen=True)
+class Fixed(Option):
+    """A bool that decides what state there is, so that all groups have the rule's. It is no number of a group."""
+
+    default: bool = False
+
+    def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class Refused(Option):
+    """An option of torch's that cannot be followed: only False is taken. ``why``: in words."""
+
+    default: bool = False
+    why: str = ""
+
+    def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        return ()
+
+    def check(self, value: Any, owner: str) -> None:
+        if value:
+            raise ValueError(f"{self.name} of {owner}: {self.why}; leave it out")
+
+
+@dataclass(frozen=True)
+class Decays(Option):
+    """One number in [0, 1], or as many as ``default`` has: what of an average stays in each update."""
+
+    default: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = (EMA,) if len(self.default) == 1 else tuple(f"{EMA}_{n}" for n in range(len(self.default)))
+        object.__setattr__(self, "coefficients", names)
+
+    def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        return listed_decays(group.get(self.name, self.default))
+
+    def check(self, value: Any, owner: str) -> None:
+        decays = self.numbers({self.name: value})
+        if not decays or len(decays) != len(self.default) or not all(0 <= decay <= 1 for decay in decays):
+            wanted = "a number in [0, 1]" if len(self.default) < 2 else f"{len(self.default)} numbers in [0, 1]"
+            raise ValueError(f"{self.name} of {owner} must be {wanted}, as the optimizer was made, got {value!r}")
+
+
+def listed_decays(value: Any) -> tuple[Any, ...]:
+    """``ema_decay``, one number or several, or None, as a tuple."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Sequence) else (value,)
+
+
+def check_single(value: Tensor, name: str, owner: str) -> None:
+    """Raise ValueError for a tensor of several elements."""
+    if value.numel() != 1:
+        raise ValueError(
+            f"{name} of {owner} must be a number, or a tensor of one element; its shape is {tuple(value.shape)}: give "
+            "each rate a group of its own"
+        )
+
+
+def coefficients_of(options: Sequence[Option]) -> tuple[str, ...]:
+    """Names of all numbers of ``options``, in their order."""
+    return tuple(name for option in options for name in option.coefficients)
+
+
+DIFFERENTIABLE = Refused("differentiable", why="step cannot be differentiated")
