@@ -4,45 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .checkpoint.state_dict import state_keys
+from .checkpoint.state_dict import Groups, state_keys
 from .engine import Engine, Weights
-
-if TYPE_CHECKING:
-    from .optimizer import ShardedOptimizer
 
 
 @torch.no_grad()
-def state_dict(opt: ShardedOptimizer, which: int, rank: int | None) -> dict[str | int, Tensor]:
-    """See ``ShardedOptimizer.ema_state_dict``."""
-    opt.check_usable()
-    engine = opt.engine
-    name = _name_of(engine, which)
-    opt.settle()
-    with engine.sharding.everyone.raising_together("ema_state_dict"):
+def state_dict(engine: Engine, groups: Groups, which: int, rank: int | None) -> dict[str | int, Tensor]:
+    """See ``ShardedOptimizer.ema_state_dict``. The caller has settled the engine."""
+    name, everyone, keys = name_of(engine, which), engine.sharding.everyone, state_keys(groups)
+    with everyone.raising_together("ema_state_dict"):
         engine.shardings.check_whole("ema_state_dict")
-    wanted = rank is None or engine.sharding.everyone.rank == rank
-    keys = state_keys(opt.param_groups)
+    wanted = rank is None or everyone.rank == rank
     found: dict[str | int, Tensor] = {}
-    for index, kind, whole in engine.states.whole_tensors(only=name):
-        if wanted and kind == name:
+    for index, _, whole in engine.states.whole_tensors(only=name):
+        if wanted:
             found[keys[index]] = whole.to("cpu", copy=True)
     return found
 
 
 @contextmanager
-def swapped(opt: ShardedOptimizer, which: int) -> Iterator[None]:
-    """See ``ShardedOptimizer.swap_to_ema``."""
-    opt.check_usable()
-    engine = opt.engine
-    name = _name_of(engine, which)
-    opt.settle()
+def swapped(engine: Engine, which: int) -> Iterator[None]:
+    """See ``ShardedOptimizer.swap_to_ema``. The caller has settled the engine."""
     with torch.no_grad():
-        kept = engine.states.show(name)
+        kept = engine.states.show(name_of(engine, which))
         engine.param_gather.wait()
     engine.weights = Weights.AVERAGE
     try:
@@ -55,7 +43,8 @@ def swapped(opt: ShardedOptimizer, which: int) -> Iterator[None]:
         engine.weights = Weights.OWN
 
 
-def _name_of(engine: Engine, which: int) -> str:
+def name_of(engine: Engine, which: int) -> str:
+    """Give the name of an average. Raises ValueError where there is none of this number."""
     names = engine.rule.averages
     if not 0 <= which < len(names):
         raise ValueError(

@@ -147,7 +147,7 @@ def _names_of(engine: Engine, index: int, entry: Mapping[str, Any]) -> list[str]
     check_rows(wanted, entry, bucket.flat.orders[slot], label)
     for tensor in wanted:
         shape = tensor.shape(parameter.shape, parameter.numel())
-        saved = state_tensor(entry, tensor.name, shape, label)
+        saved = state_tensor(entry, tensor, shape, label)
         if isinstance(saved, FlatShard) or is_distributed(saved):
             raise StateMismatchError(
                 f"{tensor.name} of {label} is one rank's shard: load it with opt.load_state_dict, or save by "

@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypedDict
 
@@ -422,16 +422,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises ValueError where there is no such average; ParameterError for experts that are plain tensors.
         """
-        return averages.state_dict(self, which, rank)
+        self.check_usable()
+        averages.name_of(self.engine, which)
+        self.settle()
+        return averages.state_dict(self.engine, self.param_groups, which, rank)
 
-    def swap_to_ema(self, which: int = 0) -> AbstractContextManager[None]:
+    @contextmanager
+    def swap_to_ema(self, which: int = 0) -> Iterator[None]:
         """Collective. Within ``with opt.swap_to_ema():`` the parameters are their average, for evaluation.
 
         Afterwards they are what they were, bit for bit: what was written into them within is lost. ``step`` raises
         within. It takes memory for a copy of this rank's shard of the parameters. Raises ValueError as
         ``ema_state_dict``.
         """
-        return averages.swapped(self, which)
+        self.check_usable()
+        averages.name_of(self.engine, which)
+        self.settle()
+        with averages.swapped(self.engine, which):
+            yield
 
     # -- the parameters ------------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "a rate": (_group(lr="x"), "TypeError"),
     "a rate without end": (_group(lr={"$float": "inf"}), "lr of parameter group 0 must be 0 or more"),
-    "no rate": (lambda c: c["optimizers"][0]["groups"][0].pop("lr"), "KeyError: 'lr'"),
+    "no rate": (lambda c: c["optimizers"][0]["groups"][0].pop("lr"), "parameter group 0 has no lr"),
     "a flag": (_group(maximize=3), "parameter group 0 has maximize 3"),
     "no masters": (lambda c: c["optimizers"][0].update(master=None), "the masters of optimizer 0"),
     "other masters": (lambda c: c["optimizers"][0].update(master="exp_avg"), "the masters of optimizer 0"),

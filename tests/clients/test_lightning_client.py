@@ -96,3 +96,43 @@ def test_a_scaler_may_be_given_lightnings_wrapper() -> None:
         optimizer.step()
         found.append(model.weight.detach().clone())
     assert_bitwise(found[1:], found[:1], "unscaled through the wrapper")
+
+
+def test_validation_sees_the_averages() -> None:
+    """And training and checkpoints the parameters."""
+    import lightning
+    from zero_optim.integrations.lightning import EvaluateAverages, ShardedStrategy
+
+    seen = []
+
+    class Module(load_example("lightning_module").Classifier):
+        def configure_optimizers(self) -> Any:
+            return zero_optim.ShardedAdamW(self.named_parameters(), lr=LR, ema_decay=0.9)
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            seen.append([p.detach().clone() for p in self.parameters()])
+
+        def on_train_end(self) -> None:
+            opt = self.optimizers().optimizer
+            own = [p.detach().clone() for p in self.parameters()]
+            average = opt.ema_state_dict()
+            assert_bitwise(seen[-1], [average[name] for name, _ in self.named_parameters()], "seen in validation")
+            assert not torch.equal(seen[-1][0], own[0])
+
+    x = torch.randn(16, 16)
+    data = DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=4)
+    quiet = {"logger": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        strategy=ShardedStrategy(),
+        callbacks=[EvaluateAverages()],
+        enable_progress_bar=False,
+        num_sanity_val_steps=0,
+        **quiet,
+    )
+    trainer.fit(Module(), data, data)
+    assert len(seen) == 4
+    for optimizer in trainer.optimizers:
+        close(optimizer)

@@ -166,6 +166,29 @@ def test_a_trainer_checkpoint_resumes(first: Any, tmp_path: Any) -> None:
     assert_like_adamw(weights(resumed), weights(straight), LR, 6)
 
 
+def test_a_trainer_evaluates_the_averages(tmp_path: Any) -> None:
+    from transformers import TrainingArguments
+    from zero_optim.integrations.transformers import ShardedTrainer
+
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+    arguments = TrainingArguments(str(tmp_path), max_steps=4, learning_rate=0.01, eval_on_start=True, **quiet)
+    model = load_example("transformers_loop").build_model("gpt2")
+    tokens = [(torch.arange(32) + start) % 128 for start in range(16)]
+    data = [{"input_ids": counting, "labels": counting} for counting in tokens]
+    trainer = ShardedTrainer(model, arguments, train_dataset=data, eval_dataset=data, ema_decay=0.5)
+    trainer.train()
+    own, optimizer = weights(model), trainer.optimizer.optimizer
+    found = trainer.evaluate()["eval_loss"]
+    assert_bitwise(weights(model), own, "after the evaluation")
+    average = optimizer.ema_state_dict()
+    close(optimizer)
+    trainer.optimizer = None
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(average[name])
+    assert found == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-6)
+
+
 # -- generation at stage 3, where ranks end at different lengths ---------------------------------------------------
 
 

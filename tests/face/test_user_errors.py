@@ -160,7 +160,6 @@ BAD_OPTIONS: tuple[dict[str, Any], ...] = (
     {"bucket_cap_mb": 0.0},
     {"grad_reduce_dtype": torch.float64},
     {"max_grad_norm": 0.0},
-    {"amsgrad": True},
     {"differentiable": True},
 )
 
@@ -206,8 +205,9 @@ def test_positions_are_torchs_up_to_amsgrad():
     assert {p.name for p in theirs} <= {p.name for p in ours}
     opt = zero_optim.ShardedAdamW(make_parameters(SHAPES), 1e-3, (0.9, 0.99), 1e-8, 0.0, False)
     opt.close()
-    with pytest.raises(ValueError, match="amsgrad"):
-        zero_optim.ShardedAdamW(make_parameters(SHAPES), 1e-3, (0.9, 0.99), 1e-8, 0.0, True)
+    opt = zero_optim.ShardedAdamW(make_parameters(SHAPES), 1e-3, (0.9, 0.99), 1e-8, 0.0, True)
+    assert "max_exp_avg_sq" in opt.stats()["memory"]
+    opt.close()
 
 
 @pytest.mark.parametrize("name", ["fused", "foreach", "capturable"])
@@ -227,12 +227,11 @@ def test_keywords_left_at_nothing_are_silent():
         zero_optim.ShardedAdamW(make_parameters(SHAPES), maximize=True).close()
 
 
-@pytest.mark.parametrize("name", ["amsgrad", "differentiable"])
-def test_a_keyword_that_cannot_be_followed_is_an_error(name):
-    with pytest.raises(ValueError, match=name):
-        zero_optim.ShardedAdamW(make_parameters(SHAPES), **{name: True})
-    with pytest.raises(ValueError, match=name):
-        zero_optim.ShardedAdamW([{"params": make_parameters(SHAPES), name: True}])
+def test_a_keyword_that_cannot_be_followed_is_an_error():
+    with pytest.raises(ValueError, match="differentiable"):
+        zero_optim.ShardedAdamW(make_parameters(SHAPES), differentiable=True)
+    with pytest.raises(ValueError, match="differentiable"):
+        zero_optim.ShardedAdamW([{"params": make_parameters(SHAPES), "differentiable": True}])
 
 
 def _maximized(rank: int, world_size: int, stage: int, decoupled: bool) -> list[Tensor]:

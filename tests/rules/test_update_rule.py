@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,3 +189,123 @@ def test_rows_of_another_order_are_refused(tmp_path: Any, world_size: int) -> No
         assert len(raised) == 3
         assert all("rows" in told and "the memory format that it was saved in" in told for told in raised)
         assert all("weight" in told for told in raised)
+
+
+# ---- strange state -------------------------------------------------------------------------------------------------
+
+
+class Counting(UpdateRule):
+    """No master, so that bf16 parameters are rounded at each step; and how often a row has had a gradient of some size,
+    an integer a row. It steps by the sign, less often where it has counted much."""
+
+    options = (Number("lr", LR, rate=True),)
+    tensors = (StateTensor("seen", dtype=torch.int64, per=Per.ROW), StateTensor("sum", dtype=torch.bfloat16))
+    own_columns = ("lr",)
+
+    def update_rows(
+        self, g: Tensor, p: Tensor, state: Mapping[str, Tensor], c: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return counted(g, p, state["seen"], state["sum"], c["lr"])
+
+
+def counted(g: Tensor, p: Tensor, seen: Tensor, total: Tensor, lr: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    seen = seen + (g.abs().amax(1, keepdim=True) > 0.2) * 2**40  # more than fp32, or a double of fp32, would keep
+    return p - lr * torch.sign(g) / (seen >> 40).clamp(min=1), {"seen": seen, "sum": total.float() + g}
+
+
+def _strange(rank: int, world_size: int, stage: int, store: str | None, folder: str) -> Any:
+    import zero_optim
+    from zero_optim import checkpoint
+
+    params = _make(torch.bfloat16)
+    offload = f"nvme:{folder}" if store == "nvme" else store
+    opt = zero_optim.ShardedOptimizer(params, Counting(), stage=stage, bucket_cap_mb=0.001, state_offload=offload)
+    factor = world_size if rank == 0 else 0
+    _train(params, opt, range(3), factor)
+    full = zero_optim.full_state_dict(opt, rank=None)
+    with pytest.raises(zero_optim.ZeroOptimError, match="verify cannot follow Counting"):
+        zero_optim.verify(opt)
+    model = nn.ParameterList(params)
+    path = f"{folder}/{stage}-{store}-{world_size}"
+    checkpoint.save(path, model, opt)
+    own = copy.deepcopy(opt.state_dict())
+    values = [p.detach().clone() for p in params]
+    _train(params, opt, range(3, 5), factor)
+    opt.close()
+    again = []
+    for load in (
+        lambda model, new: checkpoint.load(path, model, new),
+        lambda model, new: new.load_state_dict(own),
+        lambda model, new: zero_optim.load_full_state_dict(new, full if rank == 0 else None),
+    ):
+        copies = [nn.Parameter(p.clone()) for p in values]
+        new = zero_optim.ShardedOptimizer(copies, Counting(), stage=stage, bucket_cap_mb=0.001, state_offload=offload)
+        load(nn.ParameterList(copies), new)
+        _train(copies, new, range(3, 5), factor)
+        again.append([p.detach().clone() for p in copies])
+        new.close()
+    halves = copy.deepcopy(full)
+    halves["state"][0]["seen"] = halves["state"][0]["seen"].float() + 0.5
+    new = zero_optim.ShardedOptimizer([nn.Parameter(p.clone()) for p in values], Counting(), stage=stage)
+    with pytest.raises(zero_optim.StateMismatchError, match="seen of .*int64"):
+        zero_optim.load_full_state_dict(new, halves if rank == 0 else None)
+    new.close()
+    return [p.detach().clone() for p in params], again, full["state"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "store"), [(1, 2, None), (2, 0, "paged"), (2, 2, "cpu"), (3, 1, "nvme")]
+)
+def test_integers_by_row_and_no_master_are_kept_too(world_size: int, stage: int, store: str, tmp_path: Any) -> None:
+    expected, states = [], []
+    for index, parameter in enumerate(_make(torch.bfloat16)):
+        rows = -(-parameter.numel() // ROW)
+        p, total = torch.zeros(2, rows, ROW, dtype=torch.bfloat16)
+        p.view(-1)[: parameter.numel()] = parameter.detach().reshape(-1)
+        seen = torch.zeros(rows, 1, dtype=torch.int64)
+        for step in range(5):
+            if step == 3:
+                states.append((seen, total))
+            g = torch.zeros(rows, ROW)
+            g.view(-1)[: parameter.numel()] = _gradient(index, SHAPES[index], step).to(torch.bfloat16).reshape(-1)
+            new, changed = counted(g, p.float(), seen, total, LR)
+            p, seen, total = new.bfloat16(), changed["seen"], changed["sum"].bfloat16()
+        expected.append(p.reshape(-1)[: parameter.numel()])
+    for params, again, full in run_ranks(world_size, _strange, stage, store, str(tmp_path)):
+        for found in (params, *again):
+            for p, wanted in zip(found, expected, strict=True):
+                assert torch.equal(p.reshape(-1), wanted)
+        for index, (seen, total) in enumerate(states):
+            assert full[index]["seen"].dtype == torch.int64
+            assert torch.equal(full[index]["seen"], seen.reshape(-1))
+            numel = expected[index].numel()
+            assert torch.equal(full[index]["sum"].reshape(-1), total.reshape(-1)[:numel])
+
+
+# ---- the rule of docs/rules.md ---------------------------------------------------------------------------------------
+
+
+def test_the_rule_of_the_docs_is_adagrad() -> None:
+    import zero_optim
+
+    page = (Path(__file__).resolve().parents[2] / "docs" / "rules.md").read_text()
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert code is not None
+    names: dict[str, Any] = {}
+    exec(compile(code[1], "docs/rules.md", "exec"), names)
+    assert len(code[1].splitlines()) <= 60
+    names["optimizer"].close()
+    params, theirs = _make(torch.float32), _make(torch.float32)
+    options = {"lr": 0.05, "lr_decay": 0.1, "weight_decay": 0.01}
+    opt = zero_optim.ShardedOptimizer(params, names["Adagrad"](**options), max_grad_norm=1e9)
+    torchs = torch.optim.Adagrad(theirs, **options)
+    for step in range(5):
+        for index, (p, q) in enumerate(zip(params, theirs, strict=True)):
+            q.grad = _gradient(index, SHAPES[index], step)
+            p.grad = q.grad.clone()
+        opt.step()
+        torchs.step()
+    full = zero_optim.full_state_dict(opt)["state"]
+    for index, (p, q) in enumerate(zip(params, theirs, strict=True)):
+        assert torch.allclose(p, q, rtol=1e-6, atol=1e-7)
+        assert torch.allclose(full[index]["sum"], torchs.state[q]["sum"], rtol=1e-6)

@@ -107,6 +107,15 @@ def without_sync(optimizers: Iterable[ShardedOptimizer]) -> AbstractContextManag
     return stack
 
 
+def showing_averages(optimizers: Iterable[Any]) -> AbstractContextManager[Any]:
+    """Collective. ``swap_to_ema`` of those that keep averages."""
+    stack = ExitStack()
+    for optimizer in sharded_among(optimizers):
+        if optimizer.engine.rule.averages:
+            stack.enter_context(optimizer.swap_to_ema())
+    return stack
+
+
 def sharded_scaler(scaler: TorchGradScaler) -> GradScaler:
     """A scaler of ours with the options of a client's, which on several ranks would skip on some of them alone."""
     if isinstance(scaler, GradScaler):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,12 +27,14 @@ from .clients import (
     require,
     sharded_among,
     sharded_scaler,
+    showing_averages,
     whole_state_dict,
     without_sync,
 )
 
 require("zero_optim.integrations.lightning", "lightning")
 
+from lightning.pytorch.callbacks import Callback  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, Strategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
@@ -40,6 +42,26 @@ from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 from .averaging import gather_for_averaging  # noqa: E402
 
 _EVALUATION = ("validation_step", "test_step", "predict_step")
+
+
+class EvaluateAverages(Callback):
+    """Validate with averages in place of the parameters: the first one of each optimizer made with ``ema_decay``.
+
+    Checkpoints are of the parameters; the averages are among the optimizer's state.
+    """
+
+    def __init__(self) -> None:
+        self._shown = ExitStack()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._shown.enter_context(showing_averages(trainer.optimizers))
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._shown.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._shown.close()
 
 
 class ShardedStrategy(DDPStrategy):

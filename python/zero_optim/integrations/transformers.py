@@ -18,7 +18,16 @@ from ..optimizer import ShardedOptimizer
 from ..shard_module import shard_module
 from ..sync_buffers import sync_buffers
 from ..units.sharded_model import sharded_model_of
-from .clients import check_sums, in_place, is_cut, is_in_parts, plain_optimizer, require, whole_state_dict
+from .clients import (
+    check_sums,
+    in_place,
+    is_cut,
+    is_in_parts,
+    plain_optimizer,
+    require,
+    showing_averages,
+    whole_state_dict,
+)
 
 require("zero_optim.integrations.transformers", "transformers", "accelerate")
 
@@ -42,6 +51,8 @@ class ShardedTrainer(Trainer):
             the model to ``arguments.device``, and shard it, before the Trainer is made.
         sync_buffers: "broadcast" or "mean": give all ranks the same buffers, by ``zero_optim.sync_buffers``, before
             they evaluate and save. None: each rank keeps its own, and those of rank 0 are saved.
+        ema_decay: as in ``ShardedOptimizer``, for the optimizer that is made here. With an optimizer that keeps
+            averages the model is evaluated with the first of them in place of its parameters.
 
     Raises:
         ParameterError: ``units`` beside an optimizer that is there already: shard the model before that. A model that
@@ -58,9 +69,10 @@ class ShardedTrainer(Trainer):
         stage: int | None = None,
         units: Sequence[type[nn.Module] | str] | None = None,
         sync_buffers: str | None = None,
+        ema_decay: float | Sequence[float] | None = None,
         **options: Any,
     ) -> None:
-        self._stage, self._units, self._sync_buffers = stage, units, sync_buffers
+        self._stage, self._units, self._sync_buffers, self._ema_decay = stage, units, sync_buffers, ema_decay
         self._whole: dict[str, Any] | None = None  # the weights of a sharded model, while it is saved
         super().__init__(*args, **options)
         self._shard()
@@ -100,7 +112,7 @@ class ShardedTrainer(Trainer):
         if is_cut(self.model):
             options["params"] = self._groups()
         mesh = None if sharded_model_of(self.model.parameters()) else data_parallel_mesh(self.accelerator)
-        return {**options, "stage": self._stage, "mesh": mesh}
+        return {**options, "stage": self._stage, "mesh": mesh, "ema_decay": self._ema_decay}
 
     def _groups(self) -> list[dict[str, Any]]:
         """Trainer's groups, before it splits them by mesh for torch's optimizers: so checkpoints fit any other mesh."""
@@ -129,7 +141,8 @@ class ShardedTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         self._agree_on_buffers()
-        return super().evaluation_loop(*args, **options)
+        with showing_averages([] if self.optimizer is None else [self.optimizer]):
+            return super().evaluation_loop(*args, **options)
 
     # -- saving and loading --------------------------------------------------------------------------------------
 

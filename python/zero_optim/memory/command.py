@@ -20,6 +20,7 @@ from ..drawing.figures import SizeUnit, row, size
 from ..errors import ParameterError, UsageError
 from ..rules.adamw import AdamW
 from ..rules.lion import Lion
+from ..rules.options import Decays
 from ..rules.sgd import SGD
 from ..stores.offload import Offload, Tier, read_nbytes, read_offload
 from ..train.config import DTYPES
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--dtype", str, "of parameters and gradients (bf16; of module:factory as they are)", choices=tuple(DTYPES))
     flag("--grad-reduce-dtype", str, "in which gradients are reduced (--dtype)", choices=tuple(DTYPES))
     flag("--optimizer", str, "whose state is planned (adamw); momentum is SGD's", choices=tuple(RULES), default="adamw")
+    flag("--averages", int, "averages of the parameters, as ema_decay has them kept (0)", default=0)
     flag("--offload", _offload, "where the state is: none, paged, paged:BUDGET, cpu or nvme (none)", default=Offload())
     parser.add_argument("--param-offload", action="store_true", help="stage 3: shards of parameters in host memory")
     flag("--gpu-memory", _size, "of each rank's device (80GB)", default="80GB", metavar="SIZE")
@@ -235,7 +237,7 @@ def _job(parsed: argparse.Namespace, stage: int) -> Job:
         prefetch=1 if parsed.prefetch is None else parsed.prefetch,
         accumulate=parsed.accumulate or parsed.pp,
         batch=batch,
-        rule=RULES[parsed.optimizer],
+        rule=RULES[parsed.optimizer].with_averages(Decays("ema_decay", (1.0,) * parsed.averages)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -24,7 +24,10 @@ class Option:
         name: as in ``param_groups``.
         default: where nothing is given.
         coefficients: names of the numbers that it consists of, in their order.
+        optional: whether a group may be without, as those of older checkpoints, and has the default then.
     """
+
+    optional: ClassVar[bool] = False
 
     name: str
     default: Any
@@ -32,7 +35,13 @@ class Option:
 
     def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """Give the numbers of a group: floats, or tensors of one element."""
-        raise NotImplementedError
+        return ()
+
+    def value_in(self, group: Mapping[str, Any], owner: str) -> Any:
+        """Give the option's value in a group. Raises ValueError where it has none, and has to."""
+        if self.name not in group and not self.optional:
+            raise ValueError(f"{owner} has no {self.name}")
+        return group.get(self.name, self.default)
 
     def check(self, value: Any, owner: str) -> None:
         """Raise ValueError where ``value``, of ``owner``, is out of range. Tensors are not read."""
@@ -90,6 +99,7 @@ class Flag(Option):
     """A bool: 0 or 1 among the numbers. A group of an older checkpoint may be without."""
 
     default: bool = False
+    optional = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "coefficients", (self.name,))
@@ -103,9 +113,7 @@ class Fixed(Option):
     """A bool that decides what state there is, so that all groups have the rule's. It is no number of a group."""
 
     default: bool = False
-
-    def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        return ()
+    optional = True
 
 
 @dataclass(frozen=True)
@@ -114,9 +122,7 @@ class Refused(Option):
 
     default: bool = False
     why: str = ""
-
-    def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        return ()
+    optional = True
 
     def check(self, value: Any, owner: str) -> None:
         if value:
@@ -128,6 +134,7 @@ class Decays(Option):
     """One number in [0, 1], or as many as ``default`` has: what of an average stays in each update."""
 
     default: tuple[float, ...] = ()
+    optional = True
 
     def __post_init__(self) -> None:
         names = (EMA,) if len(self.default) == 1 else tuple(f"{EMA}_{n}" for n in range(len(self.default)))

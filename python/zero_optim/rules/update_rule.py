@@ -181,8 +181,9 @@ class UpdateRule:
 
     def check_ranges(self, number: int, group: Mapping[str, Any]) -> None:
         """Raise ValueError for an option of a parameter group that is out of range."""
+        owner = f"parameter group {number}"
         for option in self.options:
-            option.check(group.get(option.name, option.default), f"parameter group {number}")
+            option.check(option.value_in(group, owner), owner)
 
     def check_group(self, number: int, group: Mapping[str, Any]) -> None:
         """Raise ValueError for an option of a parameter group that cannot be followed."""

@@ -78,12 +78,14 @@ def _plan_slot(
         unsaved = tensor.begins is not Begins.ZERO and tensor.name not in entry
         target = targets[tensor.name]
         own = partial(shard.parameter_of, piece)
-        values = own if unsaved else _values(entry, tensor.name, target, flat.slices[number], label)
+        values = own if unsaved else _values(entry, tensor, target, flat.slices[number], label)
         yield Copy(shard, tensor, piece, values)
 
 
-def state_tensor(entry: Mapping[str, Any], name: str, shape: Sequence[int], label: str) -> Tensor:
-    """``entry[name]``, of the parameter's ``shape`` and of any floating dtype. Raises StateMismatchError."""
+def state_tensor(entry: Mapping[str, Any], tensor: StateTensor, shape: Sequence[int], label: str) -> Tensor:
+    """What ``entry`` has of ``tensor``, of that ``shape``. Floats may be of any floating dtype, others are of the
+    tensor's own. Raises StateMismatchError."""
+    name = tensor.name
     saved = entry.get(name)
     if not isinstance(saved, Tensor):
         raise StateMismatchError(f"the state of {label} has no tensor {name!r}, but {sorted(map(str, entry))}")
@@ -94,9 +96,11 @@ def state_tensor(entry: Mapping[str, Any], name: str, shape: Sequence[int], labe
         )
     known = type(saved) in (Tensor, nn.Parameter, FlatShard) or is_distributed(saved)
     plain = known and saved.layout is torch.strided and not saved.is_meta
-    if not plain or not saved.is_floating_point():
+    same_kind = saved.is_floating_point() if tensor.dtype.is_floating_point else saved.dtype == tensor.dtype
+    if not plain or not same_kind:
         kind = f"{type(saved).__name__} of {saved.dtype}, {saved.layout}, on {saved.device}"
-        raise StateMismatchError(f"{name} of {label} is a {kind}: it must be a dense floating-point tensor with values")
+        wanted = "floating-point tensor" if tensor.dtype.is_floating_point else f"tensor of {tensor.dtype}"
+        raise StateMismatchError(f"{name} of {label} is a {kind}: it must be a dense {wanted} with values")
     return saved
 
 
@@ -118,16 +122,19 @@ def _flat_part(saved: Tensor, target: Tensor, own: TensorSlice | None) -> Tensor
 
 
 def _values(
-    entry: Mapping[str, Any], name: str, target: Tensor, own: TensorSlice | None, label: str
+    entry: Mapping[str, Any], tensor: StateTensor, target: Tensor, own: TensorSlice | None, label: str
 ) -> Callable[[], Tensor]:
-    """Gives the part of ``entry[name]`` that belongs into ``target``, flat. ``own``: the slice of which that is one."""
-    saved = state_tensor(entry, name, target.shape, label)
+    """Gives the part of what ``entry`` has of ``tensor`` that belongs into ``target``, flat.
+
+    ``own``: the slice of which that is a part.
+    """
+    saved = state_tensor(entry, tensor, target.shape, label)
     if not isinstance(saved, FlatShard) and slice_of(saved, label) in (None, own):
         return partial(_flat_part, saved, target, own)  # in another memory format it is a copy: not before it is wanted
     if isinstance(target, FlatShard) and isinstance(saved, FlatShard) and saved.same_range(target):
         return partial(_local, saved)
     raise StateMismatchError(
-        f"{name} of {label} was saved as {_describe(saved)}, this rank needs {_describe(target)}: load it with as many "
-        "ranks, on the same rank, at the same stage, bucket_cap_mb and grad_reduce_dtype as it was saved; or save "
-        "zero_optim.full_state_dict(opt), which loads anywhere"
+        f"{tensor.name} of {label} was saved as {_describe(saved)}, this rank needs {_describe(target)}: load it with "
+        "as many ranks, on the same rank, at the same stage, bucket_cap_mb and grad_reduce_dtype as it was saved; or "
+        "save zero_optim.full_state_dict(opt), which loads anywhere"
     )
