@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import zero_kernels
-
 from .kernel_rule import KernelRule
 from .options import DIFFERENTIABLE, Betas, Fixed, Flag, Number
 from .update_rule import MASTER, in_fp32
@@ -32,7 +30,6 @@ class AdamW(KernelRule):
         Fixed("amsgrad"),
         DIFFERENTIABLE,
     )
-    coefficients = zero_kernels.HYPER_COEFFICIENTS
     counterparts = frozenset(("Adam", "AdamW"))
     torch_options = MappingProxyType(torch.optim.AdamW([torch.empty(0)]).defaults)
     # An update rounds the decayed value and the difference by half an ulp each, and forms what it subtracts, of lr's

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -31,8 +31,12 @@ class KernelRule(UpdateRule):
     def columns(self) -> tuple[str, ...]:
         return self._of_kernel.columns
 
-    def make_columns(self, given: Mapping[str, Tensor], steps: Tensor) -> Mapping[str, Tensor]:
-        return self._of_kernel.table(given, steps)
+    @property
+    def coefficients(self) -> tuple[str, ...]:
+        return self._of_kernel.coefficients
+
+    def fill_table(self, by_group: Tensor, group_of: Tensor, steps: Tensor, active: Tensor, table: Tensor) -> None:
+        self._of_kernel.fill_table(by_group, group_of, steps, active, table)
 
     def prepared(self) -> KernelRule:
         made = copy.copy(self)
@@ -50,6 +54,5 @@ class KernelRule(UpdateRule):
             [shard.parameter for shard in shards] if apart else [],
             [shard.row_slot for shard in shards],
             *shards[0][-5:-1],  # hyper, grad_scale, found_inf, marks
-            [shard.state[name] for shard in shards for name in averages],
-            shards[0].rates,
+            *([[shard.state[name] for shard in shards for name in averages], shards[0].rates] if averages else []),
         )

@@ -17,13 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero_kernels import HYPER_COLUMNS, ROW
+import zero_kernels
+from zero_kernels import ROW
 
 from ..params.storage_order import StorageOrder
 from .options import Decays, Fixed, Option, coefficients_of
-
-FIXED_COLUMNS = HYPER_COLUMNS[: HYPER_COLUMNS.index("active")]
-"""As many columns of a table are a rule's own before those that every rule has."""
 
 
 class Per(enum.Enum):
@@ -152,8 +150,7 @@ class UpdateRule:
 
         ``active`` is 0 for a parameter that is not updated. ``grad_factor`` multiplies its gradient.
         """
-        own = self.own_columns + ("padding",) * (len(FIXED_COLUMNS) - len(self.own_columns))
-        return (*own[: len(FIXED_COLUMNS)], "active", "grad_factor", "padding", *own[len(FIXED_COLUMNS) :])
+        return zero_kernels.columns_of(*self.own_columns)
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -240,8 +237,7 @@ class UpdateRule:
 
         Parameters have one dtype, and gradients one. ``hyper`` and what follows it are the same for all.
         """
-        for shard in shards:
-            update_by_rows(self, shard)
+        update_by_rows(self, shards)
 
     def update_rows(self, g: Tensor, p: Tensor, state: Mapping[str, Tensor], c: Mapping[str, Tensor]) -> NewValues:
         """Give the new master and state of whole rows: the arithmetic, in torch, of a rule written in Python.
@@ -280,32 +276,31 @@ NewValues = tuple[Tensor, Mapping[str, Tensor]]
 """What ``update_rows`` returns."""
 
 
-def update_by_rows(rule: UpdateRule, shard: ShardUpdate) -> None:
-    """Update a shard by ``rule.update_rows``, in plain torch, on any device; nothing is read by the host."""
-    slot = shard.row_slot.long()
-    rows = shard.hyper.index_select(0, slot.clamp(min=0))[..., None].unbind(1)
-    c = dict(zip(rule.columns, rows, strict=True))
-    scale = c["grad_factor"] if shard.grad_scale is None else c["grad_factor"] * shard.grad_scale
-    g = shard.grad.view(-1, ROW).float() * scale
-    skipped = shard.hyper.new_zeros((), dtype=torch.bool)
-    if shard.found_inf is not None:
-        skipped = shard.found_inf.reshape(()) != 0
-        bad = (~g.isfinite()).any(dim=1) & skipped & (slot >= 0)
-        shard.marks.scatter_reduce_(0, slot.clamp(min=0), bad.int(), "amax")
-    live = (slot >= 0)[:, None] & (c["active"] != 0) & ~skipped
-    master = master_of(rule)
-    own = {name: tensor.view(len(slot), -1) for name, tensor in shard.state.items()}
-    old = own.pop(str(master), shard.parameter.view(-1, ROW))
-    p, changed = rule.update_rows(g, old.float(), own, c)
-    out = shard.parameter.view(-1, ROW)
-    if old.data_ptr() != out.data_ptr():
-        out.copy_(torch.where(live, p.to(out.dtype), out))
-    if shard.rates is not None:
-        rates = shard.rates.index_select(0, slot.clamp(min=0))[..., None].unbind(1)
-        for name, rate in zip(rule.averages, rates, strict=True):
-            changed = {**changed, name: own[name] + rate * (p - own[name])}
-    for target, value in ((old, p), *((own[name], value) for name, value in changed.items())):
-        target.copy_(torch.where(live, value.to(target.dtype), target))
+def update_by_rows(rule: UpdateRule, shards: Sequence[ShardUpdate]) -> None:
+    """Update shards by ``rule.update_rows``, in plain torch, on any device. Nothing is read by the host."""
+    names = [tensor.name for tensor in rule.tensors if tensor.begins is not Begins.PARAMETER]
+    master, columns, hyper, rates = master_of(rule) or "", list(rule.columns), shards[0].hyper, shards[0].rates
+    if rates is not None:
+        columns, hyper = [*columns, *rule.averages], torch.cat((hyper, rates), dim=1)
+
+    def update(g: Tensor, p: Tensor, own: Sequence[Tensor], c: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        state = dict(zip(names, own, strict=True))
+        new, changed = rule.update_rows(g, p.float(), state, c)
+        averages = {name: state[name] + c[name] * (new - state[name]) for name in rule.averages}
+        return new, [{**state, **changed, **averages}[name] for name in names]
+
+    apart = master in shards[0].state  # else the parameters are their own masters
+    zero_kernels.update_rows(
+        update,
+        columns,
+        [shard.grad for shard in shards],
+        [shard.state[master] if apart else shard.parameter for shard in shards],
+        [shard.state[name] for shard in shards for name in names],
+        [shard.parameter for shard in shards] if apart else [],
+        [shard.row_slot for shard in shards],
+        hyper,
+        *shards[0][5:8],  # grad_scale, found_inf, marks
+    )
 
 
 def in_fp32(value: float) -> float:
