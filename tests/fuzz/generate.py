@@ -11,11 +11,13 @@ from typing import Any
 from fuzz.law import Illegal, Law, why_not
 from fuzz.program import (
     NO_DTENSOR,
+    RULES,
     STORES,
     WHOLE,
     AddGroup,
     AllReduce,
     Assign,
+    Average,
     Backward,
     Boom,
     Clip,
@@ -71,6 +73,7 @@ class Flavour:
     steps: bool = field(default=False, repr=False)  # whether programs begin with steps, and something between
     stores: bool = field(default=False, repr=False)  # of the state: off the device
     slices: bool = field(default=False, repr=False)  # parameters are cut over two tensor-parallel ranks, of four
+    rules: bool = field(default=False, repr=False)  # other than AdamW, and averages
 
 
 PLAIN = Flavour(stages=(0, 1, 2), optims=(1,), raises=0.08, infinite=0.03)
@@ -86,6 +89,7 @@ STORED = Flavour(
     (0, 1, 2, 2, 3, 3), (1, 1, 1, 2), raises=0.05, infinite=0.05, scaler=0.2, alone=0.25, steps=True, stores=True
 )
 GRIDS = Flavour(stages=(1, 2, 2, 3, 3), optims=(1, 1, 2), raises=0.12, infinite=0.03, mesh=0.8)
+RULED = Flavour((0, 1, 2, 2, 3), (1, 1, 2), raises=0.04, infinite=0.04, scaler=0.15, steps=True, rules=True)
 SLICES = Flavour(stages=(0, 1, 2, 3), optims=(1,), raises=0.08, infinite=0.03, slices=True)
 FLAVOURS = {
     "straight": STRAIGHT,
@@ -100,6 +104,7 @@ FLAVOURS = {
     "slices": SLICES,
     "steps": STEPS,
     "stored": STORED,
+    "ruled": RULED,
 }
 
 
@@ -207,9 +212,13 @@ class _Generator:
             cut=self.cuts(shapes, groups) if self.flavour.slices else (),
             store=self.store(),
             param_offload=self.flavour.stores and stage == 3 and self.chance(0.5),
+            rule=rng.choice((*RULES,)) if self.flavour.rules else "",
+            ema_decay=rng.choice((None, 0.5, 0.75)) if self.flavour.rules else None,
         )
 
     def store(self) -> str:
+        if self.flavour.rules and self.chance(0.4):
+            return self.rng.choice((*STORES,))
         return self.rng.choice(("cpu", "cpu", "nvme", *STORES)) if self.flavour.stores else ""
 
     def cuts(self, shapes: tuple[Shape, ...], groups: tuple[Group, ...]) -> tuple[int, ...]:
@@ -302,7 +311,7 @@ class _Generator:
             lambda: [SetLr(o, 0, rng.choice((0.125, 0.25)))],
             lambda: [ModuleZero(o, False)],
             lambda: [Zero(o, False)],
-            lambda: [Look(o)],
+            lambda: [Average(o) if self.flavour.rules else Look(o)],
             lambda: [Drop(o, p)],
             lambda: [Assign(o, p, tuple(rng.choice(COEFFICIENTS) for _ in range(law.world)))],
             lambda: [self.backward(law)],

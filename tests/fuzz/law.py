@@ -51,6 +51,7 @@ from fuzz.program import (
     AllReduce,
     Arrivals,
     Assign,
+    Average,
     Backward,
     Boom,
     Clip,
@@ -502,6 +503,10 @@ class Law:
 
     def _savefull(self, op: SaveFull) -> None:
         self._still(op.o).saved_full = True
+
+    def _average(self, op: Average) -> None:
+        need(self._still(op.o).optim.ema_decay is not None, "there is none")
+        need(not self.waiting and not self.gathering, "a rank may be waiting")
 
     def _load(self, op: Load) -> None:
         need(self._still(op.o).saved, "nothing saved")

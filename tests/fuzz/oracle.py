@@ -1,8 +1,8 @@
-"""What a program should do: all ranks in one process, plain ``torch.optim.AdamW`` on gradients averaged by hand.
+"""What a program should do: all ranks in one process, torch's own optimizers on gradients averaged by hand.
 
 A gradient is the mean over the ranks of what each has accumulated since the last zeroing, and absent where no rank has
 any. Where parameters are cut, ranks of a row have the same gradients, of which each sees its slice: rows are averaged.
-16-bit parameters are roundings of fp32 masters, which is what AdamW updates. ``ANY`` stands where the documents
+16-bit parameters are roundings of fp32 masters, which is what torch updates. ``ANY`` stands where the documents
 promise nothing.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from fuzz.program import (
     AllReduce,
     Arrivals,
     Assign,
+    Average,
     Backward,
     Clip,
     Drop,
@@ -53,6 +55,12 @@ from fuzz.program import (
 )
 
 ANY = "anything"
+TORCH = {
+    "": partial(torch.optim.AdamW, eps=0.25),
+    "amsgrad": partial(torch.optim.AdamW, eps=0.25, amsgrad=True),
+    "nesterov": partial(torch.optim.SGD, momentum=0.5, nesterov=True),
+    "sgd": torch.optim.SGD,
+}
 KINDS = True  # whether to check what .grad is; --no-kinds looks for the rest alone
 
 Seen = list[list[Any]]  # for each rank, what it sees of one operation
@@ -77,14 +85,28 @@ class _Optimizer:
         with torch.no_grad():
             for master in self.masters:
                 master.copy_(self.rounded(master))
-        self.adamw = torch.optim.AdamW([self._group(g) for g in self.groups], eps=0.25, foreach=False)
+        self.torchs = TORCH[self.optim.rule]([self._group(g) for g in self.groups], foreach=False)
+        self.updates: dict[int, int] = {}
+        self.averages: dict[int, torch.Tensor] = {}
         self.own: list[dict[int, torch.Tensor]] = [{} for _ in range(self.world)]
         self.clips: dict[int, torch.Tensor] = {}
         self.clip_called = False
         self.unscaled = False
         self.met = {p for g in self.groups for p in g.params} & self.requires_grad  # trained, and known to be
+        self.begin_averages()
         self.settled = False  # since the last zeroing
         self.kinds = ["zero"] * self.world  # of .grad: "zero", "own", "reduced" or "unknown"
+
+    def begin_averages(self) -> None:
+        """Those of parameters that have come into training begin at these."""
+        for p in self.met if self.optim.ema_decay is not None else ():
+            self.averages.setdefault(p, self.masters[p].detach().clone())
+
+    def average(self, p: int) -> None:
+        """It follows an update of its parameter."""
+        self.updates[p] = self.updates.get(p, 0) + 1
+        if self.optim.ema_decay is not None:
+            self.averages[p] += (1 - self.optim.ema_decay) * (self.masters[p].detach() - self.averages[p])
 
     def _group(self, group: Group) -> dict[str, Any]:
         params = [self.masters[p] for p in group.params]
@@ -160,13 +182,17 @@ class _Optimizer:
         if self.optim.max_grad_norm is not None and not self.clip_called:
             self.clip(self.optim.max_grad_norm, 2.0, None, scale)
         skip = not self.finite()
+        trained = self.requires_grad & {p for g in self.groups for p in g.params}
+        self.met |= trained
+        self.begin_averages()
         if not skip:
             for p, master in enumerate(self.masters):
                 has = p in self.requires_grad and self.mean(p) is not None
                 master.grad = self.clipped(p, scale) if has else None
-            self.adamw.step()
+            self.torchs.step()
+            for p in trained & {*self.with_gradient()}:
+                self.average(p)
         self.clips, self.clip_called, self.unscaled = {}, False, False
-        self.met |= self.requires_grad & {p for g in self.groups for p in g.params}
         self.settle()
         return skip
 
@@ -203,16 +229,39 @@ class _Optimizer:
     # State
 
     def full(self) -> dict[int, list[Any]]:
+        state = self.torchs.state_dict()["state"]
+        found = {}
+        for index, p in enumerate(self.in_order()):
+            if p in self.updates:
+                own = state.get(index, {})
+                tensors = (own[k] for k in sorted(own) if k != "step" and own[k] is not None)
+                found[index] = [float(self.updates[p]), *(t.numpy().copy().reshape(-1) for t in tensors)]
+        return found
+
+    def in_order(self) -> list[int]:
+        return [p for group in self.groups for p in group.params]
+
+    def shown_averages(self, rank: int) -> list[Any]:
+        """Whole ones, by number over all groups; and the parameters while they are shown."""
+        whole = {n: self.averages[p].numpy().copy().reshape(-1) for n, p in enumerate(self.in_order()) if p in self.met}
+        shown = [self.averages.get(p, master) for p, master in enumerate(self.masters)]
+        return [whole, [self.part(rank, p, self.rounded(value)) for p, value in enumerate(shown)]]
+
+    def snapshot(self, *, full: bool = False) -> dict[str, Any]:
+        """``full``: it has no parameters that were never updated."""
+        kept = [p for p in self.averages if p in self.updates or not full]
         return {
-            index: [float(s["step"]), *(s[k].numpy().copy().reshape(-1) for k in ("exp_avg", "exp_avg_sq"))]
-            for index, s in self.adamw.state_dict()["state"].items()
+            "torchs": copy.deepcopy(self.torchs.state_dict()),
+            "masters": [m.detach().clone() for m in self.masters],
+            "updates": dict(self.updates),
+            "averages": {p: self.averages[p].clone() for p in kept},
         }
 
-    def snapshot(self) -> dict[str, Any]:
-        return {"adamw": copy.deepcopy(self.adamw.state_dict()), "masters": [m.detach().clone() for m in self.masters]}
-
     def restore(self, saved: dict[str, Any]) -> None:
-        self.adamw.load_state_dict(copy.deepcopy(saved["adamw"]))
+        self.torchs.load_state_dict(copy.deepcopy(saved["torchs"]))
+        self.updates = dict(saved["updates"])
+        for p in self.averages:
+            self.averages[p] = saved["averages"].get(p, self.rounded(self.masters[p])).clone()
         with torch.no_grad():
             for master, old in zip(self.masters, saved["masters"], strict=True):
                 now = self.rounded(master)
@@ -306,13 +355,13 @@ class Oracle:
                 optim.settle()
                 optim.kinds = ["unknown"] * self.world  # divided, where they can be read
             case SetLr():
-                optim.adamw.param_groups[op.group]["lr"] = op.lr
+                optim.torchs.param_groups[op.group]["lr"] = op.lr
             case Save():
                 optim.saved = optim.snapshot()
             case Load():
                 optim.restore(optim.saved)
             case SaveFull():
-                optim.saved_full = optim.snapshot()
+                optim.saved_full = optim.snapshot(full=True)
                 return [[optim.full() if rank == 0 else None] for rank in range(self.world)]
             case LoadFull():
                 optim.restore(optim.saved_full)
@@ -323,8 +372,9 @@ class Oracle:
                 group = optim.optim.late[optim.added]
                 optim.added += 1
                 optim.groups.append(group)
-                optim.adamw.add_param_group(optim._group(group))
+                optim.torchs.add_param_group(optim._group(group))
                 optim.met |= set(group.params) & optim.requires_grad
+                optim.begin_averages()
             case Thaw():
                 optim.requires_grad.add(op.p)
             case Freeze():
@@ -346,6 +396,8 @@ class Oracle:
                         own[op.p] = own[op.p] * op.factor
             case Look():
                 return [[optim.grads(rank)] for rank in range(self.world)]
+            case Average():
+                return [optim.shown_averages(rank) for rank in range(self.world)]
             case Read():
                 return [[optim.values(rank)] for rank in range(self.world)]
         return self.everywhere()

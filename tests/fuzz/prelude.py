@@ -213,10 +213,22 @@ def full(state):
     return {
         index: [
             float(entry["step"]),
-            *(entry[k].float().cpu().numpy().copy().reshape(-1) for k in ("exp_avg", "exp_avg_sq")),
+            *(entry[k].float().cpu().numpy().copy().reshape(-1) for k in sorted(entry) if k not in APART),
         ]
         for index, entry in state["state"].items()
     }
+
+
+APART = ("step", "master", "ema")
+
+
+def averages(optimizer):
+    return {index: value.numpy().copy().reshape(-1) for index, value in optimizer.ema_state_dict(rank=None).items()}
+
+
+def within(optimizer, read):
+    with optimizer.swap_to_ema():
+        return read()
 
 
 def own_sum(value, rank):

@@ -25,6 +25,14 @@ STORES = {  # of the state, and what each is as arguments
 }
 
 
+RULES = {  # of the update, and the optimizer and its arguments
+    "": ("ShardedAdamW", "eps=0.25"),
+    "amsgrad": ("ShardedAdamW", "eps=0.25, amsgrad=True"),
+    "nesterov": ("ShardedSGD", "momentum=0.5, nesterov=True"),
+    "sgd": ("ShardedSGD", ""),
+}
+
+
 @dataclass(frozen=True)
 class Group:
     params: tuple[int, ...]
@@ -55,6 +63,8 @@ class Optim:
     cut: tuple[int, ...] = ()
     store: str = ""  # one of STORES
     param_offload: bool = False  # at stage 3
+    rule: str = ""  # one of RULES
+    ema_decay: float | None = None
 
     @property
     def given(self) -> set[int]:
@@ -262,6 +272,13 @@ class AllReduce:
 @dataclass(frozen=True)
 class Read:
     """All parameters of a stage 3 model, by ``gather_parameters``."""
+
+    o: int
+
+
+@dataclass(frozen=True)
+class Average:
+    """``ema_state_dict``, and all parameters within ``swap_to_ema``."""
 
     o: int
 

@@ -8,10 +8,12 @@ from programs import world
 
 from fuzz import prelude
 from fuzz.program import (
+    RULES,
     STORES,
     AddGroup,
     AllReduce,
     Assign,
+    Average,
     Backward,
     Boom,
     Chain,
@@ -52,7 +54,10 @@ def _group(o: int, group: Group) -> str:
 
 
 def _constructor(o: int, optim: Optim, stage: int, store: str, groups: list[Group]) -> str:
-    options = ["eps=0.25", f"bucket_cap_mb={optim.bucket_cap_mb}"]
+    kind, own = RULES[optim.rule]
+    options = [*([own] if own else []), f"bucket_cap_mb={optim.bucket_cap_mb}"]
+    if optim.ema_decay is not None:
+        options.append(f"ema_decay={optim.ema_decay}")
     if store:
         options.append(STORES[store])
     if stage != 3:
@@ -67,7 +72,7 @@ def _constructor(o: int, optim: Optim, stage: int, store: str, groups: list[Grou
         options.append(f"grad_reduce_dtype=torch.{optim.grad_reduce_dtype}")
     if optim.max_grad_norm is not None:
         options.append(f"max_grad_norm={optim.max_grad_norm}")
-    return f"o{o} = zero_optim.ShardedAdamW([{', '.join(_group(o, g) for g in groups)}], {', '.join(options)})"
+    return f"o{o} = zero_optim.{kind}([{', '.join(_group(o, g) for g in groups)}], {', '.join(options)})"
 
 
 def _number(c: float) -> str:
@@ -227,6 +232,9 @@ class _Writer:
                 return [f"see({index}, {self.call(op)})"]
             case Read():
                 return [f"see({index}, whole(N{o}))"]
+            case Average():
+                read = f"whole(N{o})" if self.stages[o] == 3 else f"values(P{o})"
+                return [f"see({index}, averages(o{o}), within(o{o}, lambda: {read}))"]
             case Look():
                 return [f"look(o{o}, P{o})", f"see({index}{grads})"]
             case Unscale():

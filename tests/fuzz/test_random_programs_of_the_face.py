@@ -19,7 +19,7 @@ from programs.shrink import shrink
 from zero_optim.comm.sharding import Sharding
 
 from fuzz.execute import FACE, Face, told
-from fuzz.generate import ALONE, EMPTY, PLAIN, SEVERAL, SLICES, STAGE3, STEPS, STORED, Flavour, program
+from fuzz.generate import ALONE, EMPTY, PLAIN, RULED, SEVERAL, SLICES, STAGE3, STEPS, STORED, Flavour, program
 from fuzz.known import KNOWN
 from fuzz.law import why_not
 from fuzz.oracle import compare, expected
@@ -74,6 +74,7 @@ def _fail_with(failures: list[Failure], name: str) -> None:
         ("stage 3", STAGE3, 8, 2),
         ("stage 3, three ranks", STAGE3, 2, 3),
         ("slices of two tensor-parallel ranks", SLICES, 8, 4),
+        ("other rules, and averages", RULED, 10, 2),
         ("several optimizers", SEVERAL, 8, 2),
         ("several optimizers, three ranks", SEVERAL, 2, 3),
     ],
