@@ -189,6 +189,38 @@ def test_parameters_and_readable_gradients_are_dtensors(stage):
     run_ranks(4, _shown, stage)
 
 
+def _dropped_on_one_rank(rank: int, world_size: int, stage: int) -> tuple[Tensor, Tensor]:
+    """In the second step rank 1 drops its term of a norm's gradient: the term of each rank, and the average that was
+    made of them."""
+    import zero_optim
+
+    mesh = make_mesh(2, 2)
+    model = make_model(Way(), mesh["tp"])
+    opt = _optimizer(Way(stage=stage), model, mesh["dp"])
+    index = [name for name, _ in model.named_parameters()].index("norm.weight")
+    moments = []
+    for step in range(2):
+        with opt.no_sync(), losses(sequence=True):
+            loss_of(model, rank // 2, step).backward()
+        term = model.norm.weight.grad.to_local().clone()
+        if (rank, step) == (1, 1):
+            model.norm.weight.grad = None
+        opt.step()
+        opt.zero_grad()
+        moments.append(zero_optim.full_state_dict(opt, rank=None)["state"][index]["exp_avg"].clone())
+    opt.close()
+    return term, (moments[1] - 0.9 * moments[0]) / 0.1
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_term_that_is_dropped_on_one_rank_counts_as_zero(stage):
+    terms, averages = zip(*run_ranks(4, _dropped_on_one_rank, stage), strict=True)
+    wanted = (terms[0] + terms[2] + terms[3]) / 2  # two data-parallel ranks
+    assert not torch.allclose(wanted, sum(terms) / 2, rtol=1e-2)
+    for average in averages:
+        torch.testing.assert_close(average, wanted, rtol=1e-5, atol=1e-6)
+
+
 # -- replicas, memory, traffic -----------------------------------------------------------------------------------
 
 
