@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,19 +13,33 @@ import torch
 from harness import run_ranks
 from tensor_cases import HYPER, VOCABULARY, Block, Way, loss_of, losses, make_mesh, make_model
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """``tensor`` 1: plain parameters, and no tensor parallelism at all."""
+    """``tensor`` 1: plain parameters, and no tensor parallelism at all. ``replicas``: of the data-parallel ranks; 1:
+    all of them share."""
 
     data: int
     tensor: int
     stage: int = 2
+    replicas: int = 1
 
     @property
     def ranks(self) -> int:
         return self.data * self.tensor
+
+    def dimensions(self) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+        """Collective. Of slices, and of data-parallel ranks; None where there is no tensor parallelism."""
+        if self.tensor == 1:
+            return None, None
+        if self.replicas == 1:
+            both = make_mesh(self.data, self.tensor)
+            return both["tp"], both["dp"]
+        sizes = (self.replicas, self.data // self.replicas, self.tensor)
+        three = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tp"))
+        return three["tp"], three["replicate", "shard"]
 
     def way(self, dtype: torch.dtype, hidden: int) -> Way:
         return Way(stage=self.stage, dtype=dtype, hidden=hidden, sequence=hidden != UNEVEN and self.tensor > 1)
@@ -40,11 +54,11 @@ def _job(mesh: Mesh, dtype: torch.dtype, hidden: int, seed: int = 0):
     import zero_optim
 
     way = mesh.way(dtype, hidden)
-    meshes = make_mesh(mesh.data, mesh.tensor) if mesh.tensor > 1 else None
-    model = make_model(way, None if meshes is None else meshes["tp"], seed=seed)
+    slices, data = mesh.dimensions()
+    model = make_model(way, slices, seed=seed)
     if mesh.stage == 3:
-        zero_optim.shard_module(model, (Block,), mesh=None if meshes is None else meshes["dp"])
-    given = {} if mesh.stage == 3 or meshes is None else {"mesh": meshes["dp"]}
+        zero_optim.shard_module(model, (Block,), mesh=data)
+    given = {} if mesh.stage == 3 else {"mesh": data}
     opt = zero_optim.ShardedAdamW(model.named_parameters(), **HYPER, **given, stage=mesh.stage)
     return model, opt, way
 
@@ -136,10 +150,21 @@ def test_loads_on_any_other_mesh_bit_for_bit(saved, tmp_path):
     wanted = run_ranks(saved.ranks, _save, saved, str(tmp_path), dtype, hidden, timeout=120)
     for other in wanted[1:]:
         _same(other, wanted[0], "what ranks say of one job")
-    for mesh in LOADED:
-        for rank, ways in enumerate(run_ranks(mesh.ranks, _load, mesh, str(tmp_path), dtype, hidden, timeout=120)):
+    _load_on(LOADED, str(tmp_path), wanted[0], dtype, hidden)
+
+
+def test_what_replicas_of_shards_of_slices_have_saved_loads_bit_for_bit(tmp_path):
+    """On replicas at another stage, and where there are none."""
+    saved = Mesh(4, 2, 2, replicas=2)
+    wanted = run_ranks(saved.ranks, _save, saved, str(tmp_path), torch.float32, 24, timeout=120)
+    _load_on((replace(saved, stage=3), Mesh(2, 2, 3)), str(tmp_path), wanted[0], torch.float32, 24)
+
+
+def _load_on(meshes: Iterable[Mesh], folder: str, wanted: Mapping[str, Tensor], dtype: torch.dtype, hidden: int):
+    for mesh in meshes:
+        for rank, ways in enumerate(run_ranks(mesh.ranks, _load, mesh, folder, dtype, hidden, timeout=120)):
             for how, found in zip(("own", "dcp", "full"), ways, strict=True):
-                _same(found, wanted[0], f"{how}, on {mesh}, rank {rank}")
+                _same(found, wanted, f"{how}, on {mesh}, rank {rank}")
 
 
 def _losses(rank: int, mesh: Mesh, way: Way, model, opt, steps: range) -> list[float]:

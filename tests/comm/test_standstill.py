@@ -6,14 +6,17 @@ Gloo ends a process that is sent more than it expects, as where one rank gathers
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import zero_optim
 from harness import run_ranks
 from torch import nn
@@ -159,3 +162,84 @@ def test_ranks_that_wait_one_after_the_other_are_no_standstill():
     first, second = Wait("own", 1, "all_gather of unit 'a'", 7), Wait("own", 1, "all_gather of unit 'b'", 8)
     assert not standstill._differ([first, first]) and not standstill._differ([first, second])
     assert standstill._differ([first, replace(second, number=7)])
+
+
+def _groups() -> tuple[dict[int, Any], dict[int, Any]]:
+    """By rank, its column of two and its row of two. What waits there in vain ends soon."""
+    lines = [[0, 2], [1, 3]], [[0, 1], [2, 3]]
+    within = timedelta(seconds=IN_VAIN)
+    made = [[(line, dist.new_group(line, timeout=within)) for line in of] for of in lines]
+    columns, rows = ({rank: group for line, group in of for rank in line} for of in made)
+    return columns, rows
+
+
+def _other_ranks(rank: int, world_size: int) -> list[str]:
+    """Rank 0 averages over two ranks, the others over all; then rank 1 averages over its row, the others over their
+    columns, of parameters that are cut over rows."""
+    told = []
+    columns, rows = _groups()
+    slices = nn.Parameter(torch.ones(4, 3))
+    slices.tensor_model_parallel = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standstill, "SECONDS", 0.1)
+        with pytest.raises(zero_optim.RankMismatchError) as caught:
+            zero_optim.ShardedAdamW([nn.Parameter(torch.ones(4, 3))], process_group=columns[0] if rank == 0 else None)
+        told.append(str(caught.value))
+        columns, rows = _groups()
+        given = rows[rank] if rank == 1 else columns[rank]
+        with pytest.raises(zero_optim.RankMismatchError) as caught:
+            zero_optim.ShardedAdamW([slices], process_group=given, tensor_parallel=rows[rank])
+        told.append(str(caught.value))
+    return told
+
+
+def test_ranks_that_were_given_different_ranks_are_told():
+    for one_of_all, one_of_rows in run_ranks(4, _other_ranks, collective_timeout=IN_VAIN):
+        for told in (one_of_all, one_of_rows):
+            assert told.startswith("the ranks wait for each other, and were given different ranks to wait for: rank 0")
+            assert "in the constructor" in told and "mesh=world_mesh['dp']" in told
+        assert "rank 0 with ranks [0, 2]" in one_of_all and "rank 3 with ranks [0, 1, 2, 3]" in one_of_all
+        assert "rank 1 with ranks [0, 1]" in one_of_rows and "rank 3 with ranks [1, 3]" in one_of_rows
+
+
+class _Store(dict):
+    """What the ranks of a job write: ``get`` gives bytes."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("of_others", "in_vain"),
+    [
+        ({1: [0, 1, 2], 2: [0, 1, 2]}, True),  # each of these waits for rank 0, which waits for rank 1
+        ({1: [1, 2], 2: None}, False),  # rank 2 computes, and may come
+        ({1: [1, 2]}, False),  # rank 2 has never waited
+        ({1: [1, 2], 2: [1, 2]}, False),  # ranks 1 and 2 have met: their call goes on
+        ({1: [0, 1]}, False),  # ranks 0 and 1 have met
+    ],
+)
+def test_ranks_wait_in_vain_where_nobody_of_whom_they_wait_for_can_go_on(monkeypatch, of_others, in_vain):
+    store = _Store()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    meetings = standstill._Meetings()
+    for rank, ranks in of_others.items():
+        store.set(meetings._key(rank), "" if ranks is None else json.dumps([ranks, "the constructor", 1]))
+    looks = standstill.LOOKS + 2
+    if not in_vain:
+        for _ in range(looks):
+            meetings.look([0, 1], "the constructor")
+        assert meetings.verdict() is None
+        return
+    with pytest.raises(zero_optim.RankMismatchError, match=r"rank 0 with ranks \[0, 1\], in the constructor; rank 1"):
+        for _ in range(looks):
+            meetings.look([0, 1], "the constructor")
+    assert {key for key in store if "verdict" in key} == {meetings._verdict_key(rank, 1) for rank in (0, 1, 2)}
+    assert store[meetings._key(0)] == ""

@@ -19,12 +19,15 @@ SCHEDULES = {  # name: stages on a rank
 
 
 class Block(nn.Module):
+    """Where it is ``left_out``, its parameters have no gradients."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.left_out = False
         self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        return x if self.left_out else x + self.down(torch.tanh(self.up(x)))
 
 
 def make_blocks(count: int, dtype: torch.dtype = torch.float32) -> list[nn.Module]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import eventful_cases
 import pytest
 import torch
 from harness import run_ranks
@@ -55,3 +58,18 @@ def test_gradients_are_averaged_over_both_dimensions(stage: int) -> None:
         assert found == pytest.approx(norm, rel=1e-5)
         for name, value in values.items():
             torch.testing.assert_close(value, expected[name], rtol=2e-5, atol=2e-6)
+
+
+def all_that_happens(rank: int, world_size: int, stage: int, folder: str) -> eventful_cases.Outcome:
+    mesh = init_device_mesh("cpu", (DP, CP), mesh_dim_names=("dp", "cp"))
+    replica, part = mesh.get_local_rank("dp"), mesh.get_local_rank("cp")
+    data = lambda step, micro: sequence(10 * step + micro, replica).chunk(CP)[part]  # noqa: E731
+    return eventful_cases.train_net(rank, stage, mesh["dp", "cp"]._flatten("dp_cp"), data, folder)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_that_may_happen(stage: int, tmp_path: Path) -> None:
+    """Overflows, absent and frozen gradients, ``no_sync``; checkpoints, whole states, state off the device, verify."""
+    outcomes = run_ranks(DP * CP, all_that_happens, stage, str(tmp_path))
+    everything = lambda step, micro: torch.cat([sequence(10 * step + micro, of) for of in range(DP)])  # noqa: E731
+    eventful_cases.assert_net_as_in_one_process(outcomes, everything)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 
+import eventful_cases
 import pytest
 import torch
 from grid_cases import grid_averages, make_mesh, on_mesh
@@ -237,6 +238,27 @@ def test_traffic_over_either_link_and_memory_are_as_planned(stage):
         if stage < 3:  # gradients of stage 3 are freed after the step
             assert held == memory
         assert held["exp_avg"] == memory["exp_avg"]
+
+
+# -- all that may happen -----------------------------------------------------------------------------------------
+
+
+def _batch(rank: int, step: int, micro: int) -> Tensor:
+    generator = torch.Generator().manual_seed((rank * 100 + step) * 10 + micro)
+    return torch.randn(6, eventful_cases.WIDTH, generator=generator)
+
+
+def _eventful(rank: int, world_size: int, stage: int, folder: str) -> eventful_cases.Outcome:
+    data = lambda step, micro: _batch(rank, step, micro)  # noqa: E731
+    return eventful_cases.train_net(rank, stage, make_mesh(2, 2), data, folder)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_that_may_happen(stage, tmp_path):
+    """Overflows, absent and frozen gradients, ``no_sync``; checkpoints, whole states, state off the device, verify."""
+    outcomes = run_ranks(4, _eventful, stage, str(tmp_path))
+    everything = lambda step, micro: torch.cat([_batch(rank, step, micro) for rank in range(4)])  # noqa: E731
+    eventful_cases.assert_net_as_in_one_process(outcomes, everything)
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import eventful_cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,11 +23,17 @@ Values = dict[str, Tensor]
 
 
 def make(
-    schedule: str, stage: int, dtype: torch.dtype = torch.float32, **options: Any
+    schedule: str,
+    stage: int,
+    dtype: torch.dtype = torch.float32,
+    before: Callable[[nn.Module, int], object] = lambda module, number: None,
+    **options: Any,
 ) -> tuple[Pipeline, ShardedAdamW, dist.DeviceMesh, nn.Module]:
-    """Two stages on two ranks each."""
+    """Two stages on two ranks each. ``before``: is given the modules, with their numbers, before they are sharded."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     pipeline = Pipeline(schedule, mesh.get_group("pp"), dtype)
+    for index, module in pipeline.modules.items():
+        before(module, index)
     own = nn.ModuleDict({str(index): module for index, module in pipeline.modules.items()})
     if stage == 3:
         shard_module(own, (nn.Linear,), mesh=mesh["dp"])
@@ -146,6 +154,47 @@ def clipped_by_option(rank: int, world_size: int) -> tuple[Values, dict, list]:
 
 def test_max_grad_norm_is_of_the_whole_model() -> None:
     assert_like_one_process("Schedule1F1B", run_ranks(4, clipped_by_option))
+
+
+# -- all that may happen -----------------------------------------------------------------------------------------------
+
+
+def prepared(block: nn.Module, number: int) -> nn.Module:
+    """The first stage has a frozen bias."""
+    block.up.bias.requires_grad_(number > 0)
+    return block
+
+
+def eventful(rank: int, world_size: int, stage: int, folder: str) -> eventful_cases.Outcome:
+    """Two stages on two ranks each. Rank 3, of the last stage, overflows; in another step the last stage is left
+    out."""
+
+    def make_job(**options: Any) -> eventful_cases.Job:
+        pipeline, opt, mesh, own = make("Schedule1F1B", stage, before=prepared, **eventful_cases.HYPER, **options)
+
+        def backwards(step: int) -> None:
+            if rank >= 2:
+                own["1"].left_out = step == eventful_cases.ABSENT
+            forward_backward(pipeline, opt, mesh, step)
+            if rank == 3 and step == eventful_cases.OVERFLOW:
+                own["1"].up.bias.grad[2] = math.inf
+
+        return eventful_cases.Job(own, opt, backwards)
+
+    return eventful_cases.train(make_job, f"{folder}/stage-{rank // 2}")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_that_may_happen(stage: int, tmp_path: Path) -> None:
+    """Overflows, absent and frozen gradients; checkpoints, whole states, state off the device, verify."""
+    model = nn.Sequential(*(prepared(block, number) for number, block in enumerate(make_blocks(2))))
+
+    def backwards(step: int) -> None:
+        model[1].left_out = step == eventful_cases.ABSENT
+        gradients(model, step)
+
+    outcomes = run_ranks(4, eventful, stage, str(tmp_path))
+    eventful_cases.assert_as_in_one_process(outcomes, model, backwards)
 
 
 # -- what happens on one stage alone -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -33,6 +34,7 @@ def _train(rank: int, way: Way, mesh: object, data: object = None) -> Outcome:
     model = make_model(way, mesh["tp"])
     opt = _optimizer(way, model, mesh["dp"] if data is None else data)
     scaler = zero_optim.GradScaler(init_scale=2.0**10) if way.scaler else None
+    shadow = zero_optim.verify(opt) if way.verified else None
     norms = []
     for step in range(way.steps):
         for micro in range(way.micro):
@@ -55,6 +57,7 @@ def _train(rank: int, way: Way, mesh: object, data: object = None) -> Outcome:
         "state": zero_optim.full_state_dict(opt, rank=None)["state"],
         "skipped": opt.stats()["skipped_steps"],
         "scale": None if scaler is None else scaler.get_scale(),
+        "verified": None if shadow is None else shadow.report(),
     }
     opt.close()
     return found
@@ -88,6 +91,23 @@ def _compare(found: Outcome, wanted: Outcome, tolerance: float) -> None:
             torch.testing.assert_close(found["state"][index][kind], value, rtol=10 * tolerance, atol=tolerance)
 
 
+def _compare_all(ways: Mapping[str, Way], results: Sequence[Sequence[Outcome]], data: int) -> None:
+    """``results``: of each rank, in the order of ``ways``. ``data``: how many ranks average gradients."""
+    for number, (name, way) in enumerate(ways.items()):
+        wanted = _alone(way, data)
+        for of_rank in results:
+            try:
+                _compare(of_rank[number], wanted, 1e-5)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+            assert of_rank[number]["skipped"] == (way.overflow_on is not None)
+            assert of_rank[number]["scale"] == (2.0**9 if way.scaler else None)
+            if way.verified:
+                report = of_rank[number]["verified"]
+                assert report.compared > 0 and report.ulps <= report.bound, name
+                assert report.edited == report.unrounded == 0, name
+
+
 def _outcomes(rank: int, world_size: int, ways: list[Way]) -> list[Outcome]:
     mesh = make_mesh(world_size // TENSOR, TENSOR)
     return [_train(rank, way, mesh) for way in ways]
@@ -98,7 +118,7 @@ WAYS = {
     "clipped by norm 2": Way(clip=(0.5, 2.0)),
     "clipped by the largest": Way(clip=(0.01, math.inf)),
     "clipped by norm 3, plain norms": Way(clip=(0.1, 3.0), sequence=False),
-    "no_sync": Way(micro=3, no_sync=True),
+    "no_sync, in the eyes of verify": Way(micro=3, no_sync=True, verified=True),
     "three backwards": Way(micro=3, clip=(0.5, 1.0)),
     "an overflow on one rank": Way(scaler=True, overflow_on=3, clip=(0.5, 2.0)),
     "frozen": Way(frozen=FROZEN, clip=(0.5, 2.0)),
@@ -110,17 +130,8 @@ WAYS = {
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_trains_as_one_process_does(stage):
-    ways = [replace(way, stage=stage) for way in WAYS.values()]
-    results = run_ranks(4, _outcomes, ways, timeout=180)
-    for number, (name, way) in enumerate(zip(WAYS, ways, strict=True)):
-        wanted = _alone(way, 2)
-        for of_rank in results:
-            try:
-                _compare(of_rank[number], wanted, 1e-5)
-            except AssertionError as error:
-                raise AssertionError(f"{name}: {error}") from error
-            assert of_rank[number]["skipped"] == (way.overflow_on is not None)
-            assert of_rank[number]["scale"] == (2.0**9 if way.scaler else None)
+    ways = {name: replace(way, stage=stage) for name, way in WAYS.items()}
+    _compare_all(ways, run_ranks(4, _outcomes, [*ways.values()], timeout=180), 2)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -178,22 +189,67 @@ def test_parameters_and_readable_gradients_are_dtensors(stage):
     run_ranks(4, _shown, stage)
 
 
+def _dropped_on_one_rank(rank: int, world_size: int, stage: int) -> tuple[Tensor, Tensor]:
+    """In the second step rank 1 drops its term of a norm's gradient: the term of each rank, and the average that was
+    made of them."""
+    import zero_optim
+
+    mesh = make_mesh(2, 2)
+    model = make_model(Way(), mesh["tp"])
+    opt = _optimizer(Way(stage=stage), model, mesh["dp"])
+    index = [name for name, _ in model.named_parameters()].index("norm.weight")
+    moments = []
+    for step in range(2):
+        with opt.no_sync(), losses(sequence=True):
+            loss_of(model, rank // 2, step).backward()
+        term = model.norm.weight.grad.to_local().clone()
+        if (rank, step) == (1, 1):
+            model.norm.weight.grad = None
+        opt.step()
+        opt.zero_grad()
+        moments.append(zero_optim.full_state_dict(opt, rank=None)["state"][index]["exp_avg"].clone())
+    opt.close()
+    return term, (moments[1] - 0.9 * moments[0]) / 0.1
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_term_that_is_dropped_on_one_rank_counts_as_zero(stage):
+    terms, averages = zip(*run_ranks(4, _dropped_on_one_rank, stage), strict=True)
+    wanted = (terms[0] + terms[2] + terms[3]) / 2  # two data-parallel ranks
+    assert not torch.allclose(wanted, sum(terms) / 2, rtol=1e-2)
+    for average in averages:
+        torch.testing.assert_close(average, wanted, rtol=1e-5, atol=1e-6)
+
+
 # -- replicas, memory, traffic -----------------------------------------------------------------------------------
 
 
-def _replicated(rank: int, world_size: int, stage: int) -> Outcome:
+ALL_THAT_HAPPENS = Way(
+    steps=4,
+    micro=2,
+    no_sync=True,
+    clip=(0.5, 2.0),
+    scaler=True,
+    overflow_on=5,
+    frozen=FROZEN,
+    absent=True,
+    verified=True,
+    options={"state_offload": "cpu"},
+)
+
+
+def _replicated(rank: int, world_size: int, way: Way) -> list[Outcome]:
     """Two replicas of two shards of two slices."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-    return _train(rank, Way(stage=stage, clip=(0.5, 2.0), micro=2, no_sync=True), mesh, mesh["replicate", "shard"])
+    return [_train(rank, way, mesh, mesh["replicate", "shard"])]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_replicas_of_shards_of_slices(stage):
-    wanted = _alone(Way(clip=(0.5, 2.0), micro=2), 4)
-    for found in run_ranks(8, _replicated, stage, timeout=180):
-        _compare(found, wanted, 1e-5)
+    way = replace(ALL_THAT_HAPPENS, stage=stage)
+    _compare_all({"all that happens": way}, run_ranks(8, _replicated, way, timeout=180), 4)
 
 
 def _accounts(rank: int, world_size: int, stage: int) -> tuple[dict[str, int], ...]:

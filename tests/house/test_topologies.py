@@ -18,14 +18,17 @@ NORMS = "face/test_norms_of_topologies.py::test_each_gradient_counts_once"
 FUZZ = "fuzz/test_random_programs_of_the_face.py::test_programs_do_what_the_model_says"
 # What trains as one process does, in ways that have many of the features.
 GRID = (f"{GRIDS}::test_every_cell_equals_the_oracle_bit_for_bit",)
-GRID_3 = (*GRID, f"{GRIDS}::test_stage_3_equals_stage_2_bit_for_bit")
+ALL_ON_GRID = f"{GRIDS}::test_all_that_may_happen"
+GRID_3 = (*GRID, f"{GRIDS}::test_stage_3_equals_stage_2_bit_for_bit", ALL_ON_GRID)
 CUT = (f"{TENSOR}::test_trains_as_one_process_does",)
 CUT_GRID = (f"{TENSOR}::test_replicas_of_shards_of_slices",)
 OF_EXPERTS = (f"{EXPERTS}::test_trains_as_one_process_does",)
 PIPELINE = (f"{PIPELINES}::test_a_pipeline_trains_like_one_process",)
+ALL_IN_PIPELINE = f"{PIPELINES}::test_all_that_may_happen"
 PLAIN = ("face/test_plain_slices.py::test_trains_as_one_process_does",)
 THREE = ("face/test_three_dimensions.py::test_pipeline_tensor_parallelism_and_sharing_train_as_one_process_does",)
-CONTEXT = ("face/test_context_parallel.py::test_gradients_are_averaged_over_both_dimensions",)
+ALL_IN_CONTEXT = ("face/test_context_parallel.py::test_all_that_may_happen",)
+CONTEXT = ("face/test_context_parallel.py::test_gradients_are_averaged_over_both_dimensions", *ALL_IN_CONTEXT)
 
 TESTED = {
     "training": {
@@ -44,7 +47,7 @@ TESTED = {
     },
     "clipping": {
         "flat": ("step/test_clip.py::test_any_norm_of_gradients_of_any_size",),
-        "hybrid": (f"{GRIDS}::test_norms_count_each_gradient_once",),
+        "hybrid": (f"{GRIDS}::test_norms_count_each_gradient_once", ALL_ON_GRID),
         "tensor parallel": CUT,
         "hybrid × tensor parallel": (*CUT_GRID, NORMS),
         "experts": (*OF_EXPERTS, NORMS),
@@ -58,11 +61,14 @@ TESTED = {
             "step/test_grad_scaler.py::test_one_ranks_overflow_skips_the_step_everywhere",
             f"{UNITS}::test_an_overflow_on_one_rank_skips_the_step_on_all",
         ),
-        "hybrid": (f"{GRIDS}::test_an_overflow_on_one_rank_skips_the_step_on_all",),
+        "hybrid": (f"{GRIDS}::test_an_overflow_on_one_rank_skips_the_step_on_all", ALL_ON_GRID),
         "tensor parallel": CUT,
         "experts": OF_EXPERTS,
-        "pipeline": (f"{PIPELINES}::test_what_is_not_finite_on_one_stage_skips_the_step_of_all",),
+        "pipeline": (f"{PIPELINES}::test_what_is_not_finite_on_one_stage_skips_the_step_of_all", ALL_IN_PIPELINE),
         "plain slices": PLAIN,
+        "hybrid × tensor parallel": CUT_GRID,
+        "pipeline × tensor parallel": THREE,
+        "context parallel": ALL_IN_CONTEXT,
     },
     "`no_sync`": {
         "flat": (
@@ -76,38 +82,55 @@ TESTED = {
         "pipeline": PIPELINE,
         "plain slices": PLAIN,
         "pipeline × tensor parallel": THREE,
+        "context parallel": ALL_IN_CONTEXT,
     },
     "absent gradients": {
         "flat": (FUZZ, "grads/test_absent_gradients.py::test_a_skipped_parameter_keeps_state_value_and_step_count"),
-        "hybrid": GRID,
+        "hybrid": (*GRID, ALL_ON_GRID),
         "tensor parallel": (*CUT, FUZZ),
         "experts": OF_EXPERTS,
+        "hybrid × tensor parallel": CUT_GRID,
+        "pipeline": (ALL_IN_PIPELINE,),
+        "pipeline × tensor parallel": THREE,
+        "context parallel": ALL_IN_CONTEXT,
     },
     "frozen parameters": {
         "flat": (FUZZ, "grads/test_frozen_and_growing.py::test_frozen_parameters_cost_no_state"),
         "tensor parallel": CUT,
         "experts": ("face/test_experts_bits.py::test_every_cell_equals_the_oracle_bit_for_bit",),
-        "pipeline": (f"{PIPELINES}::test_a_parameter_that_thaws_on_one_stage",),
+        "pipeline": (f"{PIPELINES}::test_a_parameter_that_thaws_on_one_stage", ALL_IN_PIPELINE),
+        "hybrid": (ALL_ON_GRID,),
+        "hybrid × tensor parallel": CUT_GRID,
+        "pipeline × tensor parallel": THREE,
+        "context parallel": ALL_IN_CONTEXT,
     },
     "state off the device": {
         "flat": ("stores/test_moving_between_stores.py::test_every_store_takes_over_from_every_other",),
         "hybrid": GRID_3,
         "tensor parallel": CUT,
         "experts": OF_EXPERTS,
-        "pipeline": (f"{PIPELINES}::test_a_pipeline_with_state_off_the_device",),
+        "pipeline": (f"{PIPELINES}::test_a_pipeline_with_state_off_the_device", ALL_IN_PIPELINE),
         "plain slices": PLAIN,
+        "hybrid × tensor parallel": CUT_GRID,
+        "pipeline × tensor parallel": THREE,
+        "context parallel": ALL_IN_CONTEXT,
     },
     "checkpoints": {
         "flat": ("checkpoint/test_any_to_any.py::test_at_the_same_scale_training_goes_on_bit_for_bit",),
-        "hybrid": ("checkpoint/test_any_to_any.py::test_on_a_grid_training_goes_on_bit_for_bit",),
+        "hybrid": ("checkpoint/test_any_to_any.py::test_on_a_grid_training_goes_on_bit_for_bit", ALL_ON_GRID),
         "tensor parallel": (
             "checkpoint/test_tensor_parallel_checkpoints.py::test_loads_on_any_other_mesh_bit_for_bit",
         ),
-        "pipeline": (f"{PIPELINES}::test_a_stage_is_saved_and_loaded_by_itself",),
+        "pipeline": (f"{PIPELINES}::test_a_stage_is_saved_and_loaded_by_itself", ALL_IN_PIPELINE),
         "plain slices": (
             "checkpoint/test_plain_slices_checkpoints.py::test_loads_on_any_data_parallel_ranks_bit_for_bit",
         ),
         "experts": ("checkpoint/test_experts_checkpoints.py::test_loads_on_any_other_mesh_bit_for_bit",),
+        "hybrid × tensor parallel": (
+            "checkpoint/test_tensor_parallel_checkpoints.py::test_what_replicas_of_shards_of_slices_have_saved_loads_bit_for_bit",
+        ),
+        "pipeline × tensor parallel": THREE,
+        "context parallel": ALL_IN_CONTEXT,
     },
     "`full_state_dict`": {
         "flat": (
@@ -119,13 +142,21 @@ TESTED = {
         "hybrid × tensor parallel": CUT_GRID,
         "experts": OF_EXPERTS,
         "plain slices": PLAIN,
+        "pipeline": (ALL_IN_PIPELINE,),
+        "pipeline × tensor parallel": THREE,
+        "context parallel": ALL_IN_CONTEXT,
     },
     "`verify`": {
         "flat": (
             "face/test_verify.py::test_a_right_optimizer_differs_by_rounding_alone",
             f"{UNITS}::test_verify_follows_stage_3",
         ),
-        "tensor parallel": (f"{TENSOR}::test_a_model_from_meta_is_what_verify_expects",),
+        "tensor parallel": (*CUT, f"{TENSOR}::test_a_model_from_meta_is_what_verify_expects"),
+        "hybrid": (ALL_ON_GRID,),
+        "hybrid × tensor parallel": CUT_GRID,
+        "pipeline": (ALL_IN_PIPELINE,),
+        "pipeline × tensor parallel": THREE,
+        "context parallel": ALL_IN_CONTEXT,
     },
 }
 """The tests of each cell, by feature and topology. They are parametrized by its stages, or walk them."""

@@ -139,7 +139,7 @@ class Pending:
         watcher = comm.standstill()
         while not self.arrives_within(standstill.SECONDS):
             what = f"{self._kind} of {comm.label if self.of is None else f'{self.of} of {comm.label}'}"
-            watcher.look(Wait(comm.owner, comm.rounds, what, self._number, self._given))
+            watcher.look(Wait(comm.owner, comm.rounds, what, self._number, self._given), comm.ranks)
         self._work.wait()  # raises where it has failed: then what another rank has written of this wait is read first
         watcher.ended()
 

@@ -17,6 +17,11 @@ Or they wait for the same collective, and take it for different ones::
     rank 0   an evaluation   forward: gathers the root     waits for rank 1
     rank 1                   backward: gathers unit 3      waits for rank 0
 
+Or they were given different ranks, and each waits in a call for others who wait in the same call, with other ranks::
+
+    rank 0   ShardedAdamW(mesh=mesh["dp"])       waits for rank 2
+    rank 2   ShardedAdamW(mesh=world_mesh)       waits for ranks 0, 1 and 3
+
 Nothing on the wire tells so. But a host that waits has time: after some seconds it writes into the job's store where it
 waits, and reads what the others have written. Where all have been waiting, with nothing changed, and not all at the
 same place, they raise.
@@ -27,7 +32,8 @@ Under gloo alone: on CUDA the host does not wait.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import torch.distributed as dist
@@ -77,12 +83,15 @@ class Standstill:
         self._looks = 0
         self._written = False
 
-    def look(self, wait: Wait) -> None:
-        """After ``SECONDS`` more of waiting. Raises RankMismatchError on each of the ranks that wait in vain."""
+    def look(self, wait: Wait, ranks: Sequence[int] = ()) -> None:
+        """After ``SECONDS`` more of waiting, for ``ranks``. Raises RankMismatchError on each of the ranks that wait in
+        vain."""
         store = dist.distributed_c10d._get_default_store()
         if (verdict := self.verdict()) is not None:
             self.ended()
             raise RankMismatchError(verdict)
+        if wait.agreeing and not self._of:
+            _MEETINGS.look(ranks, wait.what)
         if not self._written:
             self._waits += 1
             store.set(self._key(dist.get_rank()), "\t".join(map(str, (*astuple(wait), self._waits))))
@@ -122,12 +131,16 @@ class Standstill:
         try:
             store = dist.distributed_c10d._get_default_store()
             key = self._verdict_key(dist.get_rank(), self._waits)
-            return store.get(key).decode() if self._written and store.check([key]) else None
+            if self._written and store.check([key]):
+                return store.get(key).decode()
+            return None if self._of else _MEETINGS.verdict()
         except RuntimeError:  # the store has gone with its rank
             return None
 
     def ended(self) -> None:
         """This rank does not wait any more."""
+        if not self._of:
+            _MEETINGS.ended()
         if self._written:
             self._written, self._seen, self._looks = False, (), 0
             with contextlib.suppress(RuntimeError):  # the store has gone with its rank
@@ -138,6 +151,83 @@ class Standstill:
 
     def _verdict_key(self, rank: int, number: int) -> str:
         return f"zero_optim/verdict of {self._ranks}{self._of}/{rank}/{number}"
+
+
+class _Meetings:
+    """The calls in which this rank, and others, wait for whom they were given to come to the same call.
+
+    A meeting has all of its ranks, or it does not begin. So where a rank waits for others, these for others again, and
+    all of them wait in meetings that not all of their ranks have come to, they wait in vain. In other collectives one
+    does not know that: a rank that waits elsewhere may have issued its part.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0  # of this rank's waits
+        self._seen: Mapping[int, str] = {}
+        self._looks = 0
+        self._written = False
+
+    def look(self, ranks: Sequence[int], what: str) -> None:
+        """After some more of waiting. Raises RankMismatchError on each of the ranks that wait in vain."""
+        store = dist.distributed_c10d._get_default_store()
+        if not self._written:
+            self._number += 1
+            store.set(self._key(dist.get_rank()), json.dumps([[*ranks], what, self._number]))
+            self._written = True
+        now = self._all_that_are_waited_for()
+        self._looks = self._looks + 1 if now and now == self._seen else 0
+        self._seen = now
+        if self._looks < LOOKS:
+            return
+        met = {rank: json.loads(entry) for rank, entry in now.items()}
+        # A meeting to which all have come goes on.
+        if any(all(met[other][0] == wanted for other in wanted) for wanted, _, _ in met.values()):
+            return
+        verdict = _different_ranks(met)
+        for rank, (_, _, number) in met.items():  # this one may be gone before another looks
+            store.set(self._verdict_key(rank, number), verdict)
+        self.ended()
+        raise RankMismatchError(verdict)
+
+    def _all_that_are_waited_for(self) -> dict[int, str]:
+        """By rank, the meeting in which it waits; none where one of them waits in no meeting, so that it may come."""
+        store = dist.distributed_c10d._get_default_store()
+        found: dict[int, str] = {}
+        more = {dist.get_rank()}
+        while more:
+            keys = [self._key(rank) for rank in sorted(more)]
+            if not store.check(keys):
+                return {}
+            entries = [store.get(key).decode() for key in keys]
+            if "" in entries:
+                return {}
+            found |= zip(sorted(more), entries, strict=True)
+            more = {rank for entry in entries for rank in json.loads(entry)[0]} - found.keys()
+        return found
+
+    def verdict(self) -> str | None:
+        """Why another rank has given up, if it has while this one was in its present wait."""
+        key = self._verdict_key(dist.get_rank(), self._number)
+        store = dist.distributed_c10d._get_default_store()
+        return store.get(key).decode() if self._written and store.check([key]) else None
+
+    def ended(self) -> None:
+        """This rank does not wait any more."""
+        if self._written:
+            self._written, self._seen, self._looks = False, {}, 0
+            with contextlib.suppress(RuntimeError):  # the store has gone with its rank
+                dist.distributed_c10d._get_default_store().set(self._key(dist.get_rank()), "")
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"zero_optim/meeting of {rank}"
+
+    @staticmethod
+    def _verdict_key(rank: int, number: int) -> str:
+        return f"zero_optim/verdict of the meeting of {rank}/{number}"
+
+
+_MEETINGS = _Meetings()
 
 
 def standstill_of(ranks: Sequence[int], owner: str = "") -> Standstill:
@@ -171,4 +261,12 @@ def _different_places(waits: Sequence[Wait]) -> str:
         "Did a backward raise on some of them, before it came to a model or an optimizer that the others use in it? "
         "Then step() of that optimizer has to follow on every rank, before the call of any other. Make new optimizers "
         "to go on"
+    )
+
+
+def _different_ranks(met: Mapping[int, tuple[list[int], str, int]]) -> str:
+    told = "; ".join(f"rank {rank} with ranks {wanted}, in {what}" for rank, (wanted, what, _) in sorted(met.items()))
+    return (
+        f"the ranks wait for each other, and were given different ranks to wait for: {told}. Give all of them the same "
+        "dimensions of one mesh, as mesh=world_mesh['dp'] and pipeline=world_mesh['pp']"
     )

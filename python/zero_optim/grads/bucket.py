@@ -123,6 +123,7 @@ class Bucket:
         offsets: where each slot starts, in elements.
         nonfinite: [slots] int32, 1 where the gradient that this rank last packed was not finite. The reducer gives it.
         speaks: whether what this rank has counts in a sum over ranks: of those that have the same, one's does.
+        terms: slots whose gradients, in any reduction until now, were terms of a sum over the tensor-parallel ranks.
         shared: slots of parameters that another stage of the pipeline counts in a norm.
         follower: is told of reductions; None: nobody is.
         unsharding: brings in the other ranks' parts of the parameters after a step, while it is under way.
@@ -140,6 +141,7 @@ class Bucket:
         self._absent = torch.empty(0, dtype=self.dtype, device=self.device)  # ``pack`` takes it for a missing gradient
         self.speaks = sharding.speaks(cut=flat.cut)
         self.shared = {index for index, p in enumerate(self.params) if is_shared(p)}
+        self.terms: set[int] = set()
         self._marked_terms = [i for i, p in enumerate(self.params) if sharding.of_plain_slices and is_term(p)]
         self._dtypes = {self.dtype}  # the one dtype that gradients may have; a set, as ``pack`` compares sets
         self._pack_op = zero_kernels.Prepared("pack")
@@ -329,7 +331,7 @@ class Bucket:
         full = self.grad_buffer if in_place else lend(self.layout.numel)
         sources, terms = self._of_this_rank(sources)
         self.pack(sources, full, self.sharding.grad_scale, accumulate)
-        self._sum_terms([*terms, *self._marked_terms], full)
+        self._sum_terms([*self._with_dropped(terms, sources), *self._marked_terms], full)
         self.slots.launch(sources, self._reduced_handles())
         streams.keep(grad for _, grad in sources)
         del sources, found  # what was packed goes before memory is taken to receive into
@@ -520,11 +522,20 @@ class Bucket:
         found = [(index, *local_gradient(self.params[index], grad)) for index, grad in sources]
         return [(index, grad) for index, grad, _ in found], [index for index, _, is_term in found if is_term]
 
+    def _with_dropped(self, terms: Sequence[int], sources: Sequence[tuple[int, Tensor]]) -> list[int]:
+        """``terms``, and the slots that were terms before and have no gradient now.
+
+        It may have been dropped on this rank alone: then the other tensor-parallel ranks sum theirs, and zeros of this
+        one have to be in the same sum. Before the first reduction nobody knows which are terms.
+        """
+        self.terms.update(terms)
+        return sorted({*terms, *self.terms.difference(index for index, _ in sources)})
+
     def _sum_terms(self, slots: Sequence[int], full: Tensor) -> None:
         """Sum the gradients of these slots, which were packed into ``full``, over the tensor-parallel ranks.
 
-        They have all packed the same slots: each goes through the same forward and backward. Those that are marked are
-        added up in any case: what a rank has no gradient of is zero there.
+        They all sum the same slots: each goes through the same forward and backward, see also ``_with_dropped``. Those
+        that are marked are added up in any case: what a rank has no gradient of is zero there.
         """
         places = [self.layout.slots[index] for index in slots]
         self.sharding.sum_over_slices([full.narrow(0, place.offset, place.numel) for place in places])

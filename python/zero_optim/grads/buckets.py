@@ -77,11 +77,15 @@ class Buckets:
         device = self._sharding.device
         marks = torch.zeros(len(self._labels), dtype=torch.int32, device=device)
         marks[self.slot_params] = self.nonfinite
+        terms = {bucket.layout.slots[index].param for bucket in self.all for index in bucket.terms}
         for bucket in self.all:
             bucket.let_go()
         with self._sharding.everyone.raising_together("laying out the buckets", device):  # memory may be lacking
             self.use(order, self._make(order))
         self.nonfinite.copy_(marks[self.slot_params])
+        for param in terms & self.slot_of.keys():
+            bucket, _, index = self.slot_of[param]
+            bucket.terms.add(index)
         for bucket in self.all if moving else ():
             bucket.make_room()
         while moving:  # one bucket at a time: whole gradients take memory
