@@ -1,5 +1,5 @@
-// The update of shards on CUDA, by any rule: one launch for up to kShards shards, whatever the number of their parameters
-// and groups. AdamW has a kernel for one shard, too: adam_step. Each rule is compiled in a file of its own,
+// The update of shards on CUDA, by any rule: one launch for up to kShards shards, whatever the number of their
+// parameters and groups. AdamW has a kernel for one shard, too: adam_step. Each rule is compiled in a file of its own,
 // step_<rule>.cu, beside the others.
 #pragma once
 
@@ -238,8 +238,7 @@ void run_step(CUstream_st* stream, const char* op, const StepArgs& shard, DType 
 }
 
 template <class Rule>
-void run_foreach_step(
-    CUstream_st* stream, const char* op, const std::vector<StepArgs>& shards, DType grad, DType out) {
+void run_foreach_step(CUstream_st* stream, const char* op, const std::vector<StepArgs>& shards, DType grad, DType out) {
   launch_foreach(shards, grad, out, [&](auto g, auto o, const ForeachArgs& args, int64_t blocks) {
     auto kernel = foreach_step_kernel<Rule, typename decltype(g)::type, typename decltype(o)::type>;
     on_stream(stream, op, kernel, blocks, args);

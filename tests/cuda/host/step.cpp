@@ -36,11 +36,11 @@ static int run(const std::vector<StepArgs>& shards, DType grad, DType out) {
   return launches;
 }
 
-// rule: its name, or "adam_step". tensors: of each shard grad, master, param_out, row_slot and its states. Returns how many launches it took.
+// rule: its name, or "adam_step". tensors: of each shard grad, master, param_out, row_slot and its states. Returns how
+// many launches it took.
 extern "C" int step(
-    const char* rule, void* const* tensors, int states, const int64_t* numels, int count, int grad_dtype,
-    int out_dtype, const float* hyper, const float* grad_scale, const float* found_inf, int32_t* nonfinite_slots,
-    int32_t slots) {
+    const char* rule, void* const* tensors, int states, const int64_t* numels, int count, int grad_dtype, int out_dtype,
+    const float* hyper, const float* grad_scale, const float* found_inf, int32_t* nonfinite_slots, int32_t slots) {
   std::vector<StepArgs> shards;
   for (int i = 0; i < count; ++i) {
     void* const* of = tensors + (4 + states) * i;
