@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).parents[2]
 ARCHS = ("80", "90", "100")
-STEPS = ("step_adamw", "step_amsgrad", "step_lion", "step_sgd", "step_sgd_plain")
+STEPS = ("step_adamw", "step_amsgrad", "step_lion", "step_sgd")
 SOURCES = (*STEPS, "grad_stats", "hyper_table", "pack")
 BODIES = ("step", "grad_stats", "hyper_table", "pack")
 
