@@ -45,8 +45,11 @@ StepArgs args_of(const StepTensors& of) {
 Averages averages_of(const std::vector<StepTensors>& given) {
   const StepTensors& first = given[0];
   Averages args = {
-      data<const HyperRow>(first.hyper), data<const float>(*first.rates),
-      first.found_inf ? data<const float>(*first.found_inf) : nullptr, first.average_count, {}};
+      data<const HyperRow>(first.hyper),
+      data<const float>(*first.rates),
+      first.found_inf ? data<const float>(*first.found_inf) : nullptr,
+      first.average_count,
+      {}};
   for (const StepTensors& of : given)
     for (int k = 0; k < of.average_count; ++k)
       args.of.push_back(

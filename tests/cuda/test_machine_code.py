@@ -20,6 +20,7 @@ RULES = {"adamw": (2, 3), "amsgrad": (3, 3), "lion": (1, 1), "sgd": (1, 1), "sgd
 KERNELS = {
     "step of adamw": 12,
     **{f"foreach_step of {rule}": 12 for rule in RULES},
+    "average": 1,
     "stats": 3,
     "stats_large": 3,
     "stats_combine": 3,
@@ -39,6 +40,7 @@ WIDE = {
         for kernel in ("step", "foreach_step")
         for rule, (states, pieces) in RULES.items()
     },
+    "average": (2, 1),
     "stats": (8 + 8 + 16, 0),
     "pack, fp32 bucket": (4, 12),
     "pack, 16-bit bucket": (16, 12),
