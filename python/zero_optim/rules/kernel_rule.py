@@ -6,11 +6,9 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import zero_kernels
-from zero_kernels import ROW
 
 from .update_rule import MASTER, Begins, ShardUpdate, StateTensor, UpdateRule
 
@@ -56,22 +54,6 @@ class KernelRule(UpdateRule):
             [shard.parameter for shard in shards] if apart else [],
             [shard.row_slot for shard in shards],
             *shards[0][-5:-1],  # hyper, grad_scale, found_inf, marks
+            [shard.state[name] for shard in shards for name in self.averages] or None,
+            shards[0].rates,
         )
-        if self.averages:
-            average(self, shards)
-
-
-def average(rule: KernelRule, shards: Sequence[ShardUpdate]) -> None:
-    """Let the averages follow the masters of rows that were updated."""
-    active, rates = rule.columns.index("active"), shards[0].rates
-    if rates is None:
-        return
-    for shard in shards:
-        slot = shard.row_slot.long().clamp(min=0)
-        live = (shard.row_slot >= 0) & (shard.hyper[:, active][slot] != 0)
-        if shard.found_inf is not None:
-            live = live & (shard.found_inf == 0)
-        master = shard.state.get(MASTER, shard.parameter).view(-1, ROW)
-        for name, rate in zip(rule.averages, rates[slot][..., None].unbind(1), strict=True):
-            own = shard.state[name].view(-1, ROW)
-            own.copy_(torch.where(live[:, None], own + rate * (master - own), own))
