@@ -19,6 +19,7 @@ def state_dict(engine: Engine, groups: Groups, which: int, rank: int | None) -> 
     with everyone.raising_together("ema_state_dict"):
         engine.shardings.check_whole("ema_state_dict")
     wanted = rank is None or everyone.rank == rank
+    _begin(engine, name)
     found: dict[str | int, Tensor] = {}
     for index, _, whole in engine.states.whole_tensors(only=name):
         if wanted:
@@ -29,8 +30,10 @@ def state_dict(engine: Engine, groups: Groups, which: int, rank: int | None) -> 
 @contextmanager
 def swapped(engine: Engine, which: int) -> Iterator[None]:
     """See ``ShardedOptimizer.swap_to_ema``. The caller has settled the engine."""
+    name = name_of(engine, which)
     with torch.no_grad():
-        kept = engine.states.show(name_of(engine, which))
+        _begin(engine, name)
+        kept = engine.states.show(name)
         engine.param_gather.wait()
     engine.weights = Weights.AVERAGE
     try:
@@ -41,6 +44,12 @@ def swapped(engine: Engine, which: int) -> Iterator[None]:
             engine.states.show_again(kept)
             engine.param_gather.wait()
         engine.weights = Weights.OWN
+
+
+def _begin(engine: Engine, name: str) -> None:
+    """Parameters that were never updated are their own average: whatever was loaded into them since construction."""
+    never = {index for index, steps in enumerate(engine.hyper.steps.tolist()) if steps == 0}
+    engine.states.restart(never, only=name)
 
 
 def name_of(engine: Engine, which: int) -> str:

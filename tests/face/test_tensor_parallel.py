@@ -248,7 +248,7 @@ def _replicated(rank: int, world_size: int, way: Way) -> list[Outcome]:
     return [_train(rank, way, mesh, mesh["replicate", "shard"])]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_replicas_of_shards_of_slices(stage):
     way = replace(ALL_THAT_HAPPENS, stage=stage)
     _compare_all({"all that happens": way}, run_ranks(8, _replicated, way, timeout=180), 4)

@@ -93,20 +93,16 @@ class _Optimizer:
         self.clip_called = False
         self.unscaled = False
         self.met = {p for g in self.groups for p in g.params} & self.requires_grad  # trained, and known to be
-        self.begin_averages()
         self.settled = False  # since the last zeroing
         self.kinds = ["zero"] * self.world  # of .grad: "zero", "own", "reduced" or "unknown"
-
-    def begin_averages(self) -> None:
-        """Those of parameters that have come into training begin at these."""
-        for p in self.met if self.optim.ema_decay is not None else ():
-            self.averages.setdefault(p, self.masters[p].detach().clone())
 
     def average(self, p: int) -> None:
         """It follows an update of its parameter."""
         self.updates[p] = self.updates.get(p, 0) + 1
         if self.optim.ema_decay is not None:
-            self.averages[p] += (1 - self.optim.ema_decay) * (self.masters[p].detach() - self.averages[p])
+            now = self.masters[p].detach()
+            before = self.averages.get(p, now) if self.updates[p] > 1 else now
+            self.averages[p] = before + (1 - self.optim.ema_decay) * (now - before)
 
     def _group(self, group: Group) -> dict[str, Any]:
         params = [self.masters[p] for p in group.params]
@@ -184,7 +180,6 @@ class _Optimizer:
         skip = not self.finite()
         trained = self.requires_grad & {p for g in self.groups for p in g.params}
         self.met |= trained
-        self.begin_averages()
         if not skip:
             for p, master in enumerate(self.masters):
                 has = p in self.requires_grad and self.mean(p) is not None
@@ -243,25 +238,22 @@ class _Optimizer:
 
     def shown_averages(self, rank: int) -> list[Any]:
         """Whole ones, by number over all groups; and the parameters while they are shown."""
-        whole = {n: self.averages[p].numpy().copy().reshape(-1) for n, p in enumerate(self.in_order()) if p in self.met}
-        shown = [self.averages.get(p, master) for p, master in enumerate(self.masters)]
-        return [whole, [self.part(rank, p, self.rounded(value)) for p, value in enumerate(shown)]]
+        own = [self.averages[p] if p in self.updates else self.rounded(m) for p, m in enumerate(self.masters)]
+        whole = {n: own[p].numpy().copy().reshape(-1) for n, p in enumerate(self.in_order()) if p in self.met}
+        return [whole, [self.part(rank, p, self.rounded(value)) for p, value in enumerate(own)]]
 
-    def snapshot(self, *, full: bool = False) -> dict[str, Any]:
-        """``full``: it has no parameters that were never updated."""
-        kept = [p for p in self.averages if p in self.updates or not full]
+    def snapshot(self) -> dict[str, Any]:
         return {
             "torchs": copy.deepcopy(self.torchs.state_dict()),
             "masters": [m.detach().clone() for m in self.masters],
             "updates": dict(self.updates),
-            "averages": {p: self.averages[p].clone() for p in kept},
+            "averages": {p: average.clone() for p, average in self.averages.items()},
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
         self.torchs.load_state_dict(copy.deepcopy(saved["torchs"]))
         self.updates = dict(saved["updates"])
-        for p in self.averages:
-            self.averages[p] = saved["averages"].get(p, self.rounded(self.masters[p])).clone()
+        self.averages = {p: average.clone() for p, average in saved["averages"].items()}
         with torch.no_grad():
             for master, old in zip(self.masters, saved["masters"], strict=True):
                 now = self.rounded(master)
@@ -361,7 +353,7 @@ class Oracle:
             case Load():
                 optim.restore(optim.saved)
             case SaveFull():
-                optim.saved_full = optim.snapshot(full=True)
+                optim.saved_full = optim.snapshot()
                 return [[optim.full() if rank == 0 else None] for rank in range(self.world)]
             case LoadFull():
                 optim.restore(optim.saved_full)
@@ -374,7 +366,6 @@ class Oracle:
                 optim.groups.append(group)
                 optim.torchs.add_param_group(optim._group(group))
                 optim.met |= set(group.params) & optim.requires_grad
-                optim.begin_averages()
             case Thaw():
                 optim.requires_grad.add(op.p)
             case Freeze():

@@ -66,6 +66,9 @@ def _life(rank: int, world_size: int) -> None:
                     if step == 3 or (step == 2 and index == SOMETIMES):
                         assert torch.equal(p, before[index])
                         continue
+                    if step == 0:
+                        own[index] = own[index] + (p - own[index])
+                        continue
                     rate = torch.tensor(1 - DECAYS[index > 1][which], dtype=torch.float64).float()
                     own[index] = own[index] + rate * (p - own[index])
         for which, own in enumerate(averages):

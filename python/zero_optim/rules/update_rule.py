@@ -169,7 +169,7 @@ class UpdateRule:
 
     def with_averages(self, decays: Decays) -> UpdateRule:
         """Give this rule with an exponential average of the master for each of ``decays``: e = e + (1 - decay) (p - e),
-        after an update has made p."""
+        after an update has made p. The first update makes it p."""
         made = copy.copy(self)
         made.averages = decays.coefficients
         made.tensors = (*self.tensors, *(StateTensor(name, Begins.AVERAGE) for name in made.averages))

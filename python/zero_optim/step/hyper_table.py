@@ -74,7 +74,8 @@ class HyperTable:
         own = len(self.rule.coefficients)
         self.rule.fill_table(coefficients[:own], self._group_of, self.steps, active, self.table)
         if self.rates is not None:
-            self.rates.copy_(1 - coefficients[own:].index_select(1, self._group_of).t())
+            rates = 1 - coefficients[own:].index_select(1, self._group_of).t()
+            self.rates.copy_(torch.where(self.steps[:, None] == 1, 1.0, rates))  # an average begins at the first update
         if factor is not None:
             self.grad_factors.mul_(factor)
 
