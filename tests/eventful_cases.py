@@ -22,7 +22,7 @@ HYPER = {"lr": 1e-2, "weight_decay": 0.1}
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank trains. The optimizer has all parameters, in the order of the model. ``backwards`` makes the gradients
+    """What a rank trains. The optimizer has all parameters, as the model orders them. ``backwards`` makes the gradients
     of a step."""
 
     model: nn.Module

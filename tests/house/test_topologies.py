@@ -23,6 +23,7 @@ GRID_3 = (*GRID, f"{GRIDS}::test_stage_3_equals_stage_2_bit_for_bit", ALL_ON_GRI
 CUT = (f"{TENSOR}::test_trains_as_one_process_does",)
 CUT_GRID = (f"{TENSOR}::test_replicas_of_shards_of_slices",)
 OF_EXPERTS = (f"{EXPERTS}::test_trains_as_one_process_does",)
+ALL_OF_EXPERTS = (f"{EXPERTS}::test_all_that_may_happen",)
 PIPELINE = (f"{PIPELINES}::test_a_pipeline_trains_like_one_process",)
 ALL_IN_PIPELINE = f"{PIPELINES}::test_all_that_may_happen"
 PLAIN = ("face/test_plain_slices.py::test_trains_as_one_process_does",)
@@ -99,7 +100,7 @@ TESTED = {
     "frozen parameters": {
         "flat": (FUZZ, "grads/test_frozen_and_growing.py::test_frozen_parameters_cost_no_state"),
         "tensor parallel": CUT,
-        "experts": ("face/test_experts_bits.py::test_every_cell_equals_the_oracle_bit_for_bit",),
+        "experts": (*ALL_OF_EXPERTS, "face/test_experts_bits.py::test_every_cell_equals_the_oracle_bit_for_bit"),
         "plain slices": ALL_IN_SLICES,
         "pipeline": (f"{PIPELINES}::test_a_parameter_that_thaws_on_one_stage", ALL_IN_PIPELINE),
         "hybrid": (ALL_ON_GRID,),
@@ -157,6 +158,7 @@ TESTED = {
         "tensor parallel": (*CUT, f"{TENSOR}::test_a_model_from_meta_is_what_verify_expects"),
         "hybrid": (ALL_ON_GRID,),
         "plain slices": ALL_IN_SLICES,
+        "experts": (*OF_EXPERTS, *ALL_OF_EXPERTS),
         "hybrid × tensor parallel": CUT_GRID,
         "pipeline": (ALL_IN_PIPELINE,),
         "pipeline × tensor parallel": THREE,
