@@ -1,5 +1,6 @@
-// The update of shards on CUDA, by any rule: one launch for a shard, whatever the number of its parameters and groups,
-// or one for up to kShards shards. Each rule has a file of its own, step_<rule>.cu, so that they compile side by side.
+// The update of shards on CUDA, by any rule: one launch for up to kShards shards, whatever the number of their
+// parameters and groups. AdamW has a kernel for one shard, too: adam_step. Each rule is compiled in a file of its own,
+// step_<rule>.cu, beside the others.
 #pragma once
 
 #include <algorithm>
@@ -35,10 +36,9 @@ constexpr int kQuad = 4;
 constexpr int kThreads = 256;
 constexpr int kQuads = 2;  // of a thread: eight loads of data are under way before the first is used
 
-// At 64 registers a thread four blocks share a multiprocessor: of AdamW, 112 KB are under way on it. Held to as many,
-// kernels with more states spilled, as did those of several shards, whose addresses take registers.
-template <class Rule>
-constexpr int kBlocksPerSm = Rule::kStates <= 2 ? 4 : 3;
+// At 64 registers a thread four blocks share a multiprocessor: 112 KB of adam_step are under way on each. Held to as
+// many, kernels of several shards with two states or more spilled, as the shards' addresses take registers.
+constexpr int kBlocksPerSm = 4;
 template <class Rule>
 constexpr int kForeachBlocksPerSm = Rule::kStates <= 1 ? 4 : 3;
 
@@ -212,7 +212,7 @@ void launch_foreach(const std::vector<StepArgs>& shards, DType grad, DType out, 
 #if defined(__CUDACC__)
 
 template <class Rule, class Grad, class Out>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm<Rule>) step_kernel(const __grid_constant__ StepArgs args) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) step_kernel(const __grid_constant__ StepArgs args) {
   step_thread<Rule, Grad, Out>(args, blockIdx.x, threadIdx.x);
 }
 
@@ -223,19 +223,25 @@ __global__ void __launch_bounds__(kThreads, kForeachBlocksPerSm<Rule>)
 }
 
 // torch's headers, which take longer to compile than a rule's kernels, are not included here.
+template <class Args>
+void on_stream(CUstream_st* stream, const char* op, void (*kernel)(Args), int64_t blocks, const Args& args) {
+  if (blocks == 0) return;
+  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
+  check(cudaGetLastError(), op);
+}
+
 template <class Rule>
-void run_step(cudaStream_t stream, const char* op, const std::vector<StepArgs>& shards, DType grad, DType out) {
-  auto on_stream = [&]<class Args>(void (*kernel)(Args), int64_t blocks, const Args& args) {
-    if (blocks == 0) return;
-    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
-    check(cudaGetLastError(), op);
-  };
-  if (shards.size() == 1)
-    return launch(shards[0], grad, out, [&](auto g, auto o, const auto& args, auto blocks) {
-      on_stream(step_kernel<Rule, typename decltype(g)::type, typename decltype(o)::type>, blocks, args);
-    });
-  launch_foreach(shards, grad, out, [&](auto g, auto o, const auto& args, auto blocks) {
-    on_stream(foreach_step_kernel<Rule, typename decltype(g)::type, typename decltype(o)::type>, blocks, args);
+void run_step(CUstream_st* stream, const char* op, const StepArgs& shard, DType grad, DType out) {
+  launch(shard, grad, out, [&](auto g, auto o, const StepArgs& args, int64_t blocks) {
+    on_stream(stream, op, step_kernel<Rule, typename decltype(g)::type, typename decltype(o)::type>, blocks, args);
+  });
+}
+
+template <class Rule>
+void run_foreach_step(CUstream_st* stream, const char* op, const std::vector<StepArgs>& shards, DType grad, DType out) {
+  launch_foreach(shards, grad, out, [&](auto g, auto o, const ForeachArgs& args, int64_t blocks) {
+    auto kernel = foreach_step_kernel<Rule, typename decltype(g)::type, typename decltype(o)::type>;
+    on_stream(stream, op, kernel, blocks, args);
   });
 }
 

@@ -3,6 +3,12 @@
 
 #if defined(__CUDACC__)
 namespace zero_kernels {
-const RunStep step_adamw = run_step<AdamW>;
+const RunStep step_adamw = [](CUstream_st* stream, const char* op, const std::vector<StepArgs>& shards, DType grad,
+                              DType out) {
+  if (shards.size() == 1)
+    run_step<AdamW>(stream, op, shards[0], grad, out);
+  else
+    run_foreach_step<AdamW>(stream, op, shards, grad, out);
+};
 }  // namespace zero_kernels
 #endif

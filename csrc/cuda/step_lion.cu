@@ -3,6 +3,6 @@
 
 #if defined(__CUDACC__)
 namespace zero_kernels {
-const RunStep step_lion = run_step<Lion>;
+const RunStep step_lion = run_foreach_step<Lion>;
 }  // namespace zero_kernels
 #endif

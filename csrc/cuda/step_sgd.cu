@@ -3,6 +3,6 @@
 
 #if defined(__CUDACC__)
 namespace zero_kernels {
-const RunStep step_sgd = run_step<Sgd>;
+const RunStep step_sgd = run_foreach_step<Sgd>;
 }  // namespace zero_kernels
 #endif

@@ -3,6 +3,6 @@
 
 #if defined(__CUDACC__)
 namespace zero_kernels {
-const RunStep step_sgd_plain = run_step<SgdPlain>;
+const RunStep step_sgd_plain = run_foreach_step<SgdPlain>;
 }  // namespace zero_kernels
 #endif

@@ -48,26 +48,29 @@ def demand(holds: bool, *case: object) -> None:
 
 def step_body(folder: Path):
     body = ctypes.CDLL(str(folder / "step.so")).step
-    body.argtypes = [ctypes.c_char_p, ctypes.c_int, ADDRESS, ctypes.c_int, ADDRESS, *[ctypes.c_int] * 3]
-    body.argtypes += [*[ADDRESS] * 4, ctypes.c_int32]
+    body.argtypes = [
+        ctypes.c_char_p,
+        ADDRESS,
+        ctypes.c_int,
+        ADDRESS,
+        *[ctypes.c_int] * 3,
+        *[ADDRESS] * 4,
+        ctypes.c_int32,
+    ]
     body.restype = ctypes.c_int
     return body
 
 
 def adam_step(folder: Path) -> int:
-    """One shard, by the kernel of one: AdamW with every dtype, size and alignment, the other rules with a few."""
     body, ran = step_body(folder), 0
-    outputs = (None, *FLOATS)
-    shifted = [(4097, (1,) * 5), (2048, (3,) * 5), (4100, (4,) * 5)]
-    shifted += [(2048, tuple(int(i == alone) for i in range(5))) for alone in range(5)]  # one tensor misaligned
-    for rule, (grad_dtype, out_dtype), (numel, offset) in itertools.product(
-        RULES, itertools.product(FLOATS, outputs), [(size, (0,) * 5) for size in SIZES] + shifted
+    shifted = [(4097, (1,) * 6), (2048, (3,) * 6), (4100, (4,) * 6)]
+    shifted += [(2048, alone(place)) for place in range(5)]
+    for (grad_dtype, out_dtype), (numel, offset) in itertools.product(
+        itertools.product(FLOATS, (None, *FLOATS)), [(size, (0,) * 6) for size in SIZES] + shifted
     ):
-        if rule != "adamw" and (numel not in (129, 4097, 2048) or FLOATS.index(grad_dtype) != outputs.index(out_dtype)):
-            continue
         for found_inf in (0.0, math.nan) if numel in (129, 4097) else (0.0,):
-            shard = step_arguments(rule, grad_dtype, out_dtype, numel, offset, found_inf)
-            compare(body, rule, [shard], grad_dtype, out_dtype, found_inf, foreach=False)
+            shard = step_arguments("adamw", grad_dtype, out_dtype, numel, offset, found_inf)
+            compare(body, "adam_step", [shard], grad_dtype, out_dtype, found_inf)
             ran += 1
     return ran
 
@@ -79,15 +82,20 @@ def foreach_step(folder: Path) -> int:
     for (number, rule), sizes in itertools.product(enumerate(RULES), several):
         for grad_dtype, out_dtype in dtypes if rule == "adamw" else dtypes[number % 3 :][:1]:
             for found_inf in (0.0, 1.0) if len(sizes) == 2 else (0.0,):
-                # Every third shard is misaligned. All share the last four arguments: those of the first.
+                # Of every second shard one tensor is misaligned, of each another.
                 shards = [
-                    step_arguments(rule, grad_dtype, out_dtype, numel, (int(i % 3 == 2),) * 5, 0.0)
+                    step_arguments(rule, grad_dtype, out_dtype, numel, alone(i // 2 % 6 if i % 2 else -1), 0.0)
                     for i, numel in enumerate(sizes)
                 ]
-                launches = compare(body, rule, shards, grad_dtype, out_dtype, found_inf, foreach=True)
+                launches = compare(body, rule, shards, grad_dtype, out_dtype, found_inf)
                 demand(launches == -(-len(sizes) // 32), "launches", launches, sizes)
                 ran += 1
     return ran
+
+
+def alone(place: int) -> tuple[int, ...]:
+    """Offsets by which one tensor is misaligned, of grad, master, param_out and three states."""
+    return tuple(int(i == place) for i in range(6))
 
 
 def step_arguments(
@@ -98,29 +106,28 @@ def step_arguments(
     offset: tuple[int, ...],
     found_inf: float,
 ) -> list[Tensor | None]:
-    """Grad, master, param_out, row_slot, then the states. The offsets: of grad, master, param_out, the first two
-    states; a third has the second's."""
+    """Grad, master, param_out, row_slot, then the states."""
     row_slot = (torch.arange(-(-numel // ROW)) * 7 % 5 - 1).to(torch.int32)  # -1 is padding; slot 3 is not active
     grad = fresh(numel, grad_dtype, 1, offset[0])
     if found_inf and numel == 4097:
         grad.nan_to_num_()  # only slot 0's factor makes it infinite, and that of bf16 and fp32
-    places = (*offset[3:], offset[4])
-    states = [at_offset(awkward(numel, torch.float32, 3 + i).abs(), places[i]) for i in range(len(RULES[rule].states))]
     out = None if out_dtype is None else fresh(numel, out_dtype, 6, offset[2])
+    states = [
+        at_offset(awkward(numel, torch.float32, 3 + i).abs(), offset[3 + i]) for i in range(len(RULES[rule].states))
+    ]
     return [grad, fresh(numel, torch.float32, 2, offset[1]), out, row_slot, *states]
 
 
 def compare(
     body,
-    rule: str,
+    kernel: str,
     shards: list[list[Tensor | None]],
     grad_dtype: torch.dtype,
     out_dtype: torch.dtype | None,
     found_inf: float,
-    *,
-    foreach: bool,
 ) -> int:
-    """Run both on copies, demand the same bits, and tell how many launches it took."""
+    """Run the kernel and the reference on copies, demand the same bits, and tell how many launches it took."""
+    rule = "adamw" if kernel == "adam_step" else kernel
     hyper, found = rule_table(RULES[rule]), torch.tensor([found_inf])
     hyper[0, RULES[rule].columns.index("grad_factor")] = 37.0
     scale = torch.tensor([0.25]) if shards[0][0].numel() % 2 else None
@@ -129,8 +136,8 @@ def compare(
     addresses = [at(tensor) for shard in shards for tensor in shard]
     numels = [shard[0].numel() for shard in shards]
     launches = body(
-        *(rule.encode(), foreach, ctypes.cast((ctypes.c_void_p * len(addresses))(*addresses), ADDRESS)),
-        *(len(shards[0]) - 4, ctypes.cast((LONG * len(numels))(*numels), ADDRESS), len(shards)),
+        *(kernel.encode(), ctypes.cast((ctypes.c_void_p * len(addresses))(*addresses), ADDRESS), len(shards[0]) - 4),
+        *(ctypes.cast((LONG * len(numels))(*numels), ADDRESS), len(shards)),
         *(DTYPE_CODE[grad_dtype], DTYPE_CODE[out_dtype or torch.float32]),
         *(at(hyper), at(scale), at(found), at(flags), len(hyper)),
     )
@@ -140,10 +147,9 @@ def compare(
     reference.foreach_step(rule, grads, masters, of_shards, outs, row_slots, hyper, scale, found, expected)
     for number, (ours, theirs) in enumerate(zip(shards, twins, strict=True)):
         for place, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            if place != 3:
-                same = a is None or same_bits(a, b)
-                demand(same, rule, "shard", number, "tensor", place, grad_dtype, out_dtype, numels, found_inf)
-    demand(torch.equal(flags, expected), "flags", rule, grad_dtype, numels, found_inf)
+            same = a is None or (torch.equal(a, b) if place == 3 else same_bits(a, b))
+            demand(same, kernel, "shard", number, "tensor", place, grad_dtype, out_dtype, numels, found_inf)
+    demand(torch.equal(flags, expected), "flags", kernel, grad_dtype, numels, found_inf)
     return launches
 
 

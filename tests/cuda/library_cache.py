@@ -59,7 +59,8 @@ def key(setup_py: SimpleNamespace, library: object, nvcc: str, root: Path = ROOT
     made = repr(library).replace(str(torch), "torch").replace(str(root), "checkout")  # torch may be within
     flags = [os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", NVCC_FLAGS)]
     words = [made, repr(setup_py.compiler()), version(setup_py.compiler()), version([nvcc]), *flags]
-    sources = [root / "setup.py", *sorted((root / "csrc").glob("*.h")), *sorted((root / "csrc/cuda").iterdir())]
+    sources = [root / "setup.py", *sorted((root / "csrc").glob("*.h"))]
+    sources += [file for folder in ("rules", "cuda") for file in sorted((root / "csrc" / folder).iterdir())]
     contents = [*(word.encode() for word in words), *(file.read_bytes() for file in (torch / "version.py", *sources))]
     digests = [hashlib.sha256(content).digest() for content in contents]
     return hashlib.sha256(b"".join(digests)).hexdigest()[:16]

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).parents[2]
 ARCHS = ("80", "90", "100")
-RULES = ("adamw", "amsgrad", "lion", "sgd", "sgd_plain")
-SOURCES = (*(f"step_{rule}" for rule in RULES), "grad_stats", "hyper_table", "pack")
+STEPS = ("step_adamw", "step_amsgrad", "step_lion", "step_sgd", "step_sgd_plain")
+SOURCES = (*STEPS, "grad_stats", "hyper_table", "pack")
 BODIES = ("step", "grad_stats", "hyper_table", "pack")
 
 

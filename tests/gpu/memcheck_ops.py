@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "python")]
 
 import zero_kernels  # noqa: E402
-from zero_kernels import HYPER_COLUMNS, ROW  # noqa: E402
+from zero_kernels import HYPER_COLUMNS, ROW, RULES  # noqa: E402
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 SIZES = (0, 1, 7, 129, 2050, 4097)
@@ -46,17 +46,19 @@ def adam_step(device: str) -> int:
     return calls
 
 
-def foreach_adam_step(device: str) -> int:
-    """Shards of all sizes at once, and more of them than a launch takes."""
+def foreach_step(device: str) -> int:
+    """Every rule over shards of all sizes at once, and more of them than a launch takes."""
     calls = 0
     table = torch.ones(2, len(HYPER_COLUMNS), device=device)
     flag, slots = make(1, torch.float32, device), torch.zeros(2, dtype=torch.int32, device=device)
-    for sizes, offset, has_output in itertools.product((SIZES, (257,) * 70), (0, 1), (True, False)):
-        grads, *states = ([make(numel, torch.float32, device, offset) for numel in sizes] for _ in range(4))
+    shapes = itertools.product((SIZES, (257,) * 70), (0, 1), (True, False))
+    for rule, (sizes, offset, has_output) in itertools.product(RULES.values(), shapes):
+        grads, masters = ([make(numel, torch.float32, device, offset) for numel in sizes] for _ in range(2))
+        states = [make(numel, torch.float32, device, offset) for numel in sizes for _ in rule.states]
         outs = [make(numel, torch.bfloat16, device, offset) for numel in sizes] if has_output else []
         rows = [(torch.arange(-(-numel // ROW), device=device) % 3 - 1).to(torch.int32) for numel in sizes]
-        zero_kernels.foreach_adam_step(grads, *states, outs, rows, table)
-        zero_kernels.foreach_adam_step(grads, *states, outs, rows, table, flag, flag, slots)
+        zero_kernels.foreach_step(rule.name, grads, masters, states, outs, rows, table)
+        zero_kernels.foreach_step(rule.name, grads, masters, states, outs, rows, table, flag, flag, slots)
         calls += 2
     return calls
 
@@ -115,7 +117,7 @@ def write_past_the_end(at):
 
 OPS: dict[str, Callable[[str], int]] = {
     "adam_step": adam_step,
-    "foreach_adam_step": foreach_adam_step,
+    "foreach_step": foreach_step,
     "pack": pack,
     "grad_stats": grad_stats,
     "hyper_table": hyper_table,

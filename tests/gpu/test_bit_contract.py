@@ -15,7 +15,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import FLOATS, SIZES
+from cases import FLOATS, SIZES, rule_table
 from places import (
     ADAM_NAMES,
     DEVICE,
@@ -36,7 +36,7 @@ from places import (
 from torch import Tensor
 
 import zero_kernels
-from zero_kernels import ROW, dispatch
+from zero_kernels import ROW, RULES, dispatch
 
 pytestmark = pytest.mark.gpu
 
@@ -162,23 +162,26 @@ def test_adam_step_of_a_shard_that_is_all_padding(place: Place) -> None:
 
 
 @everywhere
-@pytest.mark.parametrize(("grad_dtype", "param_dtype"), [(torch.bfloat16, torch.bfloat16), (torch.float16, None)])
-def test_several_shards_at_once_are_a_call_for_each(
-    grad_dtype: torch.dtype, param_dtype: torch.dtype | None, place: Place
-) -> None:
-    for sizes in ((*SIZES[:6], 4097), (2049,) * 70):
-        cases = [Adam(numel, grad_dtype, param_dtype) for numel in sizes_at(place, sizes)]
-        want = [adam_specification(case)[:4] for case in cases]
-        grads = [put(values(case.numel, grad_dtype, 1), place) for case in cases]
-        states = [[put(state, place) for state in column] for column in zip(*map(Adam.states, cases), strict=True)]
-        outs = [] if param_dtype is None else [put(values(case.numel, param_dtype, 5), place) for case in cases]
-        rows = [put(case.rows(), place) for case in cases]
-        table, scale = put(four_slots(), place), put(torch.tensor([cases[0].scale]), place)
-        using(place, partial(zero_kernels.foreach_adam_step, grads, *states, outs, rows, table, scale))
-        columns = [*states, outs] if outs else states
-        for number, got in enumerate(zip(*columns, strict=True)):
-            shard = f"{place}, shard {number} of {sizes}"
-            check([fetch(tensor) for tensor in got], want[number][: len(columns)], ADAM_NAMES[: len(columns)], shard)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_over_several_shards_at_once(rule: str, place: Place) -> None:
+    names, table = RULES[rule].states, rule_table(RULES[rule])
+    for sizes, (grad_dtype, param_dtype) in itertools.product(
+        ((*SIZES[:6], 4097), (2049,) * 70), ((torch.bfloat16, torch.bfloat16), (torch.float16, None))
+    ):
+        sizes = sizes_at(place, sizes)
+        grads = [values(numel, grad_dtype, 1 + i % 3) for i, numel in enumerate(sizes)]
+        masters = [values(numel, torch.float32, 2) for numel in sizes]
+        states = [values(numel, torch.float32, 3 + which).abs() for numel in sizes for which in range(len(names))]
+        outs = [values(numel, param_dtype, 5) for numel in sizes] if param_dtype else []
+        rows = [Adam(numel, grad_dtype, param_dtype).rows() for numel in sizes]
+        results = []
+        for where in (SPECIFICATION, place):
+            lists = [[put(tensor, where) for tensor in tensors] for tensors in (grads, masters, states, outs, rows)]
+            shared = put(table, where), put(torch.tensor([0.37]), where)
+            using(where, partial(zero_kernels.foreach_step, rule, *lists, *shared))
+            results.append([fetch(tensor) for tensors in lists[1:4] for tensor in tensors])
+        want, got = results
+        check(got, want, [f"tensor {i}" for i in range(len(want))], f"{place}, {rule}, {sizes}")
 
 
 # ---- pack and unpack -------------------------------------------------------------------------------------------------

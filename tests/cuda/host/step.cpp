@@ -9,36 +9,38 @@
 
 using namespace zero_kernels;
 
-template <class Rule>
-static int run(const std::vector<StepArgs>& shards, DType grad, DType out, bool foreach) {
-  int launches = 0;
-  auto all_threads = [&](int64_t blocks, auto thread_of) {
-    ++launches;
-    for (int64_t block = 0; block < blocks; ++block)
-      for (int thread = 0; thread < kThreads; ++thread) thread_of(block, thread);
-  };
-  if (!foreach) {
-    launch(shards[0], grad, out, [&](auto g, auto o, const StepArgs& args, int64_t blocks) {
-      all_threads(blocks, [&](int64_t block, int thread) {
-        step_thread<Rule, typename decltype(g)::type, typename decltype(o)::type>(args, block, thread);
-      });
+template <class Thread>
+static void for_threads(int64_t blocks, Thread run) {
+  for (int64_t block = 0; block < blocks; ++block)
+    for (int thread = 0; thread < kThreads; ++thread) run(block, thread);
+}
+
+static int run_adam_step(const StepArgs& shard, DType grad, DType out) {
+  launch(shard, grad, out, [](auto g, auto o, const StepArgs& args, int64_t blocks) {
+    for_threads(blocks, [&](int64_t block, int thread) {
+      step_thread<AdamW, typename decltype(g)::type, typename decltype(o)::type>(args, block, thread);
     });
-    return launches;
-  }
+  });
+  return 1;
+}
+
+template <class Rule>
+static int run(const std::vector<StepArgs>& shards, DType grad, DType out) {
+  int launches = 0;
   launch_foreach(shards, grad, out, [&](auto g, auto o, const ForeachArgs& args, int64_t blocks) {
-    all_threads(blocks, [&](int64_t block, int thread) {
+    ++launches;
+    for_threads(blocks, [&](int64_t block, int thread) {
       foreach_step_thread<Rule, typename decltype(g)::type, typename decltype(o)::type>(args, block, thread);
     });
   });
   return launches;
 }
 
-// tensors: of each shard grad, master, param_out, row_slot and its states. `foreach`: by the kernel of several shards.
-// Returns how many launches it took.
+// rule: its name, or "adam_step". tensors: of each shard grad, master, param_out, row_slot and its states. Returns how
+// many launches it took.
 extern "C" int step(
-    const char* rule, int foreach, void* const* tensors, int states, const int64_t* numels, int count, int grad_dtype,
-    int out_dtype, const float* hyper, const float* grad_scale, const float* found_inf, int32_t* nonfinite_slots,
-    int32_t slots) {
+    const char* rule, void* const* tensors, int states, const int64_t* numels, int count, int grad_dtype, int out_dtype,
+    const float* hyper, const float* grad_scale, const float* found_inf, int32_t* nonfinite_slots, int32_t slots) {
   std::vector<StepArgs> shards;
   for (int i = 0; i < count; ++i) {
     void* const* of = tensors + (4 + states) * i;
@@ -57,10 +59,11 @@ extern "C" int step(
     shards.push_back(args);
   }
   DType grad = DType(grad_dtype), out = DType(out_dtype);
-  if (!std::strcmp(rule, "adamw")) return run<AdamW>(shards, grad, out, foreach);
-  if (!std::strcmp(rule, "amsgrad")) return run<AmsGrad>(shards, grad, out, foreach);
-  if (!std::strcmp(rule, "lion")) return run<Lion>(shards, grad, out, foreach);
-  if (!std::strcmp(rule, "sgd")) return run<Sgd>(shards, grad, out, foreach);
-  if (!std::strcmp(rule, "sgd_plain")) return run<SgdPlain>(shards, grad, out, foreach);
+  if (!std::strcmp(rule, "adam_step")) return run_adam_step(shards[0], grad, out);
+  if (!std::strcmp(rule, "adamw")) return run<AdamW>(shards, grad, out);
+  if (!std::strcmp(rule, "amsgrad")) return run<AmsGrad>(shards, grad, out);
+  if (!std::strcmp(rule, "lion")) return run<Lion>(shards, grad, out);
+  if (!std::strcmp(rule, "sgd")) return run<Sgd>(shards, grad, out);
+  if (!std::strcmp(rule, "sgd_plain")) return run<SgdPlain>(shards, grad, out);
   return -1;
 }
