@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import eventful_cases
 import expert_cases
 import grid_cases
+import megatron_cases
 import pytest
 import tensor_cases
 import torch
@@ -19,7 +20,7 @@ from harness import run_ranks
 from torch import Tensor, nn
 from zero_optim.rules import Begins, Number, StateTensor, UpdateRule
 
-DECAY, LOOKED_AT, STEPS = 0.9, 3, 5
+DECAY, LOOKED_AT, STEPS = 0.9, 3, 4
 """``LOOKED_AT``: the step before which the parameters are their averages for a while."""
 
 
@@ -39,13 +40,15 @@ class Descent(UpdateRule):
 @dataclass(frozen=True)
 class Job:
     """What a rank trains. ``absent``: how names begin of those that have no part in the step ``ABSENT``; ``plain``:
-    whether parameters are fp32 and whole here, and no rank may gather them."""
+    whether parameters are fp32 and whole here, and no rank may gather them; ``readers``: ranks that get the averages
+    where rank 0 is asked for."""
 
     model: nn.Module
     opt: Any
     loss: Callable[[int], Tensor]
     absent: str
     plain: bool = False
+    readers: Sequence[int] = (0,)
 
     def step(self, number: int) -> None:
         loss = self.loss(number)
@@ -61,7 +64,7 @@ class Job:
         return {name: whole.clone() for name, whole in zero_optim.iter_full_parameters(self.model, opt, dtype)}
 
 
-def follow(make: Callable[[], Job]) -> None:
+def follow(rank: int, make: Callable[[], Job]) -> None:
     """The averages by hand beside the optimizer's, and a second training that nobody has looked at."""
     job = make()
     trained = [name for name, parameter in job.model.named_parameters() if parameter.requires_grad]
@@ -78,7 +81,11 @@ def follow(make: Callable[[], Job]) -> None:
         with pytest.raises(zero_optim.ParameterError, match="experts"):
             job.opt.ema_state_dict()
     else:
-        same(job.opt.ema_state_dict(rank=None), {name: averages[name] for name in trained})
+        wanted = {name: averages[name] for name in trained}
+        same(job.opt.ema_state_dict(rank=None), wanted)
+        same(job.opt.ema_state_dict(), wanted if rank in job.readers else {})
+        with pytest.raises(ValueError, match="rank must be None or one of [24] ranks, got 4"):
+            job.opt.ema_state_dict(rank=4)
     with job.opt.swap_to_ema():
         shown = job.wholes()
     same(shown, {name: average.to(shown[name].dtype) for name, average in averages.items()})
@@ -142,7 +149,21 @@ def sliced(rank: int, stage: int) -> Callable[[], Job]:
     return make
 
 
-def experts(rank: int, *, stacked: bool) -> Callable[[], Job]:
+def plain_slices(rank: int, stage: int) -> Callable[[], Job]:
+    """Each tensor-parallel rank has averages of its own slices, on its first data-parallel rank."""
+    mesh = tensor_cases.make_mesh(2, 2)
+
+    def make() -> Job:
+        model = megatron_cases.make_model(mesh["tp"].get_group(), torch.bfloat16)
+        opt = make_optimizer(model.named_parameters(), mesh=mesh["dp"], tensor_parallel=mesh["tp"], stage=stage)
+        use = lambda step: (0,) if step == ABSENT else (0, 1)  # noqa: E731
+        loss = lambda step: megatron_cases.loss_of(model, rank // 2, step, use=use(step))  # noqa: E731
+        return Job(model, opt, loss, "blocks.1", readers=(0, 1))
+
+    return make
+
+
+def experts(rank: int, stacked: bool) -> Callable[[], Job]:
     mesh = expert_cases.make_mesh()
     dtype = torch.bfloat16 if stacked else torch.float32
     way = expert_cases.Way(stacked=stacked, dtype=dtype, left_out=ABSENT)
@@ -159,13 +180,21 @@ def experts(rank: int, *, stacked: bool) -> Callable[[], Job]:
     return make
 
 
-def every(rank: int, world_size: int) -> None:
-    follow(hybrid(rank, 2))
-    follow(hybrid(rank, 3))
-    follow(sliced(rank, 2))
-    for stacked in (False, True):
-        follow(experts(rank, stacked=stacked))
+CASES = {
+    "hybrid at stage 2": (hybrid, 2),
+    "hybrid at stage 3": (hybrid, 3),
+    "tensor parallel": (sliced, 2),
+    "plain slices": (plain_slices, 2),
+    "experts that are DTensors": (experts, True),
+    "experts that are plain tensors": (experts, False),
+}
 
 
-def test_averages_of_what_ranks_share_repeat_and_have_parts_of() -> None:
-    run_ranks(4, every)
+def follow_case(rank: int, world_size: int, name: str) -> None:
+    topology, argument = CASES[name]
+    follow(rank, topology(rank, argument))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_averages_are_those_of_whole_masters(name: str) -> None:
+    run_ranks(4, follow_case, name)
