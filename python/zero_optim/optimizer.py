@@ -419,7 +419,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             which: of several ``ema_decay``, the number.
             rank: the rank, in the optimizer's group, that gets it; the others get an empty dict. None: all. Of plain
-                slices each tensor-parallel rank has averages of its own, and ``rank`` is one of the data-parallel ranks.
+                slices, each tensor-parallel rank's averages are of its own, and ``rank`` is one of the data-parallel
+                ranks.
 
         Raises ValueError where there is no such average, or no such rank; ParameterError for experts that are plain
         tensors.
