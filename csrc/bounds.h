@@ -39,6 +39,9 @@ struct StepTensors {
   const Tensor* param_out;  // or null
   const Tensor &row_slot, &hyper;
   const std::optional<Tensor>&grad_scale, &found_inf, &nonfinite_slots;
+  const Tensor* averages = nullptr;  // one behind the other
+  int average_count = 0;
+  const Tensor* rates = nullptr;
 
   DType param_dtype() const { return param_out ? dtype_of(*param_out) : DType::kFloat; }
 };
@@ -55,20 +58,26 @@ inline void check_step(const StepTensors& of) {
   check_bounds("grad_scale", of.grad_scale, ScalarType::Float, 1, device);
   check_bounds("found_inf", of.found_inf, ScalarType::Float, 1, device);
   check_bounds("nonfinite_slots", of.nonfinite_slots, ScalarType::Int, slots, device);
+  for (int i = 0; i < of.average_count; ++i)
+    check_bounds("an average", of.averages[i], ScalarType::Float, numel, device);
+  if (of.average_count) check_bounds("rates", *of.rates, ScalarType::Float, slots * of.average_count, device);
 }
 
 // What foreach_step is given, shard by shard and checked: each has `state_count` of `states`, shard after shard.
-// params_out is empty where masters are the parameters.
+// params_out is empty where masters are the parameters. Averages are as many for each shard, shard after shard.
 inline std::vector<StepTensors> check_foreach_step(
     int state_count, const std::vector<Tensor>& grads, const std::vector<Tensor>& masters,
     const std::vector<Tensor>& states, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
     const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
-    const std::optional<Tensor>& nonfinite_slots) {
-  size_t count = grads.size();
-  if (masters.size() != count || row_slots.size() != count || states.size() != count * state_count)
+    const std::optional<Tensor>& nonfinite_slots, const std::optional<std::vector<Tensor>>& averages,
+    const std::optional<Tensor>& rates) {
+  size_t count = grads.size(), of_all = averages ? averages->size() : 0;
+  if (masters.size() != count || row_slots.size() != count || states.size() != count * state_count ||
+      (of_all && of_all % count != 0))
     throw std::runtime_error("zero_kernels: foreach_step got lists of unlike lengths");
   if (!params_out.empty() && params_out.size() != count)
     throw std::runtime_error("zero_kernels: params_out must be empty, or have a tensor for each gradient");
+  if (of_all && !rates) throw std::runtime_error("zero_kernels: foreach_step got averages without rates");
   std::vector<StepTensors> shards;
   shards.reserve(count);
   for (size_t i = 0; i < count; ++i) {
@@ -76,6 +85,11 @@ inline std::vector<StepTensors> check_foreach_step(
     StepTensors shard = {grads[i],     masters[i], {},         state_count, param_out,
                          row_slots[i], hyper,      grad_scale, found_inf,   nonfinite_slots};
     for (int s = 0; s < state_count; ++s) shard.states[s] = &states[i * state_count + s];
+    if (of_all) {
+      shard.average_count = int(of_all / count);
+      shard.averages = &(*averages)[i * shard.average_count];
+      shard.rates = &*rates;
+    }
     check_step(shard);
     shards.push_back(shard);
     if (grads[i].get_device_index() != grads[0].get_device_index() || dtype_of(grads[i]) != dtype_of(grads[0]) ||

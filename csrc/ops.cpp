@@ -61,7 +61,10 @@ StepArgs args_of(const StepTensors& of) {
       of.grad.numel(),
       of.grad_scale ? *data<const float>(*of.grad_scale) : 1.0f,
       dtype_of(of.grad),
-      of.param_dtype()};
+      of.param_dtype(),
+      nullptr,
+      of.rates ? data<const float>(*of.rates) : nullptr,
+      of.average_count};
   for (int i = 0; i < of.state_count; ++i) args.states[i] = data<float>(*of.states[i]);
   check_slots(args.row_slot, ceil_div(args.numel, kRow), of.hyper.size(0));
   return args;
@@ -93,15 +96,21 @@ void foreach_step(
     const std::string& rule, const std::vector<Tensor>& grads, const std::vector<Tensor>& masters,
     const std::vector<Tensor>& states, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
     const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
-    const std::optional<Tensor>& nonfinite_slots) {
+    const std::optional<Tensor>& nonfinite_slots, const std::optional<std::vector<Tensor>>& averages,
+    const std::optional<Tensor>& rates) {
   const StepKernel& kernel = entry_of(rule, kernels().steps);
   std::vector<StepTensors> given = check_foreach_step(
-      kernel.states, grads, masters, states, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots);
+      kernel.states, grads, masters, states, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots,
+      averages, rates);
+  std::vector<float*> of_averages;
+  if (averages)
+    for (const Tensor& average : *averages) of_averages.push_back(data<float>(average));
   std::vector<StepArgs> shards;
   std::vector<int64_t> ends;  // of each shard, in the rows of all
   int64_t rows = 0;
   for (const StepTensors& of : given) {
     shards.push_back(args_of(of));
+    shards.back().averages = of_averages.data() + (shards.size() - 1) * of.average_count;
     ends.push_back(rows += ceil_div(shards.back().numel, kRow));
   }
   bool skipped = false;
@@ -249,7 +258,8 @@ STABLE_TORCH_LIBRARY(zero_kernels_C, m) {
       "Tensor row_slot, Tensor hyper, Tensor? grad_scale, Tensor? found_inf, Tensor(e!)? nonfinite_slots) -> ()");
   m.def(
       "foreach_step(str rule, Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] states, Tensor(c!)[] params_out, "
-      "Tensor[] row_slots, Tensor hyper, Tensor? grad_scale, Tensor? found_inf, Tensor(d!)? nonfinite_slots) -> ()");
+      "Tensor[] row_slots, Tensor hyper, Tensor? grad_scale, Tensor? found_inf, Tensor(d!)? nonfinite_slots, "
+      "Tensor(e!)[]? averages=None, Tensor? rates=None) -> ()");
   m.def("pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale, Tensor(b!)? nonfinite) -> ()");
   m.def("unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale) -> ()");
   m.def("grad_stats(Tensor[] shards, float norm_type) -> Tensor");

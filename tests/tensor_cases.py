@@ -120,7 +120,7 @@ class Way:
     dtype: torch.dtype = torch.float32
     sequence: bool = True
     hidden: int = HIDDEN
-    steps: int = 3
+    steps: int = 2
     micro: int = 1
     no_sync: bool = False
     clip: tuple[float, float] | None = None

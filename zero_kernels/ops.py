@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zero_kernels import dispatch
 from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, Coefficient, hyper_table
-from zero_kernels.reference import shards_of
+from zero_kernels.reference import averages_of, shards_of
 from zero_kernels.rules import RULES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -24,7 +24,7 @@ SCHEMAS = (
     "Tensor(e!)? nonfinite_slots=None) -> ()",
     "foreach_step(str rule, Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] states, Tensor(c!)[] params_out, "
     "Tensor[] row_slots, Tensor hyper, Tensor? grad_scale=None, Tensor? found_inf=None, "
-    "Tensor(d!)? nonfinite_slots=None) -> ()",
+    "Tensor(d!)? nonfinite_slots=None, Tensor(e!)[]? averages=None, Tensor? rates=None) -> ()",
     "pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale=1.0, Tensor(b!)? nonfinite=None) -> ()",
     "unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale=1.0) -> ()",
     "grad_stats(Tensor[] shards, float norm_type=2.0) -> Tensor",
@@ -91,6 +91,8 @@ def foreach_step(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     nonfinite_slots: Tensor | None = None,
+    averages: Sequence[Tensor] | None = None,
+    rates: Tensor | None = None,
 ) -> None:
     """One update of one or more flat shards by a rule of `RULES`, in place and in one pass over memory.
 
@@ -105,6 +107,9 @@ def foreach_step(
         row_slots: of each shard int32 [ceil(numel / ROW)], as in `adam_step`.
         hyper: fp32 [slots, 12], with the columns of the rule, shared by all shards.
         grad_scale, found_inf, nonfinite_slots: shared by all shards, as in `adam_step`.
+        averages: of each shard as many tensors, any number, [numel] fp32: all of the first shard, then all of the
+            second, ... Where a row is updated, each becomes average + rate * (new master - average).
+        rates: fp32 [slots, averages of a shard].
 
     No two shards overlap. The bits are those of a call for each shard; those of "adamw" are those of `adam_step`.
     Raises what `adam_step` raises, and ValueError for an unknown rule, for lists of unlike lengths or without a shard.
@@ -122,6 +127,8 @@ def foreach_step(
         grad_scale,
         found_inf,
         nonfinite_slots,
+        averages,
+        rates,
     )
 
 
@@ -295,7 +302,12 @@ def _check_foreach_step(
     states: Sequence[Tensor],
     params_out: Sequence[Tensor],
     row_slots: Sequence[Tensor],
-    *shared: Any,
+    hyper: Tensor,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    nonfinite_slots: Tensor | None,
+    averages: Sequence[Tensor] | None = None,
+    rates: Tensor | None = None,
 ) -> torch.device:
     if rule not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
@@ -309,14 +321,29 @@ def _check_foreach_step(
     for name, tensors in (("grads", grads), ("params_out", params_out)):
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise TypeError(f"{name} must have one dtype: make a call for each dtype")
+    if averages and len(averages) % len(grads):
+        raise ValueError(f"averages must be as many for each shard: {len(grads)} grads, {len(averages)} averages")
+    shared, followers = (hyper, grad_scale, found_inf, nonfinite_slots), averages_of(grads, averages)
     for i, (grad, master, own, out, row_slot) in enumerate(shards_of(grads, masters, states, params_out, row_slots)):
         try:
+            for k, average in enumerate(followers[i]):
+                _check_flat(f"average {k}", average, (torch.float32,), grad.device, grad.numel())
             device = _check_shard(grad, master, dict(zip(names, own, strict=True)), out, row_slot, *shared)
         except (TypeError, ValueError) as error:
             raise type(error)(f"shard {i}: {error}") from None
         if device != grads[0].device:
             raise ValueError(f"shard {i} is on {device}, shard 0 on {grads[0].device}: make a call for each device")
+    if averages:
+        _check_rates(rates, hyper.shape[0], len(followers[0]), grads[0].device)
     return grads[0].device
+
+
+def _check_rates(rates: Tensor | None, slots: int, each: int, device: torch.device) -> None:
+    if rates is None:
+        raise ValueError("averages need rates, fp32 [slots, averages of a shard]")
+    _check("rates", rates, (torch.float32,), device, None)
+    if rates.shape != (slots, each):
+        raise ValueError(f"rates must have shape [{slots}, {each}], got {list(rates.shape)}")
 
 
 def _check_slots(grads: Sequence[Tensor], offsets: Sequence[int], bucket: Tensor) -> torch.device:
@@ -423,7 +450,7 @@ def _register(op: str, check: Callable[..., torch.device], fake: Callable[..., A
 
 
 _register("adam_step", _check_adam_step, _fake_nothing, mutated=(1, 2, 3, 4, 9))
-_register("foreach_step", _check_foreach_step, _fake_nothing, mutated=(2, 3, 4, 9))
+_register("foreach_step", _check_foreach_step, _fake_nothing, mutated=(2, 3, 4, 9, 10))
 _register("pack", _check_pack, _fake_nothing, mutated=(2, 4))
 _register("unpack", _check_unpack, _fake_nothing, mutated=(2,))
 _register("grad_stats", _check_grad_stats, _fake_grad_stats, mutated=())

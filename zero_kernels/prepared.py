@@ -56,6 +56,7 @@ class Prepared:
 
 def _written(args: tuple[Any, ...], mutated: tuple[int, ...]) -> Any:
     """Make a function that picks, of its arguments, the tensors that a call like this one writes."""
+    mutated = tuple(i for i in mutated if i < len(args))
     single = [i for i in mutated if isinstance(args[i], Tensor)]
     lists = [i for i in mutated if isinstance(args[i], list | tuple)]
     if not lists:

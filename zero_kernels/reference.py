@@ -59,6 +59,8 @@ def update_rows(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     nonfinite_slots: Tensor | None = None,
+    averages: Sequence[Tensor] | None = None,
+    rates: Tensor | None = None,
 ) -> None:
     """Update flat shards by any rule that is written in torch, on any device. Reads nothing on the host.
 
@@ -77,7 +79,9 @@ def update_rows(
     scale_of_all = hyper.new_ones(()) if grad_scale is None else grad_scale.reshape(())
     skipped = hyper.new_zeros(()) if found_inf is None else found_inf.reshape(())
     skipped = skipped != 0
-    for grad, master, own, param_out, row_slot in shards_of(grads, masters, states, params_out, row_slots):
+    shards = shards_of(grads, masters, states, params_out, row_slots)
+    of_shards = averages_of(grads, averages)
+    for (grad, master, own, param_out, row_slot), followers in zip(shards, of_shards, strict=True):
         for elements, rows, shape in _row_chunks(grad.numel()):
             slot = row_slot[rows].to(torch.int64)
             of_row = hyper.index_select(0, slot.clamp(min=0)).unsqueeze(-1).unbind(1)
@@ -94,6 +98,10 @@ def update_rows(
             live = (slot >= 0).unsqueeze(1) & (c["active"] != 0) & ~skipped
             if param_out is not None:
                 _copy_where(live, new, param_out[elements].view(shape))
+            for k, follower in enumerate(followers):
+                rate = rates.index_select(0, slot.clamp(min=0))[:, k : k + 1]  # type: ignore[union-attr]
+                average = follower[elements].view(shape)
+                _copy_where(live, average + rate * (new - average), average)
             for value, old in zip((new, *news), (p, *olds), strict=True):
                 _copy_where(live, value, old)
 
@@ -110,6 +118,12 @@ def shards_of(
     for i, (grad, master, row_slot) in enumerate(zip(grads, masters, row_slots, strict=True)):
         own = tuple(states[i * count : (i + 1) * count])
         yield grad, master, own, params_out[i] if params_out else None, row_slot
+
+
+def averages_of(grads: Sequence[Tensor], averages: Sequence[Tensor] | None) -> list[Sequence[Tensor]]:
+    """The averages of each shard."""
+    each = len(averages or ()) // len(grads)
+    return [(averages or ())[i * each : (i + 1) * each] for i in range(len(grads))]
 
 
 def _copy_where(live: Tensor, value: Tensor, to: Tensor) -> None:

@@ -109,6 +109,30 @@ void update_run(const StepArgs& args, int64_t begin, int64_t end, const Coeffici
   }
 }
 
+// Elements that are updated before their averages are: the new masters are still in the nearest cache.
+constexpr int64_t kPiece = 32 * kRow;
+
+Vec nearer(Vec average, Vec p, Vec rate) { return average + rate * (p - average); }
+
+void average_run(const StepArgs& args, int64_t begin, int64_t end, int32_t slot) {
+  for (int k = 0; k < args.average_count; ++k) {
+    float* average = args.averages[k];
+    Vec rate(args.rates[int64_t(slot) * args.average_count + k]);
+    int64_t i = begin;
+    for (; i + kPair <= end; i += kPair) {
+      prefetch_pair(average + i + kAhead);
+      Vec a = nearer(Vec::load(average + i), Vec::load(args.master + i), rate);
+      Vec b = nearer(Vec::load(average + i + kLanes), Vec::load(args.master + i + kLanes), rate);
+      store_pair(average + i, a, b);
+    }
+    for (; i < end; i += kLanes) {
+      int count = end - i < kLanes ? int(end - i) : kLanes;
+      Vec p = Vec::load_first(args.master + i, count);
+      nearer(Vec::load_first(average + i, count), p, rate).store_first(average + i, count);
+    }
+  }
+}
+
 template <class Rule, class Grad, class Out>
 void update_rows(const StepArgs& args, int64_t row_begin, int64_t row_end) {
   bool stream = aligned(args.param_out) && args.numel >= kStreamFrom;
@@ -119,7 +143,12 @@ void update_rows(const StepArgs& args, int64_t row_begin, int64_t row_end) {
     if (slot >= 0 && args.hyper[slot].active != 0.0f) {
       Coefficients<Rule, Vec> c(args.hyper[slot], args.grad_scale);
       int64_t end = run_end * kRow < args.numel ? run_end * kRow : args.numel;
-      update_run<Rule, Grad, Out>(args, row * kRow, end, c, stream);
+      int64_t piece = args.average_count ? kPiece : end;
+      for (int64_t begin = row * kRow; begin < end; begin += piece) {
+        int64_t piece_end = end - begin < piece ? end : begin + piece;
+        update_run<Rule, Grad, Out>(args, begin, piece_end, c, stream);
+        average_run(args, begin, piece_end, slot);
+      }
     }
     row = run_end;
   }

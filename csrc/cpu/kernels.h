@@ -19,6 +19,9 @@ struct StepArgs {
   float grad_scale;
   DType grad_dtype;
   DType param_dtype;
+  float* const* averages;  // [average_count]
+  const float* rates;      // [slots, average_count]
+  int average_count;
 };
 
 struct ScaleArgs {

@@ -4,6 +4,7 @@
 #include "../rules/amsgrad.h"
 #include "../rules/lion.h"
 #include "../rules/sgd.h"
+#include "average.h"
 #include "launch.h"
 #include "step_args.h"
 
@@ -41,6 +42,22 @@ StepArgs args_of(const StepTensors& of) {
   return args;
 }
 
+Averages averages_of(const std::vector<StepTensors>& given) {
+  const StepTensors& first = given[0];
+  Averages args = {
+      data<const HyperRow>(first.hyper),
+      data<const float>(*first.rates),
+      first.found_inf ? data<const float>(*first.found_inf) : nullptr,
+      first.average_count,
+      {}};
+  for (const StepTensors& of : given)
+    for (int k = 0; k < of.average_count; ++k)
+      args.of.push_back(
+          {data<const float>(of.master), data<float>(of.averages[k]), data<const int32_t>(of.row_slot), of.grad.numel(),
+           k, false});
+  return args;
+}
+
 void adam_step(
     const Tensor& grad, const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq,
     const std::optional<Tensor>& param_out, const Tensor& row_slot, const Tensor& hyper,
@@ -58,15 +75,18 @@ void foreach_step(
     const std::string& rule, const std::vector<Tensor>& grads, const std::vector<Tensor>& masters,
     const std::vector<Tensor>& states, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
     const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
-    const std::optional<Tensor>& nonfinite_slots) {
+    const std::optional<Tensor>& nonfinite_slots, const std::optional<std::vector<Tensor>>& averages,
+    const std::optional<Tensor>& rates) {
   const StepEntry& step = entry_of(rule, kSteps);
   std::vector<StepTensors> given = check_foreach_step(
-      step.states, grads, masters, states, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots);
+      step.states, grads, masters, states, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots,
+      averages, rates);
   Launch on_gpu("foreach_step", grads.at(0));
   std::vector<StepArgs> shards;
   shards.reserve(given.size());
   for (const StepTensors& of : given) shards.push_back(args_of(of));
   (*step.run)(on_gpu.stream(), "foreach_step", shards, dtype_of(grads[0]), given[0].param_dtype());
+  if (given[0].average_count) run_average(on_gpu.stream(), averages_of(given));
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // The update of shards on CUDA, by any rule: one launch for up to kShards shards, whatever the number of their
-// parameters and groups. AdamW has a kernel for one shard, too: adam_step. Each rule is compiled in a file of its own,
-// step_<rule>.cu, beside the others.
+// parameters and groups. AdamW has a kernel for one shard, too: adam_step. Rules are compiled beside each other, in
+// files of their own: step_<rule>.cu.
 #pragma once
 
 #include <algorithm>

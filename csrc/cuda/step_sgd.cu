@@ -4,5 +4,6 @@
 #if defined(__CUDACC__)
 namespace zero_kernels {
 const RunStep step_sgd = run_foreach_step<Sgd>;
+const RunStep step_sgd_plain = run_foreach_step<SgdPlain>;
 }  // namespace zero_kernels
 #endif

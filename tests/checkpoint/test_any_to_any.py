@@ -60,8 +60,7 @@ def test_drawn_jobs(tmp_path: Path, seed: int) -> None:
         assert_loaded(saved, seen, then.dtype)
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 1), (1, 3), (2, 0), (2, 2), (3, 0), (3, 1), (3, 2), (3, 3)])
 def test_at_the_same_scale_training_goes_on_bit_for_bit(tmp_path: Path, stage: int, ranks: int) -> None:
     job = Job(stage=stage, dtype=torch.bfloat16, cap=0.002)
     whole = run_ranks(ranks, save, str(tmp_path), job, True)

@@ -143,6 +143,12 @@ def _same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str) 
     assert not wrong, f"{what}: {wrong}"
 
 
+def _loaded_from(saved: Mesh) -> list[Mesh]:
+    """Every mesh loads from two of the others; none but the whole tensors that are saved knows of both."""
+    turn = SAVED.index(saved)
+    return [mesh for number, mesh in enumerate(LOADED) if (turn + turn // 3 + number) % 3 == 0]
+
+
 @pytest.mark.parametrize("saved", SAVED, ids=str)
 def test_loads_on_any_other_mesh_bit_for_bit(saved, tmp_path):
     every = [(torch.float32, 24), (torch.bfloat16, UNEVEN)]
@@ -150,7 +156,7 @@ def test_loads_on_any_other_mesh_bit_for_bit(saved, tmp_path):
     wanted = run_ranks(saved.ranks, _save, saved, str(tmp_path), dtype, hidden, timeout=120)
     for other in wanted[1:]:
         _same(other, wanted[0], "what ranks say of one job")
-    _load_on(LOADED, str(tmp_path), wanted[0], dtype, hidden)
+    _load_on(_loaded_from(saved), str(tmp_path), wanted[0], dtype, hidden)
 
 
 def test_what_replicas_of_shards_of_slices_have_saved_loads_bit_for_bit(tmp_path):

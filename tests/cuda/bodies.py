@@ -153,6 +153,49 @@ def compare(
     return launches
 
 
+def average(folder: Path) -> int:
+    """Behind an update: so the masters are given as new, and a rule that changes nothing makes what is expected."""
+    body = ctypes.CDLL(str(folder / "average.so")).average
+    body.argtypes = [*[ADDRESS] * 3, ctypes.c_int, *[ADDRESS] * 3, ctypes.c_int]
+    body.restype = ctypes.c_int
+    rule, ran = RULES["sgd_plain"], 0
+    hyper = rule_table(rule)
+    sizes = [0, 1, 127, 1024, 1025, 4097, 3 * ROW, 20_001, *[300] * 30]
+    for each, found_inf in ((1, 0.0), (3, 0.0), (3, math.nan)):
+        # Of every second shard the master, an average or both are misaligned.
+        masters = [fresh(numel, torch.float32, 2, i % 2 * (i // 2 % 3 > 0)) for i, numel in enumerate(sizes)]
+        averages = [
+            fresh(numel, torch.float32, 3 + k, i % 2 * (i // 2 % 3 < 2))
+            for i, numel in enumerate(sizes)
+            for k in range(each)
+        ]
+        rows = [(torch.arange(-(-numel // ROW)) * 7 % 5 - 1).to(torch.int32) for numel in sizes]
+        rates, found = torch.rand(4, each), torch.tensor([found_inf])
+        expected = [tensor.clone() for tensor in averages]
+        of = [
+            at(tensor) for i, tensor in enumerate(averages) for tensor in (masters[i // each], tensor, rows[i // each])
+        ]
+        count = len(averages)
+        launches = body(
+            ctypes.cast((ctypes.c_void_p * len(of))(*of), ADDRESS),
+            ctypes.cast((LONG * count)(*(tensor.numel() for tensor in averages)), ADDRESS),
+            ctypes.cast((ctypes.c_int * count)(*(i % each for i in range(count))), ADDRESS),
+            *(count, at(hyper), at(rates), at(found), each),
+        )
+        grads = [torch.zeros(numel) for numel in sizes]
+        reference.update_rows(
+            lambda g, p, states, c: (p, states),
+            *(rule.columns, grads, [master.clone() for master in masters], [], [], rows, hyper),
+            found_inf=found,
+            averages=expected,
+            rates=rates,
+        )
+        demand(all(map(same_bits, averages, expected)), each, found_inf)
+        demand(launches == -(-count // 64), "launches", launches, count)
+        ran += 1
+    return ran
+
+
 # ---- pack and unpack ------------------------------------------------------------------------------------------------
 
 
@@ -351,6 +394,7 @@ def overrun(folder: Path) -> int:
 OPS = {
     "adam_step": adam_step,
     "foreach_step": foreach_step,
+    "average": average,
     "pack": pack,
     "grad_stats": grad_stats,
     "hyper_table": hyper,

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).parents[2]
 ARCHS = ("80", "90", "100")
-STEPS = ("step_adamw", "step_amsgrad", "step_lion", "step_sgd", "step_sgd_plain")
-SOURCES = (*STEPS, "grad_stats", "hyper_table", "pack")
-BODIES = ("step", "grad_stats", "hyper_table", "pack")
+STEPS = ("step_adamw", "step_amsgrad", "step_lion", "step_sgd")
+SOURCES = (*STEPS, "average", "grad_stats", "hyper_table", "pack")
+BODIES = ("step", "average", "grad_stats", "hyper_table", "pack")
 
 
 def run(*command: object) -> str:

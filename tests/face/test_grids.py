@@ -47,7 +47,10 @@ class Cell:
 
 
 CELLS = [
-    *(Cell(stage, *way, cap) for stage, way, cap in itertools.product((1, 2), ACCUMULATIONS, (TINY_CAP_MB, 25.0))),
+    *(
+        Cell(stage, *way, (TINY_CAP_MB, 25.0)[(stage + turn) % 2])
+        for stage, (turn, way) in itertools.product((1, 2), enumerate(ACCUMULATIONS))
+    ),
     *(Cell(stage, 3, no_sync=True, absent=True) for stage in (1, 2)),
     *(Cell(stage, 2, no_sync=True, reduce_dtype=torch.float32, overlap=False) for stage in (1, 2)),
     Cell(2, 2, gather_overlap=True),

@@ -52,8 +52,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def cells_of(world_size: int, dtype: torch.dtype) -> list[Cell]:
-    """Every stage with every way to accumulate. Caps take turns: each meets each pair of these, and each number of
-    ranks and dtype."""
+    """Every stage with every way to accumulate. Caps take turns: each meets each of these, and each dtype."""
     turn = world_size + DTYPES.index(dtype)
     return [
         Cell(stage, micro, no_sync, CAPS[(stage + way + turn) % 2])
@@ -116,8 +115,16 @@ def _train_cells(rank: int, world_size: int, cells: list[Cell], dtype: torch.dty
     return [train(rank, cell, dtype, _grid(cell, world_size)) for cell in cells]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    [
+        (1, torch.bfloat16),
+        *((2, dtype) for dtype in DTYPES),
+        (3, torch.float16),
+        (4, torch.float32),
+        (4, torch.bfloat16),
+    ],
+)
 def test_every_cell_equals_the_oracle_bit_for_bit(world_size, dtype):
     cells = cells_of(world_size, dtype)
     results = run_ranks(world_size, _train_cells, cells, dtype, timeout=120)

@@ -148,7 +148,8 @@ def outcomes(rank: int, world_size: int, ways: list[Way]) -> list[Outcome]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_trains_as_one_process_does(stage: int) -> None:
-    ways = [replace(way, stage=stage) for way in WAYS.values()]
+    """Stage 3 in every way. Stages 0 to 2 take turns: their averages have every cell below."""
+    ways = [replace(way, stage=stage) for turn, way in enumerate(WAYS.values()) if stage in (3, turn % 3)]
     for rank, found in enumerate(run_ranks(4, outcomes, ways, timeout=120)):
         for way, of_way in zip(ways, found, strict=True):
             compare(of_way, way, 2, rank)

@@ -176,10 +176,11 @@ def _expected(cell: Cell, data: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _cells(data: int) -> list[Cell]:
-    """An all-reduce over more than two ranks, as at stage 0, has no one order. One rank reduces nothing."""
-    if data == 1:
-        return [cell for cell in CELLS if cell.reduce_dtype is None]
-    return [cell for cell in CELLS if data == 2 or cell.stage > 0]
+    """Of two data-parallel ranks all, of others every other one. An all-reduce over more than two ranks, as at stage 0,
+    has no one order. One rank reduces nothing."""
+    if data == 2:
+        return CELLS
+    return [cell for cell in CELLS if (cell.reduce_dtype is None if data == 1 else cell.stage > 0)][::2]
 
 
 def _train_cells(rank: int, world_size: int, dtype: torch.dtype, folder: str) -> list[list[Tensor]]:

@@ -46,7 +46,7 @@ BOUNDED = settings(
     derandomize=True,
     deadline=None,
     database=None,
-    max_examples=120,
+    max_examples=80,
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )
@@ -418,8 +418,7 @@ def _run_all(rank: int, world_size: int, cases: list[Program]) -> list[History |
     return [run(rank, world_size, program) for program in cases]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (3, torch.float32)], ids=["bf16", "fp32"])
 def test_poisoned_buffers_reach_no_result(world_size: int, dtype: torch.dtype) -> None:
     cases = _parity_programs(world_size, dtype)
     results = run_ranks(world_size, _run_all, cases)

@@ -223,7 +223,11 @@ APART = ("step", "master", "ema")
 
 
 def averages(optimizer):
-    return {index: value.numpy().copy().reshape(-1) for index, value in optimizer.ema_state_dict(rank=None).items()}
+    """By number over all groups: at stage 3 parameters have names."""
+    names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+    number = {name: n for n, name in enumerate(names)}
+    found = optimizer.ema_state_dict(rank=None).items()
+    return {number.get(key, key): value.numpy().copy().reshape(-1) for key, value in found}
 
 
 def within(optimizer, read):

@@ -58,8 +58,11 @@ def foreach_step(device: str) -> int:
         outs = [make(numel, torch.bfloat16, device, offset) for numel in sizes] if has_output else []
         rows = [(torch.arange(-(-numel // ROW), device=device) % 3 - 1).to(torch.int32) for numel in sizes]
         zero_kernels.foreach_step(rule.name, grads, masters, states, outs, rows, table)
+        shared, rates = (table, flag, None, slots), torch.ones(2, 2, device=device)
+        averages = [make(numel, torch.float32, device, offset) for numel in sizes for _ in range(2)]
+        zero_kernels.foreach_step(rule.name, grads, masters, states, outs, rows, *shared, averages, rates)
         zero_kernels.foreach_step(rule.name, grads, masters, states, outs, rows, table, flag, flag, slots)
-        calls += 2
+        calls += 3
     return calls
 
 

@@ -174,12 +174,14 @@ def test_every_rule_over_several_shards_at_once(rule: str, place: Place) -> None
         states = [values(numel, torch.float32, 3 + which).abs() for numel in sizes for which in range(len(names))]
         outs = [values(numel, param_dtype, 5) for numel in sizes] if param_dtype else []
         rows = [Adam(numel, grad_dtype, param_dtype).rows() for numel in sizes]
+        averages = [values(numel, torch.float32, 6) for numel in sizes]
         results = []
         for where in (SPECIFICATION, place):
             lists = [[put(tensor, where) for tensor in tensors] for tensors in (grads, masters, states, outs, rows)]
+            followers, rates = [put(tensor, where) for tensor in averages], put(torch.tensor([[0.5]] * 4), where)
             shared = put(table, where), put(torch.tensor([0.37]), where)
-            using(where, partial(zero_kernels.foreach_step, rule, *lists, *shared))
-            results.append([fetch(tensor) for tensors in lists[1:4] for tensor in tensors])
+            using(where, partial(zero_kernels.foreach_step, rule, *lists, *shared, averages=followers, rates=rates))
+            results.append([fetch(tensor) for tensors in (*lists[1:4], followers) for tensor in tensors])
         want, got = results
         check(got, want, [f"tensor {i}" for i in range(len(want))], f"{place}, {rule}, {sizes}")
 

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,11 +112,18 @@ class Shards:
     """What `foreach_step` is given of several shards, each of them at another place in its allocations.
 
     Attributes:
-        written: copies of masters, states and params_out, in one list: what a call writes.
+        written: masters, states, params_out and averages, in one list: what a call writes.
+        rates: [4, averages of a shard]
     """
 
     def __init__(
-        self, rule: str, sizes: Sequence[int], grad: torch.dtype, param: torch.dtype | None, offset: int = 0
+        self,
+        rule: str,
+        sizes: Sequence[int],
+        grad: torch.dtype,
+        param: torch.dtype | None,
+        offset: int = 0,
+        averages: int = 0,
     ) -> None:
         self.rule, self.table = rule, rule_table(RULES[rule])
         places = [(numel, offset + i % 5 if offset else 0) for i, numel in enumerate(sizes)]
@@ -127,23 +135,32 @@ class Shards:
             for s in range(len(RULES[rule].states))
         ]
         self.params = [at_offset(awkward(numel, param, 5 + i), at) for i, (numel, at) in enumerate(places) if param]
+        self.averages = [
+            at_offset(awkward(numel, torch.float32, 6 + i + 5 * k), at)
+            for i, (numel, at) in enumerate(places)
+            for k in range(averages)
+        ]
+        self.rates = torch.linspace(0.001, 1, 4 * averages).view(4, averages)
         generator = torch.Generator().manual_seed(sum(sizes))
         rows = [-(-numel // ROW) for numel in sizes]
         self.row_slots = [torch.randint(-1, 4, (n,), dtype=torch.int32, generator=generator) for n in rows]
 
     @property
     def written(self) -> list[Tensor]:
-        return [*self.masters, *self.states, *self.params]
+        return [*self.masters, *self.states, *self.params, *self.averages]
 
-    def run(self, name: str, **shared: Tensor) -> list[Tensor]:
+    def run(self, name: str, **shared: Any) -> list[Tensor]:
         """What the named backend makes of copies of `written`."""
-        masters, states, params = ([_twin(x) for x in group] for group in (self.masters, self.states, self.params))
+        groups = (self.masters, self.states, self.params, self.averages)
+        masters, states, params, averages = ([_twin(x) for x in group] for group in groups)
+        if averages:
+            shared |= {"averages": averages, "rates": self.rates}
         shared.setdefault("grad_scale", torch.tensor(0.37))
         with backend(name):
             zero_kernels.foreach_step(
                 self.rule, self.grads, masters, states, params, self.row_slots, self.table, **shared
             )
-        return [*masters, *states, *params]
+        return [*masters, *states, *params, *averages]
 
 
 def _twin(x: Tensor) -> Tensor:

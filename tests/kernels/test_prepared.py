@@ -94,6 +94,15 @@ def test_foreach_step_has_the_bits_and_versions_of_the_op(name: str, masters_alo
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_averages_have_the_bits_and_versions_of_the_op(name: str) -> None:
+    calls = [foreach_arguments(SIZES[:2], seed) for seed in (0, 50)]
+    for call in calls:
+        call += [[awkward(numel, torch.float32, 9).clone() for numel in SIZES[:2]], torch.full((2, 1), 0.25)]
+    with backend(name):
+        runs_like_the_op("foreach_step", calls)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_pack_has_the_bits_and_versions_of_the_op(name: str) -> None:
     with backend(name):
         runs_like_the_op("pack", [pack_arguments(seed) for seed in (0, 1000, 2000)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from sharded_cases import GivenNet
 from torch import Tensor, nn
 from training_cases import TINY_CAP_MB, assert_bitwise, assert_within, copies, linear_backward, make_gradients
 from training_cases import make_parameters as make
+from zero_optim import cli
 
 SHAPES = ((17, 9), (300,), (1,), (5, 3, 2), (128,), (40, 25))
 SOMETIMES = 1  # of them: used in every other step
@@ -330,3 +332,21 @@ def test_state_of_another_rule_is_refused(tmp_path: Any) -> None:
     largest = zero_optim.ShardedAdamW(model.parameters(), amsgrad=True)
     with pytest.raises(zero_optim.StateMismatchError):
         zero_optim.load_full_state_dict(largest, torch.optim.AdamW(make(SHAPES)).state_dict())
+
+
+def test_the_planner_asks_the_rule(capsys: Any) -> None:
+    for rule in RULES:
+        params, backward, opt = _model(2, torch.bfloat16, rule, ema_decay=(0.9, 0.99))
+        _train(backward, opt, range(2), 0, 1)
+        made, memory = zero_optim.memory.plan_of(opt), opt.stats()["memory"]
+        for tensor in opt.engine.rule.tensors:
+            assert made.memory[tensor.name] == memory[tensor.name] == 4 * sum(p.numel() for p in params), tensor
+        opt.close()
+    flags = ["plan", "--params", "1e9", "--world", "4", "--stage", "2", "--json"]
+    for optimizer, averages, kinds in (("adamw", 0, 3), ("lion", 1, 3), ("sgd", 0, 1), ("momentum", 2, 4)):
+        assert cli.main([*flags, "--optimizer", optimizer, "--averages", str(averages)]) == 0
+        (made,) = json.loads(capsys.readouterr().out)
+        state = made["model_state_bytes"] - made["bytes_per_rank"]["parameters"] - made["bytes_per_rank"]["gradients"]
+        assert state == pytest.approx(kinds * 1e9, rel=1e-3), optimizer
+    assert cli.main([*flags, "--averages", "-1"]) == 2
+    assert "--averages -1: at least 0" in capsys.readouterr().err

@@ -83,12 +83,9 @@ def test_adam_step(dtype: torch.dtype, numel: int) -> None:
 @interpreted
 def test_foreach_step(rule: str) -> None:
     """Every dtype, tails and whole rows, misaligned, several shards, one of them empty; and a step that is skipped."""
-    for grad, param, offset in (
-        (torch.float16, torch.bfloat16, 3),
-        (torch.bfloat16, None, 0),
-        (torch.float32,) * 2 + (1,),
-    ):
-        shards = Shards(rule, (0, 2000, 2 * ROW, 5), grad, param, offset)
+    pairs = ((torch.float16, torch.bfloat16, 3), (torch.bfloat16, None, 0), (torch.float32, torch.float32, 1))
+    for averages, (grad, param, offset) in enumerate(pairs):
+        shards = Shards(rule, (0, 2000, 2 * ROW, 5), grad, param, offset, averages)
         check(shards.run("reference"), shards.run("triton"), (grad, param))
     marks = [torch.zeros(4, dtype=torch.int32) for _ in NAMES]
     for name, slots in zip(NAMES, marks, strict=True):

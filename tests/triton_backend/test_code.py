@@ -41,7 +41,7 @@ def adam_step(
     )
 
 
-def foreach_step(rule: str, grad: torch.dtype, param: torch.dtype | None) -> None:
+def foreach_step(rule: str, grad: torch.dtype, param: torch.dtype | None, averages: int = 0) -> None:
     numel = 16 * ROW
     triton.OPS["foreach_step"](
         rule,
@@ -52,6 +52,7 @@ def foreach_step(rule: str, grad: torch.dtype, param: torch.dtype | None) -> Non
         [torch.zeros(16, dtype=torch.int32)],
         torch.zeros(2, 12),
         *(torch.ones(1), torch.ones(1), torch.zeros(2, dtype=torch.int32)),
+        *([torch.empty(numel) for _ in range(averages)], torch.zeros(2, averages)),
     )
 
 
@@ -84,6 +85,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "adam_step-misaligned": partial(adam_step, BF16, BF16, offset=1),
     "adam_step-bare": partial(adam_step, BF16, BF16, bare=True),
     **{f"foreach_step-{rule}": partial(foreach_step, rule, BF16, BF16) for rule in RULES if rule != "adamw"},
+    "foreach_step-averages": partial(foreach_step, "adamw", BF16, BF16, 2),
     **{f"pack-{NAMES[dtype]}": partial(pack, dtype, True) for dtype in FLOATS},
     "pack-without-flags": partial(pack, BF16, False),
     **{f"unpack-{NAMES[dtype]}": partial(unpack, dtype) for dtype in FLOATS},

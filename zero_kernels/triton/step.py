@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zero_kernels.hyper import ROW
-from zero_kernels.reference import shards_of
+from zero_kernels.reference import averages_of, shards_of
 from zero_kernels.triton.common import ACTIVE, COLUMNS, EXACT, GRAD_FACTOR, narrow, nonfinite, times, widen
 from zero_kernels.triton.rules import UPDATES
 
@@ -40,6 +40,8 @@ def _step_rows(
     grad_scale,
     found_inf,
     nonfinite_slots,
+    averages,
+    rates,
     UPDATE: tl.constexpr,
     row,  # [ROWS] int64
     has_row,  # [ROWS]: rows that exist
@@ -74,6 +76,10 @@ def _step_rows(
         tl.store(states[i] + at, after[i], mask=live)
     if param_out is not None:
         tl.store(param_out + at, narrow(p, param_out.dtype.element_ty), mask=live)
+    for k in tl.static_range(len(averages)):
+        average = tl.load(averages[k] + at, mask=live)
+        rate = tl.load(rates + tl.maximum(slot, 0).to(tl.int64)[:, None] * len(averages) + k)
+        tl.store(averages[k] + at, average + times(rate, p - average), mask=live)
     # Last: before the update, the branch made a kernel for compute capability 8.0 spill (Triton 3.7).
     if found_inf is not None and nonfinite_slots is not None:
         _mark_nonfinite(g, slot, skipped, nonfinite_slots)
@@ -90,6 +96,8 @@ def _step_kernel(
     grad_scale,
     found_inf,
     nonfinite_slots,
+    averages,  # a tuple of any number
+    rates,
     numel: tl.int64,
     UPDATE: tl.constexpr,
     RAGGED: tl.constexpr,  # whether numel is no multiple of a row
@@ -102,12 +110,12 @@ def _step_kernel(
         # A mask of elements makes every access narrow: only the last tile pays for it.
         _step_rows(
             grad, master, states, param_out, row_slot, hyper,
-            grad_scale, found_inf, nonfinite_slots, UPDATE, row, has_row, at, at < numel,
+            grad_scale, found_inf, nonfinite_slots, averages, rates, UPDATE, row, has_row, at, at < numel,
         )  # fmt: skip
     else:
         _step_rows(
             grad, master, states, param_out, row_slot, hyper,
-            grad_scale, found_inf, nonfinite_slots, UPDATE, row, has_row, at, has_row[:, None],
+            grad_scale, found_inf, nonfinite_slots, averages, rates, UPDATE, row, has_row, at, has_row[:, None],
         )  # fmt: skip
 
 
@@ -130,11 +138,17 @@ def foreach_step(
     states: Sequence[Tensor],
     params_out: Sequence[Tensor],
     row_slots: Sequence[Tensor],
-    *shared: Any,
+    hyper: Tensor,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    nonfinite_slots: Tensor | None,
+    averages: Sequence[Tensor] | None = None,
+    rates: Tensor | None = None,
 ) -> None:
     """See `zero_kernels.foreach_step`: a launch for each shard."""
-    for shard in shards_of(grads, masters, states, params_out, row_slots):
-        _step(rule, *shard, *shared)
+    shards = shards_of(grads, masters, states, params_out, row_slots)
+    for shard, followers in zip(shards, averages_of(grads, averages), strict=True):
+        _step(rule, *shard, hyper, grad_scale, found_inf, nonfinite_slots, tuple(followers), rates)
 
 
 def _step(
@@ -148,6 +162,8 @@ def _step(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     nonfinite_slots: Tensor | None,
+    averages: tuple[Tensor, ...] = (),
+    rates: Tensor | None = None,
 ) -> None:
     numel = grad.numel()
     if numel == 0 or hyper.shape[0] == 0:
@@ -163,6 +179,8 @@ def _step(
             grad_scale,
             found_inf,
             nonfinite_slots,
+            averages,
+            rates if averages else None,
             numel,
             UPDATE=UPDATES[rule],
             RAGGED=numel % ROW != 0,

@@ -160,6 +160,7 @@ def _check_ranges(parsed: argparse.Namespace) -> None:
         "accumulate": 1,
         "prefetch": 0,
         "rank": 0,
+        "averages": 0,
     }
     for name, lowest in least.items():
         if getattr(parsed, name) is not None and getattr(parsed, name) < lowest:
@@ -418,6 +419,7 @@ def _as_json(made: Plan, largest: int, parsed: argparse.Namespace) -> dict[str, 
         "pipeline_stage": made.pipeline_stage,
         "replicas": made.job.replicas,
         "rank": made.job.rank,
+        "optimizer": parsed.optimizer,
         "bytes_per_rank": dict(made.memory),
         "total_bytes": made.total,
         "model_state_bytes": made.model_state,

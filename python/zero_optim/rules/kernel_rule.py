@@ -44,7 +44,7 @@ class KernelRule(UpdateRule):
         return made
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
-        names, averages = self._of_kernel.states, self.averages
+        names = self._of_kernel.states
         apart = MASTER in shards[0].state  # else the parameters are fp32, and their own masters
         self._step(
             self.kernel,
@@ -54,5 +54,6 @@ class KernelRule(UpdateRule):
             [shard.parameter for shard in shards] if apart else [],
             [shard.row_slot for shard in shards],
             *shards[0][-5:-1],  # hyper, grad_scale, found_inf, marks
-            *([[shard.state[name] for shard in shards for name in averages], shards[0].rates] if averages else []),
+            [shard.state[name] for shard in shards for name in self.averages] or None,
+            shards[0].rates,
         )

@@ -278,28 +278,26 @@ NewValues = tuple[Tensor, Mapping[str, Tensor]]
 
 def update_by_rows(rule: UpdateRule, shards: Sequence[ShardUpdate]) -> None:
     """Update shards by ``rule.update_rows``, in plain torch, on any device. Nothing is read by the host."""
-    names = [tensor.name for tensor in rule.tensors if tensor.begins is not Begins.PARAMETER]
-    master, columns, hyper, rates = master_of(rule) or "", list(rule.columns), shards[0].hyper, shards[0].rates
-    if rates is not None:
-        columns, hyper = [*columns, *rule.averages], torch.cat((hyper, rates), dim=1)
+    master = master_of(rule) or ""
+    names = [tensor.name for tensor in rule.tensors if tensor.name not in (master, *rule.averages)]
 
     def update(g: Tensor, p: Tensor, own: Sequence[Tensor], c: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         state = dict(zip(names, own, strict=True))
         new, changed = rule.update_rows(g, p.float(), state, c)
-        averages = {name: state[name] + c[name] * (new - state[name]) for name in rule.averages}
-        return new, [{**state, **changed, **averages}[name] for name in names]
+        return new, [{**state, **changed}[name] for name in names]
 
     apart = master in shards[0].state  # else the parameters are their own masters
     zero_kernels.update_rows(
         update,
-        columns,
+        rule.columns,
         [shard.grad for shard in shards],
         [shard.state[master] if apart else shard.parameter for shard in shards],
         [shard.state[name] for shard in shards for name in names],
         [shard.parameter for shard in shards] if apart else [],
         [shard.row_slot for shard in shards],
-        hyper,
-        *shards[0][5:8],  # grad_scale, found_inf, marks
+        *shards[0][-5:-1],  # hyper, grad_scale, found_inf, marks
+        [shard.state[name] for shard in shards for name in rule.averages] or None,
+        shards[0].rates,
     )
 
 

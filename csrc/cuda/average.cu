@@ -1,0 +1,109 @@
+// Averages of masters on CUDA, behind the update of their shards: one launch for up to kAverages of them. Within the
+// update the loop over them took registers of every kernel, with or without averages.
+#include "average.h"
+
+#include <algorithm>
+
+#include "chunk.h"
+#include "shard_of_block.h"
+
+#if defined(__CUDACC__)
+#include "check.h"
+#endif
+
+namespace zero_kernels {
+namespace {
+
+// ---- kernel -------------------------------------------------------------------------------------------------------
+
+constexpr int kQuad = 4;
+constexpr int kThreads = 256;
+constexpr int64_t kTile = kThreads * kQuad;
+constexpr int kAverages = 64;  // of a launch: their table is among its arguments, and stays below 4 KB
+
+struct AverageArgs {
+  const HyperRow* hyper;
+  const float* rates;
+  const float* found_inf;
+  int32_t columns;
+  int count;  // of averages
+  int64_t first_block[kAverages];
+  Average of[kAverages];
+};
+static_assert(sizeof(AverageArgs) <= 4096);
+
+template <bool kWhole>
+ZK_HOST_DEVICE inline void average_quad(const Average& of, int64_t i, int count, float rate) {
+  float p[kQuad], e[kQuad];
+  if (kWhole) {
+    load_chunk(of.master + i, p);
+    load_chunk(of.average + i, e);
+  } else {
+    load_first(of.master + i, count, p);
+    load_first(of.average + i, count, e);
+  }
+  for (int j = 0; j < kQuad; ++j) e[j] = e[j] + rate * (p[j] - e[j]);
+  if (kWhole)
+    store_chunk(of.average + i, e);
+  else
+    store_first(of.average + i, count, e);
+}
+
+// The program of one thread of one block. The update before it has looked at the slots: none is too large.
+ZK_HOST_DEVICE inline void average_thread(const AverageArgs& args, int64_t block, int thread) {
+  int at = shard_of_block(block, args.count, [&](int i) { return args.first_block[i]; });
+  const Average& of = args.of[at];
+  int64_t i = (block - args.first_block[at]) * kTile + thread * kQuad;
+  int64_t left = of.numel - i;
+  if (left <= 0 || (args.found_inf && *args.found_inf != 0.0f)) return;
+  int32_t slot = of.row_slot[i / kRow];
+  if (slot < 0 || args.hyper[slot].active == 0.0f) return;
+  float rate = args.rates[int64_t(slot) * args.columns + of.column];
+  if (of.vector && left >= kQuad)
+    average_quad<true>(of, i, kQuad, rate);
+  else
+    average_quad<false>(of, i, left < kQuad ? int(left) : kQuad, rate);
+}
+
+// ---- launcher -----------------------------------------------------------------------------------------------------
+
+// Calls run(args, blocks) for each launch that the averages take.
+template <class Run>
+void launch(const Averages& averages, Run run) {
+  for (size_t from = 0; from < averages.of.size(); from += kAverages) {
+    AverageArgs args = {averages.hyper, averages.rates, averages.found_inf, averages.columns, 0, {}, {}};
+    args.count = int(std::min<size_t>(kAverages, averages.of.size() - from));
+    int64_t blocks = 0;
+    for (int i = 0; i < args.count; ++i) {
+      args.of[i] = averages.of[from + i];
+      args.of[i].vector = aligned(args.of[i].master, kQuad) && aligned(args.of[i].average, kQuad);
+      args.first_block[i] = blocks;
+      blocks += ceil_div(args.of[i].numel, kTile);
+    }
+    run(args, blocks);
+  }
+}
+
+#if defined(__CUDACC__)
+
+__global__ void __launch_bounds__(kThreads) average_kernel(const __grid_constant__ AverageArgs args) {
+  average_thread(args, blockIdx.x, threadIdx.x);
+}
+
+#endif
+
+}  // namespace
+
+#if defined(__CUDACC__)
+
+void run_average(CUstream_st* stream, const Averages& averages) {
+  launch(averages, [&](const AverageArgs& args, int64_t blocks) {
+    if (blocks == 0) return;
+    average_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
+    check(cudaGetLastError(), "foreach_step");
+  });
+}
+
+#endif
+
+}  // namespace zero_kernels

@@ -1,0 +1,32 @@
+// The boundary between foreach_step and the kernel of averages, which is compiled apart: plain pointers, no torch.
+#pragma once
+
+#include <vector>
+
+#include "../rules/rule.h"
+
+struct CUstream_st;  // a cudaStream_t points to one
+
+namespace zero_kernels {
+
+// One average of one shard.
+struct Average {
+  const float* master;
+  float* average;
+  const int32_t* row_slot;
+  int64_t numel;
+  int32_t column;  // of rates
+  bool vector;     // both start where their chunks are aligned
+};
+
+struct Averages {
+  const HyperRow* hyper;
+  const float* rates;      // [slots, columns]
+  const float* found_inf;  // or null: 0
+  int32_t columns;
+  std::vector<Average> of;
+};
+
+void run_average(CUstream_st* stream, const Averages& averages);
+
+}  // namespace zero_kernels
