@@ -18,23 +18,9 @@ import zero_optim
 from eventful_cases import ABSENT, OVERFLOW
 from harness import run_ranks
 from torch import Tensor, nn
-from zero_optim.rules import Begins, Number, StateTensor, UpdateRule
 
 DECAY, LOOKED_AT, STEPS = 0.9, 3, 4
 """``LOOKED_AT``: the step before which the parameters are their averages for a while."""
-
-
-class Descent(UpdateRule):
-    """Gradient descent, in plain torch."""
-
-    options = (Number("lr", 0.1, rate=True),)
-    tensors = (StateTensor("precise", Begins.PARAMETER),)
-    own_columns = ("lr",)
-
-    def update_rows(
-        self, g: Tensor, p: Tensor, state: Mapping[str, Tensor], c: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        return p - c["lr"] * g, {}
 
 
 @dataclass(frozen=True)
@@ -113,7 +99,7 @@ def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
 
 
 def make_optimizer(params: Any, **options: Any) -> Any:
-    return zero_optim.ShardedOptimizer(params, Descent(), ema_decay=DECAY, **options)
+    return zero_optim.ShardedAdamW(params, lr=1e-2, ema_decay=DECAY, **options)
 
 
 # -- topologies --------------------------------------------------------------------------------------------------------
