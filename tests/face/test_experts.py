@@ -156,7 +156,6 @@ WAYS = {
     "an overflow on one rank": Way(overflow_on=3, clip=(0.05, 2.0)),
     "experts without tokens": Way(starved=True, clip=(0.05, 2.0), steps=4),
     "experts without tokens, by the largest": Way(starved=True, clip=(0.05, math.inf), steps=4),
-    "updated on the host": Way(clip=(0.05, 2.0), options={"state_offload": "cpu"}),
     "in bf16 and summed in fp32": Way(dtype=torch.bfloat16, options={"grad_reduce_dtype": torch.float32}),
 }
 

@@ -112,7 +112,7 @@ TESTED = {
         "flat": ("stores/test_moving_between_stores.py::test_every_store_takes_over_from_every_other",),
         "hybrid": GRID_3,
         "tensor parallel": CUT,
-        "experts": OF_EXPERTS,
+        "experts": ALL_OF_EXPERTS,
         "pipeline": (f"{PIPELINES}::test_a_pipeline_with_state_off_the_device", ALL_IN_PIPELINE),
         "plain slices": ALL_IN_SLICES,
         "hybrid × tensor parallel": CUT_GRID,
