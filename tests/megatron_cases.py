@@ -6,6 +6,7 @@ slices put one after another are not the whole. Between blocks each tensor-paral
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -104,11 +105,11 @@ class Model(nn.Module):
         self.gain = nn.Parameter(torch.empty(WIDTH))
         self.blocks = nn.ModuleList(Block(group) for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [sequence, batch, width]. This rank's part of what comes out."""
+    def forward(self, x: Tensor, use: Sequence[int] = (0, 1)) -> Tensor:
+        """x: [sequence, batch, width]. This rank's part of what comes out. ``use``: numbers of the blocks that are."""
         x = Part.apply(x * self.gain, self.group)
-        for block in self.blocks:
-            x = block(x)
+        for number in use:
+            x = self.blocks[number](x)
         return x
 
 
@@ -153,8 +154,8 @@ def batch(data_rank: int, step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def loss_of(model: Model, data_rank: int, step: int, micro: int = 0) -> Tensor:
+def loss_of(model: Model, data_rank: int, step: int, micro: int = 0, use: Sequence[int] = (0, 1)) -> Tensor:
     """The term of this rank, of the loss of a data-parallel rank: that of its part of the sequence."""
     x, y = batch(data_rank, step, micro)
-    out = model(x.to(model.gain.dtype))
+    out = model(x.to(model.gain.dtype), use)
     return (out.float() - part_of(y, model.group)).square().sum() / y.numel()

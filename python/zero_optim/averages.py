@@ -15,10 +15,12 @@ from .engine import Engine, Weights
 @torch.no_grad()
 def state_dict(engine: Engine, groups: Groups, which: int, rank: int | None) -> dict[str | int, Tensor]:
     """See ``ShardedOptimizer.ema_state_dict``. The caller has settled the engine."""
-    name, everyone, keys = name_of(engine, which), engine.sharding.everyone, state_keys(groups)
-    with everyone.raising_together("ema_state_dict"):
+    name, savers, keys = name_of(engine, which), engine.sharding.savers, state_keys(groups)
+    with engine.sharding.everyone.raising_together("ema_state_dict"):
+        if rank is not None and rank not in range(savers.world_size):
+            raise ValueError(f"rank must be None or one of {savers.world_size} ranks, got {rank!r}")
         engine.shardings.check_whole("ema_state_dict")
-    wanted = rank is None or everyone.rank == rank
+    wanted = rank is None or rank == savers.rank
     _begin(engine, name)
     found: dict[str | int, Tensor] = {}
     for index, _, whole in engine.states.whole_tensors(only=name):

@@ -419,9 +419,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Args:
             which: of several ``ema_decay``, the number.
-            rank: that gets it; the others get an empty dict. None: all.
+            rank: the rank, in the optimizer's group, that gets it; the others get an empty dict. None: all. Of plain
+                slices, each tensor-parallel rank's averages are of its own, and ``rank`` is one of the data-parallel
+                ranks.
 
-        Raises ValueError where there is no such average; ParameterError for experts that are plain tensors.
+        Raises ValueError where there is no such average, or no such rank; ParameterError for experts that are plain
+        tensors.
         """
         self.check_usable()
         averages.name_of(self.engine, which)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
+import eventful_cases
 import pytest
 import torch
 from expert_cases import HYPER, Moe, Way, groups_of, make_mesh, make_model
@@ -16,10 +18,10 @@ Outcome = dict[str, object]
 STATE = ("exp_avg", "exp_avg_sq")
 
 
-def _optimizer(way: Way, model: Moe, mesh: object):
+def _optimizer(way: Way, model: Moe, mesh: object, **options: object):
     import zero_optim
 
-    return zero_optim.ShardedAdamW(groups_of(model, mesh), **HYPER, stage=way.stage, **way.options)
+    return zero_optim.ShardedAdamW(groups_of(model, mesh), **HYPER, stage=way.stage, **way.options, **options)
 
 
 def _train(way: Way, mesh: object) -> Outcome:
@@ -30,9 +32,10 @@ def _train(way: Way, mesh: object) -> Outcome:
     replica, part = mesh.get_local_rank("edp"), mesh.get_local_rank("ep")
     own, experts = 2 * replica + part, [p for name, p in model.named_parameters() if "experts" in name]
     scaler = zero_optim.GradScaler(init_scale=2.0**10) if way.overflow_on is not None else None
+    shadow = zero_optim.verify(opt, samples=20) if way.verified else None
     norms = []
     for step in range(way.steps):
-        routes = [expert for rank in (0, 1) for expert in way.route(2 * replica + rank, step)]
+        routes = way.routes(mesh, step)
         for micro in range(way.micro):
             with maybe_no_sync(opt, way.no_sync and micro < way.micro - 1):
                 loss = way.loss(model, own, step, micro, routes)
@@ -57,6 +60,7 @@ def _train(way: Way, mesh: object) -> Outcome:
         "steps": {name: float(of["step"]) for name, of in entries.items()},
         "norms": norms,
         "skipped": opt.stats()["skipped_steps"],
+        "verified": None if shadow is None else shadow.report(),
     }
     if way.stacked:
         found["full"] = zero_optim.full_state_dict(opt, rank=None)["state"]
@@ -126,6 +130,10 @@ def _compare(way: Way, found: Outcome, wanted: Outcome, tolerance: float = 1e-5)
         assert steps == float(state.get("step", 0)), name
     assert found["norms"] == pytest.approx(wanted["norms"], rel=10 * tolerance, nan_ok=True)
     assert found["skipped"] == (way.overflow_on is not None)
+    if way.verified:
+        report = found["verified"]
+        assert report.compared > 0 and report.ulps <= report.bound
+        assert report.edited == report.unrounded == 0
     if "full" in found and way.dtype is torch.float32:
         assert found["full"].keys() == wanted["opt"]["state"].keys()
         for index, entry in wanted["opt"]["state"].items():
@@ -143,12 +151,11 @@ WAYS = {
     "clipped by the largest": Way(clip=(0.01, math.inf)),
     "clipped by norm 3": Way(clip=(0.05, 3.0)),
     "experts clipped by themselves": Way(clip=(0.05, 2.0), clip_experts=True),
-    "no_sync": Way(micro=3, no_sync=True, clip=(0.05, 1.0)),
+    "no_sync, in the eyes of verify": Way(micro=3, no_sync=True, clip=(0.05, 1.0), verified=True),
     "three backwards": Way(micro=3, clip=(0.05, 2.0)),
     "an overflow on one rank": Way(overflow_on=3, clip=(0.05, 2.0)),
     "experts without tokens": Way(starved=True, clip=(0.05, 2.0), steps=4),
     "experts without tokens, by the largest": Way(starved=True, clip=(0.05, math.inf), steps=4),
-    "updated on the host": Way(clip=(0.05, 2.0), options={"state_offload": "cpu"}),
     "in bf16 and summed in fp32": Way(dtype=torch.bfloat16, options={"grad_reduce_dtype": torch.float32}),
 }
 
@@ -165,6 +172,47 @@ def test_trains_as_one_process_does(stage):
                 _compare(way, of_rank[number], wanted)
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from error
+
+
+def _eventful(rank: int, world_size: int, stage: int, folder: str) -> eventful_cases.Outcome:
+    mesh, way = make_mesh(), replace(EVENTFUL, stage=stage)
+
+    def make(**options: object) -> eventful_cases.Job:
+        model = _freeze(make_model(way, mesh))
+        opt = _optimizer(way, model, mesh, **options)
+
+        def backwards(step: int) -> None:
+            for micro in range(way.micro):
+                with maybe_no_sync(opt, micro < way.micro - 1):
+                    loss = way.loss(model, rank, step, micro, way.routes(mesh, step))
+                    (loss * math.inf if rank == 3 and step == eventful_cases.OVERFLOW else loss).backward()
+
+        return eventful_cases.Job(model, opt, backwards)
+
+    return eventful_cases.train(make, folder)
+
+
+EVENTFUL = Way(stacked=True, micro=2, left_out=eventful_cases.ABSENT)
+
+
+def _freeze(model: Moe) -> Moe:
+    for parameter in (model.before.bias, model.experts.up):
+        parameter.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_all_that_may_happen(stage: int, tmp_path: Path) -> None:
+    """Overflows, absent and frozen gradients, ``no_sync``; checkpoints, whole states, state off the device, verify."""
+    model = _freeze(make_model(EVENTFUL))
+
+    def backwards(step: int) -> None:
+        for micro in range(EVENTFUL.micro):
+            losses = [EVENTFUL.loss(model, rank, step, micro, EVENTFUL.route(rank, step)) for rank in range(4)]
+            (sum(losses) / 4).backward()
+
+    outcomes = run_ranks(4, _eventful, stage, str(tmp_path))
+    eventful_cases.assert_as_in_one_process(outcomes, model, backwards)
 
 
 def _at_stage_3(rank: int, world_size: int) -> None:

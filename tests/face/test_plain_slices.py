@@ -6,8 +6,10 @@ import contextlib
 import itertools
 import math
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import eventful_cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -136,7 +138,6 @@ WAYS = {
     "several backwards": Way(clip=(0.5, 1.0), micro=2),
     "clipped by the option": Way(options={"max_grad_norm": 1e9}),
     "an overflow on one rank": Way(scaler=True, overflow_on=3, clip=(0.5, 2.0)),
-    "state off the device": Way(options={"state_offload": "cpu"}, micro=2),
 }
 
 
@@ -161,6 +162,54 @@ def test_one_data_parallel_rank_trains_as_one_process_does() -> None:
     for rank, found in enumerate(run_ranks(TENSOR, outcomes, ways, timeout=120)):
         for way, of_way in zip(ways, found, strict=True):
             compare(of_way, way, 1, rank)
+
+
+# -- all that may happen -----------------------------------------------------------------------------------------------
+
+FROZEN = ("blocks.0.inner", "blocks.1.norm")  # a slice, and what has terms
+
+
+def used(step: int) -> tuple[int, ...]:
+    """The blocks that are used in a step."""
+    return (0,) if step == eventful_cases.ABSENT else (0, 1)
+
+
+def freeze(model: Model) -> Model:
+    for name in FROZEN:
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+def eventful(rank: int, world_size: int, stage: int, folder: str) -> eventful_cases.Outcome:
+    mesh = make_mesh(2)
+
+    def make(**options: Any) -> eventful_cases.Job:
+        model = freeze(make_model(mesh["tp"].get_group()))
+        opt = make_optimizer(Way(stage, options=options), model, mesh)
+
+        def backwards(step: int) -> None:
+            for micro in range(2):
+                with maybe_no_sync(opt, micro == 0):
+                    loss = loss_of(model, mesh.get_local_rank("dp"), step, micro, used(step))
+                    (loss * math.inf if rank == 3 and step == eventful_cases.OVERFLOW else loss).backward()
+
+        return eventful_cases.Job(model, opt, backwards)
+
+    return eventful_cases.train(make, folder)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_that_may_happen(stage: int, tmp_path: Path) -> None:
+    """Overflows, absent and frozen gradients, ``no_sync``; checkpoints, whole states, state off the device, verify."""
+    model = freeze(make_model())
+
+    def backwards(step: int) -> None:
+        for micro in range(2):
+            (sum(loss_of(model, data, step, micro, used(step)) for data in range(2)) / 2).backward()
+
+    outcomes = run_ranks(4, eventful, stage, str(tmp_path), timeout=120)
+    own = lambda rank, name, whole: slice_of(name, whole, rank % TENSOR, TENSOR)  # noqa: E731
+    eventful_cases.assert_as_in_one_process(outcomes, model, backwards, part=own)
 
 
 # -- bits --------------------------------------------------------------------------------------------------------------

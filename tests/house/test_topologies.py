@@ -23,9 +23,11 @@ GRID_3 = (*GRID, f"{GRIDS}::test_stage_3_equals_stage_2_bit_for_bit", ALL_ON_GRI
 CUT = (f"{TENSOR}::test_trains_as_one_process_does",)
 CUT_GRID = (f"{TENSOR}::test_replicas_of_shards_of_slices",)
 OF_EXPERTS = (f"{EXPERTS}::test_trains_as_one_process_does",)
+ALL_OF_EXPERTS = (f"{EXPERTS}::test_all_that_may_happen",)
 PIPELINE = (f"{PIPELINES}::test_a_pipeline_trains_like_one_process",)
 ALL_IN_PIPELINE = f"{PIPELINES}::test_all_that_may_happen"
 PLAIN = ("face/test_plain_slices.py::test_trains_as_one_process_does",)
+ALL_IN_SLICES = ("face/test_plain_slices.py::test_all_that_may_happen",)
 THREE = ("face/test_three_dimensions.py::test_pipeline_tensor_parallelism_and_sharing_train_as_one_process_does",)
 ALL_IN_CONTEXT = ("face/test_context_parallel.py::test_all_that_may_happen",)
 CONTEXT = ("face/test_context_parallel.py::test_gradients_are_averaged_over_both_dimensions", *ALL_IN_CONTEXT)
@@ -89,6 +91,7 @@ TESTED = {
         "hybrid": (*GRID, ALL_ON_GRID),
         "tensor parallel": (*CUT, FUZZ),
         "experts": OF_EXPERTS,
+        "plain slices": ALL_IN_SLICES,
         "hybrid × tensor parallel": CUT_GRID,
         "pipeline": (ALL_IN_PIPELINE,),
         "pipeline × tensor parallel": THREE,
@@ -97,7 +100,8 @@ TESTED = {
     "frozen parameters": {
         "flat": (FUZZ, "grads/test_frozen_and_growing.py::test_frozen_parameters_cost_no_state"),
         "tensor parallel": CUT,
-        "experts": ("face/test_experts_bits.py::test_every_cell_equals_the_oracle_bit_for_bit",),
+        "experts": (*ALL_OF_EXPERTS, "face/test_experts_bits.py::test_every_cell_equals_the_oracle_bit_for_bit"),
+        "plain slices": ALL_IN_SLICES,
         "pipeline": (f"{PIPELINES}::test_a_parameter_that_thaws_on_one_stage", ALL_IN_PIPELINE),
         "hybrid": (ALL_ON_GRID,),
         "hybrid × tensor parallel": CUT_GRID,
@@ -108,9 +112,9 @@ TESTED = {
         "flat": ("stores/test_moving_between_stores.py::test_every_store_takes_over_from_every_other",),
         "hybrid": GRID_3,
         "tensor parallel": CUT,
-        "experts": OF_EXPERTS,
+        "experts": ALL_OF_EXPERTS,
         "pipeline": (f"{PIPELINES}::test_a_pipeline_with_state_off_the_device", ALL_IN_PIPELINE),
-        "plain slices": PLAIN,
+        "plain slices": ALL_IN_SLICES,
         "hybrid × tensor parallel": CUT_GRID,
         "pipeline × tensor parallel": THREE,
         "context parallel": ALL_IN_CONTEXT,
@@ -153,6 +157,8 @@ TESTED = {
         ),
         "tensor parallel": (*CUT, f"{TENSOR}::test_a_model_from_meta_is_what_verify_expects"),
         "hybrid": (ALL_ON_GRID,),
+        "plain slices": ALL_IN_SLICES,
+        "experts": (*OF_EXPERTS, *ALL_OF_EXPERTS),
         "hybrid × tensor parallel": CUT_GRID,
         "pipeline": (ALL_IN_PIPELINE,),
         "pipeline × tensor parallel": THREE,

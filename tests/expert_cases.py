@@ -135,10 +135,16 @@ class Way:
     overflow_on: int | None = None
     starved: bool = False
     """Whether some experts get no tokens."""
+    left_out: int | None = None
+    """The step in which no expert gets any."""
+    verified: bool = False
+    """Whether ``verify`` looks on."""
     options: dict[str, Any] = field(default_factory=dict)
 
     def route(self, rank: int, step: int) -> list[int]:
         """The expert of each token of a rank, ``rank`` counted replica by replica."""
+        if step == self.left_out:
+            return [-1] * TOKENS
         allowed = list(range(EXPERTS))
         if self.starved and step == 0:
             allowed = [0, 1, 3]  # 2 on no rank, and 0, which has the same local name, on all
@@ -147,6 +153,11 @@ class Way:
         if self.starved and step == 2:
             allowed = [1]  # nothing at all for the ranks with 2 and 3
         return [allowed[(token + rank + step) % len(allowed)] for token in range(TOKENS)]
+
+    def routes(self, mesh: dist.DeviceMesh, step: int) -> list[int]:
+        """The expert of each token of the ranks that have all experts among them, this one with them."""
+        replica = mesh.get_local_rank("edp")
+        return [expert for part in (0, 1) for expert in self.route(2 * replica + part, step)]
 
     def loss(self, model: Moe, rank: int, step: int, micro: int, routes: Sequence[int]) -> Tensor:
         generator = torch.Generator().manual_seed((rank * 100 + step) * 10 + micro)
