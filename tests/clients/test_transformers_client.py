@@ -166,16 +166,39 @@ def test_a_trainer_checkpoint_resumes(first: Any, tmp_path: Any) -> None:
     assert_like_adamw(weights(resumed), weights(straight), LR, 6)
 
 
-def test_a_trainer_evaluates_the_averages(tmp_path: Any) -> None:
-    from transformers import TrainingArguments
+def test_a_trainer_makes_sgd_where_it_is_asked_to(tmp_path: Any) -> None:
+    from transformers import Trainer
     from zero_optim.integrations.transformers import ShardedTrainer
 
+    found = []
+    for kind in (ShardedTrainer, Trainer):
+        options = {"save_strategy": "no", "optim": "sgd", "learning_rate": 0.1, "max_steps": 3}
+        model, trainer = _trainer(kind, tmp_path, **options)
+        trainer.train()
+        found.append(weights(model))
+        assert isinstance(trainer.optimizer.optimizer, zero_optim.ShardedSGD) == (kind is ShardedTrainer)
+        close(trainer.optimizer.optimizer)
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def _trainer(kind: Any, folder: Any, *, make: Any = None, **options: Any) -> tuple[nn.Module, Any]:
+    """GPT-2, and what trains it. ``make``: more arguments of the Trainer."""
+    from transformers import TrainingArguments
+
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
-    arguments = TrainingArguments(str(tmp_path), max_steps=4, learning_rate=0.01, eval_on_start=True, **quiet)
     model = load_example("transformers_loop").build_model("gpt2")
     tokens = [(torch.arange(32) + start) % 128 for start in range(16)]
     data = [{"input_ids": counting, "labels": counting} for counting in tokens]
-    trainer = ShardedTrainer(model, arguments, train_dataset=data, eval_dataset=data, ema_decay=0.5)
+    arguments = TrainingArguments(str(folder), **{**quiet, **options})
+    return model, kind(model, arguments, train_dataset=data, eval_dataset=data, **(make or {}))
+
+
+def test_a_trainer_evaluates_the_averages(tmp_path: Any) -> None:
+    from zero_optim.integrations.transformers import ShardedTrainer
+
+    options = {"max_steps": 4, "learning_rate": 0.01, "eval_on_start": True}
+    model, trainer = _trainer(ShardedTrainer, tmp_path, make={"ema_decay": 0.5}, **options)
     trainer.train()
     own, optimizer = weights(model), trainer.optimizer.optimizer
     found = trainer.evaluate()["eval_loss"]

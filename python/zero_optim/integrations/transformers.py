@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import checkpoint
 from ..checkpoint.hugging_face import load_safetensors
-from ..drop_ins import ShardedAdamW
+from ..drop_ins import ShardedAdamW, ShardedSGD
 from ..errors import ParameterError
 from ..optimizer import ShardedOptimizer
 from ..shard_module import shard_module
@@ -35,11 +35,14 @@ from transformers import Seq2SeqTrainer, Trainer  # noqa: E402
 
 from .accelerate import FOLDER, adopt, data_parallel_mesh  # noqa: E402
 
+_SHARDED: dict[type, type[ShardedOptimizer]] = {torch.optim.AdamW: ShardedAdamW, torch.optim.SGD: ShardedSGD}
+
 
 class ShardedTrainer(Trainer):
     """A ``Trainer`` that leaves reducing gradients to a ``ShardedOptimizer``. Its other arguments are Trainer's.
 
-    Given no optimizer it makes one, from the learning rate, betas, epsilon and weight decay of the TrainingArguments.
+    Given no optimizer it makes one, from ``optim``, the learning rate, betas, epsilon and weight decay of the
+    TrainingArguments.
     Saving is a call of all ranks, ``save_model`` too: checkpoints hold whole weights, which ``from_pretrained`` reads,
     and in the folder ``sharded`` the state of the optimizer, for any number of ranks and any stage.
 
@@ -58,7 +61,7 @@ class ShardedTrainer(Trainer):
         ParameterError: ``units`` beside an optimizer that is there already: shard the model before that. A model that
             was loaded with a ``DistributedConfig`` of more than ``tp_size``.
         TypeError: on several ranks, an optimizer that is not a ``ShardedOptimizer``.
-        ValueError: an ``optim`` among the TrainingArguments that is not AdamW.
+        ValueError: an ``optim`` among the TrainingArguments that is neither AdamW nor SGD.
     """
 
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
@@ -95,24 +98,24 @@ class ShardedTrainer(Trainer):
         if self.optimizer is not None:
             return self.optimizer
         if self.optimizer_cls_and_kwargs is None:
-            self.optimizer_cls_and_kwargs = (ShardedAdamW, self._adamw_options())
+            self.optimizer_cls_and_kwargs = self._optimizer_and_options()
         optimizer = super().create_optimizer(model)
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.attach(self.model)  # Trainer's groups have no names
         return optimizer
 
-    def _adamw_options(self) -> dict[str, Any]:
+    def _optimizer_and_options(self) -> tuple[type[ShardedOptimizer], dict[str, Any]]:
         kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        if kind is not torch.optim.AdamW:
+        if kind not in _SHARDED:
             raise ValueError(
-                f"ShardedTrainer makes a ShardedAdamW, and TrainingArguments ask for optim={self.args.optim.value!r}: "
-                "leave optim out, or give optimizer_cls_and_kwargs"
+                f"ShardedTrainer makes a ShardedAdamW, or a ShardedSGD, and TrainingArguments ask for "
+                f"optim={self.args.optim.value!r}: leave optim out, or give optimizer_cls_and_kwargs"
             )
         options.pop("fused", None)
         if is_cut(self.model):
             options["params"] = self._groups()
         mesh = None if sharded_model_of(self.model.parameters()) else data_parallel_mesh(self.accelerator)
-        return {**options, "stage": self._stage, "mesh": mesh, "ema_decay": self._ema_decay}
+        return _SHARDED[kind], {**options, "stage": self._stage, "mesh": mesh, "ema_decay": self._ema_decay}
 
     def _groups(self) -> list[dict[str, Any]]:
         """Trainer's groups, before it splits them by mesh for torch's optimizers: so checkpoints fit any other mesh."""
