@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .checkpoint.state_dict import Groups, state_keys
-from .engine import Engine, Weights
+from .engine import Engine
+from .mode import Mode
 
 
 @torch.no_grad()
@@ -37,7 +38,7 @@ def swapped(engine: Engine, which: int) -> Iterator[None]:
         _begin(engine, name)
         kept = engine.states.show(name)
         engine.param_gather.wait()
-    engine.weights = Weights.AVERAGE
+    engine.mode.now = Mode.AVERAGE
     try:
         yield
     finally:
@@ -45,7 +46,7 @@ def swapped(engine: Engine, which: int) -> Iterator[None]:
         with torch.no_grad():
             engine.states.show_again(kept)
             engine.param_gather.wait()
-        engine.weights = Weights.OWN
+        engine.mode.now = Mode.OWN
 
 
 def _begin(engine: Engine, name: str) -> None:

@@ -10,7 +10,6 @@ A step has four phases, each a method of ``Engine``::
 
 from __future__ import annotations
 
-import enum
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +23,7 @@ from torch import Tensor
 from zero_kernels import is_capturing
 
 from . import validate
+from .asleep import Asleep
 from .comm.collectives import Comm
 from .comm.sharding import Sharding
 from .errors import GradientError, OffloadError, ZeroOptimError
@@ -31,6 +31,7 @@ from .grads.bucket import Bucket
 from .grads.buckets import buckets_by_size, buckets_of_units
 from .grads.reducer import Reducer, open_reducers
 from .grads.slots import GradState
+from .mode import CurrentMode
 from .params.parameter_set import ParameterSet
 from .params.shardings import Shardings
 from .params.tensor_slice import is_cut, local_of
@@ -68,22 +69,6 @@ class Overlap:
     param_gather: bool
 
 
-class Weights(enum.Enum):
-    """What the parameters are.
-
-    ================  ==========  ==========
-    event             OWN         AVERAGE
-    ================  ==========  ==========
-    swap_to_ema       AVERAGE     raises
-    its end                       OWN
-    step, a save      as ever     raises
-    ================  ==========  ==========
-    """
-
-    OWN = enum.auto()
-    AVERAGE = enum.auto()
-
-
 class Engine:
     """The parts of one optimizer. They know each other by what they are given here, and by nothing else.
 
@@ -103,6 +88,8 @@ class Engine:
         states: the state of every shard.
         exchange, clip, hyper, param_gather: the phases' own.
         optimizer: gives the face that it is behind, while that lives.
+        mode: what may be called now.
+        asleep: what ``sleep`` has taken off the device.
         steps: calls of ``step`` so far.
         watchers: told of every update; ``zero_optim.verify`` adds one.
         bucket_cap_mb, max_grad_norm, skip_nonfinite: as the optimizer was given them.
@@ -130,7 +117,8 @@ class Engine:
         if sharded_model is not None:
             make_buckets = partial(buckets_of_units, sharded_model, trained, labels, sharding)
         schedule = None if sharded_model is None else sharded_model.schedule
-        self.reducer = Reducer(trained, labels, sharding, make_buckets, overlap.grad_reduce, schedule)
+        self.mode = CurrentMode()
+        self.reducer = Reducer(trained, labels, sharding, make_buckets, overlap.grad_reduce, schedule, self.mode)
         self.offload, self.store = offload, store
         self.speculator: Speculator | None = None
         if offload.speculate and sharding.reduces and sharding.stage >= 1:  # else gradients are the user's to edit
@@ -154,11 +142,11 @@ class Engine:
         # the engine they would hold it and its watchers, and so perhaps the optimizer, which would never be closed.
         self.reducer.on_layout = [self.states.lay_out, self.param_gather.use]
         self.reducer.on_change = [self.clip.discard, self.exchange.outdate]
+        self.asleep = Asleep(self.mode, parameters, sharding, self.reducer, store, sharded_model)
         self.steps = 0
         self.watchers: list[Watcher] = []
         self.reducer.engine = weakref.ref(self)
         self.optimizer: Callable[[], object] = lambda: None
-        self.weights = Weights.OWN
 
     @property
     def sharding(self) -> Sharding:
@@ -181,15 +169,10 @@ class Engine:
         self.sharding.everyone.check_alone()
         self.reducer.check_laid_out()
         self.parameters.check_groups_unedited()
-        self.check_weights("step")
+        self.mode.check("step")
         self.hyper.check(groups)
         if self.sharded_model is not None:
             self.sharded_model.schedule.check_not_gathered()
-
-    def check_weights(self, what: str) -> None:
-        """Raise ZeroOptimError where the parameters are an average just now."""
-        if self.weights is Weights.AVERAGE:
-            raise ZeroOptimError(f"{what} was called within swap_to_ema(), where the parameters are their average")
 
     @torch.compiler.disable  # traced together with the optimizer's step, it counted no steps (seen)
     def step(self, groups: Groups) -> None:
@@ -416,6 +399,7 @@ class Engine:
 
     def restart(self) -> None:
         """State and step counts are what they are at construction."""
+        self.mode.check_awake()
         self.states.restart(set(self.parameters.trained))
         self.hyper.steps.zero_()
 
@@ -439,6 +423,14 @@ class Engine:
         self.exchange.check_alarms()
         self.states.raise_lost_together()  # a rank that has lost its part must not be alone in what follows
 
+    def sleep(self, parameters: bool, to: str | None) -> None:
+        """Collective. Take what is on the device off it: see ``asleep``."""
+        folder = self.asleep.read(parameters, to)
+        self.settle()
+        self.asleep.check(parameters=parameters)
+        self.zero_grad(set_to_none=True)
+        self.asleep.sleep(folder, parameters=parameters)
+
     # -- statistics, and the end ---------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
@@ -457,6 +449,7 @@ class Engine:
                 **asdict(self.store.copied),
                 **({} if self.speculator is None else {"speculated": asdict(self.speculator.guesses)}),
             },
+            "sleep": {"mode": self.mode.now.name, **self.asleep.footprint()},
         }
 
     def memory(self) -> dict[str, int]:
@@ -479,6 +472,7 @@ class Engine:
         finally:  # whatever a disk says: the parameters are free for another optimizer
             self.parameters.release()
             self.sharding.everyone.close()
+            self.asleep.close()
 
 
 def open_engines() -> list[Engine]:
@@ -488,9 +482,11 @@ def open_engines() -> list[Engine]:
 
 def check_whole(where: str, ids: Container[int]) -> None:
     """Raise ParameterError where one of these parameters, by ``id``, is no whole that ``where`` can keep. See
-    ``Shardings``."""
+    ``Shardings``. Raise ZeroOptimError where one of them is asleep."""
     for engine in open_engines():
         engine.shardings.check_whole(where, ids)
+        if any(id(parameter) in ids for flat in engine.asleep.flats for parameter in flat.params):
+            engine.mode.check_awake(where)
 
 
 def savers_of(ids: Container[int]) -> Comm | None:

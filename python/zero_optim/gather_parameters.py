@@ -40,6 +40,7 @@ def gather_parameters(module: nn.Module, *, writeback: bool = False) -> Iterator
 def _gather(model: ShardedModel, module: nn.Module, writeback: bool) -> Iterator[None]:
     if in_backward() or model.schedule.running:
         raise ShardAccessError("gather_parameters was entered in a forward or backward: enter it between steps")
+    model.schedule.check_awake("gather_parameters")
     wanted = {id(plain_parameter(parameter)) for parameter in module.parameters()}
     called = set(module.modules())  # a root without parameters of its own is to know that it need not gather either
     units = [

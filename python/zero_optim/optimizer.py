@@ -445,6 +445,47 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with averages.swapped(self.engine, which):
             yield
 
+    # -- sleep -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sleep(self, parameters: bool = False, to: str | None = None) -> None:
+        """Collective. Free the device's memory of state, gradients and communication until ``wake()``.
+
+        Every flat buffer is copied once, into pinned host memory that is kept for the next sleep. What
+        ``state_offload`` has off the device stays where it is. Gradients have to be applied, and are dropped. Until
+        ``wake``, all that trains, reads or saves raises ZeroOptimError; ``stats()`` and ``close()`` go on.
+
+        Args:
+            parameters: let the parameters go as well. They read as NaN and refuse writes until ``wake``; a forward
+                raises ZeroOptimError. Frozen parameters go at stage 3 alone.
+            to: "nvme:DIR": copy into a file in that folder, of which nothing is left however the process ends. None:
+                into host memory.
+
+        Raises, on every rank and with all awake as before:
+            GradientError: there are gradients that no step has applied.
+            OffloadError: host memory, the folder or its disk do not hold it.
+            ParameterError: a parameter was moved since the optimizer was made.
+            RankMismatchError: another rank has failed, or was given other arguments.
+            ValueError: an argument out of range.
+        """
+        self.check_usable()
+        self.engine.sleep(parameters, to)
+
+    @torch.no_grad()
+    def wake(self) -> None:
+        """Collective. Bring back what ``sleep`` has taken off the device, bit for bit. Awake, it does nothing.
+
+        Parameters are the same objects, in the same flat buffers, which may have new addresses: what a CUDA graph has
+        captured is to be captured anew.
+
+        Raises, on every rank and with all asleep as before:
+            OutOfMemoryError: the device has not the memory now.
+            OffloadError: the file was damaged.
+            RankMismatchError: another rank has failed.
+        """
+        self._check_open()
+        self.engine.asleep.wake()
+
     # -- the parameters ------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -482,7 +523,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         another rank a reduction, and that rank comes to nothing else before it has it. No effect after ``close``.
         """
         if not self._closed:
-            self.engine.check_weights("what reads or writes parameters and state on all ranks")
+            self.engine.mode.check("what reads or writes parameters and state on all ranks")
             self.engine.settle()
 
     # -- state and statistics ------------------------------------------------------------------------------------
@@ -546,9 +587,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         the first non-finite gradient in the latest run of steps that had one, ``step`` counted from 1; parameter and
         rank are None until the next step where the overflow arose in the sum, in another rank's shard).
         ``state_offload`` has the bytes of state on ``device``, ``host`` and ``disk``, those moved ``to_device``,
-        ``to_host``, ``read`` and ``written`` so far, and of "cpu" the updates ``speculated``.
+        ``to_host``, ``read`` and ``written`` so far, and of "cpu" the updates ``speculated``. ``sleep`` has the
+        ``mode``, and the bytes kept for sleeping on ``host`` and ``disk``.
         """
-        self.check_usable()
+        self._check_open()
         return self.engine.stats()
 
     def first_non_finite(self) -> dict[str, Any] | None:
@@ -582,7 +624,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def check_usable(self) -> None:
-        """Raise ClosedError after ``close()``."""
+        """Raise ClosedError after ``close()``, ZeroOptimError between ``sleep()`` and ``wake()``."""
+        self._check_open()
+        self.engine.mode.check_awake()
+
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this optimizer was closed: make a new one")
 

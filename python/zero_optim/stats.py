@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .comm.buffers import CommBuffers
+from .comm.storage import is_there
 from .params.layout import BucketLayout, SlotPiece
 from .rules.update_rule import StateTensor, UpdateRule
 from .step.shard_state import ShardState
@@ -35,25 +36,23 @@ def memory_by_kind(
     ones, nor of modules' buffers. ``padding`` is what rows and equal shards add to all the others. At stage 3
     parameters are the shards, and ``unsharded`` what is there beside them now, of frozen ones too.
 
+    All is 0 while the optimizer sleeps, but for parameters that stay awake.
+
     State that is off the device between steps is in none of these: ``pages`` has what its store takes of the device.
 
     Gradients count the buffers of the buckets, which at stage 2 is the shard; what autograd allocates for a
     gradient until its bucket leaves is not in it.
     """
-    memory, on_device = no_memory(rule), isinstance(store, DeviceStore)
+    memory, on_device = no_memory(rule), isinstance(store, DeviceStore) and all(map(is_there, store.residents()))
     for shard in shards:
         bucket = shard.bucket
         parameters = bucket.param_shard if bucket.flat.sharded else bucket.flat.full
         there = [("gradients", bucket.grad_buffer)]
         if not bucket.flat.offloaded:
             there.append(("parameters", parameters))
-        flats = [
-            FlatBytes(kind, tensor.numel(), tensor.element_size())
-            for kind, tensor in there
-            if tensor.untyped_storage().nbytes()
-        ]
+        flats = [FlatBytes(kind, tensor.numel(), tensor.element_size()) for kind, tensor in there if is_there(tensor)]
         count_bucket(memory, bucket.layout, bucket.pieces, flats, shard.tensors if on_device else ())
-    if not on_device:
+    if not isinstance(store, DeviceStore):
         memory[PAGES] = store.footprint()["device"]
     memory["communication"] = buffers.nbytes()
     if sharded is not None:

@@ -14,7 +14,7 @@ KERNELS = ROOT / "zero_kernels"
 
 # Within zero_optim a room, or a file outside of all, imports from its own row and from earlier ones.
 ORDER = (
-    {"errors", "backward_watch", "callers", "user_thread"},
+    {"errors", "backward_watch", "callers", "user_thread", "mode"},
     {"comm"},
     {"params", "stores"},
     {"rules"},
@@ -22,7 +22,7 @@ ORDER = (
     {"validate", "admission"},
     {"grads"},
     {"step"},
-    {"stats"},
+    {"stats", "asleep"},
     {"engine", "shard_module"},
     {"drawing"},
     {"memory"},

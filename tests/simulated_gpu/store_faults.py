@@ -71,8 +71,8 @@ _OF_PAGES = within(
     fault(
         "_send_back: arrived.wait()", one("paged", 2), unseen="No program wants the frame of a page that is on its way."
     ),
-    fault("_drop_frames: _lanes.keep(...)", one("paged, as there is room", 2), unseen=_NO_PAGES),
-    fault("_drop_frames: keep_for_current_stream(...)", two("paged, as there is room", 2), unseen=_NO_PAGES),
+    fault("drop_frames: _lanes.keep(...)", one("paged, as there is room", 2), unseen=_NO_PAGES),
+    fault("drop_frames: keep_for_current_stream(...)", two("paged, as there is room", 2), unseen=_NO_PAGES),
     fault(
         "_fit_frames: free.set()",
         one("paged", 2),

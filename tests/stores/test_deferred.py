@@ -52,7 +52,7 @@ UNSEEN: dict[str, str] = {
     "paged_store.wait_for_visitors: page.arrived.wait()": _CAME_BEFORE,
     "paged_store.release: page.left.wait()": "A training reads all state at its end, when every page has left",
     "paged_store._send_back: page.arrived.wait()": "No training wants the frame of a page that is on its way in",
-    "paged_store._drop_frames: self._lanes.keep(frame.run)": "Copies that are not made keep their tensors",
+    "paged_store.drop_frames: self._lanes.keep(frame.run)": "Copies that are not made keep their tensors",
     "paged_store._let_stay: page.left.wait()": "On a CPU nobody asks for room",
     "paged_store.wait: page.left.wait()": "It is for who measures: no training calls it",
     "disk_homes.unchanged: mark.wait()": "On a CPU who reads a page has waited for its copy",

@@ -114,6 +114,12 @@ class CommBuffers:
         for storage in self.storages:
             deallocate(storage)
 
+    def reallocate(self) -> None:
+        """Take the memory of ``deallocate`` again now: it may not be there later."""
+        for storage in self.storages:
+            allocate(storage)
+        self.allocated = True
+
     @property
     def idle(self) -> bool:
         """Whether taking one would not wait."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from .streams import keep_for_current_stream
@@ -34,6 +35,16 @@ def deallocate(tensor: Tensor) -> None:
     if storage.resizable():
         keep_for_current_stream(tensor)
         storage.resize_(0)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """[bytes] uint8, all of the storage that a tensor views."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def is_there(tensor: Tensor) -> bool:
+    """Whether there is memory behind the tensor."""
+    return tensor.untyped_storage().nbytes() > 0
 
 
 def as_own_storage(view: Tensor) -> Tensor:

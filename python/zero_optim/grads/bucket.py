@@ -456,11 +456,24 @@ class Bucket:
     def clear(self) -> None:
         """Forget every gradient. At stage 3 their memory goes, else it stays."""
         self.slots.clear()
-        # A reduction may still write into it: memory that is freed under one is another tensor's soon.
         if self.flat.sharded:
-            self.arrivals.wait()
-            self._use_new_memory_if_kept()
+            self.leave_memory()
             deallocate(self.grad_buffer)
+
+    def leave_memory(self) -> None:
+        """Nothing is here: let ``grad_buffer`` be memory that nobody writes or keeps, before it is freed."""
+        # A reduction may still write into it: memory that is freed under one is another tensor's soon.
+        self.arrivals.wait()
+        self._use_new_memory_if_kept()
+
+    def unapplied(self, *, applied: bool) -> list[str]:
+        """Label the slots with a gradient in ``.grad``. ``applied``: leave out those that the bucket has put there."""
+        there = zip(self.params, self._handles(), strict=True)
+        return [
+            self.label(index)
+            for index, (parameter, handle) in enumerate(there)
+            if (grad := parameter.grad) is not None and not (applied and grad is handle)
+        ]
 
     def zero(self) -> None:
         """Make every gradient that is there zero, as ``zero_grad(set_to_none=False)`` means."""

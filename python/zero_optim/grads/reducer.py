@@ -33,6 +33,7 @@ from ..comm.buffers import PATIENCE_SECONDS, CommBuffers
 from ..comm.sharding import Sharding
 from ..comm.streams import GradStreams
 from ..errors import ParameterError, RankMismatchError, ZeroOptimError
+from ..mode import CurrentMode
 from ..params.storage_order import described
 from ..units.schedule import UnitSchedule, complete_raised_backwards, prefetch_rest_of_backwards
 from ..user_thread import UserThread
@@ -66,6 +67,7 @@ class Reducer:
         make_buckets: builds the buckets for an order; parameters become views of them.
         overlap: reduce during backward. Else stage 1 reduces in ``finish``, the others at the end of backward.
         schedule: at stage 3, who knows which unit's backward is over.
+        mode: of the optimizer.
 
     Attributes:
         rounds: which reductions are owed.
@@ -88,9 +90,11 @@ class Reducer:
         make_buckets: Callable[[Sequence[int]], list[Bucket]],
         overlap: bool,
         schedule: UnitSchedule | None = None,
+        mode: CurrentMode | None = None,
     ) -> None:
         self.parameters, self.labels, self.sharding, self.overlap = parameters, labels, sharding, overlap
         self._reduces = sharding.reduces  # asked for every gradient
+        self._mode = mode or CurrentMode()
         self.layout = Buckets(labels, sharding, make_buckets)
         self._schedule = schedule if sharding.reduces else None  # one rank gathers nothing
         self._hooks = GradHooks(self._before_accumulate if sharding.reduces else None, self._on_ready)
@@ -280,6 +284,7 @@ class Reducer:
         return self.sharding.stage == 0 or not self.sharding.everyone.shared
 
     def _backward_begins(self) -> None:
+        self._mode.check_awake("backward")
         self.thread.note()
         complete_raised_backwards(self.thread)
         # What other optimizers owe leaves now, before this backward waits for anything: other ranks may wait for it.
@@ -522,6 +527,11 @@ class Reducer:
     def reduce_leftover(self) -> None:
         """Let the next ``finish`` reduce gradients that were assigned after the last round, on every rank."""
         self.rounds.local()
+
+    def unapplied(self) -> list[str]:
+        """Name the parameters with gradients that no step has applied."""
+        applied = self.rounds.applied and self.synchronize
+        return [label for bucket in self.buckets for label in bucket.unapplied(applied=applied)]
 
     def make_readable(self) -> bool:
         """Bring all gradients into ``grad_buffer``, if this is where ``.grad`` shows them. Returns whether it is."""

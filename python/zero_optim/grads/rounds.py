@@ -72,12 +72,14 @@ class Rounds:
         state: what is owed.
         launched: rounds since the last ``step`` or ``zero_grad``.
         zeroed: whether ``zero_grad`` was called since the last ``step``.
+        applied: whether no backward has begun since the last ``step``: gradients that are there were applied.
     """
 
     def __init__(self) -> None:
         self.state = RoundState.UNREDUCED
         self.launched = 0
         self.zeroed = False
+        self.applied = True
 
     @property
     def open(self) -> bool:
@@ -85,7 +87,7 @@ class Rounds:
 
     def begin(self) -> None:
         self._refuse_open("begin")
-        self.state = RoundState.OPEN
+        self.state, self.applied = RoundState.OPEN, False
 
     def complete(self) -> None:
         if not self.open:
@@ -99,6 +101,7 @@ class Rounds:
         self.state = RoundState.COMPLETE
 
     def local(self) -> None:
+        self.applied = False
         if self.state is RoundState.COMPLETE:
             self.state = RoundState.DIRTY
 
@@ -110,7 +113,7 @@ class Rounds:
     def clear(self) -> None:
         self._refuse_open("clear")
         self.state = RoundState.UNREDUCED
-        self.launched, self.zeroed = 0, True
+        self.launched, self.zeroed, self.applied = 0, True, True
 
     def _refuse_open(self, event: str) -> None:
         if self.open:

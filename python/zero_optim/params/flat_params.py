@@ -132,9 +132,7 @@ class FlatParams:
         self.sharded, self.param_shards = True, list(shards)
         self._node_part: Tensor | None = None  # [numel / ranks of a node]
         self._poison = "poison" in debug_options()
-        # Reads as NaN and refuses writes: for who holds a plain parameter while it is sharded.
-        self._nothing = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
-        torch._C._set_throw_on_mutable_data_ptr(self._nothing)
+        self._nothing = _nothing(self.dtype, self.device)
         for param_shard, piece in zip(shards, self.pieces, strict=True):
             param_shard.local, param_shard.start = shard.narrow(0, piece.in_shard, piece.numel), piece.in_param
             param_shard.flat = self
@@ -276,8 +274,40 @@ class FlatParams:
         self.wait_until_copied()
         self.shard.copy_(new)
 
+    def elsewhere(self) -> list[int]:
+        """The numbers of ``params`` that are no views of ``full`` any more, as far as their addresses tell."""
+        here = enumerate(zip(self.locals, self.addresses, strict=True))
+        return [number for number, (local, place) in here if local.numel() and local.data_ptr() != place]
+
+    def put_away(self) -> None:
+        """Let ``full`` lose its memory, and whatever views the parameters with it: they read as NaN, refuse writes.
+
+        What the user has taken of them, such as ``p.data``, has no memory either until ``bring_back``.
+        """
+        self._storages = [local.untyped_storage() for local in self.locals]
+        self._nothing = _nothing(self.dtype, self.device)
+        self.hide()
+        for storage in self._storages:
+            storage._swap_data_ptr_(self.full.new_empty(0).untyped_storage())  # type: ignore[attr-defined]
+        deallocate(self.full)
+
+    def bring_back(self) -> None:
+        """``full`` has its memory and values again: let all views of the parameters have theirs."""
+        for local, view, storage in zip(self.locals, self._views, self._storages, strict=True):
+            storage._swap_data_ptr_(as_own_storage(view).untyped_storage())  # type: ignore[attr-defined]
+            local.data = view.new_empty(0).set_(storage, 0, view.shape, view.stride())
+        self._storages = []
+        self._locate(self.full)
+
     def hide(self) -> None:
         """Let the plain parameters have no values."""
         self.shown = False
         for local in self.locals:
             local.data = self._nothing.expand(local.shape)
+
+
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[] reads as NaN and refuses writes: for who holds a plain parameter while it has no memory."""
+    nothing = torch.full((), torch.nan, dtype=dtype, device=device)
+    torch._C._set_throw_on_mutable_data_ptr(nothing)
+    return nothing

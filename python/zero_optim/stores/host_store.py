@@ -62,6 +62,9 @@ class HostStore(PagesStay):
     def use_room(self) -> None:
         self.memory.trim()
 
+    def residents(self) -> list[Tensor]:
+        return []
+
     def footprint(self) -> Mapping[str, int]:
         return {"device": 0, "host": self.memory.in_use, "disk": 0}
 

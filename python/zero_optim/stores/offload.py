@@ -77,9 +77,15 @@ def read_offload(
         return Offload(Tier.PAGED, _read_budget("auto" if device_budget is None else device_budget))
     if state_offload == Tier.CPU.value:
         return Offload(Tier.CPU, speculate=speculate is not False)
-    if state_offload.startswith(_NVME) and len(state_offload) > len(_NVME):
-        return Offload(Tier.NVME, folder=Path(state_offload.removeprefix(_NVME)).expanduser().absolute())
+    if (folder := read_folder(state_offload)) is not None:
+        return Offload(Tier.NVME, folder=folder)
     raise ValueError(f"state_offload must be {_CHOICES}, got {state_offload!r}")
+
+
+def read_folder(choice: str) -> Path | None:
+    """Read the folder of ``nvme:DIR``, absolute; None where it is none."""
+    folder = choice.removeprefix(_NVME)
+    return Path(folder).expanduser().absolute() if folder and folder != choice else None
 
 
 def _read_budget(budget: int | str) -> int | None:

@@ -110,16 +110,17 @@ class PageFile:
         direct: whether it is read and written past the system's cache (O_DIRECT).
     """
 
-    def __init__(self, folder: Path, *, rank: int, threads: int = 8) -> None:
+    def __init__(self, folder: Path, *, rank: int, threads: int = 8, argument: str = "state_offload") -> None:
         """Make a new file in ``folder``.
 
         Args:
+            argument: that names the folder, for errors.
             threads: of them read, and as many write: as many blocks are in flight each way.
 
         Raises OffloadError, naming the folder, where it is missing, not writable or full.
         """
         self.name = f"the page file of rank {rank} in {folder}"
-        file = _open_nameless(folder)
+        file = _open_nameless(folder, argument)
         self._pid = os.getpid()
         self._readers = futures.ThreadPoolExecutor(threads, "zero-optim-read")
         self._writers = futures.ThreadPoolExecutor(threads, "zero-optim-write")
@@ -128,7 +129,7 @@ class PageFile:
             self._file = DirectFile(file)
         except OSError as error:
             self._remove()
-            raise OffloadError(f"state_offload='nvme:{folder}': it cannot be written: {error.strerror}") from error
+            raise OffloadError(f"{argument}='nvme:{folder}': it cannot be written: {error.strerror}") from error
         self.direct = self._file.direct
         self._space = FreeSpace()
         self._extents: dict[Extent, _LastTransfers] = {}
@@ -287,17 +288,17 @@ class PageFile:
             raise ClosedError(f"{self.name} belongs to process {self._pid}, of which this one is a fork")
 
 
-def _open_nameless(folder: Path) -> int:
+def _open_nameless(folder: Path, argument: str) -> int:
     """A descriptor of a new, empty file. Raises OffloadError, naming the folder, where none can be made in it."""
     try:
         with tempfile.TemporaryFile(dir=folder, prefix="zero-optim-") as file:
             return os.dup(file.fileno())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise OffloadError(
-            f"state_offload='nvme:{folder}': there is no such directory; make it on a fast local disk, on every machine"
+            f"{argument}='nvme:{folder}': there is no such directory; make it on a fast local disk, on every machine"
         ) from error
     except OSError as error:
-        raise OffloadError(f"state_offload='nvme:{folder}': no file can be made there: {error.strerror}") from error
+        raise OffloadError(f"{argument}='nvme:{folder}': no file can be made there: {error.strerror}") from error
 
 
 def _remove(file: int, pid: int, pools: tuple[futures.ThreadPoolExecutor, ...]) -> None:

@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from ..comm.storage import is_there
 from ..comm.streams import keep_for_current_stream
 from ..errors import OffloadError
 from .homes import Homes
@@ -109,7 +110,7 @@ class PagedStore:
             page.left.wait()
             page.home.release()
         if not self._pages:
-            self._drop_frames()
+            self.drop_frames()
 
     def prefetch(self, number: int) -> None:
         page = self._pages[number]
@@ -194,8 +195,12 @@ class PagedStore:
             page.left.wait()
         self._homes.end_writes()
 
+    def residents(self) -> list[Tensor]:
+        return [tensor for page in self._pages.values() for tensor in page.stays.values()]
+
     def footprint(self) -> Mapping[str, int]:
-        resident = sum(page.nbytes for page in self._pages.values() if page.home is None)
+        stay = [page for page in self._pages.values() if page.home is None]
+        resident = sum(page.nbytes for page in stay if all(map(is_there, page.stays.values())))
         return {"device": resident + sum(frame.run.nbytes for frame in self._frames), **self._homes.footprint()}
 
     def close(self) -> None:
@@ -258,13 +263,13 @@ class PagedStore:
     def _fit_frames(self, nbytes: int) -> None:
         """Make frames for a page of that size, if those that are there are smaller."""
         if nbytes > (self._frames[0].run.nbytes if self._frames else 0):
-            self._drop_frames()
+            self.drop_frames()
             runs = [torch.empty(nbytes, dtype=torch.uint8, device=self.works_on) for _ in range(FRAMES)]
             self._frames = [Frame(run, self._lanes.mark()) for run in runs]
             for frame in self._frames:
                 frame.free.set()  # its memory may be what the stream that computes has used before
 
-    def _drop_frames(self) -> None:
+    def drop_frames(self) -> None:
         for frame in self._frames:
             if frame.page is not None:
                 self._send_back(frame.page)
@@ -291,5 +296,8 @@ class PagedStore:
                 self._budget -= page.nbytes
                 page.stay(run)
         # The largest that still moves may be smaller than before.
-        self._drop_frames()
+        self.drop_frames()
+        self.make_frames()
+
+    def make_frames(self) -> None:
         self._fit_frames(max((page.moved for page in self._pages.values()), default=0))

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..comm.storage import is_there
 from ..comm.streams import keep_for_current_stream
 from ..errors import OffloadError
 
@@ -84,6 +85,15 @@ class StateStore(Protocol):
     def take_problems(self) -> Mapping[int, OffloadError]:
         """Say, by page, why it could not be written since this was last asked. It is in host memory, not lost."""
 
+    def residents(self) -> list[Tensor]:
+        """Give the tensors that stay on the device between updates."""
+
+    def drop_frames(self) -> None:
+        """Give back the device's memory that holds nothing between updates."""
+
+    def make_frames(self) -> None:
+        """Take again what ``drop_frames`` gave back."""
+
     def footprint(self) -> Mapping[str, int]:
         """Bytes taken, by memory: device, host, disk."""
 
@@ -124,6 +134,10 @@ class PagesStay:
     def take_problems(self) -> Mapping[int, OffloadError]:
         return {}
 
+    def drop_frames(self) -> None: ...
+
+    def make_frames(self) -> None: ...
+
 
 class DeviceStore(PagesStay):
     """Pages stay on the device: nothing moves, and what ``fetch`` gives is the state itself."""
@@ -141,7 +155,10 @@ class DeviceStore(PagesStay):
     def release(self, number: int) -> None:
         keep_for_current_stream(*self._pages.pop(number).values())
 
+    def residents(self) -> list[Tensor]:
+        return [tensor for page in self._pages.values() for tensor in page.values()]
+
     def footprint(self) -> Mapping[str, int]:
-        return {"device": sum(t.nbytes for page in self._pages.values() for t in page.values()), "host": 0, "disk": 0}
+        return {"device": sum(t.nbytes for t in self.residents() if is_there(t)), "host": 0, "disk": 0}
 
     def close(self) -> None: ...

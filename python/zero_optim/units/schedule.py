@@ -76,7 +76,8 @@ import torch
 
 from ..backward_watch import BackwardWatch
 from ..comm.sharding import Sharding
-from ..errors import ParameterError, ShardAccessError
+from ..errors import ParameterError, ShardAccessError, ZeroOptimError
+from ..mode import ASLEEP
 from ..params.flat_params import FlatParams
 from ..user_thread import UserThread
 from .backwards_due import BackwardsDue, Course
@@ -119,6 +120,7 @@ class UnitSchedule:
         listeners: the reducers of the optimizers that train the model.
         owner: the ``ShardedModel``. Hooks hold the schedule, and so it.
         thread: who uses the model.
+        sleeping: optimizers that sleep, with the parameters.
     """
 
     def __init__(self, units: Sequence[Unit], sharding: Sharding, prefetch: int, *, keep_evaluating: bool) -> None:
@@ -131,6 +133,7 @@ class UnitSchedule:
         self.listeners: list[Listener] = []
         self.owner: object = None
         self.thread = UserThread()
+        self.sleeping: set[object] = set()
         self.watch = BackwardWatch(self._begin_backward, self.complete_backward)
         self._holds = False  # create_graph: a backward may go through this one; units stay until ``reshard_all``
         self._over: set[FlatParams] = set()  # their gradients are complete in the open or last backward
@@ -154,6 +157,8 @@ class UnitSchedule:
         ``part``: a module within it is called, and stands in for it. The root is then visited like any unit: others of
         its parts may be called next, for the same backward.
         """
+        if self.sleeping:
+            self.check_awake(f"the forward of {unit.label}")
         if unit.state is UnitState.GATHERED:
             return
         if in_backward():
@@ -285,8 +290,14 @@ class UnitSchedule:
 
     def check_not_gathered(self, what: str = "step") -> None:
         """Raise ShardAccessError within ``gather_parameters``: what it shows would not be what is updated."""
+        self.check_awake(what)
         if any(unit.state is UnitState.GATHERED for unit in self.units):
             raise ShardAccessError(f"{what} was called within gather_parameters: leave that before, on every rank")
+
+    def check_awake(self, what: str) -> None:
+        """Raise ZeroOptimError where the parameters are asleep: there is nothing to gather."""
+        if self.sleeping:
+            raise ZeroOptimError(f"{what}: {ASLEEP}, whose parameters are the model's")
 
     # -- visits ----------------------------------------------------------------------------------------------------
 

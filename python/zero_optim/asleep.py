@@ -1,0 +1,246 @@
+"""Takes what an optimizer has on the device off it, for something else that wants the device, and brings it back.
+
+::
+
+    sleep   settle ── drop gradients ── copy everything out ── have all ranks done it? ── free ── ASLEEP
+    wake    take the memory ── copy everything in ── have all ranks done it? ── show the parameters ── OWN
+
+Memory is freed only when every rank has its copies, and a rank that cannot wake has all of them free it again. So a
+failure leaves every rank as it was. Storages are emptied and filled in place: tensors that view them stay valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from .comm.sharding import Sharding
+from .comm.storage import allocate, bytes_of, deallocate, is_there
+from .comm.streams import on_device
+from .comm.together import check_same
+from .errors import GradientError, OutOfMemoryError, ParameterError, ZeroOptimError
+from .grads.reducer import Reducer
+from .mode import ASLEEP, CurrentMode, Mode
+from .params.flat_params import FlatParams
+from .params.parameter_set import ParameterSet
+from .stores.offload import read_folder
+from .stores.rests import Rest, Rests
+from .stores.state_store import StateStore
+from .units.sharded_model import ShardedModel
+
+
+class Asleep:
+    """What one optimizer has put to rest. Its mode says whether it has.
+
+    Attributes:
+        flats: the parameters that are asleep; empty where they stay awake.
+    """
+
+    def __init__(
+        self,
+        mode: CurrentMode,
+        parameters: ParameterSet,
+        sharding: Sharding,
+        reducer: Reducer,
+        store: StateStore,
+        sharded_model: ShardedModel | None,
+    ) -> None:
+        self._mode, self._parameters, self._sharding = mode, parameters, sharding
+        self._reducer, self._store, self._sharded_model = reducer, store, sharded_model
+        self._rests = Rests(sharding.device, sharding.rank)
+        self._rest: Rest | None = None  # where everything is, while asleep
+        self._moved: list[Tensor] = []  # [bytes] uint8 each, those of ``flats`` first
+        self.flats: list[FlatParams] = []
+        self._forwards: Any = None  # the handle of the hook that refuses them
+
+    def footprint(self) -> dict[str, int]:
+        """Bytes kept for sleeping, by memory: host, disk."""
+        return self._rests.footprint()
+
+    # -- to sleep ------------------------------------------------------------------------------------------------
+
+    def read(self, parameters: bool, to: str | None) -> Path | None:
+        """Collective. Read the arguments of ``sleep``: the folder that ``to`` names, if it does."""
+        everyone = self._sharding.everyone
+        self._mode.check("sleep")
+        with everyone.raising_together("sleep"):
+            folder = _folder_of(to)
+        check_same(everyone, [f"sleep(parameters={parameters}, to={to!r})"], "sleep", "give sleep")
+        return folder
+
+    def check(self, *, parameters: bool) -> None:
+        """Collective. Raise what would make a sleep lose something."""
+        with self._sharding.everyone.raising_together("sleep"):
+            unapplied = self._reducer.unapplied()
+            if unapplied:
+                others = f" and {len(unapplied) - 1} others" if len(unapplied) > 1 else ""
+                raise GradientError(
+                    f"sleep would lose the gradients of {unapplied[0]}{others}, which no step has applied: call "
+                    "opt.step(), or opt.zero_grad(), before"
+                )
+            if self._sharded_model is not None:
+                self._sharded_model.schedule.check_not_gathered("sleep")
+            if parameters:
+                self._check_in_place()
+
+    def sleep(self, folder: Path | None, *, parameters: bool) -> None:
+        """Collective. Save everything, and free it. There are no gradients any more, and nothing is under way."""
+        flats = self._flats_there() if parameters else []
+        with self._sharding.everyone.raising_together("sleep"):
+            for bucket in self._reducer.buckets:
+                bucket.leave_memory()
+            moved = _storages([*map(_memory_of, flats), *self._store.residents()])
+            self._rest = self._rests.saved(moved, folder)
+        self._moved, self.flats = moved, flats
+        for flat in self._plain_flats:
+            flat.put_away()
+        self._free()
+        self._refuse_forwards()
+        self._mode.now = Mode.ASLEEP
+
+    def _flats_there(self) -> list[FlatParams]:
+        """The flat parameters that are on the device, and at stage 3 those that nobody trains."""
+        flats = [bucket.flat for bucket in self._reducer.buckets]
+        units = [] if self._sharded_model is None else self._sharded_model.units
+        flats += [flat for unit in units for flat in unit.flats if not flat.trained]
+        return [flat for flat in dict.fromkeys(flats) if not flat.offloaded and is_there(_memory_of(flat))]
+
+    def _check_in_place(self) -> None:
+        """Raise where a parameter is no view of its flat tensor any more: its values would stay."""
+        plain = [flat for flat in self._flats_there() if not flat.sharded]
+        if plain and not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+            raise ZeroOptimError(f"sleep(parameters=True) at stages 0 to 2 needs torch 2.13, not {torch.__version__}")
+        moved = {id(flat.params[number]) for flat in plain for number in flat.elsewhere()}
+        for index, parameter in enumerate(self._parameters.all):
+            if id(parameter) in moved:
+                raise ParameterError(
+                    f"{self._parameters.name(index)} was moved, cast or given new data after the optimizer was made: "
+                    "sleep cannot take it along. Write into it instead, or make a new optimizer"
+                )
+
+    @property
+    def _plain_flats(self) -> list[FlatParams]:
+        """Those of which parameters are views; the others are gathered before they are."""
+        return [flat for flat in self.flats if not flat.sharded]
+
+    def _free(self) -> None:
+        for tensor in self._moved:
+            deallocate(tensor)
+        for bucket in self._reducer.buckets:
+            deallocate(bucket.grad_buffer)
+        self._reducer.buffers.deallocate()
+        self._store.drop_frames()
+        if (device := self._sharding.device).type == "cuda":
+            with on_device(device):
+                torch.cuda.empty_cache()  # other processes are to have it
+
+    def _refuse_forwards(self) -> None:
+        if plain := self._plain_flats:
+            asleep = {id(parameter) for flat in plain for parameter in flat.params}
+            self._forwards = register_module_forward_pre_hook(_refuser(asleep))
+        if self.flats and self._sharded_model is not None:
+            self._sharded_model.schedule.sleeping.add(self)
+
+    # -- awake again -----------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Collective. See ``ShardedOptimizer.wake``."""
+        if self._mode.now is not Mode.ASLEEP:
+            return
+        try:
+            with self._sharding.everyone.raising_together("wake"):
+                self._take_memory()
+                self._load(self._moved)
+        except BaseException:
+            self._free()
+            raise
+        for bucket in self._reducer.buckets:
+            if is_there(bucket.grad_buffer):
+                bucket.grad_buffer.zero_()
+        self._show_parameters()
+        self._moved, self._rest = [], None
+        self._mode.now = Mode.OWN
+
+    def _take_memory(self) -> None:
+        try:
+            for tensor in self._moved:
+                allocate(tensor)
+            for bucket in self._reducer.buckets:
+                if not bucket.flat.sharded:  # else it has memory as gradients come
+                    allocate(bucket.grad_buffer)
+            if self._sharded_model is None:  # else they have memory while gradients are reduced
+                self._reducer.buffers.reallocate()
+            self._store.make_frames()
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"wake needs {sum(tensor.nbytes for tensor in self._moved):,} bytes on {self._sharding.device}, and "
+                f"some for gradients: {str(error).splitlines()[0]}. It is still asleep: free what uses the device, and "
+                "call opt.wake() again"
+            ) from error
+
+    def _load(self, tensors: Sequence[Tensor]) -> None:
+        """``tensors``: the first of those that were moved."""
+        assert self._rest is not None
+        self._rest.load(tensors)
+
+    def _show_parameters(self) -> None:
+        for flat in self._plain_flats:
+            flat.bring_back()
+        if self._forwards is not None:
+            self._forwards.remove()
+            self._forwards = None
+        if self._sharded_model is not None:
+            self._sharded_model.schedule.sleeping.discard(self)
+        self.flats = []
+
+    def close(self) -> None:
+        """Give everything back. Parameters keep their values, so those that are asleep come back. Raises what brings
+        them back raises."""
+        try:
+            if self._mode.now is Mode.ASLEEP and self.flats:
+                of_flats = self._moved[: len(self.flats)]
+                for tensor in of_flats:
+                    allocate(tensor)
+                self._load(of_flats)
+                self._show_parameters()
+        finally:
+            self._rests.close()
+            self._moved, self._rest = [], None
+            self._mode.now = Mode.OWN
+
+
+def _folder_of(to: str | None) -> Path | None:
+    if to is None:
+        return None
+    folder = read_folder(to) if isinstance(to, str) else None
+    if folder is None:
+        raise ValueError(f"to must be None or 'nvme:DIR', got {to!r}")
+    return folder
+
+
+def _memory_of(flat: FlatParams) -> Tensor:
+    return flat.shard if flat.sharded else flat.full
+
+
+def _storages(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """[bytes] uint8 each: the storages of these tensors, each once, in their order; empty ones are left out."""
+    first: dict[int, Tensor] = {}
+    for tensor in filter(is_there, tensors):
+        first.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+    return [*map(bytes_of, first.values())]
+
+
+def _refuser(asleep: Container[int]) -> Callable[[nn.Module, Any], None]:
+    """A hook for forwards of all modules. ``asleep``: ids of parameters."""
+
+    def refuse(module: nn.Module, arguments: Any) -> None:
+        for name, parameter in module._parameters.items():
+            if id(parameter) in asleep:
+                raise ZeroOptimError(f"the forward of {type(module).__name__} reads {name}: {ASLEEP}")
+
+    return refuse

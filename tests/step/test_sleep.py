@@ -1,0 +1,525 @@
+"""An optimizer that sleeps: what of it leaves the device, what raises meanwhile, and that it wakes as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import tables
+import torch
+import zero_optim
+from guards import open_files_in
+from harness import run_ranks
+from sharded_cases import GivenNet
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+from training_cases import TINY_CAP_MB, assert_bitwise, linear_backward, make_gradients, make_parameters
+from zero_optim import asleep, checkpoint, mode
+from zero_optim.mode import Mode
+from zero_optim.stores import rests
+from zero_optim.stores.host_memory import HostMemory
+from zero_optim.stores.page_file import PageFile
+
+SHAPES = ((17, 9), (300,), (5, 3, 2), (40, 25))
+STEPS = 5
+STORES = (None, "paged", "cpu", "nvme")
+ASLEEP = r"the optimizer is asleep: call opt\.wake\(\)"
+
+
+class Listed(nn.Module):
+    """Parameters that its forward gives ``linear_loss`` of, as ``GivenNet`` does."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(params)
+
+
+class Job:
+    """A model and its optimizer, with an average and tiny buckets."""
+
+    def __init__(self, stage: int, dtype: torch.dtype, store: str | None = None) -> None:
+        if stage < 3:
+            self.model: nn.Module = Listed(make_parameters(SHAPES, dtype))
+            self.backward: Callable[[Any], None] = partial(linear_backward, list(self.model.weights))  # type: ignore
+        else:
+            self.model = GivenNet([SHAPES[:2], SHAPES[2:3], SHAPES[3:]], dtype)
+            zero_optim.shard_module(self.model, units=(type(self.model.units[0]),))  # type: ignore[index]
+            self.backward = lambda grads: self.model(grads).backward()
+        self.plain = [*self.model.parameters()]
+        cap = {} if stage == 3 else {"stage": stage, "bucket_cap_mb": TINY_CAP_MB}
+        self.opt: Any = zero_optim.ShardedAdamW(
+            self.model.named_parameters(), lr=1e-2, ema_decay=0.9, state_offload=store, **cap
+        )
+
+    @property
+    def model_is_sharded(self) -> bool:
+        return self.opt.stage == 3 and self.opt.engine.sharding.world_size > 1
+
+    def step(self, rank: int, step: int) -> None:
+        self.backward(make_gradients([torch.empty(shape) for shape in SHAPES], rank, step))
+        self.opt.step()
+
+    def held(self) -> list[Tensor]:
+        """Collective. Parameters, and the state with its averages, whole."""
+        params = [whole.clone() for _, whole in zero_optim.iter_full_parameters(self.model)]
+        state = zero_optim.full_state_dict(self.opt, rank=None)["state"]
+        return [*params, *(state[index][name] for index in sorted(state) for name in sorted(state[index]))]
+
+    def flat_buffers(self) -> dict[str, list[Tensor]]:
+        """What the device holds between steps, by what it is."""
+        engine = self.opt.engine
+        flats = [bucket.flat for bucket in engine.reducer.buckets]
+        return {
+            "parameters": [flat.shard if flat.sharded else flat.full for flat in flats],
+            "rest": [
+                *(bucket.grad_buffer for bucket in engine.reducer.buckets),
+                *engine.reducer.buffers.storages,
+                *engine.store.residents(),
+            ],
+        }
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------------
+
+
+def _sleep_and_look(job: Job, parameters: bool, to: str | None) -> None:
+    """Sleep and wake, after a step. Everything has left the device in between, and is where it was afterwards."""
+    opt, buffers = job.opt, job.flat_buffers()
+    before = job.held()
+    plain = not job.model_is_sharded
+    # What a user may have taken before.
+    views = [p.data for p in job.plain] if plain else []
+    edges = [p[:1] for p in job.plain] if plain else []
+    saved = opt.state_dict()["state"] if opt.engine.store.keeps_views else {}
+    addresses = [flat.data_ptr() for flat in buffers["parameters"]]
+
+    opt.sleep(parameters=parameters, to=to)
+    asleep_now = opt.stats()
+    assert asleep_now["sleep"]["mode"] == "ASLEEP"
+    kinds = {kind for kind, nbytes in asleep_now["memory"].items() if nbytes}
+    assert kinds <= (set() if parameters else {"parameters", "padding"})
+    assert ("parameters" in kinds) == (not parameters)
+    assert asleep_now["state_offload"]["device"] == 0
+    assert _nbytes(buffers["rest"]) == 0
+    assert (_nbytes(buffers["parameters"]) == 0) == parameters
+    if parameters and plain:
+        assert all(p.isnan().all() for p in job.plain)
+        with pytest.raises(RuntimeError):
+            job.plain[0].data.zero_()
+    assert not opt.engine.store.footprint()["device"]
+    opt.wake()
+
+    assert opt.stats()["sleep"]["mode"] == "OWN"
+    assert_bitwise(job.held(), before)
+    assert all(p.grad is None for p in job.plain)
+    if parameters and plain:
+        here = [flat.data_ptr() for flat in buffers["parameters"]]
+        ends = [address + _nbytes([flat]) for address, flat in zip(here, buffers["parameters"], strict=True)]
+        for p, view, edge in zip(job.plain, views, edges, strict=True):
+            assert any(first <= p.data_ptr() < end for first, end in zip(here, ends, strict=True))
+            assert p.data_ptr() == view.data_ptr() == edge.data_ptr()
+            assert_bitwise([view, edge], [p, p[:1]])
+    elif not parameters:
+        assert addresses == [flat.data_ptr() for flat in buffers["parameters"]]
+    now = opt.state_dict()["state"] if saved else {}
+    for key, state in saved.items():
+        for name in state.keys() - {"step"}:
+            old, new = (getattr(of[key][name], "local", of[key][name]) for of in (saved, now))
+            if isinstance(old, Tensor) and old.numel():
+                assert old.data_ptr() == new.data_ptr()
+
+
+def _life(rank: int, world_size: int, stage: int, folder: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        plain = Job(stage, dtype)
+        trained = []
+        for step in range(STEPS):
+            plain.step(rank, step)
+            plain.opt.zero_grad()
+            trained.append(plain.held())
+        plain.opt.close()
+        for store in STORES:
+            job = Job(stage, dtype, f"nvme:{folder}" if store == "nvme" else store)
+            for step in range(STEPS):
+                job.step(rank, step)
+                if step == 2:
+                    job.opt.zero_grad()
+                if step:
+                    _sleep_and_look(job, parameters=step != 1, to=None if step < 3 else f"nvme:{folder}")
+                job.opt.zero_grad()
+                assert_bitwise(job.held(), trained[step], f"{stage}, {dtype}, {store}, step {step}")
+            job.opt.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_it_wakes_as_it_was_and_trains_as_if_it_had_not_slept(world_size: int, tmp_path: Path) -> None:
+    for stage in range(4) if world_size == 2 else (2, 3):
+        run_ranks(world_size, _life, stage, str(tmp_path))
+
+
+def _kept(rank: int, world_size: int, folder: str) -> None:
+    """Memory and file are taken once; more where more is asked for."""
+    job = Job(2, torch.bfloat16)
+    job.step(rank, 0)
+    taken: list[int] = []
+    memory, allocate = HostMemory._memory, PageFile.allocate
+
+    def count_memory(self: HostMemory, nbytes: int) -> Tensor:
+        taken.append(nbytes)
+        return memory(self, nbytes)
+
+    def count_space(self: PageFile, nbytes: int) -> Any:
+        taken.append(nbytes)
+        return allocate(self, nbytes)
+
+    with mock.patch.object(HostMemory, "_memory", count_memory), mock.patch.object(PageFile, "allocate", count_space):
+        counts = []
+        for parameters, to in ((True, None), (True, None), (False, None), (True, None)):
+            job.opt.sleep(parameters=parameters, to=to)
+            kept = job.opt.stats()["sleep"]
+            job.opt.wake()
+            counts.append(len(taken))
+            assert job.opt.stats()["sleep"]["host"] == kept["host"] > 0
+        assert counts == [1] * 4
+        chunks = len(job.flat_buffers()["parameters"] + job.opt.engine.store.residents())
+        for _ in range(3):
+            job.opt.sleep(parameters=True, to=f"nvme:{folder}")
+            assert job.opt.stats()["sleep"]["disk"] > 0
+            job.opt.wake()
+            # A place in the file for each, and two buffers, which one slab of host memory may hold.
+            assert chunks < len(taken) - counts[-1] <= chunks + 4
+    job.opt.close()
+
+
+def test_host_memory_and_file_are_taken_once(tmp_path: Path) -> None:
+    run_ranks(1, _kept, str(tmp_path))
+
+
+def _in_chunks(rank: int, world_size: int, folder: str) -> None:
+    """Flat tensors that are larger than a buffer go in several."""
+    job = Job(2, torch.float32)
+    job.step(rank, 0)
+    before = job.held()
+    with mock.patch.object(rests, "CHUNK_BYTES", 1024):
+        job.opt.sleep(parameters=True, to=f"nvme:{folder}")
+        job.opt.wake()
+    assert_bitwise(job.held(), before)
+    job.opt.close()
+
+
+def test_a_file_takes_large_tensors_in_chunks(tmp_path: Path) -> None:
+    run_ranks(1, _in_chunks, str(tmp_path))
+
+
+# ---- meanwhile -------------------------------------------------------------------------------------------------------
+
+
+def _calls(job: Job, folder: str) -> list[Callable[[], object]]:
+    opt, model = job.opt, job.model
+    return [
+        opt.step,
+        opt.zero_grad,
+        lambda: opt.clip_grad_norm_(1.0),
+        opt.state_dict,
+        lambda: opt.load_state_dict({}),
+        lambda: zero_optim.full_state_dict(opt),
+        lambda: zero_optim.load_full_state_dict(opt, None),
+        lambda: checkpoint.save(folder, model, opt),
+        lambda: checkpoint.load(folder, model, opt),
+        lambda: opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
+        lambda: opt.swap_to_ema().__enter__(),
+        opt.ema_state_dict,
+        lambda: zero_optim.verify(opt),
+        opt.sleep,
+        lambda: opt.no_sync().__enter__(),
+        opt.refresh_master,
+        opt.wait_for_parameters,
+        opt.observe,
+        lambda: opt.attach(model),
+        lambda: setattr(opt, "state", {}),
+    ]
+
+
+def _meanwhile(rank: int, world_size: int, folder: str) -> None:
+    for stage in (1, 2, 3):
+        grads = make_gradients([torch.empty(shape) for shape in SHAPES], rank, 1)
+        plain, job = Job(stage, torch.bfloat16), Job(stage, torch.bfloat16)
+        for parameters in (False, True):
+            for one in (plain, job):
+                one.step(rank, 0)
+                one.opt.zero_grad()
+            job.opt.sleep(parameters=parameters)
+            for call in _calls(job, folder):
+                with pytest.raises(zero_optim.ZeroOptimError, match=ASLEEP):
+                    call()
+            # A forward may look at parameters that are awake; a backward may not come to them.
+            with pytest.raises(zero_optim.ZeroOptimError, match=ASLEEP):
+                if parameters and not job.model_is_sharded:
+                    nn.Linear.__call__(_linear_of(job.plain[0]), torch.ones(1, SHAPES[0][1], dtype=torch.bfloat16))
+                else:
+                    job.backward(grads)
+            if parameters:
+                reads = [lambda model: next(zero_optim.iter_full_parameters(model)), zero_optim.full_model_state_dict]
+                reads += [lambda model: zero_optim.gather_parameters(model).__enter__()] if job.model_is_sharded else []
+                for read in reads:
+                    with pytest.raises(zero_optim.ZeroOptimError, match=ASLEEP):
+                        read(job.model)
+            job.opt.wake()
+            job.opt.wake()
+            job.opt.zero_grad()
+            plain.opt.zero_grad()
+            for one in (plain, job):
+                one.step(rank, 2)
+                one.opt.zero_grad()
+            assert_bitwise(job.held(), plain.held(), f"stage {stage}, parameters={parameters}")
+        plain.opt.close()
+        job.opt.close()
+
+
+def _linear_of(weight: nn.Parameter) -> nn.Linear:
+    linear = nn.Linear(1, 1, bias=False)
+    linear.weight = weight
+    return linear
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_called_meanwhile_raises_and_harms_nothing(world_size: int, tmp_path: Path) -> None:
+    run_ranks(world_size, _meanwhile, str(tmp_path / "checkpoints"))
+
+
+def _unapplied(rank: int, world_size: int) -> None:
+    refused = partial(pytest.raises, zero_optim.GradientError, match=r"no step has applied: call opt\.step\(\)")
+    for stage in range(4):
+        job = Job(stage, torch.float32)
+        grads = make_gradients([torch.empty(shape) for shape in SHAPES], rank, 0)
+        job.backward(grads)
+        with refused():
+            job.opt.sleep()
+        job.opt.step()
+        job.opt.sleep()  # they were applied
+        job.opt.wake()
+        with job.opt.no_sync():
+            job.backward(grads)
+        with refused():
+            job.opt.sleep()
+        job.opt.zero_grad()
+        job.opt.sleep()
+        job.opt.wake()
+        if stage < 3:
+            job.step(rank, 1)
+            job.plain[0].grad = torch.ones_like(job.plain[0])
+            with refused():
+                job.opt.sleep()
+            job.opt.zero_grad()
+            job.step(rank, 2)
+            job.backward(grads)  # into gradients that were applied
+            with refused():
+                job.opt.sleep()
+        job.opt.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_that_are_not_applied_are_not_lost(world_size: int) -> None:
+    run_ranks(world_size, _unapplied)
+
+
+def _misused(rank: int, world_size: int, folder: str) -> None:
+    job = Job(2, torch.float32)
+    job.step(rank, 0)
+    job.opt.zero_grad()
+    for to in ("cpu", "nvme:", 3):
+        with pytest.raises(ValueError, match=r"to must be None or 'nvme:DIR', got"):
+            job.opt.sleep(to=to)
+    with pytest.raises(zero_optim.OffloadError, match=rf"^to='nvme:{folder}/nowhere': there is no such directory"):
+        job.opt.sleep(to=f"nvme:{folder}/nowhere")
+    with pytest.raises(zero_optim.RankMismatchError, match=r"sleep\(parameters=True, to=None\)"):
+        job.opt.sleep(parameters=rank == 1)
+    with job.opt.swap_to_ema(), pytest.raises(zero_optim.ZeroOptimError, match=r"within swap_to_ema\(\)"):
+        job.opt.sleep()
+    kept = job.plain[2].data
+    if rank == 1:
+        job.plain[2].data = kept.clone()
+    error = (zero_optim.ParameterError, r"weights\.2 was moved") if rank == 1 else (zero_optim.RankMismatchError, "")
+    with pytest.raises(error[0], match=error[1]):
+        job.opt.sleep(parameters=True)
+    job.plain[2].data = kept
+    job.opt.sleep()
+    job.opt.wake()
+    job.opt.close()
+    with pytest.raises(zero_optim.ClosedError):
+        job.opt.wake()
+
+
+def test_misuse_is_told_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(2, _misused, str(tmp_path))
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def _no_memory(self: HostMemory, nbytes: int) -> Tensor:
+    raise zero_optim.OffloadError(f"no {nbytes:,} bytes of host memory")
+
+
+def _no_space(*_: Any) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _no_device_memory(tensor: Tensor) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def _fails(call: Callable[[], object], rank: int, error: type[Exception], patch: Any) -> None:
+    """Rank 1 fails in a call, and both raise."""
+    expected = error if rank == 1 else zero_optim.RankMismatchError
+    with patch if rank == 1 else contextlib.nullcontext(), pytest.raises(expected):
+        call()
+
+
+def _failing(rank: int, world_size: int, folder: str) -> None:
+    offload, no_room = zero_optim.OffloadError, zero_optim.OutOfMemoryError
+    for stage in (1, 3):
+        job = Job(stage, torch.bfloat16)
+        job.step(rank, 0)
+        job.opt.zero_grad()
+        before, buffers = job.held(), job.flat_buffers()
+        bytes_before = {kind: _nbytes(tensors) for kind, tensors in buffers.items()}
+        host = partial(job.opt.sleep, parameters=True)
+        disk = partial(job.opt.sleep, parameters=True, to=f"nvme:{folder}")
+        _fails(host, rank, offload, mock.patch.object(HostMemory, "_memory", _no_memory))
+        _fails(disk, rank, offload, mock.patch.object(os, "pwritev", _no_space))
+        _fails(disk, rank, offload, mock.patch.object(PageFile, "_write_block", _no_space_in_a_thread))
+        assert {kind: _nbytes(tensors) for kind, tensors in buffers.items()} == bytes_before
+        assert job.opt.stats()["sleep"]["mode"] == "OWN"
+        assert_bitwise(job.held(), before)
+        disk()
+        _fails(job.opt.wake, rank, no_room, mock.patch.object(asleep, "allocate", _no_device_memory))
+        assert _nbytes([*buffers["parameters"], *buffers["rest"]]) == 0
+        assert job.opt.stats()["sleep"]["mode"] == "ASLEEP"
+        _fails(job.opt.wake, rank, offload, mock.patch.object(PageFile, "_read_block", _damaged))
+        assert _nbytes([*buffers["parameters"], *buffers["rest"]]) == 0
+        job.opt.wake()
+        assert_bitwise(job.held(), before)
+        job.step(rank, 1)
+        job.opt.close()
+        assert not open_files_in(folder)
+
+
+def _no_space_in_a_thread(*_: Any) -> int:
+    raise zero_optim.OffloadError("could not be written")
+
+
+def _damaged(*_: Any) -> int:
+    raise zero_optim.OffloadError("is damaged")
+
+
+def test_a_failure_of_one_rank_is_raised_on_all_and_loses_nothing(tmp_path: Path) -> None:
+    run_ranks(2, _failing, str(tmp_path))
+
+
+def _torn(rank: int, world_size: int, folder: str) -> None:
+    """The file itself is damaged while the optimizer sleeps, and cannot be trusted."""
+    job = Job(2, torch.float32)
+    job.step(rank, 0)
+    job.opt.sleep(to=f"nvme:{folder}")
+    disk = job.opt.engine.asleep._rest
+    with open(f"/proc/self/fd/{disk._file._file.file}", "r+b") as file:
+        file.write(b"torn")
+    with pytest.raises(zero_optim.OffloadError, match="is damaged"):
+        job.opt.wake()
+    assert job.opt.stats()["sleep"]["mode"] == "ASLEEP"
+    job.opt.close()
+
+
+def test_a_damaged_file_is_found(tmp_path: Path) -> None:
+    run_ranks(1, _torn, str(tmp_path))
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+def _closing(rank: int, world_size: int, folder: str) -> None:
+    for stage in (1, 3):
+        for closes in (True, False):
+            hooks = len(modules._global_forward_pre_hooks)
+            job = Job(stage, torch.bfloat16)
+            job.step(rank, 0)
+            before = [whole.clone() for _, whole in zero_optim.iter_full_parameters(job.model)]
+            job.opt.sleep(parameters=True, to=f"nvme:{folder}")
+            if closes:
+                job.opt.close()
+                with pytest.raises(zero_optim.ClosedError):
+                    job.opt.wake()
+            job.opt = None
+            gc.collect()
+            assert len(modules._global_forward_pre_hooks) == hooks
+            assert not open_files_in(folder)
+            found = [whole.clone() for _, whole in zero_optim.iter_full_parameters(job.model)]
+            assert_bitwise(found, before, f"stage {stage}, closes: {closes}")
+            again = zero_optim.ShardedAdamW(job.model.parameters(), lr=1e-2)
+            job.backward(make_gradients([torch.empty(shape) for shape in SHAPES], rank, 1))
+            again.step()
+            again.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_closed_asleep_the_parameters_come_back(world_size: int, tmp_path: Path) -> None:
+    run_ranks(world_size, _closing, str(tmp_path))
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def test_every_cell_of_the_modes() -> None:
+    cells = tables.table(mode.__doc__, "event")
+    assert {event for event, _ in cells} == {
+        "swap_to_ema",
+        "its end",
+        "sleep",
+        "wake",
+        "step",
+        "a save",
+        "backward",
+    }
+    for (event, before), after in cells.items():
+        if after == "--":
+            continue
+        job = Job(2, torch.float32)
+        job.step(0, 0)
+        job.opt.zero_grad()
+        with contextlib.ExitStack() as stack:
+            swap = job.opt.swap_to_ema()
+            if before == "ASLEEP":
+                job.opt.sleep()
+            elif before == "AVERAGE":
+                stack.enter_context(swap)
+            other = job.opt.swap_to_ema()
+            calls: dict[str, Callable[[], object]] = {
+                "swap_to_ema": lambda other=other: stack.enter_context(other),
+                "its end": stack.close,
+                "sleep": job.opt.sleep,
+                "wake": job.opt.wake,
+                "step": job.opt.step,
+                "a save": lambda job=job: zero_optim.full_state_dict(job.opt),
+                "backward": lambda job=job: job.backward([p.detach().clone() for p in job.plain]),
+            }
+            if after == "raises":
+                with pytest.raises(zero_optim.ZeroOptimError):
+                    calls[event]()
+                assert job.opt.engine.mode.now is Mode[before]
+            else:
+                calls[event]()
+                assert job.opt.engine.mode.now is Mode[after]
+        job.opt.close()
