@@ -9,6 +9,7 @@ from threading import Event
 from types import SimpleNamespace
 
 import bench_pages
+import bench_sleep
 import pytest
 import torch
 from harness import run_ranks
@@ -240,6 +241,24 @@ def test_the_file_is_held_to_the_disk(run_here, draws_again):
     assert rows["pages read"]["moved"] == {"to_device": 0, "to_host": 0, "read": state, "written": 0}
     for row in rows.values():
         assert row["fraction"] == pytest.approx(row["beside"]["disk"] / row["time"][0], abs=1e-3)
+    draws_again(first, file, file.with_suffix(".png"))
+
+
+def test_a_sleep_is_held_to_a_copy(run_here, draws_again):
+    first = run_here(bench_sleep.main)("--numel", "1Mi", "--rounds", "1", "--out", ".")
+    assert first.code == 0, first.err
+    assert "no GPU: all copies are from memory to memory" in first.err + first.out
+    (file,) = Path().glob("*-sleep.json")
+    rows = {row["backend"]: row for row in json.loads(file.read_text())["rows"]}
+    assert [*rows] == ["sleep, state", "wake, state", "sleep, all", "wake, all"]
+    state, parameters = 12 * 2**20, 2 * 2**20
+    assert rows["sleep, state"]["moved"] == {"to_device": 0, "to_host": state, "read": 0, "written": 0}
+    assert rows["wake, all"]["moved"]["to_device"] == state + parameters
+    for name, row in rows.items():
+        assert row["fraction"] == pytest.approx(row["beside"]["copy"] / row["time"][0], abs=1e-3)
+        assert row["freed"] > 0.99
+        kept = 0 if name.endswith("all") else parameters
+        assert kept <= row["held"]["device"] < kept + 0.01 * state
     draws_again(first, file, file.with_suffix(".png"))
 
 

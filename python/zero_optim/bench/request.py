@@ -74,7 +74,8 @@ PACKAGE = Menu(
     },
     together=OPS,
 )
-ELSEWHERE = {"step": "gpt_step", **{name: name for name in ("stages", "topologies", "scale", "pages", "endurance")}}
+_SCRIPTS = ("stages", "topologies", "scale", "pages", "sleep", "endurance")
+ELSEWHERE = {"step": "gpt_step", **{name: name for name in _SCRIPTS}}
 """Measured by scripts of a checkout, its ``benchmarks/bench_<name>.py``."""
 
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}

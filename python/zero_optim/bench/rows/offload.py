@@ -25,10 +25,11 @@ from ..drawings import Kind, bars_of
 
 @dataclass(frozen=True)
 class OffloadRow(RankRow):
-    """A step with one store, or a way of the pages of a file. Times in ms, memory in bytes of a rank.
+    """A step with one store, a way of the pages of a file, or a sleep. Times in ms, memory in bytes of a rank.
 
     Attributes:
-        part: "step" is the update alone, "train" a whole step, "pages" the file against the disk.
+        part: "step" is the update alone, "train" a whole step, "pages" the file against the disk, "sleep" the calls
+            ``sleep`` and ``wake`` against a copy.
         time: median, 20th and 80th percentile.
         versus: None's time over this one's.
         moved: in a step: to_device, to_host, read, written.
@@ -39,6 +40,7 @@ class OffloadRow(RankRow):
         bound: what a step cannot be shorter than: the longest of what it is made of.
         fraction: that one's time over this one's.
         speculated: updates of shards before the norm was known, since the start: right, redone.
+        freed: asleep, the share that came back of what is to be free on the device; None: nothing sleeps.
     """
 
     rounds: int
@@ -53,6 +55,7 @@ class OffloadRow(RankRow):
     bound: str | None
     fraction: float | None
     speculated: dict[str, int] | None
+    freed: float | None = None
 
 
 BACKEND, OF_MEMORY = (Column(name, at("backend"), width=19, left=True) for name in ("", "MiB of a rank"))
@@ -71,8 +74,19 @@ NOTE = (
     "Medians of interleaved rounds, of the slower rank; whiskers: p20 to p80. 'hidden': of what the store adds,\n"
     "measured apart, the part that makes a step no longer than None's. 'of bound': the longest part over the step."
 )
-TITLES = {"step": "The update alone", "train": "A whole training step", "pages": "The file of nvme, against the disk"}
-DRAWN = {"step": (MS, VERSUS, HIDDEN, OF_BOUND), "train": (MS, VERSUS, HIDDEN), "pages": (MS, OF_BOUND)}
+FREED = Column("freed", at("freed"), "{:.2%}".format)
+TITLES = {
+    "step": "The update alone",
+    "train": "A whole training step",
+    "pages": "The file of nvme, against the disk",
+    "sleep": "Sleep and wake, against a copy",
+}
+DRAWN = {
+    "step": (MS, VERSUS, HIDDEN, OF_BOUND),
+    "train": (MS, VERSUS, HIDDEN),
+    "pages": (MS, OF_BOUND),
+    "sleep": (MS, OF_BOUND),
+}
 
 
 def _table(rows: Sequence[JsonRow]) -> list[str]:
@@ -84,6 +98,8 @@ def _table(rows: Sequence[JsonRow]) -> list[str]:
     lines += below_each_other(columns, rows, width=10)
     if first["part"] == "pages":
         return lines
+    if first["part"] == "sleep":
+        return [*lines, "", *below_each_other((OF_MEMORY, *HELD, FREED, *MOVED), rows, width=10)]
     lines += ["", *below_each_other((OF_MEMORY, *HELD, PEAK, *MOVED), rows, width=10)]
     for row in rows:
         if guesses := row["speculated"]:
