@@ -13,6 +13,7 @@ from harness import run_ranks
 from sharded_cases import Block, Net, loss_of, tokens
 from zero_optim import memory
 from zero_optim.errors import OutOfMemoryError, RankMismatchError
+from zero_optim.memory import live
 from zero_optim.params.flat_params import FlatParams
 from zero_optim.step.shard_state import ShardState
 
@@ -55,6 +56,10 @@ def differences(rank: int, world_size: int, stage: int, dtype: torch.dtype, opti
     of_params = 0 if sharded is None or sharded.host_memory is None else sharded.host_memory.in_use
     pairs["host"] = (planned.host, off_device["host"] + of_params)
     pairs["disk"] = (planned.disk, off_device["disk"])
+    for parameters, asleep in ((False, planned.asleep), (True, planned.asleep_with_parameters)):
+        opt.sleep(parameters=parameters)
+        pairs[f"asleep, {parameters}"] = (asleep, sum(live.held(opt.engine).values()))
+        opt.wake()
     opt.close()
     assert sum(tracker.peak.values()) > 10**6
     return {kind: pair for kind, pair in pairs.items() if pair[0] != pair[1]}

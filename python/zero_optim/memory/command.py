@@ -342,6 +342,8 @@ def _report(parsed: argparse.Namespace, plans: Sequence[Plan], largest: Sequence
     if parsed.pp > 1:
         yield row("stage of the pipeline", [f"{made.pipeline_stage + 1} of {parsed.pp}" for made in plans])
     yield from memory_lines(plans, unit)
+    yield row("asleep", [unit.cell(made.asleep) for made in plans])
+    yield row("  with the parameters", [unit.cell(made.asleep_with_parameters) for made in plans])
     yield row("sent in a step", [unit.cell(made.communicated) for made in plans])
     yield from _by_link(parsed, plans, unit)
     yield row("buckets", [f"{made.buckets:,}" for made in plans])
@@ -430,6 +432,8 @@ def _as_json(made: Plan, largest: int, parsed: argparse.Namespace) -> dict[str, 
         "communicated_along_slices_bytes": made.sent_along_slices,
         "communicated_along_pipeline_bytes": made.sent_along_pipeline,
         "collectives": dict(made.traffic),
+        "asleep_bytes": made.asleep,
+        "asleep_with_parameters_bytes": made.asleep_with_parameters,
         "host_bytes": made.host,
         "disk_bytes": made.disk,
         **({"node_host_bytes": made.host * ranks, "node_disk_bytes": made.disk * ranks} if parsed.nodes else {}),

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..comm.storage import is_there
 from ..drawing.figures import SizeUnit, row, size, unit_for
 from ..engine import Engine, open_engines
 from ..params.tensor_slice import local_of
@@ -112,7 +113,7 @@ def held(engine: Engine) -> dict[str, int]:
         memory["parameters"] += sum(local_of(parameter).nbytes for parameter in frozen)
         return memory
     flats = (flat for unit in engine.sharded_model.units for flat in unit.flats)
-    for flat in (flat for flat in flats if not flat.trained and not flat.offloaded):
+    for flat in (flat for flat in flats if not flat.trained and not flat.offloaded and is_there(flat.shard)):
         used = sum(piece.numel for piece in flat.pieces) * flat.dtype.itemsize
         memory["parameters"] += used
         memory["padding"] += flat.shard.nbytes - used

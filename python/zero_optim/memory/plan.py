@@ -108,6 +108,8 @@ class Plan:
         sent_along_pipeline: bytes that it sends to the stages before and behind it; 0 where no batch was given.
         pipeline_stage: which stage of the pipeline it is, from 0: that with the most memory.
         buckets: how many there are.
+        asleep: on the device between ``sleep()`` and ``wake()``: the parameters.
+        asleep_with_parameters: the same of ``sleep(parameters=True)``: frozen ones at stages 0 to 2, modules' buffers.
         state_kinds: which of the kinds are of the model's state, ZeRO's word for parameters, gradients and optimizer
             state.
     """
@@ -124,6 +126,8 @@ class Plan:
     sent_along_slices: int = 0
     sent_along_pipeline: int = 0
     pipeline_stage: int = 0
+    asleep: int = 0
+    asleep_with_parameters: int = 0
 
     @property
     def total(self) -> int:
@@ -270,6 +274,8 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
         sent_along_slices=_along_slices(model, job, traffic),
         sent_along_pipeline=_along_pipeline(model, job, stage),
         pipeline_stage=stage,
+        asleep=model.buffers + _parameters_of(laid.flats, job),
+        asleep_with_parameters=model.buffers + _parameters_of([f for f in laid.flats if _stays(f, job)], job),
     )
 
 
@@ -298,6 +304,18 @@ def _check(model: ModelShapes, job: Job) -> None:
             "activations are computed from a decoder's layers, hidden size, heads and vocabulary, and the model has no "
             "config with them"
         )
+
+
+def _parameters_of(flats: Sequence[_Flat], job: Job) -> int:
+    """Bytes of parameters on the device, padding included."""
+    if job.params_on_host:
+        return 0
+    return sum(flat.shard_nbytes if job.stage >= 3 else flat.nbytes for flat in flats)
+
+
+def _stays(flat: _Flat, job: Job) -> bool:
+    """True if the parameters stay on the device in ``sleep(parameters=True)``: frozen ones in no flat tensor."""
+    return job.stage < 3 and not flat.trained
 
 
 # -- the layout ----------------------------------------------------------------------------------------------------
