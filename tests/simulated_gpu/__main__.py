@@ -39,6 +39,7 @@ FILES = (
     "grads/test_grad_semantics.py",
     "face/test_between_calls.py",
     "stores/test_trajectories.py",
+    "step/test_sleep.py",
     "fuzz",
 )
 _KNOWN = "fuzz/test_random_programs_of_the_face.py::test_what_once_went_wrong"
