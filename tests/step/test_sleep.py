@@ -53,11 +53,13 @@ class Job:
             self.model = GivenNet([SHAPES[:2], SHAPES[2:3], SHAPES[3:]], dtype)
             zero_optim.shard_module(self.model, units=(type(self.model.units[0]),))  # type: ignore[index]
             self.backward = lambda grads: self.model(grads).backward()
-        self.plain = [*self.model.parameters()]
+        self.plain: list[Tensor] = [*self.model.parameters()]
         cap = {} if stage == 3 else {"stage": stage, "bucket_cap_mb": TINY_CAP_MB}
         self.opt: Any = zero_optim.ShardedAdamW(
             self.model.named_parameters(), lr=1e-2, ema_decay=0.9, state_offload=store, **cap
         )
+        # What a user may have taken, and keeps.
+        self.taken = [] if self.model_is_sharded else [p.data for p in self.plain]
 
     @property
     def model_is_sharded(self) -> bool:
@@ -99,8 +101,6 @@ def _sleep_and_look(job: Job, parameters: bool, to: str | None) -> None:
     opt, buffers = job.opt, job.flat_buffers()
     before = job.held()
     plain = not job.model_is_sharded
-    # What a user may have taken before.
-    views = [p.data for p in job.plain] if plain else []
     edges = [p[:1] for p in job.plain] if plain else []
     saved = opt.state_dict()["state"] if opt.engine.store.keeps_views else {}
     addresses = [flat.data_ptr() for flat in buffers["parameters"]]
@@ -128,7 +128,7 @@ def _sleep_and_look(job: Job, parameters: bool, to: str | None) -> None:
     if parameters and plain:
         here = [flat.data_ptr() for flat in buffers["parameters"]]
         ends = [address + _nbytes([flat]) for address, flat in zip(here, buffers["parameters"], strict=True)]
-        for p, view, edge in zip(job.plain, views, edges, strict=True):
+        for p, view, edge in zip(job.plain, job.taken, edges, strict=True):
             assert any(first <= p.data_ptr() < end for first, end in zip(here, ends, strict=True))
             assert p.data_ptr() == view.data_ptr() == edge.data_ptr()
             assert_bitwise([view, edge], [p, p[:1]])
@@ -329,6 +329,37 @@ def _unapplied(rank: int, world_size: int) -> None:
             with refused():
                 job.opt.sleep()
         job.opt.close()
+
+
+def _without_gradients(rank: int, world_size: int) -> None:
+    """Memory that is taken again holds what others have left there."""
+    take = asleep.allocate
+
+    def take_used(tensor: Tensor) -> None:
+        take(tensor)
+        tensor.view(torch.uint8).fill_(0xFF)
+
+    for stage in range(4):
+        plain, job = Job(stage, torch.float32), Job(stage, torch.float32)
+        for one in (plain, job):
+            one.step(rank, 0)
+            one.opt.zero_grad()
+        job.opt.sleep()
+        with mock.patch.object(asleep, "allocate", take_used):
+            job.opt.wake()
+        assert not any(bucket.grad_buffer.any() for bucket in job.opt.engine.reducer.buckets if not bucket.flat.sharded)
+        for one in (plain, job):
+            one.opt.step()
+            one.step(rank, 1)
+        assert job.opt.stats()["skipped_steps"] == 0
+        assert_bitwise(job.held(), plain.held(), f"stage {stage}")
+        plain.opt.close()
+        job.opt.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_without_gradients_finds_none_after_waking(world_size: int) -> None:
+    run_ranks(world_size, _without_gradients)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
