@@ -170,7 +170,7 @@ FAULTS: tuple[Fault, ...] = (
             and_=(Edit("grads.bucket.Bucket.collect: _use_new_memory_if_kept()"),),
             hidden_by=_KEPT,
         ),
-        fault("Bucket.clear: arrivals.wait()", one("zeroed at once", 3)),
+        fault("Bucket.leave_memory: arrivals.wait()", one("zeroed at once", 3)),
         fault("Bucket.zero: arrivals.then(...)", one("zeroed in place", 2, 1), new=AT_ONCE),
         fault("Bucket.drop_all: arrivals.then(...)", one("raised, zeroed in place", 2, 1, 3), new=AT_ONCE),
         fault("Bucket.keep_where: arrivals.then(...)", one("raised, zeroed in place", 3, 2, 1), new=AT_ONCE),

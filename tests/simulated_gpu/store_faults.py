@@ -8,6 +8,7 @@ _HERE = "tests/stores/test_on_a_simulated_gpu.py shows it"
 _NORM = "The host has waited for the stream that computes, which the norm and the overflow come from."
 _NO_PAGES = f"Where a program drops frames, the host has waited for every page. {_HERE}."
 _READ = f"The host has all of a page that it reads before it reads the next. {_HERE}."
+_ASLEEP = "No program sleeps. tests/step/test_sleep.py shows it on a simulated GPU."
 _LEAVES_FIRST = "[begun[0].end_update(), self._rule.update(updates)]"
 
 _OF_LANES = within(
@@ -19,6 +20,24 @@ _OF_LANES = within(
     fault("_CudaLane.set: event.record(self.stream)", one("paged", 2)),
     fault("_CudaLane.as_current: torch.cuda.stream(...)", one("updated on the host", 2), new=NOWHERE),
     fault("CudaLanes.keep: record_stream(...)", one("paged, as there is room", 2), unseen=_NO_PAGES),
+)
+
+_OF_RESTS = within(
+    "stores.rests",
+    *(
+        fault(place, one("paged", 2), unseen=unseen)
+        for place, unseen in (
+            ("HostRest.save: lane.after(now)", _ASLEEP),
+            ("HostRest.save: over.wait()", _ASLEEP),
+            ("HostRest.load: lane.after(now)", "Nothing else has used the device while the jobs of tests sleep."),
+            ("HostRest.load: over.wait()", _ASLEEP),
+            ("DiskRest.save: lane.after(now)", "The tests read the state before, and wait for that."),
+            ("DiskRest.save: copied.wait", _ASLEEP),
+            ("DiskRest.load: lane.after(now)", _ASLEEP),
+            ("DiskRest.load: free[ahead % len(free)].wait()", "Reads of a file are no operations of torch's."),
+            ("DiskRest.load: mark.wait()", _ASLEEP),
+        )
+    ),
 )
 
 _OF_PAGES = within(
@@ -147,4 +166,4 @@ _ON_HOST = within(
     ),
 )
 
-STORES: tuple[Fault, ...] = (*_OF_LANES, *_OF_PAGES, *_OF_STATE, *_ON_HOST)
+STORES: tuple[Fault, ...] = (*_OF_LANES, *_OF_RESTS, *_OF_PAGES, *_OF_STATE, *_ON_HOST)

@@ -239,7 +239,7 @@ def test_the_tables_have_every_state_and_every_event():
         "is_over",
         "remove",
     }
-    about_others |= {"is_announced"}
+    about_others |= {"is_announced", "check_awake"}
     assert {event for event, _ in (*CYCLE, *ANNOUNCED)} >= methods - told - about_others
     assert methods >= told | about_others
     assert {known for _, known in KNOWN} == {known.name for known in Known}
