@@ -24,12 +24,12 @@ import torch.distributed as dist
 from endurance_row import EnduranceRow
 from script import run_script
 from torch import nn
+from zero_optim import ShardedAdamW
 from zero_optim.bench.fused_adams import HYPER
 from zero_optim.bench.ranks import on_ranks
 from zero_optim.bench.request import Choices, Menu, Request
 from zero_optim.bench.run import Measured
 from zero_optim.errors import UsageError
-from zero_optim.optimizer import ShardedAdamW
 from zero_optim.shard_module import shard_module
 
 STEPS = 100_000

@@ -18,6 +18,7 @@ import torch
 from launches import count_launches
 from script import run_script
 from torch import Tensor, nn
+from zero_optim import ShardedAdamW
 from zero_optim.bench.case import COPY, TORCH, Case, Setting, copy_job, on_backend
 from zero_optim.bench.contenders import model_config
 from zero_optim.bench.fused_adams import HYPER
@@ -28,7 +29,6 @@ from zero_optim.bench.run import Op
 from zero_optim.bench.timing import Clock, Job, Rounds, Spread, interleaved
 from zero_optim.errors import ZeroOptimError
 from zero_optim.grad_scaler import GradScaler
-from zero_optim.optimizer import ShardedAdamW
 from zero_optim.train.model import GPT, VOCAB, ModelConfig, next_byte_loss
 
 BYTES = 30  # adam_step's 28, and the gradient once more for the norm, which must be known before

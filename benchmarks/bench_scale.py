@@ -34,6 +34,7 @@ from scale_row import ScaleRow
 from script import run_script
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from zero_optim import ShardedAdamW
 from zero_optim.bench.contest import Say
 from zero_optim.bench.fused_adams import HYPER
 from zero_optim.bench.request import Choices, Menu, Request
@@ -41,7 +42,6 @@ from zero_optim.bench.run import Measured
 from zero_optim.bench.timing import HostClock, Job, Rounds, Spread, interleaved
 from zero_optim.comm import transport
 from zero_optim.comm.transport import Issued, Reduction, StreamTransport
-from zero_optim.optimizer import ShardedAdamW
 from zero_optim.shard_module import shard_module
 from zero_optim.train.config import UsageError
 

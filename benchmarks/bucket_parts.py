@@ -6,9 +6,9 @@ import time
 
 import torch
 from torch import Tensor, nn
+from zero_optim import ShardedAdamW
 from zero_optim.bench.fused_adams import HYPER
 from zero_optim.bench.timing import HostClock, Job, Rounds, Spread, interleaved
-from zero_optim.optimizer import ShardedAdamW
 from zero_optim.step.workplace import Coefficients
 
 from zero_kernels import ROW

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from test_bench_train_step import call
+from zero_optim import ShardedAdamW
 from zero_optim.bench import contenders, train_step
 from zero_optim.bench.contenders import FSDP2, FSDP2_ZERO2, MAKERS, OURS, Task, keeps
 from zero_optim.bench.rows.op import WIDTH
@@ -20,7 +21,6 @@ from zero_optim.bench.rows.phase import PhaseRow
 from zero_optim.bench.table import table
 from zero_optim.bench.traffic import Traffic
 from zero_optim.bench.train_step import Alone, Contest
-from zero_optim.optimizer import ShardedAdamW
 
 TASK = Task(train_step.TINY, torch.bfloat16, batch=2)
 

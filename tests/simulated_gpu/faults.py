@@ -264,6 +264,6 @@ FAULTS: tuple[Fault, ...] = (
         fault("step: param_gather.wait()", one("overlapped, stepped twice", 2, 1), unseen=_EXCHANGE.format("gathers")),
         fault("_coefficients: schedule.reshard_all()", one("graph", 3), one("evaluated", 3)),
     ),
-    fault("optimizer.ShardedAdamW.wait_for_parameters: param_gather.wait()", one("overlapped", 2)),
+    fault("optimizer.ShardedOptimizer.wait_for_parameters: param_gather.wait()", one("overlapped", 2)),
     *STORES,
 )
