@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -309,3 +310,28 @@ def test_the_rule_of_the_docs_is_adagrad() -> None:
     for index, (p, q) in enumerate(zip(params, theirs, strict=True)):
         assert torch.allclose(p, q, rtol=1e-6, atol=1e-7)
         assert torch.allclose(full[index]["sum"], torchs.state[q]["sum"], rtol=1e-6)
+
+
+def test_a_rule_that_is_compiled_updates_as_it_is() -> None:
+    """By a compiler that counts its graphs, and runs them as they are."""
+    import zero_optim
+
+    graphs = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    class Compiled(Scaled):
+        compiled = MappingProxyType({"backend": compiler, "dynamic": True})
+
+    seen = []
+    for rule in (Scaled(), Compiled()):
+        params = _make(torch.bfloat16)
+        opt = zero_optim.ShardedOptimizer(params, rule, bucket_cap_mb=0.001)
+        _train(params, opt, range(3), 1)
+        seen.append([p.detach().clone() for p in params])
+        opt.close()
+    assert 0 < len(graphs) < 5, "it is compiled once, and not for each shard"
+    for one, other in zip(*seen, strict=True):
+        assert torch.equal(one, other)

@@ -113,6 +113,8 @@ class UpdateRule:
         counterparts: names of the classes whose state is alike, such as torch's. Checkpoints go from one to the other.
         torch_options: options that torch's groups have beside, and their defaults.
         needs_steps: whether state is of use only where the updates that it has had are known.
+        compiled: arguments of ``torch.compile``, which fuses ``update_rows``; its bits are the compiler's then. None:
+            torch's ops run one after another.
         averages: the exponential averages of the master that are kept beside the rule's own state, the last of
             ``tensors``; see ``with_averages``.
         ulps_an_update: the most that rounding makes of an update, in units in the last place; None: nobody knows.
@@ -125,6 +127,7 @@ class UpdateRule:
     torch_options: Mapping[str, Any] = MappingProxyType({})
     needs_steps = True
     ulps_an_update: int | None = None
+    compiled: Mapping[str, Any] | None = None
     averages: tuple[str, ...] = ()
 
     def __init__(self, **values: Any) -> None:
@@ -230,7 +233,10 @@ class UpdateRule:
     def prepared(self) -> UpdateRule:
         """This rule, for updates of the same shards: their tensors keep dtypes and sizes, and what was checked and
         prepared for the first update holds for the others."""
-        return self
+        made = copy.copy(self)
+        if self.compiled is not None:
+            made.update_rows = torch.compile(self.update_rows, **self.compiled)  # type: ignore[method-assign]
+        return made
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
         """One fused pass over each: unscale, clip, update, cast into the parameter.
