@@ -13,6 +13,7 @@ from .engine import Engine
 from .mode import Mode
 
 
+@torch.inference_mode(False)  # pages that are fetched are written later
 @torch.no_grad()
 def state_dict(engine: Engine, groups: Groups, which: int, rank: int | None) -> dict[str | int, Tensor]:
     """See ``ShardedOptimizer.ema_state_dict``. The caller has settled the engine."""
@@ -22,7 +23,7 @@ def state_dict(engine: Engine, groups: Groups, which: int, rank: int | None) -> 
             raise ValueError(f"rank must be None or one of {savers.world_size} ranks, got {rank!r}")
         engine.shardings.check_whole("ema_state_dict")
     wanted = rank is None or rank == savers.rank
-    _begin(engine, name)
+    engine.begin_averages()
     found: dict[str | int, Tensor] = {}
     for index, _, whole in engine.states.whole_tensors(only=name):
         if wanted:
@@ -34,25 +35,30 @@ def state_dict(engine: Engine, groups: Groups, which: int, rank: int | None) -> 
 def swapped(engine: Engine, which: int) -> Iterator[None]:
     """See ``ShardedOptimizer.swap_to_ema``. The caller has settled the engine."""
     name = name_of(engine, which)
-    with torch.no_grad():
-        _begin(engine, name)
-        kept = engine.states.show(name)
-        engine.param_gather.wait()
+    if engine.sharded_model is not None:
+        engine.sharded_model.schedule.check_not_gathered("swap_to_ema")
+    with torch.inference_mode(False), torch.no_grad():
+        engine.begin_averages()
+        engine.states.set_aside()
     engine.mode.now = Mode.AVERAGE
     try:
+        with torch.inference_mode(False), torch.no_grad():
+            engine.states.show(name)
+            engine.param_gather.wait()
         yield
     finally:
+        if engine.mode.now is Mode.AVERAGE:  # else the optimizer was closed within
+            _put_back(engine)
+
+
+def _put_back(engine: Engine) -> None:
+    try:
         engine.settle()  # units that a forward has gathered are resharded
-        with torch.no_grad():
-            engine.states.show_again(kept)
+    finally:
+        with torch.inference_mode(False), torch.no_grad():
+            engine.states.put_back()
             engine.param_gather.wait()
         engine.mode.now = Mode.OWN
-
-
-def _begin(engine: Engine, name: str) -> None:
-    """Parameters that were never updated are their own average: whatever was loaded into them since construction."""
-    never = {index for index, steps in enumerate(engine.hyper.steps.tolist()) if steps == 0}
-    engine.states.restart(never, only=name)
 
 
 def name_of(engine: Engine, which: int) -> str:

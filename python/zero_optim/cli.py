@@ -142,9 +142,8 @@ def _add_checkpoint_commands(commands: Any) -> None:
     )
     export.add_argument("out", type=Path, help="a folder that is not there yet")
     export.add_argument("--dtype", choices=tuple(DTYPES), help="of the parameters, made of the masters (as saved)")
-    export.add_argument(
-        "--ema", nargs="?", const="ema", metavar="NAME", help="write this average of the parameters (ema)"
-    )
+    export.add_argument("--ema", action="store_true", help="write the average of the parameters, in their place")
+    export.add_argument("--average", metavar="NAME", help="of several averages, which: ema_0, ema_1 and so on")
     export.add_argument("--max-shard-size", type=_nbytes, default="5GB", help="of a file, as in 500MB (5GB)")
 
 
@@ -176,9 +175,14 @@ def _inspect(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def _export(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     from .checkpoint.hugging_face import export
+    from .rules.options import EMA
 
     dtype = DTYPES[parsed.dtype] if parsed.dtype else None
-    choice = {"dtype": dtype, "max_shard_bytes": parsed.max_shard_size, "average": parsed.ema}
+    choice = {
+        "dtype": dtype,
+        "max_shard_bytes": parsed.max_shard_size,
+        "average": EMA if parsed.ema else parsed.average,
+    }
     done = export(_checkpoints_in(parsed.checkpoint), parsed.out, **choice)
     print(f"{done.tensors} tensors, {done.nbytes:,} bytes, in {len(done.files)} file(s) in {done.folder}")
     return 0

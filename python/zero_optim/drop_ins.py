@@ -25,11 +25,11 @@ class ShardedAdamW(ShardedOptimizer):
         lr, betas, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.AdamW``; a group's own values win; read at
             every step. ``amsgrad`` is the same for all groups.
         decoupled_weight_decay: False makes it ``torch.optim.Adam``, with L2 in the gradient.
-        fused, foreach, capturable: accepted for torch's sake; it is always all of them.
+        fused, foreach, capturable: accepted for torch's sake, and without effect: every update is all of it.
         sharding: as ``ShardedOptimizer`` has them, by keyword: ``stage``, ``process_group``, ``mesh``,
             ``tensor_parallel``, ``pipeline``, ``bucket_cap_mb``, ``grad_reduce_dtype``, ``max_grad_norm``,
             ``skip_nonfinite``, ``overlap_grad_reduce``, ``overlap_param_gather``, ``state_offload``,
-            ``device_budget``, ``speculate``.
+            ``device_budget``, ``speculate``, ``ema_decay``.
 
     Raises what ``ShardedOptimizer`` raises.
     """
@@ -118,7 +118,7 @@ class ShardedSGD(ShardedOptimizer):
         params, sharding: as ``ShardedAdamW`` takes them.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in ``torch.optim.SGD``. Where no group has a
             momentum as the optimizer is made, there are no momentum buffers, and none can get one later.
-        foreach, fused: accepted for torch's sake; it is always both.
+        foreach, fused: accepted for torch's sake, and without effect: every update is both.
 
     Raises what ``ShardedOptimizer`` raises.
     """

@@ -31,7 +31,7 @@ from .grads.bucket import Bucket
 from .grads.buckets import buckets_by_size, buckets_of_units
 from .grads.reducer import Reducer, open_reducers
 from .grads.slots import GradState
-from .mode import CurrentMode
+from .mode import CurrentMode, Mode
 from .params.parameter_set import ParameterSet
 from .params.shardings import Shardings
 from .params.tensor_slice import is_cut, local_of
@@ -393,15 +393,16 @@ class Engine:
 
     def refresh_masters(self) -> None:
         """Take over every parameter, also where no version counter shows an edit."""
+        self.mode.check("refresh_master")
         self.param_gather.wait()
         self.keep_edits(unseen=True)
         self.states.refresh_masters(set(self.parameters.trained))
 
     def restart(self) -> None:
         """State and step counts are what they are at construction."""
-        self.mode.check_awake()
+        self.mode.check("opt.state = {}")
         self.states.restart(set(self.parameters.trained))
-        self.hyper.steps.zero_()
+        self.hyper.take_over(torch.zeros_like(self.hyper.steps), {})
 
     def relabel(self) -> None:
         """The parameters have other names."""
@@ -463,8 +464,20 @@ class Engine:
         index, rank, step = first
         return {"parameter": None if index is None else self.parameters.name(index), "rank": rank, "step": step}
 
+    def begin_averages(self) -> None:
+        """Let averages that begin with the next update be what the parameters are until then: loaded ones, perhaps."""
+        self.states.refresh_edited()
+        for number, name in enumerate(self.rule.averages):
+            begin = self.hyper.begins[:, number].nonzero().flatten().tolist()
+            self.states.restart({*begin}, only=name)
+
+    @torch.no_grad()
     def close(self, *, collective: bool) -> None:
         """``collective``: complete what a backward that raised has begun, for the ranks on which it did not."""
+        if self.mode.now is Mode.AVERAGE:
+            self.states.put_back(collective=collective)
+            self.param_gather.wait()
+            self.mode.now = Mode.OWN
         self.param_gather.close()
         try:
             self.reducer.close(collective=collective)

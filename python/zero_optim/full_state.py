@@ -121,7 +121,7 @@ def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None)
         if tensor.begins is not Begins.ZERO:  # one that was not saved begins as the parameter
             engine.states.restart({i for i, names in saved.names.items() if tensor.name not in names}, tensor.name)
     engine.states.distribute(saved.names, tensors)
-    engine.hyper.steps.copy_(saved.steps)
+    engine.hyper.take_over(saved.steps, saved.names)
     load_groups(opt.param_groups, tree_map_only(Tensor, lambda tensor: tensor.to(opt.device), saved.groups))
     opt.call_load_hooks()
 

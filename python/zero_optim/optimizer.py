@@ -189,7 +189,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "rule": rule.name,
             **rule.fixed,
             **rule.said,
-            "averages": len(rule.averages),
+            "state": [tensor.name for tensor in rule.tensors],
         }
         choice = {"state_offload": state_offload, "device_budget": device_budget, "speculate": speculate}
         options |= {name: value for name, value in choice.items() if value is not None}
@@ -447,6 +447,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- sleep -----------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # pages that are fetched are written later
     @torch.no_grad()
     def sleep(self, parameters: bool = False, to: str | None = None) -> None:
         """Collective. Free the device's memory of state, gradients and communication until ``wake()``.
@@ -471,6 +472,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.check_usable()
         self.engine.sleep(parameters, to)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def wake(self) -> None:
         """Collective. Bring back what ``sleep`` has taken off the device, bit for bit. Awake, it does nothing.
@@ -536,6 +538,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         the order of the buckets, which loading restores. Hooks are called as torch calls them.
         """
         self.check_usable()
+        self.engine.mode.check("state_dict")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         as_torch = called_from(_DCP_STATE_DICT)  # it gives parameters their names itself

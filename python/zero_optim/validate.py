@@ -28,6 +28,7 @@ from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, check_free
 from .params.storage_order import described, storage_order
 from .params.tensor_slice import is_cut, is_distributed, local_of, mesh_of, placed, slice_of
+from .rules import RULES
 from .rules.update_rule import UpdateRule
 from .units.sharded_model import ShardedModel, sharded_model_of
 from .units.unit import Unit
@@ -81,6 +82,11 @@ def check_rule(rule: object) -> None:
     """Raise TypeError for what is no update rule."""
     if not isinstance(rule, UpdateRule):
         raise TypeError(f"rule must be an instance of zero_optim.rules.UpdateRule, such as rules.Lion(), got {rule!r}")
+    if type(rule) is not RULES.get(rule.name, type(rule)):
+        raise TypeError(
+            f"the rule is a {type(rule).__module__}.{rule.name}, and checkpoints would take it for the {rule.name} of "
+            "zero_optim.rules: give its class another name"
+        )
 
 
 def warn_of_meaningless(name: str, keywords: Mapping[str, bool | None]) -> None:
@@ -351,8 +357,9 @@ def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, opti
     """
     description = [f"{name}={value}" for name, value in options.items()]
     for number, group in enumerate(parameters.groups[first_group:], first_group):
-        values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        description.append(f"group {number} with {values}" if not _has_tensor(values) else f"group {number}")
+        left_out = ("params", "param_names", *(key for key, value in group.items() if _has_tensor(value)))
+        values = {key: value for key, value in group.items() if key not in left_out}
+        description.append(f"group {number} with {values}")
     description += [
         f"{label}: {described(p)}{placed(p)}{marked(p)} of group {number}{'' if p.requires_grad else ', frozen'}"
         for number, p, label in zip(parameters.group_of, parameters.all, parameters.labels, strict=True)
@@ -361,5 +368,6 @@ def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, opti
     check_same(comm, description, "the constructor", "give the optimizer the same parameters, in the same order, with")
 
 
-def _has_tensor(values: dict[str, Any]) -> bool:
-    return any(isinstance(value, Tensor) for value in values.values())
+def _has_tensor(value: Any) -> bool:
+    """Values of tensors are not compared: that would be a host sync."""
+    return any(isinstance(one, Tensor) for one in (value if isinstance(value, list | tuple) else (value,)))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -167,7 +170,8 @@ def _save(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
 
 def _without_average(full: dict[str, Any]) -> dict[str, Any]:
     for entry in full["state"].values():
-        del entry["ema"]
+        for name in [name for name in entry if name.startswith("ema")]:
+            del entry[name]
     for group in full["param_groups"]:
         del group["ema_decay"]
     return full
@@ -214,3 +218,145 @@ def test_groups_have_as_many_averages_as_the_optimizer() -> None:
     opt = zero_optim.ShardedAdamW([nn.Parameter(torch.ones(3))])
     with pytest.raises(ValueError, match="there is no average 0: the optimizer was made with 0"):
         opt.ema_state_dict()
+
+
+# ---- what goes wrong, and what comes between -----------------------------------------------------------------------
+
+
+def _trained_once(stage: int, dtype: torch.dtype, store: str | None = None, steps: int = 2) -> Any:
+    entries, backward, opt = _make(stage, dtype, store, zero_optim.ShardedAdamW)
+    for step in range(steps):
+        backward(make_gradients([torch.empty(shape) for shape in SHAPES], 0, step))
+        opt.step()
+        opt.zero_grad()
+    return entries, backward, opt
+
+
+def _failing_swap(rank: int, world_size: int) -> None:
+    from zero_optim.step.shard_state import ShardState
+
+    _, _, opt = _trained_once(2, torch.float32)
+    before, masters = _parameters(opt), _masters(opt)
+    opened, calls = ShardState.opened, []
+
+    def failing(self: Any) -> Any:
+        calls.append(self)
+        if rank == 0 and len(calls) == 3:
+            raise torch.OutOfMemoryError("no memory for this one")
+        return opened(self)
+
+    with mock.patch.object(ShardState, "opened", failing):
+        with pytest.raises(Exception, match="no memory for this one") as raised, opt.swap_to_ema():
+            raise AssertionError("never within")
+        assert len(calls) >= 3
+    assert isinstance(raised.value, torch.OutOfMemoryError if rank == 0 else zero_optim.RankMismatchError)
+    assert_bitwise(_parameters(opt), before, "restored")
+    assert_bitwise(_masters(opt), masters, "masters")
+    with opt.swap_to_ema():
+        pass
+    opt.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_swap_that_fails_leaves_the_parameters_as_they_were(world_size: int) -> None:
+    run_ranks(world_size, _failing_swap)
+
+
+def _in_between(rank: int, world_size: int) -> None:
+    for stage in (2, 3):
+        _, _, opt = _trained_once(stage, torch.bfloat16)
+        before = _parameters(opt)
+        with opt.swap_to_ema():
+            for name, call in {
+                "refresh_master": opt.refresh_master,
+                "state_dict": opt.state_dict,
+                "opt.state = {}": lambda opt=opt: setattr(opt, "state", {}),
+            }.items():
+                with pytest.raises(zero_optim.ZeroOptimError, match=rf"{re.escape(name)} was called within swap_to"):
+                    call()
+        assert_bitwise(_parameters(opt), before, "after it")
+        if stage == 3 and world_size > 1:  # alone, a rank has whole parameters anyway
+            refused = pytest.raises(zero_optim.ShardAccessError, match="swap_to_ema was called within gather_param")
+            with zero_optim.gather_parameters(opt.engine.sharded_model.model), refused:
+                opt.swap_to_ema().__enter__()
+        with opt.swap_to_ema():
+            opt.close()
+        params = [p for group in opt.param_groups for p in group["params"]]
+        model = nn.ParameterList(params) if stage < 3 else opt.engine.sharded_model.model
+        found = {name: value.clone() for name, value in zero_optim.iter_full_parameters(model)}
+        assert_bitwise([found[name] for name, _ in model.named_parameters()], before, "closed within")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_would_take_averages_for_parameters_raises(world_size: int) -> None:
+    run_ranks(world_size, _in_between)
+
+
+@pytest.mark.parametrize("store", [None, "paged", "nvme"])
+def test_averages_are_shown_in_inference_mode(store: str | None, tmp_path: Any) -> None:
+    entries, backward, opt = _trained_once(2, torch.bfloat16, f"nvme:{tmp_path}" if store == "nvme" else store)
+    params, before = [p for _, p in entries], _parameters(opt)
+    with torch.inference_mode():
+        averages = opt.ema_state_dict()
+        with opt.swap_to_ema():
+            shown = [p.detach().clone() for p in params]
+        assert_bitwise(shown, [averages[name].bfloat16() for name, _ in entries], "shown")
+        opt.sleep()
+        opt.wake()
+    assert_bitwise(_parameters(opt), before, "after it")
+    backward(make_gradients([torch.empty(shape) for shape in SHAPES], 0, 5))
+    opt.step()
+    opt.close()
+
+
+@pytest.mark.parametrize("load", ["full", "own"])
+def test_an_average_that_was_not_loaded_begins_with_the_next_update(load: str) -> None:
+    """The model may be loaded after the optimizer: until then the parameters are others."""
+    _, backward, plain = _trained_once(2, torch.float32)
+    full = _without_average(zero_optim.full_state_dict(plain))
+    own = _without_average(copy.deepcopy(plain.state_dict()))
+    values = _parameters(plain)
+    plain.close()
+    entries, backward, opt = _make(2, torch.float32, None, zero_optim.ShardedAdamW)
+    zero_optim.load_full_state_dict(opt, full) if load == "full" else opt.load_state_dict(own)
+    with torch.no_grad():
+        for (_, p), value in zip(entries, values, strict=True):
+            p.copy_(value)
+    assert_bitwise([opt.ema_state_dict()[name] for name, _ in entries], values, "before an update")
+    backward(make_gradients([torch.empty(shape) for shape in SHAPES], 0, 3))
+    opt.step()
+    found = opt.ema_state_dict(1)
+    for name, p in entries:
+        assert torch.allclose(found[name], p, rtol=0, atol=1e-6), name
+    opt.close()
+
+
+def test_what_was_never_updated_is_exported_as_it_is(tmp_path: Any) -> None:
+    model = Model()
+    opt = _optimizer(model, ema_decay=0.5)
+    model.one.weight.grad = torch.ones_like(model.one.weight)
+    opt.step()
+    with torch.no_grad():
+        model.one.bias.fill_(7.0)
+    zero_optim.checkpoint.save(str(tmp_path / "saved"), model, opt)
+    assert cli.main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--average", "ema"]) == 0
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written["one.bias"], model.one.bias.detach())
+    assert torch.equal(written["one.weight"], opt.ema_state_dict()["one.weight"].bfloat16())
+
+
+def test_decays_of_a_checkpoint_hold_for_as_many_averages(tmp_path: Any) -> None:
+    model = Model()
+    opt = _optimizer(model, ema_decay=0.5)
+    zero_optim.checkpoint.save(str(tmp_path), model, opt)
+    opt.close()
+    for own, wanted in (([0.9], 0.5), ((0.9, 0.8), (0.9, 0.8)), (None, None)):
+        opt = _optimizer(model, ema_decay=own)
+        zero_optim.checkpoint.load(str(tmp_path), model, opt, strict=False)
+        assert opt.param_groups[0].get("ema_decay") == wanted, own
+        opt.close()
+
+
+def test_a_decay_in_a_group_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match="ema_decay of parameter group 0: the optimizer keeps no averages"):
+        zero_optim.ShardedAdamW([{"params": [nn.Parameter(torch.ones(3))], "ema_decay": 0.9}])

@@ -350,3 +350,35 @@ def test_the_planner_asks_the_rule(capsys: Any) -> None:
         assert state == pytest.approx(kinds * 1e9, rel=1e-3), optimizer
     assert cli.main([*flags, "--averages", "-1"]) == 2
     assert "--averages -1: at least 0" in capsys.readouterr().err
+
+
+def test_a_rule_of_ones_own_has_a_name_of_its_own() -> None:
+    class Lion(zero_optim.rules.UpdateRule):
+        tensors = ()
+
+    with pytest.raises(TypeError, match="checkpoints would take it for the Lion of zero_optim.rules"):
+        zero_optim.ShardedOptimizer([nn.Parameter(torch.ones(3))], Lion())
+
+
+def test_momentum_buffers_that_are_none_are_none() -> None:
+    params, backward, opt = _model(2, torch.float32, "momentum")
+    _train(backward, opt, range(2), 0, 1)
+    full = zero_optim.full_state_dict(opt)
+    full["state"][1] = {"momentum_buffer": None}
+    zero_optim.load_full_state_dict(opt, full)
+    state = zero_optim.full_state_dict(opt)["state"]
+    assert 1 not in state and set(state) == {0, 2, 3, 4, 5}
+
+
+def _unlike(rank: int, world_size: int) -> str:
+    params = make(SHAPES)
+    try:
+        zero_optim.ShardedSGD(params, lr=torch.tensor(0.1), momentum=0.9 * rank)
+    except zero_optim.RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_state_are_told_where_the_rate_is_a_tensor() -> None:
+    for told in run_ranks(2, _unlike):
+        assert "momentum" in told

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -110,7 +111,7 @@ def export(
 
 def _check_average(index: Index, average: str | None) -> str | None:
     kinds = dict.fromkeys(kind for kind, _ in index.tensors if index.is_state(kind))
-    averages = [kind for kind in kinds if kind.startswith(EMA)]
+    averages = [kind for kind in kinds if re.fullmatch(rf"{EMA}(_\d+)?", kind)]
     if average is not None and average not in averages:
         raise CheckpointError(f"there is no average {average!r} in the checkpoint: it has {averages or 'none'}")
     return average

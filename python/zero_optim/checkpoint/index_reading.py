@@ -16,9 +16,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..params.arrangement import Cut
 from ..params.storage_order import is_storage_order
-from ..rules.adamw import AdamW
-from ..rules.lion import Lion
-from ..rules.sgd import SGD
+from ..rules import RULES
 from ..rules.update_rule import MASTER, UpdateRule
 from . import lineage
 from .index import (
@@ -43,7 +41,7 @@ from .safetensors_file import BLOCK_BYTES, NAMES
 SHARDED = "Sharded"
 """The name of an optimizer of ours in the index begins so; its rule's follows."""
 
-OURS: Mapping[str, type[UpdateRule]] = {f"{SHARDED}{rule.__name__}": rule for rule in (AdamW, Lion, SGD)}
+OURS: Mapping[str, type[UpdateRule]] = {f"{SHARDED}{name}": rule for name, rule in RULES.items()}
 """The rules that come with the package, by such names."""
 
 

@@ -48,6 +48,7 @@ class Match:
         saved_name: of each parameter here, what the checkpoint calls it.
         source: of each tensor here, by kind and name, the saved one; those without are not loaded.
         fresh: names of parameters whose state begins anew.
+        begun: averages that were not saved, and begin at the parameters.
         steps: updates that each parameter has had, where that was counted.
         groups: of each optimizer, of each of its groups, the number of the saved one; None: it keeps its options.
         misfits: a sentence each. ``notes``: what is no misfit, but worth to be told.
@@ -56,6 +57,7 @@ class Match:
     saved_name: Mapping[str, str]
     source: dict[Key, SavedTensor] = field(default_factory=dict)
     fresh: set[str] = field(default_factory=set)
+    begun: set[Key] = field(default_factory=set)
     steps: Mapping[str, float] = field(default_factory=dict)
     groups: list[list[int | None]] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)
@@ -133,6 +135,7 @@ def _match_state(index: Index, wanted: Wanted, matched: Match) -> None:
         if saved is None and spec.kind in wanted.averages:
             saved = index.precise(name)
             begun.add(spec.kind)
+            matched.begun.add(spec.key)
         if saved is not None:
             matched.source[spec.key] = saved
         else:

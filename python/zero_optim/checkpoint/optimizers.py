@@ -12,6 +12,7 @@ from torch import Tensor
 from ..comm.together import Ranks
 from ..engine import Engine
 from ..errors import CheckpointError
+from ..rules.options import EMA_DECAY, listed_decays
 from ..rules.update_rule import StateTensor, master_of, tensors_for
 from .contents import Contents, Holders, Holding, Names, TensorContents, in_stack
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec
@@ -132,8 +133,17 @@ class ShardedPart:
 
     def groups_of(self, saved: SavedOptimizer, numbers: Sequence[int | None]) -> list[dict[str, Any]]:
         groups = _chosen(self._groups, saved, numbers, self._defaults)
+        for group, own in zip(groups, self._groups, strict=True):
+            self._choose_decays(group, own)
         check_groups_fit(groups, self._groups, self._engine.rule)
         return groups
+
+    def _choose_decays(self, group: dict[str, Any], own: Mapping[str, Any]) -> None:
+        """Those that were saved hold for as many averages as were saved."""
+        if EMA_DECAY in group and len(listed_decays(group[EMA_DECAY])) != len(self._engine.rule.averages):
+            del group[EMA_DECAY]
+        if EMA_DECAY in own:
+            group.setdefault(EMA_DECAY, own[EMA_DECAY])
 
     def use_order(self, saved: SavedOptimizer, matched: Match) -> None:
         index_of = {matched.saved_name[name]: index for index, name in enumerate(self._names)}
@@ -154,7 +164,12 @@ class ShardedPart:
         for index in engine.parameters.trained:
             if self._names[index] not in matched.fresh:
                 steps[index] = matched.steps.get(self._names[index], 0)
-        engine.hyper.steps.copy_(steps)
+        averages = {
+            index: [kind for kind in engine.rule.averages if (kind, self._names[index]) not in matched.begun]
+            for index in engine.parameters.trained
+            if self._names[index] not in matched.fresh
+        }
+        engine.hyper.take_over(steps, averages)
         engine.states.distrust_masters()
         engine.exchange.outdate()
 
@@ -294,7 +309,7 @@ def _chosen(
         if missing and saved.name in ADAMS:
             raise CheckpointError(f"parameter group {number} has no {missing[0]}")
         for option, default in defaults.items():
-            if option in group and not _alike(group[option], default):
+            if option in group and option != EMA_DECAY and not _alike(group[option], default):
                 raise CheckpointError(
                     f"parameter group {number} has {option} {str(group[option])[:100]}, where the optimizer's own is "
                     f"{default!r}"

@@ -40,7 +40,7 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     engine.states.load(copies)
     engine.states.restart(set(parameters.trained) - set(saved))
     engine.states.raise_lost_together()
-    engine.hyper.steps.copy_(step_counts(saved, len(engine.hyper.steps)))
+    engine.hyper.take_over(step_counts(saved, len(engine.hyper.steps)), saved)
     load_groups(groups, state_dict["param_groups"])
     engine.exchange.outdate()  # gradients may have been dropped
 

@@ -66,7 +66,8 @@ def match_state(
     unknown = [key for key in state_dict["state"] if key not in index_of]
     if unknown:
         raise StateMismatchError(f"the state holds {unknown[:5]}, which this optimizer does not train")
-    saved = {index_of[key]: entry for key, entry in state_dict["state"].items() if entry != {}}
+    saved = {index_of[key]: _given(entry) for key, entry in state_dict["state"].items()}
+    saved = {index: entry for index, entry in saved.items() if entry != {}}
     for index, entry in saved.items():
         _check_entry(entry, labels[index], rule)
     ignored = [labels[index] for index in saved if index not in parameters.trained]
@@ -138,6 +139,11 @@ def _index_by_key(saved: Groups, groups: Groups) -> dict[Hashable, int]:
     return index_of
 
 
+def _given(entry: Any) -> Any:
+    """Without what is None: torch's SGD had such momentum buffers."""
+    return {name: v for name, v in entry.items() if v is not None} if isinstance(entry, Mapping) else entry
+
+
 def _check_entry(entry: Any, label: str, rule: UpdateRule) -> None:
     if not isinstance(entry, Mapping) or ("step" not in entry and rule.needs_steps):
         found = sorted(map(str, entry)) if isinstance(entry, Mapping) else type(entry).__name__
@@ -147,7 +153,7 @@ def _check_entry(entry: Any, label: str, rule: UpdateRule) -> None:
     if unknown:
         raise StateMismatchError(
             f"the state of {label} holds {unknown[0]}, which this optimizer does not keep: it was saved by another, or "
-            "with other options, such as amsgrad=True. Train on with that one, or drop it from the state"
+            "with other options, such as amsgrad=True or ema_decay. Train on with that one, or drop it from the state"
         )
     step = entry.get("step", 1)
     good = isinstance(step, int | float) or (isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex())

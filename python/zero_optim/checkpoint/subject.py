@@ -115,7 +115,7 @@ class Subject:
         """Collective. Leave nothing under way, and every unit sharded."""
         for sharded in self._sharded:
             sharded.settle()
-            sharded.engine.states.refresh_edited()
+            sharded.engine.begin_averages()
         for model in self._models:
             model.schedule.reshard_all()
 

@@ -7,3 +7,6 @@ from .sgd import SGD
 from .update_rule import Begins, Per, StateTensor, UpdateRule
 
 __all__ = ["AdamW", "Begins", "Betas", "Fixed", "Flag", "Lion", "Number", "Per", "SGD", "StateTensor", "UpdateRule"]
+
+RULES: dict[str, type[UpdateRule]] = {rule.__name__: rule for rule in (AdamW, Lion, SGD)}
+"""The rules of the package, by their names, by which checkpoints know them."""

@@ -53,7 +53,7 @@ class KernelRule(UpdateRule):
             [shard.state[name] for shard in shards for name in names],
             [shard.parameter for shard in shards] if apart else [],
             [shard.row_slot for shard in shards],
-            *shards[0][-5:-1],  # hyper, grad_scale, found_inf, marks
+            *shards[0].shared,
             [shard.state[name] for shard in shards for name in self.averages] or None,
             shards[0].rates,
         )

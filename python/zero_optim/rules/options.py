@@ -12,6 +12,9 @@ from torch import Tensor
 EMA = "ema"
 """The name of an average of the master; of several, they are ``ema_0``, ``ema_1`` and so on."""
 
+EMA_DECAY = "ema_decay"
+"""The option that has averages kept."""
+
 SMALLEST = 2.0**-150
 """Positive numbers below it, and it itself, are 0 in fp32."""
 

@@ -21,7 +21,7 @@ import zero_kernels
 from zero_kernels import ROW
 
 from ..params.storage_order import StorageOrder
-from .options import Decays, Fixed, Option, coefficients_of
+from .options import EMA_DECAY, Decays, Fixed, Option, coefficients_of
 
 
 class Per(enum.Enum):
@@ -95,6 +95,11 @@ class ShardUpdate(NamedTuple):
     found_inf: Tensor | None
     marks: Tensor
     rates: Tensor | None = None
+
+    @property
+    def shared(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        """What is the same for all shards, as ``foreach_step`` takes it."""
+        return self.hyper, self.grad_scale, self.found_inf, self.marks
 
 
 class UpdateRule:
@@ -189,6 +194,8 @@ class UpdateRule:
         """Raise ValueError for an option of a parameter group that cannot be followed."""
         self.check_ranges(number, group)
         owner = f"parameter group {number}"
+        if group.get(EMA_DECAY) is not None and not self.averages:
+            raise ValueError(f"{EMA_DECAY} of {owner}: the optimizer keeps no averages: give it {EMA_DECAY}, too")
         for name, value in self.fixed.items():
             if bool(group.get(name, value)) != bool(value):
                 raise ValueError(
@@ -301,7 +308,7 @@ def update_by_rows(rule: UpdateRule, shards: Sequence[ShardUpdate]) -> None:
         [shard.state[name] for shard in shards for name in names],
         [shard.parameter for shard in shards] if apart else [],
         [shard.row_slot for shard in shards],
-        *shards[0][-5:-1],  # hyper, grad_scale, found_inf, marks
+        *shards[0].shared,
         [shard.state[name] for shard in shards for name in rule.averages] or None,
         shards[0].rates,
     )

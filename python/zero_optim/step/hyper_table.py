@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class HyperTable:
         steps: [parameters] float64, updates that each parameter has had. Skipped steps do not count.
         table: [parameters, len(rule.columns)] fp32, what the rule's update reads.
         rates: [parameters, len(rule.averages)] fp32, how far averages go towards the new master; None: there are none.
+        begins: the same shape, bool, whether the next update makes the average what the parameter is then.
     """
 
     def __init__(self, group_of: Sequence[int], groups: int, device: torch.device, rule: UpdateRule) -> None:
@@ -34,6 +35,7 @@ class HyperTable:
         self.steps = torch.zeros(len(group_of), dtype=torch.float64, device=device)
         self.table = torch.zeros(len(group_of), len(self.rule.columns), dtype=torch.float32, device=device)
         averages = len(self.rule.averages)
+        self.begins = torch.ones(len(group_of), averages, dtype=torch.bool, device=device)
         self.rates = torch.zeros(len(group_of), averages, dtype=torch.float32, device=device) if averages else None
         self._group_of = torch.tensor(group_of, dtype=torch.int32, device=device)
         # [coefficients, groups], as last sent to the device
@@ -49,9 +51,9 @@ class HyperTable:
             groups: how many there are now.
         """
         keep_tensors_of(self)
-        steps = self.steps
+        steps, begins = self.steps, self.begins
         self._allocate(group_of, groups, steps.device)
-        self.steps[: len(steps)] = steps
+        self.steps[: len(steps)], self.begins[: len(steps)] = steps, begins
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError for a number that was set out of range since the last step, where it would make weights NaN.
@@ -62,6 +64,13 @@ class HyperTable:
         if numbers != self._checked:
             check_groups(self.rule, groups)
             self._checked = numbers
+
+    def take_over(self, steps: Tensor, averages: Mapping[int, Container[str]]) -> None:
+        """Take over loaded ``steps`` [parameters] float64. ``averages``: by parameter, which were loaded, too; the
+        others begin with the next update: the model may be loaded until then."""
+        self.steps.copy_(steps)
+        begins = [[name not in averages.get(i, ()) for name in self.rule.averages] for i in range(len(steps))]
+        self.begins.copy_(torch.tensor(begins, dtype=torch.bool).view_as(self.begins))
 
     def advance(self, groups: Sequence[Mapping[str, Any]], active: Tensor, factor: Tensor | None = None) -> None:
         """Count a step for every ``active`` parameter ([parameters] bool) and make the table for it.
@@ -75,7 +84,8 @@ class HyperTable:
         self.rule.fill_table(coefficients[:own], self._group_of, self.steps, active, self.table)
         if self.rates is not None:
             rates = 1 - coefficients[own:].index_select(1, self._group_of).t()
-            self.rates.copy_(torch.where(self.steps[:, None] == 1, 1.0, rates))  # an average begins at the first update
+            self.rates.copy_(torch.where(self.begins, 1.0, rates))
+            self.begins &= ~active[:, None]
         if factor is not None:
             self.grad_factors.mul_(factor)
 

@@ -72,6 +72,7 @@ class OptimizerState:
         self.trouble = Trouble()
         self._hidden = HiddenEdits(sharding)
         self.shards: list[ShardState] = []
+        self._aside: list[tuple[Bucket, Tensor]] = []  # parameters, while their averages are shown
         self._batches: list[Batch] = []  # of the shards, in the order in which they are updated
         self.started = False  # whether state may differ from what it is at construction
         self._all: list[Tensor] = []
@@ -275,28 +276,32 @@ class OptimizerState:
 
     # -- averages in place of the parameters -----------------------------------------------------------------------
 
-    def show(self, name: str) -> list[Tensor]:
-        """Collective. Make the parameters what the state ``name`` is, rounded. Returns what this rank had of them."""
+    def set_aside(self) -> None:
+        """Collective. Keep a copy of the parameters that this rank has, until ``put_back``."""
         self.refresh_edited()
-        kept = []
+        with self.sharding.everyone.raising_together("swap_to_ema", self.sharding.device):
+            self._aside = [(shard.bucket, shard.bucket.param_shard.clone()) for shard in self.shards]
+
+    def show(self, name: str) -> None:
+        """Collective. Make the parameters what the state ``name`` is, rounded."""
+        with self.sharding.everyone.raising_together("swap_to_ema", self.sharding.device):
+            for shard in self.shards:
+                with shard.opened() as state:
+                    shard.bucket.param_shard.copy_(state[name])
+        self._send_out()
+
+    def put_back(self, *, collective: bool = True) -> None:
+        """Make the parameters what was set aside. ``collective``: and let the other ranks have them."""
+        aside, self._aside = self._aside, []
+        for bucket, before in aside:
+            bucket.param_shard.copy_(before)
+        if collective and aside:
+            self._send_out()
+
+    def _send_out(self) -> None:
+        """Collective. Other ranks get the parameters, whose writes are no edits of the user's."""
         for shard in self.shards:
-            own = shard.bucket.param_shard
-            kept.append(own.clone())
-            with self.trouble.losing(shard), shard.opened() as state:
-                own.copy_(state[name])
             shard.bucket.unshard()
-        self._written()
-        return kept
-
-    def show_again(self, kept: Sequence[Tensor]) -> None:
-        """Collective. The other way round."""
-        for shard, before in zip(self.shards, kept, strict=True):
-            shard.bucket.param_shard.copy_(before)
-            shard.bucket.unshard()
-        self._written()
-
-    def _written(self) -> None:
-        """The parameters were written, and are no edits of the user's."""
         torch.autograd.graph.increment_version(self._all)
         self.record_versions()
         self._hidden.lay_out(self.shards)

@@ -225,8 +225,11 @@ class ShardState:
                 part = self.part(tensor, state[tensor.name], piece)
                 if tensor.begins is Begins.ZERO:
                     part.zero_()
-                else:
+                elif tensor.begins is Begins.PARAMETER:
                     part.copy_(self.parameter_of(piece))
+                else:
+                    own = state.get(master_of(self.rule) or "")
+                    part.copy_(self.parameter_of(piece) if own is None else own.narrow(0, piece.in_shard, piece.numel))
 
 
 def _follow(master: Tensor, parameter: Tensor) -> None:

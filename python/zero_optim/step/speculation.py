@@ -167,6 +167,7 @@ class Speculator:
             self._hyper = HyperTable(group_of, len(groups), _HOST, self._rule)
         hyper = self._hyper
         hyper.steps.copy_(last.steps)
+        hyper.begins.zero_()  # all of these were updated before
         hyper.advance(groups, last.used)
         found_inf, marks = torch.zeros_like(last.found_inf), torch.zeros_like(last.marks)
         scale = last.inverse_scale
