@@ -22,11 +22,12 @@ from .step.state_load import check_rows, state_tensor
 
 
 def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, Any]:
-    """Collective. The state as ``torch.optim.AdamW.state_dict()`` gives it, so that AdamW can load it.
+    """Collective. The state as ``state_dict()`` of torch's counterpart gives it, so that this one can load it.
 
-    ``{"state": {index: {"step": [] fp32, "exp_avg", "exp_avg_sq"}}, "param_groups": [...]}``: fp32 tensors of the
-    parameter's shape, on the CPU. A 16-bit parameter has a ``master`` too, which AdamW does not use. Parameters that
-    never stepped are left out, as AdamW leaves them out. A group's options that are AdamW's alone have its defaults.
+    Of AdamW ``{"state": {index: {"step": [] fp32, "exp_avg", "exp_avg_sq"}}, "param_groups": [...]}``: tensors in
+    their own dtype, fp32, and in the parameter's shape, on the CPU. A 16-bit parameter has a ``master`` too, and with
+    ``ema_decay`` there is ``ema``, which torch does not use. Parameters that never stepped are left out, as torch
+    leaves them out. A group's options that are torch's alone have its defaults.
 
     Args:
         rank: the rank, in the optimizer's group, that gets it, while the others get ``{}``; None: all get it. Of plain
@@ -89,7 +90,7 @@ class _SavedState:
 
 @torch.no_grad()
 def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None) -> None:
-    """Collective. Load what ``torch.optim.AdamW.state_dict()`` or ``full_state_dict`` gave; parameters stay.
+    """Collective. Load what ``state_dict()`` of torch's counterpart or ``full_state_dict`` gave; parameters stay.
 
     Rank 0's ``state`` is read, and the others may pass None; of plain slices, that of the first data-parallel rank of
     each slice. Tensors may have any floating dtype and device. Parameters

@@ -531,7 +531,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- state and statistics ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"state": {name or index: {master, exp_avg, exp_avg_sq, step}}, "param_groups": [...]}``.
+        """``{"state": {name or index: {...}}, "param_groups": [...]}``: of AdamW ``master, exp_avg, exp_avg_sq, step``.
 
         Tensors are views of the live state in the parameter's shape: plain where this rank holds all of it,
         else ``FlatShard``; with ``state_offload``, copies in host memory. fp32 parameters have no master. Keys stand in

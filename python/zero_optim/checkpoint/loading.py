@@ -74,7 +74,7 @@ def load(
         path: a checkpoint, or the folder of several: then the newest whole one, which is the one that was saved last.
             Where that is damaged, a warning says so, and the one that it came from is loaded in its place.
         model: sharded or not.
-        opt: as it was given to ``save``: a ``ShardedAdamW``, one of torch's, or several; None: the model alone.
+        opt: as it was given to ``save``: a ``ShardedOptimizer``, one of torch's, or several; None: the model alone.
         scaler, scheduler, data: objects with a ``load_state_dict``, which gets what ``save`` was given of them.
         strict: True: raise StateMismatchError, before anything is changed, where a tensor is missing in the checkpoint
             or left over in it, or where parameter groups differ. False: load the others, and say so in ``notes``.

@@ -64,7 +64,7 @@ class OptimizerPart(Contents, Protocol):
 
 
 class ShardedPart:
-    """A ``ShardedAdamW``: the state that its update rule names, in the ranges that this rank holds."""
+    """A ``ShardedOptimizer``: the state that its update rule names, in the ranges that this rank holds."""
 
     def __init__(self, opt: Sharded, names: Names) -> None:
         self._engine, self._groups, self._defaults = opt.engine, opt.param_groups, opt.defaults
@@ -273,7 +273,7 @@ def make_part(opt: Any, names: Names, ranks: Ranks) -> OptimizerPart:
 
 
 class Sharded(Protocol):
-    """A ``ShardedAdamW``, as far as a checkpoint needs it."""
+    """A ``ShardedOptimizer``, as far as a checkpoint needs it."""
 
     engine: Engine
     param_groups: list[dict[str, Any]]

@@ -60,7 +60,7 @@ def save(
         path: a folder that all ranks see, of one job's checkpoints. It is made where it is not there. A relative one is
             that of this call, wherever the process goes while a thread writes.
         model: sharded or not. An optimizer's parameters have to be in it.
-        opt: a ``ShardedAdamW``, or several.
+        opt: a ``ShardedOptimizer``, or several.
         step: the N of the name; None: the most updates that a parameter has had. A checkpoint of this name is replaced.
         scaler, scheduler: one or several, of which ``state_dict()`` is saved, that of rank 0.
         data: what has a ``state_dict()``, each rank's own, such as a loader that knows its position.

@@ -1,4 +1,4 @@
-"""Finds a DistributedDataParallel around parameters whose gradients a ShardedAdamW reduces."""
+"""Finds a DistributedDataParallel around parameters whose gradients an optimizer of ours reduces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_not_replicated(parameters: Mapping[int, Tensor], labels: Sequence[str]
     if shared:
         raise ParameterError(
             f"{labels[min(shared)]} is in a DistributedDataParallel module, which would reduce its gradient a second "
-            "time: train the bare model; ShardedAdamW averages gradients over the ranks itself. Clients need not wrap: "
+            "time: train the bare model; the optimizer averages gradients over ranks itself. Clients need not wrap: "
             "zero_optim.integrations has ShardedTrainer (transformers) in place of Trainer, prepare (accelerate) and "
             "ShardedStrategy (lightning)"
         )

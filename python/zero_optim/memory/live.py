@@ -20,7 +20,7 @@ from .shapes import ModelShapes, ParameterShape, shape_of
 
 
 class HasEngine(Protocol):
-    """A ``ShardedAdamW``."""
+    """A ``ShardedOptimizer``."""
 
     @property
     def engine(self) -> Engine: ...

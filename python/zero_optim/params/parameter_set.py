@@ -147,10 +147,10 @@ def check_free(parameters: Sequence[Tensor], labels: Sequence[str], own: Paramet
     for parameter, label in zip(parameters, labels, strict=True):
         if _other_of(parameter, own):
             raise ParameterError(
-                f"{label} is in another ShardedAdamW already: both would reduce its gradient. close() that one first, "
-                "or give each its own parameters"
+                f"{label} is in another optimizer of zero_optim already: both would reduce its gradient. close() that "
+                "one first, or give each its own parameters"
                 if own
-                else f"{label} is in a ShardedAdamW already: call shard_module before making the optimizer"
+                else f"{label} is in an optimizer of zero_optim already: call shard_module before making the optimizer"
             )
 
 
