@@ -90,7 +90,8 @@ def _taken(device: torch.device) -> int:
     gc.collect()
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    storages = (value.untyped_storage() for value in gc.get_objects() if type(value) in (Tensor, nn.Parameter))
+    dense = (v for v in gc.get_objects() if type(v) in (Tensor, nn.Parameter) and v.layout is torch.strided)
+    storages = (value.untyped_storage() for value in dense)
     # Neither parts of others, as parameters have, nor host memory in which something rests.
     return sum({storage._cdata: storage.nbytes() for storage in storages if storage.resizable()}.values())
 

@@ -101,7 +101,7 @@ def test_a_scaler_may_be_given_lightnings_wrapper() -> None:
 def test_validation_sees_the_averages() -> None:
     """And training and checkpoints the parameters."""
     import lightning
-    from zero_optim.integrations.lightning import EvaluateAverages, ShardedStrategy
+    from zero_optim.integrations.lightning import EvaluateAverages
 
     seen = []
 
@@ -126,7 +126,6 @@ def test_validation_sees_the_averages() -> None:
         accelerator="cpu",
         devices=1,
         max_epochs=1,
-        strategy=ShardedStrategy(),
         callbacks=[EvaluateAverages()],
         enable_progress_bar=False,
         num_sanity_val_steps=0,
