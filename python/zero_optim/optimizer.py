@@ -37,7 +37,7 @@ from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, listed
 from .params.shardings import Shardings
 from .params.tensor_slice import mesh_of
-from .rules.options import Decays, listed_decays
+from .rules.options import EMA_DECAY, Decays, listed_decays
 from .rules.update_rule import UpdateRule
 from .step.pipeline import comm_of_pipeline, make_pipeline
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
@@ -170,8 +170,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if model is None or mesh is not None:
                 rows = read_rows(mesh, shares=stage != 0)
             offload = read_offload(state_offload, device_budget, speculate)
-            decays = Decays("ema_decay", tuple(listed_decays(ema_decay)))
-            super().__init__(params, {**rule.defaults, **({} if ema_decay is None else {"ema_decay": ema_decay})})
+            decays = Decays(EMA_DECAY, listed_decays(ema_decay))
+            super().__init__(params, {**rule.defaults, **({} if ema_decay is None else {EMA_DECAY: ema_decay})})
             rule = rule.for_groups(self.param_groups)
             rule = rule if ema_decay is None else rule.with_averages(decays)
             parameters = ParameterSet(self.param_groups)

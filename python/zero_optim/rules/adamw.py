@@ -54,9 +54,8 @@ class AdamW(KernelRule):
         return None
 
     def read_group(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        maximize = group.get("maximize", False)
-        numbers = super().read_group({**group, "maximize": maximize})
-        return (*numbers[:5], float(self.decoupled), *numbers[5:])
+        lr, beta1, beta2, eps, weight_decay, *others = super().read_group(group)
+        return (lr, beta1, beta2, eps, weight_decay, float(self.decoupled), *others)
 
     def fill_table(self, by_group: Tensor, group_of: Tensor, steps: Tensor, active: Tensor, table: Tensor) -> None:
         torch.ops.zero_kernels.hyper_table(by_group, group_of, steps, active, table)

@@ -10,12 +10,14 @@ from torch import Tensor
 
 import zero_kernels
 
-from .update_rule import MASTER, Begins, ShardUpdate, StateTensor, UpdateRule
+from .update_rule import MASTER, Begins, ShardUpdate, StateTensor, UpdateRule, lists_of
 
 
 class KernelRule(UpdateRule):
-    """Args:
-    kernel: its name in ``zero_kernels.RULES``, which says what state there is beside the master.
+    """A rule whose table and update are those of a kernel.
+
+    Args:
+        kernel: its name in ``zero_kernels.RULES``, which says what state there is beside the master.
     """
 
     def __init__(self, kernel: str, **values: Any) -> None:
@@ -44,16 +46,4 @@ class KernelRule(UpdateRule):
         return made
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
-        names = self._of_kernel.states
-        apart = MASTER in shards[0].state  # else the parameters are fp32, and their own masters
-        self._step(
-            self.kernel,
-            [shard.grad for shard in shards],
-            [shard.state[MASTER] if apart else shard.parameter for shard in shards],
-            [shard.state[name] for shard in shards for name in names],
-            [shard.parameter for shard in shards] if apart else [],
-            [shard.row_slot for shard in shards],
-            *shards[0].shared,
-            [shard.state[name] for shard in shards for name in self.averages] or None,
-            shards[0].rates,
-        )
+        self._step(self.kernel, *lists_of(shards, MASTER, self._of_kernel.states, self.averages))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -26,15 +26,18 @@ class Option:
     Attributes:
         name: as in ``param_groups``.
         default: where nothing is given.
-        coefficients: names of the numbers that it consists of, in their order.
-        optional: whether a group may be without, as those of older checkpoints, and has the default then.
     """
 
     optional: ClassVar[bool] = False
+    """Whether a group may be without, as those of older checkpoints, and has the default then."""
 
     name: str
     default: Any
-    coefficients: tuple[str, ...] = field(init=False, default=())
+
+    @property
+    def coefficients(self) -> tuple[str, ...]:
+        """Names of the numbers that it consists of, in their order."""
+        return ()
 
     def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """Give the numbers of a group: floats, or tensors of one element."""
@@ -61,8 +64,9 @@ class Number(Option):
     below: float = math.inf
     rate: bool = False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "coefficients", (self.name,))
+    @property
+    def coefficients(self) -> tuple[str, ...]:
+        return (self.name,)
 
     def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         return (group[self.name],)
@@ -83,8 +87,9 @@ class Number(Option):
 class Betas(Option):
     """Two numbers in [0, 1), or tensors of one element: ``beta1`` and ``beta2``."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "coefficients", ("beta1", "beta2"))
+    @property
+    def coefficients(self) -> tuple[str, ...]:
+        return ("beta1", "beta2")
 
     def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(group[self.name])
@@ -104,8 +109,9 @@ class Flag(Option):
     default: bool = False
     optional = True
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "coefficients", (self.name,))
+    @property
+    def coefficients(self) -> tuple[str, ...]:
+        return (self.name,)
 
     def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         return (group.get(self.name, self.default),)
@@ -139,9 +145,9 @@ class Decays(Option):
     default: tuple[float, ...] = ()
     optional = True
 
-    def __post_init__(self) -> None:
-        names = (EMA,) if len(self.default) == 1 else tuple(f"{EMA}_{n}" for n in range(len(self.default)))
-        object.__setattr__(self, "coefficients", names)
+    @property
+    def coefficients(self) -> tuple[str, ...]:
+        return (EMA,) if len(self.default) == 1 else tuple(f"{EMA}_{n}" for n in range(len(self.default)))
 
     def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         return listed_decays(group.get(self.name, self.default))

@@ -46,7 +46,7 @@ class SGD(KernelRule):
 
     def check_group(self, number: int, group: Mapping[str, Any]) -> None:
         super().check_group(number, group)
-        if group["nesterov"] and not (group["momentum"] > 0 and group["dampening"] == 0):
+        if group.get("nesterov") and not (group["momentum"] > 0 and group["dampening"] == 0):
             raise ValueError(f"nesterov of parameter group {number} needs a momentum above 0, and a dampening of 0")
         if group["momentum"] and self.kernel == "sgd_plain":
             raise ValueError(

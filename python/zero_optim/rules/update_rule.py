@@ -219,13 +219,7 @@ class UpdateRule:
         ``by_group`` [coefficients, groups] float64; ``group_of`` [parameters] int32; ``steps`` [parameters] float64,
         this one counted; ``active`` [parameters] bool, whether it is updated.
         """
-        given = dict(zip(self.coefficients, by_group.index_select(1, group_of), strict=True))
-        made = self.make_columns(given, steps)
-        one = torch.ones_like(steps)
-        made = {"grad_factor": 1 - 2 * given.get("maximize", 0 * one), **made, "active": active.double()}
-        nothing = torch.zeros_like(steps)
-        columns = (made.get(name, nothing) for name in self.columns)
-        table.copy_(torch.stack([column * one for column in columns], dim=-1))
+        self._as_kernel().fill_table(by_group, group_of, steps, active, table)
 
     def make_columns(self, given: Mapping[str, Tensor], steps: Tensor) -> Mapping[str, Tensor]:
         """Make the rule's own columns, [parameters] float64, of the ``given`` coefficients, [parameters] float64.
@@ -234,6 +228,21 @@ class UpdateRule:
         rounded once to fp32. Nothing may be read by the host.
         """
         return {name: given[name] for name in self.own_columns}
+
+    def _as_kernel(self) -> zero_kernels.Rule:
+        """This rule as the kernel package has its own, with a list of states in place of names."""
+        names = tuple(t.name for t in self.tensors if t.name not in (master_of(self), *self.averages))
+
+        def table(given: Mapping[str, Tensor], steps: Tensor) -> Mapping[str, Tensor]:
+            sign = {"grad_factor": 1 - 2 * given["maximize"]} if "maximize" in given else {}
+            return {**sign, **self.make_columns(given, steps)}
+
+        def update(g: Tensor, p: Tensor, own: Sequence[Tensor], c: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+            state = dict(zip(names, own, strict=True))
+            new, changed = self.update_rows(g, p.float(), state, c)
+            return new, [{**state, **changed}[name] for name in names]
+
+        return zero_kernels.Rule(self.name, names, self.coefficients, self.columns, table, update)
 
     # -- the update ----------------------------------------------------------------------------------------------
 
@@ -250,7 +259,9 @@ class UpdateRule:
 
         Parameters have one dtype, and gradients one. ``hyper`` and what follows it are the same for all.
         """
-        update_by_rows(self, shards)
+        rule = self._as_kernel()
+        lists = lists_of(shards, master_of(self), rule.states, self.averages)
+        zero_kernels.update_rows(rule.update, rule.columns, *lists)
 
     def update_rows(self, g: Tensor, p: Tensor, state: Mapping[str, Tensor], c: Mapping[str, Tensor]) -> NewValues:
         """Give the new master and state of whole rows: the arithmetic, in torch, of a rule written in Python.
@@ -289,27 +300,19 @@ NewValues = tuple[Tensor, Mapping[str, Tensor]]
 """What ``update_rows`` returns."""
 
 
-def update_by_rows(rule: UpdateRule, shards: Sequence[ShardUpdate]) -> None:
-    """Update shards by ``rule.update_rows``, in plain torch, on any device. Nothing is read by the host."""
-    master = master_of(rule) or ""
-    names = [tensor.name for tensor in rule.tensors if tensor.name not in (master, *rule.averages)]
-
-    def update(g: Tensor, p: Tensor, own: Sequence[Tensor], c: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        state = dict(zip(names, own, strict=True))
-        new, changed = rule.update_rows(g, p.float(), state, c)
-        return new, [{**state, **changed}[name] for name in names]
-
+def lists_of(
+    shards: Sequence[ShardUpdate], master: str | None, states: Sequence[str], averages: Sequence[str]
+) -> tuple[Any, ...]:
+    """List what ``foreach_step`` takes of shards after the rule, in its order. ``states``: names of the rule's own."""
     apart = master in shards[0].state  # else the parameters are their own masters
-    zero_kernels.update_rows(
-        update,
-        rule.columns,
+    return (
         [shard.grad for shard in shards],
-        [shard.state[master] if apart else shard.parameter for shard in shards],
-        [shard.state[name] for shard in shards for name in names],
+        [shard.state[str(master)] if apart else shard.parameter for shard in shards],
+        [shard.state[name] for shard in shards for name in states],
         [shard.parameter for shard in shards] if apart else [],
         [shard.row_slot for shard in shards],
         *shards[0].shared,
-        [shard.state[name] for shard in shards for name in rule.averages] or None,
+        [shard.state[name] for shard in shards for name in averages] or None,
         shards[0].rates,
     )
 

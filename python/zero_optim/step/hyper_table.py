@@ -70,7 +70,7 @@ class HyperTable:
         others begin with the next update: the model may be loaded until then."""
         self.steps.copy_(steps)
         begins = [[name not in averages.get(i, ()) for name in self.rule.averages] for i in range(len(steps))]
-        self.begins.copy_(torch.tensor(begins, dtype=torch.bool).view_as(self.begins))
+        self.begins.copy_(torch.tensor(begins, dtype=torch.bool, device="cpu").view_as(self.begins))
 
     def advance(self, groups: Sequence[Mapping[str, Any]], active: Tensor, factor: Tensor | None = None) -> None:
         """Count a step for every ``active`` parameter ([parameters] bool) and make the table for it.
