@@ -369,15 +369,18 @@ def test_momentum_buffers_that_are_none_are_none() -> None:
     assert 1 not in state and set(state) == {0, 2, 3, 4, 5}
 
 
-def _unlike(rank: int, world_size: int) -> str:
-    params = make(SHAPES)
-    try:
-        zero_optim.ShardedSGD(params, lr=torch.tensor(0.1), momentum=0.9 * rank)
-    except zero_optim.RankMismatchError as error:
-        return str(error)
-    return ""
+def _unlike(rank: int, world_size: int) -> list[str]:
+    """Other momentum with the same state; then other state."""
+    told = []
+    for groups, momentum in (([0.8, 0.9], 0.9), ([0.0, 0.9], 0.0)):
+        own = [{"params": make(SHAPES), "momentum": groups[rank]}]
+        with pytest.raises(zero_optim.RankMismatchError) as raised:
+            zero_optim.ShardedSGD(own, lr=torch.tensor(0.1), momentum=momentum)
+        told.append(str(raised.value))
+    return told
 
 
-def test_ranks_with_other_state_are_told_where_the_rate_is_a_tensor() -> None:
-    for told in run_ranks(2, _unlike):
-        assert "momentum" in told
+def test_ranks_with_other_momentum_are_told_where_the_rate_is_a_tensor() -> None:
+    for values, state in run_ranks(2, _unlike):
+        assert "'momentum': 0.8" in values and "'momentum': 0.9" in values
+        assert "momentum_buffer" in state

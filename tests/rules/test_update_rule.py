@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness import run_ranks
 from torch import Tensor, nn
-from zero_optim.rules import Begins, Number, Per, StateTensor, UpdateRule
+from zero_optim.rules import Begins, Flag, Number, Per, StateTensor, UpdateRule
 
 from zero_kernels import ROW
 
@@ -335,3 +335,20 @@ def test_a_rule_that_is_compiled_updates_as_it_is() -> None:
     assert 0 < len(graphs) < 5, "it is compiled once, and not for each shard"
     for one, other in zip(*seen, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_rule_with_maximize_turns_the_gradient() -> None:
+    import zero_optim
+
+    class Up(Scaled):
+        options = (*Scaled.options, Flag("maximize"))
+
+    seen = []
+    for rule, factor in ((Scaled(), 1), (Up(), 1), (Up(maximize=True), -1)):
+        params = _make(torch.float32)
+        opt = zero_optim.ShardedOptimizer(params, rule)
+        _train(params, opt, range(2), factor)
+        seen.append([p.detach().clone() for p in params])
+        opt.close()
+    for one, *others in zip(*seen, strict=True):
+        assert all(torch.equal(one, other) for other in others)
