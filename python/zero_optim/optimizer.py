@@ -117,9 +117,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             and again where that was wrong. True unless given; it takes the state's size of host memory once more. Of
             16-bit parameters on several ranks, from the third step on.
         ema_decay: keep an exponential average of the fp32 master: this much of it stays in each update, as 0.999. It
-            is one more state tensor, updated in the pass that updates the parameters, and begins at what the first
-            update makes. A sequence: an average for each. A group's own values win. See ``ema_state_dict`` and
-            ``swap_to_ema``. None: no average.
+            is one more state tensor, updated with the parameters, and begins at what the first update makes. A
+            sequence: an average for each. A group's own values win. See ``ema_state_dict`` and ``swap_to_ema``. None:
+            no average.
 
     Raises:
         ParameterError: a parameter that it cannot hold, or that another live optimizer of ``zero_optim`` holds.
