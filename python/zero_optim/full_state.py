@@ -17,7 +17,8 @@ from .errors import StateMismatchError
 from .optimizer import ShardedOptimizer
 from .params.flat_shard import FlatShard
 from .params.tensor_slice import is_distributed
-from .rules.update_rule import Begins, tensors_for
+from .rules.state_tensor import Begins
+from .rules.update_rule import tensors_for
 from .step.state_load import check_rows, state_tensor
 
 

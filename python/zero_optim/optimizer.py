@@ -38,7 +38,7 @@ from .params.parameter_set import ParameterSet, listed
 from .params.shardings import Shardings
 from .params.tensor_slice import mesh_of
 from .rules.options import EMA_DECAY, Decays, listed_decays
-from .rules.update_rule import UpdateRule
+from .rules.update_rule import UpdateRule, stored_names
 from .step.pipeline import comm_of_pipeline, make_pipeline
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
 from .stores.make_store import make_store
@@ -174,6 +174,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             super().__init__(params, {**rule.defaults, **({} if ema_decay is None else {EMA_DECAY: ema_decay})})
             rule = rule.for_groups(self.param_groups)
             rule = rule if ema_decay is None else rule.with_averages(decays)
+            rule.check()
             parameters = ParameterSet(self.param_groups)
             indices = parameters.read_groups()
             admission = Admission(comm, replace(topology, rows=rows), stage, stages.world_size, rule, "the constructor")
@@ -189,7 +190,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "rule": rule.name,
             **rule.fixed,
             **rule.said,
-            "state": [tensor.name for tensor in rule.tensors],
+            "state": stored_names(rule),
         }
         choice = {"state_offload": state_offload, "device_budget": device_budget, "speculate": speculate}
         options |= {name: value for name, value in choice.items() if value is not None}
@@ -365,7 +366,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         of the state are shown.
         """
         if called_from(_DCP_STATE_DICT):
-            kinds = dict.fromkeys((*(tensor.name for tensor in self.engine.rule.tensors), "step"))
+            kinds = dict.fromkeys((*stored_names(self.engine.rule), "step"))
             shown = [parameter for group in self.param_groups for parameter in group["params"]]  # DCP asks for these
             return defaultdict(dict, {shown[index]: kinds for index in self.engine.parameters.trained})
         return self._empty_state

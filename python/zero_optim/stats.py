@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from .comm.buffers import CommBuffers
 from .comm.storage import is_there
 from .params.layout import BucketLayout, SlotPiece
-from .rules.update_rule import StateTensor, UpdateRule
+from .rules.state_tensor import StateTensor
+from .rules.update_rule import UpdateRule, stored_names
 from .step.shard_state import ShardState
 from .stores.state_store import DeviceStore, StateStore
 from .units.sharded_model import ShardedModel
@@ -51,7 +52,7 @@ def memory_by_kind(
         if not bucket.flat.offloaded:
             there.append(("parameters", parameters))
         flats = [FlatBytes(kind, tensor.numel(), tensor.element_size()) for kind, tensor in there if is_there(tensor)]
-        count_bucket(memory, bucket.layout, bucket.pieces, flats, shard.tensors if on_device else ())
+        count_bucket(memory, bucket.layout, bucket.pieces, flats, shard.stored if on_device else ())
     if not isinstance(store, DeviceStore):
         memory[PAGES] = store.footprint()["device"]
     memory["communication"] = buffers.nbytes()
@@ -62,8 +63,7 @@ def memory_by_kind(
 
 def no_memory(rule: UpdateRule) -> dict[str, int]:
     """Every kind that there is at each stage, at 0 bytes."""
-    state = (tensor.name for tensor in rule.tensors)
-    return dict.fromkeys(("parameters", "gradients", *state, "communication", "padding"), 0)
+    return dict.fromkeys(("parameters", "gradients", *stored_names(rule), "communication", "padding"), 0)
 
 
 def count_bucket(
@@ -80,7 +80,7 @@ def count_bucket(
     Args:
         pieces: what this rank has of every slot.
         flats: the tensors of parameters and of gradients, whole or this rank's shard.
-        states: the rule's tensors along the shard.
+        states: the tensors of state, as they are stored.
         ranks: where ``pieces`` are of several ranks together, how many: the mean is added.
     """
     whole = sum(slot.numel for slot in layout.slots)

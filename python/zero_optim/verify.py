@@ -71,6 +71,8 @@ def verify(
     random walk (seen of AdamW: 2 ulps after one update, 17 after 100, 48 after 1000). More is a wrong update, or state
     that was overwritten between steps.
 
+    State that is stored by a codec is rounded in every update. So its shadow starts anew from it in each.
+
     It follows changed options, added groups, new layouts and skipped steps. Parameters edited between steps are taken
     over and counted; ``load_state_dict`` and ``load_full_state_dict`` start it anew, and ``resync()`` does when
     masters were changed by other means, such as ``opt.refresh_master()``.
@@ -240,13 +242,15 @@ class _Shadow:
         parameter = self.held_of(shard.bucket.param_shard, piece)
         edited = (parameter != self.parameter[self.held]) & ~came
         with shard.opened() as state:
+            tensors = {tensor.name: tensor for tensor in shard.tensors}
             for name, mine in self.state.items():
                 master = name == self._master
-                live = self.held_of(shard.master(state) if master else state[name], piece)
+                live = self.held_of(shard.master(state) if master else shard.values(tensors[name], state), piece)
                 if master and take_over:
                     live = torch.where(live.to(parameter.dtype) == parameter, live, parameter.to(live.dtype))
                 live = live.double()
-                mine[self.held] = torch.where(came | edited if master else came, live, mine[self.held])
+                taken = came | edited if master else came | (name in self._rule.codecs)
+                mine[self.held] = torch.where(taken, live, mine[self.held])
         self.scale[self.held] = torch.where(came, 0.0, self.scale[self.held])
         return int(edited.sum())
 

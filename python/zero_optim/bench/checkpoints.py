@@ -194,7 +194,7 @@ class Ours:
     def tensors(self) -> Iterator[Tensor]:
         """Give the tensors that this rank has."""
         yield from (parameter.local for parameter in self.model.parameters())  # type: ignore[attr-defined]
-        yield from self.opt.engine.states.values()
+        yield from self.opt.engine.states.values(stored=True)
 
 
 def make_model(numel: int) -> nn.Sequential:

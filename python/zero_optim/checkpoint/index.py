@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import ParameterError
 from ..params.arrangement import Arrangement, Cut
@@ -25,8 +26,9 @@ from .lineage import Lineage
 from .plain import dtype_name
 
 FORMAT = "zero-optim checkpoint"
-VERSIONS = (1, 2, 3)
-"""Those that are read. 3 is written where a tensor has a ``cut``, 2 where one has an ``order``, and 1 elsewhere."""
+VERSIONS = (1, 2, 3, 4)
+"""Those that are read. 4 is written where state has a codec, or values for rows of slices; 3 where a tensor has a
+``cut``, 2 where one has an ``order``, and 1 elsewhere."""
 
 NAME = "index.json"
 
@@ -69,6 +71,9 @@ class TensorSpec:
     ``cut``: the slices that tensor-parallel ranks have, where flat ranges are counted slice by slice; ``order`` is
     then that of each. Of plain slices nobody knows how they make a whole: they are saved as a stack, one beside another
     along a dimension 0 of their own, which is cut into single ones. See ``as_stack``.
+
+    ``rows_of``: of state that has one value for a row of elements, the number of elements of each slice of the
+    parameter, where there are several: each begins with a row of its own.
     """
 
     name: str
@@ -77,6 +82,7 @@ class TensorSpec:
     dtype: torch.dtype
     order: StorageOrder = None
     cut: Cut | None = None
+    rows_of: tuple[int, ...] | None = None
 
     @property
     def key(self) -> Key:
@@ -138,6 +144,18 @@ class SavedTensor:
     spec: TensorSpec
     pieces: tuple[Piece, ...]
 
+    def ranges(self, start: int, length: int) -> Iterator[tuple[SavedTensor, int, int]]:
+        """Say what has to be read of which for the ``length`` elements from ``start`` on."""
+        yield self, start, length
+
+    def read(self, target: Tensor, start: int, read: ReadRange) -> None:
+        """Fill ``target`` [length] with the elements from ``start`` on, counted as they were saved."""
+        read(self, target, start)
+
+
+ReadRange = Callable[[SavedTensor, Tensor, int], None]
+"""Fills a flat tensor with what was saved from an element on."""
+
 
 @dataclass(frozen=True)
 class SavedOptimizer:
@@ -149,6 +167,7 @@ class SavedOptimizer:
         steps: updates that each parameter has had, by name.
         master: the kind of tensor that parameters are roundings of; None: they are their own.
         order: names in the order of its buckets. A hint: with it, and as many ranks, sums come out bit for bit.
+        codecs: names of the codecs that state was stored by, by the kind of tensor; see ``rules/codec.py``.
     """
 
     name: str = ""
@@ -156,6 +175,7 @@ class SavedOptimizer:
     steps: Mapping[str, float] = field(default_factory=dict)
     master: str | None = None
     order: Sequence[str] = ()
+    codecs: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -223,17 +243,19 @@ class Index:
         contents = {
             **fields,
             "tensors": [_tensor_to_json(tensor) for tensor in self.tensors.values()],
-            "optimizers": [asdict(optimizer) for optimizer in self.optimizers],
+            "optimizers": [_optimizer_to_json(optimizer) for optimizer in self.optimizers],
         }
-        version = version_for([tensor.spec for tensor in self.tensors.values()])
+        version = version_for([tensor.spec for tensor in self.tensors.values()], self.optimizers)
         of_lineage = lineage.to_json(self.lineage)
         of_lineage["crc32c"] = crc32c(canonical(of_lineage))
         head = {"format": FORMAT, "version": version, "lineage": of_lineage, "crc32c": crc32c(canonical(contents))}
         return json.dumps({**head, "contents": contents}, separators=(",", ":")).encode()
 
 
-def version_for(specs: Sequence[TensorSpec]) -> int:
+def version_for(specs: Sequence[TensorSpec], optimizers: Sequence[SavedOptimizer]) -> int:
     """The first version that knows all of what these need."""
+    if any(optimizer.codecs for optimizer in optimizers) or any(spec.rows_of is not None for spec in specs):
+        return 4
     if any(spec.cut is not None for spec in specs):
         return 3
     return 2 if any(spec.order is not None for spec in specs) else 1
@@ -285,10 +307,18 @@ def canonical(contents: Any) -> bytes:
     return json.dumps(contents, sort_keys=True, separators=(",", ":")).encode()
 
 
+def _optimizer_to_json(optimizer: SavedOptimizer) -> dict[str, Any]:
+    described = asdict(optimizer)
+    if not optimizer.codecs:
+        del described["codecs"]
+    return described
+
+
 def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
     spec = {**vars(tensor.spec), "dtype": dtype_name(tensor.spec.dtype)}
-    if tensor.spec.order is None:
-        del spec["order"]
+    for name in ("order", "rows_of"):
+        if spec[name] is None:
+            del spec[name]
     del spec["cut"]
     if (cut := tensor.spec.cut) is not None:
         spec["cut"] = [cut.dim, list(cut.sizes)]

@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from zero_kernels import ROW
+
 from ..errors import CheckpointError
 from ..params.arrangement import Cut
 from ..params.storage_order import is_storage_order
@@ -164,7 +166,9 @@ def _tensor(entry: Any) -> SavedTensor:
     shape = tuple(_count(size, f"a size of {name!r}") for size in _of(list, entry["shape"], f"the shape of {name!r}"))
     order = tuple(_of(list, entry["order"], f"the order of {name!r}")) if "order" in entry else None
     cut = _cut(entry["cut"], name, shape) if "cut" in entry else None
-    spec = TensorSpec(name, kind, shape, dtype_named(_of(str, entry["dtype"], f"the dtype of {name!r}")), order, cut)
+    rows_of = _rows_of(entry["rows_of"], name, shape) if "rows_of" in entry else None
+    dtype = dtype_named(_of(str, entry["dtype"], f"the dtype of {name!r}"))
+    spec = TensorSpec(name, kind, shape, dtype, order, cut, rows_of)
     _need(spec.dtype in NAMES, f"the {spec.label} has {spec.dtype}, which safetensors cannot hold")
     _need(spec.numel * spec.dtype.itemsize <= _MOST, f"the {spec.label} has shape {shape}")
     of_rows = len(shape) == 1 and kind not in (PARAMETER, BUFFER)
@@ -182,6 +186,13 @@ def _cut(read: Any, name: str, shape: Sequence[int]) -> Cut:
     good = (0 < dim < len(shape) or stack) and shape and sum(sizes) == shape[dim]
     _need(bool(good), f"{what} cannot be {str(read)[:100]} of shape {shape}")
     return Cut(dim, sizes)
+
+
+def _rows_of(read: Any, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    what = f"the slices of {name!r}"
+    counts = tuple(_count(count, what) for count in _of(list, read, what))
+    _need((sum(-(-count // ROW) for count in counts),) == shape, f"{what}, {counts}, do not have {shape} rows")
+    return counts
 
 
 def _piece(spec: TensorSpec, read: Mapping[str, Any]) -> Piece:
@@ -219,7 +230,7 @@ def _check_piece(spec: TensorSpec, piece: Piece, files: Mapping[str, int]) -> No
 
 def _check_orders(index: Index, orders: Mapping[str, set[Any]], version: int) -> None:
     """All state of a parameter lies as the parameter does; the parameter itself may have been written in another."""
-    own_version = version_for([tensor.spec for tensor in index.tensors.values()])
+    own_version = version_for([tensor.spec for tensor in index.tensors.values()], index.optimizers)
     _need(version == own_version, f"tensors are arranged as in version {own_version} of the format, not {version}")
     for name, of_state in orders.items():
         parameter = index.tensors.get((PARAMETER, name))
@@ -244,6 +255,8 @@ def _check_optimizers(index: Index) -> None:
         seen |= own
         _check_steps(optimizer, own, own & state, what)
         _check_master(optimizer, index.tensors, own, what)
+        for kind, codec in _of(dict, optimizer.codecs, f"the codecs of {what}").items():
+            _need(type(codec) is str and codec != "", f"the codec of {kind!r} cannot be {str(codec)[:100]}")
         others = set(_names(optimizer.order, f"the order of {what}")) - own
         _need(not others, f"the order of {what} has parameters that it does not have: {_some(others)}")
     if index.optimizers and all(optimizer.name in OURS for optimizer in index.optimizers):

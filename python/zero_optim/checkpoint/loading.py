@@ -114,7 +114,7 @@ def load(
 def _check_subject(subject: Subject) -> None:
     crc32c(b"")  # its package may be missing
     subject.check_not_gathered(_WHERE)
-    subject.contents(Names(subject.model))  # what cannot be loaded at all is no fault of a checkpoint
+    subject.contents(Names(subject.model), stored=False)  # what cannot be loaded at all is no fault of a checkpoint
 
 
 @dataclass(frozen=True)

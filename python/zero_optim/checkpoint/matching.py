@@ -192,6 +192,11 @@ def _check_shapes(specs: Sequence[TensorSpec], matched: Match) -> None:
             remedy = ". Plain slices load on as many tensor-parallel ranks as saved them: their whole is not known"
         elif (differs := shape_differs(spec, source.spec.shape, source.spec.dtype)) is not None:
             wrong.append(differs)
+        elif source.spec.rows_of != spec.rows_of:
+            wrong.append(
+                f"{spec.label} is of rows of the slices that tensor-parallel ranks have, which are others here: "
+                "load it on as many of them as saved it"
+            )
         elif source.spec.order != spec.order and (spec.is_of_rows or source.spec.is_of_rows):
             wrong.append(
                 f"{spec.label} is of rows of elements as they lie in memory, and the parameter lies in another order "

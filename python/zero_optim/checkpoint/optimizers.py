@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
+from zero_kernels import ROW
+
 from ..comm.together import Ranks
 from ..engine import Engine
 from ..errors import CheckpointError
+from ..params.arrangement import slice_counts
 from ..rules.options import EMA_DECAY, listed_decays
-from ..rules.update_rule import StateTensor, master_of, tensors_for
+from ..rules.state_tensor import Per, StateTensor
+from ..rules.update_rule import master_of, stored_for, tensors_for
 from .contents import Contents, Holders, Holding, Names, TensorContents, in_stack
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec
 from .index_reading import SHARDED, same_state
@@ -64,9 +69,14 @@ class OptimizerPart(Contents, Protocol):
 
 
 class ShardedPart:
-    """A ``ShardedOptimizer``: the state that its update rule names, in the ranges that this rank holds."""
+    """A ``ShardedOptimizer``: the state that its update rule names, in the ranges that this rank holds.
 
-    def __init__(self, opt: Sharded, names: Names) -> None:
+    ``stored``: the tensors as they are stored, as they are saved. Else as they are thought of: so they are loaded,
+    whatever form they were saved in.
+    """
+
+    def __init__(self, opt: Sharded, names: Names, *, stored: bool) -> None:
+        self._stored = stored
         self._engine, self._groups, self._defaults = opt.engine, opt.param_groups, opt.defaults
         parameters = opt.engine.parameters
         self._names = [names.of(p, label) for p, label in zip(parameters.all, parameters.labels, strict=True)]
@@ -76,31 +86,39 @@ class ShardedPart:
         return [
             self._spec(index, tensor)[0]
             for index, parameter in self._engine.parameters.trained.items()
-            for tensor in tensors_for(self._engine.rule, parameter.dtype)
+            for tensor in (stored_for if self._stored else tensors_for)(self._engine.rule, parameter.dtype)
         ]
 
     def _spec(self, index: int, tensor: StateTensor) -> tuple[TensorSpec, int]:
         """The tensor that is saved, and the number of the first element of what this rank's column has of it."""
         parameter = self._engine.parameters.all[index]
-        shape = tensor.shape(parameter.shape, parameter.numel())
         bucket, _, slot = self._engine.reducer.layout.slot_of[index]
         own, order = bucket.flat.slices[slot], bucket.flat.orders[slot]
-        cut = None if own is None else own.arranged
-        spec = TensorSpec(self._names[index], tensor.name, tuple(shape), tensor.dtype, order, cut)
-        return in_stack(spec, bucket.flat.stack)
+        spec = TensorSpec(self._names[index], tensor.name, tuple(parameter.shape), tensor.dtype, order)
+        if tensor.per is Per.ROW:
+            cut = None if own is None else own.cut
+            counts = slice_counts(parameter.shape, cut)
+            rows = [-(-count // ROW) for count in counts]
+            spec = replace(spec, shape=(sum(rows),), rows_of=counts if cut is not None else None)
+            before = 0 if own is None or cut is None else sum(rows[: own.rank])
+        else:
+            spec = replace(spec, cut=None if own is None else own.arranged)
+            before = 0 if own is None else own.start
+        spec, before_stack = in_stack(spec, bucket.flat.stack)
+        return spec, before + before_stack
 
     @property
     def holdings(self) -> list[Holding]:
         found = []
-        for own in self._engine.states.state_pieces():
-            start, length = own.tensor.span(own.start, own.piece.numel)
+        for own in self._engine.states.state_pieces(stored=self._stored):
+            start, length = own.tensor.span(own.piece.in_param, own.piece.numel)
             held_by = Holders(*own.shard.bucket.flat.holders)
             spec, before = self._spec(own.piece.slot.param, own.tensor)
             found.append(Holding(spec, before + start, length, held_by))
         return found
 
     def values(self) -> Generator[Tensor]:
-        return self._engine.states.values()
+        return self._engine.states.values(stored=self._stored)
 
     @property
     def is_new(self) -> bool:
@@ -117,7 +135,8 @@ class ShardedPart:
         order = [self._names[index] for index in self._engine.reducer.layout.order]
         rule = self._engine.rule
         groups = _described([{**group, **rule.said} for group in self._groups], self._names_of_groups())
-        return SavedOptimizer(f"{SHARDED}{rule.name}", groups, self.steps(), master_of(rule), order)
+        codecs = {name: codec.name for name, codec in rule.codecs.items()}
+        return SavedOptimizer(f"{SHARDED}{rule.name}", groups, self.steps(), master_of(rule), order, codecs)
 
     def _names_of_groups(self) -> list[list[str]]:
         names = iter(self._names)
@@ -265,10 +284,10 @@ def _check_counted(steps: Mapping[str, float], specs: Sequence[TensorSpec], save
         raise CheckpointError(f"updates are not counted alike of all its parameters: {dict(list(counts.items())[:5])}")
 
 
-def make_part(opt: Any, names: Names, ranks: Ranks) -> OptimizerPart:
-    """``ranks``: all that save or load together."""
+def make_part(opt: Any, names: Names, ranks: Ranks, *, stored: bool) -> OptimizerPart:
+    """``ranks``: all that save or load together. ``stored``: see ``ShardedPart``."""
     if is_sharded(opt):
-        return ShardedPart(opt, names)
+        return ShardedPart(opt, names, stored=stored)
     return TorchPart(opt, names, ranks)
 
 

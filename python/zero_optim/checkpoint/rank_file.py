@@ -142,7 +142,8 @@ class Files(disk.OpenFiles):
 
         Raises CheckpointError, naming file and tensor.
         """
-        mine = partial(_blocks_of_rank, list({tensor.spec.key: tensor for tensor in tensors}.values()), rank, ranks)
+        parts = [part for tensor in tensors for part, _, _ in tensor.ranges(0, tensor.spec.numel)]
+        mine = partial(_blocks_of_rank, list({part.spec.key: part for part in parts}.values()), rank, ranks)
         self._coming, self._ahead = mine(), 0
         for block in mine():
             self.read_block(block)
@@ -153,7 +154,10 @@ class Files(disk.OpenFiles):
         While a block is read, the disk is told of the next ones, ``RUN_BYTES`` ahead.
         """
         self._coming = (
-            block for tensor, start, length in ranges for block in _blocks_of(tensor, start, start + length)
+            block
+            for tensor, start, length in ranges
+            for part, first, count in tensor.ranges(start, length)
+            for block in _blocks_of(part, first, first + count)
         )
         self._ahead = 0
 
@@ -164,7 +168,7 @@ class Files(disk.OpenFiles):
         Every block that is read is checked. Raises CheckpointError, naming file and tensor.
         """
         ways = (arranged, tensor.spec.arrangement)
-        read_arranged(target, start, tensor.spec.shape, ways, partial(self._read_as_saved, tensor))
+        read_arranged(target, start, tensor.spec.shape, ways, partial(tensor.read, read=self._read_as_saved))
 
     def _read_as_saved(self, tensor: SavedTensor, target: Tensor, start: int) -> None:
         end = start + target.numel()

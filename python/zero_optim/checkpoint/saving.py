@@ -143,7 +143,7 @@ def _prepare(
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ValueError(f"keep_last must be a number of checkpoints, 1 or more, got {keep_last!r}")
     names = Names(subject.model)
-    model, optimizers = subject.contents(names)
+    model, optimizers = subject.contents(names, stored=True)
     parts = [model, *optimizers]
     own = {"random": read_random_states(subject.device), "data": None if data is None else data.state_dict()}
     described = {

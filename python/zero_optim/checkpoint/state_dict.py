@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import StateMismatchError
 from ..params.flat_shard import FlatShard
 from ..params.parameter_set import ParameterSet, own_names
+from ..rules.codec import saved_codec
 from ..rules.update_rule import UpdateRule
 from ..validate import check_groups
 
@@ -148,7 +149,10 @@ def _check_entry(entry: Any, label: str, rule: UpdateRule) -> None:
     if not isinstance(entry, Mapping) or ("step" not in entry and rule.needs_steps):
         found = sorted(map(str, entry)) if isinstance(entry, Mapping) else type(entry).__name__
         raise StateMismatchError(f"the state of {label} has no 'step', but {found}")
-    kept = {tensor.name for tensor in rule.tensors} | {"step"}
+    kept = {"step"}
+    for tensor in rule.tensors:
+        codec = saved_codec(tensor, entry, rule.codecs)
+        kept |= {tensor.name} if codec is None else {part.name for part in codec.parts(tensor)}
     unknown = [name for name, value in entry.items() if name not in kept and isinstance(value, Tensor)]
     if unknown:
         raise StateMismatchError(

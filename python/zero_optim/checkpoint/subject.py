@@ -18,8 +18,10 @@ from ..engine import check_whole
 from ..errors import CheckpointError, ParameterError, StateMismatchError
 from ..params.marks import is_slice
 from ..params.tensor_slice import is_distributed
+from ..rules.codec import CODECS, Codec
 from ..units.sharded_model import sharded_model_of
 from .contents import Column, Columns, Contents, Names, TensorContents, contents_of_model, modules_with_state
+from .encoded import decoded
 from .index import Index, SavedOptimizer
 from .matching import Match, match, saved_names
 from .optimizers import OptimizerPart, Sharded, is_sharded, make_part
@@ -121,11 +123,14 @@ class Subject:
 
     # -- saving --------------------------------------------------------------------------------------------------
 
-    def contents(self, names: Names) -> tuple[TensorContents, list[OptimizerPart]]:
-        """Collect what there is to save: of the model, and of each optimizer. Call ``come_to_rest`` before."""
+    def contents(self, names: Names, *, stored: bool) -> tuple[TensorContents, list[OptimizerPart]]:
+        """Collect what there is of the model, and of each optimizer. Call ``come_to_rest`` before.
+
+        ``stored``: state as it is stored, to be saved, else as it is thought of, to be loaded.
+        """
         self._check_slices_known(names)
         model = contents_of_model(self.model, names, self.comm, self.columns)
-        return model, [make_part(one, names, self.comm) for one in self.optimizers]
+        return model, [make_part(one, names, self.comm, stored=stored) for one in self.optimizers]
 
     def _check_slices_known(self, names: Names) -> None:
         """Raise ParameterError where slices would be saved, or loaded, as if they were wholes."""
@@ -173,7 +178,8 @@ class Subject:
     def plan(self, index: Index) -> LoadPlan:
         """Match ``index`` with what is here. Raises StateMismatchError where it cannot be loaded."""
         names = Names(self.model)
-        model, optimizers = self.contents(names)
+        model, optimizers = self.contents(names, stored=False)
+        index = decoded(index, self._codecs()) if optimizers else index
         saved_name = saved_names(index, names)
         wanted = [optimizer.wanted(index, saved_name) for optimizer in optimizers]
         matched = match(index, names, saved_name, model.specs, wanted)
@@ -186,6 +192,11 @@ class Subject:
             for optimizer, of, numbers in zip(optimizers, saved, matched.groups, strict=True)
         ]
         return LoadPlan(index, matched, model, optimizers, saved, groups)
+
+    def _codecs(self) -> dict[str, Codec]:
+        """The codecs that state may have been saved by: those of the package, and of these optimizers, by name."""
+        own = [codec for sharded in self._sharded for codec in sharded.engine.rule.codecs.values()]
+        return {**CODECS, **{codec.name: codec for codec in own}}
 
     def use_order(self, plan: LoadPlan) -> None:
         """Collective. Lay buckets out as they were. Gradients may be dropped; nothing else is changed."""

@@ -15,7 +15,7 @@ from ..comm.tensor_ranks import TensorRanks
 from ..grads.buckets import Kind, buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, SlotPiece, one_bucket
 from ..rules.adamw import AdamW
-from ..rules.update_rule import UpdateRule, has_master, tensors_for
+from ..rules.update_rule import UpdateRule, has_master, stored_for, stored_names
 from ..stats import PAGES, FlatBytes, count_bucket, no_memory, state_nbytes
 from ..stores.offload import FRAMES, Footprint, Offload, Tier, footprint
 from .activations import Batch, activation_bytes, in_flight
@@ -238,7 +238,7 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     model = of_stage(whole, job.pipeline, stage)
     cut = cut_over(model, job.tensor)
     laid = _lay_out(cut, job, sharding)
-    pages = [sum(state_nbytes(state, flat.layout) for state in tensors_for(rule, flat.dtype)) for flat in laid.buckets]
+    pages = [sum(state_nbytes(state, flat.layout) for state in stored_for(rule, flat.dtype)) for flat in laid.buckets]
     memory = no_memory(rule)
     _count_flats(memory, laid, job)
     memory["parameters"] += model.buffers
@@ -257,7 +257,7 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     else:
         memory[PAGES] = foot.device
     host = foot.host + (sum(flat.shard_nbytes for flat in laid.flats) if job.params_on_host else 0)
-    kinds = ("parameters", "gradients", *(tensor.name for tensor in rule.tensors))
+    kinds = ("parameters", "gradients", *stored_names(rule))
     traffic = _traffic(laid, job, sharding)
     if job.tensor > 1:
         traffic[TERMS] = _terms(cut, job)
@@ -381,7 +381,7 @@ def _count(
     rule: UpdateRule | None,
 ) -> None:
     """``rule``: whose state is counted, too."""
-    states = tensors_for(rule, flat.dtype) if rule is not None else ()
+    states = stored_for(rule, flat.dtype) if rule is not None else ()
     if job.rank is None:
         pieces = list(_all_pieces(flat.layout))
         count_bucket(memory, flat.layout, pieces, held, states, ranks=flat.layout.shards)

@@ -39,6 +39,11 @@ class Cut:
         return (*of[: self.dim], self.sizes[number], *of[self.dim + 1 :])
 
 
+def slice_counts(shape: Sequence[int], cut: Cut | None) -> tuple[int, ...]:
+    """Elements of each slice of a tensor of ``shape``."""
+    return (prod(shape),) if cut is None else tuple(prod(cut.shape(shape, n)) for n in range(len(cut.sizes)))
+
+
 @dataclass(frozen=True)
 class Arrangement:
     """``order``: of each slice, see ``storage_order``. ``cut``: None: the tensor is one slice."""

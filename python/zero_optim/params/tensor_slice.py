@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ParameterError
-from .arrangement import Cut
+from .arrangement import Cut, slice_counts
 from .marks import is_slice
 
 
@@ -56,7 +56,7 @@ class TensorSlice:
     @property
     def start(self) -> int:
         """The number of its first element, where the slices are counted one after another."""
-        return sum(prod(self.on(rank).local_shape) for rank in range(self.rank)) if self.cut is not None else 0
+        return sum(slice_counts(self.shape, self.cut)[: self.rank]) if self.cut is not None else 0
 
     @property
     def arranged(self) -> Cut | None:

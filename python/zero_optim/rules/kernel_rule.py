@@ -10,7 +10,8 @@ from torch import Tensor
 
 import zero_kernels
 
-from .update_rule import MASTER, Begins, ShardUpdate, StateTensor, UpdateRule, lists_of
+from .state_tensor import Begins, StateTensor
+from .update_rule import MASTER, ShardUpdate, UpdateRule, lists_of
 
 
 class KernelRule(UpdateRule):
@@ -45,5 +46,10 @@ class KernelRule(UpdateRule):
         made._step = zero_kernels.Prepared("foreach_step")
         return made
 
+    def _as_kernel(self) -> zero_kernels.Rule:
+        return self._of_kernel
+
     def update(self, shards: Sequence[ShardUpdate]) -> None:
+        if self.codecs:  # the kernels know none: torch's ops do it
+            return super().update(shards)
         self._step(self.kernel, *lists_of(shards, MASTER, self._of_kernel.states, self.averages))

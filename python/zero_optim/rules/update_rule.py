@@ -8,9 +8,8 @@ user's own.
 from __future__ import annotations
 
 import copy
-import enum
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,52 +17,10 @@ import torch
 from torch import Tensor
 
 import zero_kernels
-from zero_kernels import ROW
 
-from ..params.storage_order import StorageOrder
+from .codec import Codec, check_codecs
 from .options import EMA_DECAY, Decays, Fixed, Option, coefficients_of
-
-
-class Per(enum.Enum):
-    """The extent of one value of a state tensor."""
-
-    ELEMENT = enum.auto()
-    ROW = enum.auto()  # of 128 elements, as they lie in memory: a row is one parameter's alone, and no shard cuts it
-
-
-class Begins(enum.Enum):
-    """The content of a state tensor before the first update."""
-
-    ZERO = enum.auto()
-    PARAMETER = enum.auto()  # a copy of it. Where the parameter has the dtype itself there is none: it is its own
-    AVERAGE = enum.auto()  # a copy of it, always: an average of what it becomes
-
-
-@dataclass(frozen=True)
-class StateTensor:
-    """One tensor of a shard's state: flat, along the shard."""
-
-    name: str
-    begins: Begins = Begins.ZERO
-    dtype: torch.dtype = torch.float32
-    per: Per = Per.ELEMENT
-
-    def span(self, offset: int, numel: int) -> tuple[int, int]:
-        """Start and length of the values of ``numel`` elements from ``offset`` on. Both are at rows' starts."""
-        return (offset, numel) if self.per is Per.ELEMENT else (offset // ROW, -(-numel // ROW))
-
-    def shape(self, parameter: Sequence[int], numel: int) -> tuple[int, ...]:
-        """Shape of the state of a whole parameter, of that shape and so many elements."""
-        return tuple(parameter) if self.per is Per.ELEMENT else (-(-numel // ROW),)
-
-    def order(self, parameter: StorageOrder) -> StorageOrder:
-        """Give the order in which state lies whose parameter lies in the order ``parameter``.
-
-        Rows have no dimensions of their own. But which elements are one depends on the parameter's order: what was
-        kept for rows in one order means nothing in another, and whoever loads it refuses it.
-        """
-        return parameter if self.per is Per.ELEMENT else None
-
+from .state_tensor import Begins, StateTensor
 
 MASTER = "master"
 """The name of the state that the parameters are roundings of, in the rules of the package."""
@@ -77,7 +34,7 @@ class ShardUpdate(NamedTuple):
     Attributes:
         grad: [shard_numel] the reduced gradient, not unscaled yet.
         parameter: [shard_numel] in its own dtype.
-        state: by name; along the shard.
+        state: as it is stored, by name; along the shard.
         row_slot: [shard_numel / ROW] int32, the parameter index of each row; -1 for padding.
         hyper: [parameters, columns] fp32, a row of coefficients a parameter.
         grad_scale: [1] fp32, multiplies every gradient; None: nothing does.
@@ -120,6 +77,7 @@ class UpdateRule:
         needs_steps: whether state is of use only where the updates that it has had are known.
         compiled: arguments of ``torch.compile``, which fuses ``update_rows``; its bits are the compiler's then. None:
             torch's ops run one after another.
+        codecs: how tensors are stored that are not stored as they are, by name; see ``Codec``.
         averages: the exponential averages of the master that are kept beside the rule's own state, the last of
             ``tensors``; see ``with_averages``.
         ulps_an_update: the most that rounding makes of an update, in units in the last place; None: nobody knows.
@@ -133,6 +91,7 @@ class UpdateRule:
     needs_steps = True
     ulps_an_update: int | None = None
     compiled: Mapping[str, Any] | None = None
+    codecs: Mapping[str, Codec] = MappingProxyType({})
     averages: tuple[str, ...] = ()
 
     def __init__(self, **values: Any) -> None:
@@ -170,6 +129,10 @@ class UpdateRule:
         """What a description of a group says beside its options: what the constructor was told of the arithmetic."""
         return {}
 
+    def check(self) -> None:
+        """Raise ValueError or TypeError for what cannot be, whatever the parameters are."""
+        check_codecs(self.codecs, self.tensors)
+
     def for_groups(self, groups: Sequence[Mapping[str, Any]]) -> UpdateRule:
         """Give the rule for these parameter groups, the first that the optimizer has: they may decide what state there
         is. Raises ValueError."""
@@ -182,6 +145,13 @@ class UpdateRule:
         made.averages = decays.coefficients
         made.tensors = (*self.tensors, *(StateTensor(name, Begins.AVERAGE) for name in made.averages))
         made.options = (*self.options, decays)
+        return made
+
+    def with_codecs(self, codecs: Mapping[str, Codec]) -> UpdateRule:
+        """Give this rule with state that is stored by ``codecs``, by the names of state tensors. torch's ops update it:
+        the kernels know no codec."""
+        made = copy.copy(self)
+        made.codecs = {**self.codecs, **codecs}
         return made
 
     def check_ranges(self, number: int, group: Mapping[str, Any]) -> None:
@@ -259,7 +229,7 @@ class UpdateRule:
 
         Parameters have one dtype, and gradients one. ``hyper`` and what follows it are the same for all.
         """
-        rule = self._as_kernel()
+        rule = _with_codecs(self._as_kernel(), self.codecs)
         lists = lists_of(shards, master_of(self), rule.states, self.averages)
         zero_kernels.update_rows(rule.update, rule.columns, *lists)
 
@@ -317,14 +287,50 @@ def lists_of(
     )
 
 
+def _with_codecs(rule: zero_kernels.Rule, codecs: Mapping[str, Codec]) -> zero_kernels.Rule:
+    """``rule`` for state that is stored by ``codecs``: it is decoded before the update of some rows, and encoded after
+    it."""
+    if not codecs:
+        return rule
+    parts = {name: _parts(codecs, StateTensor(name)) for name in rule.states}
+
+    def update(g: Tensor, p: Tensor, stored: Sequence[Tensor], c: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        given = iter(stored)
+        own = {name: [next(given) for _ in of] for name, of in parts.items()}
+        decoded = [codecs[name].decode(of) if name in codecs else of[0] for name, of in own.items()]
+        new, changed = rule.update(g, p, decoded, c)
+        encoded = [
+            codecs[name].encode(value) if name in codecs else (value,)
+            for name, value in zip(rule.states, changed, strict=True)
+        ]
+        return new, [part for of in encoded for part in of]
+
+    states = tuple(part.name for of in parts.values() for part in of)
+    return dataclasses.replace(rule, states=states, update=update)
+
+
+def _parts(codecs: Mapping[str, Codec], tensor: StateTensor) -> tuple[StateTensor, ...]:
+    return codecs[tensor.name].parts(tensor) if tensor.name in codecs else (tensor,)
+
+
 def in_fp32(value: float) -> float:
     """Round ``value`` to fp32, as a column of the table is."""
     return float(torch.tensor(value, dtype=torch.float32))
 
 
 def tensors_for(rule: UpdateRule, dtype: torch.dtype) -> list[StateTensor]:
-    """The state of parameters of ``dtype``."""
+    """The state of parameters of ``dtype``, as it is thought of."""
     return [tensor for tensor in rule.tensors if tensor.begins is not Begins.PARAMETER or tensor.dtype != dtype]
+
+
+def stored_for(rule: UpdateRule, dtype: torch.dtype) -> list[StateTensor]:
+    """The state of parameters of ``dtype``, as it is stored."""
+    return [part for tensor in tensors_for(rule, dtype) for part in _parts(rule.codecs, tensor)]
+
+
+def stored_names(rule: UpdateRule) -> list[str]:
+    """Names of all state, as it is stored."""
+    return [part.name for tensor in rule.tensors for part in _parts(rule.codecs, tensor)]
 
 
 def has_master(rule: UpdateRule, dtype: torch.dtype) -> bool:

@@ -17,7 +17,8 @@ from ..errors import OffloadError
 from ..grads.bucket import Bucket
 from ..params.layout import SlotPiece
 from ..params.tensor_slice import put_together
-from ..rules.update_rule import Begins, StateTensor, UpdateRule, has_master
+from ..rules.state_tensor import Begins, StateTensor
+from ..rules.update_rule import UpdateRule, has_master
 from ..stores.host_store import HostStore
 from ..stores.host_threads import host_threads
 from ..stores.state_store import StateStore
@@ -34,18 +35,11 @@ _version_of = operator.attrgetter("_version")
 
 @dataclass(frozen=True)
 class StatePiece:
-    """The part that one tensor of a shard's state has of slot ``number``."""
+    """The part that one tensor of a shard's state has of a slot."""
 
     shard: ShardState
-    number: int
     tensor: StateTensor
     piece: SlotPiece
-
-    @property
-    def start(self) -> int:
-        """The number in the whole parameter of the first element; slices are counted one after another."""
-        own = self.shard.bucket.flat.slices[self.number]
-        return self.piece.in_param + (0 if own is None else own.start)
 
 
 class OptimizerState:
@@ -227,7 +221,7 @@ class OptimizerState:
         self.raise_lost_together()
 
     def _move(self, old: ShardState, places: Mapping[int, tuple[ShardState, SlotPiece]]) -> None:
-        for tensor in old.tensors:
+        for tensor in old.stored:
             full = self._gathered(old, tensor, "construction")
             for shard, slots in itertools.groupby(old.bucket.layout.slots, lambda slot: places[slot.param][0]):
                 parts = [(places[slot.param][1], slot.offset) for slot in slots]
@@ -255,17 +249,24 @@ class OptimizerState:
                 carry_out(shard, of_shard)
         self.distrust_masters()
 
-    def state_pieces(self) -> Iterator[StatePiece]:
-        """List what this rank holds, shard by shard: each parameter's part of every tensor, empty parts left out."""
-        for shard in self.shards:
-            yield from _state_pieces(shard)
+    def state_pieces(self, *, stored: bool) -> Iterator[StatePiece]:
+        """List what this rank holds, shard by shard: each parameter's part of every tensor, empty parts left out.
 
-    def values(self) -> Generator[Tensor]:
+        ``stored``: of the tensors as they are stored, else as they are thought of.
+        """
+        for shard in self.shards:
+            yield from _state_pieces(shard, stored=stored)
+
+    def values(self, *, stored: bool) -> Generator[Tensor]:
         """Give the values of each of ``state_pieces``, in their order, flat: to be read or written before the next."""
         for shard in self.shards:
             with shard.opened() as state:
-                for own in _state_pieces(shard):
-                    yield shard.part(own.tensor, state[own.tensor.name], own.piece)
+                for own in _state_pieces(shard, stored=stored):
+                    part = shard.part(own.tensor, state, own.piece)
+                    before = part._version
+                    yield part
+                    if own.tensor.name in self.rule.codecs and part._version != before:
+                        shard.set_part(own.tensor, state, own.piece, part)
 
     def restart(self, indices: set[int], only: str | None = None) -> None:
         """Make the state of these parameters what it is at construction. ``only``: the tensor of that name; None: all
@@ -345,7 +346,7 @@ class OptimizerState:
         here = torch.zeros(0, dtype=tensor.dtype, device=self.sharding.device)
         try:
             with shard.opened() as state:
-                here = state[tensor.name].to(self.sharding.device)
+                here = shard.values(tensor, state).to(self.sharding.device)
                 if not shard.keeps_views:
                     here = here.clone()
         except OffloadError as error:
@@ -422,15 +423,15 @@ def _fill(shard: ShardState, tensor: StateTensor, full: Tensor, parts: Sequence[
     with shard.opened() as state:
         for piece, offset in parts:
             source = full.narrow(0, *tensor.span(offset + piece.in_param, piece.numel))
-            shard.part(tensor, state[tensor.name], piece).copy_(source)
+            shard.set_part(tensor, state, piece, source)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", copy=True)
 
 
-def _state_pieces(shard: ShardState) -> Iterator[StatePiece]:
-    for tensor in shard.tensors:
-        for number, piece in enumerate(shard.bucket.pieces):
+def _state_pieces(shard: ShardState, *, stored: bool) -> Iterator[StatePiece]:
+    for tensor in shard.stored if stored else shard.tensors:
+        for piece in shard.bucket.pieces:
             if piece.numel:
-                yield StatePiece(shard, number, tensor, piece)
+                yield StatePiece(shard, tensor, piece)

@@ -16,7 +16,9 @@ from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
 from ..params.storage_order import view_of
 from ..params.tensor_slice import shown_as
-from ..rules.update_rule import Begins, ShardUpdate, StateTensor, UpdateRule, has_master, master_of, tensors_for
+from ..rules.codec import Codec
+from ..rules.state_tensor import Begins, Per, StateTensor
+from ..rules.update_rule import ShardUpdate, UpdateRule, has_master, master_of, stored_for, tensors_for
 from ..stores.host_store import HostStore
 from ..stores.state_store import StateStore
 from .speculation import Speculation, Speculator
@@ -30,7 +32,8 @@ class ShardState:
     """Updates a shard, and cuts its state into the parameters' parts.
 
     Attributes:
-        tensors: what there is. fp32 parameters have no master: they are their own.
+        tensors: what there is, as it is thought of. fp32 parameters have no master: they are their own.
+        stored: the same as it is stored. Where a tensor has no codec it is the same one.
         page: its number in the store.
         row_slot: [shard_numel / ROW] int32, the parameter index of each row; -1 for padding.
     """
@@ -39,7 +42,7 @@ class ShardState:
         self, bucket: Bucket, rule: UpdateRule, store: StateStore, speculator: Speculator | None = None
     ) -> None:
         self.bucket, self.rule, self._store = bucket, rule, store
-        self.tensors = tensors_for(rule, bucket.dtype)
+        self.tensors, self.stored = tensors_for(rule, bucket.dtype), stored_for(rule, bucket.dtype)
         self._place: Workplace = OnDevice(bucket)
         visiting = {PARAMETER: bucket.param_shard} if bucket.flat.offloaded else {}
         self._updated_on_host = isinstance(store, HostStore)
@@ -47,7 +50,7 @@ class ShardState:
             self._place = OnHost(bucket, store, reads_parameters=not has_master(rule, bucket.dtype))
             visiting = {}
         self._speculation: Speculation | None = None
-        self.page = store.allocate({t.name: self._first(t, store.works_on) for t in self.tensors}, visiting)
+        self.page = store.allocate({t.name: self._first(t, store.works_on) for t in self.stored}, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=store.works_on)
         if speculator is not None and isinstance(self._place, OnHost) and has_master(rule, bucket.dtype):
@@ -119,8 +122,8 @@ class ShardState:
 
     @contextmanager
     def opened(self) -> Iterator[Mapping[str, Tensor]]:
-        """The tensors by name, where the update has them, to be read and written within, in place. Where that raises,
-        what was written until then may be kept or not."""
+        """The stored tensors by name, where the update has them, to be read and written within, in place. Where that
+        raises, what was written until then may be kept or not."""
         if self._speculation is not None:
             self._speculation.drop()
         state = self._store.fetch(self.page)
@@ -133,9 +136,35 @@ class ShardState:
             (self._store.commit if written else self._store.discard)(self.page)
             self._store.wait_for_visitors(self.page)
 
-    def part(self, tensor: StateTensor, of_shard: Tensor, piece: SlotPiece) -> Tensor:
-        """View what ``of_shard`` holds for a piece."""
-        return of_shard.narrow(0, *tensor.span(piece.in_shard, piece.numel))
+    def part(self, tensor: StateTensor, state: Mapping[str, Tensor], piece: SlotPiece) -> Tensor:
+        """Values of one of ``tensors``, or of ``stored``, for a piece, flat: a view of ``state``, or of a tensor that
+        has a codec a copy, decoded."""
+        return self._values(tensor, state, piece.in_shard, piece.numel)
+
+    def values(self, tensor: StateTensor, state: Mapping[str, Tensor]) -> Tensor:
+        """The same for all of the shard."""
+        return self._values(tensor, state, 0, self.numel)
+
+    def _values(self, tensor: StateTensor, state: Mapping[str, Tensor], start: int, numel: int) -> Tensor:
+        codec = self.rule.codecs.get(tensor.name)
+        if codec is None:
+            return state[tensor.name].narrow(0, *tensor.span(start, numel))
+        return codec.decode_flat(tensor, self._stored_parts(codec, tensor, state, start, numel))
+
+    def set_part(self, tensor: StateTensor, state: Mapping[str, Tensor], piece: SlotPiece, values: Tensor) -> None:
+        """Write ``values``, flat, where ``part`` reads them."""
+        codec = self.rule.codecs.get(tensor.name)
+        if codec is None:
+            self.part(tensor, state, piece).copy_(values)
+            return
+        parts = self._stored_parts(codec, tensor, state, piece.in_shard, piece.numel)
+        for part, encoded in zip(parts, codec.encode_flat(values.to(self.device)), strict=True):
+            part.copy_(encoded)
+
+    def _stored_parts(
+        self, codec: Codec, tensor: StateTensor, state: Mapping[str, Tensor], start: int, numel: int
+    ) -> list[Tensor]:
+        return [state[part.name].narrow(0, *part.span(start, numel)) for part in codec.parts(tensor)]
 
     def parameter_of(self, piece: SlotPiece) -> Tensor:
         """[piece.numel] the parameter itself, a view; or a copy, where the update has its own."""
@@ -171,27 +200,30 @@ class ShardState:
         """True if what ``opened`` gave stays the state afterwards."""
         return self._store.keeps_views
 
-    def shapes(self) -> dict[str, Tensor]:
-        """The tensors by name without values: the page stays where it is."""
-        return {t.name: self._first(t, torch.device("meta")) for t in self.tensors}
-
     def views(self, index: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state of slot ``index``, by name: plain views where this rank holds all of it, else ``FlatShard``s."""
+        """The stored state of slot ``index``, by name; see ``shown``."""
+        return {tensor.name: self.shown(index, tensor, state[tensor.name]) for tensor in self.stored}
+
+    def shape(self, index: int, tensor: StateTensor) -> Tensor:
+        """What ``shown`` gives of any tensor for slot ``index``, without values: the page stays where it is."""
+        _, numel = tensor.span(0, self.numel)
+        return self.shown(index, tensor, torch.empty(numel, dtype=tensor.dtype, device="meta"))
+
+    def shown(self, index: int, tensor: StateTensor, of_shard: Tensor) -> Tensor:
+        """What ``of_shard``, a tensor along the shard, has for slot ``index``: a plain view where this rank holds all
+        of it, else a ``FlatShard``. Rows of a slice are shown as those of a parameter of its own."""
         bucket, piece = self.bucket, self.bucket.pieces[index]
-        made: dict[str, Tensor] = {}
-        for tensor in self.tensors:
-            if bucket.sharding.shard_count == 1:
-                made[tensor.name] = shown_as(bucket.params[index], self.view_in(state[tensor.name], tensor, index))
-                continue
-            local = self.part(tensor, state[tensor.name], piece)
-            parameter, order = bucket.params[index], tensor.order(bucket.flat.orders[index])
-            shape = tensor.shape(parameter.shape, parameter.numel())
-            start, _ = tensor.span(piece.in_param, 0)
-            label = f"{tensor.name} of {bucket.label(index)}"
-            made[tensor.name] = FlatShard(
-                local, start, torch.Size(shape), label, None, order, bucket.flat.slices[index]
-            )
-        return made
+        of_rows = tensor.per is Per.ROW
+        if bucket.sharding.shard_count == 1:
+            view = self.view_in(of_shard, tensor, index)
+            return view if of_rows else shown_as(bucket.params[index], view)
+        local = of_shard.narrow(0, *tensor.span(piece.in_shard, piece.numel))
+        parameter, order = bucket.params[index], tensor.order(bucket.flat.orders[index])
+        shape = tensor.shape(parameter.shape, bucket.flat.locals[index].numel())
+        start, _ = tensor.span(piece.in_param, 0)
+        label = f"{tensor.name} of {bucket.label(index)}"
+        own = None if of_rows else bucket.flat.slices[index]
+        return FlatShard(local, start, torch.Size(shape), label, None, order, own)
 
     def view_in(self, full: Tensor, tensor: StateTensor, index: int, rank: int | None = None) -> Tensor:
         """View in ``full``, this tensor of a whole bucket, what slot ``index`` has, in its shape and memory format.
@@ -210,7 +242,7 @@ class ShardState:
         with self.opened() as state:
             for tensor in (tensor for tensor in self.tensors if tensor.begins is Begins.PARAMETER):
                 for piece in pieces:
-                    _follow(self.part(tensor, state[tensor.name], piece), self.parameter_of(piece))
+                    _follow(self.part(tensor, state, piece), self.parameter_of(piece))
 
     def _take_edits_over(self, state: Mapping[str, Tensor]) -> None:
         """``refresh_masters`` of all, before an update. What is between them is zero in both."""
@@ -219,17 +251,16 @@ class ShardState:
 
     def restart(self, pieces: Sequence[SlotPiece], only: str | None = None) -> None:
         """Make the state of these pieces what it is at construction. ``only``: the tensor of that name; None: all."""
-        tensors = [tensor for tensor in self.tensors if only in (None, tensor.name)]
         with self.opened() as state:
-            for tensor, piece in itertools.product(tensors, pieces):
-                part = self.part(tensor, state[tensor.name], piece)
-                if tensor.begins is Begins.ZERO:
-                    part.zero_()
-                elif tensor.begins is Begins.PARAMETER:
-                    part.copy_(self.parameter_of(piece))
-                else:
-                    own = state.get(master_of(self.rule) or "")
-                    part.copy_(self.parameter_of(piece) if own is None else own.narrow(0, piece.in_shard, piece.numel))
+            for tensor, piece in itertools.product(self.tensors, pieces):
+                if only in (None, tensor.name):
+                    self.set_part(tensor, state, piece, self._first_part(tensor, state, piece))
+
+    def _first_part(self, tensor: StateTensor, state: Mapping[str, Tensor], piece: SlotPiece) -> Tensor:
+        if tensor.begins is Begins.ZERO:
+            return torch.zeros(tensor.span(0, piece.numel)[1], dtype=tensor.dtype, device=self.device)
+        own = state.get(master_of(self.rule) or "") if tensor.begins is Begins.AVERAGE else None
+        return self.parameter_of(piece) if own is None else own.narrow(0, piece.in_shard, piece.numel)
 
 
 def _follow(master: Tensor, parameter: Tensor) -> None:

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from zero_kernels import ROW
 
 from ..errors import StateMismatchError
+from ..params.flat_params import FlatParams
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
 from ..params.storage_order import StorageOrder, flat_of, storage_order
 from ..params.tensor_slice import TensorSlice, is_distributed, local_of, placed, slice_of
-from ..rules.update_rule import Begins, Per, StateTensor
+from ..rules.codec import Codec, saved_codec
+from ..rules.state_tensor import Begins, Per, StateTensor
 from .shard_state import ShardState
 
 
@@ -35,7 +37,7 @@ def carry_out(shard: ShardState, copies: Iterable[Copy]) -> None:
     """Make the copies of one shard."""
     with shard.opened() as state:
         for copy in copies:
-            shard.part(copy.tensor, state[copy.tensor.name], copy.piece).copy_(copy.values())
+            shard.set_part(copy.tensor, state, copy.piece, copy.values())
 
 
 def plan_load(
@@ -48,11 +50,10 @@ def plan_load(
     """
     copies: list[Copy] = []
     for shard in shards:
-        shapes = shard.shapes()
         for number, piece in enumerate(shard.bucket.pieces):
             index = piece.slot.param
             if index in saved:
-                copies += _plan_slot(shard, shapes, number, saved[index], labels[index])
+                copies += _plan_slot(shard, number, saved[index], labels[index])
     return copies
 
 
@@ -69,17 +70,34 @@ def check_rows(tensors: Iterable[StateTensor], entry: Mapping[str, Any], order: 
         )
 
 
-def _plan_slot(
-    shard: ShardState, shapes: Mapping[str, Tensor], number: int, entry: Mapping[str, Any], label: str
-) -> Iterator[Copy]:
-    piece, targets, flat = shard.bucket.pieces[number], shard.views(number, shapes), shard.bucket.flat
-    check_rows(shard.tensors, entry, flat.orders[number], label)
-    for tensor in shard.tensors:
-        unsaved = tensor.begins is not Begins.ZERO and tensor.name not in entry
-        target = targets[tensor.name]
-        own = partial(shard.parameter_of, piece)
-        values = own if unsaved else _values(entry, tensor, target, flat.slices[number], label)
-        yield Copy(shard, tensor, piece, values)
+def _plan_slot(shard: ShardState, number: int, entry: Mapping[str, Any], label: str) -> Iterator[Copy]:
+    piece, flat, own = shard.bucket.pieces[number], shard.bucket.flat, shard.rule.codecs
+    forms = [(tensor, saved_codec(tensor, entry, own)) for tensor in shard.tensors]
+    saved = {tensor.name: (tensor,) if codec is None else codec.parts(tensor) for tensor, codec in forms}
+    check_rows([part for parts in saved.values() for part in parts], entry, flat.orders[number], label)
+    for tensor, codec in forms:
+        if tensor.begins is not Begins.ZERO and tensor.name not in entry:
+            yield Copy(shard, tensor, piece, partial(shard.parameter_of, piece))
+            continue
+        parts = saved[tensor.name]
+        values = [
+            _values(entry, part, shard.shape(number, part), _slice_of(part, flat, number), label) for part in parts
+        ]
+        if codec is None:
+            yield Copy(shard, tensor, piece, values[0])
+        elif codec == own.get(tensor.name):  # bit for bit
+            yield from (Copy(shard, part, piece, of_part) for part, of_part in zip(parts, values, strict=True))
+        else:
+            yield Copy(shard, tensor, piece, partial(_decoded, codec, tensor, values))
+
+
+def _slice_of(tensor: StateTensor, flat: FlatParams, number: int) -> TensorSlice | None:
+    """The slice that state of a slot is shown as a part of. Rows of a slice stand for themselves."""
+    return flat.slices[number] if tensor.per is Per.ELEMENT else None
+
+
+def _decoded(codec: Codec, tensor: StateTensor, parts: Sequence[Callable[[], Tensor]]) -> Tensor:
+    return codec.decode_flat(tensor, [of_part() for of_part in parts])
 
 
 def state_tensor(entry: Mapping[str, Any], tensor: StateTensor, shape: Sequence[int], label: str) -> Tensor:

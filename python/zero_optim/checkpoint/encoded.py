@@ -1,0 +1,117 @@
+"""State of a checkpoint that was stored by a codec, read as the values that it stands for.
+
+Rows are counted in each slice of a parameter from its first element on, as the elements lie in memory::
+
+    exp_avg of a [3, 100], cut in two along dimension 1     slice 0: 150 elements, 2 rows     slice 1: 150, 2 rows
+    exp_avg_int8     |<------ 150 ------>|<------ 150 ------>|
+    exp_avg_scale    |  0  |  1          |  2  |  3          |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from zero_kernels import ROW
+
+from ..errors import CheckpointError
+from ..params.arrangement import slice_counts
+from ..rules.codec import Codec
+from ..rules.state_tensor import Per, StateTensor
+from .index import Index, Key, ReadRange, SavedTensor
+
+
+@dataclass(frozen=True)
+class EncodedTensor(SavedTensor):
+    """A tensor that was stored by a codec. ``spec``: what it stands for.
+
+    Attributes:
+        codec: the codec.
+        stored: what was saved, as the codec names it.
+    """
+
+    codec: Codec
+    stored: tuple[SavedTensor, ...]
+
+    def ranges(self, start: int, length: int) -> Iterator[tuple[SavedTensor, int, int]]:
+        for low, high, row in self._runs(start, start + length):
+            yield from self._of_run(low, high, row)
+
+    def read(self, target: Tensor, start: int, read: ReadRange) -> None:
+        end = start + target.numel()
+        for low, high, row in self._runs(start, end):
+            flats = []
+            for part, first, length in self._of_run(low, high, row):
+                flats.append(torch.empty(length, dtype=part.spec.dtype, device="cpu"))
+                read(part, flats[-1], first)
+            values = self.codec.decode_flat(self._tensor, flats)
+            first, last = max(start, low), min(end, high)
+            target[first - start : last - start].copy_(values[first - low : last - low])
+
+    def _of_run(self, low: int, high: int, row: int) -> Iterator[tuple[SavedTensor, int, int]]:
+        """What has to be read of each stored tensor for a run of whole rows, of which the first is number ``row``."""
+        for part, of in zip(self.stored, self.codec.parts(self._tensor), strict=True):
+            yield part, *((row, -(-(high - low) // ROW)) if of.per is Per.ROW else (low, high - low))
+
+    @property
+    def _tensor(self) -> StateTensor:
+        return StateTensor(self.spec.kind)
+
+    def _runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """The runs of whole rows that have the elements ``start`` to ``end``, one in each slice: first and last
+        element, and the number of the first row."""
+        begin, rows = 0, 0
+        for count in self._slices():
+            low, high = max(start, begin), min(end, begin + count)
+            if low < high:
+                first = (low - begin) // ROW
+                last = min(-(-(high - begin) // ROW) * ROW, count)
+                yield begin + first * ROW, begin + last, rows + first
+            begin, rows = begin + count, rows + -(-count // ROW)
+
+    def _slices(self) -> Sequence[int]:
+        """Elements of each slice."""
+        of_rows = next((part.spec.rows_of for part in self.stored if part.spec.rows_of is not None), None)
+        return of_rows or slice_counts(self.spec.shape, self.spec.cut)
+
+
+def decoded(index: Index, codecs: Mapping[str, Codec]) -> Index:
+    """``index`` with state that was stored by a codec as what it stands for. ``codecs``: those that are known, by name.
+
+    Raises CheckpointError for a codec that is not.
+    """
+    tensors: dict[Key, SavedTensor] = dict(index.tensors)
+    for optimizer in index.optimizers:
+        names = [name for group in optimizer.groups for name in group["params"]]
+        for kind, codec_name in optimizer.codecs.items():
+            codec = codecs.get(codec_name)
+            if codec is None:
+                raise CheckpointError(
+                    f"{kind} was stored by a codec {codec_name!r}, which is not known here: give the optimizer a "
+                    "rule that has it"
+                )
+            for name in names:
+                keys = [(part.name, name) for part in codec.parts(StateTensor(kind))]
+                parts = [tensors.pop(key) for key in keys if key in index.tensors]
+                if parts:
+                    tensors[kind, name] = _encoded(kind, name, codec, parts)
+    return replace(index, tensors=tensors)
+
+
+def _encoded(kind: str, name: str, codec: Codec, parts: Sequence[SavedTensor]) -> EncodedTensor:
+    """Raises CheckpointError where ``parts`` are not what the codec stores."""
+    own = codec.parts(StateTensor(kind))
+    if [(part.spec.kind, part.spec.dtype) for part in parts] != [(part.name, part.dtype) for part in own]:
+        found = ", ".join(f"{part.spec.kind} in {part.spec.dtype}" for part in parts)
+        raise CheckpointError(f"{kind} of {name!r} was stored by the codec {codec.name!r}, and is there as {found}")
+    encoded = EncodedTensor(replace(parts[0].spec, kind=kind, dtype=torch.float32), (), codec, tuple(parts))
+    wanted: dict[Key, int] = {}
+    for part, _, length in encoded.ranges(0, encoded.spec.numel):
+        wanted[part.spec.key] = wanted.get(part.spec.key, 0) + length
+    for part in parts:
+        if part.spec.numel != wanted.get(part.spec.key, 0):
+            raise CheckpointError(f"the {part.spec.label} has {part.spec.numel} values, not {wanted[part.spec.key]}")
+    return encoded

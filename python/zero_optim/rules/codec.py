@@ -1,0 +1,166 @@
+"""Codecs: a state tensor that is stored in another form than it is thought of, such as int8 with a scale for each row.
+
+An update rule thinks of fp32 values, an element or none. What is stored, in the device's memory and in checkpoints, are
+the tensors that the codec names. Updates and stores see these alone. Everything that shows, compares or loads state
+sees the values::
+
+    exp_avg, fp32 [rows, 128]  --encode-->  exp_avg_int8, int8 [rows, 128]   and   exp_avg_scale, fp32 [rows, 1]
+                               <--decode--
+
+A codec works on each row of 128 elements by itself. A row is one parameter's alone, and no shard cuts it. So what is
+stored depends on no number of ranks, no bucket size and no stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from zero_kernels import ROW
+
+from .state_tensor import Begins, Per, StateTensor
+
+
+class Codec:
+    """A form in which state is stored. A codec is a subclass, one of those below or a user's own.
+
+    Three things hold of each. Zeros are stored as zeros. What ``decode`` gives stays what it is when it is encoded and
+    decoded again. A row whose values are not all finite is decoded as one that has NaN.
+
+    Attributes:
+        name: by which a checkpoint knows it again.
+    """
+
+    name = ""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Codec) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
+        """The tensors that are stored in place of ``tensor``, under other names; the first has a value an element."""
+        raise NotImplementedError
+
+    def encode(self, values: Tensor) -> Sequence[Tensor]:
+        """What is stored of whole rows ``values``, [rows, 128] fp32: [rows, 128], or [rows, 1] of one value a row. The
+        last row of a parameter may come alone, and shorter."""
+        raise NotImplementedError
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """[rows, 128] fp32, the values that were encoded, rounded as the codec rounds."""
+        raise NotImplementedError
+
+    # -- flat ------------------------------------------------------------------------------------------------------
+
+    def decode_flat(self, tensor: StateTensor, parts: Sequence[Tensor]) -> Tensor:
+        """[numel] fp32, the values of a flat range that begins with a row. ``parts``: flat, of the same range."""
+        numel = parts[0].numel()
+        shaped = [
+            _rows_of(part) if of.per is Per.ELEMENT else part.view(-1, 1)
+            for of, part in zip(self.parts(tensor), parts, strict=True)
+        ]
+        return self.decode(shaped).reshape(-1)[:numel]
+
+    def encode_flat(self, values: Tensor) -> list[Tensor]:
+        """The same the other way round, for ``values`` [numel] of any floating dtype."""
+        numel = values.numel()
+        encoded = self.encode(_rows_of(values.float()))
+        return [part.reshape(-1)[:numel] if part.shape[1] > 1 else part.reshape(-1) for part in encoded]
+
+
+def _rows_of(flat: Tensor) -> Tensor:
+    """[rows, 128], with zeros behind the last element."""
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % ROW)).view(-1, ROW)
+
+
+class _Scaled(Codec):
+    """Eight bits an element, and one fp32 scale a row: the largest magnitude in it, or ``unit`` of it."""
+
+    dtype: torch.dtype
+    smallest: float
+    """Scales below it are 0, and so is the row: what is multiplied by others is never below the normal numbers."""
+
+    def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
+        return (
+            StateTensor(f"{tensor.name}_{self.name}", dtype=self.dtype),
+            StateTensor(f"{tensor.name}_scale", per=Per.ROW),
+        )
+
+    def _scales(self, magnitudes: Tensor) -> Tensor:
+        """[rows, 1], the largest of each row, compared as bit patterns: so NaN is above inf, and stays."""
+        largest = magnitudes.view(torch.int32).amax(1, keepdim=True).view(torch.float32)
+        return torch.where(largest < self.smallest, 0.0, largest)
+
+
+class Int8(_Scaled):
+    """Values of either sign, as a first moment: what is small beside its row's largest survives.
+
+    With s the largest magnitude of the row, x = v / s and y = 2 x / (1 + abs(x)), the nearest integer to 127 y is
+    stored. Close to 0 its steps are s / 254, close to s they are s / 64. Each operation is rounded to fp32.
+    """
+
+    name, dtype, smallest = "int8", torch.int8, 2.0**-100
+
+    def encode(self, values: Tensor) -> Sequence[Tensor]:
+        scale = self._scales(values.abs())
+        x = torch.where(scale > 0, values / scale, 0.0)  # of a scale that is not finite 0, or NaN
+        y = (x + x) / (1 + x.abs())
+        return (127 * y).round().nan_to_num(0.0).to(torch.int8), scale
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        stored, scale = parts
+        y = stored.float() / 127
+        return y / (2 - y.abs()) * scale
+
+
+class Root8(_Scaled):
+    """Values that are not negative, as a second moment: 8 bits for the root of each.
+
+    With s the largest root of the row, the nearest integer to 255 root(v) / s is stored, and 1 at least where v is not
+    0: an update divides by the root, and must not divide by 0 where there was more. Each operation is rounded to fp32.
+    """
+
+    name, dtype, smallest = "root8", torch.uint8, 2.0**-63
+
+    def encode(self, values: Tensor) -> Sequence[Tensor]:
+        roots = values.double().sqrt().float()  # rounded once: torch's own of fp32 is not, on a CPU
+        scale = self._scales(roots.abs())
+        near = (255 * torch.where(scale > 0, roots / scale, 0.0)).round().nan_to_num(0.0)
+        return torch.where((near == 0) & (roots > 0) & (scale > 0), 1.0, near).to(torch.uint8), scale
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        stored, scale = parts
+        root = stored.float() / 255 * scale
+        return root * root
+
+
+CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Int8(), Root8())}
+"""The codecs of the package, by name."""
+
+
+def saved_codec(tensor: StateTensor, entry: Mapping[str, object], own: Mapping[str, Codec]) -> Codec | None:
+    """The codec by which the state ``entry`` of a parameter has ``tensor``, as the names in it tell; None: it has the
+    values themselves, or nothing. ``own``: the codecs of the rule, by the names of tensors."""
+    known = [own[tensor.name], *CODECS.values()] if tensor.name in own else CODECS.values()
+    return next((codec for codec in known if all(part.name in entry for part in codec.parts(tensor))), None)
+
+
+def check_codecs(codecs: Mapping[str, Codec], tensors: Sequence[StateTensor]) -> None:
+    """Raise ValueError where one of ``codecs``, by the name of a state tensor, is for none of ``tensors``, or for one
+    that it cannot store; TypeError for what is no codec."""
+    known = {tensor.name: tensor for tensor in tensors}
+    for name, codec in codecs.items():
+        if not isinstance(codec, Codec):
+            raise TypeError(f"the codec of {name!r} is a {type(codec).__name__}: give a Codec, such as Int8()")
+        tensor = known.get(name)
+        if tensor is None:
+            raise ValueError(f"there is a codec for {name!r}, and the state is {', '.join(known)}")
+        if tensor.begins is not Begins.ZERO or tensor.per is not Per.ELEMENT or tensor.dtype != torch.float32:
+            raise ValueError(f"{name!r} cannot have a codec: it has to be fp32, a value an element, and begin as zero")
+        taken = known.keys() & {part.name for part in codec.parts(tensor)}
+        if taken:
+            raise ValueError(f"the codec {codec.name!r} stores {name!r} under the name {min(taken)!r}, which is taken")
