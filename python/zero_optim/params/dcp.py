@@ -114,6 +114,12 @@ def chunk_at(shard: Shard, offsets: Sequence[int]) -> Tensor:
 def _parts(shard: Shard) -> Iterator[Rectangle]:
     """The rectangles of ``shard``, in the dimensions of its tensor."""
     order, own = shard.order, shard.slice
+    if own is not None and own.cut is not None and shard.shape != own.shape:
+        raise ShardAccessError(
+            f"the {shard.label} has values for rows of this tensor-parallel rank's slice, which mean nothing "
+            "elsewhere, and torch.distributed.checkpoint would take them for a part of one tensor: use "
+            "zero_optim.checkpoint"
+        )
     shape = shard.shape if own is None else own.local_shape
     for part in rectangles(stored_dims(shape, order), shard.start, shard.local.numel()):
         offsets = tensor_dims(part.offsets, order)

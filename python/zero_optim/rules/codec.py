@@ -13,6 +13,7 @@ stored depends on no number of ranks, no bucket size and no stage.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -130,7 +131,8 @@ class Root8(_Scaled):
         roots = values.double().sqrt().float()  # rounded once: torch's own of fp32 is not, on a CPU
         scale = self._scales(roots.abs())
         near = (255 * torch.where(scale > 0, roots / scale, 0.0)).round().nan_to_num(0.0)
-        return torch.where((near == 0) & (roots > 0) & (scale > 0), 1.0, near).to(torch.uint8), scale
+        lost = (near == 0) & (roots > 0) & (scale > 0) & (scale < math.inf)
+        return torch.where(lost, 1.0, near).to(torch.uint8), scale
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
         stored, scale = parts

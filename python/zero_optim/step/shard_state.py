@@ -211,18 +211,18 @@ class ShardState:
 
     def shown(self, index: int, tensor: StateTensor, of_shard: Tensor) -> Tensor:
         """What ``of_shard``, a tensor along the shard, has for slot ``index``: a plain view where this rank holds all
-        of it, else a ``FlatShard``. Rows of a slice are shown as those of a parameter of its own."""
-        bucket, piece = self.bucket, self.bucket.pieces[index]
-        of_rows = tensor.per is Per.ROW
-        if bucket.sharding.shard_count == 1:
+        of it, else a ``FlatShard``. Rows of a slice are shown as those of that slice alone."""
+        bucket, piece, own = self.bucket, self.bucket.pieces[index], self.bucket.flat.slices[index]
+        rows_of_slice = tensor.per is Per.ROW and own is not None and own.cut is not None
+        if bucket.sharding.shard_count == 1 and not rows_of_slice:
             view = self.view_in(of_shard, tensor, index)
-            return view if of_rows else shown_as(bucket.params[index], view)
+            return view if tensor.per is Per.ROW else shown_as(bucket.params[index], view)
         local = of_shard.narrow(0, *tensor.span(piece.in_shard, piece.numel))
         parameter, order = bucket.params[index], tensor.order(bucket.flat.orders[index])
-        shape = tensor.shape(parameter.shape, bucket.flat.locals[index].numel())
+        numel = prod(own.local_shape) if rows_of_slice and own is not None else parameter.numel()
+        shape = tensor.shape(parameter.shape, numel)
         start, _ = tensor.span(piece.in_param, 0)
         label = f"{tensor.name} of {bucket.label(index)}"
-        own = None if of_rows else bucket.flat.slices[index]
         return FlatShard(local, start, torch.Size(shape), label, None, order, own)
 
     def view_in(self, full: Tensor, tensor: StateTensor, index: int, rank: int | None = None) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from zero_kernels import ROW
 
 from ..errors import StateMismatchError
-from ..params.flat_params import FlatParams
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
 from ..params.storage_order import StorageOrder, flat_of, storage_order
@@ -80,20 +79,13 @@ def _plan_slot(shard: ShardState, number: int, entry: Mapping[str, Any], label: 
             yield Copy(shard, tensor, piece, partial(shard.parameter_of, piece))
             continue
         parts = saved[tensor.name]
-        values = [
-            _values(entry, part, shard.shape(number, part), _slice_of(part, flat, number), label) for part in parts
-        ]
+        values = [_values(entry, part, shard.shape(number, part), flat.slices[number], label) for part in parts]
         if codec is None:
             yield Copy(shard, tensor, piece, values[0])
         elif codec == own.get(tensor.name):  # bit for bit
             yield from (Copy(shard, part, piece, of_part) for part, of_part in zip(parts, values, strict=True))
         else:
             yield Copy(shard, tensor, piece, partial(_decoded, codec, tensor, values))
-
-
-def _slice_of(tensor: StateTensor, flat: FlatParams, number: int) -> TensorSlice | None:
-    """The slice that state of a slot is shown as a part of. Rows of a slice stand for themselves."""
-    return flat.slices[number] if tensor.per is Per.ELEMENT else None
 
 
 def _decoded(codec: Codec, tensor: StateTensor, parts: Sequence[Callable[[], Tensor]]) -> Tensor:
@@ -133,8 +125,9 @@ def _describe(tensor: Tensor) -> str:
 
 
 def _flat_part(saved: Tensor, target: Tensor, own: TensorSlice | None) -> Tensor:
-    """``saved``: the whole tensor, or a ``DTensor`` of the slice ``own`` that is here."""
-    here = local_of(saved) if own is None or is_distributed(saved) else own.of(saved)
+    """``saved``: the whole tensor, or what the slice ``own``, that is here, has of it."""
+    whole = own is not None and not is_distributed(saved) and saved.shape == own.shape
+    here = own.of(saved) if own is not None and whole else local_of(saved)
     flat = flat_of(here, storage_order(target))
     return flat.narrow(0, target.start, target.local.numel()) if isinstance(target, FlatShard) else flat
 

@@ -1,0 +1,354 @@
+"""State that is stored by a codec: the arithmetic, and that whoever looks at it sees values."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import Tensor, nn
+from zero_optim.rules import AdamW, Codec, Int8, Per, Root8, StateTensor, UpdateRule
+
+from zero_kernels import ROW, RULES
+
+SHAPES = ((300,), (7, 19), (2, 128), (5,))
+OPTIONS = {"lr": 0.25, "weight_decay": 0.125}
+CODECS = {"exp_avg": Int8(), "exp_avg_sq": Root8()}
+
+
+# ---- one row ---------------------------------------------------------------------------------------------------------
+
+
+def _rows() -> Tensor:
+    """[rows, 128], of every magnitude, and rows of one kind of value."""
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(200, ROW, generator=generator) * torch.logspace(-36, 18, 200).unsqueeze(1)
+    spread = torch.randn(40, ROW, generator=generator) * torch.logspace(-20, 0, ROW)
+    alone = torch.zeros(5, ROW)
+    alone[range(5), range(5)] = torch.tensor([1.0, -3e38, 2.0**-149, 2.0**-126, 2.0**-64])
+    steps = torch.arange(-256, 256).view(4, ROW).float()
+    return torch.cat((random, spread, alone, steps, torch.zeros(1, ROW)))
+
+
+@pytest.mark.parametrize("codec", [Int8(), Root8()], ids=lambda codec: codec.name)
+def test_what_was_decoded_once_is_decoded_again(codec: Codec) -> None:
+    values = _rows() if codec.name == "int8" else _rows().abs().clamp(max=3e38)
+    parts = codec.encode(values)
+    found = codec.decode(parts)
+    again = codec.encode(found)
+    assert torch.equal(codec.decode(again), found)
+    every = torch.arange(256).view(2, ROW).to(torch.uint8)
+    for scale in (2.0**-63, 1e-9, 0.7, 1.0, 3.0, 1e18):
+        stored = every.view(parts[0].dtype).clone()
+        stored[:, 0] = 127 if codec.name == "int8" else 255  # the largest
+        stored[stored == -128] = 127
+        found = codec.decode((stored, torch.full((2, 1), scale)))
+        assert torch.equal(codec.decode(codec.encode(found)), found)
+
+
+def test_int8_is_as_near_as_it_says() -> None:
+    values = _rows()
+    stored, scale = Int8().encode(values)
+    assert stored.dtype == torch.int8 and scale.dtype == torch.float32
+    assert torch.equal(scale, torch.where(values.abs().amax(1) < 2.0**-100, 0.0, values.abs().amax(1)).unsqueeze(1))
+    off = (Int8().decode((stored, scale)).double() - values.double()).abs()
+    live = scale > 0
+    assert (off <= torch.where(live, scale.double() / 64 / 2 * 1.01, 2.0**-100)).all(), "half a step, the widest"
+    near_zero = values.abs() < scale / 64
+    assert (off <= scale.double() / 240 / 2)[near_zero & live].all(), "half a step, close to 0"
+    assert (off == 0)[values == 0].all()
+
+
+def test_root8_is_as_near_as_it_says_and_never_0_where_there_was_more() -> None:
+    values = _rows().abs()
+    stored, scale = Root8().encode(values)
+    assert stored.dtype == torch.uint8
+    roots = values.double().sqrt()
+    found = Root8().decode((stored, scale)).double().sqrt()
+    live = (scale > 0) & (stored > 1)
+    assert ((found - roots).abs() <= scale.double() / 255 / 2 * 1.001)[live].all()
+    assert (stored > 0)[(values > 0) & (scale > 0)].all()
+    assert (stored == 0)[values == 0].all()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("codec", [Int8(), Root8()], ids=lambda codec: codec.name)
+def test_a_row_that_is_not_finite_is_decoded_as_one(codec: Codec, bad: float) -> None:
+    values = torch.ones(2, ROW)
+    values[1, 5] = bad
+    parts = codec.encode(values)
+    assert (parts[0][1] == 0).all()
+    found = codec.decode(parts)
+    assert torch.equal(found[0], codec.decode(codec.encode(torch.ones(1, ROW)))[0])
+    assert found[1].isnan().all()
+    assert codec.decode(codec.encode(found))[1].isnan().all()
+
+
+# ---- an optimizer ----------------------------------------------------------------------------------------------------
+
+
+def _gradient(index: int, step: int) -> Tensor:
+    n = torch.Size(SHAPES[index]).numel()
+    return (((torch.arange(n) * 5 + 3 * index + 7 * step) % 17 - 8) / 16).reshape(SHAPES[index])
+
+
+def _make(dtype: torch.dtype) -> list[nn.Parameter]:
+    return [nn.Parameter(_gradient(index, 9).to(dtype)) for index in range(len(SHAPES))]
+
+
+class Oracle:
+    """One parameter in rows, in one process: AdamW between decoding and encoding."""
+
+    def __init__(self, parameter: Tensor, index: int) -> None:
+        self.numel, self.index, self.dtype = parameter.numel(), index, parameter.dtype
+        self.p, m, v = torch.zeros(3, -(-self.numel // ROW), ROW)
+        self.p.view(-1)[: self.numel] = parameter.detach().float().reshape(-1)
+        self.m, self.v = Int8().encode(m), Root8().encode(v)
+
+    def step(self, number: int) -> None:
+        g = torch.zeros_like(self.p)
+        g.view(-1)[: self.numel] = _gradient(self.index, number).to(self.dtype).float().reshape(-1)
+        rule, one = RULES["adamw"], torch.ones(1, dtype=torch.float64)
+        options = AdamW(**OPTIONS).read_group({**AdamW(**OPTIONS).defaults})
+        table = rule.table({n: one * x for n, x in zip(rule.coefficients, options, strict=True)}, one * (number + 1))
+        columns = {name: value.float().view(1, 1) for name, value in table.items()}
+        decoded = (Int8().decode(self.m), Root8().decode(self.v))
+        self.p, (m, v) = rule.update(g * columns["grad_factor"], self.p, decoded, columns)
+        self.m, self.v = Int8().encode(m), Root8().encode(v)
+
+    def parameter(self) -> Tensor:
+        return self.p.reshape(-1)[: self.numel].to(self.dtype)
+
+    def state(self) -> dict[str, Tensor]:
+        values = {"exp_avg": Int8().decode(self.m), "exp_avg_sq": Root8().decode(self.v)}
+        return {name: value.reshape(-1)[: self.numel].reshape(SHAPES[self.index]) for name, value in values.items()}
+
+
+def _train(params: list[nn.Parameter], opt: Any, steps: range, factor: int) -> None:
+    """``factor``: rank 0 has all ranks' gradients, so that their average is exact."""
+    for step in steps:
+        terms = [(p * (factor * _gradient(i, step)).to(p.dtype)).float().sum() for i, p in enumerate(params)]
+        sum(terms[1:], terms[0]).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def _rule(coded: bool) -> UpdateRule:
+    return AdamW(**OPTIONS).with_codecs(CODECS) if coded else AdamW(**OPTIONS)
+
+
+def _life(rank: int, world_size: int, stage: int, dtype: torch.dtype, store: str | None, folder: str) -> Any:
+    """Train, save in three ways, train on. From each of them train on in a new optimizer; and load each into one that
+    has no codec, and from that back."""
+    import zero_optim
+    from zero_optim import checkpoint
+
+    factor = world_size if rank == 0 else 0
+    place = {"stage": stage, "bucket_cap_mb": 0.001}
+    offload = f"nvme:{folder}" if store == "nvme" else store
+    params = _make(dtype)
+    opt = zero_optim.ShardedOptimizer(params, _rule(True), **place, state_offload=offload)
+    with zero_optim.verify(opt) as verifier:
+        _train(params, opt, range(3), factor)
+        report = verifier.report()
+    memory = opt.stats()["memory"]
+    full = zero_optim.full_state_dict(opt, rank=None)
+    groups, own = opt.state_dict()["param_groups"], copy.deepcopy(opt.state_dict()["state"])
+    checkpoint.save(f"{folder}/coded", nn.ParameterList(params), opt)
+    middle = [p.detach().clone() for p in params]
+    _train(params, opt, range(3, 5), factor)
+    opt.close()
+
+    def new(coded: bool) -> tuple[list[nn.Parameter], Any]:
+        copies = [nn.Parameter(p.clone()) for p in middle]
+        return copies, zero_optim.ShardedOptimizer(copies, _rule(coded), **place)
+
+    def loads(model: list[nn.Parameter], opt: Any, path: str, own: Any, full: Any) -> dict[str, Any]:
+        return {
+            "own": lambda: opt.load_state_dict({"state": own, "param_groups": groups}),
+            "full": lambda: zero_optim.load_full_state_dict(opt, full if rank == 0 else None),
+            "checkpoint": lambda: checkpoint.load(path, nn.ParameterList(model), opt),
+        }
+
+    found: dict[str, Any] = {}
+    for how in ("own", "full", "checkpoint"):
+        copies, plain = new(coded=False)
+        loads(copies, plain, f"{folder}/coded", own, full)[how]()
+        found[f"{how}, plain"] = zero_optim.full_state_dict(plain, rank=None)["state"]
+        _train(copies, plain, range(3, 4), factor)  # its state is no state of a codec any more
+        fine, fine_own = zero_optim.full_state_dict(plain, rank=None), copy.deepcopy(plain.state_dict()["state"])
+        checkpoint.save(f"{folder}/{how}", nn.ParameterList(copies), plain)
+        plain.close()
+        again, coded = new(coded=True)
+        loads(again, coded, f"{folder}/{how}", fine_own, fine)[how]()
+        found[f"{how}, narrowed"] = (fine["state"], zero_optim.full_state_dict(coded, rank=None)["state"])
+        loads(again, coded, f"{folder}/coded", own, full)[how]()
+        with torch.no_grad():
+            for p, before in zip(again, middle, strict=True):
+                p.copy_(before)
+        _train(again, coded, range(3, 5), factor)
+        found[f"{how}, on"] = [p.detach().clone() for p in again]
+        coded.close()
+    return [p.detach().clone() for p in params], full["state"], memory, report, found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "dtype", "store"),
+    [
+        (1, 2, torch.float32, None),
+        (2, 0, torch.bfloat16, "paged"),
+        (2, 2, torch.bfloat16, "cpu"),
+        (3, 1, torch.float32, "nvme"),
+    ],
+)
+def test_state_that_is_stored_by_a_codec_is_kept_shown_saved_and_counted(
+    world_size: int, stage: int, dtype: torch.dtype, store: str | None, tmp_path: Path
+) -> None:
+    oracles = [Oracle(parameter, index) for index, parameter in enumerate(_make(dtype))]
+    for step in range(3):
+        for oracle in oracles:
+            oracle.step(step)
+    state = [oracle.state() for oracle in oracles]
+    for step in range(3, 5):
+        for oracle in oracles:
+            oracle.step(step)
+    by_rank = run_ranks(world_size, _life, stage, dtype, store, str(tmp_path))
+    for params, full, _, report, found in by_rank:
+        assert report.ulps <= report.bound and report.compared
+        _same_state(full, state)
+        for how in ("own", "full", "checkpoint"):
+            _same_state(found[f"{how}, plain"], state)
+            fine, narrowed = found[f"{how}, narrowed"]
+            for index, entry in fine.items():
+                for kind, codec in CODECS.items():
+                    flat = codec.decode_flat(StateTensor(kind), codec.encode_flat(entry[kind].reshape(-1)))
+                    assert torch.equal(narrowed[index][kind].reshape(-1), flat), (how, index, kind)
+                    assert not torch.equal(flat, entry[kind].reshape(-1))
+        for seen in (params, *(found[f"{how}, on"] for how in ("own", "full", "checkpoint"))):
+            for parameter, oracle in zip(seen, oracles, strict=True):
+                assert torch.equal(parameter.reshape(-1), oracle.parameter())
+    if store is None:
+        numel, rows = sum(o.numel for o in oracles), sum(len(o.p) for o in oracles)
+        memory = by_rank[0][2]
+        for kind in ("exp_avg_int8", "exp_avg_sq_root8"):
+            assert memory[kind] == numel
+        assert memory["exp_avg_scale"] == memory["exp_avg_sq_scale"] == 4 * rows
+        assert "exp_avg" not in memory
+
+
+def _same_state(found: dict[int, Any], wanted: list[dict[str, Tensor]]) -> None:
+    for index, entry in enumerate(wanted):
+        for kind, value in entry.items():
+            assert torch.equal(found[index][kind], value), (index, kind)
+
+
+# ---- slices ----------------------------------------------------------------------------------------------------------
+
+
+def _sliced(rank: int, world_size: int, tensor: int, folder: str, save: bool, coded: bool) -> Any:
+    """A small model cut over ``tensor`` ranks, of which no slice has a whole number of rows."""
+    import torch.distributed.checkpoint as dcp
+    import zero_optim
+    from tensor_cases import Gpt, batch, cut, losses, make_mesh
+    from zero_optim import checkpoint
+
+    torch.manual_seed(0)
+    model = Gpt(1)
+    mesh = None
+    if tensor > 1:
+        mesh = make_mesh(world_size // tensor, tensor)
+        cut(model, mesh["tp"])
+    opt = zero_optim.ShardedOptimizer(
+        model.named_parameters(), _rule(coded), stage=2, mesh=None if mesh is None else mesh["dp"], bucket_cap_mb=0.01
+    )
+    if not save:
+        checkpoint.load(folder, model, opt)
+        found = zero_optim.full_state_dict(opt, rank=None)["state"]
+        opt.close()
+        return found
+    for number in range(2):
+        with losses(sequence=tensor > 1):
+            x, y = batch(rank // tensor, number)
+            nn.functional.cross_entropy(model(x, (0,)).flatten(0, 1).float(), y.flatten()).backward()
+        opt.step()
+        opt.zero_grad()
+    checkpoint.save(folder, model, opt)
+    full = zero_optim.full_state_dict(opt, rank=None)["state"]
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    again = zero_optim.full_state_dict(opt, rank=None)["state"]
+    for index, entry in full.items():
+        assert all(torch.equal(entry[kind], again[index][kind]) for kind in entry)
+    if tensor > 1:
+        with pytest.raises(BaseException, match="values for rows of this tensor-parallel rank's slice"):
+            dcp.save({"state": opt.state_dict()["state"]}, checkpoint_id=f"{folder}/dcp")
+    opt.close()
+    return full
+
+
+def test_rows_of_slices_load_on_any_other_mesh(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    saved = run_ranks(4, _sliced, 2, folder, True, True, timeout=120)
+    for ranks, tensor, coded in ((1, 1, False), (2, 2, True), (2, 1, True), (4, 4, False)):
+        for found in run_ranks(ranks, _sliced, tensor, folder, False, coded, timeout=120):
+            for index, entry in saved[0].items():
+                for kind, value in entry.items():
+                    if coded and kind in CODECS and tensor != 2:  # rows are others, and so are their scales
+                        largest = value.abs().max()
+                        assert (found[index][kind] - value).abs().max() <= largest / 32
+                    else:
+                        assert torch.equal(found[index][kind], value), (index, kind, ranks, tensor)
+    (written,) = (tmp_path / "saved").rglob("index.json")
+    index = json.loads(written.read_text())
+    assert index["version"] == 4
+    assert index["contents"]["optimizers"][0]["codecs"] == {"exp_avg": "int8", "exp_avg_sq": "root8"}
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+class Other(Int8):
+    name = "other"
+
+
+class Taken(Int8):
+    def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
+        return (StateTensor("exp_avg_sq", dtype=torch.int8), StateTensor("scale", per=Per.ROW))
+
+
+@pytest.mark.parametrize(
+    ("codecs", "error", "told"),
+    [
+        ({"momentum": Int8()}, ValueError, "a codec for 'momentum', and the state is master, exp_avg, exp_avg_sq"),
+        ({"master": Int8()}, ValueError, "'master' cannot have a codec"),
+        ({"exp_avg": "int8"}, TypeError, "the codec of 'exp_avg' is a str: give a Codec"),
+        ({"exp_avg": Taken()}, ValueError, "stores 'exp_avg' under the name 'exp_avg_sq', which is taken"),
+    ],
+)
+def test_a_codec_that_cannot_be_is_refused(codecs: Any, error: type[Exception], told: str) -> None:
+    import zero_optim
+
+    with pytest.raises(error, match=told):
+        zero_optim.ShardedOptimizer(_make(torch.float32), AdamW().with_codecs(codecs))
+
+
+def test_a_codec_of_a_users_own_is_known_to_whoever_has_it(tmp_path: Path) -> None:
+    import zero_optim
+    from zero_optim import checkpoint
+
+    params = _make(torch.float32)
+    opt = zero_optim.ShardedOptimizer(params, AdamW(**OPTIONS).with_codecs({"exp_avg": Other()}))
+    _train(params, opt, range(2), 1)
+    checkpoint.save(tmp_path, nn.ParameterList(params), opt)
+    full = zero_optim.full_state_dict(opt)["state"]
+    checkpoint.load(tmp_path, nn.ParameterList(params), opt)
+    _same_state(zero_optim.full_state_dict(opt)["state"], [full[index] for index in range(len(SHAPES))])
+    opt.close()
+    other = zero_optim.ShardedOptimizer(params, AdamW(**OPTIONS))
+    with pytest.raises(zero_optim.CheckpointError, match="exp_avg was stored by a codec 'other', which is not known"):
+        checkpoint.load(tmp_path, nn.ParameterList(params), other)
+    other.close()
+    checkpoint.load(tmp_path, nn.ParameterList(params))  # the model alone needs none
