@@ -160,6 +160,8 @@ def _life(rank: int, world_size: int, stage: int, dtype: torch.dtype, store: str
     groups, own = opt.state_dict()["param_groups"], copy.deepcopy(opt.state_dict()["state"])
     checkpoint.save(f"{folder}/coded", nn.ParameterList(params), opt)
     middle = [p.detach().clone() for p in params]
+    opt.engine.reducer.restore_order(opt.engine.reducer.layout.order[::-1])  # state moves to other buckets
+    moved = zero_optim.full_state_dict(opt, rank=None)["state"]
     _train(params, opt, range(3, 5), factor)
     opt.close()
 
@@ -174,7 +176,7 @@ def _life(rank: int, world_size: int, stage: int, dtype: torch.dtype, store: str
             "checkpoint": lambda: checkpoint.load(path, nn.ParameterList(model), opt),
         }
 
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"moved": moved}
     for how in ("own", "full", "checkpoint"):
         copies, plain = new(coded=False)
         loads(copies, plain, f"{folder}/coded", own, full)[how]()
@@ -220,6 +222,7 @@ def test_state_that_is_stored_by_a_codec_is_kept_shown_saved_and_counted(
     for params, full, _, report, found in by_rank:
         assert report.ulps <= report.bound and report.compared
         _same_state(full, state)
+        _same_state(found["moved"], state)
         for how in ("own", "full", "checkpoint"):
             _same_state(found[f"{how}, plain"], state)
             fine, narrowed = found[f"{how}, narrowed"]

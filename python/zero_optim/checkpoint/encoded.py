@@ -41,18 +41,17 @@ class EncodedTensor(SavedTensor):
             yield from self._of_run(low, high, row)
 
     def read(self, target: Tensor, start: int, read: ReadRange) -> None:
-        end = start + target.numel()
-        for low, high, row in self._runs(start, end):
+        for low, high, row in self._runs(start, start + target.numel()):
             flats = []
             for part, first, length in self._of_run(low, high, row):
                 flats.append(torch.empty(length, dtype=part.spec.dtype, device="cpu"))
                 read(part, flats[-1], first)
             values = self.codec.decode_flat(self._tensor, flats)
-            first, last = max(start, low), min(end, high)
-            target[first - start : last - start].copy_(values[first - low : last - low])
+            first = max(start, low)
+            target[first - start : high - start].copy_(values[first - low :])
 
     def _of_run(self, low: int, high: int, row: int) -> Iterator[tuple[SavedTensor, int, int]]:
-        """What has to be read of each stored tensor for a run of whole rows, of which the first is number ``row``."""
+        """What has to be read of each stored tensor for a run, of which the first row is number ``row``."""
         for part, of in zip(self.stored, self.codec.parts(self._tensor), strict=True):
             yield part, *((row, -(-(high - low) // ROW)) if of.per is Per.ROW else (low, high - low))
 
@@ -61,15 +60,14 @@ class EncodedTensor(SavedTensor):
         return StateTensor(self.spec.kind)
 
     def _runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """The runs of whole rows that have the elements ``start`` to ``end``, one in each slice: first and last
-        element, and the number of the first row."""
+        """The runs from the beginning of a row on that have the elements ``start`` to ``end``, one in each slice: first
+        and last element, and the number of the first row."""
         begin, rows = 0, 0
         for count in self._slices():
             low, high = max(start, begin), min(end, begin + count)
             if low < high:
                 first = (low - begin) // ROW
-                last = min(-(-(high - begin) // ROW) * ROW, count)
-                yield begin + first * ROW, begin + last, rows + first
+                yield begin + first * ROW, high, rows + first
             begin, rows = begin + count, rows + -(-count // ROW)
 
     def _slices(self) -> Sequence[int]:

@@ -28,7 +28,7 @@ class Codec:
     """A form in which state is stored. A codec is a subclass, one of those below or a user's own.
 
     Three things hold of each. Zeros are stored as zeros. What ``decode`` gives stays what it is when it is encoded and
-    decoded again. A row whose values are not all finite is decoded as one that has NaN.
+    decoded again: so it may be loaded as often as one likes. A row whose values are not all finite has NaN afterwards.
 
     Attributes:
         name: by which a checkpoint knows it again.
@@ -48,11 +48,12 @@ class Codec:
 
     def encode(self, values: Tensor) -> Sequence[Tensor]:
         """What is stored of whole rows ``values``, [rows, 128] fp32: [rows, 128], or [rows, 1] of one value a row. The
-        last row of a parameter may come alone, and shorter."""
+        last row of a parameter may come alone, and without what is behind its last element."""
         raise NotImplementedError
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """[rows, 128] fp32, the values that were encoded, rounded as the codec rounds."""
+        """[rows, 128] fp32, the values that were encoded, rounded as the codec rounds. Each element is made of what is
+        stored of it and of its row alone."""
         raise NotImplementedError
 
     # -- flat ------------------------------------------------------------------------------------------------------

@@ -80,12 +80,8 @@ def _plan_slot(shard: ShardState, number: int, entry: Mapping[str, Any], label: 
             continue
         parts = saved[tensor.name]
         values = [_values(entry, part, shard.shape(number, part), flat.slices[number], label) for part in parts]
-        if codec is None:
-            yield Copy(shard, tensor, piece, values[0])
-        elif codec == own.get(tensor.name):  # bit for bit
-            yield from (Copy(shard, part, piece, of_part) for part, of_part in zip(parts, values, strict=True))
-        else:
-            yield Copy(shard, tensor, piece, partial(_decoded, codec, tensor, values))
+        given = values[0] if codec is None else partial(_decoded, codec, tensor, values)
+        yield Copy(shard, tensor, piece, given)
 
 
 def _decoded(codec: Codec, tensor: StateTensor, parts: Sequence[Callable[[], Tensor]]) -> Tensor:
