@@ -42,6 +42,7 @@ struct StepTensors {
   const Tensor* averages = nullptr;  // one behind the other
   int average_count = 0;
   const Tensor* rates = nullptr;
+  const Tensor* row_stats = nullptr;
 
   DType param_dtype() const { return param_out ? dtype_of(*param_out) : DType::kFloat; }
 };
@@ -61,6 +62,8 @@ inline void check_step(const StepTensors& of) {
   for (int i = 0; i < of.average_count; ++i)
     check_bounds("an average", of.averages[i], ScalarType::Float, numel, device);
   if (of.average_count) check_bounds("rates", *of.rates, ScalarType::Float, slots * of.average_count, device);
+  if (of.row_stats)
+    check_bounds("row_stats", *of.row_stats, ScalarType::Float, ceil_div(numel, kRow) * kRowStats, device);
 }
 
 // What foreach_step is given, shard by shard and checked: each has `state_count` of `states`, shard after shard.
@@ -70,10 +73,10 @@ inline std::vector<StepTensors> check_foreach_step(
     const std::vector<Tensor>& states, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
     const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& nonfinite_slots, const std::optional<std::vector<Tensor>>& averages,
-    const std::optional<Tensor>& rates) {
+    const std::optional<Tensor>& rates, const std::optional<std::vector<Tensor>>& row_stats) {
   size_t count = grads.size(), of_all = averages ? averages->size() : 0;
   if (masters.size() != count || row_slots.size() != count || states.size() != count * state_count ||
-      (of_all && of_all % count != 0))
+      (of_all && of_all % count != 0) || (row_stats && row_stats->size() != count))
     throw std::runtime_error("zero_kernels: foreach_step got lists of unlike lengths");
   if (!params_out.empty() && params_out.size() != count)
     throw std::runtime_error("zero_kernels: params_out must be empty, or have a tensor for each gradient");
@@ -90,6 +93,7 @@ inline std::vector<StepTensors> check_foreach_step(
       shard.averages = &(*averages)[i * shard.average_count];
       shard.rates = &*rates;
     }
+    if (row_stats) shard.row_stats = &(*row_stats)[i];
     check_step(shard);
     shards.push_back(shard);
     if (grads[i].get_device_index() != grads[0].get_device_index() || dtype_of(grads[i]) != dtype_of(grads[0]) ||

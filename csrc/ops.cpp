@@ -64,15 +64,17 @@ StepArgs args_of(const StepTensors& of) {
       of.param_dtype(),
       nullptr,
       of.rates ? data<const float>(*of.rates) : nullptr,
-      of.average_count};
+      of.average_count,
+      of.row_stats ? data<float>(*of.row_stats) : nullptr};
   for (int i = 0; i < of.state_count; ++i) args.states[i] = data<float>(*of.states[i]);
   check_slots(args.row_slot, ceil_div(args.numel, kRow), of.hyper.size(0));
   return args;
 }
 
-// Whether nothing is updated. Slots are marked then, where that is wanted.
+// Whether nothing is updated. Slots are marked then, where that is wanted, and no row has numbers.
 bool skips(const StepTensors& of, const StepArgs& args) {
   if (!of.found_inf || *data<const float>(*of.found_inf) == 0.0f) return false;
+  if (args.row_stats) std::fill_n(args.row_stats, of.row_stats->numel(), 0.0f);
   if (of.nonfinite_slots) mark_nonfinite(args, data<int32_t>(*of.nonfinite_slots));
   return true;
 }
@@ -97,11 +99,11 @@ void foreach_step(
     const std::vector<Tensor>& states, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
     const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& nonfinite_slots, const std::optional<std::vector<Tensor>>& averages,
-    const std::optional<Tensor>& rates) {
+    const std::optional<Tensor>& rates, const std::optional<std::vector<Tensor>>& row_stats) {
   const StepKernel& kernel = entry_of(rule, kernels().steps);
   std::vector<StepTensors> given = check_foreach_step(
       kernel.states, grads, masters, states, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots,
-      averages, rates);
+      averages, rates, row_stats);
   std::vector<float*> of_averages;
   if (averages)
     for (const Tensor& average : *averages) of_averages.push_back(data<float>(average));
@@ -259,7 +261,7 @@ STABLE_TORCH_LIBRARY(zero_kernels_C, m) {
   m.def(
       "foreach_step(str rule, Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] states, Tensor(c!)[] params_out, "
       "Tensor[] row_slots, Tensor hyper, Tensor? grad_scale, Tensor? found_inf, Tensor(d!)? nonfinite_slots, "
-      "Tensor(e!)[]? averages=None, Tensor? rates=None) -> ()");
+      "Tensor(e!)[]? averages=None, Tensor? rates=None, Tensor(f!)[]? row_stats=None) -> ()");
   m.def("pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale, Tensor(b!)? nonfinite) -> ()");
   m.def("unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale) -> ()");
   m.def("grad_stats(Tensor[] shards, float norm_type) -> Tensor");

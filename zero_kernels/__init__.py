@@ -8,7 +8,7 @@ from zero_kernels.dispatch import BackendError, available_backends, check_backen
 from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, columns_of, hyper_table
 from zero_kernels.ops import adam_step, foreach_step, fused_adamw_, grad_stats, pack, unpack
 from zero_kernels.prepared import Prepared
-from zero_kernels.reference import update_rows
+from zero_kernels.reference import ROW_STATS, update_rows
 from zero_kernels.rules import RULES, Rule
 
 __version__ = "0.1.0"
@@ -17,6 +17,7 @@ __all__ = [
     "HYPER_COEFFICIENTS",
     "HYPER_COLUMNS",
     "ROW",
+    "ROW_STATS",
     "RULES",
     "BackendError",
     "Prepared",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zero_kernels import dispatch
 from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, Coefficient, hyper_table
-from zero_kernels.reference import averages_of, shards_of
+from zero_kernels.reference import ROW_STATS, averages_of, shards_of
 from zero_kernels.rules import RULES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -24,7 +24,8 @@ SCHEMAS = (
     "Tensor(e!)? nonfinite_slots=None) -> ()",
     "foreach_step(str rule, Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] states, Tensor(c!)[] params_out, "
     "Tensor[] row_slots, Tensor hyper, Tensor? grad_scale=None, Tensor? found_inf=None, "
-    "Tensor(d!)? nonfinite_slots=None, Tensor(e!)[]? averages=None, Tensor? rates=None) -> ()",
+    "Tensor(d!)? nonfinite_slots=None, Tensor(e!)[]? averages=None, Tensor? rates=None, "
+    "Tensor(f!)[]? row_stats=None) -> ()",
     "pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale=1.0, Tensor(b!)? nonfinite=None) -> ()",
     "unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale=1.0) -> ()",
     "grad_stats(Tensor[] shards, float norm_type=2.0) -> Tensor",
@@ -93,6 +94,7 @@ def foreach_step(
     nonfinite_slots: Tensor | None = None,
     averages: Sequence[Tensor] | None = None,
     rates: Tensor | None = None,
+    row_stats: Sequence[Tensor] | None = None,
 ) -> None:
     """One update of one or more flat shards by a rule of `RULES`, in place and in one pass over memory.
 
@@ -110,6 +112,8 @@ def foreach_step(
         averages: of each shard as many tensors, any number, [numel] fp32: all of the first shard, then all of the
             second, ... Where a row is updated, each becomes average + rate * (new master - average).
         rates: fp32 [slots, averages of a shard].
+        row_stats: of each shard fp32 [ceil(numel / ROW), len(ROW_STATS)], overwritten with the numbers of each row
+            that `ROW_STATS` names; with zeros where a row is not updated.
 
     No two shards overlap. The bits are those of a call for each shard; those of "adamw" are those of `adam_step`.
     Raises what `adam_step` raises, and ValueError for an unknown rule, for lists of unlike lengths or without a shard.
@@ -129,6 +133,7 @@ def foreach_step(
         nonfinite_slots,
         averages,
         rates,
+        row_stats,
     )
 
 
@@ -308,11 +313,14 @@ def _check_foreach_step(
     nonfinite_slots: Tensor | None,
     averages: Sequence[Tensor] | None = None,
     rates: Tensor | None = None,
+    row_stats: Sequence[Tensor] | None = None,
 ) -> torch.device:
     if rule not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
     names = RULES[rule].states
-    for name, tensors in {"masters": masters, "params_out": params_out or grads, "row_slots": row_slots}.items():
+    lists = {"masters": masters, "params_out": params_out or grads, "row_slots": row_slots}
+    lists |= {} if row_stats is None else {"row_stats": row_stats}
+    for name, tensors in lists.items():
         if len(tensors) != len(grads):
             raise ValueError(f"{name} must have one tensor a shard: {len(grads)} grads, {len(tensors)} {name}")
     if len(states) != len(grads) * len(names):
@@ -329,6 +337,8 @@ def _check_foreach_step(
             for k, average in enumerate(followers[i]):
                 _check_flat(f"average {k}", average, (torch.float32,), grad.device, grad.numel())
             device = _check_shard(grad, master, dict(zip(names, own, strict=True)), out, row_slot, *shared)
+            if row_stats is not None:
+                _check_row_stats(row_stats[i], len(row_slot), device)
         except (TypeError, ValueError) as error:
             raise type(error)(f"shard {i}: {error}") from None
         if device != grads[0].device:
@@ -336,6 +346,12 @@ def _check_foreach_step(
     if averages:
         _check_rates(rates, hyper.shape[0], len(followers[0]), grads[0].device)
     return grads[0].device
+
+
+def _check_row_stats(row_stats: Tensor, rows: int, device: torch.device) -> None:
+    _check("row_stats", row_stats, (torch.float32,), device, None)
+    if row_stats.shape != (rows, len(ROW_STATS)):
+        raise ValueError(f"row_stats must have shape [{rows}, {len(ROW_STATS)}], got {list(row_stats.shape)}")
 
 
 def _check_rates(rates: Tensor | None, slots: int, each: int, device: torch.device) -> None:
@@ -450,7 +466,7 @@ def _register(op: str, check: Callable[..., torch.device], fake: Callable[..., A
 
 
 _register("adam_step", _check_adam_step, _fake_nothing, mutated=(1, 2, 3, 4, 9))
-_register("foreach_step", _check_foreach_step, _fake_nothing, mutated=(2, 3, 4, 9, 10))
+_register("foreach_step", _check_foreach_step, _fake_nothing, mutated=(2, 3, 4, 9, 10, 12))
 _register("pack", _check_pack, _fake_nothing, mutated=(2, 4))
 _register("unpack", _check_unpack, _fake_nothing, mutated=(2,))
 _register("grad_stats", _check_grad_stats, _fake_grad_stats, mutated=())

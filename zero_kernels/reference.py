@@ -23,6 +23,11 @@ STATS_LANES = 1024
 STATS_BLOCK = 8 * STATS_LANES
 """Elements of one `grad_stats` block: one partial each."""
 
+ROW_STATS = ("grad_squares", "update_squares", "master_squares", "largest_update", "grad_zeros")
+"""The numbers of a row that an update may give, in the order of the columns of `row_stats`."""
+
+_LINE = 16
+
 # Rows handled at once: bounds the temporaries to some 100 MB whatever the shard's size.
 _CHUNK_ROWS = 1 << 15
 _CHUNK_BLOCKS = 512
@@ -61,6 +66,7 @@ def update_rows(
     nonfinite_slots: Tensor | None = None,
     averages: Sequence[Tensor] | None = None,
     rates: Tensor | None = None,
+    row_stats: Sequence[Tensor] | None = None,
 ) -> None:
     """Update flat shards by any rule that is written in torch, on any device. Reads nothing on the host.
 
@@ -75,13 +81,16 @@ def update_rows(
     What it returns is copied where a row is live: it has a slot that is active, and `found_inf` is 0.
     """
     if hyper.shape[0] == 0:
+        for stats in row_stats or ():
+            stats.zero_()
         return
     scale_of_all = hyper.new_ones(()) if grad_scale is None else grad_scale.reshape(())
     skipped = hyper.new_zeros(()) if found_inf is None else found_inf.reshape(())
     skipped = skipped != 0
     shards = shards_of(grads, masters, states, params_out, row_slots)
     of_shards = averages_of(grads, averages)
-    for (grad, master, own, param_out, row_slot), followers in zip(shards, of_shards, strict=True):
+    measured = row_stats or [None] * len(grads)
+    for (grad, master, own, param_out, row_slot), followers, stats in zip(shards, of_shards, measured, strict=True):
         for elements, rows, shape in _row_chunks(grad.numel()):
             slot = row_slot[rows].to(torch.int64)
             of_row = hyper.index_select(0, slot.clamp(min=0)).unsqueeze(-1).unbind(1)
@@ -96,6 +105,8 @@ def update_rows(
             ]
             new, news = update(g, p, olds, c)
             live = (slot >= 0).unsqueeze(1) & (c["active"] != 0) & ~skipped
+            if stats is not None:
+                stats[rows].copy_(torch.where(live, _row_stats(g, p.float(), new.to(p.dtype).float()), 0.0))
             if param_out is not None:
                 _copy_where(live, new, param_out[elements].view(shape))
             for k, follower in enumerate(followers):
@@ -124,6 +135,22 @@ def averages_of(grads: Sequence[Tensor], averages: Sequence[Tensor] | None) -> l
     """The averages of each shard."""
     each = len(averages or ()) // len(grads)
     return [(averages or ())[i * each : (i + 1) * each] for i in range(len(grads))]
+
+
+def _row_stats(g: Tensor, before: Tensor, p: Tensor) -> Tensor:
+    """[rows, len(ROW_STATS)] of whole rows, or of one that is shorter: its missing elements are +0, and not counted."""
+    u = p - before
+    squares = [_row_sum(torch.nn.functional.pad(x * x, (0, ROW - x.shape[1]))) for x in (g, u, p)]
+    largest = u.abs().view(torch.int32).amax(1).view(torch.float32)  # as bit patterns: NaN is above inf
+    return torch.stack([*squares, largest, (g == 0).sum(1).float()], dim=1)
+
+
+def _row_sum(terms: Tensor) -> Tensor:
+    """[rows, 128] → [rows]: lines of 16 are added in pairs, then pairs of these; one line is left, folded by halves."""
+    lines = terms.view(-1, ROW // _LINE, _LINE)
+    while lines.shape[1] > 1:
+        lines = lines[:, 0::2] + lines[:, 1::2]
+    return _fold(lines)
 
 
 def _copy_where(live: Tensor, value: Tensor, to: Tensor) -> None:

@@ -22,6 +22,7 @@ struct StepArgs {
   float* const* averages;  // [average_count]
   const float* rates;      // [slots, average_count]
   int average_count;
+  float* row_stats;  // [rows, kRowStats] or null
 };
 
 struct ScaleArgs {

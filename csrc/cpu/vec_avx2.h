@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "../float16.h"
+#include "fold_x86.h"
 
 namespace zero_kernels {
 namespace {
@@ -72,6 +73,18 @@ inline Vec sign(Vec a) {
   __m256 above = _mm256_cmp_ps(a.x, zero, _CMP_GT_OQ), below = _mm256_cmp_ps(a.x, zero, _CMP_LT_OQ);
   return Vec(_mm256_blendv_ps(_mm256_blendv_ps(a.x, _mm256_set1_ps(1.0f), above), _mm256_set1_ps(-1.0f), below));
 }
+// 1 where a is 0, of either sign, else 0.
+inline Vec is_zero(Vec a) {
+  return Vec(_mm256_and_ps(_mm256_cmp_ps(a.x, _mm256_setzero_ps(), _CMP_EQ_OQ), _mm256_set1_ps(1.0f)));
+}
+
+// Folds four lines of 16, each of two vectors, by halves.
+inline void fold_line(const Vec (&a)[2], const Vec (&b)[2], const Vec (&c)[2], const Vec (&d)[2], float* to) {
+  fold_eight((a[0] + a[1]).x, (b[0] + b[1]).x, (c[0] + c[1]).x, (d[0] + d[1]).x, to);
+}
+inline float largest_of_line(const Vec (&a)[2]) {
+  return largest_of_eight(_mm256_castps_si256(max_bits(a[0], a[1]).x));
+}
 
 template <class T>
 inline void store_pair(T* to, Vec a, Vec b) {
@@ -88,7 +101,7 @@ inline void stream_pair(T* to, Vec a, Vec b) {
   _mm256_stream_si256(reinterpret_cast<__m256i*>(to), _mm256_set_m128i(b.narrow(to), a.narrow(to)));
 }
 inline void stream_fence() { _mm_sfence(); }
-inline void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
+[[gnu::always_inline]] inline void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
 
 }  // namespace
 }  // namespace zero_kernels

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "../float16.h"
+#include "fold_x86.h"
 
 namespace zero_kernels {
 namespace {
@@ -70,6 +71,21 @@ inline Vec sign(Vec a) {
   __m512 up = _mm512_mask_mov_ps(a.x, above, _mm512_set1_ps(1.0f));
   return Vec(_mm512_mask_mov_ps(up, below, _mm512_set1_ps(-1.0f)));
 }
+// 1 where a is 0, of either sign, else 0.
+inline Vec is_zero(Vec a) {
+  __mmask16 zero = _mm512_cmp_ps_mask(a.x, _mm512_setzero_ps(), _CMP_EQ_OQ);
+  return Vec(_mm512_maskz_mov_ps(zero, _mm512_set1_ps(1.0f)));
+}
+
+// Folds four lines of 16, each a vector, by halves.
+inline void fold_line(const Vec (&a)[1], const Vec (&b)[1], const Vec (&c)[1], const Vec (&d)[1], float* to) {
+  auto halved = [](Vec v) { return _mm256_add_ps(_mm512_castps512_ps256(v.x), _mm512_extractf32x8_ps(v.x, 1)); };
+  fold_eight(halved(a[0]), halved(b[0]), halved(c[0]), halved(d[0]), to);
+}
+inline float largest_of_line(const Vec (&a)[1]) {
+  __m512i bits = _mm512_castps_si512(a[0].x);
+  return largest_of_eight(_mm256_max_epi32(_mm512_castsi512_si256(bits), _mm512_extracti32x8_epi32(bits, 1)));
+}
 
 template <class T>
 inline void store_pair(T* to, Vec a, Vec b) {
@@ -87,7 +103,7 @@ inline void stream_pair(T* to, Vec a, Vec b) {
   _mm512_stream_si512(reinterpret_cast<__m512i*>(to), both);
 }
 inline void stream_fence() { _mm_sfence(); }
-inline void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
+[[gnu::always_inline]] inline void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
 
 }  // namespace
 }  // namespace zero_kernels

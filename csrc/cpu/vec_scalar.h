@@ -39,6 +39,29 @@ inline Vec square_root(Vec a) { return Vec(zero_kernels::square_root(a.x)); }
 inline Vec magnitude(Vec a) { return Vec(zero_kernels::magnitude(a.x)); }
 inline Vec max_bits(Vec a, Vec b) { return Vec(zero_kernels::max_bits(a.x, b.x)); }
 inline Vec sign(Vec a) { return Vec(zero_kernels::sign(a.x)); }
+// 1 where a is 0, of either sign, else 0.
+inline Vec is_zero(Vec a) { return Vec(a.x == 0.0f ? 1.0f : 0.0f); }
+
+// Folds a line by halves: a[j] gets a[j + h] for h = 8 ... 1.
+inline float fold_line(const Vec (&a)[16]) {
+  float lanes[16];
+  for (int j = 0; j < 16; ++j) lanes[j] = a[j].x;
+  for (int h = 8; h >= 1; h /= 2)
+    for (int j = 0; j < h; ++j) lanes[j] += lanes[j + h];
+  return lanes[0];
+}
+// Four lines.
+inline void fold_line(const Vec (&a)[16], const Vec (&b)[16], const Vec (&c)[16], const Vec (&d)[16], float* to) {
+  to[0] = fold_line(a);
+  to[1] = fold_line(b);
+  to[2] = fold_line(c);
+  to[3] = fold_line(d);
+}
+inline float largest_of_line(const Vec (&a)[16]) {
+  Vec largest = a[0];
+  for (Vec lane : a) largest = max_bits(largest, lane);
+  return largest.x;
+}
 
 // Two vectors' worth of out-of-cache output.
 template <class T>

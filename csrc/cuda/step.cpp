@@ -35,6 +35,7 @@ StepArgs args_of(const StepTensors& of) {
       of.grad_scale ? data<const float>(*of.grad_scale) : nullptr,
       of.found_inf ? data<const float>(*of.found_inf) : nullptr,
       of.nonfinite_slots ? data<int32_t>(*of.nonfinite_slots) : nullptr,
+      of.row_stats ? data<float>(*of.row_stats) : nullptr,
       of.grad.numel(),
       static_cast<int32_t>(of.hyper.size(0)),
       false};
@@ -76,15 +77,18 @@ void foreach_step(
     const std::vector<Tensor>& states, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
     const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& nonfinite_slots, const std::optional<std::vector<Tensor>>& averages,
-    const std::optional<Tensor>& rates) {
+    const std::optional<Tensor>& rates, const std::optional<std::vector<Tensor>>& row_stats) {
   const StepEntry& step = entry_of(rule, kSteps);
   std::vector<StepTensors> given = check_foreach_step(
       step.states, grads, masters, states, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots,
-      averages, rates);
+      averages, rates, row_stats);
   Launch on_gpu("foreach_step", grads.at(0));
   std::vector<StepArgs> shards;
   shards.reserve(given.size());
   for (const StepTensors& of : given) shards.push_back(args_of(of));
+  for (const StepArgs& shard : shards)  // without slots no row is updated, and nothing is launched
+    if (shard.row_stats && shard.slots == 0)
+      on_gpu.zero(shard.row_stats, ceil_div(shard.numel, kRow) * kRowStats * sizeof(float));
   (*step.run)(on_gpu.stream(), "foreach_step", shards, dtype_of(grads[0]), given[0].param_dtype());
   if (given[0].average_count) run_average(on_gpu.stream(), averages_of(given));
 }

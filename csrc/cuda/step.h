@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "chunk.h"
+#include "row_stats.h"
 #include "shard_of_block.h"
 #include "step_args.h"
 
@@ -41,6 +42,10 @@ constexpr int kQuads = 2;  // of a thread: eight loads of data are under way bef
 constexpr int kBlocksPerSm = 4;
 template <class Rule>
 constexpr int kForeachBlocksPerSm = Rule::kStates <= 1 ? 4 : 3;
+
+// Where rows are measured, old masters and terms of sums take registers, too.
+template <class Rule>
+constexpr int kMeasuredBlocksPerSm = Rule::kStates <= 1 ? 3 : 2;
 
 constexpr int64_t kTile = kThreads * kQuads * kQuad;
 
@@ -113,10 +118,43 @@ ZK_HOST_DEVICE inline HyperRow load_row(const HyperRow* at) {
   return {{a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], c[0]}, c[1], c[2], c[3]};
 }
 
+// What is measured of a thread's part of a row. Elements that do not exist are +0, and no zeros.
+template <class Rule>
+ZK_HOST_DEVICE inline RowTerms<float, uint32_t> terms_of(
+    const Quad<Rule>& quad, const float (&before)[kQuad], float scale, int count) {
+  RowTerms<float, uint32_t> terms = {};
+  ZK_UNROLL
+  for (int j = 0; j < kQuad; ++j) {
+    float g = quad.g[j] * scale, u = quad.p[j] - before[j];
+    if (j >= count) continue;
+    terms.g[j] = g * g;
+    terms.u[j] = u * u;
+    terms.p[j] = quad.p[j] * quad.p[j];
+    uint32_t size = float_bits(u) & 0x7fffffff;
+    terms.largest = size > terms.largest ? size : terms.largest;
+    terms.zeros += g == 0.0f;
+  }
+  return terms;
+}
+
+// Rows are not measured, or each by its warp, which gives it numbers if it exists.
+struct Unmeasured {
+  static constexpr bool kMeasures = false;
+};
+#if defined(__CUDACC__)
+struct MeasuredInWarp {
+  static constexpr bool kMeasures = true;
+  __device__ void operator()(int, float* stats, bool there, bool live, const RowTerms<float, uint32_t>& terms) const {
+    RowNumbers<float, uint32_t> numbers = row_numbers<InWarp>(terms);
+    if (there && threadIdx.x % 32 == 0) store_row_stats(stats, live, numbers);
+  }
+};
+#endif
+
 // No branch stands between the loads and the update: the compiler would move loads into it, behind the wait for
 // row_slot. Rows that nothing is done to are loaded and computed all the same, and not stored.
-template <class Rule, class Grad, class Out, bool kWhole>
-ZK_HOST_DEVICE inline void step_quads(const StepArgs& args, int64_t first) {
+template <class Rule, class Grad, class Out, bool kWhole, class Measure>
+ZK_HOST_DEVICE inline void step_quads(const StepArgs& args, int64_t first, const Measure& measure) {
   Quad<Rule> quads[kQuads];
   int32_t slots[kQuads];
   int counts[kQuads];
@@ -138,26 +176,34 @@ ZK_HOST_DEVICE inline void step_quads(const StepArgs& args, int64_t first) {
     // Threads that share a slot all write the same 1.
     if (skip && args.nonfinite_slots && slots[q] >= 0 && any_nonfinite(quads[q].g, c.grad_scale))
       args.nonfinite_slots[slots[q]] = 1;
+    float before[kQuad];
+    for (int j = 0; j < kQuad; ++j) before[j] = quads[q].p[j];
     update_quad(quads[q], c);
-    if (slots[q] >= 0 && row.active != 0.0f && !skip)
-      store_quad<kWhole, Rule, Out>(args, first + int64_t(q) * kThreads * kQuad, counts[q], quads[q]);
+    int64_t i = first + int64_t(q) * kThreads * kQuad;
+    bool live = slots[q] >= 0 && row.active != 0.0f && !skip;
+    if (live) store_quad<kWhole, Rule, Out>(args, i, counts[q], quads[q]);
+    if constexpr (Measure::kMeasures)
+      measure(
+          q, args.row_stats + i / kRow * kRowStats, kWhole || i < args.numel, live,
+          terms_of(quads[q], before, c.grad_scale, counts[q]));
   }
 }
 
 // The program of one thread of one block.
-template <class Rule, class Grad, class Out>
-ZK_HOST_DEVICE inline void step_thread(const StepArgs& args, int64_t block, int thread) {
+template <class Rule, class Grad, class Out, class Measure = Unmeasured>
+ZK_HOST_DEVICE inline void step_thread(const StepArgs& args, int64_t block, int thread, const Measure& measure = {}) {
   int64_t first = block * kTile + thread * kQuad;
   if (args.vector && (block + 1) * kTile <= args.numel)
-    step_quads<Rule, Grad, Out, true>(args, first);
+    step_quads<Rule, Grad, Out, true>(args, first, measure);
   else
-    step_quads<Rule, Grad, Out, false>(args, first);
+    step_quads<Rule, Grad, Out, false>(args, first, measure);
 }
 
-template <class Rule, class Grad, class Out>
-ZK_HOST_DEVICE inline void foreach_step_thread(const ForeachArgs& args, int64_t block, int thread) {
+template <class Rule, class Grad, class Out, class Measure = Unmeasured>
+ZK_HOST_DEVICE inline void foreach_step_thread(
+    const ForeachArgs& args, int64_t block, int thread, const Measure& measure = {}) {
   int shard = shard_of_block(block, args.count, [&](int i) { return args.first_block[i]; });
-  step_thread<Rule, Grad, Out>(args.shards[shard], block - args.first_block[shard], thread);
+  step_thread<Rule, Grad, Out>(args.shards[shard], block - args.first_block[shard], thread, measure);
 }
 
 // ---- launcher -----------------------------------------------------------------------------------------------------
@@ -222,6 +268,12 @@ __global__ void __launch_bounds__(kThreads, kForeachBlocksPerSm<Rule>)
   foreach_step_thread<Rule, Grad, Out>(args, blockIdx.x, threadIdx.x);
 }
 
+template <class Rule, class Grad, class Out>
+__global__ void __launch_bounds__(kThreads, kMeasuredBlocksPerSm<Rule>)
+    foreach_measured_kernel(const __grid_constant__ ForeachArgs args) {
+  foreach_step_thread<Rule, Grad, Out>(args, blockIdx.x, threadIdx.x, MeasuredInWarp());
+}
+
 // torch's headers, which take longer to compile than a rule's kernels, are not included here.
 template <class Args>
 void on_stream(CUstream_st* stream, const char* op, void (*kernel)(Args), int64_t blocks, const Args& args) {
@@ -239,8 +291,11 @@ void run_step(CUstream_st* stream, const char* op, const StepArgs& shard, DType 
 
 template <class Rule>
 void run_foreach_step(CUstream_st* stream, const char* op, const std::vector<StepArgs>& shards, DType grad, DType out) {
+  bool measured = std::any_of(shards.begin(), shards.end(), [](const auto& shard) { return shard.row_stats; });
   launch_foreach(shards, grad, out, [&](auto g, auto o, const ForeachArgs& args, int64_t blocks) {
-    auto kernel = foreach_step_kernel<Rule, typename decltype(g)::type, typename decltype(o)::type>;
+    using Grad = typename decltype(g)::type;
+    using Out = typename decltype(o)::type;
+    auto kernel = measured ? foreach_measured_kernel<Rule, Grad, Out> : foreach_step_kernel<Rule, Grad, Out>;
     on_stream(stream, op, kernel, blocks, args);
   });
 }

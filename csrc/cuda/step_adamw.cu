@@ -5,7 +5,7 @@
 namespace zero_kernels {
 const RunStep step_adamw = [](CUstream_st* stream, const char* op, const std::vector<StepArgs>& shards, DType grad,
                               DType out) {
-  if (shards.size() == 1)
+  if (shards.size() == 1 && shards[0].row_stats == nullptr)
     run_step<AdamW>(stream, op, shards[0], grad, out);
   else
     run_foreach_step<AdamW>(stream, op, shards, grad, out);

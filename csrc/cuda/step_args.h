@@ -19,6 +19,7 @@ struct StepArgs {
   const float* grad_scale;   // or null: 1
   const float* found_inf;    // or null: 0
   int32_t* nonfinite_slots;  // or null
+  float* row_stats;          // [rows, kRowStats] or null
   int64_t numel;
   int32_t slots;
   bool vector;  // every tensor starts where its chunks are aligned

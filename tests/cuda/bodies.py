@@ -56,6 +56,7 @@ def step_body(folder: Path):
         *[ctypes.c_int] * 3,
         *[ADDRESS] * 4,
         ctypes.c_int32,
+        ADDRESS,
     ]
     body.restype = ctypes.c_int
     return body
@@ -87,9 +88,13 @@ def foreach_step(folder: Path) -> int:
                     step_arguments(rule, grad_dtype, out_dtype, numel, alone(i // 2 % 6 if i % 2 else -1), 0.0)
                     for i, numel in enumerate(sizes)
                 ]
-                launches = compare(body, rule, shards, grad_dtype, out_dtype, found_inf)
-                demand(launches == -(-len(sizes) // 32), "launches", launches, sizes)
-                ran += 1
+                for measured in (False, True):
+                    for tensor in itertools.chain.from_iterable(shards) if measured else ():
+                        if tensor is not None and tensor.is_floating_point():
+                            tensor.nan_to_num_(0.1, 0.2, -0.3).clamp_(-9, 9)  # whose sums are finite
+                    launches = compare(body, rule, shards, grad_dtype, out_dtype, found_inf, measured=measured)
+                    demand(launches == -(-len(sizes) // 32), "launches", launches, sizes)
+                    ran += 1
     return ran
 
 
@@ -125,6 +130,7 @@ def compare(
     grad_dtype: torch.dtype,
     out_dtype: torch.dtype | None,
     found_inf: float,
+    measured: bool = False,
 ) -> int:
     """Run the kernel and the reference on copies, demand the same bits, and tell how many launches it took."""
     rule = "adamw" if kernel == "adam_step" else kernel
@@ -135,16 +141,20 @@ def compare(
     twins = [[None if tensor is None else tensor.clone() for tensor in shard] for shard in shards]
     addresses = [at(tensor) for shard in shards for tensor in shard]
     numels = [shard[0].numel() for shard in shards]
+    stats, twin_stats = ([torch.full((-(-numel // ROW), 5), 7.0) for numel in numels] for _ in range(2))
+    of_stats = (ctypes.c_void_p * len(numels))(*map(at, stats)) if measured else None
     launches = body(
         *(kernel.encode(), ctypes.cast((ctypes.c_void_p * len(addresses))(*addresses), ADDRESS), len(shards[0]) - 4),
         *(ctypes.cast((LONG * len(numels))(*numels), ADDRESS), len(shards)),
         *(DTYPE_CODE[grad_dtype], DTYPE_CODE[out_dtype or torch.float32]),
-        *(at(hyper), at(scale), at(found), at(flags), len(hyper)),
+        *(at(hyper), at(scale), at(found), at(flags), len(hyper), ctypes.cast(of_stats, ADDRESS)),
     )
     grads, masters, outs, row_slots, *states = (list(column) for column in zip(*twins, strict=True))
     of_shards = [tensor for of_shard in zip(*states, strict=True) for tensor in of_shard]
     outs = [] if out_dtype is None else outs
-    reference.foreach_step(rule, grads, masters, of_shards, outs, row_slots, hyper, scale, found, expected)
+    lists = (grads, masters, of_shards, outs, row_slots)
+    reference.foreach_step(rule, *lists, hyper, scale, found, expected, None, None, twin_stats if measured else None)
+    demand(all(map(same_bits, stats, twin_stats)), "row_stats", kernel, grad_dtype, out_dtype, numels, found_inf)
     for number, (ours, theirs) in enumerate(zip(shards, twins, strict=True)):
         for place, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             same = a is None or (torch.equal(a, b) if place == 3 else same_bits(a, b))

@@ -111,6 +111,8 @@ def rule_table(rule: Rule) -> Tensor:
 class Shards:
     """What `foreach_step` is given of several shards, each of them at another place in its allocations.
 
+    `calm`: without special values, and of magnitudes whose sums are finite.
+
     Attributes:
         written: masters, states, params_out and averages, in one list: what a call writes.
         rates: [4, averages of a shard]
@@ -124,6 +126,7 @@ class Shards:
         param: torch.dtype | None,
         offset: int = 0,
         averages: int = 0,
+        calm: bool = False,
     ) -> None:
         self.rule, self.table = rule, rule_table(RULES[rule])
         places = [(numel, offset + i % 5 if offset else 0) for i, numel in enumerate(sizes)]
@@ -140,6 +143,8 @@ class Shards:
             for i, (numel, at) in enumerate(places)
             for k in range(averages)
         ]
+        for tensor in (*self.grads, *self.written) if calm else ():
+            tensor.nan_to_num_(0.1, 0.2, -0.3).clamp_(-9, 9)
         self.rates = torch.linspace(0.001, 1, 4 * averages).view(4, averages)
         generator = torch.Generator().manual_seed(sum(sizes))
         rows = [-(-numel // ROW) for numel in sizes]

@@ -87,6 +87,13 @@ def test_foreach_step(rule: str) -> None:
     for averages, (grad, param, offset) in enumerate(pairs):
         shards = Shards(rule, (0, 2000, 2 * ROW, 5), grad, param, offset, averages)
         check(shards.run("reference"), shards.run("triton"), (grad, param))
+    for found_inf, calm in ((1.0, True), (0.0, True), (0.0, False)):
+        shards = Shards(rule, (0, 2000, 2 * ROW, 5), *pairs[calm], averages=1, calm=calm)
+        stats = [[torch.full((-(-grad.numel() // ROW), 5), 7.0) for grad in shards.grads] for _ in NAMES]
+        for name, of_backend in zip(NAMES, stats, strict=True):
+            shards.run(name, found_inf=torch.tensor([found_inf]), row_stats=of_backend)
+        check(*stats, ("row_stats", found_inf, calm))
+        assert any(rows.any() for rows in stats[1]) == (found_inf == 0)
     marks = [torch.zeros(4, dtype=torch.int32) for _ in NAMES]
     for name, slots in zip(NAMES, marks, strict=True):
         check(shards.written, shards.run(name, found_inf=torch.ones(1), nonfinite_slots=slots), "skipped")

@@ -41,7 +41,9 @@ def adam_step(
     )
 
 
-def foreach_step(rule: str, grad: torch.dtype, param: torch.dtype | None, averages: int = 0) -> None:
+def foreach_step(
+    rule: str, grad: torch.dtype, param: torch.dtype | None, averages: int = 0, measured: bool = False
+) -> None:
     numel = 16 * ROW
     triton.OPS["foreach_step"](
         rule,
@@ -53,6 +55,7 @@ def foreach_step(rule: str, grad: torch.dtype, param: torch.dtype | None, averag
         torch.zeros(2, 12),
         *(torch.ones(1), torch.ones(1), torch.zeros(2, dtype=torch.int32)),
         *([torch.empty(numel) for _ in range(averages)], torch.zeros(2, averages)),
+        [torch.zeros(16, 5)] if measured else None,
     )
 
 
@@ -86,6 +89,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "adam_step-bare": partial(adam_step, BF16, BF16, bare=True),
     **{f"foreach_step-{rule}": partial(foreach_step, rule, BF16, BF16) for rule in RULES if rule != "adamw"},
     "foreach_step-averages": partial(foreach_step, "adamw", BF16, BF16, 2),
+    "foreach_step-measured": partial(foreach_step, "adamw", BF16, BF16, measured=True),
     **{f"pack-{NAMES[dtype]}": partial(pack, dtype, True) for dtype in FLOATS},
     "pack-without-flags": partial(pack, BF16, False),
     **{f"unpack-{NAMES[dtype]}": partial(unpack, dtype) for dtype in FLOATS},

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zero_kernels.hyper import ROW
-from zero_kernels.reference import averages_of, shards_of
+from zero_kernels.reference import ROW_STATS, averages_of, shards_of
 from zero_kernels.triton.common import ACTIVE, COLUMNS, EXACT, GRAD_FACTOR, narrow, nonfinite, times, widen
 from zero_kernels.triton.rules import UPDATES
 
@@ -20,6 +20,7 @@ WARPS = 8
 
 _ROW = tl.constexpr(ROW)
 _ROWS = tl.constexpr(ROWS)
+_ROW_STATS = tl.constexpr(len(ROW_STATS))
 
 
 @triton.jit
@@ -27,6 +28,33 @@ def _mark_nonfinite(g, slot, skipped, nonfinite_slots):
     if skipped:
         bad = tl.max(nonfinite(g).to(tl.int32), axis=1)
         tl.store(nonfinite_slots + slot, 1, mask=(bad != 0) & (slot >= 0))
+
+
+@triton.jit
+def _row_sum(terms):
+    """[ROWS, 128] to [ROWS]: lines of 16 are added in pairs, then pairs of these; one is left, and folded by halves."""
+    halves = tl.reshape(terms, (_ROWS, 2, 2, 2, 2, 2, 2, 2))
+    halves = tl.sum(tl.sum(tl.sum(halves, axis=3), axis=2), axis=1)
+    for _ in tl.static_range(4):
+        halves = tl.sum(halves, axis=1)
+    return halves
+
+
+@triton.jit
+def _measure(stats, g, before, p, row_live, has_row, inside):
+    # What is beyond the shard's end is +0, and not counted.
+    inside = inside & (tl.zeros_like(g) == 0)
+    g = tl.where(inside, g, 0.0)
+    p = tl.where(inside, p, 0.0)
+    u = p - tl.where(inside, before, 0.0)
+    row_live = tl.max(row_live.to(tl.int32), axis=1) != 0
+    zeros = tl.sum((inside & (g == 0)).to(tl.int32), axis=1).to(tl.float32)
+    largest = tl.max(u.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
+    tl.store(stats, tl.where(row_live, _row_sum(times(g, g)), 0.0), mask=has_row)
+    tl.store(stats + 1, tl.where(row_live, _row_sum(times(u, u)), 0.0), mask=has_row)
+    tl.store(stats + 2, tl.where(row_live, _row_sum(times(p, p)), 0.0), mask=has_row)
+    tl.store(stats + 3, tl.where(row_live, largest, 0.0), mask=has_row)
+    tl.store(stats + 4, tl.where(row_live, zeros, 0.0), mask=has_row)
 
 
 @triton.jit
@@ -42,6 +70,7 @@ def _step_rows(
     nonfinite_slots,
     averages,
     rates,
+    row_stats,
     UPDATE: tl.constexpr,
     row,  # [ROWS] int64
     has_row,  # [ROWS]: rows that exist
@@ -60,15 +89,17 @@ def _step_rows(
 
     coefficients = hyper + tl.maximum(slot, 0).to(tl.int64)[:, None] * COLUMNS  # [ROWS, 1]
     scale = tl.load(coefficients + GRAD_FACTOR)
-    live = inside & (slot[:, None] >= 0) & (tl.load(coefficients + ACTIVE) != 0)
+    row_live = (slot[:, None] >= 0) & (tl.load(coefficients + ACTIVE) != 0)  # [ROWS, 1]
 
     if grad_scale is not None:
         scale = times(tl.load(grad_scale), scale)
     g = times(widen(g), scale)
     if found_inf is not None:
         skipped = tl.load(found_inf) != 0
-        live = live & (not skipped)
+        row_live = row_live & (not skipped)
+    live = inside & row_live
 
+    old = p
     p, after = UPDATE(g, p, before, coefficients)
 
     tl.store(master + at, p, mask=live)
@@ -80,6 +111,8 @@ def _step_rows(
         average = tl.load(averages[k] + at, mask=live)
         rate = tl.load(rates + tl.maximum(slot, 0).to(tl.int64)[:, None] * len(averages) + k)
         tl.store(averages[k] + at, average + times(rate, p - average), mask=live)
+    if row_stats is not None:
+        _measure(row_stats + row * _ROW_STATS, g, old, p, row_live, has_row, inside)
     # Last: before the update, the branch made a kernel for compute capability 8.0 spill (Triton 3.7).
     if found_inf is not None and nonfinite_slots is not None:
         _mark_nonfinite(g, slot, skipped, nonfinite_slots)
@@ -98,6 +131,7 @@ def _step_kernel(
     nonfinite_slots,
     averages,  # a tuple of any number
     rates,
+    row_stats,
     numel: tl.int64,
     UPDATE: tl.constexpr,
     RAGGED: tl.constexpr,  # whether numel is no multiple of a row
@@ -110,12 +144,13 @@ def _step_kernel(
         # A mask of elements makes every access narrow: only the last tile pays for it.
         _step_rows(
             grad, master, states, param_out, row_slot, hyper,
-            grad_scale, found_inf, nonfinite_slots, averages, rates, UPDATE, row, has_row, at, at < numel,
+            grad_scale, found_inf, nonfinite_slots, averages, rates, row_stats, UPDATE, row, has_row, at, at < numel,
         )  # fmt: skip
     else:
         _step_rows(
             grad, master, states, param_out, row_slot, hyper,
-            grad_scale, found_inf, nonfinite_slots, averages, rates, UPDATE, row, has_row, at, has_row[:, None],
+            grad_scale, found_inf, nonfinite_slots, averages, rates, row_stats, UPDATE, row, has_row, at,
+            has_row[:, None],
         )  # fmt: skip
 
 
@@ -144,11 +179,13 @@ def foreach_step(
     nonfinite_slots: Tensor | None,
     averages: Sequence[Tensor] | None = None,
     rates: Tensor | None = None,
+    row_stats: Sequence[Tensor] | None = None,
 ) -> None:
     """See `zero_kernels.foreach_step`: a launch for each shard."""
     shards = shards_of(grads, masters, states, params_out, row_slots)
-    for shard, followers in zip(shards, averages_of(grads, averages), strict=True):
-        _step(rule, *shard, hyper, grad_scale, found_inf, nonfinite_slots, tuple(followers), rates)
+    measured = row_stats or [None] * len(grads)
+    for shard, followers, stats in zip(shards, averages_of(grads, averages), measured, strict=True):
+        _step(rule, *shard, hyper, grad_scale, found_inf, nonfinite_slots, tuple(followers), rates, stats)
 
 
 def _step(
@@ -164,9 +201,12 @@ def _step(
     nonfinite_slots: Tensor | None,
     averages: tuple[Tensor, ...] = (),
     rates: Tensor | None = None,
+    row_stats: Tensor | None = None,
 ) -> None:
     numel = grad.numel()
     if numel == 0 or hyper.shape[0] == 0:
+        if row_stats is not None:
+            row_stats.zero_()
         return
     with torch.cuda.device_of(grad):
         _step_kernel[(triton.cdiv(numel, ROWS * ROW),)](
@@ -181,6 +221,7 @@ def _step(
             nonfinite_slots,
             averages,
             rates if averages else None,
+            row_stats,
             numel,
             UPDATE=UPDATES[rule],
             RAGGED=numel % ROW != 0,

@@ -1,5 +1,7 @@
 // The kernel bodies of every rule, run for every thread of every block on this processor.
+#include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "../../../csrc/cuda/step.h"
 #include "../../../csrc/rules/adamw.h"
@@ -15,6 +17,67 @@ static void for_threads(int64_t blocks, Thread run) {
     for (int thread = 0; thread < kThreads; ++thread) run(block, thread);
 }
 
+// The values of a warp's 32 threads, as row_stats.h wants them.
+template <class T>
+struct OfWarp {
+  T at[32];
+};
+template <class T>
+static OfWarp<T> operator+(const OfWarp<T>& a, const OfWarp<T>& b) {
+  OfWarp<T> sum;
+  for (int t = 0; t < 32; ++t) sum.at[t] = a.at[t] + b.at[t];
+  return sum;
+}
+struct HostWarp {
+  static OfWarp<float> pick(int bit, const OfWarp<float>& a, const OfWarp<float>& b) {
+    OfWarp<float> picked;
+    for (int t = 0; t < 32; ++t) picked.at[t] = t & bit ? b.at[t] : a.at[t];
+    return picked;
+  }
+  static OfWarp<float> other(const OfWarp<float>& x, int bit) {
+    OfWarp<float> others;
+    for (int t = 0; t < 32; ++t) others.at[t] = x.at[t ^ bit];
+    return others;
+  }
+  static OfWarp<uint32_t> largest(OfWarp<uint32_t> x) {
+    for (uint32_t& of : x.at) of = *std::max_element(x.at, x.at + 32);
+    return x;
+  }
+  static OfWarp<uint32_t> sum(OfWarp<uint32_t> x) {
+    uint32_t total = std::accumulate(x.at, x.at + 32, 0u);
+    for (uint32_t& of : x.at) of = total;
+    return x;
+  }
+};
+
+// Collects what the threads of a warp measure, one after another. The last of them has the warp's rows measured.
+struct MeasuredOnHost {
+  static constexpr bool kMeasures = true;
+  struct Row {
+    RowTerms<OfWarp<float>, OfWarp<uint32_t>> terms;
+    float* stats;
+    bool there, live;
+  };
+  int lane;
+  Row* rows;  // [kQuads]
+
+  void operator()(int q, float* stats, bool there, bool live, const RowTerms<float, uint32_t>& terms) const {
+    Row& row = rows[q];
+    if (lane == 0) row.stats = stats, row.there = there, row.live = live;
+    for (int j = 0; j < kQuad; ++j) {
+      row.terms.g[j].at[lane] = terms.g[j];
+      row.terms.u[j].at[lane] = terms.u[j];
+      row.terms.p[j].at[lane] = terms.p[j];
+    }
+    row.terms.largest.at[lane] = terms.largest;
+    row.terms.zeros.at[lane] = terms.zeros;
+    if (lane < 31 || !row.there) return;
+    auto of = row_numbers<HostWarp>(row.terms);
+    for (int t = 0; t < 32; ++t)  // all threads have the same
+      store_row_stats(row.stats, row.live, {of.g.at[t], of.u.at[t], of.p.at[t], of.largest.at[t], of.zeros.at[t]});
+  }
+};
+
 static int run_adam_step(const StepArgs& shard, DType grad, DType out) {
   launch(shard, grad, out, [](auto g, auto o, const StepArgs& args, int64_t blocks) {
     for_threads(blocks, [&](int64_t block, int thread) {
@@ -27,20 +90,28 @@ static int run_adam_step(const StepArgs& shard, DType grad, DType out) {
 template <class Rule>
 static int run(const std::vector<StepArgs>& shards, DType grad, DType out) {
   int launches = 0;
+  bool measured = std::any_of(shards.begin(), shards.end(), [](const StepArgs& shard) { return shard.row_stats; });
   launch_foreach(shards, grad, out, [&](auto g, auto o, const ForeachArgs& args, int64_t blocks) {
     ++launches;
+    using Grad = typename decltype(g)::type;
+    using Out = typename decltype(o)::type;
+    MeasuredOnHost::Row rows[kQuads];
     for_threads(blocks, [&](int64_t block, int thread) {
-      foreach_step_thread<Rule, typename decltype(g)::type, typename decltype(o)::type>(args, block, thread);
+      if (measured)
+        foreach_step_thread<Rule, Grad, Out>(args, block, thread, MeasuredOnHost{thread % 32, rows});
+      else
+        foreach_step_thread<Rule, Grad, Out>(args, block, thread);
     });
   });
   return launches;
 }
 
-// rule: its name, or "adam_step". tensors: of each shard grad, master, param_out, row_slot and its states. Returns how
-// many launches it took.
+// rule: its name, or "adam_step". tensors: of each shard grad, master, param_out, row_slot and its states. row_stats:
+// of each shard, or null. Returns how many launches it took.
 extern "C" int step(
     const char* rule, void* const* tensors, int states, const int64_t* numels, int count, int grad_dtype, int out_dtype,
-    const float* hyper, const float* grad_scale, const float* found_inf, int32_t* nonfinite_slots, int32_t slots) {
+    const float* hyper, const float* grad_scale, const float* found_inf, int32_t* nonfinite_slots, int32_t slots,
+    float* const* row_stats) {
   std::vector<StepArgs> shards;
   for (int i = 0; i < count; ++i) {
     void* const* of = tensors + (4 + states) * i;
@@ -54,6 +125,7 @@ extern "C" int step(
     args.grad_scale = grad_scale;
     args.found_inf = found_inf;
     args.nonfinite_slots = nonfinite_slots;
+    args.row_stats = row_stats ? row_stats[i] : nullptr;
     args.numel = numels[i];
     args.slots = slots;
     shards.push_back(args);
