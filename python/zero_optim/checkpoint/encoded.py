@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,10 +19,10 @@ from torch import Tensor
 from zero_kernels import ROW
 
 from ..errors import CheckpointError
-from ..params.arrangement import slice_counts
+from ..params.arrangement import read_arranged, slice_counts
 from ..rules.codec import Codec
 from ..rules.state_tensor import Per, StateTensor
-from .index import Index, Key, ReadRange, SavedTensor
+from .index import PARAMETER, Index, Key, ReadRange, SavedTensor
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,17 @@ class EncodedTensor(SavedTensor):
             flats = []
             for part, first, length in self._of_run(low, high, row):
                 flats.append(torch.empty(length, dtype=part.spec.dtype, device="cpu"))
-                read(part, flats[-1], first)
+                # The parameter may have been written with its elements in another order than its state.
+                there = part.spec.arrangement
+                here = self.spec.arrangement if part.spec.kind == PARAMETER else there
+                read_arranged(flats[-1], first, part.spec.shape, (here, there), partial(read, part))
             values = self.codec.decode_flat(self._tensor, flats)
             first = max(start, low)
             target[first - start : high - start].copy_(values[first - low :])
 
     def _of_run(self, low: int, high: int, row: int) -> Iterator[tuple[SavedTensor, int, int]]:
         """What has to be read of each stored tensor for a run, of which the first row is number ``row``."""
-        for part, of in zip(self.stored, self.codec.parts(self._tensor), strict=True):
+        for part, of in zip(self.stored, self.codec.read_of(self._tensor), strict=True):
             yield part, *((row, -(-(high - low) // ROW)) if of.per is Per.ROW else (low, high - low))
 
     @property
@@ -92,16 +96,18 @@ def decoded(index: Index, codecs: Mapping[str, Codec]) -> Index:
                     "rule that has it"
                 )
             for name in names:
-                keys = [(part.name, name) for part in codec.parts(StateTensor(kind))]
-                parts = [tensors.pop(key) for key in keys if key in index.tensors]
-                if parts:
+                keys = [(part.name, name) for part in codec.read_of(StateTensor(kind))]
+                if keys[0] in index.tensors:
+                    parts = [index.tensors[key] for key in keys if key in index.tensors]
                     tensors[kind, name] = _encoded(kind, name, codec, parts)
+                    for part in codec.parts(StateTensor(kind)):
+                        tensors.pop((part.name, name), None)
     return replace(index, tensors=tensors)
 
 
 def _encoded(kind: str, name: str, codec: Codec, parts: Sequence[SavedTensor]) -> EncodedTensor:
     """Raises CheckpointError where ``parts`` are not what the codec stores."""
-    own = codec.parts(StateTensor(kind))
+    own = codec.read_of(StateTensor(kind))
     if [(part.spec.kind, part.spec.dtype) for part in parts] != [(part.name, part.dtype) for part in own]:
         found = ", ".join(f"{part.spec.kind} in {part.spec.dtype}" for part in parts)
         raise CheckpointError(f"{kind} of {name!r} was stored by the codec {codec.name!r}, and is there as {found}")

@@ -32,9 +32,12 @@ class Codec:
 
     Attributes:
         name: by which a checkpoint knows it again.
+        reads_parameter: whether the parameter is a part of what is stored: it stands for the master then, and is given
+            to ``decode`` behind the others.
     """
 
     name = ""
+    reads_parameter = False
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Codec) and other.name == self.name
@@ -58,12 +61,16 @@ class Codec:
 
     # -- flat ------------------------------------------------------------------------------------------------------
 
+    def read_of(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
+        """What ``decode`` reads: the parts, and the parameter where it does."""
+        return self.parts(tensor) + ((PARAMETER,) if self.reads_parameter else ())
+
     def decode_flat(self, tensor: StateTensor, parts: Sequence[Tensor]) -> Tensor:
         """[numel] fp32, the values of a flat range that begins with a row. ``parts``: flat, of the same range."""
         numel = parts[0].numel()
         shaped = [
             _rows_of(part) if of.per is Per.ELEMENT else part.view(-1, 1)
-            for of, part in zip(self.parts(tensor), parts, strict=True)
+            for of, part in zip(self.read_of(tensor), parts, strict=True)
         ]
         return self.decode(shaped).reshape(-1)[:numel]
 
@@ -141,7 +148,34 @@ class Root8(_Scaled):
         return root * root
 
 
-CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Int8(), Root8())}
+class Split(Codec):
+    """A master whose high half is the bf16 parameter itself: 16 bits are stored beside it.
+
+    The bits of the master are those of the parameter, moved up by 16, and the stored number added, of either sign. The
+    parameter is the master rounded to the nearest, to even, as everywhere. 65537 masters are rounded to a parameter
+    whose last bit is 0, and 16 bits count 65536: so a master just between two parameters is moved by one unit in its
+    last place to the one that it is rounded to. All others are kept bit for bit, infinities and subnormals among them.
+    """
+
+    name, reads_parameter = "split", True
+
+    def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
+        return (StateTensor(f"{tensor.name}_low", dtype=torch.int16),)
+
+    def encode(self, values: Tensor) -> Sequence[Tensor]:
+        high = values.bfloat16().view(torch.int16).to(torch.int32) << 16
+        low = (values.view(torch.int32) - high).clamp(-(2**15) + 1, 2**15 - 1)
+        return (torch.where(values.isnan(), 0, low).to(torch.int16),)
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        low, parameter = parts
+        return ((parameter.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
+
+
+PARAMETER = StateTensor("parameter", dtype=torch.bfloat16)
+"""The parameter as a part of what a codec decodes."""
+
+CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Int8(), Root8(), Split())}
 """The codecs of the package, by name."""
 
 
@@ -162,8 +196,10 @@ def check_codecs(codecs: Mapping[str, Codec], tensors: Sequence[StateTensor]) ->
         tensor = known.get(name)
         if tensor is None:
             raise ValueError(f"there is a codec for {name!r}, and the state is {', '.join(known)}")
-        if tensor.begins is not Begins.ZERO or tensor.per is not Per.ELEMENT or tensor.dtype != torch.float32:
-            raise ValueError(f"{name!r} cannot have a codec: it has to be fp32, a value an element, and begin as zero")
+        begins = Begins.PARAMETER if codec.reads_parameter else Begins.ZERO
+        if tensor.begins is not begins or tensor.per is not Per.ELEMENT or tensor.dtype != torch.float32:
+            kind = "the master" if codec.reads_parameter else "fp32, a value an element, and zero at first"
+            raise ValueError(f"{name!r} cannot be stored by the codec {codec.name!r}: that is for state that is {kind}")
         taken = known.keys() & {part.name for part in codec.parts(tensor)}
         if taken:
             raise ValueError(f"the codec {codec.name!r} stores {name!r} under the name {min(taken)!r}, which is taken")

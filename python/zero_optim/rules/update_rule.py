@@ -229,9 +229,14 @@ class UpdateRule:
 
         Parameters have one dtype, and gradients one. ``hyper`` and what follows it are the same for all.
         """
-        rule = _with_codecs(self._as_kernel(), self.codecs)
+        rule = _with_codecs(self._as_kernel(), self._codecs_of(shards[0]), master_of(self))
         lists = lists_of(shards, master_of(self), rule.states, self.averages)
         zero_kernels.update_rows(rule.update, rule.columns, *lists)
+
+    def _codecs_of(self, shard: ShardUpdate) -> Mapping[str, Codec]:
+        """The codecs of what ``shard`` has: where parameters are fp32 there is no master."""
+        parts = {name: codec.parts(StateTensor(name))[0].name for name, codec in self.codecs.items()}
+        return {name: codec for name, codec in self.codecs.items() if parts[name] in shard.state}
 
     def update_rows(self, g: Tensor, p: Tensor, state: Mapping[str, Tensor], c: Mapping[str, Tensor]) -> NewValues:
         """Give the new master and state of whole rows: the arithmetic, in torch, of a rule written in Python.
@@ -287,21 +292,25 @@ def lists_of(
     )
 
 
-def _with_codecs(rule: zero_kernels.Rule, codecs: Mapping[str, Codec]) -> zero_kernels.Rule:
+def _with_codecs(rule: zero_kernels.Rule, codecs: Mapping[str, Codec], master: str | None = None) -> zero_kernels.Rule:
     """``rule`` for state that is stored by ``codecs``: it is decoded before the update of some rows, and encoded after
-    it."""
+    it. ``master``: the name of the master, which may be among them; p is the parameter then."""
     if not codecs:
         return rule
-    parts = {name: _parts(codecs, StateTensor(name)) for name in rule.states}
+    split = codecs.get(str(master))
+    names = rule.states if split is None else (str(master), *rule.states)
+    parts = {name: _parts(codecs, StateTensor(name)) for name in names}
 
     def update(g: Tensor, p: Tensor, stored: Sequence[Tensor], c: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         given = iter(stored)
         own = {name: [next(given) for _ in of] for name, of in parts.items()}
-        decoded = [codecs[name].decode(of) if name in codecs else of[0] for name, of in own.items()]
+        p = p if split is None else split.decode([*own[str(master)], p])
+        decoded = [codecs[name].decode(own[name]) if name in codecs else own[name][0] for name in rule.states]
         new, changed = rule.update(g, p, decoded, c)
+        values = changed if split is None else (new, *changed)
         encoded = [
             codecs[name].encode(value) if name in codecs else (value,)
-            for name, value in zip(rule.states, changed, strict=True)
+            for name, value in zip(names, values, strict=True)
         ]
         return new, [part for of in encoded for part in of]
 
@@ -334,8 +343,9 @@ def stored_names(rule: UpdateRule) -> list[str]:
 
 
 def has_master(rule: UpdateRule, dtype: torch.dtype) -> bool:
-    """True if parameters of ``dtype`` have a more precise copy in the state."""
-    return any(tensor.begins is Begins.PARAMETER for tensor in tensors_for(rule, dtype))
+    """True if parameters of ``dtype`` have a more precise copy in the state, and are no part of it themselves."""
+    tensors = (tensor for tensor in tensors_for(rule, dtype) if tensor.begins is Begins.PARAMETER)
+    return any(tensor.name not in rule.codecs for tensor in tensors)
 
 
 def master_of(rule: UpdateRule) -> str | None:

@@ -18,7 +18,7 @@ from ..params.storage_order import view_of
 from ..params.tensor_slice import shown_as
 from ..rules.codec import Codec
 from ..rules.state_tensor import Begins, Per, StateTensor
-from ..rules.update_rule import ShardUpdate, UpdateRule, has_master, master_of, stored_for, tensors_for
+from ..rules.update_rule import ShardUpdate, UpdateRule, has_master, stored_for, tensors_for
 from ..stores.host_store import HostStore
 from ..stores.state_store import StateStore
 from .speculation import Speculation, Speculator
@@ -149,7 +149,10 @@ class ShardState:
         codec = self.rule.codecs.get(tensor.name)
         if codec is None:
             return state[tensor.name].narrow(0, *tensor.span(start, numel))
-        return codec.decode_flat(tensor, self._stored_parts(codec, tensor, state, start, numel))
+        parts = self._stored_parts(codec, tensor, state, start, numel)
+        if codec.reads_parameter:
+            parts.append(state.get(PARAMETER, self.bucket.param_shard).narrow(0, start, numel).to(self.device))
+        return codec.decode_flat(tensor, parts)
 
     def set_part(self, tensor: StateTensor, state: Mapping[str, Tensor], piece: SlotPiece, values: Tensor) -> None:
         """Write ``values``, flat, where ``part`` reads them."""
@@ -172,7 +175,8 @@ class ShardState:
 
     def master(self, state: Mapping[str, Tensor]) -> Tensor:
         """[shard_numel] what the parameters are roundings of; they themselves where they have no master."""
-        return state.get(master_of(self.rule) or PARAMETER, state.get(PARAMETER, self.bucket.param_shard))
+        tensor = next((tensor for tensor in self.tensors if tensor.begins is Begins.PARAMETER), None)
+        return state.get(PARAMETER, self.bucket.param_shard) if tensor is None else self.values(tensor, state)
 
     @property
     def numel(self) -> int:
@@ -238,16 +242,19 @@ class ShardState:
         return view_of(part, tensor.shape(shape, numel), tensor.order(flat.orders[index]))
 
     def refresh_masters(self, pieces: Sequence[SlotPiece]) -> None:
-        """Take over what a user wrote into these parameters; the rest keeps its precision."""
+        """Take over what a user wrote into these parameters; the rest keeps its precision. A master of which they are a
+        part follows by itself."""
+        if not has_master(self.rule, self.bucket.dtype):
+            return
         with self.opened() as state:
-            for tensor in (tensor for tensor in self.tensors if tensor.begins is Begins.PARAMETER):
-                for piece in pieces:
-                    _follow(self.part(tensor, state, piece), self.parameter_of(piece))
+            master = self.master(state)
+            for piece in pieces:
+                _follow(master.narrow(0, piece.in_shard, piece.numel), self.parameter_of(piece))
 
     def _take_edits_over(self, state: Mapping[str, Tensor]) -> None:
         """``refresh_masters`` of all, before an update. What is between them is zero in both."""
-        for tensor in (tensor for tensor in self.tensors if tensor.begins is Begins.PARAMETER):
-            _follow(state[tensor.name], self.bucket.param_shard.to(self._store.works_on))
+        if has_master(self.rule, self.bucket.dtype):
+            _follow(self.master(state), self.bucket.param_shard.to(self._store.works_on))
 
     def restart(self, pieces: Sequence[SlotPiece], only: str | None = None) -> None:
         """Make the state of these pieces what it is at construction. ``only``: the tensor of that name; None: all."""
@@ -259,8 +266,9 @@ class ShardState:
     def _first_part(self, tensor: StateTensor, state: Mapping[str, Tensor], piece: SlotPiece) -> Tensor:
         if tensor.begins is Begins.ZERO:
             return torch.zeros(tensor.span(0, piece.numel)[1], dtype=tensor.dtype, device=self.device)
-        own = state.get(master_of(self.rule) or "") if tensor.begins is Begins.AVERAGE else None
-        return self.parameter_of(piece) if own is None else own.narrow(0, piece.in_shard, piece.numel)
+        if tensor.begins is Begins.PARAMETER:
+            return self.parameter_of(piece)
+        return self.master(state).narrow(0, piece.in_shard, piece.numel).to(self.device)
 
 
 def _follow(master: Tensor, parameter: Tensor) -> None:

@@ -75,11 +75,13 @@ def _plan_slot(shard: ShardState, number: int, entry: Mapping[str, Any], label: 
     saved = {tensor.name: (tensor,) if codec is None else codec.parts(tensor) for tensor, codec in forms}
     check_rows([part for parts in saved.values() for part in parts], entry, flat.orders[number], label)
     for tensor, codec in forms:
-        if tensor.begins is not Begins.ZERO and tensor.name not in entry:
+        if tensor.begins is not Begins.ZERO and codec is None and tensor.name not in entry:
             yield Copy(shard, tensor, piece, partial(shard.parameter_of, piece))
             continue
         parts = saved[tensor.name]
         values = [_values(entry, part, shard.shape(number, part), flat.slices[number], label) for part in parts]
+        if codec is not None and codec.reads_parameter:
+            values.append(partial(shard.parameter_of, piece))
         given = values[0] if codec is None else partial(_decoded, codec, tensor, values)
         yield Copy(shard, tensor, piece, given)
 
