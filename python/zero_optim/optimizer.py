@@ -37,6 +37,7 @@ from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, listed
 from .params.shardings import Shardings
 from .params.tensor_slice import mesh_of
+from .rules.codec import codecs_for
 from .rules.options import EMA_DECAY, Decays, listed_decays
 from .rules.update_rule import UpdateRule, stored_names
 from .step.pipeline import comm_of_pipeline, make_pipeline
@@ -68,6 +69,8 @@ class ShardingOptions(TypedDict, total=False):
     device_budget: int | str | None
     speculate: bool | None
     ema_decay: float | Sequence[float] | None
+    master: str
+    state_dtype: str
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -120,6 +123,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             is one more state tensor, updated with the parameters, and begins at what the first update makes. A
             sequence: an average for each. A group's own values win. See ``ema_state_dict`` and ``swap_to_ema``. None:
             no average.
+        master: "fp32": 16-bit parameters have an fp32 master beside them. "split": of bf16 parameters, the parameter is
+            the high half of the master, and 16 bits are stored beside it.
+        state_dtype: "fp32", "bf16" or "int8": in which the state is stored that is no master and no average. See
+            ``docs/state.md``.
 
     Raises:
         ParameterError: a parameter that it cannot hold, or that another live optimizer of ``zero_optim`` holds.
@@ -150,6 +157,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         device_budget: int | str | None = None,
         speculate: bool | None = None,
         ema_decay: float | Sequence[float] | None = None,
+        master: str = "fp32",
+        state_dtype: str = "fp32",
     ) -> None:
         self._closed = True  # until the constructor is through
         params, said = split_off(listed(params))
@@ -166,6 +175,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with stages.raising_together("the constructor"), comm.raising_together("the constructor"):
             validate.check_rule(rule)
             validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm)
+            validate.check_forms(master, state_dtype)
             rows = topology.rows
             if model is None or mesh is not None:
                 rows = read_rows(mesh, shares=stage != 0)
@@ -173,6 +183,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             decays = Decays(EMA_DECAY, listed_decays(ema_decay))
             super().__init__(params, {**rule.defaults, **({} if ema_decay is None else {EMA_DECAY: ema_decay})})
             rule = rule.for_groups(self.param_groups)
+            rule = rule.with_codecs(codecs_for(rule.tensors, rule.nonnegative, master, state_dtype) | {**rule.codecs})
             rule = rule if ema_decay is None else rule.with_averages(decays)
             rule.check()
             parameters = ParameterSet(self.param_groups)

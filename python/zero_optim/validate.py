@@ -29,6 +29,7 @@ from .params.parameter_set import ParameterSet, check_free
 from .params.storage_order import described, storage_order
 from .params.tensor_slice import is_cut, is_distributed, local_of, mesh_of, placed, slice_of
 from .rules import RULES
+from .rules.codec import MASTERS, STATE_DTYPES
 from .rules.update_rule import UpdateRule
 from .units.sharded_model import ShardedModel, sharded_model_of
 from .units.unit import Unit
@@ -86,6 +87,29 @@ def check_rule(rule: object) -> None:
         raise TypeError(
             f"the rule is a {type(rule).__module__}.{rule.name}, and checkpoints would take it for the {rule.name} of "
             "zero_optim.rules: give its class another name"
+        )
+
+
+def check_forms(master: object, state_dtype: object) -> None:
+    """Raise ValueError for forms of state that there are not."""
+    for name, value, known in (("master", master, MASTERS), ("state_dtype", state_dtype, STATE_DTYPES)):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+
+
+def check_master(rule: UpdateRule, parameters: ParameterSet, indices: Sequence[int]) -> None:
+    """Raise ParameterError where the master is to be split, and one of ``indices`` cannot be its high half."""
+    split = any(codec.reads_parameter for codec in rule.codecs.values())
+    for index in indices if split else ():
+        if parameters.all[index].dtype == torch.float16:
+            raise ParameterError(
+                f"{parameters.labels[index]} is fp16, and a split master is a bf16 parameter and the rest: make the "
+                'model bf16, or leave out master="split"'
+            )
+    if split and all(parameter.dtype == torch.float32 for parameter in parameters.all):
+        raise ParameterError(
+            "all parameters are fp32, which are their own masters: there is nothing to split. Make the model bf16, or "
+            'leave out master="split"'
         )
 
 

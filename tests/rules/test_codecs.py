@@ -11,13 +11,15 @@ import pytest
 import torch
 from harness import run_ranks
 from torch import Tensor, nn
-from zero_optim.rules import AdamW, Codec, Int8, Per, Root8, StateTensor, UpdateRule
+from zero_optim.rules import AdamW, Bf16, Codec, Int8, Per, Root8, Split, StateTensor, UpdateRule
 
 from zero_kernels import ROW, RULES
 
 SHAPES = ((300,), (7, 19), (2, 128), (5,))
 OPTIONS = {"lr": 0.25, "weight_decay": 0.125}
 CODECS = {"exp_avg": Int8(), "exp_avg_sq": Root8()}
+SPLIT = {**CODECS, "master": Split()}
+HALF = {"exp_avg": Bf16(), "exp_avg_sq": Bf16()}
 
 
 # ---- one row ---------------------------------------------------------------------------------------------------------
@@ -88,6 +90,47 @@ def test_a_row_that_is_not_finite_is_decoded_as_one(codec: Codec, bad: float) ->
     assert codec.decode(codec.encode(found))[1].isnan().all()
 
 
+def test_bf16_is_rounded_to_the_nearest() -> None:
+    values = _rows()
+    (stored,) = Bf16().encode(values)
+    assert torch.equal(stored, values.bfloat16())
+    assert torch.equal(Bf16().decode((stored,)), stored.float())
+
+
+# ---- a master --------------------------------------------------------------------------------------------------------
+
+
+def _bits(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+def test_a_split_master_is_kept_bit_for_bit_but_one_of_131072() -> None:
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randint(-(2**31), 2**31, (2**20,), generator=generator).to(torch.int32).view(torch.float32)
+    largest, infinity, one = 0x7F7FFFFF, 0x7F800000, 0x3F800000
+    special = _bits(0, 2**31, 1, 2**31 + 1, 0x7FFF, 0x8001, 0xFFFF, largest, infinity, infinity + 2**31, one - 1, one)
+    values = torch.cat((random[~random.isnan()], special))
+    values = torch.nn.functional.pad(values, (0, -len(values) % ROW)).view(-1, ROW)
+    parameter, (low,) = values.bfloat16(), Split().encode(values)
+    found = Split().decode((low, parameter)).view(torch.int32)
+    bits = values.view(torch.int32)
+    between = bits & 0x1FFFF == 0x8000  # two parameters, of which the even one is nearer to 0
+    assert torch.equal(found[~between], bits[~between])
+    assert 0 < between.sum() < 100
+    assert ((found - bits)[between] == -1).all()
+    assert torch.equal(found.view(torch.float32).bfloat16(), parameter), "the parameter is the rounded master"
+    for bits, kept in ((0x3F808000, 0x3F807FFF), (0x3F818000, 0x3F818000)):
+        (low,) = Split().encode(_bits(bits).view(1, 1))
+        found = Split().decode((low, _bits(bits).bfloat16().view(1, 1)))
+        assert found.view(torch.int32) == kept
+
+
+def test_a_split_master_that_is_no_number_stays_none() -> None:
+    values = torch.full((1, ROW), float("nan"))
+    (low,) = Split().encode(values)
+    assert Split().decode((low, values.bfloat16())).isnan().all()
+
+
 # ---- an optimizer ----------------------------------------------------------------------------------------------------
 
 
@@ -103,11 +146,12 @@ def _make(dtype: torch.dtype) -> list[nn.Parameter]:
 class Oracle:
     """One parameter in rows, in one process: AdamW between decoding and encoding."""
 
-    def __init__(self, parameter: Tensor, index: int) -> None:
+    def __init__(self, parameter: Tensor, index: int, codecs: dict[str, Codec]) -> None:
+        self._of_m, self._of_v, self._split = codecs["exp_avg"], codecs["exp_avg_sq"], codecs.get("master")
         self.numel, self.index, self.dtype = parameter.numel(), index, parameter.dtype
         self.p, m, v = torch.zeros(3, -(-self.numel // ROW), ROW)
         self.p.view(-1)[: self.numel] = parameter.detach().float().reshape(-1)
-        self.m, self.v = Int8().encode(m), Root8().encode(v)
+        self.m, self.v = self._of_m.encode(m), self._of_v.encode(v)
 
     def step(self, number: int) -> None:
         g = torch.zeros_like(self.p)
@@ -116,15 +160,19 @@ class Oracle:
         options = AdamW(**OPTIONS).read_group({**AdamW(**OPTIONS).defaults})
         table = rule.table({n: one * x for n, x in zip(rule.coefficients, options, strict=True)}, one * (number + 1))
         columns = {name: value.float().view(1, 1) for name, value in table.items()}
-        decoded = (Int8().decode(self.m), Root8().decode(self.v))
+        decoded = (self._of_m.decode(self.m), self._of_v.decode(self.v))
         self.p, (m, v) = rule.update(g * columns["grad_factor"], self.p, decoded, columns)
-        self.m, self.v = Int8().encode(m), Root8().encode(v)
+        self.m, self.v = self._of_m.encode(m), self._of_v.encode(v)
+        if self._split is not None:
+            self.p = self._split.decode([*self._split.encode(self.p), self.p.bfloat16()])
 
     def parameter(self) -> Tensor:
         return self.p.reshape(-1)[: self.numel].to(self.dtype)
 
     def state(self) -> dict[str, Tensor]:
-        values = {"exp_avg": Int8().decode(self.m), "exp_avg_sq": Root8().decode(self.v)}
+        values = {"exp_avg": self._of_m.decode(self.m), "exp_avg_sq": self._of_v.decode(self.v)}
+        if self.dtype != torch.float32:
+            values["master"] = self.p
         return {name: value.reshape(-1)[: self.numel].reshape(SHAPES[self.index]) for name, value in values.items()}
 
 
@@ -137,11 +185,13 @@ def _train(params: list[nn.Parameter], opt: Any, steps: range, factor: int) -> N
         opt.zero_grad()
 
 
-def _rule(coded: bool) -> UpdateRule:
-    return AdamW(**OPTIONS).with_codecs(CODECS) if coded else AdamW(**OPTIONS)
+def _rule(codecs: dict[str, Codec]) -> UpdateRule:
+    return AdamW(**OPTIONS).with_codecs(codecs)
 
 
-def _life(rank: int, world_size: int, stage: int, dtype: torch.dtype, store: str | None, folder: str) -> Any:
+def _life(
+    rank: int, world_size: int, stage: int, dtype: torch.dtype, store: str | None, codecs: dict[str, Codec], folder: str
+) -> Any:
     """Train, save in three ways, train on. From each of them train on in a new optimizer; and load each into one that
     has no codec, and from that back."""
     import zero_optim
@@ -151,7 +201,7 @@ def _life(rank: int, world_size: int, stage: int, dtype: torch.dtype, store: str
     place = {"stage": stage, "bucket_cap_mb": 0.001}
     offload = f"nvme:{folder}" if store == "nvme" else store
     params = _make(dtype)
-    opt = zero_optim.ShardedOptimizer(params, _rule(True), **place, state_offload=offload)
+    opt = zero_optim.ShardedOptimizer(params, _rule(codecs), **place, state_offload=offload)
     with zero_optim.verify(opt) as verifier:
         _train(params, opt, range(3), factor)
         report = verifier.report()
@@ -167,7 +217,7 @@ def _life(rank: int, world_size: int, stage: int, dtype: torch.dtype, store: str
 
     def new(coded: bool) -> tuple[list[nn.Parameter], Any]:
         copies = [nn.Parameter(p.clone()) for p in middle]
-        return copies, zero_optim.ShardedOptimizer(copies, _rule(coded), **place)
+        return copies, zero_optim.ShardedOptimizer(copies, _rule(codecs if coded else {}), **place)
 
     def loads(model: list[nn.Parameter], opt: Any, path: str, own: Any, full: Any) -> dict[str, Any]:
         return {
@@ -186,6 +236,9 @@ def _life(rank: int, world_size: int, stage: int, dtype: torch.dtype, store: str
         checkpoint.save(f"{folder}/{how}", nn.ParameterList(copies), plain)
         plain.close()
         again, coded = new(coded=True)
+        with torch.no_grad():
+            for p, of_plain in zip(again, copies, strict=True):
+                p.copy_(of_plain)
         loads(again, coded, f"{folder}/{how}", fine_own, fine)[how]()
         found[f"{how}, narrowed"] = (fine["state"], zero_optim.full_state_dict(coded, rank=None)["state"])
         loads(again, coded, f"{folder}/coded", own, full)[how]()
@@ -199,18 +252,21 @@ def _life(rank: int, world_size: int, stage: int, dtype: torch.dtype, store: str
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stage", "dtype", "store"),
+    ("world_size", "stage", "dtype", "store", "codecs"),
     [
-        (1, 2, torch.float32, None),
-        (2, 0, torch.bfloat16, "paged"),
-        (2, 2, torch.bfloat16, "cpu"),
-        (3, 1, torch.float32, "nvme"),
+        (1, 2, torch.float32, None, CODECS),
+        (1, 2, torch.bfloat16, None, SPLIT),
+        (2, 0, torch.bfloat16, "paged", SPLIT),
+        (2, 2, torch.bfloat16, "cpu", SPLIT),
+        (2, 1, torch.bfloat16, "cpu", CODECS),
+        (2, 2, torch.bfloat16, None, HALF),
+        (3, 1, torch.bfloat16, "nvme", SPLIT),
     ],
 )
 def test_state_that_is_stored_by_a_codec_is_kept_shown_saved_and_counted(
-    world_size: int, stage: int, dtype: torch.dtype, store: str | None, tmp_path: Path
+    world_size: int, stage: int, dtype: torch.dtype, store: str | None, codecs: dict[str, Codec], tmp_path: Path
 ) -> None:
-    oracles = [Oracle(parameter, index) for index, parameter in enumerate(_make(dtype))]
+    oracles = [Oracle(parameter, index, codecs) for index, parameter in enumerate(_make(dtype))]
     for step in range(3):
         for oracle in oracles:
             oracle.step(step)
@@ -218,7 +274,7 @@ def test_state_that_is_stored_by_a_codec_is_kept_shown_saved_and_counted(
     for step in range(3, 5):
         for oracle in oracles:
             oracle.step(step)
-    by_rank = run_ranks(world_size, _life, stage, dtype, store, str(tmp_path))
+    by_rank = run_ranks(world_size, _life, stage, dtype, store, codecs, str(tmp_path))
     for params, full, _, report, found in by_rank:
         assert report.ulps <= report.bound and report.compared
         _same_state(full, state)
@@ -227,20 +283,24 @@ def test_state_that_is_stored_by_a_codec_is_kept_shown_saved_and_counted(
             _same_state(found[f"{how}, plain"], state)
             fine, narrowed = found[f"{how}, narrowed"]
             for index, entry in fine.items():
-                for kind, codec in CODECS.items():
-                    flat = codec.decode_flat(StateTensor(kind), codec.encode_flat(entry[kind].reshape(-1)))
+                for kind, codec in codecs.items():
+                    value = entry[kind].reshape(-1)
+                    read = [value.bfloat16()] if kind == "master" else []
+                    flat = codec.decode_flat(StateTensor(kind), [*codec.encode_flat(value), *read])
                     assert torch.equal(narrowed[index][kind].reshape(-1), flat), (how, index, kind)
-                    assert not torch.equal(flat, entry[kind].reshape(-1))
+                    assert kind == "master" or not torch.equal(flat, value)
         for seen in (params, *(found[f"{how}, on"] for how in ("own", "full", "checkpoint"))):
             for parameter, oracle in zip(seen, oracles, strict=True):
                 assert torch.equal(parameter.reshape(-1), oracle.parameter())
-    if store is None:
+    if store is None and codecs is not HALF:
         numel, rows = sum(o.numel for o in oracles), sum(len(o.p) for o in oracles)
         memory = by_rank[0][2]
         for kind in ("exp_avg_int8", "exp_avg_sq_root8"):
             assert memory[kind] == numel
         assert memory["exp_avg_scale"] == memory["exp_avg_sq_scale"] == 4 * rows
         assert "exp_avg" not in memory
+        assert memory.get("master_low") == (2 * numel if codecs is SPLIT else None)
+        assert memory.get("master") == (None if codecs is SPLIT else 0)
 
 
 def _same_state(found: dict[int, Any], wanted: list[dict[str, Tensor]]) -> None:
@@ -252,7 +312,7 @@ def _same_state(found: dict[int, Any], wanted: list[dict[str, Tensor]]) -> None:
 # ---- slices ----------------------------------------------------------------------------------------------------------
 
 
-def _sliced(rank: int, world_size: int, tensor: int, folder: str, save: bool, coded: bool) -> Any:
+def _sliced(rank: int, world_size: int, tensor: int, folder: str, save: bool, codecs: dict[str, Codec]) -> Any:
     """A small model cut over ``tensor`` ranks, of which no slice has a whole number of rows."""
     import torch.distributed.checkpoint as dcp
     import zero_optim
@@ -260,13 +320,13 @@ def _sliced(rank: int, world_size: int, tensor: int, folder: str, save: bool, co
     from zero_optim import checkpoint
 
     torch.manual_seed(0)
-    model = Gpt(1)
+    model = Gpt(1).bfloat16()
     mesh = None
     if tensor > 1:
         mesh = make_mesh(world_size // tensor, tensor)
         cut(model, mesh["tp"])
     opt = zero_optim.ShardedOptimizer(
-        model.named_parameters(), _rule(coded), stage=2, mesh=None if mesh is None else mesh["dp"], bucket_cap_mb=0.01
+        model.named_parameters(), _rule(codecs), stage=2, mesh=None if mesh is None else mesh["dp"], bucket_cap_mb=0.01
     )
     if not save:
         checkpoint.load(folder, model, opt)
@@ -294,12 +354,12 @@ def _sliced(rank: int, world_size: int, tensor: int, folder: str, save: bool, co
 
 def test_rows_of_slices_load_on_any_other_mesh(tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
-    saved = run_ranks(4, _sliced, 2, folder, True, True, timeout=120)
-    for ranks, tensor, coded in ((1, 1, False), (2, 2, True), (2, 1, True), (4, 4, False)):
-        for found in run_ranks(ranks, _sliced, tensor, folder, False, coded, timeout=120):
+    saved = run_ranks(4, _sliced, 2, folder, True, SPLIT, timeout=120)
+    for ranks, tensor, codecs in ((1, 1, {}), (2, 2, SPLIT), (2, 1, SPLIT), (4, 4, {})):
+        for found in run_ranks(ranks, _sliced, tensor, folder, False, codecs, timeout=120):
             for index, entry in saved[0].items():
                 for kind, value in entry.items():
-                    if coded and kind in CODECS and tensor != 2:  # rows are others, and so are their scales
+                    if codecs and kind in CODECS and tensor != 2:  # rows are others, and so are their scales
                         largest = value.abs().max()
                         assert (found[index][kind] - value).abs().max() <= largest / 32
                     else:
@@ -307,7 +367,7 @@ def test_rows_of_slices_load_on_any_other_mesh(tmp_path: Path) -> None:
     (written,) = (tmp_path / "saved").rglob("index.json")
     index = json.loads(written.read_text())
     assert index["version"] == 4
-    assert index["contents"]["optimizers"][0]["codecs"] == {"exp_avg": "int8", "exp_avg_sq": "root8"}
+    assert index["contents"]["optimizers"][0]["codecs"] == {name: codec.name for name, codec in SPLIT.items()}
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -326,7 +386,8 @@ class Taken(Int8):
     ("codecs", "error", "told"),
     [
         ({"momentum": Int8()}, ValueError, "a codec for 'momentum', and the state is master, exp_avg, exp_avg_sq"),
-        ({"master": Int8()}, ValueError, "'master' cannot have a codec"),
+        ({"master": Int8()}, ValueError, "'master' cannot be stored by the codec 'int8'"),
+        ({"exp_avg": Split()}, ValueError, "'exp_avg' cannot be stored by the codec 'split'"),
         ({"exp_avg": "int8"}, TypeError, "the codec of 'exp_avg' is a str: give a Codec"),
         ({"exp_avg": Taken()}, ValueError, "stores 'exp_avg' under the name 'exp_avg_sq', which is taken"),
     ],

@@ -237,7 +237,7 @@ class Sharding:
             return shard
         full = shard.new_empty(shard.numel() * self.shard_count)
         self.own_part(full).copy_(shard)
-        if (gather := self.all_gather(full, kind)) is not None:
+        if (gather := self.all_gather(as_sent(full), kind)) is not None:
             gather.wait()
         return full
 
@@ -256,7 +256,7 @@ class Sharding:
         every = own.new_empty(self.slice_count, own.numel())
         every[self.slice_index].copy_(own)
         if self.tensor_ranks is not None:
-            self.tensor_ranks.slices.all_gather(every.view(-1), kind).wait()
+            self.tensor_ranks.slices.all_gather(as_sent(every.view(-1)), kind).wait()
         return every
 
     def broadcast(self, tensor: Tensor, kind: str = "construction", *, cut: bool) -> None:
@@ -319,3 +319,9 @@ def runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             run.append(tensor)
             nbytes += tensor.nbytes
         yield run
+
+
+def as_sent(tensor: Tensor) -> Tensor:
+    """View ``tensor``, which is to be copied to other ranks as it is, in a dtype that every back-end sends: none sends
+    all integers."""
+    return tensor if tensor.is_floating_point() else tensor.view(torch.uint8)

@@ -19,9 +19,11 @@ from torch import nn
 from ..drawing.figures import SizeUnit, row, size
 from ..errors import ParameterError, UsageError
 from ..rules.adamw import AdamW
+from ..rules.codec import MASTERS, STATE_DTYPES, codecs_for
 from ..rules.lion import Lion
 from ..rules.options import Decays
 from ..rules.sgd import SGD
+from ..rules.update_rule import UpdateRule
 from ..stores.offload import Offload, Tier, read_nbytes, read_offload
 from ..train.config import DTYPES
 from .activations import Batch
@@ -63,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--dtype", str, "of parameters and gradients (bf16; of module:factory as they are)", choices=tuple(DTYPES))
     flag("--grad-reduce-dtype", str, "in which gradients are reduced (--dtype)", choices=tuple(DTYPES))
     flag("--optimizer", str, "whose state is planned (adamw); momentum is SGD's", choices=tuple(RULES), default="adamw")
+    flag("--master", str, "of bf16 parameters, as master= has it (fp32)", choices=MASTERS, default="fp32")
+    flag("--state-dtype", str, "as state_dtype= has it (fp32)", choices=STATE_DTYPES, default="fp32")
     flag("--averages", int, "averages of the parameters, as ema_decay has them kept (0)", default=0)
     flag("--offload", _offload, "where the state is: none, paged, paged:BUDGET, cpu or nvme (none)", default=Offload())
     parser.add_argument("--param-offload", action="store_true", help="stage 3: shards of parameters in host memory")
@@ -219,6 +223,12 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _rule(parsed: argparse.Namespace) -> UpdateRule:
+    rule: UpdateRule = RULES[parsed.optimizer]
+    rule = rule.with_codecs(codecs_for(rule.tensors, rule.nonnegative, parsed.master, parsed.state_dtype))
+    return rule.with_averages(Decays("ema_decay", (1.0,) * parsed.averages))
+
+
 def _job(parsed: argparse.Namespace, stage: int) -> Job:
     batch = None
     if parsed.batch is not None:
@@ -238,7 +248,7 @@ def _job(parsed: argparse.Namespace, stage: int) -> Job:
         prefetch=1 if parsed.prefetch is None else parsed.prefetch,
         accumulate=parsed.accumulate or parsed.pp,
         batch=batch,
-        rule=RULES[parsed.optimizer].with_averages(Decays("ema_decay", (1.0,) * parsed.averages)),
+        rule=_rule(parsed),
     )
 
 

@@ -1,7 +1,7 @@
 """Update rules: the arithmetic of an optimizer, as data. ``docs/rules.md`` says how to write one."""
 
 from .adamw import AdamW
-from .codec import Codec, Int8, Root8
+from .codec import Bf16, Codec, Int8, Root8, Split
 from .lion import Lion
 from .options import Betas, Fixed, Flag, Number
 from .sgd import SGD
@@ -11,6 +11,7 @@ from .update_rule import UpdateRule
 __all__ = [
     "AdamW",
     "Begins",
+    "Bf16",
     "Betas",
     "Codec",
     "Fixed",
@@ -21,6 +22,7 @@ __all__ = [
     "Per",
     "Root8",
     "SGD",
+    "Split",
     "StateTensor",
     "UpdateRule",
 ]

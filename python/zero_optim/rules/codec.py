@@ -14,7 +14,7 @@ stored depends on no number of ranks, no bucket size and no stage.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -148,13 +148,29 @@ class Root8(_Scaled):
         return root * root
 
 
+class Bf16(Codec):
+    """Values rounded to bf16, to the nearest, to even: 8 bits of mantissa."""
+
+    name = "bf16"
+
+    def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
+        return (StateTensor(f"{tensor.name}_bf16", dtype=torch.bfloat16),)
+
+    def encode(self, values: Tensor) -> Sequence[Tensor]:
+        return (values.bfloat16(),)
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0].float()
+
+
 class Split(Codec):
     """A master whose high half is the bf16 parameter itself: 16 bits are stored beside it.
 
     The bits of the master are those of the parameter, moved up by 16, and the stored number added, of either sign. The
     parameter is the master rounded to the nearest, to even, as everywhere. 65537 masters are rounded to a parameter
-    whose last bit is 0, and 16 bits count 65536: so a master just between two parameters is moved by one unit in its
-    last place to the one that it is rounded to. All others are kept bit for bit, infinities and subnormals among them.
+    whose last bit is 0, and 16 bits count 65536. So one of 131072 masters is not kept: one that lies just between two
+    parameters, and is rounded to the one that is nearer to 0, is moved by a unit in its last place towards that. All
+    others are kept bit for bit, infinities and subnormals among them.
     """
 
     name, reads_parameter = "split", True
@@ -164,7 +180,7 @@ class Split(Codec):
 
     def encode(self, values: Tensor) -> Sequence[Tensor]:
         high = values.bfloat16().view(torch.int16).to(torch.int32) << 16
-        low = (values.view(torch.int32) - high).clamp(-(2**15) + 1, 2**15 - 1)
+        low = (values.view(torch.int32) - high).clamp(max=2**15 - 1)
         return (torch.where(values.isnan(), 0, low).to(torch.int16),)
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
@@ -175,8 +191,32 @@ class Split(Codec):
 PARAMETER = StateTensor("parameter", dtype=torch.bfloat16)
 """The parameter as a part of what a codec decodes."""
 
-CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Int8(), Root8(), Split())}
+CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Bf16(), Int8(), Root8(), Split())}
 """The codecs of the package, by name."""
+
+
+MASTERS = ("fp32", "split")
+STATE_DTYPES = ("fp32", "bf16", "int8")
+
+
+def codecs_for(
+    tensors: Sequence[StateTensor], nonnegative: Collection[str], master: str, state_dtype: str
+) -> dict[str, Codec]:
+    """The codecs for ``tensors`` of a rule, by name, that a user means by two words.
+
+    Args:
+        nonnegative: names of those that are never below 0.
+        master: one of ``MASTERS``. state_dtype: one of ``STATE_DTYPES``, for all fp32 state beside the master.
+    """
+    eight = {tensor.name: Root8() if tensor.name in nonnegative else Int8() for tensor in tensors}
+    chosen: dict[str, Codec] = {}
+    for tensor in tensors:
+        if tensor.begins is Begins.PARAMETER and master == "split":
+            chosen[tensor.name] = Split()
+        plain = tensor.begins is Begins.ZERO and tensor.per is Per.ELEMENT and tensor.dtype == torch.float32
+        if plain and state_dtype != "fp32":
+            chosen[tensor.name] = Bf16() if state_dtype == "bf16" else eight[tensor.name]
+    return chosen
 
 
 def saved_codec(tensor: StateTensor, entry: Mapping[str, object], own: Mapping[str, Codec]) -> Codec | None:

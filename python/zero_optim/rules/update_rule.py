@@ -77,6 +77,7 @@ class UpdateRule:
         needs_steps: whether state is of use only where the updates that it has had are known.
         compiled: arguments of ``torch.compile``, which fuses ``update_rows``; its bits are the compiler's then. None:
             torch's ops run one after another.
+        nonnegative: names of state that is never below 0, as a mean of squares: a codec may have more room for it then.
         codecs: how tensors are stored that are not stored as they are, by name; see ``Codec``.
         averages: the exponential averages of the master that are kept beside the rule's own state, the last of
             ``tensors``; see ``with_averages``.
@@ -91,6 +92,7 @@ class UpdateRule:
     needs_steps = True
     ulps_an_update: int | None = None
     compiled: Mapping[str, Any] | None = None
+    nonnegative: frozenset[str] = frozenset()
     codecs: Mapping[str, Codec] = MappingProxyType({})
     averages: tuple[str, ...] = ()
 

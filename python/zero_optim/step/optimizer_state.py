@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..comm.sharding import Sharding
+from ..comm.sharding import Sharding, as_sent
 from ..comm.storage import deallocate
 from ..errors import OffloadError
 from ..grads.bucket import Bucket
@@ -399,7 +399,9 @@ class OptimizerState:
                 whole = tensors[slot.param][tensor.name]
                 part = whole if own is None else own.on(rank).of(whole)
                 shard.view_in(full, tensor, number, rank).copy_(part)
-        self.sharding.savers.broadcast(every, "state")  # rank 0 alone has them: to all, whatever slice each has
+        self.sharding.savers.broadcast(
+            as_sent(every), "state"
+        )  # rank 0 alone has them: to all, whatever slice each has
         with self.trouble.losing(shard):
             own_slice = every[sharding.slice_index if flat.joined else 0]
             _fill(shard, tensor, own_slice, [(piece, piece.slot.offset) for piece in given])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
+from ..rules.codec import MASTERS, STATE_DTYPES
 from ..stores.offload import read_offload
 from .model import ModelConfig
 
@@ -23,7 +24,7 @@ RESUME_AUTO = Path("auto")
 # A resumed run takes everything from its checkpoint; these flags alone may differ from it.
 _FREE_ON_RESUME = {"steps", "data", "out", "save_every", "keep_last", "checkpoint"}
 _FREE_ON_RESUME |= {"device", "stage", "dtype", "batch", "accumulate"}
-_FREE_ON_RESUME |= {"state_offload", "device_budget", "param_offload"}
+_FREE_ON_RESUME |= {"state_offload", "device_budget", "param_offload", "master", "state_dtype"}
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class TrainConfig:
     state_offload: str | None = None
     device_budget: str | None = None
     param_offload: str | None = None
+    master: str = "fp32"
+    state_dtype: str = "fp32"
 
     @property
     def model(self) -> ModelConfig:
@@ -127,6 +130,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     offload = "where state lives: paged, cpu, or nvme:DIR; see docs/memory.md (on the device)"
     flag("--state-offload", str, offload, metavar="STORE")
     flag("--device-budget", str, "of paged: state that stays on the device, as in 8GB (auto)", metavar="SIZE")
+    flag("--master", str, "of bf16 parameters; split: 16 bits beside them; see docs/state.md (fp32)", choices=MASTERS)
+    flag("--state-dtype", str, "of the moments; see docs/state.md (fp32)", choices=STATE_DTYPES)
     flag("--param-offload", str, "at stage 3: where shards of parameters rest (on the device)", choices=("cpu",))
     resume = "run directory or checkpoint to go on from; what came after it is written anew. auto: the newest in --out,"
     flag("--resume", Path, f"{resume} or from the start where there is none")

@@ -52,6 +52,8 @@ class Trainer:
             stage=self.config.stage,
             state_offload=self.config.state_offload,
             device_budget=self.config.device_budget,
+            master=self.config.master,
+            state_dtype=self.config.state_dtype,
         )
         self.scaler = GradScaler(enabled=self.config.dtype == "fp16")
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)

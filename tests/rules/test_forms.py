@@ -1,0 +1,215 @@
+"""``master="split"`` and ``state_dtype``: the same training in fewer bytes, by every rule, stage and store."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import Tensor, nn
+from zero_optim.rules import Split, StateTensor
+
+STEPS = 12
+MASTER = StateTensor("master")
+
+
+class Block(nn.Module):
+    """With norms in fp32, as many bf16 models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(24), nn.Linear(24, 70), nn.Linear(70, 24)
+        self.up.bfloat16()
+        self.down.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x).bfloat16()))).float()
+
+
+def _batch(rank: int, step: int) -> Tensor:
+    return torch.randn(8, 24, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def _job(stage: int, optimizer: str, param_offload: str | None = None, **options: Any) -> tuple[nn.Module, Any]:
+    import zero_optim
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    if stage == 3:
+        zero_optim.shard_module(model, units=(Block,), param_offload=param_offload)
+    make = getattr(zero_optim, optimizer)
+    return model, make(model.named_parameters(), stage=stage, bucket_cap_mb=0.01, **options)
+
+
+def _train(rank: int, model: nn.Module, opt: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = (model(_batch(rank, step)) - 1).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+WAYS = {
+    "stage 0": {"stage": 0},
+    "stage 1, paged": {"stage": 1, "state_offload": "paged", "device_budget": 0},
+    "stage 2, cpu": {"stage": 2, "state_offload": "cpu"},
+    "stage 3": {"stage": 3},
+    "stage 3, all on the host": {"stage": 3, "param_offload": "cpu", "state_offload": "cpu"},
+}
+
+
+def _both_masters(rank: int, world_size: int) -> dict[str, Any]:
+    """By way and master: the losses; and after one step masters and averages, whole."""
+    import zero_optim
+
+    found = {}
+    for way, given in WAYS.items():
+        for master in ("fp32", "split"):
+            model, opt = _job(**given, optimizer="ShardedAdamW", lr=1e-2, ema_decay=0.9, master=master)
+            losses = _train(rank, model, opt, range(1))
+            state = zero_optim.full_state_dict(opt, rank=None)["state"]
+            opt.sleep(parameters=given["stage"] < 3)
+            opt.wake()
+            losses += _train(rank, model, opt, range(1, STEPS))
+            found[way, master] = (losses, state, opt.stats()["memory"])
+            opt.close()
+    return found
+
+
+def test_a_split_master_trains_as_an_fp32_master() -> None:
+    """One of 131072 masters is another after an update: so the losses are compared as numbers."""
+    for found in run_ranks(2, _both_masters):
+        for way in WAYS:
+            losses, exact, _ = found[way, "fp32"]
+            assert len(set(losses)) == STEPS
+            split, kept, memory = found[way, "split"]
+            assert split[:2] == pytest.approx(losses[:2], rel=1e-6), way
+            assert split == pytest.approx(losses, rel=1e-3), way
+            for index, entry in exact.items():
+                assert torch.equal(kept[index]["ema"], entry["ema"])
+                if "master" in entry:
+                    values = entry["master"].reshape(-1)
+                    parts = [*Split().encode_flat(values), values.bfloat16()]
+                    assert torch.equal(kept[index]["master"].reshape(-1), Split().decode_flat(MASTER, parts)), way
+            assert "master" not in memory
+        for master, kind, itemsize in (("fp32", "master", 4), ("split", "master_low", 2)):
+            numel = 2 * (24 * 70 * 2 + 70 + 24)
+            assert found["stage 0", master][2][kind] == itemsize * numel
+
+
+def _losses(rank: int, world_size: int, optimizer: str, options: dict[str, Any], forms: list[dict[str, str]]) -> Any:
+    found = []
+    for form in forms:
+        model, opt = _job(2, optimizer, **options, **form)
+        found.append((_train(rank, model, opt, range(60)), opt.stats()["memory"]))
+        opt.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "kinds"),
+    [
+        ("ShardedAdamW", {"lr": 3e-3}, {"exp_avg_int8", "exp_avg_sq_root8"}),
+        ("ShardedAdamW", {"lr": 3e-3, "amsgrad": True}, {"exp_avg_int8", "exp_avg_sq_root8", "max_exp_avg_sq_root8"}),
+        ("ShardedLion", {"lr": 3e-4}, {"exp_avg_int8"}),
+        ("ShardedSGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}, {"momentum_buffer_int8"}),
+        ("ShardedSGD", {"lr": 0.1}, set()),
+    ],
+    ids=["adamw", "amsgrad", "lion", "sgd", "plain"],
+)
+def test_smaller_state_trains_as_well(optimizer: str, options: dict[str, Any], kinds: set[str]) -> None:
+    forms = [
+        {},
+        {"state_dtype": "bf16"},
+        {"state_dtype": "int8"},
+        {"state_dtype": "int8", "master": "split"},
+    ]
+    (exact, _), *others = run_ranks(1, _losses, optimizer, options, forms)[0]
+    assert exact[-1] < exact[0] / 2
+    assert {kind for kind in others[1][1] if kind.endswith("8")} == kinds
+    for number, (losses, _) in enumerate(others):
+        assert (losses == exact) is (number < 2 and not kinds), "where there is no state there is nothing to round"
+        assert abs(losses[-1] - exact[-1]) < 0.03 * exact[0]
+    for before, after in pairwise(memory for _, memory in others):
+        assert sum(after.values()) < sum(before.values()) or not kinds
+
+
+# ---- the users' own edits --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["in place", "through data"])
+def test_a_parameter_that_is_edited_takes_its_master_along(hidden: bool) -> None:
+    import zero_optim
+
+    p = nn.Parameter(torch.linspace(-3, 3, 500).bfloat16())
+    opt = zero_optim.ShardedAdamW([p], lr=1e-3, weight_decay=0.0, master="split")
+    for step in range(4):
+        p.grad = torch.full_like(p, 0.5)
+        if step == 2:
+            with torch.no_grad():
+                (p.data if hidden else p).fill_(2.0)
+        opt.step()
+        opt.zero_grad()
+    master = zero_optim.full_state_dict(opt)["state"][0]["master"]
+    assert torch.equal(master.bfloat16(), p)
+    assert (master - (2.0 - 2e-3)).abs().max() < 0.009, "half a unit of 2 in bf16, that was stored beside it"
+    opt.close()
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "options", "error", "told"),
+    [
+        (
+            (torch.float16,),
+            {"master": "split"},
+            "ParameterError",
+            "'0' is fp16, and a split master is",
+        ),
+        (
+            (torch.float32,),
+            {"master": "split"},
+            "ParameterError",
+            "all parameters are fp32",
+        ),
+        ((torch.bfloat16,), {"master": "half"}, "ValueError", "master must be one of 'fp32', 'split', got 'half'"),
+        ((torch.bfloat16,), {"state_dtype": "fp8"}, "ValueError", "state_dtype must be one of 'fp32', 'bf16', 'int8'"),
+        ((torch.bfloat16,), {"state_dtype": torch.int8}, "ValueError", "state_dtype must be one of .*got torch.int8"),
+    ],
+)
+def test_a_form_that_cannot_be_is_refused(dtypes: Any, options: dict[str, Any], error: str, told: str) -> None:
+    import zero_optim
+
+    params = [(str(number), nn.Parameter(torch.ones(3, dtype=dtype))) for number, dtype in enumerate(dtypes)]
+    with pytest.raises(getattr(zero_optim, error, ValueError), match=told):
+        zero_optim.ShardedAdamW(params, **options)
+
+
+def test_a_group_that_cannot_be_split_is_refused_as_it_is_added() -> None:
+    import zero_optim
+
+    opt = zero_optim.ShardedAdamW([nn.Parameter(torch.ones(3).bfloat16())], master="split")
+    with pytest.raises(zero_optim.ParameterError, match="is fp16, and a split master"):
+        opt.add_param_group({"params": [nn.Parameter(torch.ones(3).half())]})
+    opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})  # its own master, as ever
+    opt.close()
+
+
+def _differ(rank: int, world_size: int) -> str:
+    import zero_optim
+
+    with pytest.raises(zero_optim.RankMismatchError) as raised:
+        zero_optim.ShardedAdamW([nn.Parameter(torch.ones(3))], state_dtype=("fp32", "int8")[rank])
+    return str(raised.value)
+
+
+def test_ranks_with_other_forms_are_told() -> None:
+    for told in run_ranks(2, _differ):
+        assert "exp_avg_int8" in told
