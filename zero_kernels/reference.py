@@ -81,15 +81,15 @@ def update_rows(
     What it returns is copied where a row is live: it has a slot that is active, and `found_inf` is 0.
     """
     if hyper.shape[0] == 0:
-        for stats in row_stats or ():
-            stats.zero_()
+        for of_shard in row_stats or ():
+            of_shard.zero_()
         return
     scale_of_all = hyper.new_ones(()) if grad_scale is None else grad_scale.reshape(())
     skipped = hyper.new_zeros(()) if found_inf is None else found_inf.reshape(())
     skipped = skipped != 0
     shards = shards_of(grads, masters, states, params_out, row_slots)
     of_shards = averages_of(grads, averages)
-    measured = row_stats or [None] * len(grads)
+    measured: Sequence[Tensor | None] = row_stats or [None] * len(grads)
     for (grad, master, own, param_out, row_slot), followers, stats in zip(shards, of_shards, measured, strict=True):
         for elements, rows, shape in _row_chunks(grad.numel()):
             slot = row_slot[rows].to(torch.int64)

@@ -38,7 +38,8 @@ StepArgs args_of(const StepTensors& of) {
       of.row_stats ? data<float>(*of.row_stats) : nullptr,
       of.grad.numel(),
       static_cast<int32_t>(of.hyper.size(0)),
-      false};
+      false,
+      of.param_dtype()};
   for (int i = 0; i < of.state_count; ++i) args.states[i] = data<float>(*of.states[i]);
   return args;
 }

@@ -49,7 +49,8 @@ constexpr int kMeasuredBlocksPerSm = Rule::kStates <= 1 ? 3 : 2;
 
 constexpr int64_t kTile = kThreads * kQuads * kQuad;
 
-struct NoOutput {};  // the master is the parameter
+struct NoOutput {};   // the master is the parameter
+struct AnyOutput {};  // of any dtype, or none: told by the arguments
 
 template <class Rule>
 struct Quad {
@@ -81,12 +82,29 @@ ZK_HOST_DEVICE inline void store(T* to, int count, const float (&x)[kQuad]) {
     store_first(to, count, x);
 }
 
+template <bool kWhole, class Out>
+ZK_HOST_DEVICE inline void store_output(const StepArgs& args, int64_t i, int count, const float (&p)[kQuad]) {
+  if constexpr (std::is_same_v<Out, AnyOutput>) {
+    if (args.param_out == nullptr) return;
+    switch (args.out_dtype) {
+      case DType::kHalf:
+        return store<kWhole>(static_cast<Half*>(args.param_out) + i, count, p);
+      case DType::kBFloat16:
+        return store<kWhole>(static_cast<BFloat16*>(args.param_out) + i, count, p);
+      case DType::kFloat:
+        return store<kWhole>(static_cast<float*>(args.param_out) + i, count, p);
+    }
+  } else if constexpr (!std::is_same_v<Out, NoOutput>) {
+    store<kWhole>(static_cast<Out*>(args.param_out) + i, count, p);
+  }
+}
+
 template <bool kWhole, class Rule, class Out>
 ZK_HOST_DEVICE inline void store_quad(const StepArgs& args, int64_t i, int count, const Quad<Rule>& quad) {
   store<kWhole>(args.master + i, count, quad.p);
   ZK_UNROLL
   for (int s = 0; s < Rule::kStates; ++s) store<kWhole>(args.state(s) + i, count, quad.states[s]);
-  if constexpr (!std::is_same_v<Out, NoOutput>) store<kWhole>(static_cast<Out*>(args.param_out) + i, count, quad.p);
+  store_output<kWhole, Out>(args, i, count, quad.p);
 }
 
 template <class Rule>
@@ -268,10 +286,11 @@ __global__ void __launch_bounds__(kThreads, kForeachBlocksPerSm<Rule>)
   foreach_step_thread<Rule, Grad, Out>(args, blockIdx.x, threadIdx.x);
 }
 
-template <class Rule, class Grad, class Out>
+// One for all dtypes of outputs: a kernel for each would double the size of the library, which this adds a fifth to.
+template <class Rule, class Grad>
 __global__ void __launch_bounds__(kThreads, kMeasuredBlocksPerSm<Rule>)
     foreach_measured_kernel(const __grid_constant__ ForeachArgs args) {
-  foreach_step_thread<Rule, Grad, Out>(args, blockIdx.x, threadIdx.x, MeasuredInWarp());
+  foreach_step_thread<Rule, Grad, AnyOutput>(args, blockIdx.x, threadIdx.x, MeasuredInWarp());
 }
 
 // torch's headers, which take longer to compile than a rule's kernels, are not included here.
@@ -295,7 +314,7 @@ void run_foreach_step(CUstream_st* stream, const char* op, const std::vector<Ste
   launch_foreach(shards, grad, out, [&](auto g, auto o, const ForeachArgs& args, int64_t blocks) {
     using Grad = typename decltype(g)::type;
     using Out = typename decltype(o)::type;
-    auto kernel = measured ? foreach_measured_kernel<Rule, Grad, Out> : foreach_step_kernel<Rule, Grad, Out>;
+    auto kernel = measured ? foreach_measured_kernel<Rule, Grad> : foreach_step_kernel<Rule, Grad, Out>;
     on_stream(stream, op, kernel, blocks, args);
   });
 }

@@ -22,7 +22,8 @@ struct StepArgs {
   float* row_stats;          // [rows, kRowStats] or null
   int64_t numel;
   int32_t slots;
-  bool vector;  // every tensor starts where its chunks are aligned
+  bool vector;      // every tensor starts where its chunks are aligned
+  DType out_dtype;  // of param_out, where there is one
 
   // Indexed by constants alone: indexed by a loop's variable, though it was unrolled, the addresses took registers, and
   // AdamW's kernels for sm_100 spilled.

@@ -28,6 +28,7 @@ from .grads.reducer import Reducer
 from .mode import ASLEEP, CurrentMode, Mode
 from .params.flat_params import FlatParams
 from .params.parameter_set import ParameterSet
+from .step.telemetry import Measured
 from .stores.offload import read_folder
 from .stores.rests import Rest, Rests
 from .stores.state_store import StateStore
@@ -49,9 +50,11 @@ class Asleep:
         reducer: Reducer,
         store: StateStore,
         sharded_model: ShardedModel | None,
+        measured: Measured | None = None,
     ) -> None:
         self._mode, self._parameters, self._sharding = mode, parameters, sharding
         self._reducer, self._store, self._sharded_model = reducer, store, sharded_model
+        self._measured = measured
         self._rests = Rests(sharding.device, sharding.rank)
         self._rest: Rest | None = None  # where everything is, while asleep
         self._moved: list[Tensor] = []  # [bytes] uint8 each, those of ``flats`` first
@@ -135,6 +138,8 @@ class Asleep:
             deallocate(bucket.grad_buffer)
         self._reducer.buffers.deallocate()
         self._store.drop_frames()
+        if self._measured is not None:
+            self._measured.free()
         if (device := self._sharding.device).type == "cuda":
             with on_device(device):
                 torch.cuda.empty_cache()  # other processes are to have it
@@ -176,6 +181,8 @@ class Asleep:
             if self._sharded_model is None:  # else they have memory while gradients are reduced
                 self._reducer.buffers.reallocate()
             self._store.make_frames()
+            if self._measured is not None:
+                self._measured.take_memory()
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"wake needs {sum(tensor.nbytes for tensor in self._moved):,} bytes on {self._sharding.device}, and "

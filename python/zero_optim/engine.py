@@ -36,7 +36,7 @@ from .params.parameter_set import ParameterSet
 from .params.shardings import Shardings
 from .params.tensor_slice import is_cut, local_of
 from .rules.update_rule import UpdateRule
-from .stats import memory_by_kind
+from .stats import TELEMETRY, memory_by_kind
 from .step.clip import Clip
 from .step.exchange import Exchange
 from .step.hyper_table import HyperTable
@@ -45,6 +45,7 @@ from .step.optimizer_state import OptimizerState
 from .step.param_gather import ParamGather
 from .step.pipeline import Pipeline
 from .step.speculation import Speculator
+from .step.telemetry import Measured, Telemetry
 from .step.workplace import Coefficients
 from .stores.host_store import HostStore
 from .stores.offload import Offload, Tier
@@ -78,6 +79,7 @@ class Engine:
         bucket_cap_mb: MiB of gradients in a bucket at most; None: as the layout has it.
         offload, store: where the state lives.
         pipeline: the other stages of a model that is cut into stages.
+        telemetry: whether each update measures its rows.
         threads: that updates on the host take.
 
     Attributes:
@@ -90,6 +92,7 @@ class Engine:
         optimizer: gives the face that it is behind, while that lives.
         mode: what may be called now.
         asleep: what ``sleep`` has taken off the device.
+        measured: what the last update has measured; None: it measures nothing.
         steps: calls of ``step`` so far.
         watchers: told of every update; ``zero_optim.verify`` adds one.
         bucket_cap_mb, max_grad_norm, skip_nonfinite: as the optimizer was given them.
@@ -106,6 +109,8 @@ class Engine:
         offload: Offload,
         store: StateStore,
         pipeline: Pipeline | None = None,
+        *,
+        telemetry: bool = False,
     ) -> None:
         self.parameters, self.shardings, self.rule, self.sharded_model = parameters, shardings, rule, sharded_model
         sharding = shardings.main
@@ -124,7 +129,10 @@ class Engine:
         if offload.speculate and sharding.reduces and sharding.stage >= 1:  # else gradients are the user's to edit
             assert isinstance(store, HostStore)
             self.speculator = Speculator(rule, parameters, store.threads)
-        self.states = OptimizerState(trained, sharding, rule, store, self.speculator)
+        self.states = OptimizerState(trained, sharding, rule, store, self.speculator, measures=telemetry)
+        self.measured: Measured | None = None
+        if telemetry:
+            self.measured = Measured(self.states, parameters, shardings, on_host=isinstance(store, HostStore))
         self._pipeline = pipeline
         self.exchange = Exchange(
             sharding,
@@ -142,7 +150,7 @@ class Engine:
         # the engine they would hold it and its watchers, and so perhaps the optimizer, which would never be closed.
         self.reducer.on_layout = [self.states.lay_out, self.param_gather.use]
         self.reducer.on_change = [self.clip.discard, self.exchange.outdate]
-        self.asleep = Asleep(self.mode, parameters, sharding, self.reducer, store, sharded_model)
+        self.asleep = Asleep(self.mode, parameters, sharding, self.reducer, store, sharded_model, self.measured)
         self.steps = 0
         self.watchers: list[Watcher] = []
         self.reducer.engine = weakref.ref(self)
@@ -292,6 +300,8 @@ class Engine:
         self.param_gather.after_step()
         for watcher in self.watchers:
             watcher.after_update(found_inf)
+        if self.measured is not None:
+            self.measured.after_step(self.exchange.used & (found_inf == 0))
         self.states.mark_updated()
         self.exchange.skipped += found_inf.reshape(())
         self.steps += 1
@@ -424,6 +434,14 @@ class Engine:
         self.exchange.check_alarms()
         self.states.raise_lost_together()  # a rank that has lost its part must not be alone in what follows
 
+    def telemetry(self, *, over_ranks: bool) -> Telemetry:
+        """See ``ShardedOptimizer.telemetry``."""
+        if self.measured is None:
+            raise ZeroOptimError("there is no telemetry: the optimizer was made without telemetry=True")
+        if over_ranks:  # a backward that raised here may owe another rank a reduction, which comes first
+            self.reducer.complete_all_raised()
+        return self.measured.read(over_ranks=over_ranks)
+
     def sleep(self, parameters: bool, to: str | None) -> None:
         """Collective. Take what is on the device off it: see ``asleep``."""
         folder = self.asleep.read(parameters, to)
@@ -446,16 +464,26 @@ class Engine:
             "memory": self.memory(),
             "non_finite": self.first_non_finite(),
             "state_offload": {
-                **self.store.footprint(),
+                **self._off_the_device(),
                 **asdict(self.store.copied),
                 **({} if self.speculator is None else {"speculated": asdict(self.speculator.guesses)}),
             },
             "sleep": {"mode": self.mode.now.name, **self.asleep.footprint()},
         }
 
+    def _off_the_device(self) -> dict[str, int]:
+        """Bytes of the state's store, by memory, and of what is measured in host memory."""
+        taken = dict(self.store.footprint())
+        if self.measured is not None:
+            taken["host"] += self.measured.nbytes(on_host=True)
+        return taken
+
     def memory(self) -> dict[str, int]:
         """Bytes on the device, by kind."""
-        return memory_by_kind(self.rule, self.states.shards, self.reducer.buffers, self.sharded_model, self.store)
+        memory = memory_by_kind(self.rule, self.states.shards, self.reducer.buffers, self.sharded_model, self.store)
+        if self.measured is not None:
+            memory[TELEMETRY] = self.measured.nbytes(on_host=False)
+        return memory
 
     def first_non_finite(self) -> dict[str, Any] | None:
         first = self.exchange.nonfinite.first()

@@ -41,6 +41,7 @@ from .rules.codec import codecs_for
 from .rules.options import EMA_DECAY, Decays, listed_decays
 from .rules.update_rule import UpdateRule, stored_names
 from .step.pipeline import comm_of_pipeline, make_pipeline
+from .step.telemetry import Telemetry
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
 from .stores.make_store import make_store
 from .stores.offload import Offload, Tier, read_offload
@@ -71,6 +72,7 @@ class ShardingOptions(TypedDict, total=False):
     ema_decay: float | Sequence[float] | None
     master: str
     state_dtype: str
+    telemetry: bool
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -127,6 +129,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             the high half of the master, and 16 bits are stored beside it.
         state_dtype: "fp32", "bf16" or "int8": in which the state is stored that is no master and no average. See
             ``docs/state.md``.
+        telemetry: let every update measure what ``telemetry()`` tells of each parameter. It takes 20 bytes for each row
+            of 128 elements that a rank updates.
 
     Raises:
         ParameterError: a parameter that it cannot hold, or that another live optimizer of ``zero_optim`` holds.
@@ -159,6 +163,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ema_decay: float | Sequence[float] | None = None,
         master: str = "fp32",
         state_dtype: str = "fp32",
+        telemetry: bool = False,
     ) -> None:
         self._closed = True  # until the constructor is through
         params, said = split_off(listed(params))
@@ -176,6 +181,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             validate.check_rule(rule)
             validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm)
             validate.check_forms(master, state_dtype)
+            validate.check_telemetry(telemetry)
             rows = topology.rows
             if model is None or mesh is not None:
                 rows = read_rows(mesh, shares=stage != 0)
@@ -198,6 +204,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "skip_nonfinite": skip_nonfinite,
             "overlap_grad_reduce": overlap_grad_reduce,
             "overlap_param_gather": overlap_param_gather,
+            "telemetry": telemetry,
             "rule": rule.name,
             **rule.fixed,
             **rule.said,
@@ -220,7 +227,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         overlap = Overlap(overlap_grad_reduce, overlap_param_gather)
         alike = {"max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite}
         joined = make_pipeline(stages, device, alike, dict(zip(parameters.labels, parameters.all, strict=True)))
-        self.engine = Engine(parameters, shardings, rule, model, bucket_cap_mb, overlap, offload, store, joined)
+        self.engine = Engine(
+            *(parameters, shardings, rule, model, bucket_cap_mb, overlap, offload, store, joined), telemetry=telemetry
+        )
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self._closed = False
         self.engine.optimizer = weakref.ref(self)
@@ -607,6 +616,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         return self.engine.stats()
+
+    @torch.no_grad()
+    def telemetry(self, over_ranks: bool = False) -> Telemetry:
+        """Numbers of each parameter, of the last step: by name the norms of gradient, update and parameter, the largest
+        update, and the share of zeros in the gradient; see ``ParameterNumbers``. ``floats()`` of it gives a flat dict
+        for TensorBoard or Weights & Biases.
+
+        They are device tensors, and the host does not wait. A step that was skipped has updated nothing: all numbers
+        are 0, ``updated`` is False, and ``floats()`` is empty. So it is before the first step, and after ``wake()``.
+
+        Args:
+            over_ranks: False: of the elements that this rank updates, and of those parameters alone of which it has
+                any. True: of whole parameters. It is collective then, and takes one message of 48 bytes for each
+                parameter and rank. Of experts that are plain tensors they are those of this rank.
+
+        Raises ZeroOptimError where the optimizer was made without ``telemetry=True``.
+        """
+        self.check_usable()
+        return self.engine.telemetry(over_ranks=over_ranks)
 
     def first_non_finite(self) -> dict[str, Any] | None:
         """``stats()["non_finite"]``, by itself."""

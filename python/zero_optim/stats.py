@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from zero_kernels import ROW, ROW_STATS
+
 from .comm.buffers import CommBuffers
 from .comm.storage import is_there
 from .params.layout import BucketLayout, SlotPiece
@@ -15,6 +17,7 @@ from .stores.state_store import DeviceStore, StateStore
 from .units.sharded_model import ShardedModel
 
 PAGES = "pages"
+TELEMETRY = "telemetry"
 
 
 @dataclass(frozen=True)
@@ -99,3 +102,8 @@ def state_nbytes(state: StateTensor, layout: BucketLayout) -> int:
     """Bytes of a state tensor of one shard, padding included."""
     _, there = state.span(0, layout.shard_numel)
     return there * state.dtype.itemsize
+
+
+def row_stats_nbytes(layout: BucketLayout) -> int:
+    """Bytes of what is measured of one shard's rows."""
+    return layout.shard_numel // ROW * len(ROW_STATS) * 4

@@ -57,6 +57,12 @@ def check_arguments(
         raise ValueError(f"max_grad_norm must be None or positive, got {max_grad_norm!r}")
 
 
+def check_telemetry(telemetry: object) -> None:
+    """Raise ValueError unless it is True or False."""
+    if not isinstance(telemetry, bool):
+        raise ValueError(f"telemetry must be True or False, got {telemetry!r}")
+
+
 def check_group(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> None:
     """Raise ValueError where both are given."""
     if mesh is not None and process_group is not None:

@@ -183,7 +183,7 @@ def foreach_step(
 ) -> None:
     """See `zero_kernels.foreach_step`: a launch for each shard."""
     shards = shards_of(grads, masters, states, params_out, row_slots)
-    measured = row_stats or [None] * len(grads)
+    measured: Sequence[Tensor | None] = row_stats or [None] * len(grads)
     for shard, followers, stats in zip(shards, averages_of(grads, averages), measured, strict=True):
         _step(rule, *shard, hyper, grad_scale, found_inf, nonfinite_slots, tuple(followers), rates, stats)
 

@@ -56,6 +56,7 @@ def plan_of_engine(engine: Engine, *, mean: bool = False, accumulate: int = 1) -
         device_memory=device_memory(sharding.device),
         host_waits=sharding.host_waits,
         rule=engine.rule,
+        telemetry=engine.measured is not None,
     )
     return plan(_shapes_of(engine) if sharded is None else _shapes_of_units(units), job)
 

@@ -16,7 +16,7 @@ from ..grads.buckets import Kind, buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, SlotPiece, one_bucket
 from ..rules.adamw import AdamW
 from ..rules.update_rule import UpdateRule, has_master, stored_for, stored_names
-from ..stats import PAGES, FlatBytes, count_bucket, no_memory, state_nbytes
+from ..stats import PAGES, TELEMETRY, FlatBytes, count_bucket, no_memory, row_stats_nbytes, state_nbytes
 from ..stores.offload import FRAMES, Footprint, Offload, Tier, footprint
 from .activations import Batch, activation_bytes, in_flight
 from .shapes import ModelShapes, ParameterShape, cut_over, of_stage
@@ -50,6 +50,7 @@ class Job:
         batch: what activations are computed from; None: they are not counted.
         host_waits: whether the host waits for collectives, as under gloo.
         rule: of the optimizer, whose state is planned.
+        telemetry: whether the optimizer measures its rows.
     """
 
     world: int = 1
@@ -69,6 +70,7 @@ class Job:
     batch: Batch | None = None
     host_waits: bool = False
     rule: UpdateRule = AdamW()
+    telemetry: bool = False
 
     @property
     def data(self) -> int:
@@ -97,6 +99,7 @@ class Plan:
             - ``local_gradients``: what autograd has computed of buckets that have not left yet;
             - ``activations``: by the formula of ``activation_bytes``; 0 where no batch was given;
             - ``unsharded``: at stage 3, the root and the units gathered ahead, of which there are most at a time;
+            - ``telemetry``: where the optimizer has it, what each update measures;
             - ``pages``: of state that is offloaded, what stays on the device, and the places that the rest takes turns
               in; the kinds of the state are 0 then.
         first_step: more than that in the first backward at stages 0 to 2 of several ranks. It finds out in which order
@@ -247,6 +250,9 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
         memory["unsharded"] = _unsharded(laid, job, sharding)
     memory[LOCAL] = _local_gradients(laid, job, sharding)
     memory["activations"] = _activations(model, job, stage)
+    measured = sum(row_stats_nbytes(flat.layout) for flat in laid.buckets) if job.telemetry else 0
+    if job.telemetry:
+        memory[TELEMETRY] = 0 if job.offload.tier is Tier.CPU else measured
     every = sum(flat.nbytes for flat in laid.buckets)
     learns = sharding.reduces and job.stage < 3
     first_step = every - memory[LOCAL] if learns else 0
@@ -257,6 +263,7 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     else:
         memory[PAGES] = foot.device
     host = foot.host + (sum(flat.shard_nbytes for flat in laid.flats) if job.params_on_host else 0)
+    host += measured if job.offload.tier is Tier.CPU else 0
     kinds = ("parameters", "gradients", *stored_names(rule))
     traffic = _traffic(laid, job, sharding)
     if job.tensor > 1:

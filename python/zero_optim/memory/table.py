@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..drawing.figures import SizeUnit, row, size, unit_for
+from ..stats import TELEMETRY
 from ..stores.offload import Tier
 from .fit import Change, cheapest_change
 from .plan import LOCAL, PAGES, Plan
 
-_LAST = ("unsharded", LOCAL, PAGES, "activations", "padding")
+_LAST = ("unsharded", LOCAL, TELEMETRY, PAGES, "activations", "padding")
 
 
 def unit_of(plans: Sequence[Plan]) -> SizeUnit:

@@ -41,6 +41,8 @@ class ShardUpdate(NamedTuple):
         found_inf: [1] fp32; not 0: nothing is updated.
         marks: [parameters] int32, get 1 where a skipped gradient is not finite.
         rates: [parameters, averages] fp32, how far each average goes towards the new master; None: there are none.
+        row_stats: [shard_numel / ROW, 5] fp32, receives what ``zero_kernels.ROW_STATS`` names of each row; None: it is
+            not wanted.
     """
 
     grad: Tensor
@@ -52,6 +54,7 @@ class ShardUpdate(NamedTuple):
     found_inf: Tensor | None
     marks: Tensor
     rates: Tensor | None = None
+    row_stats: Tensor | None = None
 
     @property
     def shared(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
@@ -291,6 +294,7 @@ def lists_of(
         *shards[0].shared,
         [shard.state[name] for shard in shards for name in averages] or None,
         shards[0].rates,
+        None if shards[0].row_stats is None else [shard.row_stats for shard in shards],
     )
 
 

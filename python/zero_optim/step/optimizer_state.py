@@ -48,6 +48,7 @@ class OptimizerState:
     Args:
         parameters: all trained parameters, by index.
         speculator: None: updates on the host wait for the step.
+        measures: whether each update measures its rows.
 
     Attributes:
         trouble: with state that is off the device.
@@ -60,9 +61,11 @@ class OptimizerState:
         rule: UpdateRule,
         store: StateStore,
         speculator: Speculator | None = None,
+        *,
+        measures: bool = False,
     ) -> None:
         self.parameters, self.sharding, self.rule, self._store = parameters, sharding, rule, store
-        self._speculator = speculator
+        self._speculator, self._measures = speculator, measures
         self.trouble = Trouble()
         self._hidden = HiddenEdits(sharding)
         self.shards: list[ShardState] = []
@@ -150,7 +153,7 @@ class OptimizerState:
     # -- update --------------------------------------------------------------------------------------------------
 
     def _shard_state(self, bucket: Bucket) -> ShardState:
-        return ShardState(bucket, self.rule, self._store, self._speculator)
+        return ShardState(bucket, self.rule, self._store, self._speculator, measures=self._measures)
 
     def update(self, by: Coefficients) -> Iterator[ShardState]:
         """Update every shard, in the order in which the next forward wants the parameters, and yield each once its

@@ -10,6 +10,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from zero_kernels import ROW_STATS
+
 from ..comm.streams import keep_for_current_stream
 from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
@@ -36,10 +38,17 @@ class ShardState:
         stored: the same as it is stored. Where a tensor has no codec it is the same one.
         page: its number in the store.
         row_slot: [shard_numel / ROW] int32, the parameter index of each row; -1 for padding.
+        row_stats: [shard_numel / ROW, 5] fp32, what the last update has measured of each row; None: it measures none.
     """
 
     def __init__(
-        self, bucket: Bucket, rule: UpdateRule, store: StateStore, speculator: Speculator | None = None
+        self,
+        bucket: Bucket,
+        rule: UpdateRule,
+        store: StateStore,
+        speculator: Speculator | None = None,
+        *,
+        measures: bool = False,
     ) -> None:
         self.bucket, self.rule, self._store = bucket, rule, store
         self.tensors, self.stored = tensors_for(rule, bucket.dtype), stored_for(rule, bucket.dtype)
@@ -53,9 +62,13 @@ class ShardState:
         self.page = store.allocate({t.name: self._first(t, store.works_on) for t in self.stored}, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=store.works_on)
+        self.row_stats: Tensor | None = None
+        if measures:
+            self.row_stats = torch.zeros(len(rows), len(ROW_STATS), device=store.works_on)
         if speculator is not None and isinstance(self._place, OnHost) and has_master(rule, bucket.dtype):
             assert isinstance(store, HostStore)
-            self._speculation = Speculation(speculator, rule, self._place, store, self.page, self.row_slot)
+            spare_stats = None if self.row_stats is None else torch.zeros_like(self.row_stats)
+            self._speculation = Speculation(speculator, rule, self._place, store, self.page, self.row_slot, spare_stats)
 
     def _first(self, tensor: StateTensor, device: torch.device) -> Tensor:
         if tensor.begins is not Begins.ZERO:
@@ -67,7 +80,7 @@ class ShardState:
         """The parameters have moved to other buckets, and their state with them."""
         if self._speculation is not None:
             self._speculation.drop()
-        keep_for_current_stream(self.row_slot)
+        keep_for_current_stream(*(t for t in (self.row_slot, self.row_stats) if t is not None))
         self._place.release()
         self._store.release(self.page)
 
@@ -84,6 +97,7 @@ class ShardState:
         if self._speculation is not None and by.take_over:
             self._speculation.drop()
         elif self._speculation is not None and self._speculation.confirm(by):
+            self.row_stats, self._speculation.row_stats = self._speculation.row_stats, self.row_stats
             return None
         state = self._store.fetch(self.page)
         try:
@@ -99,6 +113,7 @@ class ShardState:
                 by.found_inf,
                 by.marks,
                 by.rates,
+                self.row_stats,
             )
         except BaseException:
             self.give_up_update()

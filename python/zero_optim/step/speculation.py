@@ -65,13 +65,21 @@ class Speculation:
     Args:
         page: the shard's, in the ``store``.
         row_slot: [shard_numel / ROW] int32, the parameter index of each row.
+        row_stats: what the update measures of each row; None: nothing. It is the shard's where the guess was right.
     """
 
     def __init__(
-        self, speculator: Speculator, rule: UpdateRule, place: OnHost, store: HostStore, page: int, row_slot: Tensor
+        self,
+        speculator: Speculator,
+        rule: UpdateRule,
+        place: OnHost,
+        store: HostStore,
+        page: int,
+        row_slot: Tensor,
+        row_stats: Tensor | None = None,
     ) -> None:
         self._speculator, self._rule, self._place, self._store = speculator, rule.prepared(), place, store
-        self._page, self._row_slot = page, row_slot
+        self._page, self._row_slot, self.row_stats = page, row_slot, row_stats
         self._parameters = torch.unique(row_slot[row_slot >= 0]).long()  # [n] those in this shard
         self._guess: Guess | None = None
         store.allocate_spare(page)
@@ -96,9 +104,8 @@ class Speculation:
         for name, tensor in spare.items():
             tensor.copy_(live[name])
         parameters = self._place.parameters_to_guess()
-        update = ShardUpdate(
-            gradient, parameters, spare, self._row_slot, by.hyper, by.grad_scale, by.found_inf, by.marks, by.rates
-        )
+        shared = (by.hyper, by.grad_scale, by.found_inf, by.marks, by.rates)
+        update = ShardUpdate(gradient, parameters, spare, self._row_slot, *shared, self.row_stats)
         self._rule.update([update])
 
     def confirm(self, by: Coefficients) -> bool:

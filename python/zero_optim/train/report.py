@@ -13,7 +13,7 @@ import torch
 
 from .. import memory
 from ..drawing.figures import megabytes, row
-from ..stats import PAGES
+from ..stats import PAGES, TELEMETRY
 from .output import say
 from .run_dir import StepRecord
 from .session import Forecast, RankReport
@@ -102,7 +102,7 @@ class PhaseClock:
 
 def forecast(planned: memory.Plan) -> Forecast:
     """Plan what the mean rank will hold, of what is measured, and communicate in a step."""
-    kinds = [*STATE_KINDS, "communication", "padding", "unsharded", PAGES]
+    kinds = [*STATE_KINDS, "communication", "padding", "unsharded", TELEMETRY, PAGES]
     held = {kind: float(planned.memory[kind]) for kind in kinds if kind in planned.memory}
     return Forecast(held, {kind: float(nbytes) for kind, nbytes in planned.traffic.items()})
 

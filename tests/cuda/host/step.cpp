@@ -98,7 +98,7 @@ static int run(const std::vector<StepArgs>& shards, DType grad, DType out) {
     MeasuredOnHost::Row rows[kQuads];
     for_threads(blocks, [&](int64_t block, int thread) {
       if (measured)
-        foreach_step_thread<Rule, Grad, Out>(args, block, thread, MeasuredOnHost{thread % 32, rows});
+        foreach_step_thread<Rule, Grad, AnyOutput>(args, block, thread, MeasuredOnHost{thread % 32, rows});
       else
         foreach_step_thread<Rule, Grad, Out>(args, block, thread);
     });
@@ -128,6 +128,7 @@ extern "C" int step(
     args.row_stats = row_stats ? row_stats[i] : nullptr;
     args.numel = numels[i];
     args.slots = slots;
+    args.out_dtype = DType(out_dtype);
     shards.push_back(args);
   }
   DType grad = DType(grad_dtype), out = DType(out_dtype);

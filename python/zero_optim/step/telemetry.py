@@ -1,0 +1,238 @@
+"""Numbers of each parameter: what the last update has measured, row by row, added up by parameter.
+
+An update writes five numbers for each row that it makes anew; see ``row_stats`` in docs/ops.md. Nothing more is done in
+a step. Only when somebody asks are rows added up: 32 neighbours at a time, until each parameter has one left, in
+float64. That order is the same in every run. Over ranks the sums of each are gathered, and added up in the order of the
+ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from zero_kernels import ROW, ROW_STATS
+
+from ..comm.storage import allocate, deallocate, is_there
+from ..params.parameter_set import ParameterSet
+from ..params.shardings import Shardings
+from .optimizer_state import OptimizerState
+from .shard_state import ShardState
+
+_TOGETHER = 32
+"""Rows, or sums of rows, that are added up at a time."""
+
+_LARGEST, _ZEROS = ROW_STATS.index("largest_update"), ROW_STATS.index("grad_zeros")
+_ELEMENTS = len(ROW_STATS)
+"""The column behind those of ``ROW_STATS``: how many elements were measured."""
+
+
+@dataclass(frozen=True)
+class ParameterNumbers:
+    """What the last step has made of one parameter. Each is a tensor [] on the optimizer's device, fp32 but the last.
+
+    Attributes:
+        grad_norm: 2-norm of the gradient that the update was given: averaged, unscaled and clipped.
+        update_norm: 2-norm of what the update has added to the fp32 master.
+        param_norm: 2-norm of the master after it.
+        largest_update: the largest magnitude in what was added.
+        grad_zeros: the share of elements whose gradient is 0, from 0 to 1.
+        updated: bool, whether the step has updated it. All others are 0 where it has not: the step was skipped, or no
+            rank had a gradient for it.
+    """
+
+    grad_norm: Tensor
+    update_norm: Tensor
+    param_norm: Tensor
+    largest_update: Tensor
+    grad_zeros: Tensor
+    updated: Tensor
+
+
+_NAMES = tuple(field.name for field in fields(ParameterNumbers))[:-1]
+
+
+class Telemetry(Mapping[str, ParameterNumbers]):
+    """The numbers of each parameter, by its name. ``floats`` reads them on the host."""
+
+    def __init__(self, names: Sequence[str], numbers: Tensor, updated: Tensor) -> None:
+        """
+        Args:
+            numbers: [names, 5] fp32, in the order of ``ParameterNumbers``.
+            updated: [names] bool.
+        """
+        self._numbers, self._updated = numbers, updated
+        self._by_name = {name: number for number, name in enumerate(names)}
+
+    def __getitem__(self, name: str) -> ParameterNumbers:
+        number = self._by_name[name]
+        values = dict(zip(_NAMES, self._numbers[number].unbind(), strict=True))
+        return ParameterNumbers(**values, updated=self._updated[number])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def floats(self) -> dict[str, float]:
+        """Read all on the host, as TensorBoard and Weights & Biases want them: by ``grad_norm/NAME`` and so on.
+
+        The host waits for the device, once. What the last step has not updated is left out: after a skipped step the
+        dict is empty.
+        """
+        read = torch.cat([self._numbers, self._updated[:, None]], dim=1).tolist()
+        return {
+            f"{kind}/{name}": values[column]
+            for column, kind in enumerate(_NAMES)
+            for name, (*values, updated) in zip(self._by_name, read, strict=True)
+            if updated
+        }
+
+
+class Measured:
+    """What the shards of an optimizer have measured in the last step.
+
+    Args:
+        on_host: whether they are updated, and measured, in host memory.
+    """
+
+    def __init__(
+        self, states: OptimizerState, parameters: ParameterSet, shardings: Shardings, *, on_host: bool
+    ) -> None:
+        self._states, self._parameters, self._shardings, self._on_host = states, parameters, shardings, on_host
+        self._updated: Tensor | None = None  # [parameters] bool; None: there was no step
+        self._chunks: WeakKeyDictionary[ShardState, list[tuple[Tensor, Tensor]]] = WeakKeyDictionary()
+
+    def after_step(self, updated: Tensor) -> None:
+        """The step has made these: [parameters] bool."""
+        self._updated = updated
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def _row_stats(self) -> list[Tensor]:
+        return [shard.row_stats for shard in self._states.shards if shard.row_stats is not None]
+
+    def nbytes(self, *, on_host: bool) -> int:
+        """Bytes of it on the device, or in host memory."""
+        return sum(t.nbytes for t in self._row_stats() if is_there(t)) if on_host == self._on_host else 0
+
+    def free(self) -> None:
+        """The optimizer falls asleep: give the device's memory back. What was measured is forgotten."""
+        self._updated = None
+        for stats in () if self._on_host else self._row_stats():
+            deallocate(stats)
+
+    def take_memory(self) -> None:
+        """Take again what ``free`` gave back."""
+        for stats in () if self._on_host else self._row_stats():
+            allocate(stats)
+            stats.zero_()
+
+    # -- the numbers -----------------------------------------------------------------------------------------------
+
+    def read(self, *, over_ranks: bool) -> Telemetry:
+        """Collective with ``over_ranks``. See ``ShardedOptimizer.telemetry``."""
+        count, device = len(self._parameters.all), self._shardings.main.device
+        sums = torch.zeros(count, _ELEMENTS + 1, dtype=torch.float64, device=device)
+        here: set[int] = set()
+        for shard in self._states.shards:
+            held = [piece for piece in shard.bucket.pieces if piece.numel]
+            if held and (shard.bucket.speaks or not over_ranks):
+                indices = [piece.slot.param for piece in held]
+                numels = _on(device, [piece.numel for piece in held], torch.float64)
+                of_shard = torch.cat([self._sums_of(shard).to(device), numels[:, None]], dim=1)
+                # A piece has its rows alone. What is behind it in the last of them has a gradient of 0.
+                between = _on(device, [-piece.numel % ROW for piece in held], torch.float64)
+                of_shard[:, _ZEROS].sub_(between).clamp_(min=0)
+                sums.index_copy_(0, _on(device, indices, torch.int64), of_shard)
+                here.update(indices)
+        if over_ranks:
+            sums, here = self._over_ranks(sums), set(self._parameters.trained)
+        wanted = sorted(here)
+        at, updated = _on(device, wanted, torch.int64), self._updated_of(count, device)
+        names = [self._parameters.name(index) for index in wanted]
+        return Telemetry(names, _numbers(sums).index_select(0, at), updated.index_select(0, at))
+
+    def _updated_of(self, count: int, device: torch.device) -> Tensor:
+        """[count] bool. Parameters that were added since the last step were not updated by it."""
+        updated = torch.zeros(count, dtype=torch.bool, device=device)
+        if self._updated is not None:
+            updated[: len(self._updated)].copy_(self._updated)
+        return updated
+
+    def _sums_of(self, shard: ShardState) -> Tensor:
+        """[parameters that it has a piece of, 5] float64."""
+        assert shard.row_stats is not None
+        if shard not in self._chunks:
+            self._chunks[shard] = _chunks_of(shard)
+        values = shard.row_stats
+        for starts, counts in self._chunks[shard]:
+            values = _added(values, starts, counts)
+        return values
+
+    def _over_ranks(self, sums: Tensor) -> Tensor:
+        """Collective: one small message. The sums of all ranks, in the order of their numbers.
+
+        Where ranks have other experts under one name, each of these has a place of its own.
+        """
+        main = self._shardings.main
+        places = [self._shardings.places_of_use(index) for index in range(len(sums))]
+        starts = itertools.accumulate((count for count, _ in places), initial=0)
+        numbers = [start + number for start, (_, number) in zip(starts, places, strict=False)]
+        own = _on(main.device, numbers, torch.int64)
+        everyone, total = main.everyone, sum(count for count, _ in places)
+        every = sums.new_zeros(everyone.world_size, total, _ELEMENTS + 1)
+        every[everyone.rank].index_copy_(0, own, sums)
+        if main.agrees:
+            everyone.all_gather(every.view(-1), "telemetry").wait()
+        return _joined(every).index_select(0, own)
+
+
+def _numbers(sums: Tensor) -> Tensor:
+    """[n, 5] fp32, in the order of ``ParameterNumbers``."""
+    numbers = torch.cat([sums[:, :_LARGEST].sqrt(), sums[:, _LARGEST:_ELEMENTS]], dim=1)
+    numbers[:, _ZEROS] /= sums[:, _ELEMENTS].clamp(min=1)
+    return numbers.float()
+
+
+def _joined(parts: Tensor) -> Tensor:
+    """[parts, n, columns] → [n, columns]: sums, and the largest of the largest. NaN stays."""
+    joined = parts.sum(0, dtype=torch.float64)
+    joined[:, _LARGEST] = parts[:, :, _LARGEST].amax(0)
+    return joined
+
+
+def _added(values: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+    """[chunks, 5] float64: of each chunk of ``values`` [n, 5], ``counts`` from ``starts`` on, all added up."""
+    place = torch.arange(_TOGETHER, device=values.device)[:, None]
+    nothing = len(values)
+    index = torch.where(place < counts, starts + place, nothing)  # [32, chunks]
+    with_nothing = torch.cat([values, values.new_zeros(1, len(ROW_STATS))])
+    return _joined(with_nothing[index])
+
+
+def _chunks_of(shard: ShardState) -> list[tuple[Tensor, Tensor]]:
+    """Starts and lengths of the chunks that are added up at a time, level by level, until each piece has one left."""
+    runs = [(piece.in_shard // ROW, -(-piece.numel // ROW)) for piece in shard.bucket.pieces if piece.numel]
+    levels: list[tuple[Tensor, Tensor]] = []
+    while not levels or any(count > 1 for _, count in runs):
+        starts = [range(first, first + count, _TOGETHER) for first, count in runs]
+        ends = [first + count for first, count in runs]
+        flat = [(start, min(_TOGETHER, end - start)) for of, end in zip(starts, ends, strict=True) for start in of]
+        table = _on(shard.device, flat, torch.int64).view(-1, 2)
+        levels.append((table[:, 0], table[:, 1]))
+        sizes = [len(of) for of in starts]
+        runs = list(zip(itertools.accumulate(sizes[:-1], initial=0), sizes, strict=True))
+    return levels
+
+
+def _on(device: torch.device, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+    """``values`` as a tensor, which is copied without waiting."""
+    host = torch.tensor(values, dtype=dtype, device="cpu")
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
