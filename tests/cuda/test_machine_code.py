@@ -49,6 +49,10 @@ WIDE = {
     "unpack, 16-bit bucket": (12, 16),
 }
 
+# An instruction without its predicate and its operands. The text is large: so each line is read once, and not by
+# every test.
+OPCODE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+ +)?([A-Z]\S*)", re.M)
+
 
 def wide(body: str, access: str) -> int:
     """Accesses of 16 bytes in a kernel. One of 32, which sm_100 has, is two."""
@@ -57,13 +61,13 @@ def wide(body: str, access: str) -> int:
 
 @pytest.fixture(scope="module")
 def sass(cuobjdump: Path, library: Path) -> Mapping[tuple[str, str], str]:
-    """The machine code of every kernel, by architecture and mangled name."""
+    """The instructions of every kernel, without their operands, by architecture and mangled name."""
     code = {}
-    for arch, text in re.findall(
-        r"code for sm_(\d+)\n(.*?)(?=code for sm_|\Z)", run(cuobjdump, "-sass", library), re.S
-    ):
-        for name, body in re.findall(r"Function : (\S+)\n(.*?)(?=Function : |\Z)", text, re.S):
-            code[arch, name] = body
+    for of_arch in run(cuobjdump, "-sass", library).split("code for sm_")[1:]:
+        arch, _, text = of_arch.partition("\n")
+        for of_kernel in text.split("Function : ")[1:]:
+            name, _, body = of_kernel.partition("\n")
+            code[arch, name.strip()] = " ".join(OPCODE.findall(body))
     return code
 
 
