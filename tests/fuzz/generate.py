@@ -74,6 +74,7 @@ class Flavour:
     stores: bool = field(default=False, repr=False)  # of the state: off the device
     slices: bool = field(default=False, repr=False)  # parameters are cut over two tensor-parallel ranks, of four
     rules: bool = field(default=False, repr=False)  # other than AdamW, and averages
+    split: bool = field(default=False, repr=False)  # masters, of bf16 parameters
 
 
 PLAIN = Flavour(stages=(0, 1, 2), optims=(1,), raises=0.08, infinite=0.03)
@@ -90,6 +91,7 @@ STORED = Flavour(
 )
 GRIDS = Flavour(stages=(1, 2, 2, 3, 3), optims=(1, 1, 2), raises=0.12, infinite=0.03, mesh=0.8)
 RULED = Flavour((0, 1, 2, 2, 3), (1, 1, 2), raises=0.04, infinite=0.04, scaler=0.15, steps=True, rules=True)
+SPLIT = replace(RULED, infinite=0.05, split=True)
 SLICES = Flavour(stages=(0, 1, 2, 3), optims=(1,), raises=0.08, infinite=0.03, slices=True)
 FLAVOURS = {
     "straight": STRAIGHT,
@@ -105,6 +107,7 @@ FLAVOURS = {
     "steps": STEPS,
     "stored": STORED,
     "ruled": RULED,
+    "split": SPLIT,
 }
 
 
@@ -129,6 +132,7 @@ class _Generator:
         dtype = "bfloat16" if self.chance(0.6 if self.flavour.stores else 0.12) else "float32"
         if scaler:
             dtype = rng.choice(("float16", "float16", "float32"))
+        dtype = "bfloat16" if self.flavour.split else dtype
         optims = tuple(self.optim(world, dtype) for _ in range(rng.choice(self.flavour.optims)))
         start = Program(world, optims, scale=1024.0 if scaler else None)
         law = Law(start)
@@ -214,6 +218,7 @@ class _Generator:
             param_offload=self.flavour.stores and stage == 3 and self.chance(0.5),
             rule=rng.choice((*RULES,)) if self.flavour.rules else "",
             ema_decay=rng.choice((None, 0.5, 0.75)) if self.flavour.rules else None,
+            split=self.flavour.split,
         )
 
     def store(self) -> str:

@@ -58,6 +58,8 @@ def _constructor(o: int, optim: Optim, stage: int, store: str, groups: list[Grou
     options = [*([own] if own else []), f"bucket_cap_mb={optim.bucket_cap_mb}"]
     if optim.ema_decay is not None:
         options.append(f"ema_decay={optim.ema_decay}")
+    if optim.split:
+        options.append("master='split'")
     if store:
         options.append(STORES[store])
     if stage != 3:
