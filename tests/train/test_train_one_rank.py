@@ -18,7 +18,7 @@ from checkpoint_files import read_tensors, weights_in
 from training import TINY, read_log, saved_steps, without_speed
 from zero_optim import GradScaler, ZeroOptimError
 from zero_optim.report import run_page
-from zero_optim.train import trainer
+from zero_optim.train import trainer, world
 from zero_optim.train.data import draw_windows, load_corpus, unigram_entropy
 from zero_optim.train.model import GPT, ModelConfig, generate, next_byte_loss
 
@@ -27,8 +27,12 @@ KEYS = ["step", "loss", "lr", "grad_norm", "loss_scale", "tokens_per_s", "ms"]
 
 @pytest.mark.parametrize(
     "flags",
-    [["--dtype", "bf16"], ["--dtype", "fp16", "--accumulate", "3"], ["--dtype", "fp32", "--stage", "0"]],
-    ids=["bf16", "fp16-accumulate", "fp32"],
+    [
+        ["--dtype", "bf16", "--master", "split", "--state-dtype", "int8"],
+        ["--dtype", "fp16", "--accumulate", "3"],
+        ["--dtype", "fp32", "--stage", "0"],
+    ],
+    ids=["bf16-small-state", "fp16-accumulate", "fp32"],
 )
 def test_a_resumed_run_repeats_the_whole_one(
     zero_optim: Callable, text: Path, tmp_path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch
@@ -46,6 +50,27 @@ def test_a_resumed_run_repeats_the_whole_one(
     saved = [read_tensors(run / "checkpoint" / "step-6") for run in (whole, again)]
     assert saved[0].keys() == saved[1].keys() and len(saved[0]) > 20
     assert all(torch.equal(saved[0][key], saved[1][key]) for key in saved[0])
+
+
+def test_the_table_at_the_end_has_state_as_it_is_stored(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
+    done = zero_optim(
+        "train", *TINY, "--steps", "2", "--data", text, "--out", tmp_path, "--master", "split", "--state-dtype", "int8"
+    )
+    assert done.code == 0, done.err
+    kinds = [line.split()[0] for line in done.out.splitlines() if line.startswith("  ")]
+    wanted = ["master_low", "exp_avg_int8", "exp_avg_scale", "exp_avg_sq_root8", "exp_avg_sq_scale", "model"]
+    assert kinds[kinds.index("gradients") + 1 :][: len(wanted)] == wanted
+    assert "exp_avg_sq_root8" in (tmp_path / "report.html").read_text()
+
+
+def test_a_rank_tells_of_an_error_that_nobody_has_thought_of(capfd: pytest.CaptureFixture[str]) -> None:
+    def main(arguments: object) -> int:
+        raise KeyError("what is this")
+
+    with pytest.raises(SystemExit) as ended:
+        world._run(main, ())
+    assert ended.value.code == 1
+    assert "KeyError: 'what is this'" in capfd.readouterr().err
 
 
 def test_a_run_resumed_in_its_own_folder_rewrites_what_came_after(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..drawing.figures import count, megabytes, percent
 from ..errors import UsageError
-from ..train.report import STATE_KINDS
+from ..train.report import state_kinds
 from ..train.run_dir import LOG, RUN, RunDir, StepRecord
 from ..train.session import Outcome, RankReport, Session
 
@@ -80,7 +80,7 @@ def read_run(path: Path) -> Run:
 
 def state_bytes(memory: dict[str, float]) -> float:
     """Model state: parameters, gradients, and the optimizer's state."""
-    return sum(memory.get(kind, 0.0) for kind in STATE_KINDS)
+    return sum(memory[kind] for kind in state_kinds(memory))
 
 
 def fullest(session: Session) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..drawing.figures import NONE, count, duration, megabytes, percent, short
-from ..train.report import NOT_OF_STEPS, STATE_KINDS, phase_milliseconds
+from ..train.report import NOT_OF_STEPS, phase_milliseconds, state_kinds
 from ..train.session import Session
 from .html import Child, Html, details, join, table, tag
 from .run_charts import phases
@@ -20,10 +20,11 @@ def memory(session: Session) -> Html:
     """The rank with most model state beside the plan, and below it all ranks."""
     rank = fullest(session)
     held, planned = ranks_of(session)[rank].memory, session.forecast.memory
-    rows = [_against_plan(kind, held.get(kind, 0.0), planned.get(kind)) for kind in STATE_KINDS]
+    rows = [_against_plan(kind, held.get(kind, 0.0), planned.get(kind)) for kind in state_kinds(held)]
     total = _against_plan("model state", state_bytes(held), state_bytes(planned))
     rows.append([tag("strong", cell) for cell in total])
-    rows += [_against_plan(kind, size, planned.get(kind)) for kind, size in held.items() if kind not in STATE_KINDS]
+    others = (kind for kind in held if kind not in state_kinds(held))
+    rows += [_against_plan(kind, held[kind], planned.get(kind)) for kind in others]
     headings = ("", "measured, MB", "plan, MB", "difference")
     caption = f"Memory of rank {rank}, which holds most; the plan is made of the parameters' shapes alone"
     return join([table(headings, rows, caption), _memory_of_ranks(session)])

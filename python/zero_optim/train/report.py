@@ -18,7 +18,7 @@ from .output import say
 from .run_dir import StepRecord
 from .session import Forecast, RankReport
 
-STATE_KINDS = ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq")
+_NOT_STATE = ("communication", "padding", "unsharded", TELEMETRY, PAGES)
 # Collectives outside of steps, and when they are made.
 NOT_OF_STEPS = {"construction": "once"}
 EXPOSED = "exposed communication"
@@ -100,9 +100,14 @@ class PhaseClock:
             total[name] = total.get(name, 0.0) + seconds
 
 
+def state_kinds(memory: Mapping[str, float]) -> list[str]:
+    """The kinds of ``memory`` that are model state: parameters, gradients, and whatever the optimizer's rule keeps."""
+    return [kind for kind in memory if kind not in _NOT_STATE]
+
+
 def forecast(planned: memory.Plan) -> Forecast:
     """Plan what the mean rank will hold, of what is measured, and communicate in a step."""
-    kinds = [*STATE_KINDS, "communication", "padding", "unsharded", TELEMETRY, PAGES]
+    kinds = [*planned.state_kinds, *_NOT_STATE]
     held = {kind: float(planned.memory[kind]) for kind in kinds if kind in planned.memory}
     return Forecast(held, {kind: float(nbytes) for kind, nbytes in planned.traffic.items()})
 
@@ -126,11 +131,11 @@ def _memory_lines(reports: Sequence[RankReport], planned: memory.Plan) -> list[s
     def line(name: str, measured: Sequence[float], plan: float) -> str:
         return row(name, [*(megabytes(size) for size in measured), megabytes(plan), f"{plan / parameters:.4g}"])
 
-    for kind in STATE_KINDS:
+    for kind in planned.state_kinds:
         lines.append(line(kind, [column.get(kind, 0) for column in columns], wanted[kind]))
-    sums = [sum(column.get(kind, 0) for kind in STATE_KINDS) for column in columns]
+    sums = [sum(column.get(kind, 0) for kind in planned.state_kinds) for column in columns]
     lines.append(line("model state", sums, planned.model_state))
-    for kind in (kind for kind in reports[0].memory if kind not in STATE_KINDS):
+    for kind in (kind for kind in reports[0].memory if kind not in planned.state_kinds):
         name = "unsharded, at most" if kind == "unsharded" else kind
         lines.append(line(name, [column.get(kind, 0) for column in columns], wanted.get(kind, 0.0)))
     return lines

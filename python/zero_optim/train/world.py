@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -175,8 +176,14 @@ def _start_method() -> str:
 
 
 def _run(main: Main, arguments: Sequence[str]) -> None:
-    """Run one rank. ``main`` finds in the environment which one it is."""
-    sys.exit(main(arguments))
+    """Run one rank. ``main`` finds in the environment which one it is. What it raises is told here: nobody else tells
+    it."""
+    try:
+        code = main(arguments)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.exit(code)
 
 
 def _report_failure(error: ChildFailedError) -> int:
