@@ -147,7 +147,8 @@ def _norms_of_layers(run: Run) -> Lines:
         for layer in _drawn_layers(run)
     ]
     marks = _marks(run, run.skipped, "skipped step")
-    return Lines("Gradient norm by layer", "after clipping", lines, scale=_scale_of(lines), marks=marks)
+    scale = _scale_of(lines)
+    return Lines("Gradient norm by layer", "after clipping", lines, scale=scale, in_turn=True, marks=marks)
 
 
 def _left_out(run: Run) -> str:
