@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "python")]
 
 import zero_kernels  # noqa: E402
-from zero_kernels import HYPER_COLUMNS, ROW, RULES  # noqa: E402
+from zero_kernels import HYPER_COLUMNS, ROW, ROW_STATS, RULES  # noqa: E402
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 SIZES = (0, 1, 7, 129, 2050, 4097)
@@ -62,7 +62,9 @@ def foreach_step(device: str) -> int:
         averages = [make(numel, torch.float32, device, offset) for numel in sizes for _ in range(2)]
         zero_kernels.foreach_step(rule.name, grads, masters, states, outs, rows, *shared, averages, rates)
         zero_kernels.foreach_step(rule.name, grads, masters, states, outs, rows, table, flag, flag, slots)
-        calls += 3
+        stats = [torch.empty(len(of_shard), len(ROW_STATS), device=device) for of_shard in rows]
+        zero_kernels.foreach_step(rule.name, grads, masters, states, outs, rows, table, row_stats=stats)
+        calls += 4
     return calls
 
 

@@ -15,7 +15,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import FLOATS, SIZES, rule_table
+from cases import FLOATS, SIZES, Shards, rule_table
 from places import (
     ADAM_NAMES,
     DEVICE,
@@ -36,7 +36,7 @@ from places import (
 from torch import Tensor
 
 import zero_kernels
-from zero_kernels import ROW, RULES, dispatch
+from zero_kernels import ROW, ROW_STATS, RULES, dispatch
 
 pytestmark = pytest.mark.gpu
 
@@ -182,6 +182,25 @@ def test_every_rule_over_several_shards_at_once(rule: str, place: Place) -> None
             shared = put(table, where), put(torch.tensor([0.37]), where)
             using(where, partial(zero_kernels.foreach_step, rule, *lists, *shared, averages=followers, rates=rates))
             results.append([fetch(tensor) for tensors in (*lists[1:4], followers) for tensor in tensors])
+        want, got = results
+        check(got, want, [f"tensor {i}" for i in range(len(want))], f"{place}, {rule}, {sizes}")
+
+
+@everywhere
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_are_measured_by_every_rule(rule: str, place: Place) -> None:
+    for sizes, (grad_dtype, param_dtype) in itertools.product(
+        ((0, 1, 127, 128, 129, 4097), (2049,) * 40), ((torch.bfloat16, torch.bfloat16), (torch.float32, None))
+    ):
+        shards = Shards(rule, sizes, grad_dtype, param_dtype, calm=True)
+        given = (shards.grads, shards.masters, shards.states, shards.params, shards.row_slots)
+        results = []
+        for where in (SPECIFICATION, place):
+            lists = [[put(tensor, where) for tensor in tensors] for tensors in given]
+            stats = [put(torch.full((len(rows), len(ROW_STATS)), 7.0), where) for rows in shards.row_slots]
+            shared = put(shards.table, where), put(torch.tensor([0.37]), where)
+            using(where, partial(zero_kernels.foreach_step, rule, *lists, *shared, row_stats=stats))
+            results.append([fetch(tensor) for tensors in (*lists[1:4], stats) for tensor in tensors])
         want, got = results
         check(got, want, [f"tensor {i}" for i in range(len(want))], f"{place}, {rule}, {sizes}")
 

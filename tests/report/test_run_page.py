@@ -57,6 +57,25 @@ def test_charts_hold_the_values_of_the_log(run: Path) -> None:
     assert "1 of 10 steps were clipped" in page.text  # norms are 2, 1, 2/3, ...
 
 
+def test_norms_are_drawn_by_layer(tmp_path: Path) -> None:
+    """Of eight layers six, in colours of their own; a step that was skipped leaves a gap."""
+    numbers = {
+        f"grad_norm/blocks.{n}.{name}": (n + 1) * of for n in range(7) for name, of in (("up", 3.0), ("down", 4.0))
+    }
+    numbers |= {"grad_norm/norm.weight": 0.5, "update_norm/norm.weight": 9.0}
+    steps = [step(1, telemetry=numbers), step(2, telemetry={}, grad_norm=None), step(3, telemetry=numbers)]
+    page = page_of(make_run(tmp_path / "measured", steps, [session()]))
+    for layer, norm in (("blocks.0", 5.0), ("blocks.6", 35.0), ("norm", 0.5)):
+        if layer != "blocks.6":
+            assert page.line("layers", layer) == [(1, norm), (2, None), (3, norm)]
+    (chart,) = (chart for chart in page.data["charts"] if chart["key"] == "layers")
+    assert [line["name"] for line in chart["lines"]] == [*(f"blocks.{n}" for n in (0, 1, 3, 4, 6)), "norm"]
+    assert "2 layers between these are not drawn" in page.text
+    assert not any(
+        chart["key"] == "layers" for chart in page_of(make_run(tmp_path / "run", STEPS, [session()])).data["charts"]
+    )
+
+
 def test_the_figures_on_top(run: Path) -> None:
     page = page_of(run)
     assert page.data["summary"] == {

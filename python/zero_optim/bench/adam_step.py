@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import zero_kernels
-from zero_kernels import ROW
+from zero_kernels import ROW, ROW_STATS
 
 from .case import COPY, STREAM, TORCH, Case, Setting, backend_jobs, copy_job
 from .fused_adams import HYPER, Maker, fused_adams
@@ -25,6 +25,9 @@ an embedding that no batch has used. A root of zero, and a division of zero, tak
 IN_PARTS, AT_ONCE = ", 16 calls", ", 16 shards at once"
 """Behind a backend's name: the same elements as 16 small shards, by a call for each, or by one call for all."""
 PARTS = 16
+
+MEASURED, UNMEASURED = ", measured", ", foreach_step"
+"""Behind a backend's name: ``foreach_step`` of the shard with ``row_stats``, as telemetry has it, and without."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ def make_case(setting: Setting) -> Case:
     jobs |= {f"{name}{OF_ZEROS}": job for name, job in backend_jobs(setting, ours(with_zeros(shard))).items()}
     jobs |= {f"{name}{IN_PARTS}": job for name, job in backend_jobs(setting, ours_in_parts(shard)).items()}
     jobs |= {f"{name}{AT_ONCE}": job for name, job in backend_jobs(setting, ours_at_once(shard)).items()}
+    jobs |= {f"{name}{UNMEASURED}": job for name, job in backend_jobs(setting, ours_measured(shard, False)).items()}
+    jobs |= {f"{name}{MEASURED}": job for name, job in backend_jobs(setting, ours_measured(shard, True)).items()}
     jobs[TORCH] = [torch_pipeline(shard)]
     baselines = fused_adams(setting.device)
     jobs |= {name: [pipeline(shard, make, STEP - 1)] for name, make in baselines.items()}
@@ -103,6 +108,13 @@ def ours_at_once(shard: Shard) -> Callable[[], None]:
     states = [state for pair in zip(exp_avgs, exp_avg_sqs, strict=True) for state in pair]
     lists, shared = [list(column) for column in (grads, masters, states, params, rows)], _shared(shard)
     return lambda: torch.ops.zero_kernels.foreach_step("adamw", *lists, *shared)
+
+
+def ours_measured(shard: Shard, measured: bool) -> Callable[[], None]:
+    grad, master, *states, param, rows = _tensors(shard)
+    stats = [torch.empty(len(rows), len(ROW_STATS), device=grad.device)] if measured else None
+    lists, shared = ([grad], [master], states, [param], [rows]), _shared(shard)
+    return lambda: torch.ops.zero_kernels.foreach_step("adamw", *lists, *shared, None, None, None, stats)
 
 
 def _tensors(shard: Shard) -> tuple[Tensor, ...]:

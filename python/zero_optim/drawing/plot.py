@@ -6,6 +6,7 @@ The same declaration gives the same SVG, byte for byte.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ OF_LINES = {
     **{"loss scale": PURPLE, "learning rate": GREEN},
     **{"data and forward": BLUE, "backward": GREEN, "step": ORANGE},
 }
+IN_TURN = (BLUE, GREEN, SKY, ORANGE, RED, PINK)
 HEADER_INCHES, FOOTER_INCHES = 0.75, 0.55
 WIDTH_INCHES, LINES_INCHES, BAR_INCHES, AROUND_BARS_INCHES = 6.3, 3.0, 0.27, 1.1
 GAP = 0.6  # of a bar, between groups
@@ -164,8 +166,10 @@ def _draw_lines(lines: Lines, axes: Axes) -> None:
     if lines.stacked:
         _draw_stack(lines.lines, axes)
     else:
-        for line in sorted(lines.lines, key=lambda line: line.last or 0.0, reverse=True):
-            _draw_line(line, lines.by_size, axes)
+        colors = IN_TURN if lines.in_turn else [OF_LINES.get(line.name, FAINT) for line in lines.lines]
+        colored = zip(lines.lines, itertools.cycle(colors))
+        for line, color in sorted(colored, key=lambda pair: pair[0].last or 0.0, reverse=True):
+            _draw_line(line, color, lines.by_size, axes)
     _set_y(lines, axes)
     if roof:
         axes.fill_between(roof.x, _numbers(roof.y), axes.get_ylim()[1], color=BEYOND, lw=0, zorder=0)
@@ -183,8 +187,7 @@ def _numbers(values: Sequence[float | None]) -> list[float]:
     return [math.nan if value is None else value for value in values]
 
 
-def _draw_line(line: Line, with_dots: bool, axes: Axes) -> None:
-    color = OF_LINES.get(line.name, FAINT)
+def _draw_line(line: Line, color: str, with_dots: bool, axes: Axes) -> None:
     if line.band:
         low, high = map(_numbers, zip(*line.band, strict=True))
         axes.fill_between(line.x, low, high, color=color, alpha=0.2, lw=0.6)  # with an edge, so that a peak is seen

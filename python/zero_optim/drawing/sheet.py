@@ -113,6 +113,7 @@ class Lines:
         roof: what no line can exceed.
         top: where the axis ends, if values above it are to be cut off.
         stacked: each line is a part of a whole, and lies on those before it. All have the same x.
+        in_turn: lines have colours by their place, where nobody knows their names before.
     """
 
     title: str
@@ -124,6 +125,7 @@ class Lines:
     roof: Line | None = None
     top: float | None = None
     stacked: bool = False
+    in_turn: bool = False
     marks: Marks = field(default=Marks((), ""))
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 from ..drawing.figures import count, short
@@ -16,6 +18,8 @@ REST = "the rest"
 _SPREAD = 100.0  # between the least and the largest norm: more calls for a logarithmic axis
 _TALL = 4.0  # A peak so many times above nearly all values would press them to the floor.
 _NEARLY_ALL = 0.95
+_GRAD_NORM = "grad_norm/"
+_MOST_LAYERS = 6
 
 
 def charts(run: Run) -> Iterator[Chart]:
@@ -23,6 +27,8 @@ def charts(run: Run) -> Iterator[Chart]:
     yield _chart(run, "loss", losses(run))
     yield _chart(run, "speed", _speed(run))
     yield _chart(run, "norm", _norms(run), _clipped(run))
+    if layers(run):
+        yield _chart(run, "layers", _norms_of_layers(run), _left_out(run))
     if any(step.loss_scale != 1 for step in run.steps):
         yield _chart(run, "scale", _scales(run))
     yield _chart(run, "rate", _rates(run))
@@ -95,13 +101,59 @@ def _norms(run: Run) -> Lines:
     norms = _line(run, "before clipping", lambda step: step.grad_norm)
     clip = _clip(run)
     lines = [norms] if clip is None else [norms, _level(run, "clipped to", clip)]
-    top = _cut(norms, 0.0, clip or 0.0)
-    there = [norm for line in lines for norm in line.values]
-    scale = Scale.FROM_ZERO
-    if there and min(there) > 0 and max(there) > _SPREAD * min(there):
-        scale, top = Scale.TENS, None
+    scale = _scale_of(lines)
+    top = None if scale is Scale.TENS else _cut(norms, 0.0, clip or 0.0)
     marks = _marks(run, run.skipped, "skipped step")
     return Lines("Gradient norm", "of the averaged gradient", lines, scale=scale, top=top, marks=marks)
+
+
+def _scale_of(lines: Sequence[Line]) -> Scale:
+    """Choose the axis of norms: logarithmic where they are far apart."""
+    there = [norm for line in lines for norm in line.values]
+    apart = there and min(there) > 0 and max(there) > _SPREAD * min(there)
+    return Scale.TENS if apart else Scale.FROM_ZERO
+
+
+def layer_of(parameter: str) -> str:
+    """The layer of a parameter: its name up to the first number, as in ``blocks.3``, else the first part of it."""
+    numbered = re.match(r".*?\.\d+(?=\.)", parameter)
+    return numbered[0] if numbered else parameter.split(".")[0]
+
+
+def layers(run: Run) -> list[str]:
+    """List the layers of which there is telemetry, in the order of the log."""
+    names = dict.fromkeys(name for step in run.steps for name in step.telemetry or ())
+    return list(dict.fromkeys(layer_of(name[len(_GRAD_NORM) :]) for name in names if name.startswith(_GRAD_NORM)))
+
+
+def _drawn_layers(run: Run) -> list[str]:
+    """All, or of many some at equal distances, the first and the last among them."""
+    found = layers(run)
+    if len(found) <= _MOST_LAYERS:
+        return found
+    return [found[round(number * (len(found) - 1) / (_MOST_LAYERS - 1))] for number in range(_MOST_LAYERS)]
+
+
+def norm_of_layer(step: StepRecord, layer: str) -> float | None:
+    """The norm of its gradients together. None: the step has updated none of them."""
+    numbers = (step.telemetry or {}).items()
+    norms = [of for name, of in numbers if name.startswith(_GRAD_NORM) and layer_of(name[len(_GRAD_NORM) :]) == layer]
+    return math.hypot(*norms) if norms else None
+
+
+def _norms_of_layers(run: Run) -> Lines:
+    lines = [
+        _line(run, layer, lambda step, layer=layer: norm_of_layer(step, layer))  # type: ignore[misc]
+        for layer in _drawn_layers(run)
+    ]
+    marks = _marks(run, run.skipped, "skipped step")
+    scale = _scale_of(lines)
+    return Lines("Gradient norm by layer", "after clipping", lines, scale=scale, in_turn=True, marks=marks)
+
+
+def _left_out(run: Run) -> str:
+    more = len(layers(run)) - len(_drawn_layers(run))
+    return f"{count(more, 'layer')} between these are not drawn; log.jsonl has them." if more else ""
 
 
 def _clip(run: Run) -> float | None:

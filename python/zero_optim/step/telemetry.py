@@ -214,7 +214,8 @@ def _added(values: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
     nothing = len(values)
     index = torch.where(place < counts, starts + place, nothing)  # [32, chunks]
     with_nothing = torch.cat([values, values.new_zeros(1, len(ROW_STATS))])
-    return _joined(with_nothing[index])
+    # Of a table this is twice as fast on a CPU as with_nothing[index].
+    return _joined(with_nothing.index_select(0, index.view(-1)).view(*index.shape, len(ROW_STATS)))
 
 
 def _chunks_of(shard: ShardState) -> list[tuple[Tensor, Tensor]]:

@@ -24,7 +24,7 @@ RESUME_AUTO = Path("auto")
 # A resumed run takes everything from its checkpoint; these flags alone may differ from it.
 _FREE_ON_RESUME = {"steps", "data", "out", "save_every", "keep_last", "checkpoint"}
 _FREE_ON_RESUME |= {"device", "stage", "dtype", "batch", "accumulate"}
-_FREE_ON_RESUME |= {"state_offload", "device_budget", "param_offload", "master", "state_dtype"}
+_FREE_ON_RESUME |= {"state_offload", "device_budget", "param_offload", "master", "state_dtype", "telemetry"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class TrainConfig:
     param_offload: str | None = None
     master: str = "fp32"
     state_dtype: str = "fp32"
+    telemetry: bool = False
 
     @property
     def model(self) -> ModelConfig:
@@ -126,6 +127,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--keep-last", int, "keep so many checkpoints: the newest and those that it came from; 0: all (0)")
     parser.add_argument(
         "--no-checkpoint", dest="checkpoint", action="store_const", const=False, help="save none, not at the end either"
+    )
+    parser.add_argument(
+        "--telemetry",
+        action="store_const",
+        const=True,
+        help="log norms, the largest update and zeros of each parameter at every step, and draw norms by layer",
     )
     offload = "where state lives: paged, cpu, or nvme:DIR; see docs/memory.md (on the device)"
     flag("--state-offload", str, offload, metavar="STORE")

@@ -33,6 +33,7 @@ class StepRecord:
         grad_norm: of the averaged gradients before clipping. None: not finite.
         ms: of rank 0, by phase, and of the ``whole`` step; on a CPU also how long it was blocked on communication,
             which is inside phases. None in logs of earlier versions.
+        telemetry: with ``--telemetry``, of each parameter that the step has updated ``grad_norm/NAME`` and so on.
     """
 
     step: int
@@ -42,6 +43,7 @@ class StepRecord:
     loss_scale: float
     tokens_per_s: float
     ms: dict[str, float] | None = None
+    telemetry: dict[str, float] | None = None
 
 
 class RunDir:
@@ -100,7 +102,8 @@ class RunDir:
     def write_step(self, record: StepRecord) -> None:
         """Add a line to the log, which is with the system before the next step starts."""
         with (self.path / LOG).open("a") as file:
-            file.write(json.dumps(asdict(record)) + "\n")
+            said = {name: value for name, value in asdict(record).items() if name != "telemetry" or value is not None}
+            file.write(json.dumps(said) + "\n")
 
     def read_log(self) -> list[StepRecord]:
         """All whole lines: the last one of a run that is under way may not be. Raises UsageError."""

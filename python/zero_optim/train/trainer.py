@@ -54,6 +54,7 @@ class Trainer:
             device_budget=self.config.device_budget,
             master=self.config.master,
             state_dtype=self.config.state_dtype,
+            telemetry=self.config.telemetry,
         )
         self.scaler = GradScaler(enabled=self.config.dtype == "fp16")
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
@@ -78,6 +79,7 @@ class Trainer:
         self.schedule.step()
         mean_loss, norm_value, stops = self._agree(loss, norm, asked_to_stop)
         phases = self.clock.collect()
+        telemetry = self._telemetry()
         seconds = time.perf_counter() - start
         record = StepRecord(
             step=step,
@@ -87,6 +89,7 @@ class Trainer:
             loss_scale=self.scaler.get_scale(),
             tokens_per_s=self.config.tokens_per_step(self.world.size) / seconds,
             ms=_in_ms({**phases, "whole": seconds, **self._blocked_since_last_step()}),
+            telemetry=telemetry,
         )
         return StepOutcome(record, stops > 0)
 
@@ -162,6 +165,14 @@ class Trainer:
         self.world.comm.exchange(vector)
         total, stops, norm_value = torch.cat((vector, norm.reshape(1))).tolist()
         return total / self.world.size, norm_value, stops
+
+    def _telemetry(self) -> dict[str, float] | None:
+        """Collective. The numbers of each parameter in the last step, of which none has a value that is not finite, to
+        four digits, which keep the log small. None: they are not wanted."""
+        if not self.config.telemetry:
+            return None
+        numbers = self.optimizer.telemetry(over_ranks=True).floats()
+        return {name: float(f"{value:.4g}") for name, value in numbers.items() if math.isfinite(value)}
 
     def _blocked_since_last_step(self) -> dict[str, float]:
         """Seconds that the host was blocked on the optimizer's collectives. On a GPU it hardly ever is: none."""

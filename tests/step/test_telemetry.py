@@ -1,0 +1,384 @@
+"""``telemetry()``: the numbers of each parameter against torch's AdamW in one process, at every stage and store."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import guards
+import pytest
+import torch
+from harness import run_ranks
+from tensor_cases import Gpt, cut
+from torch import Tensor, nn
+
+KINDS = ("grad_norm", "update_norm", "param_norm", "largest_update", "grad_zeros")
+STEPS, MAX_NORM = 3, 0.5
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}
+Numbers = dict[str, dict[str, float]]
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Of several rows, of one, and of a part of one; two units of the middle are dead. One parameter is frozen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(13, 40), nn.ReLU(), nn.Linear(40, 5), nn.Linear(5, 1))
+    with torch.no_grad():
+        model[0].bias[:2] = -100.0
+    model[2].bias.requires_grad_(False)
+    return model.to(dtype)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    x = torch.randn(7, 13, generator=torch.Generator().manual_seed(100 * step + rank))
+    return (model(x.to(next(model.parameters()).dtype)).float() ** 2).mean()
+
+
+def expected(world_size: int) -> list[Numbers]:
+    """Of each step, by name: from gradients and parameters of one process, in float64."""
+    model = make_model()
+    names = dict(model.named_parameters())
+    opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAMW)
+    steps = []
+    for step in range(STEPS):
+        opt.zero_grad()
+        sum(loss_of(model, rank, step) / world_size for rank in range(world_size)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        before = {name: p.detach().double().clone() for name, p in names.items()}
+        opt.step()
+        steps.append({name: numbers(p.grad, before[name], p) for name, p in names.items() if p.grad is not None})
+    return steps
+
+
+def numbers(grad: Tensor, before: Tensor, after: Tensor) -> dict[str, float]:
+    update = after.detach().double() - before.double()
+    values = (
+        grad.double().norm(),
+        update.norm(),
+        after.double().norm(),
+        update.abs().max(),
+        (grad == 0).double().mean(),
+    )
+    return dict(zip(KINDS, (float(value.detach()) for value in values), strict=True))
+
+
+def read(telemetry: Mapping[str, Any]) -> Numbers:
+    return {name: {kind: float(getattr(of, kind)) for kind in KINDS} for name, of in telemetry.items()}
+
+
+def trained(rank: int, stage: int, **options: Any) -> tuple[list[Numbers], list[Numbers], list[dict[str, int]]]:
+    """Of each step the numbers over ranks and those of this rank; and what the last two calls have sent."""
+    import zero_optim
+
+    model = make_model()
+    if stage == 3:
+        model = zero_optim.shard_module(model, units=(nn.Linear,)) or model
+    opt = zero_optim.ShardedAdamW(
+        model.named_parameters(), **ADAMW, stage=stage, telemetry=True, max_grad_norm=MAX_NORM, **options
+    )
+    whole, own, sent = [], [], []
+    for step in range(STEPS):
+        loss_of(model, rank, step).backward()
+        opt.step()
+        opt.zero_grad()
+        before = opt.stats()["collectives"]
+        with guards.no_host_reads():
+            here = opt.telemetry()
+        between = opt.stats()["collectives"]
+        with guards.no_host_reads():
+            over_ranks = opt.telemetry(over_ranks=True)
+        after = opt.stats()["collectives"]
+        own.append(read(here))
+        whole.append(read(over_ranks))
+        sent = [_calls(between, before), _calls(after, between)]
+        floats = over_ranks.floats()
+        assert floats == {f"{kind}/{name}": of[kind] for kind in KINDS for name, of in whole[-1].items()}
+    opt.close()
+    return whole, own, sent
+
+
+def _calls(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, int]:
+    counts = {kind: of["calls"] - before.get(kind, {"calls": 0})["calls"] for kind, of in after.items()}
+    return {kind: count for kind, count in counts.items() if count}
+
+
+def _runs(rank: int, world_size: int, folder: str) -> list[Any]:
+    stores: list[dict[str, Any]] = [{}, {}, {"state_offload": "paged", "device_budget": 0}, {"state_offload": "cpu"}]
+    stores += [{"state_offload": f"nvme:{folder}"}, {"state_offload": "cpu", "speculate": False}]
+    return [trained(rank, stage) for stage in (0, 1, 3)] + [trained(rank, 2, **store) for store in stores]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_numbers_are_torchs_at_every_stage_and_store(world_size: int, tmp_path: Path) -> None:
+    want = expected(world_size)
+    results = run_ranks(world_size, _runs, str(tmp_path))
+    for runs in results:
+        for number, (whole, _, sent) in enumerate(runs):
+            assert len(whole) == len(want)
+            for step, (found, wanted) in enumerate(zip(whole, want, strict=True)):
+                assert found.keys() == wanted.keys(), "the frozen parameter has no numbers"
+                for name in wanted:
+                    assert found[name] == pytest.approx(wanted[name], rel=3e-5, abs=1e-7), (number, step, name)
+            # Nothing is sent without ``over_ranks``, and one message with it.
+            assert sent == [{}, {"telemetry": 1} if world_size > 1 else {}]
+            assert whole == results[0][number][0], "all ranks have the same"
+        assert runs[3][0] == runs[4][0], "another run has the same bits"
+        assert runs[3][0] == runs[5][0] == runs[6][0] == runs[7][0], "a store changes no bit"
+    # What ranks have of a parameter at stage 2 adds up to all of it.
+    parts = [runs[3][1][-1] for runs in results]
+    for name, whole in results[0][3][0][-1].items():
+        having = [part[name] for part in parts if name in part]
+        assert math.sqrt(sum(part["grad_norm"] ** 2 for part in having)) == pytest.approx(whole["grad_norm"], rel=1e-6)
+        assert max(part["largest_update"] for part in having) == whole["largest_update"]
+    assert world_size == 1 or any(len(part) < len(want[0]) for part in parts)
+
+
+# ---- other rules, and masters ---------------------------------------------------------------------------------------
+
+
+def _own_rule() -> Any:
+    from zero_optim.rules import Begins, Number, StateTensor, UpdateRule
+
+    class Halving(UpdateRule):
+        options = (Number("lr", 0.5, rate=True),)
+        tensors = (StateTensor("master", Begins.PARAMETER),)
+        own_columns = ("lr",)
+
+        def update_rows(self, g: Tensor, p: Tensor, state: Any, c: Any) -> Any:
+            return p - c["lr"] * g, {}
+
+    return Halving()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("which", ["amsgrad", "lion", "sgd", "own", "averages"])
+def test_every_rule_is_measured_against_its_masters(which: str, dtype: torch.dtype) -> None:
+    import zero_optim
+
+    model = make_model(dtype)
+    make: Callable[[Any], Any] = {
+        "amsgrad": lambda named: zero_optim.ShardedAdamW(named, amsgrad=True, telemetry=True),
+        "lion": lambda named: zero_optim.ShardedLion(named, lr=1e-3, telemetry=True),
+        "sgd": lambda named: zero_optim.ShardedSGD(named, lr=0.1, momentum=0.9, telemetry=True),
+        "own": lambda named: zero_optim.ShardedOptimizer(named, _own_rule(), telemetry=True),
+        "averages": lambda named: zero_optim.ShardedAdamW(named, ema_decay=(0.9, 0.99), telemetry=True),
+    }[which]
+    opt = make(model.named_parameters())
+    for step in range(2):
+        loss_of(model, 0, step).backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        before = _masters(opt, model)
+        opt.step()
+        opt.zero_grad()
+        after, found = _masters(opt, model), read(opt.telemetry())
+        assert found.keys() == grads.keys()
+        for name, of in found.items():
+            assert of == pytest.approx(numbers(grads[name], before[name], after[name]), rel=1e-5, abs=1e-9), name
+
+
+def _masters(opt: Any, model: nn.Module) -> dict[str, Tensor]:
+    state = opt.state_dict()["state"]
+    return {n: state.get(n, {}).get("master", p).detach().clone() for n, p in model.named_parameters()}
+
+
+# ---- steps that did not happen --------------------------------------------------------------------------------------
+
+
+def _skipped(rank: int, world_size: int) -> list[list[Any]]:
+    """On the device, and on the host, where updates are made ahead."""
+    return [_skipped_in(rank, world_size, store) for store in (None, "cpu")]
+
+
+def _skipped_in(rank: int, world_size: int, store: str | None) -> list[Any]:
+    """Three good steps, one that overflows on the last rank, and one in which one parameter alone has a gradient."""
+    import zero_optim
+
+    model = make_model(torch.bfloat16)
+    opt = zero_optim.ShardedAdamW(model.named_parameters(), stage=2, state_offload=store, telemetry=True)
+    seen = [opt.telemetry(over_ranks=True).floats()]
+    for step in range(5):
+        if step < 4:
+            loss_of(model, rank, step).backward()
+        else:
+            model[3].bias.float().sum().backward()
+        if step == 3 and rank == world_size - 1 and world_size == 1:
+            model[0].weight.grad[0, 0] = math.inf
+        elif step == 3:
+            (model[0].weight.float().sum() * (math.inf if rank else 1.0)).backward()
+        opt.step()
+        opt.zero_grad()
+        found = opt.telemetry(over_ranks=True)
+        values = [float(getattr(of, kind)) for of in found.values() for kind in KINDS]
+        seen.append((found.floats(), sum(map(abs, values)), [bool(of.updated) for of in found.values()]))
+    speculated = opt.stats()["state_offload"].get("speculated")
+    opt.close()
+    return [seen, speculated]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_that_did_not_happen_has_no_numbers(world_size: int) -> None:
+    for (seen, _), (on_host, speculated) in run_ranks(world_size, _skipped):
+        assert on_host == seen
+        assert world_size == 1 or speculated["right"] > 0, "no number came from an update that was made ahead"
+        first, *steps = seen
+        assert first == {}, "there was no step"
+        for floats, _, updated in steps[:3]:
+            assert len(floats) == 5 * 5 and all(updated)
+        assert steps[3] == ({}, 0.0, [False] * 5)
+        floats, _, updated = steps[4]
+        assert sorted(floats) == sorted(f"{kind}/3.bias" for kind in KINDS) and sum(updated) == 1
+        assert floats["grad_norm/3.bias"] == 1.0 and floats["grad_zeros/3.bias"] == 0.0
+
+
+# ---- who counts what ------------------------------------------------------------------------------------------------
+
+
+def _topologies(rank: int, world_size: int) -> list[tuple[Any, ...]]:
+    import zero_optim
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    seen = []
+    for stage in (0, 2):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        model = cut(Gpt(layers=1), mesh["tp"], sequence=False)
+        opt = zero_optim.ShardedAdamW(model.named_parameters(), stage=stage, mesh=mesh["dp"], telemetry=True)
+        tokens = torch.randint(11, (2, 8), generator=torch.Generator().manual_seed(rank // 2))
+        model(tokens, use=(0,)).float().square().mean().backward()
+        norm = opt.clip_grad_norm_(math.inf)
+        opt.step()
+        found = read(opt.telemetry(over_ranks=True))
+        wholes = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+        seen.append((found, float(norm), {name: float(whole.detach().norm()) for name, whole in wholes.items()}))
+        opt.close()
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = make_model()
+    opt = zero_optim.ShardedAdamW(model.named_parameters(), mesh=grid, telemetry=True)
+    loss_of(model, rank, 0).backward()
+    norm = opt.clip_grad_norm_(math.inf)
+    opt.step()
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    seen.append((read(opt.telemetry(over_ranks=True)), float(norm), {n: float(p.norm()) for n, p in trained.items()}))
+    opt.close()
+    return seen
+
+
+def test_slices_add_up_and_what_several_ranks_have_counts_once() -> None:
+    """Parameters cut over two tensor-parallel ranks, beside plain ones; and a mesh that repeats."""
+    results = run_ranks(4, _topologies)
+    for seen in results:
+        assert seen == results[0]
+    for found, norm, wholes in results[0]:
+        assert found.keys() == wholes.keys()
+        assert math.sqrt(sum(of["grad_norm"] ** 2 for of in found.values())) == pytest.approx(norm, rel=1e-5)
+        assert {name: of["param_norm"] for name, of in found.items()} == pytest.approx(wholes, rel=1e-5)
+
+
+def _experts(rank: int, world_size: int) -> tuple[Any, ...]:
+    import zero_optim
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("edp", "ep"))
+    torch.manual_seed(0)
+    shared = nn.Parameter(torch.randn(200))
+    expert = nn.Parameter(torch.full((300,), 1.0 + rank))
+    groups = [
+        {"params": [("shared", shared)]},
+        {"params": [("expert", expert)], "mesh": mesh["edp"], "grad_divisor": 2},
+    ]
+    opt = zero_optim.ShardedAdamW(groups, telemetry=True)
+    ((1 + rank) * (shared.sum() + expert.sum())).backward()
+    opt.step()
+    found = read(opt.telemetry(over_ranks=True))
+    norms = {"shared": float(shared.detach().norm()), "expert": float(expert.detach().norm())}
+    opt.close()
+    return found, norms
+
+
+def test_experts_have_the_numbers_of_their_rank() -> None:
+    for rank, (found, norms) in enumerate(run_ranks(2, _experts)):
+        assert {name: of["param_norm"] for name, of in found.items()} == pytest.approx(norms, rel=1e-6)
+        assert found["shared"]["grad_norm"] == pytest.approx(1.5 * math.sqrt(200), rel=1e-6)
+        assert found["expert"]["grad_norm"] == pytest.approx((1 + rank) / 2 * math.sqrt(300), rel=1e-6)
+
+
+# ---- off, memory, sleep ---------------------------------------------------------------------------------------------
+
+
+def test_off_it_makes_no_tensor_and_raises() -> None:
+    import zero_optim
+
+    model = make_model()
+    opt = zero_optim.ShardedAdamW(model.named_parameters())
+    assert all(shard.row_stats is None for shard in opt.engine.states.shards)
+    assert "telemetry" not in opt.stats()["memory"] and opt.engine.measured is None
+    with pytest.raises(zero_optim.ZeroOptimError, match="made without telemetry=True"):
+        opt.telemetry()
+    opt.close()
+    with pytest.raises(ValueError, match="telemetry must be True or False, got 'yes'"):
+        zero_optim.ShardedAdamW(model.named_parameters(), telemetry="yes")
+
+
+@pytest.mark.parametrize("store", [None, "paged", "cpu"])
+def test_memory_is_counted_and_planned(store: str | None) -> None:
+    import zero_optim
+
+    opts = []
+    for telemetry in (False, True):
+        model = make_model(torch.bfloat16)
+        opt = zero_optim.ShardedAdamW(model.named_parameters(), state_offload=store, telemetry=telemetry)
+        loss_of(model, 0, 0).backward()
+        opt.step()
+        opts.append(opt)
+    rows = sum(shard.numel // 128 for shard in opts[1].engine.states.shards)
+    taken, off = (opt.stats() for opt in reversed(opts))
+    assert taken["memory"]["telemetry"] == (0 if store == "cpu" else 20 * rows)
+    assert taken["state_offload"]["host"] - off["state_offload"]["host"] == (20 * rows if store == "cpu" else 0)
+    plans = [zero_optim.memory.plan_of(opt) for opt in opts]
+    assert plans[1].memory["telemetry"] == taken["memory"]["telemetry"]
+    assert plans[1].host - plans[0].host == (20 * rows if store == "cpu" else 0)
+    for opt in opts:
+        opt.close()
+
+
+def test_asleep_it_raises_and_awake_it_has_forgotten() -> None:
+    import zero_optim
+
+    model = make_model()
+    opt = zero_optim.ShardedAdamW(model.named_parameters(), telemetry=True)
+    for step in range(2):
+        loss_of(model, 0, step).backward()
+        opt.step()
+        opt.zero_grad()
+        kept = copy.deepcopy(opt.telemetry().floats())
+        assert len(kept) == 5 * 5
+        opt.sleep()
+        assert not any(opt.stats()["memory"][kind] for kind in ("telemetry", "exp_avg"))
+        with pytest.raises(zero_optim.ZeroOptimError, match=r"opt\.wake\(\)"):
+            opt.telemetry()
+        opt.wake()
+        assert opt.telemetry().floats() == {}
+        assert sum(float(of.param_norm) for of in opt.telemetry().values()) == 0.0
+    opt.close()
+
+
+def test_parameters_that_come_later_are_told_from_their_first_step() -> None:
+    import zero_optim
+
+    model = make_model()
+    later = nn.Parameter(torch.ones(130))
+    opt = zero_optim.ShardedAdamW(model.named_parameters(), telemetry=True)
+    loss_of(model, 0, 0).backward()
+    opt.step()
+    opt.zero_grad()
+    opt.add_param_group({"params": [("later", later)]})
+    found = opt.telemetry()
+    assert bool(found["0.weight"].updated) and not bool(found["later"].updated)
+    (loss_of(model, 0, 1) + 2 * later.sum()).backward()
+    opt.step()
+    found = opt.telemetry().floats()
+    assert found["grad_norm/later"] == pytest.approx(2 * math.sqrt(130), rel=1e-6) and len(found) == 6 * 5
+    opt.close()
