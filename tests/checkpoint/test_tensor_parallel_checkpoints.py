@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 from collections.abc import Iterable, Mapping
@@ -100,13 +101,15 @@ def _save(rank: int, world_size: int, mesh: Mesh, folder: str, dtype: torch.dtyp
     return found
 
 
-def _load(rank: int, world_size: int, mesh: Mesh, folder: str, dtype: torch.dtype, hidden: int) -> list[dict]:
-    """What is there after each way to load, and after one more step, which the loaded state decides."""
+def _load(
+    rank: int, world_size: int, mesh: Mesh, folder: str, dtype: torch.dtype, hidden: int, hows: Iterable[str]
+) -> list[dict]:
+    """What is there after each way to load."""
     import torch.distributed.checkpoint as dcp
     import zero_optim
 
     found = []
-    for how in ("own", "dcp", "full"):
+    for how in hows:
         model, opt, way = _job(mesh, dtype, hidden, seed=rank + 1)
         if how == "own":
             zero_optim.checkpoint.load(f"{folder}/own", model, opt)
@@ -143,10 +146,26 @@ def _same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str) 
     assert not wrong, f"{what}: {wrong}"
 
 
-def _loaded_from(saved: Mesh) -> list[Mesh]:
-    """Every mesh loads from two of the others; none but the whole tensors that are saved knows of both."""
-    turn = SAVED.index(saved)
-    return [mesh for number, mesh in enumerate(LOADED) if (turn + turn // 3 + number) % 3 == 0]
+HOWS = ("own", "dcp", "full")
+
+
+def _loads_of(saved: Mesh) -> dict[Mesh, tuple[str, ...]]:
+    """Which meshes load what this one has saved, and how. Every mesh loads from two of the others, in two ways from one
+    of them and in the third way from the other; what each has saved is loaded in every way, too. None but the whole
+    tensors that are saved knows of both."""
+    found = {}
+    for number, mesh in enumerate(LOADED):
+        sources = [of for turn, of in enumerate(SAVED) if (turn + turn // 3 + number) % 3 == 0]
+        if saved in sources:
+            found[mesh] = HOWS[:2] if sources.index(saved) == number // 3 % 2 else HOWS[2:]
+    return found
+
+
+def test_every_mesh_loads_in_every_way_and_what_each_has_saved_is():
+    loads = [(saved, mesh, how) for saved in SAVED for mesh, hows in _loads_of(saved).items() for how in hows]
+    assert {(saved, how) for saved, _, how in loads} == set(itertools.product(SAVED, HOWS))
+    assert {(mesh, how) for _, mesh, how in loads} == set(itertools.product(LOADED, HOWS))
+    assert all(len({saved for saved, loaded, _ in loads if loaded == mesh}) == 2 for mesh in LOADED)
 
 
 @pytest.mark.parametrize("saved", SAVED, ids=str)
@@ -156,20 +175,23 @@ def test_loads_on_any_other_mesh_bit_for_bit(saved, tmp_path):
     wanted = run_ranks(saved.ranks, _save, saved, str(tmp_path), dtype, hidden, timeout=120)
     for other in wanted[1:]:
         _same(other, wanted[0], "what ranks say of one job")
-    _load_on(_loaded_from(saved), str(tmp_path), wanted[0], dtype, hidden)
+    _load_on(_loads_of(saved), str(tmp_path), wanted[0], dtype, hidden)
 
 
 def test_what_replicas_of_shards_of_slices_have_saved_loads_bit_for_bit(tmp_path):
-    """On replicas at another stage, and where there are none."""
+    """On replicas at another stage, and where there are none: by a checkpoint of either kind, and by whole tensors."""
     saved = Mesh(4, 2, 2, replicas=2)
     wanted = run_ranks(saved.ranks, _save, saved, str(tmp_path), torch.float32, 24, timeout=120)
-    _load_on((replace(saved, stage=3), Mesh(2, 2, 3)), str(tmp_path), wanted[0], torch.float32, 24)
+    loads = {replace(saved, stage=3): HOWS[:2], Mesh(2, 2, 3): HOWS[2:]}
+    _load_on(loads, str(tmp_path), wanted[0], torch.float32, 24)
 
 
-def _load_on(meshes: Iterable[Mesh], folder: str, wanted: Mapping[str, Tensor], dtype: torch.dtype, hidden: int):
-    for mesh in meshes:
-        for rank, ways in enumerate(run_ranks(mesh.ranks, _load, mesh, folder, dtype, hidden, timeout=120)):
-            for how, found in zip(("own", "dcp", "full"), ways, strict=True):
+def _load_on(
+    loads: Mapping[Mesh, Iterable[str]], folder: str, wanted: Mapping[str, Tensor], dtype: torch.dtype, hidden: int
+):
+    for mesh, hows in loads.items():
+        for rank, ways in enumerate(run_ranks(mesh.ranks, _load, mesh, folder, dtype, hidden, hows, timeout=120)):
+            for how, found in zip(hows, ways, strict=True):
                 _same(found, wanted, f"{how}, on {mesh}, rank {rank}")
 
 

@@ -103,9 +103,14 @@ def _expected(cell: Cell, ranks: int, dtype: torch.dtype) -> list[Tensor]:
     return oracle.params
 
 
+def _cells(dtype: torch.dtype) -> list[Cell]:
+    """Every cell in two of the three dtypes."""
+    return [cell for number, cell in enumerate(CELLS) if (number + number // 3) % 3 != DTYPES.index(dtype)]
+
+
 def _train_cells(rank: int, world_size: int, dtype: torch.dtype, folder: str) -> list[list[Tensor]]:
     mesh = make_mesh(2, world_size // 2)
-    return [_train(rank, cell, dtype, mesh, folder) for cell in CELLS]
+    return [_train(rank, cell, dtype, mesh, folder) for cell in _cells(dtype)]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,7 @@ def _train_cells(rank: int, world_size: int, dtype: torch.dtype, folder: str) ->
 def test_every_cell_equals_the_oracle_bit_for_bit(ranks, dtype, tmp_path):
     results = run_ranks(ranks, _train_cells, dtype, str(tmp_path), timeout=120)
     failures = []
-    for number, cell in enumerate(CELLS):
+    for number, cell in enumerate(_cells(dtype)):
         expected = _expected(cell, ranks, dtype)
         for rank in range(ranks):
             if found := difference(results[rank][number], expected):

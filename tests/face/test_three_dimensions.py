@@ -101,10 +101,10 @@ def train(rank: int, world_size: int, stage: int, folder: str) -> eventful_cases
     return eventful_cases.train(make, f"{folder}/stage-{number}")
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_pipeline_tensor_parallelism_and_sharing_train_as_one_process_does(stage: int, tmp_path: Path) -> None:
     """With all that may happen: overflows, absent and frozen gradients; checkpoints, whole states, state off the
-    device, verify."""
+    device, verify. Stage 0 meets tensor parallelism and a pipeline one at a time, in the tests of these."""
     model = prepared(make_gpt())
 
     def backwards(step: int) -> None:
