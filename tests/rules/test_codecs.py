@@ -416,3 +416,27 @@ def test_a_codec_of_a_users_own_is_known_to_whoever_has_it(tmp_path: Path) -> No
         checkpoint.load(tmp_path, nn.ParameterList(params), other)
     other.close()
     checkpoint.load(tmp_path, nn.ParameterList(params))  # the model alone needs none
+
+
+def test_a_model_in_fp32_is_made_of_split_masters(tmp_path: Path) -> None:
+    """Loaded without an optimizer, exported, and walked through."""
+    import zero_optim
+    from safetensors.torch import load_file
+    from zero_optim import checkpoint
+    from zero_optim.checkpoint.hugging_face import export
+
+    model = nn.ParameterList(_make(torch.bfloat16))
+    opt = zero_optim.ShardedAdamW(model.named_parameters(), lr=0.01, master="split", state_dtype="int8")
+    _train([*model], opt, range(3), 1)
+    full = zero_optim.full_state_dict(opt)["state"]
+    masters = {name: full[index]["master"] for index, (name, _) in enumerate(model.named_parameters())}
+    assert not torch.equal(masters["0"], model[0].float())
+    checkpoint.save(tmp_path / "saved", model, opt)
+    export(tmp_path / "saved", tmp_path / "out", dtype=torch.float32)
+    fine = nn.ParameterList(_make(torch.float32))
+    checkpoint.load(tmp_path / "saved", fine)
+    walked = dict(zero_optim.iter_full_parameters(model, opt, dtype=torch.float32))
+    for found in (load_file(tmp_path / "out" / "model.safetensors"), dict(fine.named_parameters()), walked):
+        assert found.keys() == masters.keys()
+        assert all(torch.equal(found[name], masters[name]) for name in masters)
+    opt.close()

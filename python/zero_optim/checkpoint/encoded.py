@@ -20,7 +20,7 @@ from zero_kernels import ROW
 
 from ..errors import CheckpointError
 from ..params.arrangement import read_arranged, slice_counts
-from ..rules.codec import Codec
+from ..rules.codec import CODECS, Codec
 from ..rules.state_tensor import Per, StateTensor
 from .index import PARAMETER, Index, Key, ReadRange, SavedTensor
 
@@ -80,15 +80,19 @@ class EncodedTensor(SavedTensor):
         return of_rows or slice_counts(self.spec.shape, self.spec.cut)
 
 
-def decoded(index: Index, codecs: Mapping[str, Codec]) -> Index:
-    """``index`` with state that was stored by a codec as what it stands for. ``codecs``: those that are known, by name.
+def decoded(index: Index, codecs: Mapping[str, Codec] = CODECS, *, masters_alone: bool = False) -> Index:
+    """``index`` with state that was stored by a codec as what it stands for.
 
-    Raises CheckpointError for a codec that is not.
+    ``codecs``: those that are known, by name. ``masters_alone``: of all state, as a model without an optimizer needs.
+
+    Raises CheckpointError for a codec that is not known.
     """
     tensors: dict[Key, SavedTensor] = dict(index.tensors)
     for optimizer in index.optimizers:
         names = [name for group in optimizer.groups for name in group["params"]]
         for kind, codec_name in optimizer.codecs.items():
+            if masters_alone and kind != optimizer.master:
+                continue
             codec = codecs.get(codec_name)
             if codec is None:
                 raise CheckpointError(

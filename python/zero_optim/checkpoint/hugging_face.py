@@ -24,6 +24,7 @@ from ..rules.options import EMA
 from . import folder as folders
 from .contents import Column, Holding, Names, contents_of_model
 from .disk import OpenFiles
+from .encoded import decoded
 from .index import BUFFER, PARAMETER, Index, SavedTensor
 from .matching import counted, listed, shape_differs
 from .rank_file import Files, fill
@@ -78,6 +79,7 @@ def export(
     Raises CheckpointError: there is no checkpoint; it is damaged; ``out`` cannot be written.
     """
     folder, index, _ = folders.newest(Path(path))
+    index = decoded(index, masters_alone=True)
     weights = list(_weights(index, dtype, _check_average(index, average)))
     shards = _split(weights, max_shard_bytes)
     target = Path(out).absolute()
