@@ -122,20 +122,22 @@ constexpr int64_t kPiece = 32 * kRow;
 
 Vec nearer(Vec average, Vec p, Vec rate) { return average + rate * (p - average); }
 
-void average_run(const StepArgs& args, int64_t begin, int64_t end, int32_t slot) {
+// `p`: the new masters, from element `begin` on.
+void average_run(const StepArgs& args, const float* p, int64_t begin, int64_t end, int32_t slot) {
   for (int k = 0; k < args.average_count; ++k) {
     float* average = args.averages[k];
+    const float* master = p - begin;
     Vec rate(args.rates[int64_t(slot) * args.average_count + k]);
     int64_t i = begin;
     for (; i + kPair <= end; i += kPair) {
       prefetch_pair(average + i + kAhead);
-      Vec a = nearer(Vec::load(average + i), Vec::load(args.master + i), rate);
-      Vec b = nearer(Vec::load(average + i + kLanes), Vec::load(args.master + i + kLanes), rate);
+      Vec a = nearer(Vec::load(average + i), Vec::load(master + i), rate);
+      Vec b = nearer(Vec::load(average + i + kLanes), Vec::load(master + i + kLanes), rate);
       store_pair(average + i, a, b);
     }
     for (; i < end; i += kLanes) {
       int count = end - i < kLanes ? int(end - i) : kLanes;
-      Vec p = Vec::load_first(args.master + i, count);
+      Vec p = Vec::load_first(master + i, count);
       nearer(Vec::load_first(average + i, count), p, rate).store_first(average + i, count);
     }
   }
@@ -252,7 +254,7 @@ void update_rows(const StepArgs& args, int64_t row_begin, int64_t row_end) {
         } else {
           update_run<Rule, Grad, Out>(args, begin, piece_end, c, stream);
         }
-        average_run(args, begin, piece_end, slot);
+        average_run(args, args.master + begin, begin, piece_end, slot);
       }
     } else if (args.row_stats) {
       for (int64_t i = row * kRowStats; i < run_end * kRowStats; ++i) args.row_stats[i] = 0.0f;
@@ -288,13 +290,229 @@ void step(const StepArgs& args, int64_t row_begin, int64_t row_end) {
   }
 }
 
-const StepKernel kSteps[] = {
-    {"adamw", AdamW::kStates, step<AdamW>},
-    {"amsgrad", AmsGrad::kStates, step<AmsGrad>},
-    {"lion", Lion::kStates, step<Lion>},
-    {"sgd", Sgd::kStates, step<Sgd>},
-    {"sgd_plain", SgdPlain::kStates, step<SgdPlain>},
-    {}};
+// ---- rows of encoded states
+// ------------------------------------------------------------------------------------------
+
+// One row in fp32: of what is stored so the tensor itself, of what is not a copy.
+struct EncodedRow {
+  alignas(64) float grad[kRow], before[kRow], master[kRow], states[kMostStates][kRow];
+};
+
+template <class T>
+const float* widened(const T* from, float* to) {
+  for (int i = 0; i < kRow; i += kLanes) Vec::load(from + i).store(to + i);
+  return to;
+}
+const float* widened(const float* from, float*) { return from; }
+
+const float* gradients(const void* from, DType dtype, float* to) {
+  switch (dtype) {
+    case DType::kHalf:
+      return widened(static_cast<const Half*>(from), to);
+    case DType::kBFloat16:
+      return widened(static_cast<const BFloat16*>(from), to);
+    case DType::kFloat:
+      return static_cast<const float*>(from);
+  }
+  return to;
+}
+
+template <Form kForm, class T>
+void decode_as(const T* from, float scale, float* to) {
+  for (int i = 0; i < kRow; i += kLanes) decoded(kForm, Vec::load(from + i), Vec(scale)).store(to + i);
+}
+
+float* decode(Form form, void* stored, const float* scale, float* to) {
+  switch (form) {
+    case Form::kFloat:
+      return static_cast<float*>(stored);
+    case Form::kBFloat16:
+      widened(static_cast<const BFloat16*>(stored), to);
+      break;
+    case Form::kInt8:
+      decode_as<Form::kInt8>(static_cast<const int8_t*>(stored), *scale, to);
+      break;
+    case Form::kRoot8:
+      decode_as<Form::kRoot8>(static_cast<const uint8_t*>(stored), *scale, to);
+      break;
+  }
+  return to;
+}
+
+template <Form kForm, class T>
+void encode_as(const float* values, T* to, float* scale) {
+  Vec largest[kParts];
+  for (Vec& part : largest) part = Vec(0.0f);
+  for (int i = 0; i < kRow; i += kLine)
+    for (int part = 0; part < kParts; ++part)
+      largest[part] = max_bits(largest[part], bound_of(kForm, Vec::load(values + i + part * kLanes)));
+  *scale = scale_of(kForm, largest_of_line(largest));
+  if (!is_usable(*scale)) {
+    __builtin_memset(to, 0, kRow);
+    return;
+  }
+  for (int i = 0; i < kRow; i += kLanes) encoded(kForm, Vec::load(values + i), Vec(*scale)).store(to + i);
+}
+
+void encode(Form form, const float* values, void* stored, float* scale) {
+  switch (form) {
+    case Form::kFloat:
+      return;
+    case Form::kBFloat16:
+      for (int i = 0; i < kRow; i += kLanes) Vec::load(values + i).store(static_cast<BFloat16*>(stored) + i);
+      return;
+    case Form::kInt8:
+      return encode_as<Form::kInt8>(values, static_cast<int8_t*>(stored), scale);
+    case Form::kRoot8:
+      return encode_as<Form::kRoot8>(values, static_cast<uint8_t*>(stored), scale);
+  }
+}
+
+// The master becomes what is kept of it.
+void store_halves(float* master, BFloat16* high, int16_t* low) {
+  for (int i = 0; i < kRow; i += kLanes) {
+    Vec::load(master + i).store(high + i, low + i);
+    Vec::load(high + i, low + i).store(master + i);
+  }
+}
+
+void write_row(const float* master, void* out, DType dtype) {
+  for (int i = 0; i < kRow; i += kLanes) {
+    Vec p = Vec::load(master + i);
+    if (dtype == DType::kHalf)
+      p.store(static_cast<Half*>(out) + i);
+    else if (dtype == DType::kBFloat16)
+      p.store(static_cast<BFloat16*>(out) + i);
+    else
+      p.store(static_cast<float*>(out) + i);
+  }
+}
+
+[[gnu::always_inline]] inline void prefetch_row(const void* at, int64_t row, int64_t size) {
+  const char* from = static_cast<const char*>(at) + (row + kAhead / kRow) * kRow * size;
+  for (int64_t byte = 0; byte < kRow * size; byte += 64) prefetch(from + byte);
+}
+
+template <class T>
+T* of_row(T* tensor, int64_t row, int64_t size) {
+  return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(tensor) + row * kRow * size);
+}
+
+// A row of 128 elements, of which `count` exist: the others are 0, and stay. Gives the new masters.
+template <class Rule>
+const float* update_encoded(
+    const StepArgs& args, int64_t row, int64_t count, const Coefficients<Rule, Vec>& c, EncodedRow& of) {
+  const Encoded& encoded = args.encoded;
+  const float* grad = gradients(of_row(args.grad, row, size_of(args.grad_dtype)), args.grad_dtype, of.grad);
+  BFloat16* high = static_cast<BFloat16*>(args.param_out) + row * kRow;
+  float* master = encoded.low ? of.master : args.master + row * kRow;
+  if (encoded.low)
+    for (int i = 0; i < kRow; i += kLanes) Vec::load(high + i, encoded.low + row * kRow + i).store(master + i);
+  if (args.row_stats) __builtin_memcpy(of.before, master, sizeof of.before);
+  float* states[kMostStates];
+  for (int s = 0; s < Rule::kStates; ++s) {
+    void* stored = of_row(args.states[s], row, size_of(encoded.forms[s]));
+    states[s] = decode(encoded.forms[s], stored, encoded.scales[s] + row, of.states[s]);
+  }
+  for (int i = 0; i < kRow; i += kLanes) {
+    Lane<Rule, Vec> lane;
+    lane.p = Vec::load(master + i);
+    for (int s = 0; s < Rule::kStates; ++s) lane.states[s] = Vec::load(states[s] + i);
+    update(Vec::load(grad + i), lane, c);
+    lane.p.store(master + i);
+    for (int s = 0; s < Rule::kStates; ++s) lane.states[s].store(states[s] + i);
+  }
+  for (int64_t i = count; i < kRow; ++i) {
+    master[i] = 0.0f;
+    for (int s = 0; s < Rule::kStates; ++s) states[s][i] = 0.0f;
+  }
+  if (encoded.low)
+    store_halves(master, high, encoded.low + row * kRow);
+  else if (args.param_out)
+    write_row(master, of_row(args.param_out, row, size_of(args.param_dtype)), args.param_dtype);
+  for (int s = 0; s < Rule::kStates; ++s) {
+    void* stored = of_row(args.states[s], row, size_of(encoded.forms[s]));
+    encode(encoded.forms[s], states[s], stored, encoded.scales[s] + row);
+  }
+  if (args.row_stats) {
+    auto vector = [&](int k) __attribute__((always_inline)) {
+      int i = k * kLanes;
+      return Measured{Vec::load(grad + i) * c.grad_scale, Vec::load(of.before + i), Vec::load(master + i)};
+    };
+    measure_row(vector, kRow - count, args.row_stats + row * kRowStats);
+  }
+  return master;
+}
+
+// The last row of a shard, where it is shorter: copies of it, with zeros behind, are updated.
+template <class Rule>
+const float* update_encoded_tail(
+    const StepArgs& args, int64_t row, int64_t count, const Coefficients<Rule, Vec>& c, EncodedRow& of) {
+  alignas(64) float copies[3 + kMostStates][kRow] = {};
+  struct Copied {
+    void* tensor;
+    int64_t size;
+  } copied[3 + kMostStates] = {};
+  StepArgs tail = args;
+  int made = 0;
+  auto copy = [&](auto*& at, int64_t size) {
+    using Pointer = __typeof__(at + 0);
+    if (at == nullptr) return;
+    copied[made] = {const_cast<void*>(static_cast<const void*>(of_row(at, row, size))), size};
+    __builtin_memcpy(copies[made], copied[made].tensor, count * size);
+    at = reinterpret_cast<Pointer>(copies[made++]);
+  };
+  copy(tail.master, sizeof(float));
+  copy(tail.encoded.low, sizeof(int16_t));
+  copy(tail.param_out, size_of(args.param_dtype));
+  for (int s = 0; s < Rule::kStates; ++s) {
+    copy(tail.states[s], size_of(args.encoded.forms[s]));
+    if (tail.encoded.scales[s]) tail.encoded.scales[s] += row;
+  }
+  int written = made;
+  copy(tail.grad, size_of(args.grad_dtype));
+  if (tail.row_stats) tail.row_stats += row * kRowStats;
+  const float* master = update_encoded<Rule>(tail, 0, count, c, of);
+  for (int i = 0; i < written; ++i) __builtin_memcpy(copied[i].tensor, copies[i], count * copied[i].size);
+  if (master != of.master) __builtin_memcpy(of.master, master, sizeof of.master);  // the copies end here
+  return of.master;
+}
+
+template <class Rule>
+void step_encoded(const StepArgs& args, int64_t row_begin, int64_t row_end) {
+  EncodedRow of;
+  for (int64_t row = row_begin; row < row_end;) {
+    int32_t slot = args.row_slot[row];
+    bool live = slot >= 0 && args.hyper[slot].active != 0.0f;
+    Coefficients<Rule, Vec> c(args.hyper[live ? slot : 0], args.grad_scale);
+    for (; row < row_end && args.row_slot[row] == slot; ++row) {
+      if (!live) {
+        for (int i = 0; args.row_stats && i < kRowStats; ++i) args.row_stats[row * kRowStats + i] = 0.0f;
+        continue;
+      }
+      prefetch_row(args.grad, row, size_of(args.grad_dtype));
+      if (args.encoded.low) {
+        prefetch_row(args.encoded.low, row, sizeof(int16_t));
+        prefetch_row(args.param_out, row, sizeof(BFloat16));
+      } else {
+        prefetch_row(args.master, row, sizeof(float));
+      }
+      for (int s = 0; s < Rule::kStates; ++s) prefetch_row(args.states[s], row, size_of(args.encoded.forms[s]));
+      int64_t left = args.numel - row * kRow, count = left < kRow ? left : kRow;
+      const float* p = count == kRow ? update_encoded<Rule>(args, row, count, c, of)
+                                     : update_encoded_tail<Rule>(args, row, count, c, of);
+      average_run(args, p, row * kRow, row * kRow + count, slot);
+    }
+  }
+}
+
+template <class Rule>
+constexpr StepKernel step_of(const char* rule) {
+  return {rule, Rule::kStates, step<Rule>, step_encoded<Rule>};
+}
+
+const StepKernel kSteps[] = {step_of<AdamW>("adamw"), step_of<AmsGrad>("amsgrad"),    step_of<Lion>("lion"),
+                             step_of<Sgd>("sgd"),     step_of<SgdPlain>("sgd_plain"), {}};
 
 // ---- pack and unpack ----------------------------------------------------------------------------------------------
 

@@ -20,9 +20,28 @@ struct Vec {
   static Vec load(const float* from) { return Vec(_mm512_loadu_ps(from)); }
   static Vec load(const Half* from) { return widen_16(from, _mm256_loadu_si256(as_16(from))); }
   static Vec load(const BFloat16* from) { return widen_16(from, _mm256_loadu_si256(as_16(from))); }
+  static Vec load(const int8_t* from) { return Vec(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_8(from)))); }
+  static Vec load(const uint8_t* from) { return Vec(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load_8(from)))); }
+  // A master in two halves.
+  static Vec load(const BFloat16* high, const int16_t* low) {
+    __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(as_16(high))), 16);
+    return Vec(_mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_cvtepi16_epi32(_mm256_loadu_si256(as_16(low))))));
+  }
   void store(float* to) const { _mm512_storeu_ps(to, x); }
   void store(Half* to) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(to)); }
   void store(BFloat16* to) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(to)); }
+
+  // The nearest integers.
+  void store(int8_t* to) const { store_8(to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))); }
+  void store(uint8_t* to) const { store_8(to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))); }
+  void store(BFloat16* high, int16_t* low) const {
+    __m256i rounded = narrow(high);
+    __m512i away = _mm512_sub_epi32(_mm512_castps_si512(x), _mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
+    __m512i kept = _mm512_max_epi32(_mm512_min_epi32(away, _mm512_set1_epi32(32767)), _mm512_set1_epi32(-32767));
+    kept = _mm512_maskz_mov_epi32(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), kept);  // of NaN 0
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), rounded);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(low), _mm512_cvtepi32_epi16(kept));
+  }
 
   static Vec load_first(const float* from, int count) { return Vec(_mm512_maskz_loadu_ps(first(count), from)); }
   template <class T>
@@ -47,6 +66,8 @@ struct Vec {
 
  private:
   static __mmask16 first(int count) { return static_cast<__mmask16>((1u << count) - 1); }
+  static __m128i load_8(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+  static void store_8(void* to, __m128i bits) { _mm_storeu_si128(static_cast<__m128i*>(to), bits); }
   static const __m256i* as_16(const void* from) { return static_cast<const __m256i*>(from); }
   static Vec widen_16(const Half*, __m256i bits) { return Vec(_mm512_cvtph_ps(bits)); }
   static Vec widen_16(const BFloat16*, __m256i bits) {
@@ -60,9 +81,9 @@ inline Vec operator*(Vec a, Vec b) { return Vec(_mm512_mul_ps(a.x, b.x)); }
 inline Vec operator/(Vec a, Vec b) { return Vec(_mm512_div_ps(a.x, b.x)); }
 inline Vec square_root(Vec a) { return Vec(_mm512_sqrt_ps(a.x)); }
 inline Vec magnitude(Vec a) { return Vec(_mm512_and_ps(a.x, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fffffff)))); }
-// The larger bit pattern, for magnitudes: NaN is above inf.
+// The larger bit pattern, unsigned: of magnitudes NaN is above inf.
 inline Vec max_bits(Vec a, Vec b) {
-  return Vec(_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.x), _mm512_castps_si512(b.x))));
+  return Vec(_mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a.x), _mm512_castps_si512(b.x))));
 }
 // 1, -1, or a itself where it is neither above nor below 0: so NaN stays.
 inline Vec sign(Vec a) {
@@ -84,7 +105,7 @@ inline void fold_line(const Vec (&a)[1], const Vec (&b)[1], const Vec (&c)[1], c
 }
 inline float largest_of_line(const Vec (&a)[1]) {
   __m512i bits = _mm512_castps_si512(a[0].x);
-  return largest_of_eight(_mm256_max_epi32(_mm512_castsi512_si256(bits), _mm512_extracti32x8_epi32(bits, 1)));
+  return largest_of_eight(_mm256_max_epu32(_mm512_castsi512_si256(bits), _mm512_extracti32x8_epi32(bits, 1)));
 }
 
 template <class T>

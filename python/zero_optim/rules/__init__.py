@@ -1,7 +1,7 @@
 """Update rules: the arithmetic of an optimizer, as data. ``docs/rules.md`` says how to write one."""
 
 from .adamw import AdamW
-from .codec import Codec, Int8, Root8
+from .codec import Bf16, Codec, Int8, Root8
 from .lion import Lion
 from .options import Betas, Fixed, Flag, Number
 from .sgd import SGD
@@ -12,6 +12,7 @@ __all__ = [
     "AdamW",
     "Begins",
     "Betas",
+    "Bf16",
     "Codec",
     "Fixed",
     "Flag",
