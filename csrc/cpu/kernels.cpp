@@ -61,7 +61,7 @@ void write(T* to, Vec x, int count) {
 void write(NoOutput*, Vec, int) {}
 
 template <class T>
-void write_pair(T* to, Vec a, Vec b, bool stream) {
+[[gnu::always_inline]] inline void write_pair(T* to, Vec a, Vec b, bool stream) {
   stream ? stream_pair(to, a, b) : store_pair(to, a, b);
 }
 void write_pair(NoOutput*, Vec, Vec, bool) {}
@@ -293,104 +293,109 @@ void step(const StepArgs& args, int64_t row_begin, int64_t row_end) {
 // ---- rows of encoded states
 // ------------------------------------------------------------------------------------------
 
-// One row in fp32: of what is stored so the tensor itself, of what is not a copy.
+// One row in fp32: what is stored so is used where it is, of what is not there is a copy. Each loop over it is short,
+// so that a processor is at many of its divisions at a time, and asks for what it will want of a later row.
 struct EncodedRow {
   alignas(64) float grad[kRow], before[kRow], master[kRow], states[kMostStates][kRow];
 };
 
+// Called for every vector of a row.
+template <class T>
+[[gnu::always_inline]] inline void prefetch_line(const T* at) {
+  if (reinterpret_cast<uintptr_t>(at) % 64 < kLanes * sizeof(T)) prefetch(at + kAhead);
+}
+
 template <class T>
 const float* widened(const T* from, float* to) {
-  for (int i = 0; i < kRow; i += kLanes) Vec::load(from + i).store(to + i);
-  return to;
-}
-const float* widened(const float* from, float*) { return from; }
-
-const float* gradients(const void* from, DType dtype, float* to) {
-  switch (dtype) {
-    case DType::kHalf:
-      return widened(static_cast<const Half*>(from), to);
-    case DType::kBFloat16:
-      return widened(static_cast<const BFloat16*>(from), to);
-    case DType::kFloat:
-      return static_cast<const float*>(from);
+  for (int i = 0; i < kRow; i += kLanes) {
+    prefetch_line(from + i);
+    Vec::load(from + i).store(to + i);
   }
   return to;
 }
 
-template <Form kForm, class T>
-void decode_as(const T* from, float scale, float* to) {
-  for (int i = 0; i < kRow; i += kLanes) decoded(kForm, Vec::load(from + i), Vec(scale)).store(to + i);
+const float* widened(DType dtype, const void* from, float* to) {
+  if (dtype == DType::kBFloat16) return widened(static_cast<const BFloat16*>(from), to);
+  if (dtype == DType::kHalf) return widened(static_cast<const Half*>(from), to);
+  return static_cast<const float*>(from);
 }
 
-float* decode(Form form, void* stored, const float* scale, float* to) {
-  switch (form) {
-    case Form::kFloat:
-      return static_cast<float*>(stored);
-    case Form::kBFloat16:
-      widened(static_cast<const BFloat16*>(stored), to);
-      break;
-    case Form::kInt8:
-      decode_as<Form::kInt8>(static_cast<const int8_t*>(stored), *scale, to);
-      break;
-    case Form::kRoot8:
-      decode_as<Form::kRoot8>(static_cast<const uint8_t*>(stored), *scale, to);
-      break;
+template <class T>
+void write_row(const float* from, T* to, bool stream) {
+  for (int i = 0; i < kRow; i += kPair) write_pair(to + i, Vec::load(from + i), Vec::load(from + i + kLanes), stream);
+}
+
+void write_row(DType dtype, const float* from, void* to, bool stream) {
+  if (dtype == DType::kBFloat16) return write_row(from, static_cast<BFloat16*>(to), stream);
+  if (dtype == DType::kHalf) return write_row(from, static_cast<Half*>(to), stream);
+  write_row(from, static_cast<float*>(to), stream);
+}
+
+void join_row(const BFloat16* high, const int16_t* low, float* to) {
+  for (int i = 0; i < kRow; i += kLanes) {
+    prefetch_line(high + i);
+    prefetch_line(low + i);
+    Vec::load(high + i, low + i).store(to + i);
+  }
+}
+
+void split_row(const float* from, BFloat16* high, int16_t* low) {
+  for (int i = 0; i < kRow; i += kLanes) Vec::load(from + i).store(high + i, low + i);
+}
+
+float* decode_row(Form form, void* stored, const float* scale, float* to) {
+  if (form == Form::kFloat) return static_cast<float*>(stored);
+  if (form == Form::kBFloat16) widened(static_cast<const BFloat16*>(stored), to);
+  if (form == Form::kInt8) {
+    const int8_t* from = static_cast<const int8_t*>(stored);
+    for (int i = 0; i < kRow; i += kLanes) {
+      prefetch_line(from + i);
+      (unscaled_int8(from + i) * Vec(*scale)).store(to + i);
+    }
+  }
+  if (form == Form::kRoot8) {
+    const uint8_t* from = static_cast<const uint8_t*>(stored);
+    for (int i = 0; i < kRow; i += kLanes) {
+      prefetch_line(from + i);
+      decoded_root8(Vec::load(from + i), Vec(*scale)).store(to + i);
+    }
   }
   return to;
 }
 
+// Stores the nearest integers to estimates. False where one is too near to a tie for that.
 template <Form kForm, class T>
-void encode_as(const float* values, T* to, float* scale) {
+bool estimate_row(const float* values, T* to, float scale) {
+  if (!kEstimates || scale < 0x1p-50f || scale > 0x1p100f) return false;
+  Estimate estimate(scale);
+  Vec furthest(0.0f);  // from an integer
+  for (int i = 0; i < kRow; i += kLanes) {
+    Vec value = Vec::load(values + i);
+    Vec near = kForm == Form::kInt8 ? estimate.int8(value) : estimate.root8(value);
+    furthest = max_bits(furthest, store_nearest(near, to + i));
+  }
+  return below(furthest, 0.5f - kUnsure);
+}
+
+template <Form kForm, class T>
+void encode_row_as(const float* values, T* to, float* scale) {
   Vec largest[kParts];
   for (Vec& part : largest) part = Vec(0.0f);
   for (int i = 0; i < kRow; i += kLine)
     for (int part = 0; part < kParts; ++part)
       largest[part] = max_bits(largest[part], bound_of(kForm, Vec::load(values + i + part * kLanes)));
-  *scale = scale_of(kForm, largest_of_line(largest));
-  if (!is_usable(*scale)) {
+  float s = *scale = scale_of(kForm, largest_of_line(largest));
+  if (!is_usable(s)) {
     __builtin_memset(to, 0, kRow);
-    return;
-  }
-  for (int i = 0; i < kRow; i += kLanes) encoded(kForm, Vec::load(values + i), Vec(*scale)).store(to + i);
-}
-
-void encode(Form form, const float* values, void* stored, float* scale) {
-  switch (form) {
-    case Form::kFloat:
-      return;
-    case Form::kBFloat16:
-      for (int i = 0; i < kRow; i += kLanes) Vec::load(values + i).store(static_cast<BFloat16*>(stored) + i);
-      return;
-    case Form::kInt8:
-      return encode_as<Form::kInt8>(values, static_cast<int8_t*>(stored), scale);
-    case Form::kRoot8:
-      return encode_as<Form::kRoot8>(values, static_cast<uint8_t*>(stored), scale);
+  } else if (!estimate_row<kForm>(values, to, s)) {
+    for (int i = 0; i < kRow; i += kLanes) encoded(kForm, Vec::load(values + i), Vec(s)).store(to + i);
   }
 }
 
-// The master becomes what is kept of it.
-void store_halves(float* master, BFloat16* high, int16_t* low) {
-  for (int i = 0; i < kRow; i += kLanes) {
-    Vec::load(master + i).store(high + i, low + i);
-    Vec::load(high + i, low + i).store(master + i);
-  }
-}
-
-void write_row(const float* master, void* out, DType dtype) {
-  for (int i = 0; i < kRow; i += kLanes) {
-    Vec p = Vec::load(master + i);
-    if (dtype == DType::kHalf)
-      p.store(static_cast<Half*>(out) + i);
-    else if (dtype == DType::kBFloat16)
-      p.store(static_cast<BFloat16*>(out) + i);
-    else
-      p.store(static_cast<float*>(out) + i);
-  }
-}
-
-[[gnu::always_inline]] inline void prefetch_row(const void* at, int64_t row, int64_t size) {
-  const char* from = static_cast<const char*>(at) + (row + kAhead / kRow) * kRow * size;
-  for (int64_t byte = 0; byte < kRow * size; byte += 64) prefetch(from + byte);
+void encode_row(Form form, const float* values, void* to, float* scale) {
+  if (form == Form::kBFloat16) write_row(values, static_cast<BFloat16*>(to), false);
+  if (form == Form::kInt8) encode_row_as<Form::kInt8>(values, static_cast<int8_t*>(to), scale);
+  if (form == Form::kRoot8) encode_row_as<Form::kRoot8>(values, static_cast<uint8_t*>(to), scale);
 }
 
 template <class T>
@@ -398,55 +403,66 @@ T* of_row(T* tensor, int64_t row, int64_t size) {
   return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(tensor) + row * kRow * size);
 }
 
-// A row of 128 elements, of which `count` exist: the others are 0, and stay. Gives the new masters.
 template <class Rule>
-const float* update_encoded(
-    const StepArgs& args, int64_t row, int64_t count, const Coefficients<Rule, Vec>& c, EncodedRow& of) {
-  const Encoded& encoded = args.encoded;
-  const float* grad = gradients(of_row(args.grad, row, size_of(args.grad_dtype)), args.grad_dtype, of.grad);
-  BFloat16* high = static_cast<BFloat16*>(args.param_out) + row * kRow;
-  float* master = encoded.low ? of.master : args.master + row * kRow;
-  if (encoded.low)
-    for (int i = 0; i < kRow; i += kLanes) Vec::load(high + i, encoded.low + row * kRow + i).store(master + i);
-  if (args.row_stats) __builtin_memcpy(of.before, master, sizeof of.before);
-  float* states[kMostStates];
-  for (int s = 0; s < Rule::kStates; ++s) {
-    void* stored = of_row(args.states[s], row, size_of(encoded.forms[s]));
-    states[s] = decode(encoded.forms[s], stored, encoded.scales[s] + row, of.states[s]);
-  }
+void update_row(const float* grad, float* master, float* const* states, const Coefficients<Rule, Vec>& of) {
+  Coefficients<Rule, Vec> c = of;
   for (int i = 0; i < kRow; i += kLanes) {
     Lane<Rule, Vec> lane;
+    prefetch_line(grad + i);
+    prefetch_line(master + i);
+    for (int s = 0; s < Rule::kStates; ++s) prefetch_line(states[s] + i);
     lane.p = Vec::load(master + i);
     for (int s = 0; s < Rule::kStates; ++s) lane.states[s] = Vec::load(states[s] + i);
     update(Vec::load(grad + i), lane, c);
     lane.p.store(master + i);
     for (int s = 0; s < Rule::kStates; ++s) lane.states[s].store(states[s] + i);
   }
+}
+
+// A row of 128 elements, of which `count` exist. Leaves its new masters in `of`, where averages want them.
+template <class Rule>
+void update_encoded(
+    const StepArgs& args, int64_t row, int64_t count, const Coefficients<Rule, Vec>& c, EncodedRow& of, bool stream) {
+  const Encoded& encoded = args.encoded;
+  void* out = of_row(args.param_out, row, size_of(args.param_dtype));
+  BFloat16* high = static_cast<BFloat16*>(out);
+  int16_t* low = encoded.low + row * kRow;
+  float* master = encoded.low ? of.master : args.master + row * kRow;
+  if (encoded.low) join_row(high, low, master);
+  if (args.row_stats) __builtin_memcpy(of.before, master, sizeof of.before);
+  const float* grad = widened(args.grad_dtype, of_row(args.grad, row, size_of(args.grad_dtype)), of.grad);
+  void* stored[kMostStates];
+  float* states[kMostStates];
+  for (int s = 0; s < Rule::kStates; ++s) {
+    stored[s] = of_row(args.states[s], row, size_of(encoded.forms[s]));
+    states[s] = decode_row(encoded.forms[s], stored[s], encoded.scales[s] + row, of.states[s]);
+  }
+  update_row(grad, master, states, c);
   for (int64_t i = count; i < kRow; ++i) {
     master[i] = 0.0f;
     for (int s = 0; s < Rule::kStates; ++s) states[s][i] = 0.0f;
   }
   if (encoded.low)
-    store_halves(master, high, encoded.low + row * kRow);
+    split_row(master, high, low);
   else if (args.param_out)
-    write_row(master, of_row(args.param_out, row, size_of(args.param_dtype)), args.param_dtype);
-  for (int s = 0; s < Rule::kStates; ++s) {
-    void* stored = of_row(args.states[s], row, size_of(encoded.forms[s]));
-    encode(encoded.forms[s], states[s], stored, encoded.scales[s] + row);
-  }
-  if (args.row_stats) {
-    auto vector = [&](int k) __attribute__((always_inline)) {
-      int i = k * kLanes;
-      return Measured{Vec::load(grad + i) * c.grad_scale, Vec::load(of.before + i), Vec::load(master + i)};
-    };
-    measure_row(vector, kRow - count, args.row_stats + row * kRowStats);
-  }
-  return master;
+    write_row(args.param_dtype, master, out, stream);
+  for (int s = 0; s < Rule::kStates; ++s) encode_row(encoded.forms[s], states[s], stored[s], encoded.scales[s] + row);
+  if (!args.row_stats && !args.average_count) return;
+  if (encoded.low)
+    join_row(high, low, of.master);  // what is kept of them
+  else
+    __builtin_memcpy(of.master, master, sizeof of.master);
+  if (!args.row_stats) return;
+  auto vector = [&](int k) __attribute__((always_inline)) {
+    int i = k * kLanes;
+    return Measured{Vec::load(grad + i) * c.grad_scale, Vec::load(of.before + i), Vec::load(of.master + i)};
+  };
+  measure_row(vector, kRow - count, args.row_stats + row * kRowStats);
 }
 
 // The last row of a shard, where it is shorter: copies of it, with zeros behind, are updated.
 template <class Rule>
-const float* update_encoded_tail(
+void update_encoded_tail(
     const StepArgs& args, int64_t row, int64_t count, const Coefficients<Rule, Vec>& c, EncodedRow& of) {
   alignas(64) float copies[3 + kMostStates][kRow] = {};
   struct Copied {
@@ -472,15 +488,14 @@ const float* update_encoded_tail(
   int written = made;
   copy(tail.grad, size_of(args.grad_dtype));
   if (tail.row_stats) tail.row_stats += row * kRowStats;
-  const float* master = update_encoded<Rule>(tail, 0, count, c, of);
+  update_encoded<Rule>(tail, 0, count, c, of, false);
   for (int i = 0; i < written; ++i) __builtin_memcpy(copied[i].tensor, copies[i], count * copied[i].size);
-  if (master != of.master) __builtin_memcpy(of.master, master, sizeof of.master);  // the copies end here
-  return of.master;
 }
 
 template <class Rule>
 void step_encoded(const StepArgs& args, int64_t row_begin, int64_t row_end) {
   EncodedRow of;
+  bool stream = aligned(args.param_out) && args.numel >= kStreamFrom && !args.encoded.low;
   for (int64_t row = row_begin; row < row_end;) {
     int32_t slot = args.row_slot[row];
     bool live = slot >= 0 && args.hyper[slot].active != 0.0f;
@@ -490,20 +505,15 @@ void step_encoded(const StepArgs& args, int64_t row_begin, int64_t row_end) {
         for (int i = 0; args.row_stats && i < kRowStats; ++i) args.row_stats[row * kRowStats + i] = 0.0f;
         continue;
       }
-      prefetch_row(args.grad, row, size_of(args.grad_dtype));
-      if (args.encoded.low) {
-        prefetch_row(args.encoded.low, row, sizeof(int16_t));
-        prefetch_row(args.param_out, row, sizeof(BFloat16));
-      } else {
-        prefetch_row(args.master, row, sizeof(float));
-      }
-      for (int s = 0; s < Rule::kStates; ++s) prefetch_row(args.states[s], row, size_of(args.encoded.forms[s]));
       int64_t left = args.numel - row * kRow, count = left < kRow ? left : kRow;
-      const float* p = count == kRow ? update_encoded<Rule>(args, row, count, c, of)
-                                     : update_encoded_tail<Rule>(args, row, count, c, of);
-      average_run(args, p, row * kRow, row * kRow + count, slot);
+      if (count == kRow)
+        update_encoded<Rule>(args, row, count, c, of, stream);
+      else
+        update_encoded_tail<Rule>(args, row, count, c, of);
+      average_run(args, of.master, row * kRow, row * kRow + count, slot);
     }
   }
+  if (stream) stream_fence();
 }
 
 template <class Rule>

@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "../float16.h"
+#include "../rules/codecs.h"
 #include "fold_x86.h"
 
 namespace zero_kernels {
@@ -103,6 +103,39 @@ inline Vec sign(Vec a) {
 // 1 where a is 0, of either sign, else 0.
 inline Vec is_zero(Vec a) {
   return Vec(_mm256_and_ps(_mm256_cmp_ps(a.x, _mm256_setzero_ps(), _CMP_EQ_OQ), _mm256_set1_ps(1.0f)));
+}
+
+inline Vec unscaled_int8(const int8_t* from) { return zero_kernels::unscaled_int8(Vec::load(from)); }
+
+// Estimates of what is stored, before it is rounded. Twice what rounding and the processor's reciprocals of 11 bits can
+// make of a number below 256 is less than `kUnsure`. Of numbers below the normal ones they are inf or NaN.
+constexpr bool kEstimates = true;
+constexpr float kUnsure = 0x1p-10f;
+struct Estimate {
+  Vec scale, unit, half;
+  Estimate() = default;
+  explicit Estimate(float of) : scale(of), unit(1.5f * (255.0f / of)), half(0.5f * (255.0f / of)) {}
+
+  Vec int8(Vec value) const {  // 254 v / (s + |v|)
+    Vec d = scale + magnitude(value), r(_mm256_rcp_ps(d.x));
+    return value * Vec(254.0f) * (r + r * (Vec(1.0f) - d * r));
+  }
+  Vec root8(Vec value) const {  // 255 root(v) / s; 1 at least where v is above 0
+    Vec r(_mm256_rsqrt_ps(value.x)), root = value * r;
+    Vec near = root * (unit - half * (root * r));
+    __m256 above = _mm256_cmp_ps(value.x, _mm256_setzero_ps(), _CMP_GT_OQ);
+    return Vec(_mm256_and_ps(above, _mm256_max_ps(_mm256_set1_ps(1.0f), near.x)));  // of NaN NaN
+  }
+};
+// Stores the nearest integers, and gives how far away each is.
+template <class T>
+inline Vec store_nearest(Vec a, T* to) {
+  Vec whole(_mm256_round_ps(a.x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  whole.store(to);
+  return magnitude(a - whole);
+}
+inline bool below(Vec a, float bound) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(a.x, _mm256_set1_ps(bound), _CMP_NLT_UQ)) == 0;
 }
 
 // Folds four lines of 16, each of two vectors, by halves.

@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "../float16.h"
+#include "../rules/codecs.h"
 #include "fold_x86.h"
 
 namespace zero_kernels {
@@ -97,6 +97,49 @@ inline Vec is_zero(Vec a) {
   __mmask16 zero = _mm512_cmp_ps_mask(a.x, _mm512_setzero_ps(), _CMP_EQ_OQ);
   return Vec(_mm512_maskz_mov_ps(zero, _mm512_set1_ps(1.0f)));
 }
+
+// As codecs.h has it, without the divider, which an update keeps busy: the quotient by an estimate of the reciprocal is
+// put right by what is left of y. For none of the 256 numbers is the quotient near enough to a tie to be rounded
+// otherwise.
+inline Vec unscaled_int8(const int8_t* from) {
+  Vec y = over_127(Vec::load(from));
+  Vec d = Vec(2.0f) - magnitude(y);
+  __m512 estimate = _mm512_rcp14_ps(d.x);
+  __m512 r = _mm512_fmadd_ps(estimate, _mm512_fnmadd_ps(d.x, estimate, _mm512_set1_ps(1.0f)), estimate);
+  __m512 quotient = _mm512_mul_ps(y.x, r);
+  return Vec(_mm512_fmadd_ps(_mm512_fnmadd_ps(d.x, quotient, y.x), r, quotient));
+}
+
+// Estimates of what is stored, before it is rounded. Twice what rounding and the processor's reciprocals of 14 bits can
+// make of a number below 256 is less than `kUnsure`.
+constexpr bool kEstimates = true;
+constexpr float kUnsure = 0x1p-12f;
+struct Estimate {
+  Vec scale, unit, half;
+  Estimate() = default;
+  explicit Estimate(float of) : scale(of), unit(1.5f * (255.0f / of)), half(0.5f * (255.0f / of)) {}
+
+  Vec int8(Vec value) const {  // 254 v / (s + |v|)
+    Vec d = scale + magnitude(value);
+    __m512 r = _mm512_rcp14_ps(d.x);
+    r = _mm512_fmadd_ps(r, _mm512_fnmadd_ps(d.x, r, _mm512_set1_ps(1.0f)), r);
+    return value * Vec(254.0f) * Vec(r);
+  }
+  Vec root8(Vec value) const {  // 255 root(v) / s; 1 at least where v is above 0
+    Vec r(_mm512_rsqrt14_ps(value.x)), root = value * r, near_1 = root * r;
+    Vec near = root * Vec(_mm512_fnmadd_ps(near_1.x, half.x, unit.x));
+    __mmask16 above = _mm512_cmp_ps_mask(value.x, _mm512_setzero_ps(), _CMP_GT_OQ);
+    return Vec(_mm512_maskz_max_ps(above, _mm512_set1_ps(1.0f), near.x));  // of NaN NaN
+  }
+};
+// Stores the nearest integers, and gives how far away each is.
+template <class T>
+inline Vec store_nearest(Vec a, T* to) {
+  Vec shifted = a + Vec(12582912.0f);  // no fraction is left, and the last bits are the integer
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_castps_si512(shifted.x)));
+  return magnitude(a - (shifted - Vec(12582912.0f)));
+}
+inline bool below(Vec a, float bound) { return _mm512_cmp_ps_mask(a.x, _mm512_set1_ps(bound), _CMP_NLT_UQ) == 0; }
 
 // Folds four lines of 16, each a vector, by halves.
 inline void fold_line(const Vec (&a)[1], const Vec (&b)[1], const Vec (&c)[1], const Vec (&d)[1], float* to) {

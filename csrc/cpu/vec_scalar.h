@@ -53,6 +53,23 @@ inline Vec sign(Vec a) { return Vec(zero_kernels::sign(a.x)); }
 // 1 where a is 0, of either sign, else 0.
 inline Vec is_zero(Vec a) { return Vec(zero_kernels::is_zero(a.x)); }
 
+inline Vec unscaled_int8(const int8_t* from) { return zero_kernels::unscaled_int8(Vec::load(from)); }
+
+// Estimates of what is stored would save nothing.
+constexpr bool kEstimates = false;
+constexpr float kUnsure = 0.5f;
+struct Estimate {
+  Estimate() = default;
+  explicit Estimate(float) {}
+  Vec int8(Vec value) const { return value; }
+  Vec root8(Vec value) const { return value; }
+};
+template <class T>
+inline Vec store_nearest(Vec a, T*) {
+  return a;
+}
+inline bool below(Vec, float) { return false; }
+
 // Folds a line by halves: a[j] gets a[j + h] for h = 8 ... 1.
 inline float fold_line(const Vec (&a)[16]) {
   float lanes[16];

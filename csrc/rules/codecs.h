@@ -51,13 +51,30 @@ ZK_HOST_DEVICE inline V encoded(Form form, V value, V scale) {
   return max_bits(near, V(1.0f) - is_zero(value));  // 0 is for 0 alone
 }
 
+constexpr float kOver127 = 0x1.0204000000000p-7f, kRest127 = 0x1.0204080000000p-28f;
+constexpr float kOver255 = 0x1.0100000000000p-8f, kRest255 = 0x1.0101020000000p-24f;
+
+// stored / 127 and stored / 255. Of the 256 numbers there are, the product with the first half of the reciprocal is
+// exact, and the sum with the second is rounded as the quotient is: the tests try all.
 template <class V>
-ZK_HOST_DEVICE inline V decoded(Form form, V stored, V scale) {
-  if (form == Form::kInt8) {
-    V y = stored / V(127.0f);
-    return y / (V(2.0f) - magnitude(y)) * scale;
-  }
-  V root = stored / V(255.0f) * scale;
+ZK_HOST_DEVICE inline V over_127(V stored) {
+  return stored * V(kOver127) + stored * V(kRest127);
+}
+template <class V>
+ZK_HOST_DEVICE inline V over_255(V stored) {
+  return stored * V(kOver255) + stored * V(kRest255);
+}
+
+// To be multiplied by the scale.
+template <class V>
+ZK_HOST_DEVICE inline V unscaled_int8(V stored) {
+  V y = over_127(stored);
+  return y / (V(2.0f) - magnitude(y));
+}
+
+template <class V>
+ZK_HOST_DEVICE inline V decoded_root8(V stored, V scale) {
+  V root = over_255(stored) * scale;
   return root * root;
 }
 
