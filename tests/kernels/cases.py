@@ -180,7 +180,10 @@ class EncodedShards(Shards):
         self.scales: list[Tensor] = []
         super().__init__(rule, *args, **kwargs)
         for i, state in enumerate(self.states):
-            form, values = codecs.FORMS[forms[i % len(forms)]], torch.nn.functional.pad(state, (0, -len(state) % ROW))
+            form, values = (
+                codecs.FORMS[forms[i % len(RULES[rule].states)]],
+                torch.nn.functional.pad(state, (0, -len(state) % ROW)),
+            )
             stored, *scale = form.encode(values.view(-1, ROW)) if len(state) else form.encode(state.new_zeros(1, ROW))
             self.states[i] = at_offset(stored.reshape(-1)[: len(state)].clone(), state.storage_offset())
             self.scales += [at_offset(of.reshape(-1)[: -(-len(state) // ROW)], i % 3) for of in scale]
