@@ -103,7 +103,7 @@ def test_foreach_step(rule: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 @interpreted
 def test_encoded_states_and_split_masters(rule: str) -> None:
-    """Every form for every state; tails and whole rows, misaligned, averages, rows that are measured; a skipped step."""
+    """Every form for every state; tails and whole rows, misaligned, averages, measured rows; and a skipped step."""
     forms = tuple(codecs.FORMS)
     for number, form in enumerate(forms):
         given = (form, forms[(number + 1 + number // 2) % 4], forms[number - 1])

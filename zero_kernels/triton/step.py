@@ -172,7 +172,8 @@ def _step_kernel(
         # A mask of elements makes every access narrow: only the last tile pays for it.
         _step_rows(
             grad, master, states, param_out, row_slot, hyper,
-            grad_scale, found_inf, nonfinite_slots, averages, rates, row_stats, scales, UPDATE, row, has_row, at, at < numel,
+            grad_scale, found_inf, nonfinite_slots, averages, rates, row_stats, scales, UPDATE, row, has_row, at,
+            at < numel,
         )  # fmt: skip
     else:
         _step_rows(
