@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "rules/rule.h"
+#include "rules/codecs.h"
 #include "stable.h"
 
 namespace zero_kernels {
@@ -43,17 +43,55 @@ struct StepTensors {
   int average_count = 0;
   const Tensor* rates = nullptr;
   const Tensor* row_stats = nullptr;
+  const Tensor* scales[kMostStates] = {};  // of each state, or null
 
+  bool is_split() const { return master.scalar_type() == ScalarType::Short; }
   DType param_dtype() const { return param_out ? dtype_of(*param_out) : DType::kFloat; }
 };
 
-inline void check_step(const StepTensors& of) {
+// The form of a state, by its dtype.
+inline Form form_of(const Tensor& state) {
+  switch (state.scalar_type()) {
+    case ScalarType::Float:
+      return Form::kFloat;
+    case ScalarType::BFloat16:
+      return Form::kBFloat16;
+    case ScalarType::Char:
+      return Form::kInt8;
+    case ScalarType::Byte:
+      return Form::kRoot8;
+    default:
+      throw std::runtime_error("zero_kernels: a state has another dtype than this call was prepared for");
+  }
+}
+
+// Of a checked call.
+inline Encoded encoded_of(const StepTensors& of) {
+  Encoded encoded = {};
+  for (int i = 0; i < of.state_count; ++i) {
+    encoded.forms[i] = form_of(*of.states[i]);
+    encoded.scales[i] = of.scales[i] ? data<float>(*of.scales[i]) : nullptr;
+  }
+  encoded.low = of.is_split() ? data<int16_t>(of.master) : nullptr;
+  return encoded;
+}
+
+inline void check_step(const StepTensors& of, bool in_any_form = false) {
   int64_t numel = of.grad.numel(), slots = of.hyper.size(0);
   int32_t device = of.grad.get_device_index();
   check_bounds("grad", of.grad, numel, device);
-  check_bounds("master", of.master, ScalarType::Float, numel, device);
-  for (int i = 0; i < of.state_count; ++i) check_bounds("a state", *of.states[i], ScalarType::Float, numel, device);
+  bool split = in_any_form && of.is_split();
+  check_bounds("master", of.master, split ? ScalarType::Short : ScalarType::Float, numel, device);
+  for (int i = 0; i < of.state_count; ++i) {
+    if (in_any_form)
+      check_bounds("a state", *of.states[i], numel, device);
+    else
+      check_bounds("a state", *of.states[i], ScalarType::Float, numel, device);
+    if (of.scales[i]) check_bounds("a scale", *of.scales[i], ScalarType::Float, ceil_div(numel, kRow), device);
+  }
   if (of.param_out) check_bounds("param_out", *of.param_out, numel, device);
+  if (split && (!of.param_out || of.param_dtype() != DType::kBFloat16))
+    throw std::runtime_error("zero_kernels: a split master needs param_out in bfloat16, its high half");
   check_bounds("row_slot", of.row_slot, ScalarType::Int, ceil_div(numel, kRow), device);
   check_bounds("hyper", of.hyper, ScalarType::Float, slots * kHyperColumns, device);
   check_bounds("grad_scale", of.grad_scale, ScalarType::Float, 1, device);
@@ -73,8 +111,9 @@ inline std::vector<StepTensors> check_foreach_step(
     const std::vector<Tensor>& states, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
     const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& nonfinite_slots, const std::optional<std::vector<Tensor>>& averages,
-    const std::optional<Tensor>& rates, const std::optional<std::vector<Tensor>>& row_stats) {
-  size_t count = grads.size(), of_all = averages ? averages->size() : 0;
+    const std::optional<Tensor>& rates, const std::optional<std::vector<Tensor>>& row_stats,
+    const std::optional<std::vector<Tensor>>& scales) {
+  size_t count = grads.size(), of_all = averages ? averages->size() : 0, scaled = 0;
   if (masters.size() != count || row_slots.size() != count || states.size() != count * state_count ||
       (of_all && of_all % count != 0) || (row_stats && row_stats->size() != count))
     throw std::runtime_error("zero_kernels: foreach_step got lists of unlike lengths");
@@ -87,17 +126,25 @@ inline std::vector<StepTensors> check_foreach_step(
     const Tensor* param_out = params_out.empty() ? nullptr : &params_out[i];
     StepTensors shard = {grads[i],     masters[i], {},         state_count, param_out,
                          row_slots[i], hyper,      grad_scale, found_inf,   nonfinite_slots};
-    for (int s = 0; s < state_count; ++s) shard.states[s] = &states[i * state_count + s];
+    for (int s = 0; s < state_count; ++s) {
+      shard.states[s] = &states[i * state_count + s];
+      if (!has_scale(form_of(*shard.states[s]))) continue;
+      if (!scales || scaled == scales->size())
+        throw std::runtime_error("zero_kernels: foreach_step needs a scale for each int8 or uint8 state");
+      shard.scales[s] = &(*scales)[scaled++];
+    }
     if (of_all) {
       shard.average_count = int(of_all / count);
       shard.averages = &(*averages)[i * shard.average_count];
       shard.rates = &*rates;
     }
     if (row_stats) shard.row_stats = &(*row_stats)[i];
-    check_step(shard);
+    check_step(shard, true);
     shards.push_back(shard);
-    if (grads[i].get_device_index() != grads[0].get_device_index() || dtype_of(grads[i]) != dtype_of(grads[0]) ||
-        shard.param_dtype() != shards[0].param_dtype())
+    bool alike = masters[i].scalar_type() == masters[0].scalar_type();
+    for (int s = 0; s < state_count; ++s) alike &= form_of(*shard.states[s]) == form_of(states[s]);
+    if (!alike || grads[i].get_device_index() != grads[0].get_device_index() ||
+        dtype_of(grads[i]) != dtype_of(grads[0]) || shard.param_dtype() != shards[0].param_dtype())
       throw std::runtime_error("zero_kernels: the shards of foreach_step are not alike in device and dtypes");
   }
   return shards;

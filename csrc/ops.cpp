@@ -53,7 +53,7 @@ void mark_nonfinite(const StepArgs& args, int32_t* flags) {
 StepArgs args_of(const StepTensors& of) {
   StepArgs args = {
       data<const void>(of.grad),
-      data<float>(of.master),
+      of.is_split() ? nullptr : data<float>(of.master),
       {},
       of.param_out ? data<void>(*of.param_out) : nullptr,
       data<const int32_t>(of.row_slot),
@@ -65,7 +65,8 @@ StepArgs args_of(const StepTensors& of) {
       nullptr,
       of.rates ? data<const float>(*of.rates) : nullptr,
       of.average_count,
-      of.row_stats ? data<float>(*of.row_stats) : nullptr};
+      of.row_stats ? data<float>(*of.row_stats) : nullptr,
+      encoded_of(of)};
   for (int i = 0; i < of.state_count; ++i) args.states[i] = data<float>(*of.states[i]);
   check_slots(args.row_slot, ceil_div(args.numel, kRow), of.hyper.size(0));
   return args;
@@ -99,11 +100,12 @@ void foreach_step(
     const std::vector<Tensor>& states, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
     const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& nonfinite_slots, const std::optional<std::vector<Tensor>>& averages,
-    const std::optional<Tensor>& rates, const std::optional<std::vector<Tensor>>& row_stats) {
+    const std::optional<Tensor>& rates, const std::optional<std::vector<Tensor>>& row_stats,
+    const std::optional<std::vector<Tensor>>& scales) {
   const StepKernel& kernel = entry_of(rule, kernels().steps);
   std::vector<StepTensors> given = check_foreach_step(
       kernel.states, grads, masters, states, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots,
-      averages, rates, row_stats);
+      averages, rates, row_stats, scales);
   std::vector<float*> of_averages;
   if (averages)
     for (const Tensor& average : *averages) of_averages.push_back(data<float>(average));
@@ -121,7 +123,8 @@ void foreach_step(
   torch::stable::parallel_for(0, rows, kGrain / kRow, [&](int64_t begin, int64_t end) {
     for (size_t i = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin(); begin < end; begin = ends[i++]) {
       int64_t first = i ? ends[i - 1] : 0;
-      kernel.run(shards[i], begin - first, std::min(end, ends[i]) - first);
+      auto run = shards[i].encoded.any() ? kernel.run_encoded : kernel.run;
+      run(shards[i], begin - first, std::min(end, ends[i]) - first);
     }
   });
 }
@@ -261,7 +264,8 @@ STABLE_TORCH_LIBRARY(zero_kernels_C, m) {
   m.def(
       "foreach_step(str rule, Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] states, Tensor(c!)[] params_out, "
       "Tensor[] row_slots, Tensor hyper, Tensor? grad_scale, Tensor? found_inf, Tensor(d!)? nonfinite_slots, "
-      "Tensor(e!)[]? averages=None, Tensor? rates=None, Tensor(f!)[]? row_stats=None) -> ()");
+      "Tensor(e!)[]? averages=None, Tensor? rates=None, Tensor(f!)[]? row_stats=None, Tensor(g!)[]? scales=None) -> "
+      "()");
   m.def("pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale, Tensor(b!)? nonfinite) -> ()");
   m.def("unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale) -> ()");
   m.def("grad_stats(Tensor[] shards, float norm_type) -> Tensor");

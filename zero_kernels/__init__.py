@@ -3,6 +3,7 @@
 The ops know tensors and nothing else: no parameters, no ranks. `docs/ops.md` is the page for their users.
 """
 
+from zero_kernels import codecs
 from zero_kernels.capture import is_capturing
 from zero_kernels.dispatch import BackendError, available_backends, check_backend, use_backend
 from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, columns_of, hyper_table
@@ -25,6 +26,7 @@ __all__ = [
     "adam_step",
     "available_backends",
     "check_backend",
+    "codecs",
     "columns_of",
     "foreach_step",
     "fused_adamw_",

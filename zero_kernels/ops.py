@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from zero_kernels import dispatch
+from zero_kernels.codecs import FORMS
 from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, Coefficient, hyper_table
-from zero_kernels.reference import ROW_STATS, averages_of, shards_of
+from zero_kernels.reference import ROW_STATS, averages_of, scales_of, shards_of
 from zero_kernels.rules import RULES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -25,7 +26,7 @@ SCHEMAS = (
     "foreach_step(str rule, Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] states, Tensor(c!)[] params_out, "
     "Tensor[] row_slots, Tensor hyper, Tensor? grad_scale=None, Tensor? found_inf=None, "
     "Tensor(d!)? nonfinite_slots=None, Tensor(e!)[]? averages=None, Tensor? rates=None, "
-    "Tensor(f!)[]? row_stats=None) -> ()",
+    "Tensor(f!)[]? row_stats=None, Tensor(g!)[]? scales=None) -> ()",
     "pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale=1.0, Tensor(b!)? nonfinite=None) -> ()",
     "unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale=1.0) -> ()",
     "grad_stats(Tensor[] shards, float norm_type=2.0) -> Tensor",
@@ -95,15 +96,18 @@ def foreach_step(
     averages: Sequence[Tensor] | None = None,
     rates: Tensor | None = None,
     row_stats: Sequence[Tensor] | None = None,
+    scales: Sequence[Tensor] | None = None,
 ) -> None:
     """One update of one or more flat shards by a rule of `RULES`, in place and in one pass over memory.
 
     Args:
         rule: its name.
         grads: of each shard [numel] fp16, bf16 or fp32, all of one dtype.
-        masters: of each shard [numel] fp32, updated in place.
-        states: of each shard the tensors that `RULES[rule].states` names, [numel] fp32, updated in place: all of the
-            first shard, then all of the second, ...
+        masters: of each shard [numel] fp32, updated in place. Or all int16: the low halves of split masters, of which
+            `params_out`, then in bf16, are the high halves, and are read, too.
+        states: of each shard the tensors that `RULES[rule].states` names, [numel], updated in place: all of the first
+            shard, then all of the second, ... The dtype says the form: fp32, bf16 (rounded to nearest even), int8
+            (with steps that are finest close to 0) or uint8 (roots). A state has one form in all shards.
         params_out: of each shard [numel] fp16, bf16 or fp32, all of one dtype; empty when the masters are the
             parameters.
         row_slots: of each shard int32 [ceil(numel / ROW)], as in `adam_step`.
@@ -114,6 +118,7 @@ def foreach_step(
         rates: fp32 [slots, averages of a shard].
         row_stats: of each shard fp32 [ceil(numel / ROW), len(ROW_STATS)], overwritten with the numbers of each row
             that `ROW_STATS` names; with zeros where a row is not updated.
+        scales: of each int8 and uint8 state fp32 [ceil(numel / ROW)], one a row, in the order of `states`.
 
     No two shards overlap. The bits are those of a call for each shard; those of "adamw" are those of `adam_step`.
     Raises what `adam_step` raises, and ValueError for an unknown rule, for lists of unlike lengths or without a shard.
@@ -134,6 +139,7 @@ def foreach_step(
         averages,
         rates,
         row_stats,
+        scales,
     )
 
 
@@ -277,14 +283,17 @@ def _check_shard(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     nonfinite_slots: Tensor | None,
+    in_any_form: bool = False,
 ) -> torch.device:
     device, numel, fp32 = grad.device, grad.numel(), (torch.float32,)
     _check_flat("grad", grad, FLOATS, device, None)
-    _check_flat("master", master, fp32, device, numel)
+    _check_flat("master", master, (*fp32, torch.int16) if in_any_form else fp32, device, numel)
     for name, state in states.items():
-        _check_flat(name, state, fp32, device, numel)
+        _check_flat(name, state, tuple(FORMS) if in_any_form else fp32, device, numel)
     if param_out is not None:
         _check_flat("param_out", param_out, FLOATS, device, numel)
+    if master.dtype == torch.int16 and (param_out is None or param_out.dtype != torch.bfloat16):
+        raise TypeError("master is int16, the low half of a split master: param_out must be its high half, in bfloat16")
     _check_flat("row_slot", row_slot, (torch.int32,), device, -(-numel // ROW))
     _check("hyper", hyper, fp32, device, None)
     if hyper.dim() != 2 or hyper.shape[1] != len(HYPER_COLUMNS):
@@ -314,6 +323,7 @@ def _check_foreach_step(
     averages: Sequence[Tensor] | None = None,
     rates: Tensor | None = None,
     row_stats: Sequence[Tensor] | None = None,
+    scales: Sequence[Tensor] | None = None,
 ) -> torch.device:
     if rule not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
@@ -326,7 +336,9 @@ def _check_foreach_step(
     if len(states) != len(grads) * len(names):
         each = f"{len(names)} ({', '.join(names)})" if names else "none"
         raise ValueError(f"states of {rule} are {each} a shard: {len(grads)} grads, {len(states)} states")
-    for name, tensors in (("grads", grads), ("params_out", params_out)):
+    alike = {"grads": grads, "masters": masters, "params_out": params_out}
+    alike |= {f"states {name!r}": states[i :: len(names)] for i, name in enumerate(names)}
+    for name, tensors in alike.items():
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise TypeError(f"{name} must have one dtype: make a call for each dtype")
     if averages and len(averages) % len(grads):
@@ -336,13 +348,17 @@ def _check_foreach_step(
         try:
             for k, average in enumerate(followers[i]):
                 _check_flat(f"average {k}", average, (torch.float32,), grad.device, grad.numel())
-            device = _check_shard(grad, master, dict(zip(names, own, strict=True)), out, row_slot, *shared)
+            of_names = dict(zip(names, own, strict=True))
+            device = _check_shard(grad, master, of_names, out, row_slot, *shared, in_any_form=True)
             if row_stats is not None:
                 _check_row_stats(row_stats[i], len(row_slot), device)
         except (TypeError, ValueError) as error:
             raise type(error)(f"shard {i}: {error}") from None
         if device != grads[0].device:
             raise ValueError(f"shard {i} is on {device}, shard 0 on {grads[0].device}: make a call for each device")
+    for state, scale in zip(states, scales_of(states, scales), strict=True):
+        if scale is not None:
+            _check_flat("a scale", scale, (torch.float32,), state.device, -(-state.numel() // ROW))
     if averages:
         _check_rates(rates, hyper.shape[0], len(followers[0]), grads[0].device)
     return grads[0].device
@@ -466,7 +482,7 @@ def _register(op: str, check: Callable[..., torch.device], fake: Callable[..., A
 
 
 _register("adam_step", _check_adam_step, _fake_nothing, mutated=(1, 2, 3, 4, 9))
-_register("foreach_step", _check_foreach_step, _fake_nothing, mutated=(2, 3, 4, 9, 10, 12))
+_register("foreach_step", _check_foreach_step, _fake_nothing, mutated=(2, 3, 4, 9, 10, 12, 13))
 _register("pack", _check_pack, _fake_nothing, mutated=(2, 4))
 _register("unpack", _check_unpack, _fake_nothing, mutated=(2,))
 _register("grad_stats", _check_grad_stats, _fake_grad_stats, mutated=())

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_kernels.codecs import FORMS, Form, join_master, split_master
 from zero_kernels.hyper import ROW
 from zero_kernels.rules import RULES
 from zero_kernels.rules.adamw import ADAMW
-from zero_kernels.rules.rule import Update
+from zero_kernels.rules.rule import Coefficients, States, Update
 
 STATS_LANES = 1024
 """Running sums that `grad_stats` keeps in a block."""
@@ -47,9 +48,41 @@ def adam_step(
     foreach_step("adamw", [grad], [master], [exp_avg, exp_avg_sq], params_out, [row_slot], *shared)
 
 
-def foreach_step(rule: str, *args: Any) -> None:
+def foreach_step(
+    rule: str,
+    grads: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    states: Sequence[Tensor],
+    params_out: Sequence[Tensor],
+    row_slots: Sequence[Tensor],
+    hyper: Tensor,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    nonfinite_slots: Tensor | None = None,
+    averages: Sequence[Tensor] | None = None,
+    rates: Tensor | None = None,
+    row_stats: Sequence[Tensor] | None = None,
+    scales: Sequence[Tensor] | None = None,
+) -> None:
     """See `zero_kernels.foreach_step`."""
-    update_rows(RULES[rule].update, RULES[rule].columns, *args)
+    of = RULES[rule]
+    forms = [FORMS[state.dtype] for state in states[: len(of.states)]]
+    pairs = zip(states, scales_of(states, scales), strict=True)
+    parts = [part for pair in pairs for part in pair if part is not None]
+    shared = (hyper, grad_scale, found_inf, nonfinite_slots, averages, rates, row_stats)
+    update_rows(_encoded(of.update, forms), of.columns, grads, masters, parts, params_out, row_slots, *shared)
+
+
+def _encoded(update: Update, forms: Sequence[Form]) -> Update:
+    """`update`, of states in these forms: each is decoded before, and encoded after it."""
+
+    def between(g: Tensor, p: Tensor, stored: States, c: Coefficients) -> tuple[Tensor, list[Tensor]]:
+        parts = iter(stored)
+        values = [form.decode(*(next(parts) for _ in range(1 + form.scaled))) for form in forms]
+        new, news = update(g, p, values, c)
+        return new, [part for form, value in zip(forms, news, strict=True) for part in form.encode(value)]
+
+    return between
 
 
 def update_rows(
@@ -73,6 +106,7 @@ def update_rows(
     Args:
         update: the rule's arithmetic, as `Rule.update` is.
         columns: names of the columns of `hyper`, made by `columns_of`.
+        masters: as in `foreach_step`, or of another floating dtype.
         states: of any dtype, shard after shard, each shard's in the order that `update` has. Either [numel], which
             `update` sees as [rows, 128], or one value a row, [rows], which it sees as [rows, 1].
         the rest: as in `foreach_step`.
@@ -98,13 +132,20 @@ def update_rows(
             g = grad[elements].view(shape).float() * (scale_of_all * c["grad_factor"])
             if nonfinite_slots is not None:
                 _mark_nonfinite(g, slot, skipped, nonfinite_slots)
+            split = master.dtype == torch.int16
             p = master[elements].view(shape)
+            if split:
+                p = join_master(param_out[elements].view(shape), p)  # type: ignore[index]
             olds = [
                 state[elements].view(shape) if state.numel() == grad.numel() else state[rows].view(-1, 1)
                 for state in own
             ]
             new, news = update(g, p, olds, c)
             live = (slot >= 0).unsqueeze(1) & (c["active"] != 0) & ~skipped
+            written = new
+            if split:
+                high, written = split_master(new)
+                new = join_master(high, written)
             if stats is not None:
                 stats[rows].copy_(torch.where(live, _row_stats(g, p.float(), new.to(p.dtype).float()), 0.0))
             if param_out is not None:
@@ -113,7 +154,7 @@ def update_rows(
                 rate = rates.index_select(0, slot.clamp(min=0))[:, k : k + 1]  # type: ignore[union-attr]
                 average = follower[elements].view(shape)
                 _copy_where(live, average + rate * (new - average), average)
-            for value, old in zip((new, *news), (p, *olds), strict=True):
+            for value, old in zip((written, *news), (master[elements].view(shape), *olds), strict=True):
                 _copy_where(live, value, old)
 
 
@@ -129,6 +170,15 @@ def shards_of(
     for i, (grad, master, row_slot) in enumerate(zip(grads, masters, row_slots, strict=True)):
         own = tuple(states[i * count : (i + 1) * count])
         yield grad, master, own, params_out[i] if params_out else None, row_slot
+
+
+def scales_of(states: Sequence[Tensor], scales: Sequence[Tensor] | None) -> list[Tensor | None]:
+    """The scale of each of `states`; None: its form has none. Raises ValueError where there are more or fewer."""
+    left = list(scales or ())
+    wanted = sum(FORMS[state.dtype].scaled for state in states)
+    if len(left) != wanted:
+        raise ValueError(f"scales must be one for each int8 or uint8 state: {wanted} of them, {len(left)} scales")
+    return [left.pop(0) if FORMS[state.dtype].scaled else None for state in states]
 
 
 def averages_of(grads: Sequence[Tensor], averages: Sequence[Tensor] | None) -> list[Sequence[Tensor]]:

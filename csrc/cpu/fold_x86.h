@@ -14,11 +14,11 @@ inline void fold_eight(__m256 a, __m256 b, __m256 c, __m256 d, float* to) {
   _mm_storeu_ps(to, _mm_add_ps(_mm_add_ps(x0, x2), _mm_add_ps(x1, x3)));
 }
 
-// The larger bit pattern, of magnitudes.
+// The largest bit pattern, unsigned.
 inline float largest_of_eight(__m256i x) {
-  __m128i four = _mm_max_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-  __m128i two = _mm_max_epi32(four, _mm_unpackhi_epi64(four, four));
-  return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epi32(two, _mm_shuffle_epi32(two, 1))));
+  __m128i four = _mm_max_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  __m128i two = _mm_max_epu32(four, _mm_unpackhi_epi64(four, four));
+  return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epu32(two, _mm_shuffle_epi32(two, 1))));
 }
 
 }  // namespace

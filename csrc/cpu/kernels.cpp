@@ -61,7 +61,7 @@ void write(T* to, Vec x, int count) {
 void write(NoOutput*, Vec, int) {}
 
 template <class T>
-void write_pair(T* to, Vec a, Vec b, bool stream) {
+[[gnu::always_inline]] inline void write_pair(T* to, Vec a, Vec b, bool stream) {
   stream ? stream_pair(to, a, b) : store_pair(to, a, b);
 }
 void write_pair(NoOutput*, Vec, Vec, bool) {}
@@ -122,20 +122,22 @@ constexpr int64_t kPiece = 32 * kRow;
 
 Vec nearer(Vec average, Vec p, Vec rate) { return average + rate * (p - average); }
 
-void average_run(const StepArgs& args, int64_t begin, int64_t end, int32_t slot) {
+// `p`: the new masters, from element `begin` on.
+void average_run(const StepArgs& args, const float* p, int64_t begin, int64_t end, int32_t slot) {
   for (int k = 0; k < args.average_count; ++k) {
     float* average = args.averages[k];
+    const float* master = p - begin;
     Vec rate(args.rates[int64_t(slot) * args.average_count + k]);
     int64_t i = begin;
     for (; i + kPair <= end; i += kPair) {
       prefetch_pair(average + i + kAhead);
-      Vec a = nearer(Vec::load(average + i), Vec::load(args.master + i), rate);
-      Vec b = nearer(Vec::load(average + i + kLanes), Vec::load(args.master + i + kLanes), rate);
+      Vec a = nearer(Vec::load(average + i), Vec::load(master + i), rate);
+      Vec b = nearer(Vec::load(average + i + kLanes), Vec::load(master + i + kLanes), rate);
       store_pair(average + i, a, b);
     }
     for (; i < end; i += kLanes) {
       int count = end - i < kLanes ? int(end - i) : kLanes;
-      Vec p = Vec::load_first(args.master + i, count);
+      Vec p = Vec::load_first(master + i, count);
       nearer(Vec::load_first(average + i, count), p, rate).store_first(average + i, count);
     }
   }
@@ -252,7 +254,7 @@ void update_rows(const StepArgs& args, int64_t row_begin, int64_t row_end) {
         } else {
           update_run<Rule, Grad, Out>(args, begin, piece_end, c, stream);
         }
-        average_run(args, begin, piece_end, slot);
+        average_run(args, args.master + begin, begin, piece_end, slot);
       }
     } else if (args.row_stats) {
       for (int64_t i = row * kRowStats; i < run_end * kRowStats; ++i) args.row_stats[i] = 0.0f;
@@ -288,13 +290,239 @@ void step(const StepArgs& args, int64_t row_begin, int64_t row_end) {
   }
 }
 
-const StepKernel kSteps[] = {
-    {"adamw", AdamW::kStates, step<AdamW>},
-    {"amsgrad", AmsGrad::kStates, step<AmsGrad>},
-    {"lion", Lion::kStates, step<Lion>},
-    {"sgd", Sgd::kStates, step<Sgd>},
-    {"sgd_plain", SgdPlain::kStates, step<SgdPlain>},
-    {}};
+// ---- rows of encoded states
+// ------------------------------------------------------------------------------------------
+
+// One row in fp32: what is stored so is used where it is, of what is not there is a copy. Each loop over it is short,
+// so that a processor is at many of its divisions at a time, and asks for what it will want of a later row.
+struct EncodedRow {
+  alignas(64) float grad[kRow], before[kRow], master[kRow], states[kMostStates][kRow];
+};
+
+// Called for every vector of a row.
+template <class T>
+[[gnu::always_inline]] inline void prefetch_line(const T* at) {
+  if (reinterpret_cast<uintptr_t>(at) % 64 < kLanes * sizeof(T)) prefetch(at + kAhead);
+}
+
+template <class T>
+const float* widened(const T* from, float* to) {
+  for (int i = 0; i < kRow; i += kLanes) {
+    prefetch_line(from + i);
+    Vec::load(from + i).store(to + i);
+  }
+  return to;
+}
+
+const float* widened(DType dtype, const void* from, float* to) {
+  if (dtype == DType::kBFloat16) return widened(static_cast<const BFloat16*>(from), to);
+  if (dtype == DType::kHalf) return widened(static_cast<const Half*>(from), to);
+  return static_cast<const float*>(from);
+}
+
+template <class T>
+void write_row(const float* from, T* to, bool stream) {
+  for (int i = 0; i < kRow; i += kPair) write_pair(to + i, Vec::load(from + i), Vec::load(from + i + kLanes), stream);
+}
+
+void write_row(DType dtype, const float* from, void* to, bool stream) {
+  if (dtype == DType::kBFloat16) return write_row(from, static_cast<BFloat16*>(to), stream);
+  if (dtype == DType::kHalf) return write_row(from, static_cast<Half*>(to), stream);
+  write_row(from, static_cast<float*>(to), stream);
+}
+
+void join_row(const BFloat16* high, const int16_t* low, float* to) {
+  for (int i = 0; i < kRow; i += kLanes) {
+    prefetch_line(high + i);
+    prefetch_line(low + i);
+    Vec::load(high + i, low + i).store(to + i);
+  }
+}
+
+void split_row(const float* from, BFloat16* high, int16_t* low) {
+  for (int i = 0; i < kRow; i += kLanes) Vec::load(from + i).store(high + i, low + i);
+}
+
+float* decode_row(Form form, void* stored, const float* scale, float* to) {
+  if (form == Form::kFloat) return static_cast<float*>(stored);
+  if (form == Form::kBFloat16) widened(static_cast<const BFloat16*>(stored), to);
+  if (form == Form::kInt8) {
+    const int8_t* from = static_cast<const int8_t*>(stored);
+    for (int i = 0; i < kRow; i += kLanes) {
+      prefetch_line(from + i);
+      (unscaled_int8(from + i) * Vec(*scale)).store(to + i);
+    }
+  }
+  if (form == Form::kRoot8) {
+    const uint8_t* from = static_cast<const uint8_t*>(stored);
+    for (int i = 0; i < kRow; i += kLanes) {
+      prefetch_line(from + i);
+      decoded_root8(Vec::load(from + i), Vec(*scale)).store(to + i);
+    }
+  }
+  return to;
+}
+
+// Stores the nearest integers to estimates. False where one is too near to a tie for that.
+template <Form kForm, class T>
+bool estimate_row(const float* values, T* to, float scale) {
+  if (!kEstimates || scale < 0x1p-50f || scale > 0x1p100f) return false;
+  Estimate estimate(scale);
+  Vec furthest(0.0f);  // from an integer
+  for (int i = 0; i < kRow; i += kLanes) {
+    Vec value = Vec::load(values + i);
+    Vec near = kForm == Form::kInt8 ? estimate.int8(value) : estimate.root8(value);
+    furthest = max_bits(furthest, store_nearest(near, to + i));
+  }
+  return below(furthest, 0.5f - kUnsure);
+}
+
+template <Form kForm, class T>
+void encode_row_as(const float* values, T* to, float* scale) {
+  Vec largest[kParts];
+  for (Vec& part : largest) part = Vec(0.0f);
+  for (int i = 0; i < kRow; i += kLine)
+    for (int part = 0; part < kParts; ++part)
+      largest[part] = max_bits(largest[part], bound_of(kForm, Vec::load(values + i + part * kLanes)));
+  float s = *scale = scale_of(kForm, largest_of_line(largest));
+  if (!is_usable(s)) {
+    __builtin_memset(to, 0, kRow);
+  } else if (!estimate_row<kForm>(values, to, s)) {
+    for (int i = 0; i < kRow; i += kLanes) encoded(kForm, Vec::load(values + i), Vec(s)).store(to + i);
+  }
+}
+
+void encode_row(Form form, const float* values, void* to, float* scale) {
+  if (form == Form::kBFloat16) write_row(values, static_cast<BFloat16*>(to), false);
+  if (form == Form::kInt8) encode_row_as<Form::kInt8>(values, static_cast<int8_t*>(to), scale);
+  if (form == Form::kRoot8) encode_row_as<Form::kRoot8>(values, static_cast<uint8_t*>(to), scale);
+}
+
+template <class T>
+T* of_row(T* tensor, int64_t row, int64_t size) {
+  return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(tensor) + row * kRow * size);
+}
+
+template <class Rule>
+void update_row(const float* grad, float* master, float* const* states, const Coefficients<Rule, Vec>& of) {
+  Coefficients<Rule, Vec> c = of;
+  for (int i = 0; i < kRow; i += kLanes) {
+    Lane<Rule, Vec> lane;
+    prefetch_line(grad + i);
+    prefetch_line(master + i);
+    for (int s = 0; s < Rule::kStates; ++s) prefetch_line(states[s] + i);
+    lane.p = Vec::load(master + i);
+    for (int s = 0; s < Rule::kStates; ++s) lane.states[s] = Vec::load(states[s] + i);
+    update(Vec::load(grad + i), lane, c);
+    lane.p.store(master + i);
+    for (int s = 0; s < Rule::kStates; ++s) lane.states[s].store(states[s] + i);
+  }
+}
+
+// A row of 128 elements, of which `count` exist. Leaves its new masters in `of`, where averages want them.
+template <class Rule>
+void update_encoded(
+    const StepArgs& args, int64_t row, int64_t count, const Coefficients<Rule, Vec>& c, EncodedRow& of, bool stream) {
+  const Encoded& encoded = args.encoded;
+  void* out = of_row(args.param_out, row, size_of(args.param_dtype));
+  BFloat16* high = static_cast<BFloat16*>(out);
+  int16_t* low = encoded.low + row * kRow;
+  float* master = encoded.low ? of.master : args.master + row * kRow;
+  if (encoded.low) join_row(high, low, master);
+  if (args.row_stats) __builtin_memcpy(of.before, master, sizeof of.before);
+  const float* grad = widened(args.grad_dtype, of_row(args.grad, row, size_of(args.grad_dtype)), of.grad);
+  void* stored[kMostStates];
+  float* states[kMostStates];
+  for (int s = 0; s < Rule::kStates; ++s) {
+    stored[s] = of_row(args.states[s], row, size_of(encoded.forms[s]));
+    states[s] = decode_row(encoded.forms[s], stored[s], encoded.scales[s] + row, of.states[s]);
+  }
+  update_row(grad, master, states, c);
+  for (int64_t i = count; i < kRow; ++i) {
+    master[i] = 0.0f;
+    for (int s = 0; s < Rule::kStates; ++s) states[s][i] = 0.0f;
+  }
+  if (encoded.low)
+    split_row(master, high, low);
+  else if (args.param_out)
+    write_row(args.param_dtype, master, out, stream);
+  for (int s = 0; s < Rule::kStates; ++s) encode_row(encoded.forms[s], states[s], stored[s], encoded.scales[s] + row);
+  if (!args.row_stats && !args.average_count) return;
+  if (encoded.low)
+    join_row(high, low, of.master);  // what is kept of them
+  else
+    __builtin_memcpy(of.master, master, sizeof of.master);
+  if (!args.row_stats) return;
+  auto vector = [&](int k) __attribute__((always_inline)) {
+    int i = k * kLanes;
+    return Measured{Vec::load(grad + i) * c.grad_scale, Vec::load(of.before + i), Vec::load(of.master + i)};
+  };
+  measure_row(vector, kRow - count, args.row_stats + row * kRowStats);
+}
+
+// The last row of a shard, where it is shorter: copies of it, with zeros behind, are updated.
+template <class Rule>
+void update_encoded_tail(
+    const StepArgs& args, int64_t row, int64_t count, const Coefficients<Rule, Vec>& c, EncodedRow& of) {
+  alignas(64) float copies[3 + kMostStates][kRow] = {};
+  struct Copied {
+    void* tensor;
+    int64_t size;
+  } copied[3 + kMostStates] = {};
+  StepArgs tail = args;
+  int made = 0;
+  auto copy = [&](auto*& at, int64_t size) {
+    using Pointer = __typeof__(at + 0);
+    if (at == nullptr) return;
+    copied[made] = {const_cast<void*>(static_cast<const void*>(of_row(at, row, size))), size};
+    __builtin_memcpy(copies[made], copied[made].tensor, count * size);
+    at = reinterpret_cast<Pointer>(copies[made++]);
+  };
+  copy(tail.master, sizeof(float));
+  copy(tail.encoded.low, sizeof(int16_t));
+  copy(tail.param_out, size_of(args.param_dtype));
+  for (int s = 0; s < Rule::kStates; ++s) {
+    copy(tail.states[s], size_of(args.encoded.forms[s]));
+    if (tail.encoded.scales[s]) tail.encoded.scales[s] += row;
+  }
+  int written = made;
+  copy(tail.grad, size_of(args.grad_dtype));
+  if (tail.row_stats) tail.row_stats += row * kRowStats;
+  update_encoded<Rule>(tail, 0, count, c, of, false);
+  for (int i = 0; i < written; ++i) __builtin_memcpy(copied[i].tensor, copies[i], count * copied[i].size);
+}
+
+template <class Rule>
+void step_encoded(const StepArgs& args, int64_t row_begin, int64_t row_end) {
+  EncodedRow of;
+  bool stream = aligned(args.param_out) && args.numel >= kStreamFrom && !args.encoded.low;
+  for (int64_t row = row_begin; row < row_end;) {
+    int32_t slot = args.row_slot[row];
+    bool live = slot >= 0 && args.hyper[slot].active != 0.0f;
+    Coefficients<Rule, Vec> c(args.hyper[live ? slot : 0], args.grad_scale);
+    for (; row < row_end && args.row_slot[row] == slot; ++row) {
+      if (!live) {
+        for (int i = 0; args.row_stats && i < kRowStats; ++i) args.row_stats[row * kRowStats + i] = 0.0f;
+        continue;
+      }
+      int64_t left = args.numel - row * kRow, count = left < kRow ? left : kRow;
+      if (count == kRow)
+        update_encoded<Rule>(args, row, count, c, of, stream);
+      else
+        update_encoded_tail<Rule>(args, row, count, c, of);
+      average_run(args, of.master, row * kRow, row * kRow + count, slot);
+    }
+  }
+  if (stream) stream_fence();
+}
+
+template <class Rule>
+constexpr StepKernel step_of(const char* rule) {
+  return {rule, Rule::kStates, step<Rule>, step_encoded<Rule>};
+}
+
+const StepKernel kSteps[] = {step_of<AdamW>("adamw"), step_of<AmsGrad>("amsgrad"),    step_of<Lion>("lion"),
+                             step_of<Sgd>("sgd"),     step_of<SgdPlain>("sgd_plain"), {}};
 
 // ---- pack and unpack ----------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../rules/rule.h"
+#include "../rules/codecs.h"
 #include "../types.h"
 
 namespace zero_kernels {
@@ -23,6 +23,7 @@ struct StepArgs {
   const float* rates;      // [slots, average_count]
   int average_count;
   float* row_stats;  // [rows, kRowStats] or null
+  Encoded encoded;
 };
 
 struct ScaleArgs {
@@ -56,6 +57,7 @@ struct StepKernel {
   const char* rule;
   int states;
   void (*run)(const StepArgs&, int64_t row_begin, int64_t row_end);
+  void (*run_encoded)(const StepArgs&, int64_t row_begin, int64_t row_end);  // of states or masters not in fp32 alone
 };
 
 struct KernelTable {

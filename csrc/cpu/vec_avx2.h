@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "../float16.h"
+#include "../rules/codecs.h"
 #include "fold_x86.h"
 
 namespace zero_kernels {
@@ -22,9 +22,31 @@ struct Vec {
   static Vec load(const BFloat16* from) {
     return Vec(_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16(from)), 16)));
   }
+  static Vec load(const int8_t* from) { return Vec(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_8(from)))); }
+  static Vec load(const uint8_t* from) { return Vec(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load_8(from)))); }
+  // A master in two halves.
+  static Vec load(const BFloat16* high, const int16_t* low) {
+    __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16(high)), 16);
+    return Vec(_mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_cvtepi16_epi32(load_16(low)))));
+  }
   void store(float* to) const { _mm256_storeu_ps(to, x); }
   void store(Half* to) const { store_16(to, narrow(to)); }
   void store(BFloat16* to) const { store_16(to, narrow(to)); }
+  // The nearest integers.
+  void store(int8_t* to) const {
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(nearest(), nearest()));
+  }
+  void store(uint8_t* to) const {
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(nearest(), nearest()));
+  }
+  void store(BFloat16* high, int16_t* low) const {
+    __m128i rounded = narrow(high);
+    __m256i away = _mm256_sub_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_cvtepu16_epi32(rounded), 16));
+    __m256i kept = _mm256_max_epi32(_mm256_min_epi32(away, _mm256_set1_epi32(32767)), _mm256_set1_epi32(-32767));
+    kept = _mm256_and_si256(kept, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_ORD_Q)));  // of NaN 0
+    store_16(high, rounded);
+    store_16(low, _mm_packs_epi32(_mm256_castsi256_si128(kept), _mm256_extracti128_si256(kept, 1)));
+  }
 
   __m128i narrow(const Half*) const { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   __m128i narrow(const BFloat16*) const {
@@ -53,6 +75,11 @@ struct Vec {
   }
 
  private:
+  __m128i nearest() const {
+    __m256i whole = _mm256_cvtps_epi32(x);
+    return _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+  }
+  static __m128i load_8(const void* from) { return _mm_loadl_epi64(static_cast<const __m128i*>(from)); }
   static __m128i load_16(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
   static void store_16(void* to, __m128i bits) { _mm_storeu_si128(static_cast<__m128i*>(to), bits); }
 };
@@ -63,9 +90,9 @@ inline Vec operator*(Vec a, Vec b) { return Vec(_mm256_mul_ps(a.x, b.x)); }
 inline Vec operator/(Vec a, Vec b) { return Vec(_mm256_div_ps(a.x, b.x)); }
 inline Vec square_root(Vec a) { return Vec(_mm256_sqrt_ps(a.x)); }
 inline Vec magnitude(Vec a) { return Vec(_mm256_and_ps(a.x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))); }
-// The larger bit pattern, for magnitudes: NaN is above inf.
+// The larger bit pattern, unsigned: of magnitudes NaN is above inf.
 inline Vec max_bits(Vec a, Vec b) {
-  return Vec(_mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a.x), _mm256_castps_si256(b.x))));
+  return Vec(_mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(a.x), _mm256_castps_si256(b.x))));
 }
 // 1, -1, or a itself where it is neither above nor below 0: so NaN stays.
 inline Vec sign(Vec a) {
@@ -76,6 +103,39 @@ inline Vec sign(Vec a) {
 // 1 where a is 0, of either sign, else 0.
 inline Vec is_zero(Vec a) {
   return Vec(_mm256_and_ps(_mm256_cmp_ps(a.x, _mm256_setzero_ps(), _CMP_EQ_OQ), _mm256_set1_ps(1.0f)));
+}
+
+inline Vec unscaled_int8(const int8_t* from) { return zero_kernels::unscaled_int8(Vec::load(from)); }
+
+// Estimates of what is stored, before it is rounded. Twice what rounding and the processor's reciprocals of 11 bits can
+// make of a number below 256 is less than `kUnsure`. Of numbers below the normal ones they are inf or NaN.
+constexpr bool kEstimates = true;
+constexpr float kUnsure = 0x1p-10f;
+struct Estimate {
+  Vec scale, unit, half;
+  Estimate() = default;
+  explicit Estimate(float of) : scale(of), unit(1.5f * (255.0f / of)), half(0.5f * (255.0f / of)) {}
+
+  Vec int8(Vec value) const {  // 254 v / (s + |v|)
+    Vec d = scale + magnitude(value), r(_mm256_rcp_ps(d.x));
+    return value * Vec(254.0f) * (r + r * (Vec(1.0f) - d * r));
+  }
+  Vec root8(Vec value) const {  // 255 root(v) / s; 1 at least where v is above 0
+    Vec r(_mm256_rsqrt_ps(value.x)), root = value * r;
+    Vec near = root * (unit - half * (root * r));
+    __m256 above = _mm256_cmp_ps(value.x, _mm256_setzero_ps(), _CMP_GT_OQ);
+    return Vec(_mm256_and_ps(above, _mm256_max_ps(_mm256_set1_ps(1.0f), near.x)));  // of NaN NaN
+  }
+};
+// Stores the nearest integers, and gives how far away each is.
+template <class T>
+inline Vec store_nearest(Vec a, T* to) {
+  Vec whole(_mm256_round_ps(a.x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  whole.store(to);
+  return magnitude(a - whole);
+}
+inline bool below(Vec a, float bound) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(a.x, _mm256_set1_ps(bound), _CMP_NLT_UQ)) == 0;
 }
 
 // Folds four lines of 16, each of two vectors, by halves.

@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "../float16.h"
+#include "../rules/codecs.h"
 #include "fold_x86.h"
 
 namespace zero_kernels {
@@ -20,9 +20,28 @@ struct Vec {
   static Vec load(const float* from) { return Vec(_mm512_loadu_ps(from)); }
   static Vec load(const Half* from) { return widen_16(from, _mm256_loadu_si256(as_16(from))); }
   static Vec load(const BFloat16* from) { return widen_16(from, _mm256_loadu_si256(as_16(from))); }
+  static Vec load(const int8_t* from) { return Vec(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_8(from)))); }
+  static Vec load(const uint8_t* from) { return Vec(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load_8(from)))); }
+  // A master in two halves.
+  static Vec load(const BFloat16* high, const int16_t* low) {
+    __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(as_16(high))), 16);
+    return Vec(_mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_cvtepi16_epi32(_mm256_loadu_si256(as_16(low))))));
+  }
   void store(float* to) const { _mm512_storeu_ps(to, x); }
   void store(Half* to) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(to)); }
   void store(BFloat16* to) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(to)); }
+
+  // The nearest integers.
+  void store(int8_t* to) const { store_8(to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))); }
+  void store(uint8_t* to) const { store_8(to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))); }
+  void store(BFloat16* high, int16_t* low) const {
+    __m256i rounded = narrow(high);
+    __m512i away = _mm512_sub_epi32(_mm512_castps_si512(x), _mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
+    __m512i kept = _mm512_max_epi32(_mm512_min_epi32(away, _mm512_set1_epi32(32767)), _mm512_set1_epi32(-32767));
+    kept = _mm512_maskz_mov_epi32(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), kept);  // of NaN 0
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), rounded);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(low), _mm512_cvtepi32_epi16(kept));
+  }
 
   static Vec load_first(const float* from, int count) { return Vec(_mm512_maskz_loadu_ps(first(count), from)); }
   template <class T>
@@ -47,6 +66,8 @@ struct Vec {
 
  private:
   static __mmask16 first(int count) { return static_cast<__mmask16>((1u << count) - 1); }
+  static __m128i load_8(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+  static void store_8(void* to, __m128i bits) { _mm_storeu_si128(static_cast<__m128i*>(to), bits); }
   static const __m256i* as_16(const void* from) { return static_cast<const __m256i*>(from); }
   static Vec widen_16(const Half*, __m256i bits) { return Vec(_mm512_cvtph_ps(bits)); }
   static Vec widen_16(const BFloat16*, __m256i bits) {
@@ -60,9 +81,9 @@ inline Vec operator*(Vec a, Vec b) { return Vec(_mm512_mul_ps(a.x, b.x)); }
 inline Vec operator/(Vec a, Vec b) { return Vec(_mm512_div_ps(a.x, b.x)); }
 inline Vec square_root(Vec a) { return Vec(_mm512_sqrt_ps(a.x)); }
 inline Vec magnitude(Vec a) { return Vec(_mm512_and_ps(a.x, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fffffff)))); }
-// The larger bit pattern, for magnitudes: NaN is above inf.
+// The larger bit pattern, unsigned: of magnitudes NaN is above inf.
 inline Vec max_bits(Vec a, Vec b) {
-  return Vec(_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.x), _mm512_castps_si512(b.x))));
+  return Vec(_mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a.x), _mm512_castps_si512(b.x))));
 }
 // 1, -1, or a itself where it is neither above nor below 0: so NaN stays.
 inline Vec sign(Vec a) {
@@ -77,6 +98,49 @@ inline Vec is_zero(Vec a) {
   return Vec(_mm512_maskz_mov_ps(zero, _mm512_set1_ps(1.0f)));
 }
 
+// As codecs.h has it, without the divider, which an update keeps busy: the quotient by an estimate of the reciprocal is
+// put right by what is left of y. For none of the 256 numbers is the quotient near enough to a tie to be rounded
+// otherwise.
+inline Vec unscaled_int8(const int8_t* from) {
+  Vec y = over_127(Vec::load(from));
+  Vec d = Vec(2.0f) - magnitude(y);
+  __m512 estimate = _mm512_rcp14_ps(d.x);
+  __m512 r = _mm512_fmadd_ps(estimate, _mm512_fnmadd_ps(d.x, estimate, _mm512_set1_ps(1.0f)), estimate);
+  __m512 quotient = _mm512_mul_ps(y.x, r);
+  return Vec(_mm512_fmadd_ps(_mm512_fnmadd_ps(d.x, quotient, y.x), r, quotient));
+}
+
+// Estimates of what is stored, before it is rounded. Twice what rounding and the processor's reciprocals of 14 bits can
+// make of a number below 256 is less than `kUnsure`.
+constexpr bool kEstimates = true;
+constexpr float kUnsure = 0x1p-12f;
+struct Estimate {
+  Vec scale, unit, half;
+  Estimate() = default;
+  explicit Estimate(float of) : scale(of), unit(1.5f * (255.0f / of)), half(0.5f * (255.0f / of)) {}
+
+  Vec int8(Vec value) const {  // 254 v / (s + |v|)
+    Vec d = scale + magnitude(value);
+    __m512 r = _mm512_rcp14_ps(d.x);
+    r = _mm512_fmadd_ps(r, _mm512_fnmadd_ps(d.x, r, _mm512_set1_ps(1.0f)), r);
+    return value * Vec(254.0f) * Vec(r);
+  }
+  Vec root8(Vec value) const {  // 255 root(v) / s; 1 at least where v is above 0
+    Vec r(_mm512_rsqrt14_ps(value.x)), root = value * r, near_1 = root * r;
+    Vec near = root * Vec(_mm512_fnmadd_ps(near_1.x, half.x, unit.x));
+    __mmask16 above = _mm512_cmp_ps_mask(value.x, _mm512_setzero_ps(), _CMP_GT_OQ);
+    return Vec(_mm512_maskz_max_ps(above, _mm512_set1_ps(1.0f), near.x));  // of NaN NaN
+  }
+};
+// Stores the nearest integers, and gives how far away each is.
+template <class T>
+inline Vec store_nearest(Vec a, T* to) {
+  Vec shifted = a + Vec(12582912.0f);  // no fraction is left, and the last bits are the integer
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_castps_si512(shifted.x)));
+  return magnitude(a - (shifted - Vec(12582912.0f)));
+}
+inline bool below(Vec a, float bound) { return _mm512_cmp_ps_mask(a.x, _mm512_set1_ps(bound), _CMP_NLT_UQ) == 0; }
+
 // Folds four lines of 16, each a vector, by halves.
 inline void fold_line(const Vec (&a)[1], const Vec (&b)[1], const Vec (&c)[1], const Vec (&d)[1], float* to) {
   auto halved = [](Vec v) { return _mm256_add_ps(_mm512_castps512_ps256(v.x), _mm512_extractf32x8_ps(v.x, 1)); };
@@ -84,7 +148,7 @@ inline void fold_line(const Vec (&a)[1], const Vec (&b)[1], const Vec (&c)[1], c
 }
 inline float largest_of_line(const Vec (&a)[1]) {
   __m512i bits = _mm512_castps_si512(a[0].x);
-  return largest_of_eight(_mm256_max_epi32(_mm512_castsi512_si256(bits), _mm512_extracti32x8_epi32(bits, 1)));
+  return largest_of_eight(_mm256_max_epu32(_mm512_castsi512_si256(bits), _mm512_extracti32x8_epi32(bits, 1)));
 }
 
 template <class T>

@@ -1,7 +1,7 @@
 // One lane: the vector type of processors that have no better one, and of the tests that compare with it.
 #pragma once
 
-#include "../rules/rule.h"
+#include "../rules/codecs.h"
 
 namespace zero_kernels {
 namespace {
@@ -25,6 +25,17 @@ struct Vec {
   void store(T* to) const {
     narrow(x, to);
   }
+  static Vec load(const int8_t* from) { return Vec(float(*from)); }
+  static Vec load(const uint8_t* from) { return Vec(float(*from)); }
+  // The nearest integers.
+  void store(int8_t* to) const { *to = int8_t(nearest(x)); }
+  void store(uint8_t* to) const { *to = uint8_t(nearest(x)); }
+  static Vec load(const BFloat16* high, const int16_t* low) { return Vec(join({*high, *low})); }
+  void store(BFloat16* high, int16_t* low) const {
+    Halves halves = split(x);
+    *high = halves.high;
+    *low = halves.low;
+  }
   template <class T>
   void store_first(T* to, int) const {
     store(to);
@@ -40,7 +51,24 @@ inline Vec magnitude(Vec a) { return Vec(zero_kernels::magnitude(a.x)); }
 inline Vec max_bits(Vec a, Vec b) { return Vec(zero_kernels::max_bits(a.x, b.x)); }
 inline Vec sign(Vec a) { return Vec(zero_kernels::sign(a.x)); }
 // 1 where a is 0, of either sign, else 0.
-inline Vec is_zero(Vec a) { return Vec(a.x == 0.0f ? 1.0f : 0.0f); }
+inline Vec is_zero(Vec a) { return Vec(zero_kernels::is_zero(a.x)); }
+
+inline Vec unscaled_int8(const int8_t* from) { return zero_kernels::unscaled_int8(Vec::load(from)); }
+
+// Estimates of what is stored would save nothing.
+constexpr bool kEstimates = false;
+constexpr float kUnsure = 0.5f;
+struct Estimate {
+  Estimate() = default;
+  explicit Estimate(float) {}
+  Vec int8(Vec value) const { return value; }
+  Vec root8(Vec value) const { return value; }
+};
+template <class T>
+inline Vec store_nearest(Vec a, T*) {
+  return a;
+}
+inline bool below(Vec, float) { return false; }
 
 // Folds a line by halves: a[j] gets a[j + h] for h = 8 ... 1.
 inline float fold_line(const Vec (&a)[16]) {

@@ -45,11 +45,14 @@ ZK_HOST_DEVICE static inline float square_root(float x) {
 
 ZK_HOST_DEVICE static inline float magnitude(float x) { return bits_float(float_bits(x) & 0x7fffffff); }
 
-// The larger bit pattern, for magnitudes: NaN is above inf.
+// The larger bit pattern, unsigned: of magnitudes NaN is above inf.
 ZK_HOST_DEVICE static inline float max_bits(float a, float b) { return float_bits(a) > float_bits(b) ? a : b; }
 
 // 1, -1, or x itself where it is neither above nor below 0: so NaN stays.
 ZK_HOST_DEVICE static inline float sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
+
+// 1 where x is 0, of either sign, else 0.
+ZK_HOST_DEVICE static inline float is_zero(float x) { return x == 0.0f ? 1.0f : 0.0f; }
 
 // A row of the hyper table, spread over the lanes of V.
 template <class Rule, class V>

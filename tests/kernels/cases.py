@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import zero_kernels
-from zero_kernels import ROW, RULES, Rule, compiled
+from zero_kernels import ROW, RULES, Rule, codecs, compiled
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 SIZES = (0, 1, 7, 127, 128, 129, 4095, 4097, 1_000_003)
 ISAS = compiled.status().isas
-BITS = {2: torch.int16, 4: torch.int32}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @contextmanager
@@ -166,6 +166,55 @@ class Shards:
                 self.rule, self.grads, masters, states, params, self.row_slots, self.table, **shared
             )
         return [*masters, *states, *params, *averages]
+
+
+class EncodedShards(Shards):
+    """`Shards` whose states have these forms, in the order of the rule's. `split`: the masters, which awkward
+    parameters are the high halves of, are split.
+
+    Attributes:
+        scales: of the states, in their order.
+    """
+
+    def __init__(self, rule: str, *args: Any, forms: Sequence[torch.dtype], split: bool = False, **kwargs: Any) -> None:
+        self.scales: list[Tensor] = []
+        super().__init__(rule, *args, **kwargs)
+        for i, state in enumerate(self.states):
+            form, values = (
+                codecs.FORMS[forms[i % len(RULES[rule].states)]],
+                torch.nn.functional.pad(state, (0, -len(state) % ROW)),
+            )
+            stored, *scale = form.encode(values.view(-1, ROW)) if len(state) else form.encode(state.new_zeros(1, ROW))
+            self.states[i] = at_offset(stored.reshape(-1)[: len(state)].clone(), state.storage_offset())
+            self.scales += [at_offset(of.reshape(-1)[: -(-len(state) // ROW)], i % 3) for of in scale]
+        if split:
+            lows = [awkward(len(master), torch.float32, 8).view(torch.int32).to(torch.int16) for master in self.masters]
+            self.masters = [at_offset(x, master.storage_offset()) for x, master in zip(lows, self.masters, strict=True)]
+
+    @property
+    def written(self) -> list[Tensor]:
+        return [*super().written, *self.scales]
+
+    def lists(self, row_stats: list[Tensor] | None = None, **shared: Any) -> tuple[list[Any], list[Tensor]]:
+        """The arguments of a call after the rule, with copies of `written`, and these copies."""
+        groups = (self.masters, self.states, self.params, self.averages, self.scales)
+        masters, states, params, averages, scales = ([_twin(x) for x in group] for group in groups)
+        shared.setdefault("grad_scale", torch.tensor(0.37))
+        of_all = [shared.get(name) for name in ("grad_scale", "found_inf", "nonfinite_slots")]
+        lists = [self.grads, masters, states, params, self.row_slots, self.table, *of_all]
+        lists += [averages or None, self.rates if averages else None, row_stats, scales or None]
+        return lists, [*masters, *states, *params, *averages, *scales]
+
+    def run(self, name: str, **shared: Any) -> list[Tensor]:
+        lists, written = self.lists(**shared)
+        with backend(name):
+            torch.ops.zero_kernels.foreach_step(self.rule, *lists)
+        return written
+
+    def measured(self, name: str) -> list[Tensor]:
+        """What `run` gives, and the numbers of rows."""
+        stats = [torch.full((-(-grad.numel() // ROW), 5), 7.0) for grad in self.grads]
+        return [*self.run(name, row_stats=stats), *stats]
 
 
 def _twin(x: Tensor) -> Tensor:

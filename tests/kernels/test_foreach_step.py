@@ -432,7 +432,12 @@ def test_wrong_arguments_are_named(argument: str) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "error", "message"),
     [
-        (1, torch.zeros(ROW).double(), TypeError, "shard 0: exp_avg_sq must be float32, got float64"),
+        (
+            1,
+            torch.zeros(ROW).double(),
+            TypeError,
+            "shard 0: exp_avg_sq must be .* or uint8, got float64",
+        ),
         (2, torch.zeros(1), ValueError, "shard 1: exp_avg must have 128 elements, got 1"),
         (3, torch.zeros(2 * ROW)[::2], ValueError, "shard 1: exp_avg_sq must be contiguous"),
     ],

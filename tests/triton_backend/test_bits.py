@@ -6,12 +6,12 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import FLOATS, Shards, at_offset, awkward, dominated, same_bits
+from cases import FLOATS, EncodedShards, Shards, at_offset, awkward, dominated, same_bits
 from interpreter import interpreted
 from torch import Tensor
 
 import zero_kernels
-from zero_kernels import HYPER_COLUMNS, ROW, RULES, reference, triton
+from zero_kernels import HYPER_COLUMNS, ROW, RULES, codecs, reference, triton
 from zero_kernels.reference import STATS_BLOCK
 
 SIZES = (0, 1, 7, 127, 128, 129, 4095, 4097, 100_003)
@@ -98,6 +98,24 @@ def test_foreach_step(rule: str) -> None:
     for name, slots in zip(NAMES, marks, strict=True):
         check(shards.written, shards.run(name, found_inf=torch.ones(1), nonfinite_slots=slots), "skipped")
     assert torch.equal(*marks) and marks[0].any()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@interpreted
+def test_encoded_states_and_split_masters(rule: str) -> None:
+    """Every form for every state; tails and whole rows, misaligned, averages, measured rows; and a skipped step."""
+    forms = tuple(codecs.FORMS)
+    for number, form in enumerate(forms):
+        given = (form, forms[(number + 1 + number // 2) % 4], forms[number - 1])
+        grad, param, split = FLOATS[number % 3], (torch.bfloat16, None)[number % 2], number % 2 == 0
+        shards = EncodedShards(
+            *(rule, (0, 2000, 2 * ROW, 5), grad, param, number, number % 2),
+            calm=number < 2,
+            forms=given,
+            split=split,
+        )
+        check(shards.measured("reference"), shards.measured("triton"), (given, split))
+        check(shards.written, shards.run("triton", found_inf=torch.ones(1)), "skipped")
 
 
 @interpreted

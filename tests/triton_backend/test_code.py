@@ -59,6 +59,23 @@ def foreach_step(
     )
 
 
+def encoded_step(*forms: torch.dtype, rule: str = "adamw", split: bool = False, measured: bool = False) -> None:
+    """States of these forms; `split`: and a split master."""
+    numel = 16 * ROW
+    triton.OPS["foreach_step"](
+        rule,
+        [torch.empty(numel, dtype=BF16)],
+        [torch.empty(numel, dtype=torch.int16 if split else FP32)],
+        [torch.empty(numel, dtype=form) for form in forms],
+        [torch.empty(numel, dtype=BF16)],
+        [torch.zeros(16, dtype=torch.int32)],
+        torch.zeros(2, 12),
+        *(torch.ones(1), torch.ones(1), torch.zeros(2, dtype=torch.int32)),
+        *(None, None, [torch.zeros(16, 5)] if measured else None),
+        [torch.zeros(16) for form in forms if form.itemsize == 1],
+    )
+
+
 def pack(bucket: torch.dtype, flags: bool) -> None:
     nonfinite = torch.zeros(1, dtype=torch.int32) if flags else None
     triton.OPS["pack"]([torch.empty(5000)], [0], torch.empty(5000, dtype=bucket), 0.5, nonfinite)
@@ -90,6 +107,11 @@ CALLS: dict[str, Callable[[], None]] = {
     **{f"foreach_step-{rule}": partial(foreach_step, rule, BF16, BF16) for rule in RULES if rule != "adamw"},
     "foreach_step-averages": partial(foreach_step, "adamw", BF16, BF16, 2),
     "foreach_step-measured": partial(foreach_step, "adamw", BF16, BF16, measured=True),
+    "encoded_step-8": partial(encoded_step, torch.int8, torch.uint8),
+    "encoded_step-8-split": partial(encoded_step, torch.int8, torch.uint8, split=True),
+    "encoded_step-8-measured": partial(encoded_step, torch.int8, torch.uint8, split=True, measured=True),
+    "encoded_step-bf16": partial(encoded_step, BF16, BF16, split=True),
+    "encoded_step-lion": partial(encoded_step, torch.int8, rule="lion", split=True),
     **{f"pack-{NAMES[dtype]}": partial(pack, dtype, True) for dtype in FLOATS},
     "pack-without-flags": partial(pack, BF16, False),
     **{f"unpack-{NAMES[dtype]}": partial(unpack, dtype) for dtype in FLOATS},
@@ -221,6 +243,20 @@ def test_other_rules_do_what_is_written(arch: int, rule: str, muls: int, adds: i
 
 
 @every_arch
+def test_encoded_states_are_read_and_written_once(arch: int) -> None:
+    """Four elements a thread: 4 bytes of an int8 state, 8 of each half of the master. Divisions, roots as written."""
+    (launch,) = launches(arch, "encoded_step-8-split")
+    found = instructions(launch.ptx, "div.rn", "sqrt.rn")
+    # Divisions: two of adamw, two and one of decoding, two and one of encoding, whose root is that of the update.
+    assert found == {"div.rn.f32": 4 * 8, "sqrt.rn.f32": 4}
+    loads, stores = instructions(launch.ptx, "ld.global"), instructions(launch.ptx, "st.global")
+    assert loads["ld.global.v2.b32"] == 3 and "ld.global.v4.b32" not in loads, loads
+    assert stores["st.global.v2.b32"] == 2 and not set(stores) - {"st.global.v2.b32", "st.global.b32"}, stores
+    narrow = [n for n in (*loads, *stores) if re.search(r"\.(b8|b16|u8|u16)\b", n)]
+    assert not narrow, narrow
+
+
+@every_arch
 def test_adam_step_asks_for_all_data_before_it_waits(arch: int) -> None:
     """In machine code: the wide loads, the barrier, and only then the first narrow load, of a slot or a coefficient.
 
@@ -271,7 +307,15 @@ def test_hyper_table_divides_and_takes_roots_as_ieee_wants(arch: int) -> None:
 @every_call
 def test_registers_leave_room_for_many_warps(arch: int, name: str) -> None:
     """A bound on the latency that the kernels can hide: an SM has 64 Ki registers."""
-    bounds = {"adam_step": 64, "foreach_step": 64, "pack": 64, "unpack": 64, "grad_stats": 128, "hyper_table": 128}
+    bounds = {
+        "adam_step": 64,
+        "foreach_step": 64,
+        "encoded_step": 80,
+        "pack": 64,
+        "unpack": 64,
+        "grad_stats": 128,
+        "hyper_table": 128,
+    }
     slow = name in ("adam_step-ragged", "adam_step-misaligned")
     most = 128 if slow else bounds[name.partition("-")[0]]
     for launch in launches(arch, name):

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from zero_kernels.hyper import ROW
-from zero_kernels.reference import ROW_STATS, averages_of, shards_of
+from zero_kernels.reference import ROW_STATS, averages_of, scales_of, shards_of
+from zero_kernels.triton.codecs import decode, encode, is_encoded, join, split
 from zero_kernels.triton.common import ACTIVE, COLUMNS, EXACT, GRAD_FACTOR, narrow, nonfinite, times, widen
 from zero_kernels.triton.rules import UPDATES
 
@@ -71,6 +72,7 @@ def _step_rows(
     averages,
     rates,
     row_stats,
+    scales,
     UPDATE: tl.constexpr,
     row,  # [ROWS] int64
     has_row,  # [ROWS]: rows that exist
@@ -79,9 +81,12 @@ def _step_rows(
 ):
     g = tl.load(grad + at, mask=inside, other=0.0)
     p = tl.load(master + at, mask=inside)
-    before = ()
+    is_split: tl.constexpr = master.dtype.element_ty == tl.int16
+    if is_split:
+        high = tl.load(param_out + at, mask=inside)
+    stored = ()
     for i in tl.static_range(len(states)):
-        before = before + (tl.load(states[i] + at, mask=inside),)  # type: ignore[assignment]
+        stored = stored + (tl.load(states[i] + at, mask=inside),)  # type: ignore[assignment]
     # Holds the compiler to this order: all data is asked for before anything is waited for. Loaded above the barrier,
     # `slot` was seen to be used there, to address coefficients, before the last state was asked for (Triton 3.6, 3.7).
     tl.debug_barrier()
@@ -99,13 +104,35 @@ def _step_rows(
         row_live = row_live & (not skipped)
     live = inside & row_live
 
+    if is_split:
+        p = join(high, p)
+    before = ()
+    for i in tl.static_range(len(states)):
+        if is_encoded(states[i]):
+            scale_of_row = tl.load(scales[i] + row, mask=has_row)[:, None] if scales[i] is not None else None
+            before = before + (decode(stored[i], scale_of_row),)  # type: ignore[assignment]
+        else:
+            before = before + (stored[i],)  # type: ignore[assignment]
+
     old = p
     p, after = UPDATE(g, p, before, coefficients)
 
-    tl.store(master + at, p, mask=live)
+    if is_split:
+        high, low = split(p)
+        tl.store(param_out + at, high, mask=live)
+        tl.store(master + at, low, mask=live)
+        p = join(high, low)
+    else:
+        tl.store(master + at, p, mask=live)
     for i in tl.static_range(len(states)):
-        tl.store(states[i] + at, after[i], mask=live)
-    if param_out is not None:
+        if is_encoded(states[i]):
+            values, scale_of_row = encode(after[i], inside, states[i].dtype.element_ty)
+            tl.store(states[i] + at, values, mask=live)
+            if scales[i] is not None:
+                tl.store(scales[i] + row[:, None], scale_of_row, mask=row_live & has_row[:, None])
+        else:
+            tl.store(states[i] + at, after[i], mask=live)
+    if param_out is not None and not is_split:
         tl.store(param_out + at, narrow(p, param_out.dtype.element_ty), mask=live)
     for k in tl.static_range(len(averages)):
         average = tl.load(averages[k] + at, mask=live)
@@ -132,6 +159,7 @@ def _step_kernel(
     averages,  # a tuple of any number
     rates,
     row_stats,
+    scales,  # a tuple of as many as states, of None for those without
     numel: tl.int64,
     UPDATE: tl.constexpr,
     RAGGED: tl.constexpr,  # whether numel is no multiple of a row
@@ -144,12 +172,13 @@ def _step_kernel(
         # A mask of elements makes every access narrow: only the last tile pays for it.
         _step_rows(
             grad, master, states, param_out, row_slot, hyper,
-            grad_scale, found_inf, nonfinite_slots, averages, rates, row_stats, UPDATE, row, has_row, at, at < numel,
+            grad_scale, found_inf, nonfinite_slots, averages, rates, row_stats, scales, UPDATE, row, has_row, at,
+            at < numel,
         )  # fmt: skip
     else:
         _step_rows(
             grad, master, states, param_out, row_slot, hyper,
-            grad_scale, found_inf, nonfinite_slots, averages, rates, row_stats, UPDATE, row, has_row, at,
+            grad_scale, found_inf, nonfinite_slots, averages, rates, row_stats, scales, UPDATE, row, has_row, at,
             has_row[:, None],
         )  # fmt: skip
 
@@ -180,12 +209,16 @@ def foreach_step(
     averages: Sequence[Tensor] | None = None,
     rates: Tensor | None = None,
     row_stats: Sequence[Tensor] | None = None,
+    scales: Sequence[Tensor] | None = None,
 ) -> None:
     """See `zero_kernels.foreach_step`: a launch for each shard."""
     shards = shards_of(grads, masters, states, params_out, row_slots)
     measured: Sequence[Tensor | None] = row_stats or [None] * len(grads)
-    for shard, followers, stats in zip(shards, averages_of(grads, averages), measured, strict=True):
-        _step(rule, *shard, hyper, grad_scale, found_inf, nonfinite_slots, tuple(followers), rates, stats)
+    of_states, each = scales_of(states, scales), len(states) // len(grads)
+    shared = (hyper, grad_scale, found_inf, nonfinite_slots)
+    for i, (shard, followers, stats) in enumerate(zip(shards, averages_of(grads, averages), measured, strict=True)):
+        of_shard = tuple(of_states[i * each : (i + 1) * each])
+        _step(rule, *shard, *shared, tuple(followers), rates, stats, of_shard)
 
 
 def _step(
@@ -202,6 +235,7 @@ def _step(
     averages: tuple[Tensor, ...] = (),
     rates: Tensor | None = None,
     row_stats: Tensor | None = None,
+    scales: tuple[Tensor | None, ...] = (),
 ) -> None:
     numel = grad.numel()
     if numel == 0 or hyper.shape[0] == 0:
@@ -222,6 +256,7 @@ def _step(
             averages,
             rates if averages else None,
             row_stats,
+            scales,
             numel,
             UPDATE=UPDATES[rule],
             RAGGED=numel % ROW != 0,

@@ -13,13 +13,22 @@ stored depends on no number of ranks, no bucket size and no stage.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from zero_kernels import ROW
+from zero_kernels.codecs import (
+    decode_bf16,
+    decode_int8,
+    decode_root8,
+    encode_bf16,
+    encode_int8,
+    encode_root8,
+    join_master,
+    split_master,
+)
 
 from .state_tensor import Begins, Per, StateTensor
 
@@ -28,7 +37,7 @@ class Codec:
     """A form in which state is stored. A codec is a subclass, one of those below or a user's own.
 
     Three things hold of each. Zeros are stored as zeros. What ``decode`` gives stays what it is when it is encoded and
-    decoded again: so it may be loaded as often as one likes. A row whose values are not all finite has NaN afterwards.
+    decoded again: so it may be loaded as often as one likes. A row whose values are not all finite is not afterwards.
 
     Attributes:
         name: by which a checkpoint knows it again.
@@ -87,22 +96,15 @@ def _rows_of(flat: Tensor) -> Tensor:
 
 
 class _Scaled(Codec):
-    """Eight bits an element, and one fp32 scale a row: the largest magnitude in it, or ``unit`` of it."""
+    """Eight bits an element, and one fp32 scale a row."""
 
     dtype: torch.dtype
-    smallest: float
-    """Scales below it are 0, and so is the row: what is multiplied by others is never below the normal numbers."""
 
     def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
         return (
             StateTensor(f"{tensor.name}_{self.name}", dtype=self.dtype),
             StateTensor(f"{tensor.name}_scale", per=Per.ROW),
         )
-
-    def _scales(self, magnitudes: Tensor) -> Tensor:
-        """[rows, 1], the largest of each row, compared as bit patterns: so NaN is above inf, and stays."""
-        largest = magnitudes.view(torch.int32).amax(1, keepdim=True).view(torch.float32)
-        return torch.where(largest < self.smallest, 0.0, largest)
 
 
 class Int8(_Scaled):
@@ -112,18 +114,13 @@ class Int8(_Scaled):
     stored. Close to 0 its steps are s / 254, close to s they are s / 64. Each operation is rounded to fp32.
     """
 
-    name, dtype, smallest = "int8", torch.int8, 2.0**-100
+    name, dtype = "int8", torch.int8
 
     def encode(self, values: Tensor) -> Sequence[Tensor]:
-        scale = self._scales(values.abs())
-        x = torch.where(scale > 0, values / scale, 0.0)  # of a scale that is not finite 0, or NaN
-        y = (x + x) / (1 + x.abs())
-        return (127 * y).round().nan_to_num(0.0).to(torch.int8), scale
+        return encode_int8(values)
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        stored, scale = parts
-        y = stored.float() / 127
-        return y / (2 - y.abs()) * scale
+        return decode_int8(*parts)
 
 
 class Root8(_Scaled):
@@ -133,44 +130,38 @@ class Root8(_Scaled):
     0: an update divides by the root, and must not divide by 0 where there was more. Each operation is rounded to fp32.
     """
 
-    name, dtype, smallest = "root8", torch.uint8, 2.0**-63
+    name, dtype = "root8", torch.uint8
 
     def encode(self, values: Tensor) -> Sequence[Tensor]:
-        roots = values.double().sqrt().float()  # rounded once: torch's own of fp32 is not, on a CPU
-        scale = self._scales(roots.abs())
-        near = (255 * torch.where(scale > 0, roots / scale, 0.0)).round().nan_to_num(0.0)
-        lost = (near == 0) & (roots > 0) & (scale > 0) & (scale < math.inf)
-        return torch.where(lost, 1.0, near).to(torch.uint8), scale
+        return encode_root8(values)
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        stored, scale = parts
-        root = stored.float() / 255 * scale
-        return root * root
+        return decode_root8(*parts)
 
 
 class Bf16(Codec):
-    """Values rounded to bf16, to the nearest, to even: 8 bits of mantissa."""
+    """Any values, rounded to bf16: the range of fp32, and 8 bits of precision."""
 
     name = "bf16"
 
     def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
-        return (StateTensor(f"{tensor.name}_bf16", dtype=torch.bfloat16),)
+        return (StateTensor(f"{tensor.name}_{self.name}", dtype=torch.bfloat16),)
 
     def encode(self, values: Tensor) -> Sequence[Tensor]:
-        return (values.bfloat16(),)
+        return encode_bf16(values)
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        return parts[0].float()
+        return decode_bf16(*parts)
 
 
 class Split(Codec):
     """A master whose high half is the bf16 parameter itself: 16 bits are stored beside it.
 
     The bits of the master are those of the parameter, moved up by 16, and the stored number added, of either sign. The
-    parameter is the master rounded to the nearest, to even, as everywhere. 65537 masters are rounded to a parameter
-    whose last bit is 0, and 16 bits count 65536. So one of 131072 masters is not kept: one that lies just between two
-    parameters, and is rounded to the one that is nearer to 0, is moved by a unit in its last place towards that. All
-    others are kept bit for bit, infinities and subnormals among them.
+    parameter is the master rounded to the nearest, to even, as everywhere. A parameter whose last bit is 0 stands for
+    65537 masters, and 16 bits count 65536. So a master that lies just between two parameters, one of 65536, is moved by
+    a unit in its last place towards the one that it is rounded to. All others are kept bit for bit, infinities and
+    subnormals among them.
     """
 
     name, reads_parameter = "split", True
@@ -179,13 +170,12 @@ class Split(Codec):
         return (StateTensor(f"{tensor.name}_low", dtype=torch.int16),)
 
     def encode(self, values: Tensor) -> Sequence[Tensor]:
-        high = values.bfloat16().view(torch.int16).to(torch.int32) << 16
-        low = (values.view(torch.int32) - high).clamp(max=2**15 - 1)
-        return (torch.where(values.isnan(), 0, low).to(torch.int16),)
+        _, low = split_master(values)
+        return (low,)
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
         low, parameter = parts
-        return ((parameter.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
+        return join_master(parameter, low)
 
 
 PARAMETER = StateTensor("parameter", dtype=torch.bfloat16)

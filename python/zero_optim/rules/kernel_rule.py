@@ -10,8 +10,12 @@ from torch import Tensor
 
 import zero_kernels
 
+from .codec import Bf16, Int8, Root8, Split
 from .state_tensor import Begins, StateTensor
-from .update_rule import MASTER, ShardUpdate, UpdateRule, lists_of
+from .update_rule import MASTER, ShardUpdate, UpdateRule, lists_of, parts_of
+
+_OF_KERNELS = (Bf16, Int8, Root8, Split)
+"""Codecs that kernels know. State that is stored by another is updated by torch's ops."""
 
 
 class KernelRule(UpdateRule):
@@ -25,6 +29,7 @@ class KernelRule(UpdateRule):
         super().__init__(**values)
         self._use(kernel)
         self._step: Callable[..., None] = zero_kernels.foreach_step
+        self._names: tuple[str, list[str], list[str]] | None = None  # of what is stored; made in ``prepared``
 
     def _use(self, kernel: str) -> None:
         self.kernel, self._of_kernel = kernel, zero_kernels.RULES[kernel]
@@ -44,12 +49,22 @@ class KernelRule(UpdateRule):
     def prepared(self) -> KernelRule:
         made = copy.copy(self)
         made._step = zero_kernels.Prepared("foreach_step")
+        made._names = self._names_as_stored()
         return made
 
     def _as_kernel(self) -> zero_kernels.Rule:
         return self._of_kernel
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
-        if self.codecs:  # the kernels know none: torch's ops do it
+        if any(type(codec) not in _OF_KERNELS for codec in self.codecs.values()):
             return super().update(shards)
-        self._step(self.kernel, *lists_of(shards, MASTER, self._of_kernel.states, self.averages))
+        master, states, scales = self._names or self._names_as_stored()
+        of_shards = [shard.state[name] for shard in shards for name in scales]
+        self._step(self.kernel, *lists_of(shards, master, states, self.averages), of_shards or None)
+
+    def _names_as_stored(self) -> tuple[str, list[str], list[str]]:
+        """Of the master, of each state, and of the scales of those that have one."""
+        master, *states = (
+            parts_of(self.codecs, tensor) for tensor in map(StateTensor, (MASTER, *self._of_kernel.states))
+        )
+        return master[0].name, [parts[0].name for parts in states], [part.name for of in states for part in of[1:]]

@@ -153,8 +153,7 @@ class UpdateRule:
         return made
 
     def with_codecs(self, codecs: Mapping[str, Codec]) -> UpdateRule:
-        """Give this rule with state that is stored by ``codecs``, by the names of state tensors. torch's ops update it:
-        the kernels know no codec."""
+        """Give this rule with state that is stored by ``codecs``, by the names of state tensors."""
         made = copy.copy(self)
         made.codecs = {**self.codecs, **codecs}
         return made
@@ -234,14 +233,9 @@ class UpdateRule:
 
         Parameters have one dtype, and gradients one. ``hyper`` and what follows it are the same for all.
         """
-        rule = _with_codecs(self._as_kernel(), self._codecs_of(shards[0]), master_of(self))
-        lists = lists_of(shards, master_of(self), rule.states, self.averages)
+        rule = _with_codecs(self._as_kernel(), self.codecs)
+        lists = lists_of(shards, stored_master(self), rule.states, self.averages)
         zero_kernels.update_rows(rule.update, rule.columns, *lists)
-
-    def _codecs_of(self, shard: ShardUpdate) -> Mapping[str, Codec]:
-        """The codecs of what ``shard`` has: where parameters are fp32 there is no master."""
-        parts = {name: codec.parts(StateTensor(name))[0].name for name, codec in self.codecs.items()}
-        return {name: codec for name, codec in self.codecs.items() if parts[name] in shard.state}
 
     def update_rows(self, g: Tensor, p: Tensor, state: Mapping[str, Tensor], c: Mapping[str, Tensor]) -> NewValues:
         """Give the new master and state of whole rows: the arithmetic, in torch, of a rule written in Python.
@@ -283,7 +277,10 @@ NewValues = tuple[Tensor, Mapping[str, Tensor]]
 def lists_of(
     shards: Sequence[ShardUpdate], master: str | None, states: Sequence[str], averages: Sequence[str]
 ) -> tuple[Any, ...]:
-    """List what ``foreach_step`` takes of shards after the rule, in its order. ``states``: names of the rule's own."""
+    """List what ``foreach_step`` takes of shards after the rule, in its order.
+
+    ``master``: its name, as it is stored. ``states``: those of the rule's own, and ``averages``, theirs.
+    """
     apart = master in shards[0].state  # else the parameters are their own masters
     return (
         [shard.grad for shard in shards],
@@ -298,25 +295,19 @@ def lists_of(
     )
 
 
-def _with_codecs(rule: zero_kernels.Rule, codecs: Mapping[str, Codec], master: str | None = None) -> zero_kernels.Rule:
+def _with_codecs(rule: zero_kernels.Rule, codecs: Mapping[str, Codec]) -> zero_kernels.Rule:
     """``rule`` for state that is stored by ``codecs``: it is decoded before the update of some rows, and encoded after
-    it. ``master``: the name of the master, which may be among them; p is the parameter then."""
-    if not codecs:
-        return rule
-    split = codecs.get(str(master))
-    names = rule.states if split is None else (str(master), *rule.states)
-    parts = {name: _parts(codecs, StateTensor(name)) for name in names}
+    it."""
+    parts = {name: parts_of(codecs, StateTensor(name)) for name in rule.states}
 
     def update(g: Tensor, p: Tensor, stored: Sequence[Tensor], c: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         given = iter(stored)
         own = {name: [next(given) for _ in of] for name, of in parts.items()}
-        p = p if split is None else split.decode([*own[str(master)], p])
-        decoded = [codecs[name].decode(own[name]) if name in codecs else own[name][0] for name in rule.states]
+        decoded = [codecs[name].decode(of) if name in codecs else of[0] for name, of in own.items()]
         new, changed = rule.update(g, p, decoded, c)
-        values = changed if split is None else (new, *changed)
         encoded = [
             codecs[name].encode(value) if name in codecs else (value,)
-            for name, value in zip(names, values, strict=True)
+            for name, value in zip(rule.states, changed, strict=True)
         ]
         return new, [part for of in encoded for part in of]
 
@@ -324,7 +315,8 @@ def _with_codecs(rule: zero_kernels.Rule, codecs: Mapping[str, Codec], master: s
     return dataclasses.replace(rule, states=states, update=update)
 
 
-def _parts(codecs: Mapping[str, Codec], tensor: StateTensor) -> tuple[StateTensor, ...]:
+def parts_of(codecs: Mapping[str, Codec], tensor: StateTensor) -> tuple[StateTensor, ...]:
+    """What is stored of ``tensor``: it itself, where it has no codec."""
     return codecs[tensor.name].parts(tensor) if tensor.name in codecs else (tensor,)
 
 
@@ -340,12 +332,12 @@ def tensors_for(rule: UpdateRule, dtype: torch.dtype) -> list[StateTensor]:
 
 def stored_for(rule: UpdateRule, dtype: torch.dtype) -> list[StateTensor]:
     """The state of parameters of ``dtype``, as it is stored."""
-    return [part for tensor in tensors_for(rule, dtype) for part in _parts(rule.codecs, tensor)]
+    return [part for tensor in tensors_for(rule, dtype) for part in parts_of(rule.codecs, tensor)]
 
 
 def stored_names(rule: UpdateRule) -> list[str]:
     """Names of all state, as it is stored."""
-    return [part.name for tensor in rule.tensors for part in _parts(rule.codecs, tensor)]
+    return [part.name for tensor in rule.tensors for part in parts_of(rule.codecs, tensor)]
 
 
 def has_master(rule: UpdateRule, dtype: torch.dtype) -> bool:
@@ -357,3 +349,9 @@ def has_master(rule: UpdateRule, dtype: torch.dtype) -> bool:
 def master_of(rule: UpdateRule) -> str | None:
     """The name of the state that parameters are roundings of. None: they have no more precise copy."""
     return next((tensor.name for tensor in rule.tensors if tensor.begins is Begins.PARAMETER), None)
+
+
+def stored_master(rule: UpdateRule) -> str | None:
+    """The name of what is stored of the master, beside the parameter. None: there is none."""
+    name = master_of(rule)
+    return None if name is None else parts_of(rule.codecs, StateTensor(name))[0].name

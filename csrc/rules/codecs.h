@@ -1,0 +1,106 @@
+// Forms of state other than fp32, and masters in two halves: the arithmetic of zero_kernels/codecs.py, for one lane. V
+// is float or a SIMD vector, as rule.h has it.
+#pragma once
+
+#include "rule.h"
+
+namespace zero_kernels {
+
+// What a state is stored as, by the dtype of its tensor. Those of eight bits have a scale for each row.
+enum class Form : uint8_t { kFloat, kBFloat16, kInt8, kRoot8 };
+
+ZK_HOST_DEVICE static constexpr bool has_scale(Form form) { return form == Form::kInt8 || form == Form::kRoot8; }
+
+ZK_HOST_DEVICE static constexpr int64_t size_of(Form form) {
+  return form == Form::kFloat ? 4 : form == Form::kBFloat16 ? 2 : 1;
+}
+
+// How a shard's states and master are stored, where it is not as fp32 alone.
+struct Encoded {
+  Form forms[kMostStates];
+  float* scales[kMostStates];  // [rows], or null where the form has none
+  int16_t* low;                // of a split master, whose high halves are the parameters; or null
+
+  bool any() const { return low || forms[0] != Form::kFloat || forms[1] != Form::kFloat || forms[2] != Form::kFloat; }
+};
+
+// The bits of `bound_of` are compared as unsigned integers. So NaN is above inf, and for roots what is negative, whose
+// root is NaN, above all: then the root of the largest is the largest root.
+template <class V>
+ZK_HOST_DEVICE inline V bound_of(Form form, V value) {
+  return form == Form::kInt8 ? magnitude(value) : value + V(0.0f);
+}
+
+// The scale of a row, of the largest bound in it.
+ZK_HOST_DEVICE static inline float scale_of(Form form, float bound) {
+  float scale = form == Form::kInt8 ? bound : square_root(bound);
+  return scale < (form == Form::kInt8 ? 0x1p-100f : 0x1p-63f) ? 0.0f : scale;
+}
+
+// Whether a row of that scale is stored by what follows. Else all of it is stored as 0.
+ZK_HOST_DEVICE static inline bool is_usable(float scale) { return scale > 0.0f && scale < bits_float(0x7f800000); }
+
+// What is rounded to the nearest integer and stored.
+template <class V>
+ZK_HOST_DEVICE inline V encoded(Form form, V value, V scale) {
+  if (form == Form::kInt8) {
+    V x = value / scale;
+    return V(127.0f) * ((x + x) / (V(1.0f) + magnitude(x)));
+  }
+  V near = V(255.0f) * (square_root(value) / scale);
+  return max_bits(near, V(1.0f) - is_zero(value));  // 0 is for 0 alone
+}
+
+constexpr float kOver127 = 0x1.0204000000000p-7f, kRest127 = 0x1.0204080000000p-28f;
+constexpr float kOver255 = 0x1.0100000000000p-8f, kRest255 = 0x1.0101020000000p-24f;
+
+// stored / 127 and stored / 255. Of the 256 numbers there are, the product with the first half of the reciprocal is
+// exact, and the sum with the second is rounded as the quotient is: the tests try all.
+template <class V>
+ZK_HOST_DEVICE inline V over_127(V stored) {
+  return stored * V(kOver127) + stored * V(kRest127);
+}
+template <class V>
+ZK_HOST_DEVICE inline V over_255(V stored) {
+  return stored * V(kOver255) + stored * V(kRest255);
+}
+
+// To be multiplied by the scale.
+template <class V>
+ZK_HOST_DEVICE inline V unscaled_int8(V stored) {
+  V y = over_127(stored);
+  return y / (V(2.0f) - magnitude(y));
+}
+
+template <class V>
+ZK_HOST_DEVICE inline V decoded_root8(V stored, V scale) {
+  V root = over_255(stored) * scale;
+  return root * root;
+}
+
+// The nearest integer, ties to even, of |x| < 2^22: the sum has no fraction left.
+ZK_HOST_DEVICE static inline int32_t nearest(float x) {
+  return int32_t(float_bits(x + 12582912.0f)) - int32_t(float_bits(12582912.0f));
+}
+
+// A master in two halves: bf16, and what its bits are above or below those.
+struct Halves {
+  BFloat16 high;
+  int16_t low;
+};
+
+ZK_HOST_DEVICE static inline float join(Halves halves) {
+  return bits_float((uint32_t(halves.high.bits) << 16) + uint32_t(int32_t(halves.low)));
+}
+
+// Of a tie, 32768 away, 32767 are kept. Of NaN the low half is 0.
+ZK_HOST_DEVICE static inline Halves split(float master) {
+  Halves halves;
+  narrow(master, &halves.high);
+  int32_t low = int32_t(float_bits(master) - (uint32_t(halves.high.bits) << 16));
+  low = low > 32767 ? 32767 : low < -32767 ? -32767 : low;
+  halves.low = master != master ? int16_t(0) : int16_t(low);
+  return halves;
+}
+
+}  // namespace zero_kernels

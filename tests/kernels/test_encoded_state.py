@@ -1,0 +1,305 @@
+"""`foreach_step` on encoded state and split masters: the written arithmetic, and the same bits on every backend."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from cases import FLOATS, ISAS, EncodedShards, Shards, awkward, backend, rule_table, same_bits, threads
+from torch import Tensor
+
+import zero_kernels
+from zero_kernels import ROW, RULES, codecs
+
+NAMES = ["reference", *ISAS]
+every_backend = pytest.mark.parametrize("name", NAMES)
+FORMS = tuple(codecs.FORMS)
+SIZES = (2000, 1, 0, 127, 128, 129, 7)
+
+
+def forms_of(rule: str, number: int) -> list[torch.dtype]:
+    """One form for each state; over the numbers, each state has each form, beside each other's."""
+    return [FORMS[(number // len(FORMS) ** i) % len(FORMS)] for i in range(len(RULES[rule].states))]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_same_bits_on_every_backend(rule: str) -> None:
+    """Mixes of forms with dtypes, misaligned or not, averages, rows that are measured, and split masters."""
+    for number in range(max(8, len(FORMS) ** min(2, len(RULES[rule].states)))):
+        forms = forms_of(rule, number * 7 if rule == "amsgrad" else number)
+        grad, param = FLOATS[number % 3], (*FLOATS, None)[number // 3 % 4]
+        for split in (False, True):
+            shards = EncodedShards(
+                *(rule, SIZES, grad, torch.bfloat16 if split else param, number % 2 * 3, number % 3),
+                calm=number % 4 != 0,
+                forms=forms,
+                split=split,
+            )
+            want = shards.measured("reference")
+            for isa in ISAS:
+                assert all(map(same_bits, want, shards.measured(isa))), (isa, forms, grad, param, split, number)
+
+
+def test_threads_share_rows_without_changing_a_bit() -> None:
+    shards = EncodedShards(
+        *("adamw", (0, 3 * ROW, 100_003, 77_777), torch.bfloat16, torch.bfloat16),
+        averages=1,
+        forms=(torch.int8, torch.uint8),
+        split=True,
+    )
+    want = shards.run("reference")
+    for isa in ISAS:
+        with threads(3):
+            assert all(map(same_bits, want, shards.run(isa))), isa
+
+
+# ---- the arithmetic, written anew, an element at a time --------------------------------------------------------------
+
+F = np.float32
+
+
+def int8_row(values: Sequence[np.float32]) -> tuple[list[int], np.float32]:
+    scale = max((abs(v) for v in values), key=lambda v: int(v.view(np.uint32)))
+    if scale < F(2.0**-100):
+        return [0] * len(values), F(0)
+    if not np.isfinite(scale):
+        return [0] * len(values), scale
+    xs = [v / scale for v in values]
+    return [int(np.rint(F(127) * ((x + x) / (F(1) + abs(x))))) for x in xs], scale
+
+
+def root8_row(values: Sequence[np.float32]) -> tuple[list[int], np.float32]:
+    roots = [np.sqrt(v) for v in values]
+    scale = max((abs(r) for r in roots), key=lambda r: int(r.view(np.uint32)))
+    if scale < F(2.0**-63):
+        return [0] * len(values), F(0)
+    if not np.isfinite(scale):
+        return [0] * len(values), scale
+    return [max(int(np.rint(F(255) * (r / scale))), int(r > 0)) for r in roots], scale
+
+
+def from_int8(stored: int, scale: np.float32) -> np.float32:
+    y = F(stored) / F(127)
+    return y / (F(2) - abs(y)) * scale
+
+
+def from_root8(stored: int, scale: np.float32) -> np.float32:
+    root = F(stored) / F(255) * scale
+    return root * root
+
+
+def rows_that_hurt() -> Tensor:
+    """[rows, 128] of every magnitude, ties of the rounding, subnormals, the largest, zeros, rows not finite."""
+    generator = torch.Generator().manual_seed(4)
+    random = torch.randn(60, ROW, generator=generator) * torch.logspace(-42, 38, 60, dtype=torch.float64).unsqueeze(1)
+    spread = torch.randn(30, ROW, generator=generator) * torch.logspace(-30, 0, ROW)
+    alone = torch.zeros(11, ROW)
+    alone[range(11), range(11)] = torch.tensor(
+        [3.4028235e38, -3.4028235e38, 2.0**-149, 2.0**-126, 2.0**-100, -(2.0**-101), math.inf, -math.inf, math.nan]
+        + [-0.0, 1.0]
+    )
+    halves = torch.arange(ROW) / 2 + torch.tensor([[0.0], [63.5], [127.25]])  # of a largest of 127, or 255
+    halves[:, -1] = torch.tensor([127.0, 127.0, 255.0])
+    both = torch.stack([torch.full((ROW,), math.inf), torch.full((ROW,), 5.0), torch.zeros(ROW)])
+    both[0, 3] = math.nan
+    return torch.cat((random.float(), spread, alone, halves, halves**2, both))
+
+
+@every_backend
+def test_rows_are_encoded_as_the_docs_write_it(name: str) -> None:
+    """By an SGD without momentum's memory: keep 0 and take 1, so that the new buffer is the gradient."""
+    values = rows_that_hurt()
+    values = torch.cat((values, values.abs()))
+    table = torch.zeros(1, 12)
+    columns = RULES["sgd"].columns
+    for column in ("take", "active", "grad_factor"):
+        table[0, columns.index(column)] = 1.0
+    rows, slots = len(values), torch.zeros(len(values), dtype=torch.int32)
+    with np.errstate(all="ignore"):
+        for dtype, encode, decode in ((torch.int8, int8_row, from_int8), (torch.uint8, root8_row, from_root8)):
+            stored, scale = torch.zeros(rows * ROW, dtype=dtype), torch.zeros(rows)
+            with backend(name):
+                lists = ([values.view(-1)], [torch.zeros(rows * ROW)], [stored], [], [slots], table)
+                zero_kernels.foreach_step("sgd", *lists, scales=[scale])
+            for row, (numbers, got) in enumerate(zip(values.numpy(), stored.view(rows, ROW).tolist(), strict=True)):
+                wanted, wanted_scale = encode(numbers)
+                assert got == wanted, (name, dtype, row)
+                assert same_bits(scale[row], torch.tensor(wanted_scale)), (name, dtype, row)
+            # Of what is stored: keep 1, so that the step by lr 1 shows the decoded buffer.
+            reads = table.clone()
+            for column, x in (("keep", 1.0), ("take", 0.0), ("lr", 1.0)):
+                reads[0, columns.index(column)] = x
+            every = torch.arange(2 * ROW).to(torch.uint8).view(dtype)
+            scales, twice = torch.tensor([0.7, 3e18]), torch.zeros(2, dtype=torch.int32)
+            master = torch.zeros(2 * ROW)
+            with backend(name):
+                lists = ([torch.zeros(2 * ROW)], [master], [every.clone()], [], [twice], reads)
+                zero_kernels.foreach_step("sgd", *lists, scales=[scales.clone()])
+            of_rows = scales.numpy().repeat(ROW)
+            want = [F(0) - decode(x, s) for x, s in zip(every.tolist(), of_rows, strict=True)]
+            assert same_bits(master, torch.tensor(np.array(want))), (name, dtype)
+
+
+def join(high: Tensor, low: Tensor) -> Tensor:
+    bits = (high.view(torch.int16).long() << 16) + low.long()
+    return bits.to(torch.int32).view(torch.float32)
+
+
+@every_backend
+def test_a_split_master_is_its_two_halves(name: str) -> None:
+    """From -0 a step of lr 1 writes any value, of which a tie alone is not kept. One of no gradient reads it."""
+    exact = torch.arange(-(2**31), 2**31, 65537 * 5, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    ends = [[(high << 16) + low for high in range(-(2**15), 2**15, 3)] for low in (-32768, -32767, -1, 0, 1, 32767)]
+    ends = torch.tensor(ends, dtype=torch.int64).flatten().to(torch.int32).view(torch.float32)
+    wanted = torch.cat((exact, ends, awkward(3000, torch.float32, 1)))
+    numel = len(wanted)
+    table = rule_table(RULES["sgd_plain"])[:1].clone()
+    columns = RULES["sgd_plain"].columns
+    table[0, columns.index("lr")] = 1.0
+    high, low = torch.full((numel,), -0.0, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.int16)
+    slots = torch.zeros(-(-numel // ROW), dtype=torch.int32)
+    with backend(name):
+        zero_kernels.foreach_step("sgd_plain", [-wanted], [low], [], [high], [slots], table)
+        assert same_bits(high, wanted.bfloat16())
+        away = (wanted.view(torch.int32) - (wanted.bfloat16().view(torch.int16).int() << 16)).masked_fill(
+            wanted.isnan(), 0
+        )
+        assert torch.equal(low.int(), away - away.sign() * (away.abs() == 32768).int())
+        assert ((away.abs() == 32768).sum() > 10_000) and high.isinf().sum() > 100
+        stored = join(high, low)
+        assert same_bits(stored[away.abs() < 32768], wanted[away.abs() < 32768])
+        again = (high.clone(), low.clone())
+        zero_kernels.foreach_step("sgd_plain", [torch.zeros(numel)], [low], [], [high], [slots], table)
+    assert same_bits(high, again[0]) and torch.equal(low, again[1])
+    assert same_bits(codecs.join_master(high, low), stored)
+
+
+@every_backend
+def test_a_split_master_is_measured_and_averaged_as_it_is_stored(name: str) -> None:
+    """A tie, whose stored value is one unit off."""
+    tie = torch.tensor([0x3F808000, 0x3F818000], dtype=torch.int32).view(torch.float32).repeat(ROW // 2)
+    table = torch.zeros(1, 12)
+    for column in ("lr", "active", "grad_factor"):
+        table[0, RULES["sgd_plain"].columns.index(column)] = 1.0
+    high, low = torch.zeros(ROW, dtype=torch.bfloat16), torch.zeros(ROW, dtype=torch.int16)
+    average, stats, slots = torch.zeros(ROW), torch.zeros(1, 5), torch.zeros(1, dtype=torch.int32)
+    with backend(name):
+        lists = ([-tie], [low], [], [high], [slots], table)
+        zero_kernels.foreach_step("sgd_plain", *lists, averages=[average], rates=torch.ones(1, 1), row_stats=[stats])
+    stored = join(high, low)
+    assert stored.view(torch.int32).tolist() == [0x3F807FFF, 0x3F818001] * (ROW // 2)
+    assert same_bits(average, stored) and float(stats[0, 3]) == float(stored.max())
+
+
+# ---- what stays, and what is refused ---------------------------------------------------------------------------------
+
+
+@every_backend
+def test_skipped_steps_and_rows_that_are_not_live_stay(name: str) -> None:
+    for split, found in itertools.product((False, True), (1.0, math.nan, 0.0)):
+        shards = EncodedShards(
+            *("adamw", (5 * ROW + 3, 200), torch.bfloat16, torch.bfloat16),
+            averages=1,
+            forms=(torch.int8, torch.bfloat16),
+            split=split,
+        )
+        shards.grads[0][ROW] = math.inf
+        shards.row_slots = [torch.tensor([-1, 1, 3, -1, 3, 3], dtype=torch.int32), torch.tensor([3, -1]).int()]
+        marks = torch.zeros(4, dtype=torch.int32)
+        after = shards.run(name, found_inf=torch.tensor([found]), nonfinite_slots=marks)
+        stay = list(map(same_bits, shards.written, after))
+        assert all(stay) == (found != 0)
+        assert marks.any() == (found != 0)
+        if found == 0:  # slot 1's row alone has changed, in the tensors of the first shard
+            for before, now in zip(shards.written, after, strict=True):
+                numel = 1 if len(before) in (2, 6) else ROW
+                keeps = torch.ones(len(before), dtype=torch.bool)
+                keeps[numel : 2 * numel] = len(before) not in (5 * ROW + 3, 6)
+                assert same_bits(before[keeps], now[keeps])
+
+
+def test_all_fp32_is_the_plain_update() -> None:
+    plain = Shards("adamw", (300,), torch.bfloat16, torch.bfloat16)
+    encoded = EncodedShards("adamw", (300,), torch.bfloat16, torch.bfloat16, forms=(torch.float32, torch.float32))
+    for name in NAMES:
+        assert all(map(same_bits, plain.run(name), encoded.run(name)))
+
+
+@every_backend
+def test_a_row_that_is_not_finite_spoils_no_other(name: str) -> None:
+    shards = EncodedShards(*("adamw", (3 * ROW,), torch.float32, None), calm=True, forms=(torch.int8, torch.uint8))
+    shards.row_slots = [torch.zeros(3, dtype=torch.int32)]
+    want = shards.run(name)
+    shards.grads[0][ROW + 5] = math.nan
+    got = shards.run(name)
+    for before, after in zip(want, got, strict=True):
+        each = len(before) // 3
+        assert same_bits(before[:each], after[:each]) and same_bits(before[2 * each :], after[2 * each :])
+        middle = after[each : 2 * each]
+        if each == 1:
+            assert middle.isnan().all()
+        elif not middle.is_floating_point():
+            assert not middle.any()
+
+
+def arguments() -> dict[str, object]:
+    """Of one shard of AdamW, by name; int8 and uint8 moments, and a split master."""
+    return {
+        "grads": [torch.zeros(200)],
+        "masters": [torch.zeros(200, dtype=torch.int16)],
+        "states": [torch.zeros(200, dtype=torch.int8), torch.zeros(200, dtype=torch.uint8)],
+        "params_out": [torch.zeros(200, dtype=torch.bfloat16)],
+        "row_slots": [torch.zeros(2, dtype=torch.int32)],
+        "hyper": rule_table(RULES["adamw"]),
+        "scales": [torch.zeros(2), torch.zeros(2)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"scales": None}, ValueError, "scales must be one for each int8 or uint8 state: 2 of them, 0 scales"),
+        ({"scales": [torch.zeros(2)]}, ValueError, "2 of them, 1 scales"),
+        ({"scales": [torch.zeros(2), torch.zeros(3)]}, ValueError, "a scale must have 2 elements, got 3"),
+        ({"scales": [torch.zeros(2), torch.zeros(2).half()]}, TypeError, "a scale must be float32, got float16"),
+        ({"params_out": []}, TypeError, "the low half of a split master: param_out must be its high half, in bfloat16"),
+        ({"params_out": [torch.zeros(200)]}, TypeError, "shard 0: master is int16, the low half of a split master"),
+        (
+            {"states": [torch.zeros(200, dtype=torch.int16), torch.zeros(200)], "scales": None},
+            TypeError,
+            "exp_avg must be float32 or bfloat16 or int8 or uint8, got int16",
+        ),
+        ({"masters": [torch.zeros(200).half()]}, TypeError, "master must be float32 or int16, got float16"),
+    ],
+)
+def test_what_does_not_fit_is_named(changed: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        zero_kernels.foreach_step("adamw", **arguments() | changed)  # type: ignore[arg-type]
+
+
+def test_a_form_is_that_of_all_shards() -> None:
+    given = arguments()
+    two = {name: of * 2 if isinstance(of, list) else of for name, of in given.items()}
+    two["states"] = [*two["states"][:2], two["states"][1], two["states"][0]]  # type: ignore[index]
+    with pytest.raises(TypeError, match="states 'exp_avg' must have one dtype: make a call for each dtype"):
+        zero_kernels.foreach_step("adamw", **two)  # type: ignore[arg-type]
+
+
+def test_a_later_prepared_call_has_the_bits_of_the_op() -> None:
+    shards = EncodedShards(
+        *("adamw", (300, 5), torch.bfloat16, torch.bfloat16), forms=(torch.int8, torch.uint8), split=True
+    )
+    want = shards.run("reference")
+    prepared = zero_kernels.Prepared("foreach_step")
+    for _ in range(2):
+        lists, written = shards.lists()
+        versions = [tensor._version for tensor in written]
+        prepared("adamw", *lists)
+        assert all(map(same_bits, want, written))
+        assert all(tensor._version > before for tensor, before in zip(written, versions, strict=True))
+    lists, _ = shards.lists()
+    for place, bad in ((12, [*lists[12][:3], torch.zeros(1).double()]), (12, lists[12][:3]), (12, None)):
+        with pytest.raises(RuntimeError, match="zero_kernels: "):
+            prepared("adamw", *lists[:place], bad)

@@ -1,0 +1,97 @@
+"""Forms in which state is stored, in plain torch: the arithmetic that every backend repeats. docs/ops.md has it, too.
+
+Values are whole rows, fp32 [rows, 128]; the last row of a shard may come alone, and without what is behind its last
+element. A scale is one fp32 value a row, [rows, 1]. Each operation is rounded to fp32 on its own. Nothing is read on
+the host.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero_kernels.rules.rule import square_root
+
+INT8_SMALLEST = 2.0**-100
+ROOT8_SMALLEST = 2.0**-63
+"""Scales below it are 0, and so is the row: what is multiplied by others is never below the normal numbers."""
+
+
+def _scales(magnitudes: Tensor, smallest: float) -> Tensor:
+    """[rows, 1], the largest of each row, compared as bit patterns: so NaN is above inf, and stays."""
+    largest = magnitudes.view(torch.int32).amax(1, keepdim=True).view(torch.float32)
+    return torch.where(largest < smallest, 0.0, largest)
+
+
+def encode_int8(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Give int8 [rows, 128] and the scales: finest close to 0. A row that is not finite is stored as zeros, with such a
+    scale."""
+    scale = _scales(values.abs(), INT8_SMALLEST)
+    x = torch.where(scale > 0, values / scale, 0.0)  # of a scale that is not finite 0, or NaN
+    y = (x + x) / (1 + x.abs())
+    return (127 * y).round().nan_to_num(0.0).to(torch.int8), scale
+
+
+def decode_int8(stored: Tensor, scale: Tensor) -> Tensor:
+    y = stored.float() / 127
+    return y / (2 - y.abs()) * scale
+
+
+def encode_root8(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Give uint8 [rows, 128] of the roots of values that are not negative, 0 for 0 alone, and the scales. A row that is
+    not finite, or has a negative value, is stored as zeros, with a scale that is not finite."""
+    roots = square_root(values)
+    scale = _scales(roots.abs(), ROOT8_SMALLEST)
+    near = (255 * torch.where(scale > 0, roots / scale, 0.0)).round().nan_to_num(0.0)
+    lost = (near == 0) & (roots > 0) & (scale > 0) & (scale < math.inf)
+    return torch.where(lost, 1.0, near).to(torch.uint8), scale
+
+
+def decode_root8(stored: Tensor, scale: Tensor) -> Tensor:
+    root = stored.float() / 255 * scale
+    return root * root
+
+
+def encode_bf16(values: Tensor) -> tuple[Tensor]:
+    """Give bf16 [rows, 128], rounded to nearest even."""
+    return (values.to(torch.bfloat16),)
+
+
+def decode_bf16(stored: Tensor) -> Tensor:
+    return stored.float()
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of state: `encode` makes its parts of values, `decode` values of its parts, the scales last if any."""
+
+    encode: Callable[[Tensor], Sequence[Tensor]]
+    decode: Callable[..., Tensor]
+    scaled: bool = False
+
+
+FORMS = {
+    torch.float32: Form(lambda values: (values,), lambda stored: stored),
+    torch.bfloat16: Form(encode_bf16, decode_bf16),
+    torch.int8: Form(encode_int8, decode_int8, scaled=True),
+    torch.uint8: Form(encode_root8, decode_root8, scaled=True),
+}
+"""The forms of a state, by the dtype of what is stored an element."""
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Split fp32 into bf16, to nearest even, and int16: what its bits are above or below those of the bf16.
+
+    One value is not exact: of a tie, 32768 away, 32767 are kept, as int16 has no 32768. NaN has 0.
+    """
+    high = master.to(torch.bfloat16)
+    low = master.view(torch.int32) - (high.view(torch.int16).to(torch.int32) << 16)
+    low = torch.where(master.isnan(), 0, low.clamp(-32767, 32767))
+    return high, low.to(torch.int16)
+
+
+def join_master(high: Tensor, low: Tensor) -> Tensor:
+    """Give the fp32 that was split."""
+    return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)

@@ -1,0 +1,82 @@
+"""Other forms of state than fp32, and split masters, in Triton: `zero_kernels.codecs`. Rows are [ROWS, 128]."""
+
+import triton
+import triton.language as tl
+
+from zero_kernels import codecs
+from zero_kernels.triton.common import narrow, times, widen
+
+_INT8_SMALLEST = tl.constexpr(codecs.INT8_SMALLEST)
+_ROOT8_SMALLEST = tl.constexpr(codecs.ROOT8_SMALLEST)
+_SHIFT = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no fraction left
+
+
+@triton.constexpr_function
+def is_encoded(state):
+    return state.dtype.element_ty != tl.float32
+
+
+@triton.jit
+def _nearest(x):
+    """The nearest integer, ties to even, of |x| < 2^22."""
+    return ((x + _SHIFT) - _SHIFT).to(tl.int32)
+
+
+@triton.jit
+def decode(stored, scale):
+    """fp32 of what is stored; scale: [ROWS, 1], or None of a form without."""
+    if stored.dtype == tl.int8:
+        y = tl.div_rn(stored.to(tl.float32), 127.0)
+        return times(tl.div_rn(y, 2.0 - tl.abs(y)), scale)
+    elif stored.dtype == tl.uint8:
+        root = times(tl.div_rn(stored.to(tl.float32), 255.0), scale)
+        return times(root, root)
+    else:
+        return widen(stored)
+
+
+@triton.jit
+def _scale(magnitudes, inside, smallest):
+    """[ROWS, 1], the largest of each row, compared as bit patterns."""
+    bits = tl.where(inside, magnitudes.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    largest = tl.max(bits, axis=1)[:, None].to(tl.float32, bitcast=True)
+    return tl.where(largest < smallest, 0.0, largest)
+
+
+@triton.jit
+def encode(values, inside, dtype: tl.constexpr):
+    """What is stored of fp32, and the scales, [ROWS, 1], or None."""
+    if dtype == tl.bfloat16:
+        return narrow(values, dtype), None
+    else:
+        inside = inside & (tl.zeros_like(values) == 0)
+        if dtype == tl.int8:
+            scale = _scale(values, inside, _INT8_SMALLEST)
+        else:
+            values = tl.sqrt_rn(values)
+            scale = _scale(values, inside, _ROOT8_SMALLEST)
+        usable = (scale > 0) & (scale < float("inf")) & inside
+        x = tl.where(usable, tl.div_rn(values, scale + tl.zeros_like(values)), 0.0)
+        if dtype == tl.int8:
+            y = tl.div_rn(x + x, 1.0 + tl.abs(x))
+            return _nearest(times(127.0 + tl.zeros_like(y), y)).to(tl.int8), scale
+        else:
+            near = _nearest(times(255.0 + tl.zeros_like(x), x))
+            lost = usable & (near == 0) & (values > 0)
+            return tl.where(lost, 1, near).to(tl.uint8), scale
+
+
+@triton.jit
+def join(high, low):
+    """fp32 of the halves of a master."""
+    bits = high.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return (bits + low.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split(master):
+    """bf16, and int16 of what the bits of fp32 are above or below that."""
+    high = narrow(master, tl.bfloat16)
+    low = master.to(tl.int32, bitcast=True) - (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    low = tl.minimum(tl.maximum(low, -32767), 32767)
+    return high, tl.where(master == master, low, 0).to(tl.int16)
