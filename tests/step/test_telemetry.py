@@ -382,3 +382,29 @@ def test_parameters_that_come_later_are_told_from_their_first_step() -> None:
     found = opt.telemetry().floats()
     assert found["grad_norm/later"] == pytest.approx(2 * math.sqrt(130), rel=1e-6) and len(found) == 6 * 5
     opt.close()
+
+
+# ---- order ----------------------------------------------------------------------------------------------------------
+
+
+def _on_a_stream(rank: int, world_size: int, store: str | None) -> list[dict[str, float]]:
+    import zero_optim
+
+    model = make_model().to("cuda")
+    opt = zero_optim.ShardedAdamW(model.named_parameters(), telemetry=True, state_offload=store)
+    seen, stream = [], torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for step in range(2):
+            (model(torch.full((7, 13), 1.0 + rank + step, device="cuda")) ** 2).mean().backward()
+            opt.step()
+            opt.zero_grad()
+            seen.append(opt.telemetry(over_ranks=True).floats())
+    opt.close()
+    return seen
+
+
+def test_the_sums_of_other_ranks_are_waited_for() -> None:
+    """On a simulated GPU, where what is read too early is seen."""
+    on_device, on_host = (run_ranks(2, _on_a_stream, store, simulated="streams:never") for store in (None, "cpu"))
+    assert on_device[0] == on_device[1] == on_host[0] and len(on_device[0][-1]) == 5 * 5

@@ -116,6 +116,20 @@ def test_the_time_of_a_step_is_logged_by_phase(zero_optim: Callable, text: Path,
         assert sum(ms[phase] for ms in steps) == pytest.approx(1000 * seconds, abs=0.01)
 
 
+def test_telemetry_is_logged_where_it_is_asked_for(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
+    run, plain = tmp_path / "run", tmp_path / "plain"
+    arguments = (*TINY, "--steps", "2", "--no-checkpoint", "--data", text)
+    assert zero_optim("train", *arguments, "--telemetry", "--out", run).code == 0
+    assert zero_optim("train", *arguments, "--out", plain).code == 0
+    assert not any("telemetry" in line for line in read_log(plain))
+    for line in read_log(run):
+        norms = [value for name, value in line["telemetry"].items() if name.startswith("grad_norm/")]
+        assert len(line["telemetry"]) == 5 * len(norms)
+        clipped = min(line["grad_norm"], 1.0)
+        assert math.hypot(*norms) == pytest.approx(clipped, rel=2e-3)  # four digits of each
+    assert '"layers"' in (run / "report.html").read_text() and '"layers"' not in (plain / "report.html").read_text()
+
+
 def test_run_json_says_what_was_run_and_how_it_ended(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ["--steps", "4", "--save-every", "2", "--data", text, "--out", run]
