@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -162,3 +163,20 @@ def maybe_no_sync(opt: Any, active: bool) -> contextlib.AbstractContextManager[A
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def error_of(call: Callable[[], Any]) -> tuple[str, str]:
+    """Type and text of what it raises; empty where it does not."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def through_a_file(state: Any) -> Any:
+    """``state`` as ``torch.save`` and ``torch.load`` give it back."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
