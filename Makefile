@@ -11,6 +11,7 @@ OUT    ?=
 BASE   ?= main
 ARGS   ?=
 SECONDS ?= 600
+WORKERS ?= 2
 
 BIN      := .venv/bin
 SOURCES  := setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
@@ -30,8 +31,8 @@ train: .venv/built  ## train a GPT on RANKS ranks; RANKS STAGE DTYPE STEPS DATA 
 	@$(BIN)/zero-optim train $(TRAINING)
 
 .PHONY: test
-test: $(DEVELOPED)  ## run the test suite, a file at a time on each of two workers; ARGS goes to pytest
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(DEVELOPED)  ## run the test suite, a file at a time on each of WORKERS (2) workers; ARGS goes to pytest
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 .PHONY: quick
 quick: $(DEVELOPED)  ## the tests nearest to what differs from BASE, 90 seconds at most; ARGS goes to pytest

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from programs import world
@@ -14,9 +15,19 @@ from torch import Tensor, nn
 SHAPES: tuple[tuple[int, ...], ...] = ((17, 9), (300,), (1,), (0,), (5, 3, 2), (128,), (40, 25), (2, 1))
 TINY_CAP_MB = 0.0005  # 524 bytes: nearly every parameter is a bucket of its own
 ROW = 128
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # What a random program raises itself, and catches; and a tensor whose backward raises it.
 Planned, raise_in_backward = world.Planned, world.boom
+
+
+Cell = TypeVar("Cell")
+
+
+def in_two_dtypes(cells: Sequence[Cell], dtype: torch.dtype) -> list[Cell]:
+    """Those of ``cells`` that are for ``dtype``: each is for two of the three. Of neighbours that differ in one thing,
+    each leaves out another dtype, so that everything meets every dtype."""
+    return [cell for number, cell in enumerate(cells) if (number + number // 3 + 2) % 3 != DTYPES.index(dtype)]
 
 
 def make_parameters(
@@ -152,3 +163,20 @@ def maybe_no_sync(opt: Any, active: bool) -> contextlib.AbstractContextManager[A
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def error_of(call: Callable[[], Any]) -> tuple[str, str]:
+    """Type and text of what it raises; empty where it does not."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def through_a_file(state: Any) -> Any:
+    """``state`` as ``torch.save`` and ``torch.load`` give it back."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from training_cases import (
     make_gradients,
     make_parameters,
     named,
+    through_a_file,
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -80,13 +80,6 @@ def _train(params: Sequence[nn.Parameter], opt: Any, steps: range, rank: int, wo
         opt.zero_grad()
 
 
-def _through_a_file(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 def _state_tensors(state: dict[str, Any], parameters: int = len(SHAPES)) -> list[Tensor]:
     """Every tensor of a full state in one order, an empty one where there is none."""
     names = ("step", "exp_avg", "exp_avg_sq", "master")
@@ -104,7 +97,7 @@ def _in_and_out(rank: int, world_size: int, stage: int, tensor_lr: bool) -> tupl
     before = torch.optim.AdamW(_groups(params, tensor_lr))
     _train_alone(params, before, range(LEG))
     opt = _sharded(params, stage)
-    zero_optim.load_full_state_dict(opt, _through_a_file(before.state_dict()) if rank == 0 else None)
+    zero_optim.load_full_state_dict(opt, through_a_file(before.state_dict()) if rank == 0 else None)
     assert [float(group["lr"]) for group in opt.param_groups] == [1e-2, 5e-3]
     assert isinstance(opt.param_groups[0]["lr"], Tensor) == tensor_lr
     _train(params, opt, range(LEG, 2 * LEG), rank, world_size)
@@ -114,7 +107,7 @@ def _in_and_out(rank: int, world_size: int, stage: int, tensor_lr: bool) -> tupl
         assert full == {}
         return [], []
     after = torch.optim.AdamW(_groups(params, tensor_lr), lr=7.0, weight_decay=7.0)
-    after.load_state_dict(_through_a_file(full))
+    after.load_state_dict(through_a_file(full))
     _train_alone(params, after, range(2 * LEG, 3 * LEG))
     moments = [after.state[p][name] for p in params if p in after.state for name in ("exp_avg", "exp_avg_sq")]
     assert [float(after.state[p]["step"]) for p in params if p in after.state] == [9.0, 5.0, 9.0, 9.0, 9.0, 9.0]
@@ -309,7 +302,7 @@ def _leg(
     _train(params, opt, range(leg * LEG, (leg + 1) * LEG), rank, world_size)
     full = zero_optim.full_state_dict(opt, rank=world_size - 1)
     opt.close()
-    return _through_a_file(full) if full else full, copies(params)
+    return through_a_file(full) if full else full, copies(params)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])

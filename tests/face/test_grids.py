@@ -15,10 +15,12 @@ from oracle import Hyper, MasterAdamW, accumulate
 from sharded_cases import Block, Net, Outcome, Run, loss_of, losses_and_state, make, tokens
 from torch import Tensor
 from training_cases import (
+    DTYPES,
     SHAPES,
     TINY_CAP_MB,
     assert_bitwise,
     difference,
+    in_two_dtypes,
     linear_backward,
     make_gradients,
     make_parameters,
@@ -28,7 +30,6 @@ from training_cases import (
 STEPS = 3
 HYPER = Hyper(lr=1e-2, weight_decay=0.1)
 ACCUMULATIONS = ((1, False), (3, True), (2, False))  # micro-batches; whether all but the last are under no_sync
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,14 +104,9 @@ def _expected(cell: Cell, ranks: int, dtype: torch.dtype) -> list[Tensor]:
     return oracle.params
 
 
-def _cells(dtype: torch.dtype) -> list[Cell]:
-    """Every cell in two of the three dtypes."""
-    return [cell for number, cell in enumerate(CELLS) if (number + number // 3) % 3 != DTYPES.index(dtype)]
-
-
 def _train_cells(rank: int, world_size: int, dtype: torch.dtype, folder: str) -> list[list[Tensor]]:
     mesh = make_mesh(2, world_size // 2)
-    return [_train(rank, cell, dtype, mesh, folder) for cell in _cells(dtype)]
+    return [_train(rank, cell, dtype, mesh, folder) for cell in in_two_dtypes(CELLS, dtype)]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +115,7 @@ def _train_cells(rank: int, world_size: int, dtype: torch.dtype, folder: str) ->
 def test_every_cell_equals_the_oracle_bit_for_bit(ranks, dtype, tmp_path):
     results = run_ranks(ranks, _train_cells, dtype, str(tmp_path), timeout=120)
     failures = []
-    for number, cell in enumerate(_cells(dtype)):
+    for number, cell in enumerate(in_two_dtypes(CELLS, dtype)):
         expected = _expected(cell, ranks, dtype)
         for rank in range(ranks):
             if found := difference(results[rank][number], expected):

@@ -19,16 +19,10 @@ from training_cases import (
     make_gradients,
     make_parameters,
     named,
+    through_a_file,
 )
 
 STEPS, SAVED = 6, 3
-
-
-def _through_a_file(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 class _Run:
@@ -79,7 +73,7 @@ def _resumed(
     straight = _Run(rank, stage, dtype, with_names, shuffled=shuffled)
     for step in range(STEPS):
         if step == SAVED:
-            checkpoint = _through_a_file(straight.checkpoint())
+            checkpoint = through_a_file(straight.checkpoint())
         straight.step(step)
 
     fresh = _Run(rank, stage, dtype, with_names, seed=9, shuffled=shuffled)

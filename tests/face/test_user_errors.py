@@ -24,6 +24,7 @@ from training_cases import (
     assert_bitwise,
     assert_within,
     copies,
+    error_of,
     linear_backward,
     linear_loss,
     make_gradients,
@@ -33,15 +34,6 @@ from training_cases import (
 
 SHAPES = ((8, 4), (5,), (3, 3))
 LR = 1e-2
-
-
-def _error(call: Callable[[], Any]) -> tuple[str, str]:
-    """Type and text of what it raises; empty where it does not."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def _trains(rank: int) -> None:
@@ -75,9 +67,9 @@ def _bad_parameters(rank: int, world_size: int) -> dict[str, list[tuple[str, str
         entries = [("encoder.good", good[0]), ("encoder.bad", bad)]
         here = entries if rank == 1 else named(good, "encoder.")
         errors[case] = [
-            _error(lambda entries=entries: zero_optim.ShardedAdamW(entries)),
-            _error(lambda entries=entries: zero_optim.ShardedAdamW([p for _, p in entries])),
-            _error(lambda here=here: zero_optim.ShardedAdamW(here)),
+            error_of(lambda entries=entries: zero_optim.ShardedAdamW(entries)),
+            error_of(lambda entries=entries: zero_optim.ShardedAdamW([p for _, p in entries])),
+            error_of(lambda here=here: zero_optim.ShardedAdamW(here)),
         ]
         hooks = (good[0]._post_accumulate_grad_hooks, good[0]._backward_hooks)
         assert not any(hooks), "a failed constructor left a hook"
@@ -131,7 +123,7 @@ DIFFERENCES = {
 def _differing(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
     errors = {}
     for case in DIFFERENCES:
-        errors[case] = _error(lambda case=case: zero_optim.ShardedAdamW(_different(case, rank)))
+        errors[case] = error_of(lambda case=case: zero_optim.ShardedAdamW(_different(case, rank)))
     _trains(rank)
     return errors
 
@@ -177,7 +169,7 @@ def _bad_options(rank: int, world_size: int) -> list[list[tuple[str, str]]]:
             lambda params=params, on_one=on_one: zero_optim.ShardedAdamW(params, **on_one),
             *([lambda groups=groups: zero_optim.ShardedAdamW(groups)] if of_group else []),
         ]
-        results.append([_error(call) for call in calls])
+        results.append([error_of(call) for call in calls])
     _trains(rank)
     return results
 
@@ -299,7 +291,7 @@ def _unexpected_gradients(
             opt.clip_grad_norm_(1.0)
         opt.step()
 
-    found = _error(apply)
+    found = error_of(apply)
     same = all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
     opt.close()
     _trains(rank)
@@ -324,7 +316,7 @@ def _cast(rank: int, world_size: int, stage: int, how: str) -> tuple[str, str]:
     opt.step()
     opt.zero_grad()
     params[1].data = params[1].data.half() if how == "cast" else params[1].data.clone()
-    found = _error(lambda: linear_backward(params, make_gradients(params, rank, 1)))
+    found = error_of(lambda: linear_backward(params, make_gradients(params, rank, 1)))
     opt.close()
     _trains(rank)
     return found
@@ -364,7 +356,7 @@ def _after_close(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
     scaler = zero_optim.GradScaler()
     scaler.scale(torch.ones(()))
     calls["scaler.step"] = lambda: scaler.step(opt)
-    errors = {name: _error(call) for name, call in calls.items()}
+    errors = {name: error_of(call) for name, call in calls.items()}
     _trains(rank)
     return errors
 
@@ -402,7 +394,7 @@ def test_a_constructor_that_fails_in_the_middle_lets_go_of_everything(after, mon
             half_made.__init__(params)
     half_made.close()
     half_made.close()
-    assert _error(half_made.step)[0] == "ClosedError"
+    assert error_of(half_made.step)[0] == "ClosedError"
     del half_made
     gc.collect()
     assert complaints == []
@@ -435,7 +427,7 @@ def _left_alone(rank: int, world_size: int, stage: int, end: str) -> tuple[str, 
     complaints: list[str] = []
     sys.unraisablehook = lambda args: complaints.append(str(args.exc_value))
     try:
-        kind, text = _error(functools.partial(_backward_and_step, opt, params, rank))
+        kind, text = error_of(functools.partial(_backward_and_step, opt, params, rank))
         if end == "close":
             opt.close()
         del opt
@@ -468,7 +460,7 @@ def _forced_backend(rank: int, world_size: int, ranks: tuple[int, ...]) -> tuple
         opt.step()
         opt.close()
 
-    found = _error(train)
+    found = error_of(train)
     os.environ.pop("ZERO_KERNELS_BACKEND", None)
     if before is not None:
         os.environ["ZERO_KERNELS_BACKEND"] = before

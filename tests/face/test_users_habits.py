@@ -17,7 +17,16 @@ from harness import run_ranks
 from oracle import adamw_bound, averages
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from training_cases import TINY_CAP_MB, assert_bitwise, assert_within, copies, linear_backward, make_gradients, named
+from training_cases import (
+    TINY_CAP_MB,
+    assert_bitwise,
+    assert_within,
+    copies,
+    error_of,
+    linear_backward,
+    make_gradients,
+    named,
+)
 from training_cases import make_parameters as parameters_of
 
 SHAPES = ((8, 4), (5,), (8, 4), (3, 3), (0,), (40, 25))
@@ -79,15 +88,6 @@ def _step(opt: torch.optim.Optimizer, params: Sequence[Tensor], gradients: Seque
     linear_backward(params, gradients)
     opt.step()
     opt.zero_grad()
-
-
-def _error(call: Callable[[], Any]) -> tuple[str, str]:
-    """Type and text of what it raises; empty where it does not."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 # -- names that clash -------------------------------------------------------------------------------------------------
@@ -465,7 +465,7 @@ def _cast_and_thawed(rank: int, world_size: int) -> tuple[str, str]:
     params[1].requires_grad_(True)
     linear_backward(params, _gradients(rank, world_size, 1))
     before = copies(params)
-    found = _error(opt.step)
+    found = error_of(opt.step)
     assert_bitwise(params, before, "nothing was updated")
     opt.close()
     return found
@@ -509,7 +509,7 @@ def _edited(rank: int, world_size: int, edit: str) -> tuple[str, str]:
     EDITS[edit](opt.param_groups)
     linear_backward(params, _gradients(rank, world_size, 1))
     before = copies(params)
-    found = _error(opt.step)
+    found = error_of(opt.step)
     assert_bitwise(params, before, "nothing was updated")
     opt.close()
     return found
@@ -606,9 +606,9 @@ def _of_shared_memory(rank: int, world_size: int) -> list[tuple[str, str]]:
     frozen = _Tied(by_memory=True)
     frozen.emb.requires_grad_(False)
     return [
-        _error(lambda: zero_optim.ShardedAdamW(model.named_parameters())),
-        _error(lambda: zero_optim.ShardedAdamW(frozen.named_parameters())),
-        _error(
+        error_of(lambda: zero_optim.ShardedAdamW(model.named_parameters())),
+        error_of(lambda: zero_optim.ShardedAdamW(frozen.named_parameters())),
+        error_of(
             lambda: zero_optim.ShardedAdamW(
                 [{"params": [named_parameter]} for named_parameter in model.named_parameters()]
             )
