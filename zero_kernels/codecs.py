@@ -93,5 +93,7 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_master(high: Tensor, low: Tensor) -> Tensor:
-    """Give the fp32 that was split."""
-    return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+    """Give the fp32 that was split. Where somebody has made the high half 0 or inf, and the two are no number together,
+    the low one is forgotten."""
+    master = ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+    return torch.where(master.isnan(), high.float(), master)

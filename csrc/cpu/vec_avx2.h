@@ -24,10 +24,12 @@ struct Vec {
   }
   static Vec load(const int8_t* from) { return Vec(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_8(from)))); }
   static Vec load(const uint8_t* from) { return Vec(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load_8(from)))); }
-  // A master in two halves.
+  // A master in two halves: `join`.
   static Vec load(const BFloat16* high, const int16_t* low) {
     __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16(high)), 16);
-    return Vec(_mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_cvtepi16_epi32(load_16(low)))));
+    __m256 master = _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_cvtepi16_epi32(load_16(low))));
+    __m256 no_number = _mm256_cmp_ps(master, master, _CMP_UNORD_Q);
+    return Vec(_mm256_blendv_ps(master, _mm256_castsi256_ps(bits), no_number));
   }
   void store(float* to) const { _mm256_storeu_ps(to, x); }
   void store(Half* to) const { store_16(to, narrow(to)); }

@@ -22,10 +22,13 @@ struct Vec {
   static Vec load(const BFloat16* from) { return widen_16(from, _mm256_loadu_si256(as_16(from))); }
   static Vec load(const int8_t* from) { return Vec(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_8(from)))); }
   static Vec load(const uint8_t* from) { return Vec(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load_8(from)))); }
-  // A master in two halves.
+  // A master in two halves: `join`.
   static Vec load(const BFloat16* high, const int16_t* low) {
     __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(as_16(high))), 16);
-    return Vec(_mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_cvtepi16_epi32(_mm256_loadu_si256(as_16(low))))));
+    __m512i both = _mm512_add_epi32(bits, _mm512_cvtepi16_epi32(_mm256_loadu_si256(as_16(low))));
+    __m512 master = _mm512_castsi512_ps(both);
+    __mmask16 no_number = _mm512_cmp_ps_mask(master, master, _CMP_UNORD_Q);
+    return Vec(_mm512_mask_mov_ps(master, no_number, _mm512_castsi512_ps(bits)));
   }
   void store(float* to) const { _mm512_storeu_ps(to, x); }
   void store(Half* to) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(to)); }

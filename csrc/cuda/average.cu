@@ -33,15 +33,36 @@ struct AverageArgs {
 static_assert(sizeof(AverageArgs) <= 4096);
 
 template <bool kWhole>
+ZK_HOST_DEVICE inline void load_master(const Average& of, int64_t i, int count, float (&p)[kQuad]) {
+  if (of.low) {
+    const BFloat16* high = static_cast<const BFloat16*>(of.master) + i;
+    const int16_t* low = of.low + i;
+    Chunk<BFloat16, kQuad> highs = {};
+    Chunk<int16_t, kQuad> lows = {};
+    if (kWhole) {
+      highs = *reinterpret_cast<const Chunk<BFloat16, kQuad>*>(high);
+      lows = *reinterpret_cast<const Chunk<int16_t, kQuad>*>(low);
+    } else {
+      ZK_UNROLL
+      for (int j = 0; j < kQuad; ++j)
+        if (j < count) highs.at[j] = high[j], lows.at[j] = low[j];
+    }
+    for (int j = 0; j < kQuad; ++j) p[j] = join({highs.at[j], lows.at[j]});
+  } else if (kWhole) {
+    load_chunk(static_cast<const float*>(of.master) + i, p);
+  } else {
+    load_first(static_cast<const float*>(of.master) + i, count, p);
+  }
+}
+
+template <bool kWhole>
 ZK_HOST_DEVICE inline void average_quad(const Average& of, int64_t i, int count, float rate) {
   float p[kQuad], e[kQuad];
-  if (kWhole) {
-    load_chunk(of.master + i, p);
+  load_master<kWhole>(of, i, count, p);
+  if (kWhole)
     load_chunk(of.average + i, e);
-  } else {
-    load_first(of.master + i, count, p);
+  else
     load_first(of.average + i, count, e);
-  }
   for (int j = 0; j < kQuad; ++j) e[j] = e[j] + rate * (p[j] - e[j]);
   if (kWhole)
     store_chunk(of.average + i, e);
@@ -76,7 +97,10 @@ void launch(const Averages& averages, Run run) {
     int64_t blocks = 0;
     for (int i = 0; i < args.count; ++i) {
       args.of[i] = averages.of[from + i];
-      args.of[i].vector = aligned(args.of[i].master, kQuad) && aligned(args.of[i].average, kQuad);
+      const Average& of = args.of[i];
+      bool master = of.low ? aligned(static_cast<const BFloat16*>(of.master), kQuad) && aligned(of.low, kQuad)
+                           : aligned(static_cast<const float*>(of.master), kQuad);
+      args.of[i].vector = master && aligned(of.average, kQuad);
       args.first_block[i] = blocks;
       blocks += ceil_div(args.of[i].numel, kTile);
     }

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "../rules/rule.h"
+#include "../rules/codecs.h"
 
 struct CUstream_st;  // a cudaStream_t points to one
 
@@ -11,7 +11,8 @@ namespace zero_kernels {
 
 // One average of one shard.
 struct Average {
-  const float* master;
+  const void* master;  // fp32, or the high halves of a split one
+  const int16_t* low;  // its low halves, or null
   float* average;
   const int32_t* row_slot;
   int64_t numel;

@@ -15,19 +15,20 @@ struct StepEntry {
   const char* rule;
   int states;
   const RunStep* run;
+  const RunEncodedStep* run_encoded;
 };
 const StepEntry kSteps[] = {
-    {"adamw", AdamW::kStates, &step_adamw},
-    {"amsgrad", AmsGrad::kStates, &step_amsgrad},
-    {"lion", Lion::kStates, &step_lion},
-    {"sgd", Sgd::kStates, &step_sgd},
-    {"sgd_plain", SgdPlain::kStates, &step_sgd_plain},
+    {"adamw", AdamW::kStates, &step_adamw, &encoded_adamw},
+    {"amsgrad", AmsGrad::kStates, &step_amsgrad, &encoded_amsgrad},
+    {"lion", Lion::kStates, &step_lion, &encoded_lion},
+    {"sgd", Sgd::kStates, &step_sgd, &encoded_sgd},
+    {"sgd_plain", SgdPlain::kStates, &step_sgd_plain, &encoded_sgd_plain},
     {}};
 
 StepArgs args_of(const StepTensors& of) {
   StepArgs args = {
       data<const void>(of.grad),
-      data<float>(of.master),
+      of.is_split() ? nullptr : data<float>(of.master),
       {},
       of.param_out ? data<void>(*of.param_out) : nullptr,
       data<const int32_t>(of.row_slot),
@@ -55,8 +56,8 @@ Averages averages_of(const std::vector<StepTensors>& given) {
   for (const StepTensors& of : given)
     for (int k = 0; k < of.average_count; ++k)
       args.of.push_back(
-          {data<const float>(of.master), data<float>(of.averages[k]), data<const int32_t>(of.row_slot), of.grad.numel(),
-           k, false});
+          {of.is_split() ? data<const void>(*of.param_out) : data<const void>(of.master), encoded_of(of).low,
+           data<float>(of.averages[k]), data<const int32_t>(of.row_slot), of.grad.numel(), k, false});
   return args;
 }
 
@@ -78,11 +79,12 @@ void foreach_step(
     const std::vector<Tensor>& states, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
     const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& nonfinite_slots, const std::optional<std::vector<Tensor>>& averages,
-    const std::optional<Tensor>& rates, const std::optional<std::vector<Tensor>>& row_stats) {
+    const std::optional<Tensor>& rates, const std::optional<std::vector<Tensor>>& row_stats,
+    const std::optional<std::vector<Tensor>>& scales) {
   const StepEntry& step = entry_of(rule, kSteps);
   std::vector<StepTensors> given = check_foreach_step(
       step.states, grads, masters, states, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots,
-      averages, rates, row_stats);
+      averages, rates, row_stats, scales);
   Launch on_gpu("foreach_step", grads.at(0));
   std::vector<StepArgs> shards;
   shards.reserve(given.size());
@@ -90,7 +92,18 @@ void foreach_step(
   for (const StepArgs& shard : shards)  // without slots no row is updated, and nothing is launched
     if (shard.row_stats && shard.slots == 0)
       on_gpu.zero(shard.row_stats, ceil_div(shard.numel, kRow) * kRowStats * sizeof(float));
-  (*step.run)(on_gpu.stream(), "foreach_step", shards, dtype_of(grads[0]), given[0].param_dtype());
+  DType grad = dtype_of(grads[0]), out = given[0].param_dtype();
+  Encoded forms = encoded_of(given[0]);  // those of all shards
+  if (given[0].is_split() || forms.any()) {
+    std::vector<EncodedShard> encoded;
+    for (size_t i = 0; i < given.size(); ++i) {
+      Encoded of = encoded_of(given[i]);
+      encoded.push_back({shards[i], {of.scales[0], of.scales[1], of.scales[2]}, of.low});
+    }
+    (*step.run_encoded)(on_gpu.stream(), encoded, forms.forms, grad, out);
+  } else {
+    (*step.run)(on_gpu.stream(), "foreach_step", shards, grad, out);
+  }
   if (given[0].average_count) run_average(on_gpu.stream(), averages_of(given));
 }
 

@@ -1,5 +1,5 @@
 #include "../rules/adamw.h"
-#include "step.h"
+#include "encoded_step.h"
 
 #if defined(__CUDACC__)
 namespace zero_kernels {
@@ -10,5 +10,6 @@ const RunStep step_adamw = [](CUstream_st* stream, const char* op, const std::ve
   else
     run_foreach_step<AdamW>(stream, op, shards, grad, out);
 };
+const RunEncodedStep encoded_adamw = run_encoded_step<AdamW>;
 }  // namespace zero_kernels
 #endif

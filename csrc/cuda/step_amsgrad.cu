@@ -1,8 +1,9 @@
 #include "../rules/amsgrad.h"
-#include "step.h"
+#include "encoded_step.h"
 
 #if defined(__CUDACC__)
 namespace zero_kernels {
 const RunStep step_amsgrad = run_foreach_step<AmsGrad>;
+const RunEncodedStep encoded_amsgrad = run_encoded_step<AmsGrad>;
 }  // namespace zero_kernels
 #endif

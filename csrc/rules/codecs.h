@@ -89,8 +89,11 @@ struct Halves {
   int16_t low;
 };
 
+// Where somebody has made the parameter 0 or inf, what lies beside it may lead to NaN: it is forgotten then.
 ZK_HOST_DEVICE static inline float join(Halves halves) {
-  return bits_float((uint32_t(halves.high.bits) << 16) + uint32_t(int32_t(halves.low)));
+  uint32_t high = uint32_t(halves.high.bits) << 16;
+  float master = bits_float(high + uint32_t(int32_t(halves.low)));
+  return master == master ? master : bits_float(high);
 }
 
 // Of a tie, 32768 away, 32767 are kept. Of NaN the low half is 0.

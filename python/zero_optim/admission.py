@@ -52,7 +52,7 @@ class Admission:
         validate.check_groups(self.rule, parameters.groups[self.first_group :], self.first_group)
         validate.check_sharded(parameters, indices, self.stage, self.everyone, self.topology, row)
         validate.check_parameters(parameters, indices)
-        validate.check_master(self.rule, parameters, indices)
+        validate.check_master(self.rule, parameters, indices, whole=self.pipeline_stages == 1)
         validate.check_backend(self.everyone, parameters.all[0].device)
         averaging = self.topology.averaging(self.everyone)
         experts = read_expert_ranks(said, averaging, beside_slices=self.topology.columns is not None)

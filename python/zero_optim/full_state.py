@@ -17,6 +17,7 @@ from .errors import StateMismatchError
 from .optimizer import ShardedOptimizer
 from .params.flat_shard import FlatShard
 from .params.tensor_slice import is_distributed
+from .rules.codec import saved_codec
 from .rules.state_tensor import Begins
 from .rules.update_rule import tensors_for
 from .step.state_load import check_rows, state_tensor
@@ -147,6 +148,12 @@ def _names_of(engine: Engine, index: int, entry: Mapping[str, Any]) -> list[str]
     wanted = [tensor for tensor in kept if tensor.begins is Begins.ZERO or tensor.name in entry]
     bucket, _, slot = engine.reducer.layout.slot_of[index]
     check_rows(wanted, entry, bucket.flat.orders[slot], label)
+    for tensor in kept:
+        if (codec := saved_codec(tensor, entry, engine.rule.codecs)) is not None:
+            raise StateMismatchError(
+                f"{tensor.name} of {label} is stored by the codec {codec.name!r}: load it with opt.load_state_dict, or "
+                "save by full_state_dict"
+            )
     for tensor in wanted:
         shape = tensor.shape(parameter.shape, parameter.numel())
         saved = state_tensor(entry, tensor, shape, label)

@@ -103,8 +103,11 @@ def check_forms(master: object, state_dtype: object) -> None:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
 
 
-def check_master(rule: UpdateRule, parameters: ParameterSet, indices: Sequence[int]) -> None:
-    """Raise ParameterError where the master is to be split, and one of ``indices`` cannot be its high half."""
+def check_master(rule: UpdateRule, parameters: ParameterSet, indices: Sequence[int], *, whole: bool) -> None:
+    """Raise ParameterError where the master is to be split, and one of ``indices`` cannot be its high half.
+
+    ``whole``: whether these are all parameters of the model. A stage of a pipeline may have none to split.
+    """
     split = any(codec.reads_parameter for codec in rule.codecs.values())
     for index in indices if split else ():
         if parameters.all[index].dtype == torch.float16:
@@ -112,7 +115,7 @@ def check_master(rule: UpdateRule, parameters: ParameterSet, indices: Sequence[i
                 f"{parameters.labels[index]} is fp16, and a split master is a bf16 parameter and the rest: make the "
                 'model bf16, or leave out master="split"'
             )
-    if split and all(parameter.dtype == torch.float32 for parameter in parameters.all):
+    if split and whole and all(parameter.dtype == torch.float32 for parameter in parameters.all):
         raise ParameterError(
             "all parameters are fp32, which are their own masters: there is nothing to split. Make the model bf16, or "
             'leave out master="split"'

@@ -19,11 +19,12 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/kernels")]
 
-from cases import FLOATS, at_offset, awkward, dominated, rule_table, same_bits  # noqa: E402
+from cases import FLOATS, EncodedShards, at_offset, awkward, dominated, rule_table, same_bits  # noqa: E402
 
-from zero_kernels import ROW, RULES, reference  # noqa: E402
+from zero_kernels import ROW, RULES, codecs, reference  # noqa: E402
 
 DTYPE_CODE = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+FORM_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 SIZES = (0, 1, 7, 127, 128, 129, 2047, 2048, 4097, 20_001)
 ADDRESS = ctypes.c_void_p
 LONG = ctypes.c_int64
@@ -163,6 +164,57 @@ def compare(
     return launches
 
 
+def encoded_step(folder: Path) -> int:
+    """Every form for every state, beside others; tails, misaligned shards, rows that are measured, a skipped step."""
+    body = ctypes.CDLL(str(folder / "step.so")).encoded_step
+    body.argtypes = [*step_body(folder).argtypes, ADDRESS, ADDRESS, ctypes.c_int]
+    body.restype = ctypes.c_int
+    forms, ran = tuple(codecs.FORMS), 0
+    for (number, rule), form, split in itertools.product(enumerate(RULES), range(4), (False, True)):
+        count = len(RULES[rule].states)
+        given = [forms[(form + i * (1 + form % 2)) % 4] for i in range(count)]
+        param = torch.bfloat16 if split else (*FLOATS, None)[(form + number) % 4]
+        sizes = (0, 1, 4097, 127, 2048) if form else (129,) * 25
+        for measured, found_inf in ((True, 0.0), (False, float(form == 1))):
+            shards = EncodedShards(
+                *(rule, sizes, FLOATS[(form + number) % 3], param, form % 2), calm=measured, forms=given, split=split
+            )
+            marks = [torch.zeros(4, dtype=torch.int32) for _ in range(2)]
+            stats, twins = ([torch.full((-(-n // ROW), 5), 7.0) for n in sizes] for _ in range(2))
+            found, scale = torch.tensor([found_inf]), torch.tensor([0.25])
+            optional = {"grad_scale": scale, "found_inf": found, "nonfinite_slots": marks[0]}
+            lists, want = shards.lists(row_stats=twins if measured else None, **optional)
+            reference.foreach_step(rule, *lists)
+            lists, got = shards.lists()
+            _, masters, states, params, rows, table, *_, scales = lists
+            left = list(scales or ())
+            of_states = [left.pop(0) if state.element_size() == 1 else None for state in states]
+            tensors, of_scales = [], []
+            for i in range(len(sizes)):
+                own = states[i * count : (i + 1) * count]
+                tensors += [shards.grads[i], masters[i], params[i] if params else None, rows[i], *own]
+                of_scales += [*of_states[i * count : (i + 1) * count], *[None] * (3 - count)]
+            launches = body(
+                *(rule.encode(), addresses(tensors), count, ctypes.cast((LONG * len(sizes))(*sizes), ADDRESS)),
+                *(len(sizes), DTYPE_CODE[shards.grads[0].dtype], DTYPE_CODE[param or torch.float32]),
+                *(at(table), at(scale), at(found), at(marks[1]), len(table), addresses(stats) if measured else None),
+                ctypes.cast((ctypes.c_int * 3)(*(FORM_CODE[x] for x in given)), ADDRESS),
+                *(addresses(of_scales), int(split)),
+            )
+            case = (rule, given, split, sizes, measured, found_inf)
+            for place, (a, b) in enumerate(zip(want, got, strict=True)):
+                demand(same_bits(a, b), "encoded_step", place, *case)
+            demand(not measured or all(map(same_bits, stats, twins)), "row_stats", *case)
+            demand(torch.equal(*marks), "flags", *case)
+            demand(launches == -(-len(sizes) // 24), "launches", launches, *case)
+            ran += 1
+    return ran
+
+
+def addresses(tensors: list[Tensor | None]) -> ctypes.c_void_p:
+    return ctypes.cast((ctypes.c_void_p * len(tensors))(*map(at, tensors)), ADDRESS)
+
+
 def average(folder: Path) -> int:
     """Behind an update: so the masters are given as new, and a rule that changes nothing makes what is expected."""
     body = ctypes.CDLL(str(folder / "average.so")).average
@@ -171,9 +223,13 @@ def average(folder: Path) -> int:
     rule, ran = RULES["sgd_plain"], 0
     hyper = rule_table(rule)
     sizes = [0, 1, 127, 1024, 1025, 4097, 3 * ROW, 20_001, *[300] * 30]
-    for each, found_inf in ((1, 0.0), (3, 0.0), (3, math.nan)):
+    for each, found_inf, split in ((1, 0.0, False), (3, 0.0, False), (3, math.nan, False), (2, 0.0, True)):
         # Of every second shard the master, an average or both are misaligned.
         masters = [fresh(numel, torch.float32, 2, i % 2 * (i // 2 % 3 > 0)) for i, numel in enumerate(sizes)]
+        halves = [codecs.split_master(master) for master in masters] if split else []
+        if split:  # as they are kept; the high and low halves are misaligned where masters are
+            masters = [codecs.join_master(*of) for of in halves]
+            halves = [[at_offset(x, i % 3) for x in of] for i, of in enumerate(halves)]
         averages = [
             fresh(numel, torch.float32, 3 + k, i % 2 * (i // 2 % 3 < 2))
             for i, numel in enumerate(sizes)
@@ -183,7 +239,9 @@ def average(folder: Path) -> int:
         rates, found = torch.rand(4, each), torch.tensor([found_inf])
         expected = [tensor.clone() for tensor in averages]
         of = [
-            at(tensor) for i, tensor in enumerate(averages) for tensor in (masters[i // each], tensor, rows[i // each])
+            at(tensor)
+            for i, tensor in enumerate(averages)
+            for tensor in (*(halves[i // each] if split else (masters[i // each], None)), tensor, rows[i // each])
         ]
         count = len(averages)
         launches = body(
@@ -404,6 +462,7 @@ def overrun(folder: Path) -> int:
 OPS = {
     "adam_step": adam_step,
     "foreach_step": foreach_step,
+    "encoded_step": encoded_step,
     "average": average,
     "pack": pack,
     "grad_stats": grad_stats,

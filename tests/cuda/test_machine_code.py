@@ -21,6 +21,7 @@ KERNELS = {
     "step of adamw": 12,
     **{f"foreach_step of {rule}": 12 for rule in RULES},
     **{f"foreach_measured of {rule}": 3 for rule in RULES},
+    **{f"encoded_step of {rule}": 2 for rule in RULES},
     "average": 1,
     "stats": 3,
     "stats_large": 3,
@@ -31,7 +32,7 @@ KERNELS = {
 
 # Accesses of 16 bytes on the main path of a kernel, as (loads, stores).
 # step: master and states of two quads (16-bit tensors go in 8 bytes), and of their rows of the hyper table the pieces
-# that the rule needs all of.
+# that the rule needs all of. Where states are encoded, gradients and parameters may be fp32, too.
 # stats: eight rows of a block, in each dtype.
 # pack: four chunks for each dtype of the gradients. Where the bucket is fp32, a 16-bit gradient goes in 8 bytes; where
 # it is 16-bit, an fp32 gradient goes in twice 16.
@@ -39,6 +40,10 @@ WIDE = {
     **{
         f"{kernel} of {rule}": (2 * (1 + states) + 2 * pieces, 2 * (1 + states))
         for kernel in ("step", "foreach_step", "foreach_measured")
+        for rule, (states, pieces) in RULES.items()
+    },
+    **{
+        f"encoded_step of {rule}": (2 * (2 + states) + 2 * pieces, 2 * (2 + states))
         for rule, (states, pieces) in RULES.items()
     },
     "average": (2, 1),
@@ -84,7 +89,7 @@ def resources(cuobjdump: Path, library: Path) -> Mapping[tuple[str, str], tuple[
 
 def kind(name: str) -> str:
     """The key in KERNELS of a kernel's mangled name."""
-    update = re.search(r"\d(foreach_step|foreach_measured|step)_kernelI\w*?NS_\d(\w+?)E", name)
+    update = re.search(r"\d(foreach_step|foreach_measured|encoded_step|step)_kernelI\w*?NS_\d(\w+?)E", name)
     if update:
         return f"{update[1]} of {STRUCTS[update[2]]}"
     return next(kind for kind in KERNELS if f"{kind}_kernel" in name)
@@ -153,16 +158,16 @@ def test_partials_are_all_asked_for_before_the_first_is_added(
 @pytest.mark.parametrize("name", KERNELS)
 def test_ptxas_spills_nothing(resources: Mapping[tuple[str, str], tuple[int, int]], name: str, arch: str) -> None:
     """A register that is spilled lies in the kernel's stack frame. An update has blocks of 256 threads, four of which
-    share the 64 Ki registers of a multiprocessor, or three; or two where rows are measured."""
+    share the 64 Ki registers of a multiprocessor, or three; or two where rows are measured, or states encoded."""
     if arch not in archs_of(resources):
         pytest.skip(f"this library was built for {sorted(archs_of(resources))}")
     found = [size for (of, kernel), size in resources.items() if of == arch and kind(kernel) == name]
     assert [frame for _, frame in found] == [0] * KERNELS[name]
-    if "step of" in name:
+    if name.startswith(("step of", "foreach_step of")):
         three = name in ("foreach_step of adamw", "foreach_step of amsgrad")
         assert max(registers for registers, _ in found) <= (80 if three else 64)
-    if "measured of" in name:
-        two = name in ("foreach_measured of adamw", "foreach_measured of amsgrad")
+    if name.startswith(("foreach_measured of", "encoded_step of")):
+        two = name.endswith((" adamw", " amsgrad"))
         assert max(registers for registers, _ in found) <= (128 if two else 80)
 
 
@@ -175,9 +180,28 @@ def test_every_operation_is_rounded_on_its_own(ptx: Mapping[tuple[str, str], Pat
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith("encoded_step")])
+def test_encoded_states_move_4_bytes_at_a_time_and_halves_8(
+    sass: Mapping[tuple[str, str], str], name: str, arch: str
+) -> None:
+    """Of two quads each state, the gradient, and both halves of a master; a state may be of 16 bits, too."""
+    if arch not in archs_of(sass):
+        pytest.skip(f"this library was built for {sorted(archs_of(sass))}")
+    states = RULES[name.partition(" of ")[2]][0]
+    for (of, kernel), body in sass.items():
+        if of == arch and kind(kernel) == name:
+            found = [instructions(body, rf"{access}\.E\S*\.64") for access in ("LDG", "STG")]
+            assert found[0] >= 2 * (3 + states) and found[1] >= 2 * (3 + states), (kernel, found)
+            assert instructions(body, r"LDG\.E") >= 2 * states, kernel
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_updates_divide_and_take_roots_as_ieee_does(ptx: Mapping[tuple[str, str], Path], arch: str) -> None:
     for source, kernels in {"step_adamw": 27, "step_amsgrad": 15, "step_lion": 0, "step_sgd": 0}.items():
-        text = ptx[source, arch].read_text()
+        entries = re.split(r"(?=\.entry )", ptx[source, arch].read_text())
+        text = "".join(entry for entry in entries if "encoded_step" not in entry.partition("(")[0])
+        encoded = [entry for entry in entries if "encoded_step" in entry.partition("(")[0]]
+        assert len(encoded) == (4 if source == "step_sgd" else 2)
         if kernels:
             # Two divisions and a root for each of at least two quads of four elements.
             assert text.count("div.rn.f32") == 2 * text.count("sqrt.rn.f32") >= 2 * 2 * 4 * kernels

@@ -2,7 +2,10 @@
 
 import itertools
 import math
+import shutil
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -174,6 +177,14 @@ def test_a_split_master_is_its_two_halves(name: str) -> None:
         zero_kernels.foreach_step("sgd_plain", [torch.zeros(numel)], [low], [], [high], [slots], table)
     assert same_bits(high, again[0]) and torch.equal(low, again[1])
     assert same_bits(codecs.join_master(high, low), stored)
+
+
+@pytest.mark.skipif("avx2" not in ISAS or shutil.which("g++") is None, reason="compiled by g++ for AVX2")
+def test_every_fp32_is_split_and_joined(tmp_path: Path) -> None:
+    command = ["g++", "-std=c++20", "-O3", "-mavx2", "-mf16c", "-ffp-contract=off"]
+    subprocess.run([*command, str(Path(__file__).with_name("split_masters.cpp")), "-o", tmp_path / "run"], check=True)
+    done = subprocess.run([tmp_path / "run"], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "0"], "how many are wrong"
 
 
 @every_backend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,6 +159,93 @@ def test_a_parameter_that_is_edited_takes_its_master_along(hidden: bool) -> None
     assert torch.equal(master.bfloat16(), p)
     assert (master - (2.0 - 2e-3)).abs().max() < 0.009, "half a unit of 2 in bf16, that was stored beside it"
     opt.close()
+
+
+EDITS = {
+    "made 0": lambda p: p.zero_(),
+    "made -0": lambda p: p.copy_(-torch.zeros_like(p)),
+    "pruned": lambda p: p.mul_(torch.arange(p.numel()) % 3 == 0),
+    "made infinite": lambda p: p[: len(p) // 2].fill_(float("inf")),
+    "cut off": lambda p: p.clamp_(min=0),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_what_lies_beside_a_parameter_that_was_edited_leads_to_no_other(
+    edit: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import zero_optim
+
+    monkeypatch.setenv("ZERO_KERNELS_BACKEND", backend)
+    p = nn.Parameter(torch.linspace(-3, 3, 500).bfloat16())
+    opt = zero_optim.ShardedAdamW([p], lr=1e-3, weight_decay=0.0, master="split")
+
+    def step() -> None:
+        p.grad = torch.where(p.detach() < 0.5, 0.5, -0.5).bfloat16()
+        opt.step()
+        opt.zero_grad()
+
+    for _ in range(3):
+        step()
+    with torch.no_grad():
+        EDITS[edit](p)
+    edited = p.detach().clone()
+    assert torch.equal(zero_optim.full_state_dict(opt)["state"][0]["master"].bfloat16(), edited)
+    step()
+    assert not p.isnan().any()
+    finite = edited.isfinite()
+    assert (p.float() - edited.float())[finite].abs().max() <= 0.016, "a step, and half a unit of 3 in bf16"
+    opt.close()
+
+
+def test_a_state_dict_may_be_loaded_before_its_model() -> None:
+    import zero_optim
+
+    torch.manual_seed(0)
+    model, opt = _job(0, "ShardedAdamW", lr=1e-2, master="split", state_dtype="int8")
+    _train(0, model, opt, range(3))
+    state = {name: p.detach().clone() for name, p in model.named_parameters()}
+    saved = opt.state_dict()
+    full = zero_optim.full_state_dict(opt)["state"]
+    other, its = _job(0, "ShardedAdamW", lr=1e-2, master="split", state_dtype="int8")
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    its.load_state_dict(saved)
+    other.load_state_dict(state)
+    again = zero_optim.full_state_dict(its)["state"]
+    for index, entry in full.items():
+        assert all(torch.equal(entry[kind], again[index][kind]) for kind in entry)
+    plain, plain_opt = _job(0, "ShardedAdamW", lr=1e-2)
+    with pytest.raises(zero_optim.StateMismatchError, match="is stored by the codec 'split': load it with opt.load"):
+        zero_optim.load_full_state_dict(plain_opt, saved)
+    for one in (opt, its, plain_opt):
+        one.close()
+
+
+@pytest.mark.parametrize("store", [None, "paged", "cpu", "nvme"])
+def test_the_plan_is_what_is_held(store: str | None, tmp_path: Path) -> None:
+    import zero_optim
+
+    given = {"state_offload": f"nvme:{tmp_path}" if store == "nvme" else store} if store else {}
+    if store == "paged":
+        given["device_budget"] = 0
+    model, opt = _job(2, "ShardedAdamW", lr=1e-2, master="split", state_dtype="int8", **given)
+    _train(0, model, opt, range(2))
+    held, planned = opt.stats()["memory"], zero_optim.memory.plan_of(opt).memory
+    assert {kind: planned[kind] for kind in held} == held
+    assert store != "paged" or held["pages"]
+    opt.close()
+
+
+def test_a_plan_of_what_the_optimizer_refuses_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from zero_optim.cli import main
+
+    assert main(["plan", "--params", "1e9", "--dtype", "fp16", "--master", "split"]) == 2
+    assert "--master split: a part of it is the bf16 parameter, and --dtype is fp16" in capsys.readouterr().err
+    assert main(["plan", "--params", "1e9", "--master", "split", "--state-dtype", "int8", "--stage", "0"]) == 0
+    assert "exp_avg_sq_root8" in capsys.readouterr().out
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

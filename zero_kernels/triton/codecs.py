@@ -68,9 +68,10 @@ def encode(values, inside, dtype: tl.constexpr):
 
 @triton.jit
 def join(high, low):
-    """fp32 of the halves of a master."""
+    """fp32 of the halves of a master; the high one alone where they are no number together."""
     bits = high.to(tl.int16, bitcast=True).to(tl.int32) << 16
-    return (bits + low.to(tl.int32)).to(tl.float32, bitcast=True)
+    master = (bits + low.to(tl.int32)).to(tl.float32, bitcast=True)
+    return tl.where(master == master, master, bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit

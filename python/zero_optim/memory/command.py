@@ -173,6 +173,8 @@ def _check_ranges(parsed: argparse.Namespace) -> None:
         raise UsageError(f"--tp {parsed.tp}: a divisor of the {parsed.world} ranks of --world")
     if parsed.world // parsed.tp % parsed.pp:
         raise UsageError(f"--pp {parsed.pp}: a divisor of {parsed.world // parsed.tp}, the ranks of --world over --tp")
+    if parsed.master == "split" and parsed.dtype in ("fp16", "fp32"):
+        raise UsageError(f"--master split: a part of it is the bf16 parameter, and --dtype is {parsed.dtype}")
     data = parsed.world // (parsed.tp * parsed.pp)
     cut = [what for what, ranks in (("slices", parsed.tp), ("stage", parsed.pp)) if ranks > 1]
     alike = f" that have the same {' and '.join(cut)}" if cut else ""

@@ -13,11 +13,11 @@ from ..comm.grid import Grid
 from ..comm.sharding import Sharding
 from ..comm.tensor_ranks import TensorRanks
 from ..grads.buckets import Kind, buffer_nbytes, layouts_by_size
-from ..params.layout import BucketLayout, SlotPiece, one_bucket
+from ..params.layout import BucketLayout, SlotPiece, one_bucket, round_up
 from ..rules.adamw import AdamW
 from ..rules.update_rule import UpdateRule, has_master, stored_for, stored_names
 from ..stats import PAGES, TELEMETRY, FlatBytes, count_bucket, no_memory, row_stats_nbytes, state_nbytes
-from ..stores.offload import FRAMES, Footprint, Offload, Tier, footprint
+from ..stores.offload import FRAME_ALIGNMENT, FRAMES, Footprint, Offload, Tier, footprint
 from .activations import Batch, activation_bytes, in_flight
 from .shapes import ModelShapes, ParameterShape, cut_over, of_stage
 
@@ -241,7 +241,12 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     model = of_stage(whole, job.pipeline, stage)
     cut = cut_over(model, job.tensor)
     laid = _lay_out(cut, job, sharding)
-    pages = [sum(state_nbytes(state, flat.layout) for state in stored_for(rule, flat.dtype)) for flat in laid.buckets]
+    # Off the device each tensor begins where a transfer may.
+    unit = FRAME_ALIGNMENT if job.offload.tier in (Tier.PAGED, Tier.NVME) else 1
+    pages = [
+        sum(round_up(state_nbytes(state, flat.layout), unit) for state in stored_for(rule, flat.dtype))
+        for flat in laid.buckets
+    ]
     memory = no_memory(rule)
     _count_flats(memory, laid, job)
     memory["parameters"] += model.buffers

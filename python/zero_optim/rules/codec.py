@@ -36,8 +36,8 @@ from .state_tensor import Begins, Per, StateTensor
 class Codec:
     """A form in which state is stored. A codec is a subclass, one of those below or a user's own.
 
-    Three things hold of each. Zeros are stored as zeros. What ``decode`` gives stays what it is when it is encoded and
-    decoded again: so it may be loaded as often as one likes. A row whose values are not all finite is not afterwards.
+    Two things hold of each. Zeros are stored as zeros. What ``decode`` gives stays what it is when it is encoded and
+    decoded again: so it may be loaded as often as one likes. And a value that is not finite does not become finite.
 
     Attributes:
         name: by which a checkpoint knows it again.
@@ -162,6 +162,9 @@ class Split(Codec):
     65537 masters, and 16 bits count 65536. So a master that lies just between two parameters, one of 65536, is moved by
     a unit in its last place towards the one that it is rounded to. All others are kept bit for bit, infinities and
     subnormals among them.
+
+    A parameter that somebody has edited has the old number beside it. Where the two are no number together, as they may
+    be of a parameter that was made 0, the master is the parameter.
     """
 
     name, reads_parameter = "split", True
@@ -198,20 +201,22 @@ def codecs_for(
         nonnegative: names of those that are never below 0.
         master: one of ``MASTERS``. state_dtype: one of ``STATE_DTYPES``, for all fp32 state beside the master.
     """
-    eight = {tensor.name: Root8() if tensor.name in nonnegative else Int8() for tensor in tensors}
     chosen: dict[str, Codec] = {}
     for tensor in tensors:
         if tensor.begins is Begins.PARAMETER and master == "split":
             chosen[tensor.name] = Split()
         plain = tensor.begins is Begins.ZERO and tensor.per is Per.ELEMENT and tensor.dtype == torch.float32
         if plain and state_dtype != "fp32":
-            chosen[tensor.name] = Bf16() if state_dtype == "bf16" else eight[tensor.name]
+            eight = Root8() if tensor.name in nonnegative else Int8()
+            chosen[tensor.name] = Bf16() if state_dtype == "bf16" else eight
     return chosen
 
 
 def saved_codec(tensor: StateTensor, entry: Mapping[str, object], own: Mapping[str, Codec]) -> Codec | None:
     """The codec by which the state ``entry`` of a parameter has ``tensor``, as the names in it tell; None: it has the
     values themselves, or nothing. ``own``: the codecs of the rule, by the names of tensors."""
+    if tensor.name in entry:
+        return None
     known = [own[tensor.name], *CODECS.values()] if tensor.name in own else CODECS.values()
     return next((codec for codec in known if all(part.name in entry for part in codec.parts(tensor))), None)
 

@@ -189,7 +189,8 @@ class ShardState:
         return self.bucket.param_shard.narrow(0, piece.in_shard, piece.numel).to(self._store.works_on)
 
     def master(self, state: Mapping[str, Tensor]) -> Tensor:
-        """[shard_numel] what the parameters are roundings of; they themselves where they have no master."""
+        """[shard_numel] what the parameters are roundings of; they themselves where they have no master. A view, or a
+        copy of one that has a codec."""
         tensor = next((tensor for tensor in self.tensors if tensor.begins is Begins.PARAMETER), None)
         return state.get(PARAMETER, self.bucket.param_shard) if tensor is None else self.values(tensor, state)
 

@@ -82,11 +82,15 @@ def _plan_slot(shard: ShardState, number: int, entry: Mapping[str, Any], label: 
         values = [_values(entry, part, shard.shape(number, part), flat.slices[number], label) for part in parts]
         if codec is not None and codec.reads_parameter:
             values.append(partial(shard.parameter_of, piece))
-        given = values[0] if codec is None else partial(_decoded, codec, tensor, values)
-        yield Copy(shard, tensor, piece, given)
+        if codec is None:
+            yield Copy(shard, tensor, piece, values[0])
+        elif codec == own.get(tensor.name):  # as it is: the model, which a master is a part of, may be loaded later
+            yield from (Copy(shard, part, piece, of_part) for part, of_part in zip(parts, values, strict=False))
+        else:
+            yield Copy(shard, tensor, piece, partial(_values_of, codec, tensor, values))
 
 
-def _decoded(codec: Codec, tensor: StateTensor, parts: Sequence[Callable[[], Tensor]]) -> Tensor:
+def _values_of(codec: Codec, tensor: StateTensor, parts: Sequence[Callable[[], Tensor]]) -> Tensor:
     return codec.decode_flat(tensor, [of_part() for of_part in parts])
 
 

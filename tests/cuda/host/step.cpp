@@ -2,8 +2,9 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
-#include "../../../csrc/cuda/step.h"
+#include "../../../csrc/cuda/encoded_step.h"
 #include "../../../csrc/rules/adamw.h"
 #include "../../../csrc/rules/amsgrad.h"
 #include "../../../csrc/rules/lion.h"
@@ -106,6 +107,73 @@ static int run(const std::vector<StepArgs>& shards, DType grad, DType out) {
   return launches;
 }
 
+// The threads of a warp together: each loads, each updates, the largest of theirs is that of the row, each stores.
+template <class Rule, bool kWhole>
+static void encoded_warp(
+    const EncodedForeachArgs& args, const EncodedShard& shard, int64_t first, bool measured,
+    MeasuredOnHost::Row* rows) {
+  static RawQuad<Rule> raws[32][kQuads];
+  UpdatedQuad<Rule> of[32];
+  for (int lane = 0; lane < 32; ++lane)
+    for (int q = 0; q < kQuads; ++q) raws[lane][q] = load_encoded<Rule, kWhole>(args, shard, first + lane * kQuad, q);
+  for (int q = 0; q < kQuads; ++q) {
+    for (int lane = 0; lane < 32; ++lane) of[lane] = update_encoded<Rule, kWhole>(args, shard, raws[lane][q]);
+    for (int s = 0; s < Rule::kStates; ++s) {
+      uint32_t largest = 0;
+      for (const UpdatedQuad<Rule>& quad : of) largest = std::max(largest, quad.bounds[s]);
+      for (UpdatedQuad<Rule>& quad : of) quad.bounds[s] = largest;
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      const RawQuad<Rule>& raw = raws[lane][q];
+      store_encoded<Rule, kWhole>(args, shard, raw, of[lane]);
+      if (!measured) continue;
+      bool there = kWhole || raw.i < shard.step.numel;
+      float* stats = there ? shard.step.row_stats + raw.i / kRow * kRowStats : nullptr;
+      RowTerms<float, uint32_t> terms = terms_of(of[lane].quad, of[lane].before, of[lane].scale, raw.count);
+      MeasuredOnHost{lane, rows}(q, stats, there, of[lane].live, terms);
+    }
+  }
+}
+
+template <class Rule>
+static int run_encoded(const std::vector<EncodedShard>& shards, const Form* forms, DType grad, DType out) {
+  int launches = 0;
+  bool measured = std::any_of(shards.begin(), shards.end(), [](const auto& shard) { return shard.step.row_stats; });
+  launch_encoded(shards, forms, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
+    ++launches;
+    MeasuredOnHost::Row rows[kQuads];
+    for (int64_t block = 0; block < blocks; ++block)
+      for (int thread = 0; thread < kThreads; thread += 32) {
+        EncodedPlace at = place_of(args, block, thread);
+        if (at.whole)
+          encoded_warp<Rule, true>(args, at.shard, at.first, measured, rows);
+        else
+          encoded_warp<Rule, false>(args, at.shard, at.first, measured, rows);
+      }
+  });
+  return launches;
+}
+
+// What both have of a shard. of: grad, master, param_out, row_slot and its states.
+static StepArgs args_of(
+    void* const* of, int states, int64_t numel, const float* hyper, const float* grad_scale, const float* found_inf,
+    int32_t* nonfinite_slots, int32_t slots, float* row_stats) {
+  StepArgs args = {};
+  args.grad = of[0];
+  args.master = static_cast<float*>(of[1]);
+  for (int s = 0; s < states; ++s) args.states[s] = static_cast<float*>(of[4 + s]);
+  args.param_out = of[2];
+  args.row_slot = static_cast<const int32_t*>(of[3]);
+  args.hyper = reinterpret_cast<const HyperRow*>(hyper);
+  args.grad_scale = grad_scale;
+  args.found_inf = found_inf;
+  args.nonfinite_slots = nonfinite_slots;
+  args.row_stats = row_stats;
+  args.numel = numel;
+  args.slots = slots;
+  return args;
+}
+
 // rule: its name, or "adam_step". tensors: of each shard grad, master, param_out, row_slot and its states. row_stats:
 // of each shard, or null. Returns how many launches it took.
 extern "C" int step(
@@ -114,22 +182,10 @@ extern "C" int step(
     float* const* row_stats) {
   std::vector<StepArgs> shards;
   for (int i = 0; i < count; ++i) {
-    void* const* of = tensors + (4 + states) * i;
-    StepArgs args = {};
-    args.grad = of[0];
-    args.master = static_cast<float*>(of[1]);
-    for (int s = 0; s < states; ++s) args.states[s] = static_cast<float*>(of[4 + s]);
-    args.param_out = of[2];
-    args.row_slot = static_cast<const int32_t*>(of[3]);
-    args.hyper = reinterpret_cast<const HyperRow*>(hyper);
-    args.grad_scale = grad_scale;
-    args.found_inf = found_inf;
-    args.nonfinite_slots = nonfinite_slots;
-    args.row_stats = row_stats ? row_stats[i] : nullptr;
-    args.numel = numels[i];
-    args.slots = slots;
-    args.out_dtype = DType(out_dtype);
-    shards.push_back(args);
+    shards.push_back(args_of(
+        tensors + (4 + states) * i, states, numels[i], hyper, grad_scale, found_inf, nonfinite_slots, slots,
+        row_stats ? row_stats[i] : nullptr));
+    shards.back().out_dtype = DType(out_dtype);
   }
   DType grad = DType(grad_dtype), out = DType(out_dtype);
   if (!std::strcmp(rule, "adam_step")) return run_adam_step(shards[0], grad, out);
@@ -138,5 +194,31 @@ extern "C" int step(
   if (!std::strcmp(rule, "lion")) return run<Lion>(shards, grad, out);
   if (!std::strcmp(rule, "sgd")) return run<Sgd>(shards, grad, out);
   if (!std::strcmp(rule, "sgd_plain")) return run<SgdPlain>(shards, grad, out);
+  return -1;
+}
+
+// The same of encoded states. forms: of kMostStates states. scales: of each shard as many, null where there is none.
+// split: whether masters are low halves.
+extern "C" int encoded_step(
+    const char* rule, void* const* tensors, int states, const int64_t* numels, int count, int grad_dtype, int out_dtype,
+    const float* hyper, const float* grad_scale, const float* found_inf, int32_t* nonfinite_slots, int32_t slots,
+    float* const* row_stats, const int* forms, float* const* scales, int split) {
+  std::vector<EncodedShard> shards;
+  for (int i = 0; i < count; ++i) {
+    EncodedShard shard = {};
+    shard.step = args_of(
+        tensors + (4 + states) * i, states, numels[i], hyper, grad_scale, found_inf, nonfinite_slots, slots,
+        row_stats ? row_stats[i] : nullptr);
+    for (int s = 0; s < kMostStates; ++s) shard.scales[s] = scales[i * kMostStates + s];
+    if (split) shard.low = reinterpret_cast<int16_t*>(std::exchange(shard.step.master, nullptr));
+    shards.push_back(shard);
+  }
+  DType grad = DType(grad_dtype), out = DType(out_dtype);
+  Form of[kMostStates] = {Form(forms[0]), Form(forms[1]), Form(forms[2])};
+  if (!std::strcmp(rule, "adamw")) return run_encoded<AdamW>(shards, of, grad, out);
+  if (!std::strcmp(rule, "amsgrad")) return run_encoded<AmsGrad>(shards, of, grad, out);
+  if (!std::strcmp(rule, "lion")) return run_encoded<Lion>(shards, of, grad, out);
+  if (!std::strcmp(rule, "sgd")) return run_encoded<Sgd>(shards, of, grad, out);
+  if (!std::strcmp(rule, "sgd_plain")) return run_encoded<SgdPlain>(shards, of, grad, out);
   return -1;
 }

@@ -1,0 +1,346 @@
+// The update of shards whose states or masters are not in fp32 alone, on CUDA. A kernel for each rule, whatever the
+// forms and dtypes: what differs by them is loads, stores and conversions, and a warp takes one way through them.
+#pragma once
+
+#include "step.h"
+
+namespace zero_kernels {
+
+constexpr int kEncodedShards = 24;  // of a launch: their table is among its arguments, and stays below 4 KB
+
+struct EncodedForeachArgs {
+  int count;  // of shards
+  DType grad, out;
+  Form forms[kMostStates];
+  int64_t first_block[kEncodedShards];
+  EncodedShard shards[kEncodedShards];
+
+  // As StepArgs::state.
+  ZK_HOST_DEVICE Form form(int i) const { return i == 0 ? forms[0] : i == 1 ? forms[1] : forms[2]; }
+};
+static_assert(sizeof(EncodedForeachArgs) <= 4096);
+
+namespace {
+
+// ---- kernel -------------------------------------------------------------------------------------------------------
+
+// Four elements of a tensor as they are stored: 4, 8 or 16 bytes. Nothing is converted until all have been asked for.
+struct Raw {
+  uint32_t words[kQuad];
+};
+
+template <class Word, bool kWhole>
+ZK_HOST_DEVICE inline void load_words(const void* from, int64_t i, int count, Raw& raw) {
+  constexpr int kSize = sizeof(Word);
+  const Word* at = static_cast<const Word*>(from) + i;
+  if constexpr (kWhole) {
+    Chunk<uint32_t, kSize> chunk = *reinterpret_cast<const Chunk<uint32_t, kSize>*>(at);
+    ZK_UNROLL
+    for (int w = 0; w < kSize; ++w) raw.words[w] = chunk.at[w];
+  } else {
+    ZK_UNROLL
+    for (int j = 0; j < kQuad; ++j)
+      if (j < count) raw.words[j * kSize / 4] |= uint32_t(at[j]) << (j * kSize % 4 * 8);
+  }
+}
+
+template <bool kWhole>
+ZK_HOST_DEVICE inline Raw load_raw(const void* from, int64_t size, int64_t i, int count) {
+  Raw raw = {};
+  if (size == 4)
+    load_words<uint32_t, kWhole>(from, i, count, raw);
+  else if (size == 2)
+    load_words<uint16_t, kWhole>(from, i, count, raw);
+  else
+    load_words<uint8_t, kWhole>(from, i, count, raw);
+  return raw;
+}
+
+template <class Word, bool kWhole>
+ZK_HOST_DEVICE inline void store_words(void* to, int64_t i, int count, const Raw& raw) {
+  constexpr int kSize = sizeof(Word);
+  Word* at = static_cast<Word*>(to) + i;
+  if constexpr (kWhole) {
+    Chunk<uint32_t, kSize> chunk;
+    ZK_UNROLL
+    for (int w = 0; w < kSize; ++w) chunk.at[w] = raw.words[w];
+    store_word(reinterpret_cast<Chunk<uint32_t, kSize>*>(at), chunk);
+  } else {
+    ZK_UNROLL
+    for (int j = 0; j < kQuad; ++j)
+      if (j < count) at[j] = Word(raw.words[j * kSize / 4] >> (j * kSize % 4 * 8));
+  }
+}
+
+template <bool kWhole>
+ZK_HOST_DEVICE inline void store_raw(void* to, int64_t size, int64_t i, int count, const Raw& raw) {
+  if (size == 4)
+    store_words<uint32_t, kWhole>(to, i, count, raw);
+  else if (size == 2)
+    store_words<uint16_t, kWhole>(to, i, count, raw);
+  else
+    store_words<uint8_t, kWhole>(to, i, count, raw);
+}
+
+ZK_HOST_DEVICE inline uint16_t half_word(const Raw& raw, int j) { return uint16_t(raw.words[j / 2] >> (j % 2 * 16)); }
+ZK_HOST_DEVICE inline uint8_t byte(const Raw& raw, int j) { return uint8_t(raw.words[0] >> (j * 8)); }
+
+ZK_HOST_DEVICE inline void widen_raw(DType dtype, const Raw& raw, float (&x)[kQuad]) {
+  ZK_UNROLL
+  for (int j = 0; j < kQuad; ++j)
+    x[j] = dtype == DType::kFloat  ? bits_float(raw.words[j])
+           : dtype == DType::kHalf ? widen(Half{half_word(raw, j)})
+                                   : widen(BFloat16{half_word(raw, j)});
+}
+
+ZK_HOST_DEVICE inline Raw narrow_raw(DType dtype, const float (&x)[kQuad]) {
+  Raw raw = {};
+  ZK_UNROLL
+  for (int j = 0; j < kQuad; ++j) {
+    if (dtype == DType::kFloat) {
+      raw.words[j] = float_bits(x[j]);
+    } else if (dtype == DType::kHalf) {
+      Half half;
+      narrow(x[j], &half);
+      raw.words[j / 2] |= uint32_t(half.bits) << (j % 2 * 16);
+    } else {
+      BFloat16 half;
+      narrow(x[j], &half);
+      raw.words[j / 2] |= uint32_t(half.bits) << (j % 2 * 16);
+    }
+  }
+  return raw;
+}
+
+ZK_HOST_DEVICE inline void decode_raw(Form form, const Raw& raw, float scale, float (&x)[kQuad]) {
+  if (form == Form::kFloat || form == Form::kBFloat16)
+    return widen_raw(form == Form::kFloat ? DType::kFloat : DType::kBFloat16, raw, x);
+  ZK_UNROLL
+  for (int j = 0; j < kQuad; ++j)
+    x[j] = form == Form::kInt8 ? unscaled_int8(float(int8_t(byte(raw, j)))) * scale
+                               : decoded_root8(float(byte(raw, j)), scale);
+}
+
+ZK_HOST_DEVICE inline Raw encode_raw(Form form, const float (&x)[kQuad], float scale) {
+  if (form == Form::kFloat || form == Form::kBFloat16)
+    return narrow_raw(form == Form::kFloat ? DType::kFloat : DType::kBFloat16, x);
+  Raw raw = {};
+  ZK_UNROLL
+  for (int j = 0; j < kQuad; ++j)
+    raw.words[0] |= is_usable(scale) ? uint32_t(uint8_t(nearest(encoded(form, x[j], scale)))) << (j * 8) : 0;
+  return raw;
+}
+
+// A quad as it was loaded.
+template <class Rule>
+struct RawQuad {
+  Raw grad, master, high;  // high: of a split master, whose low halves `master` has
+  Raw states[Rule::kStates > 0 ? Rule::kStates : 1];
+  int64_t i;
+  int count;
+  int32_t slot;
+};
+
+// A quad that is updated, and what is to be done with it.
+template <class Rule>
+struct UpdatedQuad {
+  Quad<Rule> quad;
+  float before[kQuad];
+  float scale;                   // of gradients
+  uint32_t bounds[kMostStates];  // the largest of its elements, and then of the row
+  bool live;
+};
+
+template <class Rule, bool kWhole>
+ZK_HOST_DEVICE inline RawQuad<Rule> load_encoded(
+    const EncodedForeachArgs& args, const EncodedShard& shard, int64_t first, int q) {
+  const StepArgs& step = shard.step;
+  RawQuad<Rule> raw;
+  raw.i = first + int64_t(q) * kThreads * kQuad;
+  int64_t left = step.numel - raw.i;
+  raw.count = kWhole || left > kQuad ? kQuad : left > 0 ? int(left) : 0;
+  raw.slot = kWhole || left > 0 ? step.row_slot[raw.i / kRow] : -1;
+  raw.grad = load_raw<kWhole>(step.grad, size_of(args.grad), raw.i, raw.count);
+  raw.high = {};
+  if (shard.low) {
+    raw.master = load_raw<kWhole>(shard.low, sizeof(int16_t), raw.i, raw.count);
+    raw.high = load_raw<kWhole>(step.param_out, sizeof(BFloat16), raw.i, raw.count);
+  } else {
+    raw.master = load_raw<kWhole>(step.master, sizeof(float), raw.i, raw.count);
+  }
+  ZK_UNROLL
+  for (int s = 0; s < Rule::kStates; ++s)
+    raw.states[s] = load_raw<kWhole>(step.state(s), size_of(args.form(s)), raw.i, raw.count);
+  return raw;
+}
+
+template <class Rule, bool kWhole>
+ZK_HOST_DEVICE inline UpdatedQuad<Rule> update_encoded(
+    const EncodedForeachArgs& args, const EncodedShard& shard, const RawQuad<Rule>& raw) {
+  const StepArgs& step = shard.step;
+  UpdatedQuad<Rule> of;
+  if (raw.slot >= step.slots) stop();
+  HyperRow row = load_row<kWhole>(step.hyper + (raw.slot < 0 ? 0 : raw.slot));
+  Coefficients<Rule, float> c(row, step.grad_scale ? *step.grad_scale : 1.0f);
+  of.scale = c.grad_scale;
+  widen_raw(args.grad, raw.grad, of.quad.g);
+  bool skip = step.found_inf && *step.found_inf != 0.0f;
+  // Threads that share a slot all write the same 1.
+  if (skip && step.nonfinite_slots && raw.slot >= 0 && any_nonfinite(of.quad.g, of.scale))
+    step.nonfinite_slots[raw.slot] = 1;
+  ZK_UNROLL
+  for (int j = 0; j < kQuad; ++j)
+    of.quad.p[j] = shard.low ? join({{half_word(raw.high, j)}, int16_t(half_word(raw.master, j))})
+                             : bits_float(raw.master.words[j]);
+  ZK_UNROLL
+  for (int s = 0; s < Rule::kStates; ++s) {
+    float scale = has_scale(args.form(s)) && raw.count > 0 ? shard.scale(s)[raw.i / kRow] : 0.0f;
+    decode_raw(args.form(s), raw.states[s], scale, of.quad.states[s]);
+  }
+  ZK_UNROLL
+  for (int j = 0; j < kQuad; ++j) of.before[j] = of.quad.p[j];
+  update_quad(of.quad, c);
+  ZK_UNROLL
+  for (int s = 0; s < Rule::kStates; ++s) {
+    of.bounds[s] = 0;
+    ZK_UNROLL
+    for (int j = 0; j < kQuad; ++j) {
+      uint32_t bound = float_bits(bound_of(args.form(s), of.quad.states[s][j]));
+      if (j < raw.count && bound > of.bounds[s]) of.bounds[s] = bound;
+    }
+  }
+  of.live = raw.slot >= 0 && row.active != 0.0f && !skip;
+  return of;
+}
+
+// The master becomes what is kept of it.
+template <class Rule, bool kWhole>
+ZK_HOST_DEVICE inline void store_encoded(
+    const EncodedForeachArgs& args, const EncodedShard& shard, const RawQuad<Rule>& raw, UpdatedQuad<Rule>& of) {
+  const StepArgs& step = shard.step;
+  Raw high = {}, low = {};
+  if (shard.low) {
+    ZK_UNROLL
+    for (int j = 0; j < kQuad; ++j) {
+      Halves halves = split(of.quad.p[j]);
+      of.quad.p[j] = join(halves);
+      high.words[j / 2] |= uint32_t(halves.high.bits) << (j % 2 * 16);
+      low.words[j / 2] |= uint32_t(uint16_t(halves.low)) << (j % 2 * 16);
+    }
+  }
+  if (!of.live) return;
+  if (shard.low) {
+    store_raw<kWhole>(step.param_out, sizeof(BFloat16), raw.i, raw.count, high);
+    store_raw<kWhole>(shard.low, sizeof(int16_t), raw.i, raw.count, low);
+  } else {
+    store_raw<kWhole>(step.master, sizeof(float), raw.i, raw.count, narrow_raw(DType::kFloat, of.quad.p));
+    if (step.param_out)
+      store_raw<kWhole>(step.param_out, size_of(args.out), raw.i, raw.count, narrow_raw(args.out, of.quad.p));
+  }
+  ZK_UNROLL
+  for (int s = 0; s < Rule::kStates; ++s) {
+    Form form = args.form(s);
+    float scale = has_scale(form) ? scale_of(form, bits_float(of.bounds[s])) : 0.0f;
+    if (has_scale(form) && raw.i % kRow == 0 && raw.count > 0) shard.scale(s)[raw.i / kRow] = scale;
+    store_raw<kWhole>(step.state(s), size_of(form), raw.i, raw.count, encode_raw(form, of.quad.states[s], scale));
+  }
+}
+
+// The shard of a block, the block of that shard, and whether all of it is whole.
+struct EncodedPlace {
+  const EncodedShard& shard;
+  int64_t first;  // element of the thread
+  bool whole;
+};
+
+ZK_HOST_DEVICE inline EncodedPlace place_of(const EncodedForeachArgs& args, int64_t block, int thread) {
+  int at = shard_of_block(block, args.count, [&](int i) { return args.first_block[i]; });
+  const EncodedShard& shard = args.shards[at];
+  int64_t of_shard = block - args.first_block[at];
+  return {shard, of_shard * kTile + thread * kQuad, shard.step.vector && (of_shard + 1) * kTile <= shard.step.numel};
+}
+
+#if defined(__CUDACC__)
+
+// All threads of a warp come here together: a block has one shard, and one way.
+template <class Rule, class Measure, bool kWhole>
+__device__ inline void encoded_quads(
+    const EncodedForeachArgs& args, const EncodedShard& shard, int64_t first, const Measure& measure) {
+  RawQuad<Rule> raws[kQuads];
+  ZK_UNROLL
+  for (int q = 0; q < kQuads; ++q) raws[q] = load_encoded<Rule, kWhole>(args, shard, first, q);
+  ZK_UNROLL
+  for (int q = 0; q < kQuads; ++q) {
+    UpdatedQuad<Rule> of = update_encoded<Rule, kWhole>(args, shard, raws[q]);
+    ZK_UNROLL
+    for (int s = 0; s < Rule::kStates; ++s)
+      if (has_scale(args.form(s))) of.bounds[s] = InWarp::largest(of.bounds[s]);
+    store_encoded<Rule, kWhole>(args, shard, raws[q], of);
+    if constexpr (Measure::kMeasures)
+      measure(
+          q, shard.step.row_stats + raws[q].i / kRow * kRowStats, kWhole || raws[q].i < shard.step.numel, of.live,
+          terms_of(of.quad, of.before, of.scale, raws[q].count));
+  }
+}
+
+template <class Rule, class Measure>
+__global__ void __launch_bounds__(kThreads, kMeasuredBlocksPerSm<Rule>)
+    encoded_step_kernel(const __grid_constant__ EncodedForeachArgs args) {
+  EncodedPlace at = place_of(args, blockIdx.x, threadIdx.x);
+  if (at.whole)
+    encoded_quads<Rule, Measure, true>(args, at.shard, at.first, Measure());
+  else
+    encoded_quads<Rule, Measure, false>(args, at.shard, at.first, Measure());
+}
+
+#endif
+
+// ---- launcher -----------------------------------------------------------------------------------------------------
+
+inline bool all_aligned(const EncodedShard& shard, const Form* forms, int64_t grad_size, int64_t out_size) {
+  auto starts_at = [](const void* at, int64_t bytes) { return reinterpret_cast<uintptr_t>(at) % bytes == 0; };
+  bool aligned = starts_at(shard.low, kQuad * sizeof(int16_t));
+  for (int s = 0; s < kMostStates; ++s) aligned &= starts_at(shard.step.states[s], kQuad * size_of(forms[s]));
+  return aligned && starts_at(shard.step.grad, kQuad * grad_size) &&
+         starts_at(shard.step.param_out, kQuad * out_size) && starts_at(shard.step.master, 16) &&
+         starts_at(shard.step.hyper, 16);
+}
+
+// Calls run(args, blocks) for each launch that several shards take, which are alike in dtypes and forms.
+template <class Run>
+void launch_encoded(const std::vector<EncodedShard>& shards, const Form* forms, DType grad, DType out, Run run) {
+  if (shards.empty() || shards[0].step.slots == 0) return;
+  for (size_t from = 0; from < shards.size(); from += kEncodedShards) {
+    EncodedForeachArgs args;
+    args.count = int(std::min<size_t>(kEncodedShards, shards.size() - from));
+    args.grad = grad;
+    args.out = out;
+    std::copy(forms, forms + kMostStates, args.forms);
+    int64_t blocks = 0;
+    for (int i = 0; i < args.count; ++i) {
+      args.shards[i] = shards[from + i];
+      args.shards[i].step.vector = all_aligned(args.shards[i], forms, size_of(grad), size_of(out));
+      args.first_block[i] = blocks;
+      blocks += ceil_div(args.shards[i].step.numel, kTile);
+    }
+    run(args, blocks);
+  }
+}
+
+#if defined(__CUDACC__)
+
+template <class Rule>
+void run_encoded_step(
+    CUstream_st* stream, const std::vector<EncodedShard>& shards, const Form* forms, DType grad, DType out) {
+  bool measured = std::any_of(shards.begin(), shards.end(), [](const auto& shard) { return shard.step.row_stats; });
+  launch_encoded(shards, forms, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
+    auto kernel = measured ? encoded_step_kernel<Rule, MeasuredInWarp> : encoded_step_kernel<Rule, Unmeasured>;
+    on_stream(stream, "foreach_step", kernel, blocks, args);
+  });
+}
+
+#endif
+
+}  // namespace
+
+}  // namespace zero_kernels
