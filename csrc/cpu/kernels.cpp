@@ -291,77 +291,92 @@ void step(const StepArgs& args, int64_t row_begin, int64_t row_end) {
   }
 }
 
-// ---- rows of encoded states
-// ------------------------------------------------------------------------------------------
+// ---- rows of encoded states -----------------------------------------------------------------------------------------
 
-// One row in fp32: what is stored so is used where it is, of what is not there is a copy. Each loop over it is short,
-// so that a processor is at many of its divisions at a time, and asks for what it will want of a later row.
-struct EncodedRow {
-  alignas(64) float grad[kRow], before[kRow], master[kRow], states[kMostStates][kRow];
+// Rows that go through each loop together: so the loops are short in their code and long in their rounds, and a
+// processor that waits for a division, or for the largest of a row, is at the next one meanwhile. 64 Ki elements in the
+// cache, int8 and uint8, an EPYC with AVX-512: 1.38 ns an element with 1, 1.28 with 4 and with 8.
+constexpr int kTogether = 4;
+constexpr int kMostElements = kTogether * kRow;
+
+// Rows in fp32: what is stored so is used where it is, of what is not there is a copy.
+struct EncodedRows {
+  alignas(64) float grad[kMostElements], before[kMostElements], master[kMostElements];
+  alignas(64) float states[kMostStates][kMostElements];
 };
 
-// Called for every vector of a row.
+// Called for every vector of a tensor.
 template <class T>
 [[gnu::always_inline]] inline void prefetch_line(const T* at) {
-  if (reinterpret_cast<uintptr_t>(at) % 64 < kLanes * sizeof(T)) prefetch(at + kAhead);
+  if (reinterpret_cast<uintptr_t>(at) % 64 < kLanes * sizeof(T)) prefetch(at + 2 * kMostElements);
 }
 
 template <class T>
-const float* widened(const T* from, float* to) {
-  for (int i = 0; i < kRow; i += kLanes) {
+const float* widened(const T* from, int numel, float* to) {
+  for (int i = 0; i < numel; i += kLanes) {
     prefetch_line(from + i);
     Vec::load(from + i).store(to + i);
   }
   return to;
 }
 
-const float* widened(DType dtype, const void* from, float* to) {
-  if (dtype == DType::kBFloat16) return widened(static_cast<const BFloat16*>(from), to);
-  if (dtype == DType::kHalf) return widened(static_cast<const Half*>(from), to);
+const float* widened(DType dtype, const void* from, int numel, float* to) {
+  if (dtype == DType::kBFloat16) return widened(static_cast<const BFloat16*>(from), numel, to);
+  if (dtype == DType::kHalf) return widened(static_cast<const Half*>(from), numel, to);
   return static_cast<const float*>(from);
 }
 
 template <class T>
-void write_row(const float* from, T* to, bool stream) {
-  for (int i = 0; i < kRow; i += kPair) write_pair(to + i, Vec::load(from + i), Vec::load(from + i + kLanes), stream);
+void narrow_to(const float* from, int numel, T* to, bool stream) {
+  for (int i = 0; i < numel; i += kPair) write_pair(to + i, Vec::load(from + i), Vec::load(from + i + kLanes), stream);
 }
 
-void write_row(DType dtype, const float* from, void* to, bool stream) {
-  if (dtype == DType::kBFloat16) return write_row(from, static_cast<BFloat16*>(to), stream);
-  if (dtype == DType::kHalf) return write_row(from, static_cast<Half*>(to), stream);
-  write_row(from, static_cast<float*>(to), stream);
+void narrow_to(DType dtype, const float* from, int numel, void* to, bool stream) {
+  if (dtype == DType::kBFloat16) return narrow_to(from, numel, static_cast<BFloat16*>(to), stream);
+  if (dtype == DType::kHalf) return narrow_to(from, numel, static_cast<Half*>(to), stream);
+  narrow_to(from, numel, static_cast<float*>(to), stream);
 }
 
-void join_row(const BFloat16* high, const int16_t* low, float* to) {
-  for (int i = 0; i < kRow; i += kLanes) {
+void join_halves(const BFloat16* high, const int16_t* low, int numel, float* to) {
+  for (int i = 0; i < numel; i += kLanes) {
     prefetch_line(high + i);
     prefetch_line(low + i);
     Vec::load(high + i, low + i).store(to + i);
   }
 }
 
-void split_row(const float* from, BFloat16* high, int16_t* low) {
-  for (int i = 0; i < kRow; i += kLanes) Vec::load(from + i).store(high + i, low + i);
+void split_to(const float* from, int numel, BFloat16* high, int16_t* low) {
+  for (int i = 0; i < numel; i += kLanes) Vec::load(from + i).store(high + i, low + i);
 }
 
-float* decode_row(Form form, void* stored, const float* scale, float* to) {
+float* decode(Form form, void* stored, const float* scales, int numel, float* to) {
   if (form == Form::kFloat) return static_cast<float*>(stored);
-  if (form == Form::kBFloat16) widened(static_cast<const BFloat16*>(stored), to);
+  if (form == Form::kBFloat16) widened(static_cast<const BFloat16*>(stored), numel, to);
   if (form == Form::kInt8) {
     const int8_t* from = static_cast<const int8_t*>(stored);
-    for (int i = 0; i < kRow; i += kLanes) {
+    for (int i = 0; i < numel; i += kLanes) {
       prefetch_line(from + i);
-      (unscaled_int8(from + i) * Vec(*scale)).store(to + i);
+      (unscaled_int8(from + i) * Vec(scales[i / kRow])).store(to + i);
     }
   }
   if (form == Form::kRoot8) {
     const uint8_t* from = static_cast<const uint8_t*>(stored);
-    for (int i = 0; i < kRow; i += kLanes) {
+    for (int i = 0; i < numel; i += kLanes) {
       prefetch_line(from + i);
-      decoded_root8(Vec::load(from + i), Vec(*scale)).store(to + i);
+      decoded_root8(Vec::load(from + i), Vec(scales[i / kRow])).store(to + i);
     }
   }
   return to;
+}
+
+template <Form kForm>
+float scale_of_row(const float* values) {
+  Vec largest[kParts];
+  for (Vec& part : largest) part = Vec(0.0f);
+  for (int i = 0; i < kRow; i += kLine)
+    for (int part = 0; part < kParts; ++part)
+      largest[part] = max_bits(largest[part], bound_of(kForm, Vec::load(values + i + part * kLanes)));
+  return scale_of(kForm, largest_of_line(largest));
 }
 
 // Stores the nearest integers to estimates. False where one is too near to a tie for that.
@@ -379,24 +394,22 @@ bool estimate_row(const float* values, T* to, float scale) {
 }
 
 template <Form kForm, class T>
-void encode_row_as(const float* values, T* to, float* scale) {
-  Vec largest[kParts];
-  for (Vec& part : largest) part = Vec(0.0f);
-  for (int i = 0; i < kRow; i += kLine)
-    for (int part = 0; part < kParts; ++part)
-      largest[part] = max_bits(largest[part], bound_of(kForm, Vec::load(values + i + part * kLanes)));
-  float s = *scale = scale_of(kForm, largest_of_line(largest));
-  if (!is_usable(s)) {
-    __builtin_memset(to, 0, kRow);
-  } else if (!estimate_row<kForm>(values, to, s)) {
-    for (int i = 0; i < kRow; i += kLanes) encoded(kForm, Vec::load(values + i), Vec(s)).store(to + i);
+void encode_rows(const float* values, int numel, T* to, float* scales) {
+  for (int i = 0; i < numel; i += kRow) scales[i / kRow] = scale_of_row<kForm>(values + i);
+  for (int i = 0; i < numel; i += kRow) {
+    float scale = scales[i / kRow];
+    if (!is_usable(scale)) {
+      __builtin_memset(to + i, 0, kRow);
+    } else if (!estimate_row<kForm>(values + i, to + i, scale)) {
+      for (int j = i; j < i + kRow; j += kLanes) encoded(kForm, Vec::load(values + j), Vec(scale)).store(to + j);
+    }
   }
 }
 
-void encode_row(Form form, const float* values, void* to, float* scale) {
-  if (form == Form::kBFloat16) write_row(values, static_cast<BFloat16*>(to), false);
-  if (form == Form::kInt8) encode_row_as<Form::kInt8>(values, static_cast<int8_t*>(to), scale);
-  if (form == Form::kRoot8) encode_row_as<Form::kRoot8>(values, static_cast<uint8_t*>(to), scale);
+void encode(Form form, const float* values, int numel, void* to, float* scales) {
+  if (form == Form::kBFloat16) narrow_to(values, numel, static_cast<BFloat16*>(to), false);
+  if (form == Form::kInt8) encode_rows<Form::kInt8>(values, numel, static_cast<int8_t*>(to), scales);
+  if (form == Form::kRoot8) encode_rows<Form::kRoot8>(values, numel, static_cast<uint8_t*>(to), scales);
 }
 
 template <class T>
@@ -405,9 +418,9 @@ T* of_row(T* tensor, int64_t row, int64_t size) {
 }
 
 template <class Rule>
-void update_row(const float* grad, float* master, float* const* states, const Coefficients<Rule, Vec>& of) {
+void update_all(const float* grad, float* master, float* const* states, int numel, const Coefficients<Rule, Vec>& of) {
   Coefficients<Rule, Vec> c = of;
-  for (int i = 0; i < kRow; i += kLanes) {
+  for (int i = 0; i < numel; i += kLanes) {
     Lane<Rule, Vec> lane;
     prefetch_line(grad + i);
     prefetch_line(master + i);
@@ -420,51 +433,54 @@ void update_row(const float* grad, float* master, float* const* states, const Co
   }
 }
 
-// A row of 128 elements, of which `count` exist. Leaves its new masters in `of`, where averages want them.
+// `numel` elements of rows, of which `count` exist. Leaves the new masters in `of`, where averages want them.
 template <class Rule>
 void update_encoded(
-    const StepArgs& args, int64_t row, int64_t count, const Coefficients<Rule, Vec>& c, EncodedRow& of, bool stream) {
+    const StepArgs& args, int64_t row, int numel, int count, const Coefficients<Rule, Vec>& c, EncodedRows& of,
+    bool stream) {
   const Encoded& encoded = args.encoded;
   void* out = of_row(args.param_out, row, size_of(args.param_dtype));
   BFloat16* high = static_cast<BFloat16*>(out);
   int16_t* low = encoded.low + row * kRow;
   float* master = encoded.low ? of.master : args.master + row * kRow;
-  if (encoded.low) join_row(high, low, master);
-  if (args.row_stats) __builtin_memcpy(of.before, master, sizeof of.before);
-  const float* grad = widened(args.grad_dtype, of_row(args.grad, row, size_of(args.grad_dtype)), of.grad);
+  if (encoded.low) join_halves(high, low, numel, master);
+  if (args.row_stats) __builtin_memcpy(of.before, master, numel * sizeof(float));
+  const float* grad = widened(args.grad_dtype, of_row(args.grad, row, size_of(args.grad_dtype)), numel, of.grad);
   void* stored[kMostStates];
   float* states[kMostStates];
   for (int s = 0; s < Rule::kStates; ++s) {
     stored[s] = of_row(args.states[s], row, size_of(encoded.forms[s]));
-    states[s] = decode_row(encoded.forms[s], stored[s], encoded.scales[s] + row, of.states[s]);
+    states[s] = decode(encoded.forms[s], stored[s], encoded.scales[s] + row, numel, of.states[s]);
   }
-  update_row(grad, master, states, c);
-  for (int64_t i = count; i < kRow; ++i) {
+  update_all(grad, master, states, numel, c);
+  for (int i = count; i < numel; ++i) {
     master[i] = 0.0f;
     for (int s = 0; s < Rule::kStates; ++s) states[s][i] = 0.0f;
   }
   if (encoded.low)
-    split_row(master, high, low);
+    split_to(master, numel, high, low);
   else if (args.param_out)
-    write_row(args.param_dtype, master, out, stream);
-  for (int s = 0; s < Rule::kStates; ++s) encode_row(encoded.forms[s], states[s], stored[s], encoded.scales[s] + row);
+    narrow_to(args.param_dtype, master, numel, out, stream);
+  for (int s = 0; s < Rule::kStates; ++s)
+    encode(encoded.forms[s], states[s], numel, stored[s], encoded.scales[s] + row);
   if (!args.row_stats && !args.average_count) return;
   if (encoded.low)
-    join_row(high, low, of.master);  // what is kept of them
+    join_halves(high, low, numel, of.master);  // what is kept of them
   else
-    __builtin_memcpy(of.master, master, sizeof of.master);
-  if (!args.row_stats) return;
-  auto vector = [&](int k) __attribute__((always_inline)) {
-    int i = k * kLanes;
-    return Measured{Vec::load(grad + i) * c.grad_scale, Vec::load(of.before + i), Vec::load(of.master + i)};
-  };
-  measure_row(vector, kRow - count, args.row_stats + row * kRowStats);
+    __builtin_memcpy(of.master, master, numel * sizeof(float));
+  for (int i = 0; args.row_stats && i < numel; i += kRow) {
+    auto vector = [&](int k) __attribute__((always_inline)) {
+      int at = i + k * kLanes;
+      return Measured{Vec::load(grad + at) * c.grad_scale, Vec::load(of.before + at), Vec::load(of.master + at)};
+    };
+    measure_row(vector, numel - count, args.row_stats + (row + i / kRow) * kRowStats);
+  }
 }
 
 // The last row of a shard, where it is shorter: copies of it, with zeros behind, are updated.
 template <class Rule>
 void update_encoded_tail(
-    const StepArgs& args, int64_t row, int64_t count, const Coefficients<Rule, Vec>& c, EncodedRow& of) {
+    const StepArgs& args, int64_t row, int count, const Coefficients<Rule, Vec>& c, EncodedRows& of) {
   alignas(64) float copies[3 + kMostStates][kRow] = {};
   struct Copied {
     void* tensor;
@@ -489,30 +505,31 @@ void update_encoded_tail(
   int written = made;
   copy(tail.grad, size_of(args.grad_dtype));
   if (tail.row_stats) tail.row_stats += row * kRowStats;
-  update_encoded<Rule>(tail, 0, count, c, of, false);
+  update_encoded<Rule>(tail, 0, kRow, count, c, of, false);
   for (int i = 0; i < written; ++i) __builtin_memcpy(copied[i].tensor, copies[i], count * copied[i].size);
 }
 
 template <class Rule>
 void step_encoded(const StepArgs& args, int64_t row_begin, int64_t row_end) {
-  EncodedRow of;
+  EncodedRows of;
   bool stream = aligned(args.param_out) && args.numel >= kStreamFrom && !args.encoded.low;
+  int64_t whole_end = args.numel / kRow;  // of rows that are whole
   for (int64_t row = row_begin; row < row_end;) {
     int32_t slot = args.row_slot[row];
-    bool live = slot >= 0 && args.hyper[slot].active != 0.0f;
-    Coefficients<Rule, Vec> c(args.hyper[live ? slot : 0], args.grad_scale);
-    for (; row < row_end && args.row_slot[row] == slot; ++row) {
-      if (!live) {
-        for (int i = 0; args.row_stats && i < kRowStats; ++i) args.row_stats[row * kRowStats + i] = 0.0f;
-        continue;
-      }
-      int64_t left = args.numel - row * kRow, count = left < kRow ? left : kRow;
-      if (count == kRow)
-        update_encoded<Rule>(args, row, count, c, of, stream);
+    int64_t end = row + 1;
+    while (end < row_end && end < whole_end && end < row + kTogether && args.row_slot[end] == slot) ++end;
+    if (slot >= 0 && args.hyper[slot].active != 0.0f) {
+      Coefficients<Rule, Vec> c(args.hyper[slot], args.grad_scale);
+      int numel = int((end - row) * kRow), count = row < whole_end ? numel : int(args.numel % kRow);
+      if (count == numel)
+        update_encoded<Rule>(args, row, numel, count, c, of, stream);
       else
         update_encoded_tail<Rule>(args, row, count, c, of);
       average_run(args, of.master, row * kRow, row * kRow + count, slot);
+    } else if (args.row_stats) {
+      for (int64_t i = row * kRowStats; i < end * kRowStats; ++i) args.row_stats[i] = 0.0f;
     }
+    row = end;
   }
   if (stream) stream_fence();
 }
