@@ -36,8 +36,8 @@ from .state_tensor import Begins, Per, StateTensor
 class Codec:
     """A form in which state is stored. A codec is a subclass, one of those below or a user's own.
 
-    Two things hold of each. Zeros are stored as zeros. What ``decode`` gives stays what it is when it is encoded and
-    decoded again: so it may be loaded as often as one likes. And a value that is not finite does not become finite.
+    Three things hold of each. Zeros are stored as zeros. What ``decode`` gives stays what it is when it is encoded and
+    decoded again: so it may be loaded as often as one likes. A value that is not finite does not become finite.
 
     Attributes:
         name: by which a checkpoint knows it again.
