@@ -378,7 +378,8 @@ float scale_of_row(const float* values) {
   return scale_of(kForm, largest_of_line(largest));
 }
 
-// Stores the nearest integers to estimates. False where one is too near to a tie for that.
+// Stores the nearest integers to estimates. False where one is too near to a tie for that, or may be wrong: where a
+// value or a reciprocal is below the normal numbers, processors take it for 0.
 template <Form kForm, class T>
 bool estimate_row(const float* values, T* to, float scale) {
   if (!kEstimates || scale < 0x1p-50f || scale > 0x1p100f) return false;

@@ -181,7 +181,12 @@ def encoded_step(folder: Path) -> int:
             )
             marks = [torch.zeros(4, dtype=torch.int32) for _ in range(2)]
             stats, twins = ([torch.full((-(-n // ROW), 5), 7.0) for n in sizes] for _ in range(2))
-            found, scale = torch.tensor([found_inf]), torch.tensor([0.25])
+            # Where the scale is inf, elements that do not exist are NaN, and the others inf.
+            found, scale = torch.tensor([found_inf]), torch.tensor([math.inf if form == 2 and not measured else 0.25])
+            if split and measured and form == 3:  # masters stay, and all are ties
+                for grad, low in zip(shards.grads, shards.masters, strict=True):
+                    grad.zero_()
+                    low.fill_(-32768)
             optional = {"grad_scale": scale, "found_inf": found, "nonfinite_slots": marks[0]}
             lists, want = shards.lists(row_stats=twins if measured else None, **optional)
             reference.foreach_step(rule, *lists)

@@ -114,13 +114,16 @@ def rows_that_hurt() -> Tensor:
 
 @every_backend
 def test_rows_are_encoded_as_the_docs_write_it(name: str) -> None:
-    """By an SGD without momentum's memory: keep 0 and take 1, so that the new buffer is the gradient."""
+    """By an SGD whose buffer was 0: keep -1 and take 1, so that the new buffer is the gradient, -0 as well."""
     values = rows_that_hurt()
-    values = torch.cat((values, values.abs()))
+    positive = values.abs()
+    positive[positive == 0] = -0.0
+    values = torch.cat((values, values.abs(), positive))
     table = torch.zeros(1, 12)
     columns = RULES["sgd"].columns
     for column in ("take", "active", "grad_factor"):
         table[0, columns.index(column)] = 1.0
+    table[0, columns.index("keep")] = -1.0
     rows, slots = len(values), torch.zeros(len(values), dtype=torch.int32)
     with np.errstate(all="ignore"):
         for dtype, encode, decode in ((torch.int8, int8_row, from_int8), (torch.uint8, root8_row, from_root8)):
