@@ -379,7 +379,8 @@ float scale_of_row(const float* values) {
   return scale_of(kForm, largest_of_line(largest));
 }
 
-// Stores the nearest integers to estimates. False where one is too near to a tie for that.
+// Stores the nearest integers to estimates. False where one is too near to a tie for that, or may be wrong: where a
+// value or a reciprocal is below the normal numbers, processors take it for 0.
 template <Form kForm, class T>
 bool estimate_row(const float* values, T* to, float scale) {
   if (!kEstimates || scale < 0x1p-50f || scale > 0x1p100f) return false;
@@ -468,10 +469,13 @@ void update_encoded(
     join_halves(high, low, numel, of.master);  // what is kept of them
   else
     __builtin_memcpy(of.master, master, numel * sizeof(float));
-  for (int i = 0; args.row_stats && i < numel; i += kRow) {
+  if (!args.row_stats) return;
+  for (int i = 0; i < numel; i += kLanes) (Vec::load(grad + i) * c.grad_scale).store(of.grad + i);
+  for (int i = count; i < numel; ++i) of.grad[i] = 0.0f;  // not 0 * inf
+  for (int i = 0; i < numel; i += kRow) {
     auto vector = [&](int k) __attribute__((always_inline)) {
       int at = i + k * kLanes;
-      return Measured{Vec::load(grad + at) * c.grad_scale, Vec::load(of.before + at), Vec::load(of.master + at)};
+      return Measured{Vec::load(of.grad + at), Vec::load(of.before + at), Vec::load(of.master + at)};
     };
     measure_row(vector, numel - count, args.row_stats + (row + i / kRow) * kRowStats);
   }

@@ -177,11 +177,20 @@ def encoded_step(folder: Path) -> int:
         sizes = (0, 1, 4097, 127, 2048) if form else (129,) * 25
         for measured, found_inf in ((True, 0.0), (False, float(form == 1))):
             shards = EncodedShards(
-                *(rule, sizes, FLOATS[(form + number) % 3], param, form % 2), calm=measured, forms=given, split=split
+                *(rule, sizes, FLOATS[(form + number) % 3], param, form % 2),
+                calm=measured or form == 2,
+                forms=given,
+                split=split,
             )
             marks = [torch.zeros(4, dtype=torch.int32) for _ in range(2)]
             stats, twins = ([torch.full((-(-n // ROW), 5), 7.0) for n in sizes] for _ in range(2))
-            found, scale = torch.tensor([found_inf]), torch.tensor([0.25])
+            # Where the scale is inf, elements that do not exist are NaN, and the others inf.
+            found, scale = torch.tensor([found_inf]), torch.tensor([math.inf if form == 2 and not measured else 0.25])
+            if split and measured and form == 3:  # masters stay, and all are ties
+                for grad, low, high in zip(shards.grads, shards.masters, shards.params, strict=True):
+                    grad.zero_()
+                    low.fill_(-32768)
+                    high.fill_(1.5)
             optional = {"grad_scale": scale, "found_inf": found, "nonfinite_slots": marks[0]}
             lists, want = shards.lists(row_stats=twins if measured else None, **optional)
             reference.foreach_step(rule, *lists)

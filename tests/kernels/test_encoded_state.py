@@ -98,6 +98,8 @@ def rows_that_hurt() -> Tensor:
     generator = torch.Generator().manual_seed(4)
     random = torch.randn(60, ROW, generator=generator) * torch.logspace(-42, 38, 60, dtype=torch.float64).unsqueeze(1)
     spread = torch.randn(30, ROW, generator=generator) * torch.logspace(-30, 0, ROW)
+    spread[20:] *= torch.logspace(-36, 38, 10).unsqueeze(1) / spread[20:].abs().amax(1, keepdim=True)
+    spread[:20, ::9] = -0.0
     alone = torch.zeros(11, ROW)
     alone[range(11), range(11)] = torch.tensor(
         [3.4028235e38, -3.4028235e38, 2.0**-149, 2.0**-126, 2.0**-100, -(2.0**-101), math.inf, -math.inf, math.nan]
@@ -112,13 +114,16 @@ def rows_that_hurt() -> Tensor:
 
 @every_backend
 def test_rows_are_encoded_as_the_docs_write_it(name: str) -> None:
-    """By an SGD without momentum's memory: keep 0 and take 1, so that the new buffer is the gradient."""
+    """By an SGD whose buffer was 0: keep -1 and take 1, so that the new buffer is the gradient, -0 as well."""
     values = rows_that_hurt()
-    values = torch.cat((values, values.abs()))
+    positive = values.abs()
+    positive[positive == 0] = -0.0
+    values = torch.cat((values, values.abs(), positive))
     table = torch.zeros(1, 12)
     columns = RULES["sgd"].columns
     for column in ("take", "active", "grad_factor"):
         table[0, columns.index(column)] = 1.0
+    table[0, columns.index("keep")] = -1.0
     rows, slots = len(values), torch.zeros(len(values), dtype=torch.int32)
     with np.errstate(all="ignore"):
         for dtype, encode, decode in ((torch.int8, int8_row, from_int8), (torch.uint8, root8_row, from_root8)):
@@ -229,6 +234,21 @@ def test_skipped_steps_and_rows_that_are_not_live_stay(name: str) -> None:
                 keeps = torch.ones(len(before), dtype=torch.bool)
                 keeps[numel : 2 * numel] = len(before) not in (5 * ROW + 3, 6)
                 assert same_bits(before[keeps], now[keeps])
+
+
+@every_backend
+def test_what_is_behind_the_last_element_does_not_count(name: str) -> None:
+    """There 0 / 0 is computed, as eps is 0; or 0 * inf, where the elements themselves are inf, as is their scale."""
+    for scale, param in ((0.37, torch.bfloat16), (math.inf, None)):
+        shards = EncodedShards("adamw", (5, 200), torch.float32, param, calm=True, forms=(torch.int8, torch.uint8))
+        shards.row_slots = [torch.full((n,), 2, dtype=torch.int32) for n in (1, 2)]
+        stats = [[torch.full((n, 5), 7.0) for n in (1, 2)] for _ in range(2)]
+        want, got = (
+            shards.run(of, row_stats=numbers, grad_scale=torch.tensor(scale))
+            for of, numbers in zip(("reference", name), stats, strict=True)
+        )
+        assert all(map(same_bits, [*want, *stats[0]], [*got, *stats[1]]))
+        assert bool(got[-4].isinf()) == (scale == math.inf) and (scale == math.inf or stats[1][0].isfinite().all())
 
 
 def test_all_fp32_is_the_plain_update() -> None:

@@ -116,6 +116,11 @@ def test_encoded_states_and_split_masters(rule: str) -> None:
         )
         check(shards.measured("reference"), shards.measured("triton"), (given, split))
         check(shards.written, shards.run("triton", found_inf=torch.ones(1)), "skipped")
+    # What is behind the last element is NaN then, and the elements themselves are inf, as is their scale.
+    shards = EncodedShards(rule, (5,), torch.float32, None, calm=True, forms=(torch.int8, torch.uint8, torch.uint8))
+    shards.row_slots = [torch.zeros(1, dtype=torch.int32)]
+    wide = {"grad_scale": torch.tensor(math.inf)}
+    check(shards.run("reference", **wide), shards.run("triton", **wide), "inf")
 
 
 @interpreted
