@@ -336,11 +336,6 @@ def _check_foreach_step(
     if len(states) != len(grads) * len(names):
         each = f"{len(names)} ({', '.join(names)})" if names else "none"
         raise ValueError(f"states of {rule} are {each} a shard: {len(grads)} grads, {len(states)} states")
-    alike = {"grads": grads, "masters": masters, "params_out": params_out}
-    alike |= {f"states {name!r}": states[i :: len(names)] for i, name in enumerate(names)}
-    for name, tensors in alike.items():
-        if len({tensor.dtype for tensor in tensors}) > 1:
-            raise TypeError(f"{name} must have one dtype: make a call for each dtype")
     if averages and len(averages) % len(grads):
         raise ValueError(f"averages must be as many for each shard: {len(grads)} grads, {len(averages)} averages")
     shared, followers = (hyper, grad_scale, found_inf, nonfinite_slots), averages_of(grads, averages)
@@ -356,6 +351,11 @@ def _check_foreach_step(
             raise type(error)(f"shard {i}: {error}") from None
         if device != grads[0].device:
             raise ValueError(f"shard {i} is on {device}, shard 0 on {grads[0].device}: make a call for each device")
+    alike = {"grads": grads, "masters": masters, "params_out": params_out}
+    alike |= {f"states {name!r}": states[i :: len(names)] for i, name in enumerate(names)}
+    for name, tensors in alike.items():
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            raise TypeError(f"{name} must have one dtype: make a call for each dtype")
     for state, scale in zip(states, scales_of(states, scales), strict=True):
         if scale is not None:
             _check_flat("a scale", scale, (torch.float32,), state.device, -(-state.numel() // ROW))
