@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from zero_optim.bench.record import make_record, results_folder, write
+from zero_optim.bench.record import make_record, write
 from zero_optim.drawing.plot import png
 from zero_optim.drawing.sheet import Line, Lines, Scale, Sheet
 
@@ -87,11 +87,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500, help="of each training (500)")
     parser.add_argument("--seeds", default="0,1,2", help="as in 0,1,2 (0,1,2)")
     parser.add_argument("--ranks", type=int, default=2, help="of each training (2)")
-    parser.add_argument("--out", type=Path, help="folder of the JSON and the picture (benchmarks/results/<device>)")
+    parser.add_argument(
+        "--out", type=Path, default="convergence", help="folder of the JSON and the picture (convergence)"
+    )
     given = parser.parse_args()
-    device = torch.device("cpu")
-    folder = results_folder(device, given.out)
-    folder.mkdir(parents=True, exist_ok=True)
+    given.out.mkdir(parents=True, exist_ok=True)
     rows = []
     for seed in map(int, given.seeds.split(",")):
         for form in FORMS:
@@ -99,7 +99,7 @@ def main() -> None:
             exact = next(row.validation_loss for row in rows if row.seed == seed)
             found = rows[-1].validation_loss
             print(f"seed {seed}  {form:12} validation loss {found:.4f}, {found / exact:.4f} of fp32", flush=True)
-    path = write(make_record(rows, device, {}), folder, "convergence")
+    path = write(make_record(rows, torch.device("cpu"), {}), given.out)
     draw(rows, path.with_suffix(".png"))
     print(path)
 
