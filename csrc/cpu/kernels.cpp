@@ -198,18 +198,26 @@ void update_and_measure(const StepArgs& args, int64_t begin, const Coefficients<
   measure_row(update_vector, 0, args.row_stats + begin / kRow * kRowStats);
 }
 
+// Gradients of `numel` elements of rows, of which `count` exist: the others are 0, and not 0 * inf.
+template <class Grad>
+void scale_existing(const Grad* grad, int numel, int count, Vec scale, float* to) {
+  for (int i = 0; i < numel; i += kLanes) (Vec::load(grad + i) * scale).store(to + i);
+  for (int i = count; i < numel; ++i) to[i] = 0.0f;
+}
+
 // The last row, which has `count` elements.
 template <class Rule, class Grad>
 void update_and_measure_tail(const StepArgs& args, int64_t begin, int count, const Coefficients<Rule, Vec>& c) {
   Grad grad[kRow] = {};
-  float before[kRow] = {}, after[kRow] = {};
+  float scaled[kRow], before[kRow] = {}, after[kRow] = {};
   __builtin_memcpy(grad, static_cast<const Grad*>(args.grad) + begin, count * sizeof(Grad));
   __builtin_memcpy(before, args.master + begin, count * sizeof(float));
   update_run<Rule, Grad, NoOutput>(args, begin, begin + count, c, false);
   __builtin_memcpy(after, args.master + begin, count * sizeof(float));
+  scale_existing(grad, kRow, count, c.grad_scale, scaled);
   auto vector = [&](int k) {
     int i = k * kLanes;
-    return Measured{Vec::load(grad + i) * c.grad_scale, Vec::load(before + i), Vec::load(after + i)};
+    return Measured{Vec::load(scaled + i), Vec::load(before + i), Vec::load(after + i)};
   };
   measure_row(vector, kRow - count, args.row_stats + begin / kRow * kRowStats);
 }
@@ -470,8 +478,7 @@ void update_encoded(
   else
     __builtin_memcpy(of.master, master, numel * sizeof(float));
   if (!args.row_stats) return;
-  for (int i = 0; i < numel; i += kLanes) (Vec::load(grad + i) * c.grad_scale).store(of.grad + i);
-  for (int i = count; i < numel; ++i) of.grad[i] = 0.0f;  // not 0 * inf
+  scale_existing(grad, numel, count, c.grad_scale, of.grad);
   for (int i = 0; i < numel; i += kRow) {
     auto vector = [&](int k) __attribute__((always_inline)) {
       int at = i + k * kLanes;

@@ -228,7 +228,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         alike = {"max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite}
         joined = make_pipeline(stages, device, alike, dict(zip(parameters.labels, parameters.all, strict=True)))
         self.engine = Engine(
-            *(parameters, shardings, rule, model, bucket_cap_mb, overlap, offload, store, joined), telemetry=telemetry
+            parameters,
+            shardings,
+            rule,
+            model,
+            bucket_cap_mb,
+            overlap,
+            offload,
+            store,
+            joined,
+            telemetry=telemetry,
         )
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self._closed = False

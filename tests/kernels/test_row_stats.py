@@ -107,6 +107,21 @@ def test_a_nan_stays_and_a_skipped_step_has_zeros(name: str) -> None:
             assert not stats.any()
 
 
+@every_backend
+def test_what_a_tail_lacks_is_0_and_not_0_times_inf(name: str) -> None:
+    """A loss scale may overflow: the elements that there are say so, and no other."""
+    stats, grad = torch.empty(2, 5), torch.full((ROW + 3,), 2.0)
+    rows, table = torch.zeros(2, dtype=torch.int32), torch.tensor([[1.0] + [0.0] * 8 + [1.0, 1.0, 0.0]])
+    with backend(name):
+        zero_kernels.foreach_step(
+            *("sgd_plain", [grad], [torch.zeros(ROW + 3)], [], [], [rows], table),
+            grad_scale=torch.tensor([math.inf]),
+            row_stats=[stats],
+        )
+    assert stats[:, :4].tolist() == [[math.inf] * 4] * 2
+    assert stats[:, 4].tolist() == [0.0, 0.0]
+
+
 def halved(g: Tensor, p: Tensor, states: Sequence[Tensor], c: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
     return p - c["rate"] * g, [state + 1 for state in states]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import run_ranks
 from torch import Tensor, nn
-from zero_optim.rules import Split, StateTensor
+from zero_optim.rules import Int8, Root8, Split, StateTensor
 
 STEPS = 12
 MASTER = StateTensor("master")
@@ -100,6 +100,34 @@ def test_a_split_master_trains_as_an_fp32_master() -> None:
         for master, kind, itemsize in (("fp32", "master", 4), ("split", "master_low", 2)):
             numel = 2 * (24 * 70 * 2 + 70 + 24)
             assert found["stage 0", master][2][kind] == itemsize * numel
+
+
+def _on_a_grid(rank: int, world_size: int) -> list[Any]:
+    import zero_optim
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = []
+    for form in ({}, {"master": "split"}, {"master": "split", "state_dtype": "int8"}):
+        model, opt = _job(2, "ShardedAdamW", lr=1e-2, mesh=mesh, **form)
+        _train(rank, model, opt, range(1))
+        found.append(zero_optim.full_state_dict(opt, rank=None)["state"])
+        opt.close()
+    return found
+
+
+def test_replicas_of_shards_have_the_same_forms() -> None:
+    """The first update knows of no moments before it: so those in 8 bits are the others, rounded once."""
+    for exact, split, both in run_ranks(4, _on_a_grid):
+        for index, entry in exact.items():
+            for kind, found in (("master", split), ("exp_avg", both), ("exp_avg_sq", both)):
+                if kind not in entry:
+                    continue
+                codec = {"master": Split(), "exp_avg": Int8(), "exp_avg_sq": Root8()}[kind]
+                values = entry[kind].reshape(-1)
+                parts = [*codec.encode_flat(values), *([values.bfloat16()] if kind == "master" else [])]
+                wanted = codec.decode_flat(StateTensor(kind), parts)
+                assert torch.equal(found[index][kind].reshape(-1), wanted), (index, kind)
 
 
 def _losses(rank: int, world_size: int, optimizer: str, options: dict[str, Any], forms: list[dict[str, str]]) -> Any:

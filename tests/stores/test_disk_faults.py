@@ -18,7 +18,7 @@ from guards import open_files_in
 from harness import run_ranks
 from sharded_cases import full_state
 from torch import nn
-from training_cases import bits, make_gradients, make_parameters
+from training_cases import bits, error_of, make_gradients, make_parameters
 
 from stores.trajectories import different_state
 
@@ -45,14 +45,6 @@ def _step(opt: Any, params: list[nn.Parameter], rank: int, step: int, order: tup
     opt.zero_grad()
 
 
-def _error_of(call: Callable[[], object]) -> tuple[str, str]:
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
 def _page_file(opt: Any) -> Path:
     """It has no name: this is how its own process may open it once more."""
     return Path(f"/proc/self/fd/{opt.engine.store._homes.file._file.file}")
@@ -62,7 +54,7 @@ def _page_file(opt: Any) -> Path:
 
 
 def _constructed(rank: int, world_size: int, folder: str) -> tuple[str, str]:
-    return _error_of(lambda: _make(folder, _parameters()))
+    return error_of(lambda: _make(folder, _parameters()))
 
 
 @pytest.mark.parametrize("ranks", (1, 2))
@@ -79,7 +71,7 @@ def _with_a_full_disk(rank: int, world_size: int, folder: str) -> tuple[str, str
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with mock.patch("os.posix_fallocate", full) if rank == world_size - 1 else contextlib.nullcontext():
-        kind, message = _error_of(lambda: _make(folder, _parameters()))
+        kind, message = error_of(lambda: _make(folder, _parameters()))
         return kind, message if not open_files_in(folder) else f"{message}; a file is left open"
 
 
@@ -125,13 +117,13 @@ def _after_a_loss(rank: int, world_size: int, folder: str, damage: Callable[[Pat
         _step(opt, params, rank, 1)
     found["warned"] = [str(warning.message) for warning in caught if "next step" in str(warning.message)]
     found["parameters"] = [p.detach().clone() for p in params]
-    found["read"] = _error_of(lambda: full_state(opt))
-    found["step"] = _error_of(lambda: _step(opt, params, rank, 2))
+    found["read"] = error_of(lambda: full_state(opt))
+    found["step"] = error_of(lambda: _step(opt, params, rank, 2))
     found["untouched"] = all(
         torch.equal(bits(p.detach()), bits(q)) for p, q in zip(params, found["parameters"], strict=True)
     )
     opt.zero_grad()
-    found["again"] = _error_of(lambda: _step(opt, params, rank, 2))
+    found["again"] = error_of(lambda: _step(opt, params, rank, 2))
     opt.close()
     return found
 
@@ -154,7 +146,7 @@ def _loading_over_a_loss(rank: int, world_size: int, folder: str, whole: bool) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         load = partial(zero_optim.load_full_state_dict, opt, state) if whole else partial(opt.load_state_dict, state)
-        found = _error_of(load)
+        found = error_of(load)
     opt.close()
     return found
 
@@ -208,7 +200,7 @@ def _found_elsewhere(rank: int, world_size: int, folder: str) -> dict[str, tuple
             looks = partial(zero_optim.full_state_dict, opt)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found[what] = _error_of(looks)
+            found[what] = error_of(looks)
         opt.close()
     return found
 
@@ -247,7 +239,7 @@ def _after_failed_writes(rank: int, world_size: int, folder: str | None) -> dict
     found: dict[str, Any] = {"state": state}
     before = [p.detach().clone() for p in params]
     if folder is not None:
-        found["told"] = _error_of(lambda: _step(opt, params, rank, 2))
+        found["told"] = error_of(lambda: _step(opt, params, rank, 2))
         found["untouched"] = all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
         opt.zero_grad()
     for step in range(2, 2 + STEPS):

@@ -13,18 +13,9 @@ import zero_optim
 from harness import run_ranks
 from sharded_cases import Block, Net, gathered, loss_of, tokens
 from torch import nn
-from training_cases import difference
+from training_cases import difference, error_of
 
 SHORT = timedelta(seconds=3)  # the patience of ranks that are expected to part
-
-
-def error_of(call: Callable[[], Any]) -> tuple[str, str]:
-    """Type and text of what it raises; empty where it raises nothing."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def sharded(**options: Any) -> nn.Module:

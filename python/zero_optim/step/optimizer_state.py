@@ -402,9 +402,8 @@ class OptimizerState:
                 whole = tensors[slot.param][tensor.name]
                 part = whole if own is None else own.on(rank).of(whole)
                 shard.view_in(full, tensor, number, rank).copy_(part)
-        self.sharding.savers.broadcast(
-            as_sent(every), "state"
-        )  # rank 0 alone has them: to all, whatever slice each has
+        # Rank 0 alone has them: to all, whatever slice each has.
+        self.sharding.savers.broadcast(as_sent(every), "state")
         with self.trouble.losing(shard):
             own_slice = every[sharding.slice_index if flat.joined else 0]
             _fill(shard, tensor, own_slice, [(piece, piece.slot.offset) for piece in given])
