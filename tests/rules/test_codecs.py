@@ -382,6 +382,13 @@ class Taken(Int8):
         return (StateTensor("exp_avg_sq", dtype=torch.int8), StateTensor("scale", per=Per.ROW))
 
 
+class Same(Int8):
+    """Its scales have one name, whatever they are of."""
+
+    def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
+        return (StateTensor(f"{tensor.name}_same", dtype=torch.int8), StateTensor("scale", per=Per.ROW))
+
+
 @pytest.mark.parametrize(
     ("codecs", "error", "told"),
     [
@@ -389,6 +396,7 @@ class Taken(Int8):
         ({"master": Int8()}, ValueError, "'master' cannot be stored by the codec 'int8'"),
         ({"exp_avg": Split()}, ValueError, "'exp_avg' cannot be stored by the codec 'split'"),
         ({"exp_avg": "int8"}, TypeError, "the codec of 'exp_avg' is a str: give a Codec"),
+        ({"exp_avg": Same(), "exp_avg_sq": Same()}, ValueError, "stores 'exp_avg_sq' under the name 'scale'"),
         ({"exp_avg": Taken()}, ValueError, "stores 'exp_avg' under the name 'exp_avg_sq', which is taken"),
     ],
 )

@@ -225,6 +225,7 @@ def check_codecs(codecs: Mapping[str, Codec], tensors: Sequence[StateTensor]) ->
     """Raise ValueError where one of ``codecs``, by the name of a state tensor, is for none of ``tensors``, or for one
     that it cannot store; TypeError for what is no codec."""
     known = {tensor.name: tensor for tensor in tensors}
+    taken = set(known)
     for name, codec in codecs.items():
         if not isinstance(codec, Codec):
             raise TypeError(f"the codec of {name!r} is a {type(codec).__name__}: give a Codec, such as Int8()")
@@ -235,6 +236,8 @@ def check_codecs(codecs: Mapping[str, Codec], tensors: Sequence[StateTensor]) ->
         if tensor.begins is not begins or tensor.per is not Per.ELEMENT or tensor.dtype != torch.float32:
             kind = "the master" if codec.reads_parameter else "fp32, a value an element, and zero at first"
             raise ValueError(f"{name!r} cannot be stored by the codec {codec.name!r}: that is for state that is {kind}")
-        taken = known.keys() & {part.name for part in codec.parts(tensor)}
-        if taken:
-            raise ValueError(f"the codec {codec.name!r} stores {name!r} under the name {min(taken)!r}, which is taken")
+        names = {part.name for part in codec.parts(tensor)}
+        if names & taken:
+            twice = min(names & taken)
+            raise ValueError(f"the codec {codec.name!r} stores {name!r} under the name {twice!r}, which is taken")
+        taken |= names
