@@ -35,6 +35,7 @@ from .mode import CurrentMode, Mode
 from .params.parameter_set import ParameterSet
 from .params.shardings import Shardings
 from .params.tensor_slice import is_cut, local_of
+from .rules.state_tensor import Begins
 from .rules.update_rule import UpdateRule
 from .stats import TELEMETRY, memory_by_kind
 from .step.clip import Clip
@@ -44,6 +45,7 @@ from .step.norms import KERNEL_NORMS
 from .step.optimizer_state import OptimizerState
 from .step.param_gather import ParamGather
 from .step.pipeline import Pipeline
+from .step.saved_state import SavedState
 from .step.speculation import Speculator
 from .step.telemetry import Measured, Telemetry
 from .step.workplace import Coefficients
@@ -411,8 +413,23 @@ class Engine:
     def restart(self) -> None:
         """State and step counts are what they are at construction."""
         self.mode.check("opt.state = {}")
-        self.states.restart(set(self.parameters.trained))
-        self.hyper.take_over(torch.zeros_like(self.hyper.steps), {})
+        nothing = SavedState({}, torch.zeros_like(self.hyper.steps))
+        self.begin_load(nothing)
+        self.hyper.take_over(nothing)
+
+    def begin_load(self, saved: SavedState) -> None:
+        """Make anew the state that is not brought."""
+        self.states.restart(set(self.parameters.trained) - set(saved.tensors))
+        for tensor in self.rule.tensors:
+            if tensor.begins is not Begins.ZERO:
+                lacking = {index for index, names in saved.tensors.items() if tensor.name not in names}
+                self.states.restart(lacking, tensor.name)
+
+    def end_load(self, saved: SavedState) -> None:
+        """Go on from the state that was brought, once its tensors are there."""
+        self.hyper.take_over(saved)
+        self.states.distrust_masters()
+        self.exchange.outdate()  # gradients may have been dropped
 
     def relabel(self) -> None:
         """The parameters have other names."""

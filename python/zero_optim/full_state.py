@@ -11,16 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .checkpoint.state_dict import load_groups, match_state, pack_groups, step_counts, with_torch_options
+from .checkpoint.state_dict import load_groups, match_state, pack_groups, saved_state_of, with_torch_options
 from .engine import Engine
 from .errors import StateMismatchError
 from .optimizer import ShardedOptimizer
 from .params.flat_shard import FlatShard
 from .params.tensor_slice import is_distributed
-from .rules.codec import saved_codec
-from .rules.state_tensor import Begins
-from .rules.update_rule import tensors_for
-from .step.state_load import check_rows, state_tensor
+from .step.saved_state import SavedState, check_rows, state_tensor, tensors_of
 
 
 def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, Any]:
@@ -81,12 +78,11 @@ def _on_cpu(options: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _SavedState:
-    """Says what rank 0 has read, but for the tensors: ``names``, by parameter index, says which of them it has."""
+class _OfRank0:
+    """What rank 0 has read, but for the tensors. ``refusal``: why it is not loaded."""
 
     refusal: str | None = None
-    names: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    steps: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    state: SavedState = field(default_factory=lambda: SavedState({}, torch.empty(0, device="cpu")))
     groups: Sequence[dict[str, Any]] = ()
 
 
@@ -95,11 +91,11 @@ def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None)
     """Collective. Load what ``state_dict()`` of torch's counterpart or ``full_state_dict`` gave; parameters stay.
 
     Rank 0's ``state`` is read, and the others may pass None; of plain slices, that of the first data-parallel rank of
-    each slice. Tensors may have any floating dtype and device. Parameters
-    are matched by their place in the groups, or by name where the state has names for keys; those without state start
-    afresh, and state of frozen ones is left out with a warning. Masters come from ``master``, else from the
-    parameters; a master that does not round to its parameter at the next step is taken from the parameter again. So
-    load the model before or after, but before that step. Options of the groups are taken over.
+    each slice. Tensors may have any floating dtype and device. Parameters are matched by their place in the groups, or
+    by name where the state has names for keys; those without state start afresh, and state of frozen ones is left out
+    with a warning. Masters come from ``master``, else from the parameters; a master that does not round to its
+    parameter at the next step is taken from the parameter again. So load the model before or after, but before that
+    step. Options of the groups are taken over.
 
     Beside the state a rank needs memory for two buckets of one tensor. Hooks given to
     ``register_load_state_dict_post_hook`` are called. Raises StateMismatchError on every rank, before anything is
@@ -108,53 +104,49 @@ def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None)
     engine = opt.engine
     everyone, savers = engine.sharding.everyone, engine.sharding.savers
     tensors: Mapping[int, Mapping[str, Any]] = {}
-    saved = _SavedState()
+    read = _OfRank0()
     opt.settle()
     with everyone.raising_together("load_full_state_dict"):
         opt.check_usable()
         engine.shardings.check_whole("load_full_state_dict")
         if savers.rank == 0:
-            tensors, saved = _read(engine, state)
-    every = everyone.gather_objects(saved, "load_full_state_dict")
+            tensors, read = _read(engine, state)
+    every = everyone.gather_objects(read, "load_full_state_dict")
     if (refused := next((of_rank.refusal for of_rank in every if of_rank.refusal is not None), None)) is not None:
         raise StateMismatchError(refused)
-    saved = every[everyone.ranks.index(savers.ranks[0])]
-    engine.states.restart(set(engine.parameters.trained) - set(saved.names))
-    for tensor in engine.rule.tensors:
-        if tensor.begins is not Begins.ZERO:  # one that was not saved begins as the parameter
-            engine.states.restart({i for i, names in saved.names.items() if tensor.name not in names}, tensor.name)
-    engine.states.distribute(saved.names, tensors)
-    engine.hyper.take_over(saved.steps, saved.names)
-    load_groups(opt.param_groups, tree_map_only(Tensor, lambda tensor: tensor.to(opt.device), saved.groups))
+    read = every[everyone.ranks.index(savers.ranks[0])]
+    engine.begin_load(read.state)
+    engine.states.distribute(read.state.tensors, tensors)
+    engine.end_load(read.state)
+    load_groups(opt.param_groups, tree_map_only(Tensor, lambda tensor: tensor.to(opt.device), read.groups))
     opt.call_load_hooks()
 
 
-def _read(engine: Engine, state: Any) -> tuple[Mapping[int, Mapping[str, Any]], _SavedState]:
+def _read(engine: Engine, state: Any) -> tuple[Mapping[int, Mapping[str, Any]], _OfRank0]:
     try:
         if state is None:
             raise StateMismatchError("rank 0 was given None: it is the rank whose state is loaded")
         saved = match_state(state, engine.parameters, engine.rule)
-        names = {index: _names_of(engine, index, entry) for index, entry in saved.items()}
+        for index, entry in saved.items():
+            _check_whole(engine, index, entry)
     except StateMismatchError as error:
-        return {}, _SavedState(refusal=str(error))
+        return {}, _OfRank0(refusal=str(error))
     groups = [_on_cpu(dict(group)) for group in state["param_groups"]]
-    return saved, _SavedState(None, names, step_counts(saved, len(engine.parameters.labels)), groups)
+    return saved, _OfRank0(None, saved_state_of(saved, engine.parameters, engine.rule), groups)
 
 
-def _names_of(engine: Engine, index: int, entry: Mapping[str, Any]) -> list[str]:
-    """The tensors of ``entry`` to be loaded, checked. A master may be missing."""
+def _check_whole(engine: Engine, index: int, entry: Mapping[str, Any]) -> None:
+    """Raise StateMismatchError unless ``entry`` has whole tensors of numbers that are not encoded."""
     parameter, label = engine.parameters.trained[index], engine.parameters.labels[index]
-    kept = tensors_for(engine.rule, parameter.dtype)
-    wanted = [tensor for tensor in kept if tensor.begins is Begins.ZERO or tensor.name in entry]
+    brought = tensors_of(entry, engine.rule, parameter.dtype)
     bucket, _, slot = engine.reducer.layout.slot_of[index]
-    check_rows(wanted, entry, bucket.flat.orders[slot], label)
-    for tensor in kept:
-        if (codec := saved_codec(tensor, entry, engine.rule.codecs)) is not None:
+    check_rows([tensor for tensor, _ in brought], entry, bucket.flat.orders[slot], label)
+    for tensor, codec in brought:
+        if codec is not None:
             raise StateMismatchError(
                 f"{tensor.name} of {label} is stored by the codec {codec.name!r}: load it with opt.load_state_dict, or "
                 "save by full_state_dict"
             )
-    for tensor in wanted:
         shape = tensor.shape(parameter.shape, parameter.numel())
         saved = state_tensor(entry, tensor, shape, label)
         if isinstance(saved, FlatShard) or is_distributed(saved):
@@ -162,4 +154,3 @@ def _names_of(engine: Engine, index: int, entry: Mapping[str, Any]) -> list[str]
                 f"{tensor.name} of {label} is one rank's shard: load it with opt.load_state_dict, or save by "
                 "full_state_dict"
             )
-    return [tensor.name for tensor in wanted]

@@ -19,6 +19,7 @@ from ..params.arrangement import slice_counts
 from ..rules.options import EMA_DECAY, listed_decays
 from ..rules.state_tensor import Per, StateTensor
 from ..rules.update_rule import master_of, stored_for, tensors_for
+from ..step.saved_state import SavedState
 from .contents import Contents, Holders, Holding, Names, TensorContents, in_stack
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec
 from .index_reading import SHARDED, same_state
@@ -170,27 +171,25 @@ class ShardedPart:
         self._engine.reducer.restore_order(order)
 
     def to_fill(self, matched: Match) -> Contents:
-        fresh = {index for index in self._engine.parameters.trained if self._names[index] in matched.fresh}
-        self._engine.states.restart(fresh)
+        self._engine.begin_load(self._saved_state(matched))
         return self
+
+    def _saved_state(self, matched: Match) -> SavedState:
+        steps = torch.zeros(len(self._names), dtype=torch.float64, device="cpu")
+        tensors = {}
+        for index, parameter in self._engine.parameters.trained.items():
+            name = self._names[index]
+            if name not in matched.fresh:
+                steps[index] = matched.steps.get(name, 0)
+                kinds = [tensor.name for tensor in tensors_for(self._engine.rule, parameter.dtype)]
+                tensors[index] = [kind for kind in kinds if (kind, name) not in matched.begun]
+        return SavedState(tensors, steps)
 
     def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
         load_groups(self._groups, groups)
 
     def take_over(self, saved: SavedOptimizer, matched: Match) -> None:
-        engine = self._engine
-        steps = torch.zeros(len(self._names), dtype=torch.float64, device="cpu")
-        for index in engine.parameters.trained:
-            if self._names[index] not in matched.fresh:
-                steps[index] = matched.steps.get(self._names[index], 0)
-        averages = {
-            index: [kind for kind in engine.rule.averages if (kind, self._names[index]) not in matched.begun]
-            for index in engine.parameters.trained
-            if self._names[index] not in matched.fresh
-        }
-        engine.hyper.take_over(steps, averages)
-        engine.states.distrust_masters()
-        engine.exchange.outdate()
+        self._engine.end_load(self._saved_state(matched))
 
 
 class TorchPart(TensorContents):

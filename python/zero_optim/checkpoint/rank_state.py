@@ -8,7 +8,15 @@ from typing import Any
 from ..engine import Engine
 from ..errors import StateMismatchError
 from ..step.state_load import Copy, plan_load
-from .state_dict import Groups, load_groups, make_state_dict, match_state, saved_order, step_counts, with_torch_options
+from .state_dict import (
+    Groups,
+    load_groups,
+    make_state_dict,
+    match_state,
+    saved_order,
+    saved_state_of,
+    with_torch_options,
+)
 
 
 def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
@@ -37,12 +45,12 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
         engine.reducer.restore_order(orders[0])
     with everyone.raising_together("load_state_dict"):
         copies = plan_load(engine.states.shards, saved, parameters.labels)
+    state = saved_state_of(saved, parameters, engine.rule)
+    engine.begin_load(state)
     engine.states.load(copies)
-    engine.states.restart(set(parameters.trained) - set(saved))
     engine.states.raise_lost_together()
-    engine.hyper.take_over(step_counts(saved, len(engine.hyper.steps)), saved)
+    engine.end_load(state)
     load_groups(groups, state_dict["param_groups"])
-    engine.exchange.outdate()  # gradients may have been dropped
 
 
 def _fits(engine: Engine, saved: Mapping[int, Mapping[str, Any]]) -> bool:

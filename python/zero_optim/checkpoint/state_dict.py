@@ -16,6 +16,7 @@ from ..params.flat_shard import FlatShard
 from ..params.parameter_set import ParameterSet, own_names
 from ..rules.codec import saved_codec
 from ..rules.update_rule import UpdateRule
+from ..step.saved_state import SavedState, tensors_of
 from ..validate import check_groups
 
 Groups = Sequence[dict[str, Any]]
@@ -83,12 +84,14 @@ def saved_order(saved: Mapping[int, Mapping[str, Any]]) -> list[int]:
     return list(saved) if sharded else []
 
 
-def step_counts(saved: Mapping[int, Mapping[str, Any]], parameters: int) -> Tensor:
-    """[parameters] float64 on the CPU: the updates that each has had, none where ``saved`` does not hold it."""
-    counts = torch.zeros(parameters, dtype=torch.float64, device="cpu")
+def saved_state_of(saved: Mapping[int, Mapping[str, Any]], parameters: ParameterSet, rule: UpdateRule) -> SavedState:
+    """What ``match_state`` has matched."""
+    steps = torch.zeros(len(parameters.labels), dtype=torch.float64, device="cpu")
+    tensors = {}
     for index, entry in saved.items():
-        counts[index] = float(entry.get("step", 1))  # of a rule that can do without: state comes of an update
-    return counts
+        steps[index] = float(entry.get("step", 1))  # of a rule that can do without: state comes of an update
+        tensors[index] = [tensor.name for tensor, _ in tensors_of(entry, rule, parameters.trained[index].dtype)]
+    return SavedState(tensors, steps)
 
 
 def load_groups(groups: Groups, saved: Groups) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from zero_kernels import is_capturing
 from ..comm.streams import keep_tensors_of
 from ..rules.update_rule import UpdateRule
 from ..validate import check_groups
+from .saved_state import SavedState
 
 
 class HyperTable:
@@ -65,11 +66,12 @@ class HyperTable:
             check_groups(self.rule, groups)
             self._checked = numbers
 
-    def take_over(self, steps: Tensor, averages: Mapping[int, Container[str]]) -> None:
-        """Take over loaded ``steps`` [parameters] float64. ``averages``: by parameter, which were loaded, too; the
-        others begin with the next update: the model may be loaded until then."""
-        self.steps.copy_(steps)
-        begins = [[name not in averages.get(i, ()) for name in self.rule.averages] for i in range(len(steps))]
+    def take_over(self, saved: SavedState) -> None:
+        """Take over loaded steps. Averages that were not brought begin with the next update: the model may be loaded
+        until then."""
+        self.steps.copy_(saved.steps)
+        brought = [saved.tensors.get(index, ()) for index in range(len(self.steps))]
+        begins = [[name not in names for name in self.rule.averages] for names in brought]
         self.begins.copy_(torch.tensor(begins, dtype=torch.bool, device="cpu").view_as(self.begins))
 
     def advance(self, groups: Sequence[Mapping[str, Any]], active: Tensor, factor: Tensor | None = None) -> None:

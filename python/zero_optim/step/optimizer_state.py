@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -250,7 +250,6 @@ class OptimizerState:
         for shard, of_shard in itertools.groupby(copies, lambda copy: copy.shard):
             with self.trouble.losing(shard):
                 carry_out(shard, of_shard)
-        self.distrust_masters()
 
     def state_pieces(self, *, stored: bool) -> Iterator[StatePiece]:
         """List what this rank holds, shard by shard: each parameter's part of every tensor, empty parts left out.
@@ -371,7 +370,7 @@ class OptimizerState:
             wholes[slot.param] = put_together(own, slices)
         return wholes
 
-    def distribute(self, names: Mapping[int, Sequence[str]], tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def distribute(self, names: Mapping[int, Collection[str]], tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Collective. Take over whole tensors that the first of the ranks has that save together, those of one bucket
         at a time.
 
@@ -384,7 +383,6 @@ class OptimizerState:
                 given = [piece for piece in shard.bucket.pieces if tensor.name in names.get(piece.slot.param, ())]
                 if given:
                     self._distribute(shard, tensor, given, tensors)
-        self.distrust_masters()
         self.raise_lost_together()
 
     def _distribute(

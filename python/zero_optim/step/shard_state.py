@@ -274,10 +274,12 @@ class ShardState:
 
     def restart(self, pieces: Sequence[SlotPiece], only: str | None = None) -> None:
         """Make the state of these pieces what it is at construction. ``only``: the tensor of that name; None: all."""
+        tensors = [tensor for tensor in self.tensors if only in (None, tensor.name)]
+        if not tensors:
+            return  # and no page is fetched for nothing
         with self.opened() as state:
-            for tensor, piece in itertools.product(self.tensors, pieces):
-                if only in (None, tensor.name):
-                    self.set_part(tensor, state, piece, self._first_part(tensor, state, piece))
+            for tensor, piece in itertools.product(tensors, pieces):
+                self.set_part(tensor, state, piece, self._first_part(tensor, state, piece))
 
     def _first_part(self, tensor: StateTensor, state: Mapping[str, Tensor], piece: SlotPiece) -> Tensor:
         if tensor.begins is Begins.ZERO:

@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from zero_kernels import ROW
+from torch import Tensor
 
 from ..errors import StateMismatchError
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
-from ..params.storage_order import StorageOrder, flat_of, storage_order
+from ..params.storage_order import flat_of, storage_order
 from ..params.tensor_slice import TensorSlice, is_distributed, local_of, placed, slice_of
-from ..rules.codec import Codec, saved_codec
-from ..rules.state_tensor import Begins, Per, StateTensor
+from ..rules.codec import Codec
+from ..rules.state_tensor import StateTensor
+from .saved_state import check_rows, state_tensor, tensors_of
 from .shard_state import ShardState
 
 
@@ -44,8 +42,7 @@ def plan_load(
 ) -> list[Copy]:
     """Plan the copies that bring in state, by parameter index. Nothing is written yet.
 
-    Shards must cut parameters where this layout does; full tensors always fit. A master that was not saved comes
-    from the parameter. Raises StateMismatchError.
+    Shards must cut parameters where this layout does; full tensors always fit. Raises StateMismatchError.
     """
     copies: list[Copy] = []
     for shard in shards:
@@ -56,28 +53,12 @@ def plan_load(
     return copies
 
 
-def check_rows(tensors: Iterable[StateTensor], entry: Mapping[str, Any], order: StorageOrder, label: str) -> None:
-    """Raise StateMismatchError where ``entry`` has state for rows of a parameter that lay in another order than
-    ``order``, as its state for elements tells."""
-    if not any(tensor.per is Per.ROW for tensor in tensors):
-        return
-    elements = [entry.get(tensor.name) for tensor in tensors if tensor.per is Per.ELEMENT]
-    if any(isinstance(saved, Tensor) and storage_order(saved) != order for saved in elements):
-        raise StateMismatchError(
-            f"the state of {label} has values for rows of {ROW} elements as they lie in memory, and it lies in another "
-            "order here: bring the model to the memory format that it was saved in"
-        )
-
-
 def _plan_slot(shard: ShardState, number: int, entry: Mapping[str, Any], label: str) -> Iterator[Copy]:
     piece, flat, own = shard.bucket.pieces[number], shard.bucket.flat, shard.rule.codecs
-    forms = [(tensor, saved_codec(tensor, entry, own)) for tensor in shard.tensors]
+    forms = tensors_of(entry, shard.rule, shard.bucket.dtype)
     saved = {tensor.name: (tensor,) if codec is None else codec.parts(tensor) for tensor, codec in forms}
     check_rows([part for parts in saved.values() for part in parts], entry, flat.orders[number], label)
     for tensor, codec in forms:
-        if tensor.begins is not Begins.ZERO and codec is None and tensor.name not in entry:
-            yield Copy(shard, tensor, piece, partial(shard.parameter_of, piece))
-            continue
         parts = saved[tensor.name]
         values = [_values(entry, part, shard.shape(number, part), flat.slices[number], label) for part in parts]
         if codec is not None and codec.reads_parameter:
@@ -92,28 +73,6 @@ def _plan_slot(shard: ShardState, number: int, entry: Mapping[str, Any], label: 
 
 def _values_of(codec: Codec, tensor: StateTensor, parts: Sequence[Callable[[], Tensor]]) -> Tensor:
     return codec.decode_flat(tensor, [of_part() for of_part in parts])
-
-
-def state_tensor(entry: Mapping[str, Any], tensor: StateTensor, shape: Sequence[int], label: str) -> Tensor:
-    """What ``entry`` has of ``tensor``, of that ``shape``. Floats may be of any floating dtype, others are of the
-    tensor's own. Raises StateMismatchError."""
-    name = tensor.name
-    saved = entry.get(name)
-    if not isinstance(saved, Tensor):
-        raise StateMismatchError(f"the state of {label} has no tensor {name!r}, but {sorted(map(str, entry))}")
-    if tuple(saved.shape) != tuple(shape):
-        raise StateMismatchError(
-            f"{name} of {label} has shape {tuple(saved.shape)}, expected {tuple(shape)}: give the optimizer the same "
-            "parameters, in the same order"
-        )
-    known = type(saved) in (Tensor, nn.Parameter, FlatShard) or is_distributed(saved)
-    plain = known and saved.layout is torch.strided and not saved.is_meta
-    same_kind = saved.is_floating_point() if tensor.dtype.is_floating_point else saved.dtype == tensor.dtype
-    if not plain or not same_kind:
-        kind = f"{type(saved).__name__} of {saved.dtype}, {saved.layout}, on {saved.device}"
-        wanted = "floating-point tensor" if tensor.dtype.is_floating_point else f"tensor of {tensor.dtype}"
-        raise StateMismatchError(f"{name} of {label} is a {kind}: it must be a dense {wanted} with values")
-    return saved
 
 
 def _local(shard: FlatShard) -> Tensor:
