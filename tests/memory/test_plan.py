@@ -17,6 +17,8 @@ from zero_optim.memory.decoders import Width
 from zero_optim.memory.fit import cheapest_change
 from zero_optim.memory.plan import ON_THE_HOST
 from zero_optim.memory.shapes import ModelShapes, ParameterShape
+from zero_optim.rules.adamw import AdamW
+from zero_optim.rules.codec import Split
 from zero_optim.stores.offload import FRAMES, HOST_BUFFERS, Offload, Tier
 
 GB = 10**9
@@ -263,11 +265,15 @@ def test_the_cheapest_change():
     assert change(80, world=64, stage=0) == "stage=1"
     assert change(40, world=64, stage=0) == "stage=2"
     assert change(10, world=64, stage=0) == "zero_optim.shard_module (stage 3)"
-    assert change(60, world=1, stage=2) == 'state_offload="paged"'
+    assert change(110, world=1, stage=2) == 'master="split"'
+    assert change(70, world=1, stage=2) == 'master="split", state_dtype="int8"'
+    assert change(55, world=1, stage=2) == 'state_offload="paged"'
     assert change(10, world=2, stage=2) == "zero_optim.shard_module (stage 3) and 32 ranks"
     assert change(None, world=2, stage=1) == "stage=2"
     assert change(1, world=2, stage=1) is None
-    assert change(None, world=1, device_memory=ON_THE_HOST) == "zero_optim.shard_module (stage 3) and 2 ranks"
+    split = AdamW().with_codecs({"master": Split()})
+    no_device = change(None, world=1, device_memory=ON_THE_HOST, rule=split)
+    assert no_device == "zero_optim.shard_module (stage 3) and 2 ranks"
     batch = Batch(16, 2048)
     assert change(80, world=64, stage=3, batch=batch) == "activation checkpointing"
 

@@ -68,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--master", str, "of bf16 parameters, as master= has it (fp32)", choices=MASTERS, default="fp32")
     flag("--state-dtype", str, "as state_dtype= has it (fp32)", choices=STATE_DTYPES, default="fp32")
     flag("--averages", int, "averages of the parameters, as ema_decay has them kept (0)", default=0)
+    parser.add_argument("--telemetry", action="store_true", help="count what telemetry=True measures")
     flag("--offload", _offload, "where the state is: none, paged, paged:BUDGET, cpu or nvme (none)", default=Offload())
     parser.add_argument("--param-offload", action="store_true", help="stage 3: shards of parameters in host memory")
     flag("--gpu-memory", _size, "of each rank's device (80GB)", default="80GB", metavar="SIZE")
@@ -251,6 +252,7 @@ def _job(parsed: argparse.Namespace, stage: int) -> Job:
         accumulate=parsed.accumulate or parsed.pp,
         batch=batch,
         rule=_rule(parsed),
+        telemetry=parsed.telemetry,
     )
 
 

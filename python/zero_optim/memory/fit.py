@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..rules.codec import codecs_for
+from ..rules.update_rule import UpdateRule, has_master
 from ..stores.offload import Tier, read_offload
 from .decoders import fewest_parameters, gpt_of
 from .plan import ON_THE_HOST, Job, Plan, plan
@@ -66,8 +68,8 @@ def _stages(model: ModelShapes, first: int) -> range:
 
 
 def changes(model: ModelShapes, job: Job) -> Iterator[Change]:
-    """List what would take less memory on the device, the cheapest first: what is shared, what is computed again, where
-    the state is, how many ranks there are."""
+    """List what would take less memory on the device, the cheapest first: what is shared, what is computed again, how
+    precise the state is, where it is, how many ranks there are."""
     stages = _stages(model, job.stage + 1 if job.world > 1 else 4)
     for stage in stages:
         yield _change(model, replace(job, stage=stage), _stage(stage))
@@ -81,6 +83,8 @@ def changes(model: ModelShapes, job: Job) -> Iterator[Change]:
         shared += " and "
     if job.replicas > 1 and most >= 1:
         yield _change(model, replace(best, replicas=1), f"{shared}a mesh of one dimension, so that all ranks share")
+    for form, rule in _forms(model, job.rule):
+        yield _change(model, replace(best, rule=rule), f"{shared}{form}")
     if job.offload.tier is Tier.DEVICE and job.device_memory != ON_THE_HOST:
         for tier in _STORES:
             offloaded = replace(best, offload=read_offload(tier.value))
@@ -90,6 +94,20 @@ def changes(model: ModelShapes, job: Job) -> Iterator[Change]:
         more = replace(best, world=job.world * times, stage=max(most, _stages(model, 0)[-1]), rank=None)
         yield _change(model, more, f"{_stage(more.stage)} and {more.world:,} ranks")
         times *= 2
+
+
+def _forms(model: ModelShapes, rule: UpdateRule) -> Iterator[tuple[str, UpdateRule]]:
+    """Give smaller forms of state, the more precise first, unless some of it has a form already."""
+    if rule.codecs:
+        return
+    masters = {parameter.dtype for parameter in model.parameters if has_master(rule, parameter.dtype)}
+    master = "split" if masters == {torch.bfloat16} else "fp32"
+    forms = [(master, "fp32")] if master == "split" else []
+    for own_master, state_dtype in [*forms, (master, "int8")]:
+        codecs = codecs_for(rule.tensors, rule.nonnegative, own_master, state_dtype)
+        words = {"master": own_master, "state_dtype": state_dtype}
+        said = ", ".join(f'{option}="{form}"' for option, form in words.items() if form != "fp32")
+        yield said, rule.with_codecs(codecs)
 
 
 def _stage(stage: int) -> str:
