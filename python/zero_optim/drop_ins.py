@@ -27,9 +27,10 @@ class ShardedAdamW(ShardedOptimizer):
         decoupled_weight_decay: False makes it ``torch.optim.Adam``, with L2 in the gradient.
         fused, foreach, capturable: accepted for torch's sake, and without effect: every update is all of it.
         sharding: as ``ShardedOptimizer`` has them, by keyword: ``stage``, ``process_group``, ``mesh``,
-            ``tensor_parallel``, ``pipeline``, ``bucket_cap_mb``, ``grad_reduce_dtype``, ``max_grad_norm``,
-            ``skip_nonfinite``, ``overlap_grad_reduce``, ``overlap_param_gather``, ``state_offload``,
-            ``device_budget``, ``speculate``, ``ema_decay``, ``master``, ``state_dtype``, ``telemetry``.
+            ``tensor_parallel``, ``pipeline``, ``bucket_cap_mb``, ``grad_reduce_dtype``, ``grad_accumulation_dtype``,
+            ``max_grad_norm``, ``skip_nonfinite``, ``overlap_grad_reduce``, ``overlap_param_gather``,
+            ``state_offload``, ``device_budget``, ``speculate``, ``ema_decay``, ``master``, ``state_dtype``,
+            ``telemetry``.
 
     Raises what ``ShardedOptimizer`` raises.
     """

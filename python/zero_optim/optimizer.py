@@ -62,6 +62,7 @@ class ShardingOptions(TypedDict, total=False):
     pipeline: dist.DeviceMesh | dist.ProcessGroup | None
     bucket_cap_mb: float | None
     grad_reduce_dtype: torch.dtype | None
+    grad_accumulation_dtype: torch.dtype | None
     max_grad_norm: float | None
     skip_nonfinite: bool
     overlap_grad_reduce: bool
@@ -106,6 +107,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             of one dtype. None: 25, or 16,384 elements a rank where that is more. At stage 3 it carries a unit's.
         grad_reduce_dtype: dtype in which gradients are summed over ranks and accumulated in shards; None:
             their own.
+        grad_accumulation_dtype: torch.float32: shards add up several reductions of a step in fp32, whatever they are
+            sent in. From stage 1 on, on several ranks. None: as they are sent.
         max_grad_norm: clip every step to this 2-norm, unless ``clip_grad_norm_`` was called for it.
         skip_nonfinite: a step with an inf or NaN gradient on any rank changes nothing on any; False: it goes
             through.
@@ -153,6 +156,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         pipeline: dist.DeviceMesh | dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         grad_reduce_dtype: torch.dtype | None = None,
+        grad_accumulation_dtype: torch.dtype | None = None,
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = True,
         overlap_grad_reduce: bool = True,
@@ -179,7 +183,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         offload, experts = Offload(), Experts()
         with stages.raising_together("the constructor"), comm.raising_together("the constructor"):
             validate.check_rule(rule)
-            validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, grad_reduce_dtype, max_grad_norm)
+            dtypes = grad_reduce_dtype, grad_accumulation_dtype
+            validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, *dtypes, max_grad_norm)
             validate.check_forms(master, state_dtype)
             validate.check_telemetry(telemetry)
             rows = topology.rows
@@ -200,6 +205,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "stage": stage,
             "bucket_cap_mb": bucket_cap_mb,
             "grad_reduce_dtype": grad_reduce_dtype,
+            "grad_accumulation_dtype": grad_accumulation_dtype,
             "max_grad_norm": max_grad_norm,
             "skip_nonfinite": skip_nonfinite,
             "overlap_grad_reduce": overlap_grad_reduce,
@@ -221,7 +227,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if model is not None:
             parameters.take_names(model.model)
             comm.traffic = model.sharding.everyone.traffic
-        sharding = make_sharding(comm, stage, grad_reduce_dtype, device, admission.topology)
+        sharding = make_sharding(comm, stage, grad_reduce_dtype, device, admission.topology, grad_accumulation_dtype)
         shardings = Shardings(parameters, sharding, make_expert_shardings(sharding, experts))
         store = _store(offload, sharding, params_on_host=model is not None and model.offload)
         overlap = Overlap(overlap_grad_reduce, overlap_param_gather)

@@ -43,6 +43,7 @@ def check_arguments(
     stage: int,
     bucket_cap_mb: float | None,
     grad_reduce_dtype: torch.dtype | None,
+    grad_accumulation_dtype: torch.dtype | None,
     max_grad_norm: float | None,
 ) -> None:
     """Raise ValueError for the first argument out of range."""
@@ -53,6 +54,10 @@ def check_arguments(
         raise ValueError(f"bucket_cap_mb must be None or positive (MiB), got {bucket_cap_mb!r}")
     if grad_reduce_dtype not in (None, *PARAMETER_DTYPES):
         raise ValueError(f"grad_reduce_dtype must be None or one of {PARAMETER_DTYPES}, got {grad_reduce_dtype!r}")
+    if grad_accumulation_dtype not in (None, torch.float32):
+        raise ValueError(f"grad_accumulation_dtype must be None or torch.float32, got {grad_accumulation_dtype!r}")
+    if grad_accumulation_dtype is not None and stage == 0:
+        raise ValueError("grad_accumulation_dtype: at stage 0 gradients add up in .grad; leave it out, or take stage=1")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be None or positive, got {max_grad_norm!r}")
 

@@ -25,7 +25,8 @@ def make(stage: int, dtype: torch.dtype, frozen: bool = False, **options: Any) -
     model = Net(width=200, depth=6).to(dtype)
     model.embedding.requires_grad_(not frozen)
     if stage == 3:
-        of_optimizer = {name: options.pop(name) for name in ("state_offload", "device_budget") if name in options}
+        both = ("state_offload", "device_budget", "grad_accumulation_dtype")
+        of_optimizer = {name: options.pop(name) for name in both if name in options}
         zero_optim.shard_module(model, (Block,), **options)
         options = of_optimizer
     return model, zero_optim.ShardedAdamW(model.named_parameters(), stage=stage, **options)
@@ -79,6 +80,8 @@ def test_what_is_planned_is_what_is_measured(world_size, stage):
     ("stage", "options"),
     [
         (2, {"bucket_cap_mb": 0.05, "grad_reduce_dtype": torch.float32}),
+        (2, {"grad_accumulation_dtype": torch.float32}),
+        (3, {"grad_accumulation_dtype": torch.float32}),
         (3, {"prefetch": 2}),
         (3, {"reshard_after_forward": False}),
     ],

@@ -118,7 +118,8 @@ class SimulatedTransport(StreamTransport, ABC):
 
     def reduce_scatter(self, reduction: Reduction, group: Group, lend: Callable[[int], Tensor]) -> Issued:
         full, own, out = reduction.full, reduction.own, reduction.out
-        into = own if reduction.accumulate else out
+        beside = reduction.accumulate or out.dtype != full.dtype
+        into = own if beside else out
         ranks, this = dist.get_world_size(group), dist.get_rank(group)
         if into.data_ptr() == own.data_ptr():  # in place: it is written, and the rest is read
             reads = [full.narrow(0, 0, this * own.numel())]
@@ -133,7 +134,8 @@ class SimulatedTransport(StreamTransport, ABC):
             [into],
             lambda parts: [(into, _sum([part.view(ranks, -1)[this] for part in parts]))],
         )
-        return Issued(self._issue(collective), (lambda: out.add_(own)) if reduction.accumulate else None)
+        store = out.add_ if reduction.accumulate else out.copy_
+        return Issued(self._issue(collective), (lambda: store(own)) if beside else None)
 
     def all_gather(self, full: Tensor, own: Tensor, group: Group) -> Issued:
         before = dist.get_rank(group) * own.numel()

@@ -37,6 +37,7 @@ class Sharding:
     Attributes:
         everyone: all ranks that train together: those that agree, and fail together.
         grad_reduce_dtype: the dtype that gradients are communicated and added up in; None: their own.
+        grad_accumulation_dtype: the dtype that shards of them rest in, and later sums are added in; None: the same.
         device: where parameters, gradients and state are.
         grid: which ranks share, and which repeat; None: all share, and nobody repeats. Of no use at stage 0.
         tensor_ranks: how parameters are cut over tensor-parallel ranks, or experts spread; None: they are not.
@@ -52,6 +53,7 @@ class Sharding:
     tensor_ranks: TensorRanks | None = None
     grad_divisor: int | None = None
     topology: Topology = Topology()
+    grad_accumulation_dtype: torch.dtype | None = None
     _chains: ChainQueue = field(default_factory=ChainQueue, compare=False)
 
     # -- who holds what ------------------------------------------------------------------------------------------
@@ -154,7 +156,9 @@ class Sharding:
 
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of ``dtype`` parameters rest. At stage 0 ``.grad`` shows what is applied."""
-        return dtype if self.stage == 0 else self.reduce_dtype(dtype)
+        if self.stage == 0 or not self.reduces:
+            return dtype
+        return self.grad_accumulation_dtype or self.reduce_dtype(dtype)
 
     def own_part(self, full: Tensor) -> Tensor:
         """This rank's shard of a flat tensor [shard_count * shard], a view."""
@@ -194,7 +198,8 @@ class Sharding:
         Args:
             full: contribution of this rank; its contents are lost. ``out`` may be this rank's own part of it.
             lend: gives memory of ``full``'s dtype, that many elements, until the sum is there.
-            accumulate: add to ``out`` instead of overwriting it; ``out`` is then no part of ``full``.
+            accumulate: add to ``out`` instead of overwriting it; ``out`` is then no part of ``full``. It is none either
+                where its dtype is another.
         """
         if self.grid is not None:
             return self._reduce_over_grid(self.grid, full, out, lend, accumulate=accumulate)
@@ -292,11 +297,21 @@ def make_sharding(
     grad_reduce_dtype: torch.dtype | None,
     device: torch.device,
     topology: Topology,
+    grad_accumulation_dtype: torch.dtype | None = None,
 ) -> Sharding:
     """Collective. Who of ``everyone`` shares, with communicators that are connected for ``device``."""
     tensor_ranks = make_tensor_ranks(everyone, topology.columns, device, plain=topology.plain)
     grid = make_grid(everyone if tensor_ranks is None else tensor_ranks.data_parallel, topology.rows, device)
-    return Sharding(everyone, stage, grad_reduce_dtype, device, grid, tensor_ranks, topology=topology)
+    return Sharding(
+        everyone,
+        stage,
+        grad_reduce_dtype,
+        device,
+        grid,
+        tensor_ranks,
+        topology=topology,
+        grad_accumulation_dtype=grad_accumulation_dtype,
+    )
 
 
 def largest_of(flats: Iterable[tuple[int, torch.dtype]]) -> dict[torch.dtype, int]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -53,7 +54,8 @@ class Reduction:
         full: [N * shard] the contribution of this rank; its contents are lost.
         own: [shard] this rank's part of ``full``, a view.
         out: [shard] where the sum goes; it may be ``own``.
-        accumulate: add to ``out`` instead of overwriting it; ``out`` is then no part of ``full``.
+        accumulate: add to ``out`` instead of overwriting it; ``out`` is then no part of ``full``. It is none either
+            where its dtype is another.
     """
 
     full: Tensor
@@ -161,10 +163,11 @@ class StreamTransport(TorchTransport):
     def reduce_scatter(
         self, reduction: Reduction, group: dist.ProcessGroup | None, lend: Callable[[int], Tensor]
     ) -> Issued:
-        if not reduction.accumulate:
-            return Issued(_reduce_scatter(reduction.out, reduction.full, group=group, async_op=True))
-        work = _reduce_scatter(reduction.own, reduction.full, group=group, async_op=True)
-        return Issued(work, lambda: reduction.out.add_(reduction.own))
+        out, own, full = reduction.out, reduction.own, reduction.full
+        if not reduction.accumulate and out.dtype == full.dtype:
+            return Issued(_reduce_scatter(out, full, group=group, async_op=True))
+        work = _reduce_scatter(own, full, group=group, async_op=True)
+        return Issued(work, partial(out.add_ if reduction.accumulate else out.copy_, own))
 
     def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Issued:
         return Issued(_all_gather(full, own, group=group, async_op=True))

@@ -64,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--stage", _stages, "stages to compare, as in 1,2 (0,1,2,3)", metavar="STAGES")
     flag("--dtype", str, "of parameters and gradients (bf16; of module:factory as they are)", choices=tuple(DTYPES))
     flag("--grad-reduce-dtype", str, "in which gradients are reduced (--dtype)", choices=tuple(DTYPES))
+    text = "in which shards of them add up (as they are reduced)"
+    flag("--grad-accumulation-dtype", str, text, choices=("fp32",))
     flag("--optimizer", str, "whose state is planned (adamw); momentum is SGD's", choices=tuple(RULES), default="adamw")
     flag("--master", str, "of bf16 parameters, as master= has it (fp32)", choices=MASTERS, default="fp32")
     flag("--state-dtype", str, "as state_dtype= has it (fp32)", choices=STATE_DTYPES, default="fp32")
@@ -196,7 +198,7 @@ def _check_ranges(parsed: argparse.Namespace) -> None:
         raise UsageError(f"--bucket-cap-mb {parsed.bucket_cap_mb}: a positive number")
     if parsed.units is not None and (parsed.params is not None or parsed.model in KNOWN):
         raise UsageError(f"--units {parsed.units}: the units of this model are its blocks; leave the flag out")
-    for name in ("grad_reduce_dtype", "prefetch"):
+    for name in ("grad_reduce_dtype", "grad_accumulation_dtype", "prefetch"):
         if getattr(parsed, name) is not None and parsed.world == 1:
             raise UsageError(
                 f"{_flag(name)} {getattr(parsed, name)}: one rank neither reduces nor gathers; see --world"
@@ -245,6 +247,7 @@ def _job(parsed: argparse.Namespace, stage: int) -> Job:
         rank=parsed.rank,
         bucket_cap_mb=parsed.bucket_cap_mb,
         grad_reduce_dtype=DTYPES[parsed.grad_reduce_dtype] if parsed.grad_reduce_dtype else None,
+        grad_accumulation_dtype=DTYPES[parsed.grad_accumulation_dtype] if parsed.grad_accumulation_dtype else None,
         offload=parsed.offload,
         param_offload=parsed.param_offload,
         device_memory=parsed.gpu_memory,

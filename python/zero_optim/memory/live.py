@@ -48,6 +48,7 @@ def plan_of_engine(engine: Engine, *, mean: bool = False, accumulate: int = 1) -
         rank=None if mean else sharding.shard_index if sharding.stage else sharding.data_parallel.rank,
         bucket_cap_mb=engine.bucket_cap_mb,
         grad_reduce_dtype=sharding.grad_reduce_dtype,
+        grad_accumulation_dtype=sharding.grad_accumulation_dtype,
         prefetch=1 if sharded is None else sharded.schedule.prefetch.count,
         reshard_after_forward=_reshards(units),
         accumulate=accumulate,

@@ -61,6 +61,7 @@ class Job:
     rank: int | None = None
     bucket_cap_mb: float | None = None
     grad_reduce_dtype: torch.dtype | None = None
+    grad_accumulation_dtype: torch.dtype | None = None
     offload: Offload = Offload()
     device_memory: int | None = None
     prefetch: int = 1
@@ -217,7 +218,14 @@ def _sharding_of(job: Job) -> Sharding:
     if job.replicas > 1 and job.stage >= 1:
         grid = Grid(_AbsentComm(shards, rank % shards), _AbsentComm(job.replicas, rank // shards))
     everyone = _AbsentComm(job.data, rank)
-    return Sharding(everyone, job.stage, job.grad_reduce_dtype, torch.device("meta"), grid)
+    return Sharding(
+        everyone,
+        job.stage,
+        job.grad_reduce_dtype,
+        torch.device("meta"),
+        grid,
+        grad_accumulation_dtype=job.grad_accumulation_dtype,
+    )
 
 
 def _sharding_of_experts(main: Sharding, sharers: tuple[int, int]) -> Sharding:
@@ -409,13 +417,15 @@ def _all_pieces(layout: BucketLayout) -> Iterator[SlotPiece]:
 
 def _communication(laid: _Laid, job: Job, sharding: Sharding) -> int:
     """Two buffers as large as the largest bucket. At stage 3 they get memory as a bucket takes one, so that they are as
-    large as the two largest; under gloo one reduction waits for the one before, and what the other ranks but one send
-    of a bucket is received beside it."""
+    large as the two largest; under gloo one reduction waits for the one before, and what the other ranks send of a
+    bucket is received beside it, but for one part, which the shard itself receives where its dtype is that."""
     sizes = sorted(buffer_nbytes([(flat.layout.numel, flat.dtype)], sharding) for flat in laid.buckets)[-COUNT:]
     if job.stage < 3:
         return COUNT * max(sizes, default=0)
     if job.host_waits and sharding.reduces:
-        return max(sizes, default=0) * (2 * sharding.shard_count - 2) // sharding.shard_count
+        shards, dtypes = sharding.shard_count, {flat.dtype for flat in laid.buckets}
+        received_there = all(sharding.grad_dtype(dtype) == sharding.reduce_dtype(dtype) for dtype in dtypes)
+        return max(sizes, default=0) * (2 * shards - (2 if received_there else 1)) // shards
     return sum(sizes)
 
 
