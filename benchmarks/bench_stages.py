@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import torch
 from script import run_script
-from zero_optim.bench.contenders import FSDP2, FSDP2_ZERO2, OURS, STAGE3, Task
+from zero_optim.bench.contenders import FORMS, FSDP2, FSDP2_ZERO2, GATHERING_TWICE, OURS, Task
 from zero_optim.bench.contest import Say
 from zero_optim.bench.request import Choices, Menu, Request
 from zero_optim.bench.rows.op import Row
 from zero_optim.bench.run import Measured, tokens_of
 from zero_optim.bench.train_step import Contest, hold_all, in_order, make_task
 
-NAMES = (*OURS, FSDP2, FSDP2_ZERO2)
+NAMES = (*OURS, *FORMS, FSDP2, FSDP2_ZERO2)
 ROUNDS = 11
 RANKS = (2, 4)
 NUMELS = {"cpu": 2**24, "cuda": 2**28}  # side by side they need about 120 bytes a parameter on one rank
@@ -41,7 +41,7 @@ def measure(
 
 def contest(task: Task, names: Sequence[str], ranks: int) -> Contest:
     """Whoever has whole parameters from forward to backward is held against the FSDP2 that keeps them, too."""
-    keeping = [name for name in names if name not in (STAGE3, FSDP2)]
+    keeping = [name for name in names if name not in GATHERING_TWICE]
     return Contest("stages", task, names, ranks, FSDP2, dict.fromkeys(keeping, FSDP2_ZERO2))
 
 

@@ -28,10 +28,18 @@ from .timing import Job
 MAX_NORM = 1.0
 NEVER = 1e6  # a norm that no gradient has: it is taken, and nothing is clipped
 TRAINING = {**HYPER, "lr": 1e-4}
-STAGE3, STAGE3_KEEP = "stage3", "stage3_keep"
+STAGE3, STAGE3_KEEP, STAGE3_SPLIT, STAGE3_SMALL = "stage3", "stage3_keep", "stage3_split", "stage3_small"
 OURS = ("stage0", "stage1", "stage2", STAGE3, STAGE3_KEEP)
+FORMS: Mapping[str, Mapping[str, Any]] = {
+    STAGE3_SPLIT: {"master": "split"},
+    "stage2_small": {"master": "split", "state_dtype": "int8"},
+    STAGE3_SMALL: {"master": "split", "state_dtype": "int8"},
+}
+"""Options of those of ours that have smaller state, which bf16 parameters alone can have."""
 DDP, DDP_AUTOCAST = "ddp", "ddp_autocast"
 FSDP2, FSDP2_ZERO2 = "fsdp2", "fsdp2_zero2"
+GATHERING_TWICE = (STAGE3, STAGE3_SPLIT, STAGE3_SMALL, FSDP2)
+"""Those who free a block's parameters after its forward, and gather them again in backward."""
 
 Laps = dict[str, Callable[[], object]]
 
@@ -125,12 +133,13 @@ class Passes:
         return Contender({"forward": self.forward, "backward": self.backward, **laps}, self.last_loss)
 
 
-def ours(task: Task, stage: int, *, reshard: bool = True) -> Contender:
-    """``reshard``: at stage 3, where a block is a unit, its parameters are freed after forward and gathered again."""
+def ours(task: Task, stage: int, *, reshard: bool = True, form: Mapping[str, Any] | None = None) -> Contender:
+    """``reshard``: at stage 3, where a block is a unit, its parameters are freed after forward and gathered again.
+    ``form``: of the state, as options of the optimizer; None: fp32."""
     model, mesh = task.spread(task.model())
     if stage == 3:
         shard_module(model, (Block,), reshard_after_forward=reshard, mesh=mesh)
-    opt = ShardedAdamW(model.named_parameters(), stage=stage, mesh=mesh, **TRAINING)
+    opt = ShardedAdamW(model.named_parameters(), stage=stage, mesh=mesh, **TRAINING, **(form or {}))
     clip = functools.partial(opt.clip_grad_norm_, MAX_NORM)
     return Passes(model, task).then(clip=clip, update=opt.step, zero_grad=opt.zero_grad)
 
@@ -255,6 +264,7 @@ def deepspeed(task: Task, stage: int, *, offload: bool = False) -> Contender:
 MAKERS: Mapping[str, Callable[[Task], Contender]] = {
     **{name: functools.partial(ours, stage=stage) for stage, name in enumerate(OURS[:4])},
     STAGE3_KEEP: functools.partial(ours, stage=3, reshard=False),
+    **{name: functools.partial(ours, stage=int(name[len("stage")]), form=form) for name, form in FORMS.items()},
     DDP: ddp,
     DDP_AUTOCAST: ddp_autocast,
     "zero_redundancy": zero_redundancy,
@@ -270,10 +280,12 @@ PACKAGES = {"deepspeed1": "deepspeed", "deepspeed2": "deepspeed"}  # what some n
 def keeps(name: str, dtype: torch.dtype) -> str | None:
     """Bytes a parameter of what a rank of N keeps for training in ``dtype``; None where it is not told."""
     size = dtype.itemsize
-    state = 8 if dtype == torch.float32 else 12  # with fp32 masters
-    if name in OURS:
+    state: int | str = 8 if dtype == torch.float32 else 12  # with fp32 masters
+    if name in FORMS:
+        state = "(6 + 1/16)" if "state_dtype" in FORMS[name] else 10
+    if name in (*OURS, *FORMS):
         shown = {"parameters": size, "gradients": size, "state": state}
-        sharded = ("state", "gradients", "parameters")[: OURS.index(name)]
+        sharded = ("state", "gradients", "parameters")[: int(name[len("stage")])]
         return ", ".join(f"{what} {count}{'/N' if what in sharded else ''}" for what, count in shown.items())
     if name in (FSDP2, FSDP2_ZERO2):
         return "parameters 4/N, gradients 4/N until zero_grad, state 8/N"

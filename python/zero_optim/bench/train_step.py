@@ -19,7 +19,7 @@ from ..comm.collectives import make_comm
 from ..errors import ZeroOptimError
 from ..train.model import GPT, ModelConfig
 from . import peak_memory
-from .contenders import DDP, DDP_AUTOCAST, MAKERS, OURS, PACKAGES, Contender, Task, keeps, model_config
+from .contenders import DDP, DDP_AUTOCAST, FORMS, MAKERS, OURS, PACKAGES, Contender, Task, keeps, model_config
 from .contest import Say, TogetherClock, each_alone, in_all, slower
 from .ranks import RanksError, on_ranks
 from .rows.op import Row
@@ -138,6 +138,8 @@ def _check_makes_sense(task: Task, name: str) -> None:
     """Raises RanksError without starting anything."""
     if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
         raise RanksError("not installed")
+    if name in FORMS and task.dtype != torch.bfloat16:
+        raise RanksError("a split master is of bf16 parameters")
     if name == DDP_AUTOCAST and task.dtype == torch.float32:
         raise RanksError(f"in fp32 it is {DDP}")
 
