@@ -11,7 +11,7 @@ from harness import run_ranks
 from torch import Tensor, nn
 from zero_optim.bench import memory_walkthrough
 from zero_optim.bench.live_memory import watch
-from zero_optim.bench.memory_walkthrough import BATCH, PHASES, Linears, Walk
+from zero_optim.bench.memory_walkthrough import BATCH, PHASES, Linears, Walk, ways
 
 CPU = torch.device("cpu")
 SMALL = Linears(8, 128)
@@ -62,11 +62,11 @@ def test_what_autograd_alone_holds_counts():
 
 
 def walk(rank: int, world_size: int, dtype: torch.dtype) -> list[tuple[dict[str, tuple[int, int]], int]]:
-    """Of each stage the readings, and what the optimizer says that it keeps."""
+    """Of each way the readings, and what the optimizer says that it keeps."""
     walks = []
-    for stage in memory_walkthrough.STAGES:
+    for way in ways(dtype):
         with watch(CPU) as memory:
-            one = Walk(SMALL, stage, dtype, CPU)
+            one = Walk(SMALL, way, dtype, CPU)
             walks.append((one.readings(memory), sum(one._opt.stats()["memory"].values())))
     return walks
 
@@ -88,6 +88,12 @@ def test_what_is_counted_is_what_the_optimizer_says_that_it_keeps():
         assert walks[3][0]["model"][1] < whole, "no rank ever holds the whole model"
         kept_by = [walks[stage][0]["step 3"][0] for stage in memory_walkthrough.STAGES]
         assert kept_by == sorted(kept_by, reverse=True)
+        # Bytes a parameter that a split master and 8-bit moments save, with a scale for each row of 128.
+        saved_by = {"stage3_split": 2, "stage2_small": 2 + 2 * (3 - 4 / 128), "stage3_small": 2 + 2 * (3 - 4 / 128)}
+        for way, (readings, _) in list(zip(ways(dtype), walks, strict=True))[len(kept_by) :]:
+            saved = kept_by[way.stage] - readings["step 3"][0]
+            assert saved == pytest.approx(saved_by.pop(way.name) * SMALL.numel / 2, rel=0.03), way
+        assert saved_by == {}
 
 
 def call(rank: int, world_size: int, work, args: tuple) -> object:

@@ -1,15 +1,18 @@
-"""The memory that a rank has allocated along a training of the model of the ZeRO tutorials, by stage."""
+"""The memory that a rank has allocated along a training of the model of the ZeRO tutorials, by stage, and by the form
+of the state."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..drop_ins import ShardedAdamW
 from ..shard_module import shard_module
+from .contenders import FORMS
 from .contest import Say
 from .fused_adams import HYPER
 from .live_memory import LiveMemory, watch
@@ -44,27 +47,44 @@ class Linears:
 MODEL = Linears(8, 2048)
 
 
+@dataclass(frozen=True)
+class Way:
+    """A stage, and options of the optimizer."""
+
+    name: str
+    stage: int
+    options: Mapping[str, Any]
+
+
+def ways(dtype: torch.dtype) -> list[Way]:
+    """Every stage; and where a master can be split, those with smaller state."""
+    small = FORMS if dtype == torch.bfloat16 else {}
+    plain = [Way(f"stage{stage}", stage, {}) for stage in STAGES]
+    return plain + [Way(name, int(name[len("stage")]), options) for name, options in small.items()]
+
+
 class Walk:
-    """The phases of a training at one stage, one method each.
+    """The phases of a training, one method each.
 
     At stage 3 the model is built on the meta device and given values a unit at a time, as one is that no rank can hold.
     """
 
-    def __init__(self, linears: Linears, stage: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._linears, self._stage, self._dtype, self._device = linears, stage, dtype, device
+    def __init__(self, linears: Linears, way: Way, dtype: torch.dtype, device: torch.device) -> None:
+        self._linears, self._way, self._dtype, self._device = linears, way, dtype, device
         self._model: nn.Module = nn.Identity()
         self._inputs = self._targets = self._loss = torch.empty(0)
 
     def model(self) -> None:
         width = self._linears.width
-        with torch.device("meta" if self._stage == 3 else self._device):
+        with torch.device("meta" if self._way.stage == 3 else self._device):
             layers = [nn.Linear(width, width, dtype=self._dtype) for _ in range(self._linears.layers)]
         self._model = nn.Sequential(*layers)
-        if self._stage == 3:
+        if self._way.stage == 3:
             shard_module(self._model, (nn.Linear,), device=self._device)
 
     def optimizer(self) -> None:
-        self._opt = ShardedAdamW(self._model.named_parameters(), stage=self._stage, **HYPER)
+        way = self._way
+        self._opt = ShardedAdamW(self._model.named_parameters(), stage=way.stage, **way.options, **HYPER)
 
     def data(self) -> None:
         shape = (BATCH, self._linears.width)
@@ -89,23 +109,21 @@ class Walk:
 
 
 def measure(linears: Linears, dtype: str, ranks: int, device: torch.device, say: Say) -> list[PhaseRow]:
-    """Rows of every stage, each in processes of its own, and phase: of the rank that has most then."""
+    """Rows of each of ``ways``, each in processes of its own, and phase: of the rank that has most then."""
     rows: list[PhaseRow] = []
-    for stage in STAGES:
-        say(f"memory_walkthrough: stage {stage}")
-        arguments = (linears, stage, DTYPES[dtype], device.type)
+    for way in ways(DTYPES[dtype]):
+        say(f"memory_walkthrough: {way.name}")
+        arguments = (linears, way, DTYPES[dtype], device.type)
         of_ranks = on_ranks(ranks, walk_on_rank, *arguments, device=device.type)
         for phase, (after, peak) in most(of_ranks).items():
-            rows.append(
-                PhaseRow("memory_walkthrough", f"stage{stage}", dtype, linears.numel, ranks, phase, after, peak)
-            )
+            rows.append(PhaseRow("memory_walkthrough", way.name, dtype, linears.numel, ranks, phase, after, peak))
     return rows
 
 
-def walk_on_rank(linears: Linears, stage: int, dtype: torch.dtype, device: str) -> Readings:
+def walk_on_rank(linears: Linears, way: Way, dtype: torch.dtype, device: str) -> Readings:
     place = torch.device(device)
     with watch(place) as memory:
-        return Walk(linears, stage, dtype, place).readings(memory)
+        return Walk(linears, way, dtype, place).readings(memory)
 
 
 def most(of_ranks: Sequence[Readings]) -> Readings:
