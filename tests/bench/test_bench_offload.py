@@ -17,7 +17,7 @@ from test_bench_train_step import call
 from zero_optim import ShardedAdamW
 from zero_optim.bench import contest, offload, offload_contenders, offload_links, train_step
 from zero_optim.bench.offload import Alone, Contest, held_to, hidden, make_rows
-from zero_optim.bench.offload_contenders import CPU, NAMES, NONE, NVME, PAGED, WAITING, Training, Update
+from zero_optim.bench.offload_contenders import CPU, NAMES, NONE, NVME, PAGED, SMALL_PAGED, WAITING, Training, Update
 from zero_optim.bench.offload_links import BLOCK_BYTES, Disk, Link
 from zero_optim.bench.rows.op import WIDTH
 from zero_optim.bench.timing import HostClock
@@ -172,8 +172,20 @@ def test_who_has_something_to_do():
     assert WAITING in field(training, 2) and "torchao" not in field(training, 2)
     assert WAITING not in field(training, 1), "one rank never speculates"
     assert [*offload_contenders.field(training, ("nvme",), 2)] == [NONE, NVME]
-    assert offload_contenders.why_missing("torchao", CPU_DEVICE) == "not run here: needs CUDA"
-    assert offload_contenders.why_missing(CPU, CPU_DEVICE) is None
+    assert offload_contenders.why_missing("torchao", CPU_DEVICE, torch.bfloat16) == "not run here: needs CUDA"
+    assert offload_contenders.why_missing(CPU, CPU_DEVICE, torch.float32) is None
+
+
+def test_smaller_state_moves_half_the_bytes(tmp_path):
+    moved, work = {}, replace(UPDATE, numel=2**21, folder=tmp_path)  # so scales of a page have no gap
+    for name in (PAGED, SMALL_PAGED):
+        made = offload_contenders.update_ours(work, name)
+        before = made.account()["to_device"]
+        for part in made.job:
+            part()
+        moved[name] = made.account()["to_device"] - before
+    assert moved[PAGED] == 12 * work.numel
+    assert moved[SMALL_PAGED] == (2 + 1 + 1) * work.numel + 2 * 4 * work.numel // 128
 
 
 def test_the_update_is_adamw_s(tmp_path):

@@ -30,10 +30,11 @@ NEVER = 1e6  # a norm that no gradient has: it is taken, and nothing is clipped
 TRAINING = {**HYPER, "lr": 1e-4}
 STAGE3, STAGE3_KEEP, STAGE3_SPLIT, STAGE3_SMALL = "stage3", "stage3_keep", "stage3_split", "stage3_small"
 OURS = ("stage0", "stage1", "stage2", STAGE3, STAGE3_KEEP)
+SMALL: Mapping[str, Any] = {"master": "split", "state_dtype": "int8"}
 FORMS: Mapping[str, Mapping[str, Any]] = {
     STAGE3_SPLIT: {"master": "split"},
-    "stage2_small": {"master": "split", "state_dtype": "int8"},
-    STAGE3_SMALL: {"master": "split", "state_dtype": "int8"},
+    "stage2_small": SMALL,
+    STAGE3_SMALL: SMALL,
 }
 """Options of those of ours that have smaller state, which bf16 parameters alone can have."""
 DDP, DDP_AUTOCAST = "ddp", "ddp_autocast"

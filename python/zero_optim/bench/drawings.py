@@ -10,7 +10,8 @@ from .columns import Column, JsonRow
 
 OURS = ("ours", "ours background", "stage0", "stage1", "stage2", "stage3", "stage3_keep",
         "stage3_split", "stage2_small", "stage3_small", "cuda", "cpu", "triton",
-        "paged 0", "paged half", "cpu no speculation", "nvme", "pages write", "pages read", "pages both")  # fmt: skip
+        "paged 0", "paged half", "cpu no speculation", "nvme", "paged 0 small", "nvme small",
+        "pages write", "pages read", "pages both")  # fmt: skip
 BASELINES = ("None", "fused", "ddp", "disk", "torch_pipeline")
 
 

@@ -27,7 +27,7 @@ from . import adam_step, peak_memory
 from . import offload_contenders as who
 from .case import Setting
 from .contest import Say, TogetherClock, each_alone, settle, slower
-from .offload_contenders import HELD, MOVED, NONE, OURS, Training, Update, Workload
+from .offload_contenders import HELD, MOVED, NONE, OURS, SMALLER, Training, Update, Workload
 from .offload_links import Disk, Link
 from .ranks import on_ranks
 from .rows.offload import OffloadRow
@@ -78,7 +78,7 @@ def measure(
 ) -> tuple[list[OffloadRow], dict[str, str]]:
     """Rows of both parts; and of other packages the version, or why one is left out."""
     numel = max(numel // (4 * who.PAGES), 1) * 4 * who.PAGES
-    missing = {name: why for name in names if (why := who.why_missing(name, device)) is not None}
+    missing = {name: why for name in names if (why := who.why_missing(name, device, DTYPES[dtype])) is not None}
     for name, why in missing.items():
         say(f"left out: {name}: {why}")
     present = tuple(name for name in names if name not in missing)
@@ -119,7 +119,7 @@ def run_alone(contest: Contest, say: Say) -> tuple[dict[str, Alone], dict[str, s
         say(f"offload, {contest.part}: {name} alone")
         return most(on_ranks(ranks, alone_on_rank, work, name, ranks, device=work.device.type))
 
-    alone, left_out = each_alone(contest.names, OURS, run, say)
+    alone, left_out = each_alone(contest.names, (*OURS, *SMALLER), run, say)
     check_results(contest, alone)
     return alone, {f"{name}, {contest.part}": why for name, why in left_out.items()}
 

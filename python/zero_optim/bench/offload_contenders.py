@@ -18,14 +18,17 @@ from torch import Tensor, nn
 from ..drop_ins import ShardedAdamW
 from ..stores.paged_store import PagedStore
 from . import contenders
-from .contenders import NEVER, TRAINING, Contender, Passes, Task
+from .contenders import NEVER, SMALL, TRAINING, Contender, Passes, Task
 from .fused_adams import PACKAGES, why_unusable
 from .timing import Job
 
 NONE, PAGED, HALF, CPU, WAITING, NVME = "None", "paged 0", "paged half", "cpu", "cpu no speculation", "nvme"
 OURS = (NONE, PAGED, HALF, CPU, WAITING, NVME)
+SMALL_PAGED, SMALL_NVME = "paged 0 small", "nvme small"
+SMALLER = (SMALL_PAGED, SMALL_NVME)
+"""Ours with a split master and 8-bit moments, which bf16 parameters alone can have. Their updates are rounded."""
 DEEPSPEED, TORCHAO = "deepspeed", "torchao"
-NAMES = (*OURS, DEEPSPEED, TORCHAO)
+NAMES = (*OURS, *SMALLER, DEEPSPEED, TORCHAO)
 PAGES = 32
 MOVED, HELD = ("to_device", "to_host", "read", "written"), ("device", "host", "disk")
 
@@ -99,6 +102,7 @@ def choice(name: str, numel: int, ranks: int, folder: Path) -> dict[str, Any]:
         WAITING: {"state_offload": "cpu", "speculate": False},
         NVME: {"state_offload": f"nvme:{folder}"},
     }
+    stores[SMALL_PAGED], stores[SMALL_NVME] = ({**stores[name], **SMALL} for name in (PAGED, NVME))
     return buckets | stores[name]
 
 
@@ -201,8 +205,10 @@ def field(work: Workload, names: tuple[str, ...], ranks: int) -> Iterator[str]:
             yield name
 
 
-def why_missing(name: str, device: torch.device) -> str | None:
-    """Say why another's cannot be measured here; None where it can."""
+def why_missing(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Say why one cannot be measured here; None where it can."""
+    if name in SMALLER and dtype != torch.bfloat16:
+        return "a split master is of bf16 parameters"
     if name == DEEPSPEED:
         return why_unusable(DEEPSPEED, "cpu")
     if name == TORCHAO and device.type != "cuda":
@@ -213,4 +219,4 @@ def why_missing(name: str, device: torch.device) -> str | None:
 
 
 def versions(names: list[str]) -> dict[str, str]:
-    return {name: version(name) for name in names if name not in OURS}
+    return {name: version(name) for name in names if name not in (*OURS, *SMALLER)}
