@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol
 
@@ -37,6 +37,7 @@ from .params.shardings import Shardings
 from .params.tensor_slice import is_cut, local_of
 from .rules.state_tensor import Begins
 from .rules.update_rule import UpdateRule
+from .settings import Settings
 from .stats import TELEMETRY, memory_by_kind
 from .step.clip import Clip
 from .step.exchange import Exchange
@@ -50,7 +51,7 @@ from .step.speculation import Speculator
 from .step.telemetry import Measured, Telemetry
 from .step.workplace import Coefficients
 from .stores.host_store import HostStore
-from .stores.offload import Offload, Tier
+from .stores.offload import Tier
 from .stores.state_store import StateStore
 from .units.sharded_model import ShardedModel
 
@@ -64,25 +65,15 @@ class Watcher(Protocol):
     def after_update(self, found_inf: Tensor) -> None: ...
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """Choice of what goes on beside the host's work: reductions in backward, gathers in the next forward."""
-
-    grad_reduce: bool
-    param_gather: bool
-
-
 class Engine:
     """The parts of one optimizer. They know each other by what they are given here, and by nothing else.
 
     Args:
         shardings: who shares which parameter.
         sharded_model: at stage 3, the model.
-        bucket_cap_mb: MiB of gradients in a bucket at most; None: as the layout has it.
-        offload, store: where the state lives.
+        settings: the options that the optimizer was given.
+        store: where the state lives.
         pipeline: the other stages of a model that is cut into stages.
-        telemetry: whether each update measures its rows.
-        threads: that updates on the host take.
 
     Attributes:
         parameters: which there are, what they are called, which are trained.
@@ -97,7 +88,8 @@ class Engine:
         measured: what the last update has measured; None: it measures nothing.
         steps: calls of ``step`` so far.
         watchers: told of every update; ``zero_optim.verify`` adds one.
-        bucket_cap_mb, max_grad_norm, skip_nonfinite: as the optimizer was given them.
+        offload: where the state lives, as it was asked for.
+        max_grad_norm, skip_nonfinite: as the user has set them last.
     """
 
     def __init__(
@@ -106,34 +98,30 @@ class Engine:
         shardings: Shardings,
         rule: UpdateRule,
         sharded_model: ShardedModel | None,
-        bucket_cap_mb: float | None,
-        overlap: Overlap,
-        offload: Offload,
+        settings: Settings,
         store: StateStore,
         pipeline: Pipeline | None = None,
-        *,
-        telemetry: bool = False,
     ) -> None:
         self.parameters, self.shardings, self.rule, self.sharded_model = parameters, shardings, rule, sharded_model
         sharding = shardings.main
-        self.bucket_cap_mb = bucket_cap_mb
-        self.max_grad_norm: float | None = None
-        self.skip_nonfinite = True
+        self.settings = settings
+        self.max_grad_norm, self.skip_nonfinite = settings.max_grad_norm, settings.skip_nonfinite
         trained, labels = parameters.trained, parameters.labels
-        make_buckets = partial(buckets_by_size, trained, labels, shardings, bucket_cap_mb)
+        make_buckets = partial(buckets_by_size, trained, labels, shardings, settings.bucket_cap_mb)
         if sharded_model is not None:
             make_buckets = partial(buckets_of_units, sharded_model, trained, labels, sharding)
         schedule = None if sharded_model is None else sharded_model.schedule
         self.mode = CurrentMode()
-        self.reducer = Reducer(trained, labels, sharding, make_buckets, overlap.grad_reduce, schedule, self.mode)
-        self.offload, self.store = offload, store
+        early = settings.overlap_grad_reduce
+        self.reducer = Reducer(trained, labels, sharding, make_buckets, early, schedule, self.mode)
+        self.offload, self.store = settings.offload, store
         self.speculator: Speculator | None = None
-        if offload.speculate and sharding.reduces and sharding.stage >= 1:  # else gradients are the user's to edit
+        if self.offload.speculate and sharding.reduces and sharding.stage >= 1:  # else gradients are the user's to edit
             assert isinstance(store, HostStore)
             self.speculator = Speculator(rule, parameters, store.threads)
-        self.states = OptimizerState(trained, sharding, rule, store, self.speculator, measures=telemetry)
+        self.states = OptimizerState(trained, sharding, rule, store, self.speculator, measures=settings.telemetry)
         self.measured: Measured | None = None
-        if telemetry:
+        if settings.telemetry:
             self.measured = Measured(self.states, parameters, shardings, on_host=isinstance(store, HostStore))
         self._pipeline = pipeline
         self.exchange = Exchange(
@@ -147,7 +135,7 @@ class Engine:
         )
         self.clip = Clip(sharding, labels, pipeline)
         self.hyper = HyperTable([], 0, sharding.device, rule)
-        self.param_gather = ParamGather(overlap.param_gather and sharding.stage < 3)
+        self.param_gather = ParamGather(settings.overlap_param_gather and sharding.stage < 3)
         # Bound methods of the parts, not of the engine. Parameters hold the reducer through its hooks. By a method of
         # the engine they would hold it and its watchers, and so perhaps the optimizer, which would never be closed.
         self.reducer.on_layout = [self.states.lay_out, self.param_gather.use]

@@ -24,27 +24,26 @@ from . import averages, validate
 from .admission import Admission, Experts
 from .callers import called_from, local_of_caller
 from .checkpoint import rank_state
-from .comm.collectives import make_comm
+from .comm.collectives import Comm, make_comm
 from .comm.expert_ranks import make_expert_shardings, split_off
 from .comm.grid import group_of, read_rows
 from .comm.sharding import Sharding, make_sharding
 from .comm.tensor_ranks import Row, read_row
 from .comm.topology import Topology, read_topology
-from .engine import Engine, Overlap, open_engines
+from .engine import Engine, open_engines
 from .errors import ClosedError, ZeroOptimError
 from .memory.out_of_memory import explaining_out_of_memory
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, listed
 from .params.shardings import Shardings
 from .params.tensor_slice import mesh_of
-from .rules.codec import codecs_for
-from .rules.options import EMA_DECAY, Decays, listed_decays
 from .rules.update_rule import UpdateRule, stored_names
+from .settings import Settings
 from .step.pipeline import comm_of_pipeline, make_pipeline
 from .step.telemetry import Telemetry
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
 from .stores.make_store import make_store
-from .stores.offload import Offload, Tier, read_offload
+from .stores.offload import Offload, Tier
 from .stores.state_store import StateStore
 from .units.hooks import tensors_in
 from .units.sharded_model import ShardedModel, sharded_model_of
@@ -171,81 +170,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._closed = True  # until the constructor is through
         params, said = split_off(listed(params))
-        dense = [group for number, group in enumerate(params) if number not in said] if said else params
         model = next(iter(sharded_model_of(tensors_in(params))), None)
-        stage = (2 if model is None else 3) if stage is None else stage
-        row = read_row(tensor_parallel, mesh_of(tensors_in(dense)))
-        group, topology = _group_and_topology(
-            group_of(process_group, mesh), row, model, told=tensor_parallel is not None
-        )
-        device = next((tensor.device for tensor in tensors_in(params)), None)
-        comm, stages = make_comm(group, device), comm_of_pipeline(pipeline, device)
-        offload, experts = Offload(), Experts()
-        with stages.raising_together("the constructor"), comm.raising_together("the constructor"):
-            validate.check_rule(rule)
-            dtypes = grad_reduce_dtype, grad_accumulation_dtype
-            validate.check_arguments(process_group, mesh, stage, bucket_cap_mb, *dtypes, max_grad_norm)
-            validate.check_forms(master, state_dtype)
-            validate.check_telemetry(telemetry)
-            rows = topology.rows
-            if model is None or mesh is not None:
-                rows = read_rows(mesh, shares=stage != 0)
-            offload = read_offload(state_offload, device_budget, speculate)
-            decays = Decays(EMA_DECAY, listed_decays(ema_decay))
-            super().__init__(params, {**rule.defaults, **({} if ema_decay is None else {EMA_DECAY: ema_decay})})
-            rule = rule.for_groups(self.param_groups)
-            rule = rule.with_codecs(codecs_for(rule.tensors, rule.nonnegative, master, state_dtype) | {**rule.codecs})
-            rule = rule if ema_decay is None else rule.with_averages(decays)
-            rule.check()
-            parameters = ParameterSet(self.param_groups)
-            indices = parameters.read_groups()
-            admission = Admission(comm, replace(topology, rows=rows), stage, stages.world_size, rule, "the constructor")
-            experts = admission.check(parameters, said, row)
-        options: dict[str, Any] = {
-            "stage": stage,
-            "bucket_cap_mb": bucket_cap_mb,
-            "grad_reduce_dtype": grad_reduce_dtype,
-            "grad_accumulation_dtype": grad_accumulation_dtype,
-            "max_grad_norm": max_grad_norm,
-            "skip_nonfinite": skip_nonfinite,
-            "overlap_grad_reduce": overlap_grad_reduce,
-            "overlap_param_gather": overlap_param_gather,
-            "telemetry": telemetry,
-            "rule": rule.name,
-            **rule.fixed,
-            **rule.said,
-            "state": stored_names(rule),
-        }
-        choice = {"state_offload": state_offload, "device_budget": device_budget, "speculate": speculate}
-        options |= {name: value for name, value in choice.items() if value is not None}
-        experts = admission.agree(parameters, experts, options)
-        device = parameters.all[0].device
-        comm.separate()
-        comm.connect(device)
-        if stage == 0:  # its gradients and the exchange of ``step`` are both summed by an all-reduce
-            comm.take_channels(["all_reduce"], device, "the constructor")
-        if model is not None:
-            parameters.take_names(model.model)
-            comm.traffic = model.sharding.everyone.traffic
-        sharding = make_sharding(comm, stage, grad_reduce_dtype, device, admission.topology, grad_accumulation_dtype)
-        shardings = Shardings(parameters, sharding, make_expert_shardings(sharding, experts))
-        store = _store(offload, sharding, params_on_host=model is not None and model.offload)
-        overlap = Overlap(overlap_grad_reduce, overlap_param_gather)
-        alike = {"max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite}
-        joined = make_pipeline(stages, device, alike, dict(zip(parameters.labels, parameters.all, strict=True)))
-        self.engine = Engine(
-            parameters,
-            shardings,
-            rule,
-            model,
-            bucket_cap_mb,
-            overlap,
-            offload,
-            store,
-            joined,
+        settings = Settings(
+            stage=(2 if model is None else 3) if stage is None else stage,
+            bucket_cap_mb=bucket_cap_mb,
+            grad_reduce_dtype=grad_reduce_dtype,
+            grad_accumulation_dtype=grad_accumulation_dtype,
+            max_grad_norm=max_grad_norm,
+            skip_nonfinite=skip_nonfinite,
+            overlap_grad_reduce=overlap_grad_reduce,
+            overlap_param_gather=overlap_param_gather,
+            state_offload=state_offload,
+            device_budget=device_budget,
+            speculate=speculate,
+            ema_decay=ema_decay,
+            master=master,
+            state_dtype=state_dtype,
             telemetry=telemetry,
         )
-        self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
+        dense = [group for number, group in enumerate(params) if number not in said] if said else params
+        row = read_row(tensor_parallel, mesh_of(tensors_in(dense)))
+        averaging = group_of(process_group, mesh)
+        group, topology = _group_and_topology(averaging, row, model, told=tensor_parallel is not None)
+        device = next((tensor.device for tensor in tensors_in(params)), None)
+        comm, stages = make_comm(group, device), comm_of_pipeline(pipeline, device)
+        with stages.raising_together("the constructor"), comm.raising_together("the constructor"):
+            validate.check_rule(rule)
+            validate.check_group(process_group, mesh)
+            settings.check()
+            if model is None or mesh is not None:
+                topology = replace(topology, rows=read_rows(mesh, shares=settings.stage != 0))
+            super().__init__(params, {**rule.defaults, **settings.group_defaults})
+            rule = settings.applied_to(rule, self.param_groups)
+            parameters = ParameterSet(self.param_groups)
+            indices = parameters.read_groups()
+            admission = Admission(comm, topology, settings.stage, stages.world_size, rule, "the constructor")
+            experts = admission.check(parameters, said, row)
+        experts = admission.agree(parameters, experts, settings.described(rule))
+        self.engine = _make_engine(settings, parameters, rule, model, admission, experts, stages)
         self._closed = False
         self.engine.optimizer = weakref.ref(self)
         try:
@@ -710,6 +672,33 @@ def _group_and_topology(
         return model.process_group(), of_model
     group, topology = read_topology(averaging, row, told=True)
     return group, replace(topology, rows=of_model.rows)
+
+
+def _make_engine(
+    settings: Settings,
+    parameters: ParameterSet,
+    rule: UpdateRule,
+    model: ShardedModel | None,
+    admission: Admission,
+    experts: Experts,
+    stages: Comm,
+) -> Engine:
+    """Collective. Connect the ranks that were admitted, and make what they train with; buckets and state come later."""
+    comm, device = admission.everyone, parameters.all[0].device
+    comm.separate()
+    comm.connect(device)
+    if settings.stage == 0:  # its gradients and the exchange of ``step`` are both summed by an all-reduce
+        comm.take_channels(["all_reduce"], device, "the constructor")
+    if model is not None:
+        parameters.take_names(model.model)
+        comm.traffic = model.sharding.everyone.traffic
+    dtypes = settings.grad_reduce_dtype, settings.grad_accumulation_dtype
+    sharding = make_sharding(comm, settings.stage, dtypes, device, admission.topology)
+    shardings = Shardings(parameters, sharding, make_expert_shardings(sharding, experts))
+    store = _store(settings.offload, sharding, params_on_host=model is not None and model.offload)
+    alike = {"max_grad_norm": settings.max_grad_norm, "skip_nonfinite": settings.skip_nonfinite}
+    pipeline = make_pipeline(stages, device, alike, dict(zip(parameters.labels, parameters.all, strict=True)))
+    return Engine(parameters, shardings, rule, model, settings, store, pipeline)
 
 
 def _store(offload: Offload, sharding: Sharding, *, params_on_host: bool) -> StateStore:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -29,43 +28,11 @@ from .params.parameter_set import ParameterSet, check_free
 from .params.storage_order import described, storage_order
 from .params.tensor_slice import is_cut, is_distributed, local_of, mesh_of, placed, slice_of
 from .rules import RULES
-from .rules.codec import MASTERS, STATE_DTYPES
 from .rules.update_rule import UpdateRule
 from .units.sharded_model import ShardedModel, sharded_model_of
 from .units.unit import Unit
 
 PARAMETER_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def check_arguments(
-    process_group: dist.ProcessGroup | None,
-    mesh: dist.DeviceMesh | None,
-    stage: int,
-    bucket_cap_mb: float | None,
-    grad_reduce_dtype: torch.dtype | None,
-    grad_accumulation_dtype: torch.dtype | None,
-    max_grad_norm: float | None,
-) -> None:
-    """Raise ValueError for the first argument out of range."""
-    check_group(process_group, mesh)
-    if type(stage) is not int or stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}")
-    if bucket_cap_mb is not None and not 0 < bucket_cap_mb < math.inf:
-        raise ValueError(f"bucket_cap_mb must be None or positive (MiB), got {bucket_cap_mb!r}")
-    if grad_reduce_dtype not in (None, *PARAMETER_DTYPES):
-        raise ValueError(f"grad_reduce_dtype must be None or one of {PARAMETER_DTYPES}, got {grad_reduce_dtype!r}")
-    if grad_accumulation_dtype not in (None, torch.float32):
-        raise ValueError(f"grad_accumulation_dtype must be None or torch.float32, got {grad_accumulation_dtype!r}")
-    if grad_accumulation_dtype is not None and stage == 0:
-        raise ValueError("grad_accumulation_dtype: at stage 0 gradients add up in .grad; leave it out, or take stage=1")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm must be None or positive, got {max_grad_norm!r}")
-
-
-def check_telemetry(telemetry: object) -> None:
-    """Raise ValueError unless it is True or False."""
-    if not isinstance(telemetry, bool):
-        raise ValueError(f"telemetry must be True or False, got {telemetry!r}")
 
 
 def check_group(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> None:
@@ -99,13 +66,6 @@ def check_rule(rule: object) -> None:
             f"the rule is a {type(rule).__module__}.{rule.name}, and checkpoints would take it for the {rule.name} of "
             "zero_optim.rules: give its class another name"
         )
-
-
-def check_forms(master: object, state_dtype: object) -> None:
-    """Raise ValueError for forms of state that there are not."""
-    for name, value, known in (("master", master, MASTERS), ("state_dtype", state_dtype, STATE_DTYPES)):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
 
 
 def check_master(rule: UpdateRule, parameters: ParameterSet, indices: Sequence[int], *, whole: bool) -> None:

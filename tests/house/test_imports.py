@@ -19,7 +19,7 @@ ORDER = (
     {"params", "stores"},
     {"rules"},
     {"units"},
-    {"validate", "admission"},
+    {"validate", "admission", "settings"},
     {"grads"},
     {"step"},
     {"stats", "asleep"},

@@ -46,7 +46,7 @@ def plan_of_engine(engine: Engine, *, mean: bool = False, accumulate: int = 1) -
         replicas=1 if sharding.grid is None else sharding.grid.across.world_size,
         stage=sharding.stage,
         rank=None if mean else sharding.shard_index if sharding.stage else sharding.data_parallel.rank,
-        bucket_cap_mb=engine.bucket_cap_mb,
+        bucket_cap_mb=engine.settings.bucket_cap_mb,
         grad_reduce_dtype=sharding.grad_reduce_dtype,
         grad_accumulation_dtype=sharding.grad_accumulation_dtype,
         prefetch=1 if sharded is None else sharded.schedule.prefetch.count,

@@ -1,0 +1,96 @@
+"""The options that every sharded optimizer has, beside its parameters, its rule and the ranks that it is on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .rules.codec import MASTERS, STATE_DTYPES, codecs_for
+from .rules.options import EMA_DECAY, Decays, listed_decays
+from .rules.update_rule import UpdateRule, stored_names
+from .stores.offload import Offload, read_offload
+from .validate import PARAMETER_DTYPES
+
+_MAY_DIFFER = ("ema_decay", "master", "state_dtype")  # in how they are written: the state tells what they come to
+_LEFT_OUT_WHERE_NONE = ("state_offload", "device_budget", "speculate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options as they were given. ``ShardedOptimizer`` says what they mean."""
+
+    stage: int
+    bucket_cap_mb: float | None
+    grad_reduce_dtype: torch.dtype | None
+    grad_accumulation_dtype: torch.dtype | None
+    max_grad_norm: float | None
+    skip_nonfinite: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    state_offload: str | None
+    device_budget: int | str | None
+    speculate: bool | None
+    ema_decay: float | Sequence[float] | None
+    master: str
+    state_dtype: str
+    telemetry: bool
+
+    def check(self) -> None:
+        """Raise ValueError for the first that is out of range."""
+        if type(self.stage) is not int or self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage!r}")
+        if self.bucket_cap_mb is not None and not 0 < self.bucket_cap_mb < math.inf:
+            raise ValueError(f"bucket_cap_mb must be None or positive (MiB), got {self.bucket_cap_mb!r}")
+        if self.grad_reduce_dtype not in (None, *PARAMETER_DTYPES):
+            raise ValueError(
+                f"grad_reduce_dtype must be None or one of {PARAMETER_DTYPES}, got {self.grad_reduce_dtype!r}"
+            )
+        self._check_accumulation()
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be None or positive, got {self.max_grad_norm!r}")
+        for name, value, known in (("master", self.master, MASTERS), ("state_dtype", self.state_dtype, STATE_DTYPES)):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+        if not isinstance(self.telemetry, bool):
+            raise ValueError(f"telemetry must be True or False, got {self.telemetry!r}")
+        read_offload(self.state_offload, self.device_budget, self.speculate)
+
+    def _check_accumulation(self) -> None:
+        if self.grad_accumulation_dtype not in (None, torch.float32):
+            raise ValueError(
+                f"grad_accumulation_dtype must be None or torch.float32, got {self.grad_accumulation_dtype!r}"
+            )
+        if self.grad_accumulation_dtype is not None and self.stage == 0:
+            raise ValueError(
+                "grad_accumulation_dtype: at stage 0 gradients add up in .grad; leave it out, or take stage=1"
+            )
+
+    @property
+    def offload(self) -> Offload:
+        """Where the state lives."""
+        return read_offload(self.state_offload, self.device_budget, self.speculate)
+
+    @property
+    def group_defaults(self) -> Mapping[str, Any]:
+        """What parameter groups have of them unless they say otherwise."""
+        return {} if self.ema_decay is None else {EMA_DECAY: self.ema_decay}
+
+    def applied_to(self, rule: UpdateRule, groups: Sequence[Mapping[str, Any]]) -> UpdateRule:
+        """Give ``rule`` for these parameter groups, with state in the form that was asked for, and averages."""
+        rule = rule.for_groups(groups)
+        codecs = codecs_for(rule.tensors, rule.nonnegative, self.master, self.state_dtype)
+        rule = rule.with_codecs(codecs | {**rule.codecs})
+        if self.ema_decay is not None:
+            rule = rule.with_averages(Decays(EMA_DECAY, listed_decays(self.ema_decay)))
+        rule.check()
+        return rule
+
+    def described(self, rule: UpdateRule) -> dict[str, Any]:
+        """What all ranks have to have alike, by name. ``rule``: as it was applied."""
+        given = {name: value for name, value in vars(self).items() if name not in _MAY_DIFFER}
+        given = {name: value for name, value in given.items() if name not in _LEFT_OUT_WHERE_NONE or value is not None}
+        return {**given, "rule": rule.name, **rule.fixed, **rule.said, "state": stored_names(rule)}
