@@ -2,7 +2,7 @@
 
 from . import checkpoint, memory, rules
 from .checkpoint.hugging_face import load_safetensors
-from .drop_ins import ShardedAdam, ShardedAdamW, ShardedLion, ShardedSGD
+from .drop_ins import ShardedAdam, ShardedAdamW, ShardedLion, ShardedMuon, ShardedSGD
 from .errors import (
     CheckpointError,
     ClosedError,
@@ -43,6 +43,7 @@ __all__ = [
     "ShardedAdam",
     "ShardedAdamW",
     "ShardedLion",
+    "ShardedMuon",
     "ShardedOptimizer",
     "ShardedSGD",
     "StateMismatchError",

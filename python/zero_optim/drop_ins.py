@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .optimizer import ShardedOptimizer, ShardingOptions
 from .rules.adamw import AdamW
 from .rules.lion import Lion
+from .rules.muon import QUINTIC, Muon, split_for_muon
 from .rules.sgd import SGD
 from .validate import warn_of_meaningless
 
@@ -150,3 +151,53 @@ class ShardedSGD(ShardedOptimizer):
             differentiable=differentiable,
         )
         super().__init__(params, rule, **sharding)
+
+
+class ShardedMuon(ShardedOptimizer):
+    """``torch.optim.Muon``, sharded: for the matrices of hidden layers. No shard cuts one, so each is made orthogonal
+    on one rank, and the result does not depend on how many ranks there are.
+
+    Args:
+        params, sharding: as ``ShardedAdamW`` takes them, at stages 0 to 2. ``telemetry`` is not there.
+        lr, weight_decay, momentum, nesterov: as in ``torch.optim.Muon``; a group's own values win.
+        ns_coefficients, eps, ns_steps: of the Newton-Schulz iteration, the same for all groups.
+        adjust_lr_fn: how the rate depends on a matrix's shape, for all groups: None, "original", "match_rms_adamw" or
+            "spectral_unclamped"; see ``zero_optim.rules.muon.scale_of``.
+
+    Raises what ``ShardedOptimizer`` raises; ParameterError also for what is no matrix.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = QUINTIC,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        **sharding: Unpack[ShardingOptions],
+    ) -> None:
+        rule = Muon(
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            eps=eps,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+        )
+        super().__init__(params, rule, **sharding)
+
+    @staticmethod
+    def split(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
+        """Sort the parameters of ``model`` into those for Muon and the others, which AdamW or Lion takes, each with its
+        name: ``matrices, others = ShardedMuon.split(model)``.
+
+        The others are embeddings, heads, and all that is no matrix. A head is a matrix with as many rows as an
+        embedding, or one in a module that is called head, lm_head, output, classifier or score.
+        """
+        return split_for_muon(model)

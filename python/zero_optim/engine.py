@@ -107,7 +107,7 @@ class Engine:
         self.settings = settings
         self.max_grad_norm, self.skip_nonfinite = settings.max_grad_norm, settings.skip_nonfinite
         trained, labels = parameters.trained, parameters.labels
-        make_buckets = partial(buckets_by_size, trained, labels, shardings, settings.bucket_cap_mb)
+        make_buckets = partial(buckets_by_size, trained, labels, shardings, settings.bucket_cap_mb, rule.layout)
         if sharded_model is not None:
             make_buckets = partial(buckets_of_units, sharded_model, trained, labels, sharding)
         schedule = None if sharded_model is None else sharded_model.schedule

@@ -22,6 +22,7 @@ from .comm.together import check_same
 from .comm.topology import Topology, own_row
 from .comm.transport import used
 from .errors import ParameterError
+from .params.layout import CUT_AT_ROWS
 from .params.marks import is_averaged, is_shared, is_slice, is_term, marked, says_anything
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, check_free
@@ -85,6 +86,25 @@ def check_master(rule: UpdateRule, parameters: ParameterSet, indices: Sequence[i
             "all parameters are fp32, which are their own masters: there is nothing to split. Make the model bf16, or "
             'leave out master="split"'
         )
+
+
+def check_rule_takes(rule: UpdateRule, parameters: ParameterSet, indices: Sequence[int], stage: int) -> None:
+    """Raise ParameterError for the first of ``indices`` that the rule cannot update."""
+    whole = rule.layout is not CUT_AT_ROWS
+    if whole and stage >= 3:
+        raise ParameterError(
+            f"{rule.name} needs whole parameters, and shard_module has cut those of this model at rows: leave it out, "
+            "and take stage=2"
+        )
+    for index in indices:
+        parameter, label = parameters.all[index], parameters.labels[index]
+        if whole and is_cut(parameter):
+            raise ParameterError(
+                f"{label} is cut over the tensor-parallel ranks, and {rule.name} needs whole parameters: give it to "
+                "another optimizer"
+            )
+        if (reason := rule.refuse_parameter(parameter)) is not None:
+            raise ParameterError(f"{label} {reason}")
 
 
 def warn_of_meaningless(name: str, keywords: Mapping[str, bool | None]) -> None:

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from zero_optim.params.layout import ROW, BucketLayout, Slot, bucket_capacities, build_layout
+from zero_optim.params.layout import ROW, BucketLayout, Slot, WholeParameters, bucket_capacities, build_layout
 
 
 def _random_layout(seed, shards):
@@ -79,17 +79,55 @@ def test_a_shard_without_elements_has_empty_pieces():
 
 def test_a_policy_decides_where_shards_cut():
     """One that lets no parameter be cut, for two ranks: each of two has a shard to itself."""
-
-    class Whole:
-        def place(self, numels, shards):
-            longest = -(-max(numels) // ROW) * ROW
-            return [index * longest for index in range(len(numels))], shards * longest
-
-    (bucket,) = build_layout({0: 5 * ROW, 1: 3}, {0: "a", 1: "a"}, [0, 1], {"a": 10**6}, 2, Whole())
+    (bucket,) = build_layout({0: 5 * ROW, 1: 3}, {0: "a", 1: "a"}, [0, 1], {"a": 10**6}, 2, WholeParameters())
     assert bucket.shard_numel == 5 * ROW
     assert [[piece.numel for piece in bucket.pieces(shard)] for shard in (0, 1)] == [[5 * ROW, 0], [0, 3]]
     (usual,) = build_layout({0: 5 * ROW, 1: 3}, {0: "a", 1: "a"}, [0, 1], {"a": 10**6}, 2)
     assert [[piece.numel for piece in usual.pieces(shard)] for shard in (0, 1)] == [[3 * ROW, 0], [2 * ROW, 3]]
+
+
+def _of_whole_parameters(numels, order, shards):
+    kinds = dict.fromkeys(range(len(numels)), "bf16")
+    sizes, policy = dict(enumerate(numels)), WholeParameters()
+    capacities = bucket_capacities(sizes, kinds, None, {"bf16": 2}, shards)
+    return build_layout(sizes, kinds, order, capacities, shards, policy)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 8, 16])
+def test_whole_parameters_are_in_one_shard_each(shards):
+    numels = [7, 4 * ROW, 3 * ROW + 1, 4 * ROW, 0, ROW, 12 * ROW, 4 * ROW, 2 * ROW] * 3
+    order = list(reversed(range(len(numels))))
+    layouts = _of_whole_parameters(numels, order, shards)
+    found = {}
+    for layout in layouts:
+        offsets = [slot.offset for slot in layout.slots]
+        assert offsets == sorted(offsets) and all(offset % ROW == 0 for offset in offsets)
+        assert layout.numel % (shards * ROW) == 0
+        for shard in range(shards):
+            for piece in layout.pieces(shard):
+                if piece.numel:
+                    assert piece.in_param == 0 and piece.numel == piece.slot.numel
+                    assert piece.slot.param not in found
+                    found[piece.slot.param] = shard
+    assert sorted(found) == [index for index, numel in enumerate(numels) if numel]
+    # Of any order within a bucket comes the same layout, so that a saved one can be laid out again.
+    if shards > 1:
+        whole = WholeParameters()
+        for layout in layouts:
+            there = {slot.param: slot.offset for slot in layout.slots}
+            params = list(reversed(list(there)))
+            offsets, numel = whole.place(params, dict(enumerate(numels)), shards)
+            assert dict(zip(params, offsets, strict=True)) == there and numel == layout.numel
+
+
+@pytest.mark.parametrize(("shards", "most"), [(2, 0.05), (4, 0.05), (8, 0.05), (16, 0.05), (64, 0.07)])
+def test_padding_of_whole_matrices(shards, most):
+    """The matrices of Llama 2 7B, 224 of them."""
+    numels = [4096 * 4096] * 4 + [4096 * 11008] * 3
+    layouts = _of_whole_parameters(numels * 32, list(reversed(range(len(numels) * 32))), shards)
+    held = sum(layout.numel for layout in layouts)
+    padding = held / (32 * sum(numels)) - 1
+    assert padding < most
 
 
 def _llama(layers, hidden, ffn, kv, vocab=32000):

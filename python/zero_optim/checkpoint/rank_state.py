@@ -27,7 +27,9 @@ def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
         engine.shardings.check_joined("torch.distributed.checkpoint")
         groups = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
         groups = with_torch_options(groups, engine.rule)
-    return make_state_dict(groups, engine.states.export(), engine.hyper.steps.float())
+    exported = engine.states.export()
+    in_order = {index: exported[index] for index in engine.reducer.layout.order}
+    return make_state_dict(groups, in_order, engine.hyper.steps.float())
 
 
 def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..comm.sharding import Sharding
 from ..params.flat_params import FlatParams
-from ..params.layout import BucketLayout, bucket_capacities, build_layout
+from ..params.layout import BucketLayout, LayoutPolicy, bucket_capacities, build_layout
 from ..params.shardings import Shardings
 from ..params.tensor_slice import is_cut, local_of, room_of
 from ..units.sharded_model import ShardedModel
@@ -129,13 +129,14 @@ def buckets_by_size(
     labels: Sequence[str],
     shardings: Shardings,
     bucket_cap_mb: float | None,
+    policy: LayoutPolicy,
     order: Sequence[int],
 ) -> list[Bucket]:
     kinds = {index: Kind(p.dtype, is_cut(p), shardings.of(index)) for index, p in parameters.items()}
     rooms = {index: room_of(parameter) for index, parameter in parameters.items()}
     numels = {index: local_of(parameter).numel() for index, parameter in parameters.items()}
     made = []
-    for of, kind in layouts_by_size(rooms, kinds, bucket_cap_mb, order):
+    for of, kind in layouts_by_size(rooms, kinds, bucket_cap_mb, order, policy):
         layout = of.holding(numels)
         flat = FlatParams(layout, [parameters[slot.param] for slot in layout.slots], kind.sharding)
         made.append(Bucket(layout, flat, labels, kind.sharding))
@@ -143,7 +144,11 @@ def buckets_by_size(
 
 
 def layouts_by_size(
-    numels: Mapping[int, int], kinds: Mapping[int, Kind], bucket_cap_mb: float | None, order: Sequence[int]
+    numels: Mapping[int, int],
+    kinds: Mapping[int, Kind],
+    bucket_cap_mb: float | None,
+    order: Sequence[int],
+    policy: LayoutPolicy,
 ) -> list[tuple[BucketLayout, Kind]]:
     """Lay out parameters of so many elements, by index: as many in a bucket as fit. Without any tensors."""
     cap_bytes = None if bucket_cap_mb is None else bucket_cap_mb * 2**20
@@ -153,9 +158,9 @@ def layouts_by_size(
         itemsizes = {kind: sharding.reduce_dtype(kind.dtype).itemsize for kind in own.values()}
         capacities = bucket_capacities(numels, own, cap_bytes, itemsizes, sharding.shard_count)
         placed = [index for index in order if index in own]
-        found += build_layout(numels, own, placed, capacities, sharding.shard_count)
+        found += build_layout(numels, own, placed, capacities, sharding.shard_count, policy)
     place = {index: number for number, index in enumerate(order)}
-    found.sort(key=lambda layout: place[layout.slots[-1].param])
+    found.sort(key=lambda layout: max(place[slot.param] for slot in layout.slots))
     return [(layout, kinds[layout.slots[0].param]) for layout in found]
 
 

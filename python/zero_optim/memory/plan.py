@@ -354,7 +354,7 @@ def _lay_out(model: ModelShapes, job: Job, sharding: Sharding) -> _Laid:
         index: Kind(p.dtype, p.cut, sharding if p.sharers is None else of_experts[p.sharers])
         for index, p in ((index, parameters[index]) for index in order)
     }
-    layouts = layouts_by_size(rooms, kinds, job.bucket_cap_mb, order)
+    layouts = layouts_by_size(rooms, kinds, job.bucket_cap_mb, order, job.rule.layout)
     flats = [_Flat(layout.holding(numels), kind.dtype, True, kind.sharding) for layout, kind in layouts]
     return _Laid([flats, [_alone(p.numel, p.dtype, sharding) for p in parameters if not p.trained]])
 

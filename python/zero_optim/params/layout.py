@@ -8,8 +8,11 @@ parameters::
     rows    |r0 |r1 |r2 |r3 |r4 |r5 |r6 |...                            |
     shards  | rank 0                | rank 1                            |
 
-Where a shard may end is a policy of its own, ``CutAtRows`` today: an update that goes element by element does not mind.
-One that needs whole matrices would place them so that none is cut.
+Where a shard may end is a policy of its own. By ``CutAtRows`` it may end at any row: an update that goes element by
+element does not mind. By ``WholeParameters`` it cuts no parameter, for an update that needs whole matrices::
+
+    bucket  | slot 1 ............ | slot 3 .. |//| slot 0 ............... | slot 2 .. |
+    shards  | rank 0                             | rank 1                             |
 """
 
 from __future__ import annotations
@@ -90,22 +93,82 @@ class BucketLayout:
 
 
 class LayoutPolicy(Protocol):
-    """Decides where in a bucket its parameters lie, and so where shards cut them."""
+    """Decides which parameters share a bucket, and where they lie in it, and so where shards cut them."""
 
-    def place(self, numels: Sequence[int], shards: int) -> tuple[list[int], int]:
-        """The offset of each parameter, in order, each on a row; and the elements of the bucket: ``shards`` equal parts
-        of whole rows, at least one."""
+    def split(self, params: Sequence[int], numels: Mapping[int, int], capacity: int, shards: int) -> list[list[int]]:
+        """Cut ``params``, in their order, into buckets of about ``capacity`` elements."""
+
+    def place(self, params: Sequence[int], numels: Mapping[int, int], shards: int) -> tuple[list[int], int]:
+        """The offset of each of ``params``, in order, each on a row; and the elements of the bucket: ``shards`` equal
+        parts of whole rows, at least one. The same parameters in another order get the same places, or lie in that
+        order."""
 
 
 class CutAtRows:
     """Parameters lie one after another, and a shard may end at any row of one. No padding but for that of rows."""
 
-    def place(self, numels: Sequence[int], shards: int) -> tuple[list[int], int]:
+    def split(self, params: Sequence[int], numels: Mapping[int, int], capacity: int, shards: int) -> list[list[int]]:
+        """No bucket holds more than ``capacity``; a larger parameter has one to itself."""
+        buckets: list[list[int]] = []
+        taken = 0  # in whole rows
+        for param in params:
+            if not buckets or taken + numels[param] > capacity:
+                buckets.append([])
+                taken = 0
+            buckets[-1].append(param)
+            taken += round_up(numels[param], ROW)
+        return buckets
+
+    def place(self, params: Sequence[int], numels: Mapping[int, int], shards: int) -> tuple[list[int], int]:
         offsets, end = [], 0
-        for numel in numels:
+        for param in params:
             offsets.append(round_up(end, ROW))
-            end = offsets[-1] + numel
+            end = offsets[-1] + numels[param]
         return offsets, round_up(max(end, 1), shards * ROW)
+
+
+CUT_AT_ROWS = CutAtRows()
+MOST_PADDING = 0.05
+"""Of a bucket of whole parameters, beside what they take. See ``WholeParameters``."""
+
+
+class WholeParameters:
+    """No shard cuts a parameter. The largest comes first, each goes to the shard that has least, and all shards are as
+    long as the fullest. So a bucket grows until it has parameters for all shards: its padding is ``MOST_PADDING`` at
+    most, where the parameters allow it."""
+
+    def split(self, params: Sequence[int], numels: Mapping[int, int], capacity: int, shards: int) -> list[list[int]]:
+        if shards == 1:  # then nothing is cut
+            return CUT_AT_ROWS.split(params, numels, capacity, shards)
+        buckets: list[list[int]] = [[]]
+        taken = 0
+        for param in params:
+            buckets[-1].append(param)
+            taken += round_up(numels[param], ROW)
+            if taken >= capacity and self._numel(buckets[-1], numels, shards) <= (1 + MOST_PADDING) * taken:
+                buckets.append([])
+                taken = 0
+        last = buckets.pop()
+        if last and buckets:
+            apart = sum(self._numel(bucket, numels, shards) for bucket in (buckets[-1], last))
+            if self._numel(buckets[-1] + last, numels, shards) <= apart and apart > 0:
+                last = buckets.pop() + last
+        return [*buckets, last] if last else buckets
+
+    def _numel(self, params: Sequence[int], numels: Mapping[int, int], shards: int) -> int:
+        return self.place(params, numels, shards)[1]
+
+    def place(self, params: Sequence[int], numels: Mapping[int, int], shards: int) -> tuple[list[int], int]:
+        if shards == 1:  # then nothing is cut
+            return CUT_AT_ROWS.place(params, numels, shards)
+        loads = [0] * shards
+        home: dict[int, tuple[int, int]] = {}  # of each, its shard, and where it begins there
+        for param in sorted(params, key=lambda param: (-numels[param], param)):
+            shard = loads.index(min(loads))
+            home[param] = shard, loads[shard]
+            loads[shard] += round_up(numels[param], ROW)
+        longest = max(*loads, ROW)
+        return [shard * longest + start for shard, start in map(home.__getitem__, params)], shards * longest
 
 
 CAP_BYTES = 25 * 2**20
@@ -144,7 +207,7 @@ def build_layout(
     order: Sequence[int],
     capacities: Mapping[Hashable, int],
     shards: int,
-    policy: LayoutPolicy | None = None,
+    policy: LayoutPolicy = CUT_AT_ROWS,
 ) -> list[BucketLayout]:
     """Fill buckets with the parameters in ``order``; a bucket's index follows the place of its last slot in it.
 
@@ -152,24 +215,17 @@ def build_layout(
         numels: elements of each parameter, by index.
         kinds: what must not mix in a bucket (the dtype), by index.
         order: indices of the parameters to place, in the order in which their gradients become ready.
-        capacities: elements a bucket of each kind may hold; a larger parameter has a bucket to itself.
+        capacities: elements a bucket of each kind may hold, or about as many; the policy says.
         shards: parts that every bucket splits into.
-        policy: where in a bucket its parameters lie; None: ``CutAtRows``.
+        policy: which parameters share a bucket, and where they lie in it.
     """
-    filled: list[tuple[int, list[int]]] = []  # each with the place of its last parameter in the order
-    current: dict[Hashable, tuple[int, list[int]]] = {}
-    taken: dict[Hashable, int] = {}  # elements of the current bucket of each kind, in whole rows
-    for place, param in enumerate(order):
-        kind = kinds[param]
-        if kind in current and taken[kind] + numels[param] > capacities[kind]:
-            filled.append(current.pop(kind))
-        _, params = current.setdefault(kind, (place, []))
-        taken[kind] = round_up(numels[param], ROW) + (taken[kind] if params else 0)
-        params.append(param)
-        current[kind] = (place, params)
-    filled.extend(current.values())
-    filled.sort(key=lambda entry: entry[0])
-    return [_layout(params, numels, shards, policy or CutAtRows()) for _, params in filled]
+    place = {param: number for number, param in enumerate(order)}
+    buckets: list[list[int]] = []
+    for kind in dict.fromkeys(kinds[param] for param in order):
+        of_kind = [param for param in order if kinds[param] == kind]
+        buckets += policy.split(of_kind, numels, capacities[kind], shards)
+    buckets.sort(key=lambda params: place[params[-1]])
+    return [_layout(params, numels, shards, policy) for params in buckets]
 
 
 def one_bucket(numels: Sequence[int], shards: int) -> BucketLayout:
@@ -180,6 +236,6 @@ def one_bucket(numels: Sequence[int], shards: int) -> BucketLayout:
 
 
 def _layout(params: Sequence[int], numels: Mapping[int, int], shards: int, policy: LayoutPolicy) -> BucketLayout:
-    sizes = [numels[param] for param in params]
-    offsets, numel = policy.place(sizes, shards)
-    return BucketLayout(tuple(map(Slot, params, offsets, sizes)), shards, numel)
+    offsets, numel = policy.place(params, numels, shards)
+    slots = [Slot(param, offset, numels[param]) for param, offset in zip(params, offsets, strict=True)]
+    return BucketLayout(tuple(sorted(slots, key=lambda slot: slot.offset)), shards, numel)

@@ -3,6 +3,7 @@
 from .adamw import AdamW
 from .codec import Bf16, Codec, Int8, Root8, Split
 from .lion import Lion
+from .muon import Muon
 from .options import Betas, Fixed, Flag, Number
 from .sgd import SGD
 from .state_tensor import Begins, Per, StateTensor
@@ -18,6 +19,7 @@ __all__ = [
     "Flag",
     "Int8",
     "Lion",
+    "Muon",
     "Number",
     "Per",
     "Root8",
@@ -27,5 +29,5 @@ __all__ = [
     "UpdateRule",
 ]
 
-RULES: dict[str, type[UpdateRule]] = {rule.__name__: rule for rule in (AdamW, Lion, SGD)}
+RULES: dict[str, type[UpdateRule]] = {rule.__name__: rule for rule in (AdamW, Lion, Muon, SGD)}
 """The rules of the package, by their names, by which checkpoints know them."""

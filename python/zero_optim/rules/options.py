@@ -119,9 +119,10 @@ class Flag(Option):
 
 @dataclass(frozen=True)
 class Fixed(Option):
-    """A bool that decides what state there is, so that all groups have the rule's. It is no number of a group."""
+    """What all groups have as the rule has it: a bool that decides what state there is, or a way to calculate. It is no
+    number of a group."""
 
-    default: bool = False
+    default: Any = False
     optional = True
 
 

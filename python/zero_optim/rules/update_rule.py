@@ -18,12 +18,35 @@ from torch import Tensor
 
 import zero_kernels
 
+from ..params.layout import CUT_AT_ROWS, LayoutPolicy
+from ..params.storage_order import StorageOrder, view_of
 from .codec import Codec, check_codecs
 from .options import EMA_DECAY, Decays, Fixed, Option, coefficients_of
 from .state_tensor import Begins, StateTensor
 
 MASTER = "master"
 """The name of the state that the parameters are roundings of, in the rules of the package."""
+
+
+class Whole(NamedTuple):
+    """A parameter that lies whole in a shard: from element ``start`` on, in this memory format."""
+
+    param: int
+    start: int
+    shape: torch.Size
+    order: StorageOrder
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def of(self, along_shard: Tensor) -> Tensor:
+        """[numel] what a tensor along the shard has of it: a view."""
+        return along_shard.narrow(0, self.start, self.numel)
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """View ``flat`` [numel] in the parameter's shape."""
+        return view_of(flat, self.shape, self.order)
 
 
 class ShardUpdate(NamedTuple):
@@ -43,6 +66,7 @@ class ShardUpdate(NamedTuple):
         rates: [parameters, averages] fp32, how far each average goes towards the new master; None: there are none.
         row_stats: [shard_numel / ROW, 5] fp32, receives what ``zero_kernels.ROW_STATS`` names of each row; None: it is
             not wanted.
+        wholes: the parameters in it, where the rule has them whole.
     """
 
     grad: Tensor
@@ -55,6 +79,7 @@ class ShardUpdate(NamedTuple):
     marks: Tensor
     rates: Tensor | None = None
     row_stats: Tensor | None = None
+    wholes: Sequence[Whole] = ()
 
     @property
     def shared(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
@@ -84,6 +109,9 @@ class UpdateRule:
         codecs: how tensors are stored that are not stored as they are, by name; see ``Codec``.
         averages: the exponential averages of the master that are kept beside the rule's own state, the last of
             ``tensors``; see ``with_averages``.
+        layout: where in a bucket parameters lie: ``WholeParameters`` for a rule that needs whole matrices, which brings
+            an ``update`` of its own. Stages 0 to 2 alone have it.
+        measures_rows: whether its ``update`` gives what ``telemetry`` tells.
         ulps_an_update: the most that rounding makes of an update, in units in the last place; None: nobody knows.
     """
 
@@ -98,6 +126,8 @@ class UpdateRule:
     nonnegative: frozenset[str] = frozenset()
     codecs: Mapping[str, Codec] = MappingProxyType({})
     averages: tuple[str, ...] = ()
+    layout: LayoutPolicy = CUT_AT_ROWS
+    measures_rows = True
 
     def __init__(self, **values: Any) -> None:
         known = {option.name: option.default for option in self.options}
@@ -171,11 +201,15 @@ class UpdateRule:
         if group.get(EMA_DECAY) is not None and not self.averages:
             raise ValueError(f"{EMA_DECAY} of {owner}: the optimizer keeps no averages: give it {EMA_DECAY}, too")
         for name, value in self.fixed.items():
-            if bool(group.get(name, value)) != bool(value):
+            if _listed(group.get(name, value)) != _listed(value):
                 raise ValueError(
-                    f"{name} of {owner} is {group[name]!r}, and the optimizer has {name}={value!r}: it decides what "
-                    "state there is, and all groups have the same"
+                    f"{name} of {owner} is {group[name]!r}, and the optimizer has {name}={value!r}: all groups have "
+                    "the same"
                 )
+
+    def refuse_parameter(self, parameter: Tensor) -> str | None:
+        """Say why this parameter cannot be updated by the rule, and what to do. None: it can."""
+        return None
 
     def refuse_saved(self, number: int, group: Mapping[str, Any]) -> str | None:
         """Say why state of a group with these options means something else here. None: it does not."""
@@ -272,6 +306,11 @@ class UpdateRule:
 
 NewValues = tuple[Tensor, Mapping[str, Tensor]]
 """What ``update_rows`` returns."""
+
+
+def _listed(value: Any) -> Any:
+    """A checkpoint has lists for tuples."""
+    return [*value] if isinstance(value, list | tuple) else value
 
 
 def lists_of(

@@ -234,8 +234,8 @@ class OptimizerState:
     # -- state dicts ---------------------------------------------------------------------------------------------
 
     def export(self) -> dict[int, dict[str, Tensor]]:
-        """State by parameter index; the order of the keys is that of the layout. Tensors are views of live state, or
-        copies in host memory where the store does not keep it in one place."""
+        """State by parameter index. Tensors are views of live state, or copies in host memory where the store does not
+        keep it in one place."""
         self.refresh_edited()
         exported = {}
         for shard in self.shards:

@@ -15,12 +15,12 @@ from zero_kernels import ROW_STATS
 from ..comm.streams import keep_for_current_stream
 from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
-from ..params.layout import SlotPiece
+from ..params.layout import CUT_AT_ROWS, SlotPiece
 from ..params.storage_order import view_of
 from ..params.tensor_slice import shown_as
 from ..rules.codec import Codec
 from ..rules.state_tensor import Begins, Per, StateTensor
-from ..rules.update_rule import ShardUpdate, UpdateRule, has_master, stored_for, tensors_for
+from ..rules.update_rule import ShardUpdate, UpdateRule, Whole, has_master, stored_for, tensors_for
 from ..stores.host_store import HostStore
 from ..stores.state_store import StateStore
 from .speculation import Speculation, Speculator
@@ -38,6 +38,7 @@ class ShardState:
         stored: the same as it is stored. Where a tensor has no codec it is the same one.
         page: its number in the store.
         row_slot: [shard_numel / ROW] int32, the parameter index of each row; -1 for padding.
+        wholes: the parameters in it, where the rule has them whole.
         row_stats: [shard_numel / ROW, 5] fp32, what the last update has measured of each row; None: it measures none.
     """
 
@@ -62,13 +63,22 @@ class ShardState:
         self.page = store.allocate({t.name: self._first(t, store.works_on) for t in self.stored}, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=store.works_on)
+        self.wholes = self._wholes() if rule.layout is not CUT_AT_ROWS else ()
         self.row_stats: Tensor | None = None
         if measures:
             self.row_stats = torch.zeros(len(rows), len(ROW_STATS), device=store.works_on)
         if speculator is not None and isinstance(self._place, OnHost) and has_master(rule, bucket.dtype):
             assert isinstance(store, HostStore)
             spare_stats = None if self.row_stats is None else torch.zeros_like(self.row_stats)
-            self._speculation = Speculation(speculator, rule, self._place, store, self.page, self.row_slot, spare_stats)
+            self._speculation = Speculation(
+                speculator, rule, self._place, store, self.page, self.row_slot, spare_stats, self.wholes
+            )
+
+    def _wholes(self) -> tuple[Whole, ...]:
+        flat = self.bucket.flat
+        places = zip(self.bucket.pieces, flat.locals, flat.orders, strict=True)
+        here = [(piece, local.shape, order) for piece, local, order in places if piece.numel]
+        return tuple(Whole(piece.slot.param, piece.in_shard, shape, order) for piece, shape, order in here)
 
     def _first(self, tensor: StateTensor, device: torch.device) -> Tensor:
         if tensor.begins is not Begins.ZERO:
@@ -114,6 +124,7 @@ class ShardState:
                 by.marks,
                 by.rates,
                 self.row_stats,
+                self.wholes,
             )
         except BaseException:
             self.give_up_update()

@@ -15,7 +15,7 @@ updated last time is updated; and as many reductions come before ``step`` as las
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..params.parameter_set import ParameterSet
-from ..rules.update_rule import ShardUpdate, UpdateRule
+from ..rules.update_rule import ShardUpdate, UpdateRule, Whole
 from ..stores.host_store import HostStore
 from .hyper_table import HyperTable
 from .workplace import Coefficients, OnHost
@@ -65,6 +65,7 @@ class Speculation:
     Args:
         page: the shard's, in the ``store``.
         row_slot: [shard_numel / ROW] int32, the parameter index of each row.
+        wholes: see ``ShardUpdate``.
         row_stats: what the update measures of each row; None: nothing. It is the shard's where the guess was right.
     """
 
@@ -77,7 +78,9 @@ class Speculation:
         page: int,
         row_slot: Tensor,
         row_stats: Tensor | None = None,
+        wholes: Sequence[Whole] = (),
     ) -> None:
+        self._wholes = wholes
         self._speculator, self._rule, self._place, self._store = speculator, rule.prepared(), place, store
         self._page, self._row_slot, self.row_stats = page, row_slot, row_stats
         self._parameters = torch.unique(row_slot[row_slot >= 0]).long()  # [n] those in this shard
@@ -105,7 +108,7 @@ class Speculation:
             tensor.copy_(live[name])
         parameters = self._place.parameters_to_guess()
         shared = (by.hyper, by.grad_scale, by.found_inf, by.marks, by.rates)
-        update = ShardUpdate(gradient, parameters, spare, self._row_slot, *shared, self.row_stats)
+        update = ShardUpdate(gradient, parameters, spare, self._row_slot, *shared, self.row_stats, self._wholes)
         self._rule.update([update])
 
     def confirm(self, by: Coefficients) -> bool:

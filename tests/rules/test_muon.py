@@ -1,0 +1,501 @@
+"""``ShardedMuon`` against ``torch.optim.Muon`` of whole fp32 parameters, and itself on other numbers of ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zero_optim
+from harness import run_ranks
+from torch import Tensor, nn
+from zero_optim import ParameterError, ShardedMuon
+from zero_optim.rules.muon import QUINTIC, orthogonalized, scale_of
+
+SHAPES = ((24, 40), (72, 8), (8, 72), (40, 40), (1, 130), (130, 3), (24, 40))
+STEPS = 4
+OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+
+
+def _weights(dtype: torch.dtype) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter((torch.randn(shape, generator=generator) / 4).to(dtype)) for shape in SHAPES]
+
+
+def _gradient(rank: int, step: int, number: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + 100 * step + number)
+    return torch.randn(SHAPES[number], generator=generator).to(dtype)
+
+
+def _average(world_size: int, step: int, number: int, dtype: torch.dtype) -> Tensor:
+    """Each rank's term is divided and rounded, and their sum is."""
+    terms = [(_gradient(rank, step, number, dtype).float() / world_size).to(dtype) for rank in range(world_size)]
+    return sum((term.float() for term in terms[1:]), terms[0].float()).to(dtype)
+
+
+def _oracle(world_size: int, dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    """torch's Muon of fp32 masters. Gradients are cast, as ours are."""
+    masters = [nn.Parameter(weight.detach().float()) for weight in _weights(dtype)]
+    clip = options.pop("max_grad_norm", None)
+    opt = torch.optim.Muon(masters, **{**OPTIONS, **options})
+    for step in range(STEPS):
+        for number, master in enumerate(masters):
+            master.grad = _average(world_size, step, number, dtype).float()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(masters, clip)
+        opt.step()
+    return [master.detach() for master in masters]
+
+
+def _train(
+    rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any], steps: int = STEPS, first: int = 0
+) -> list[Tensor]:
+    """The masters, whole."""
+    params = _weights(dtype)
+    opt = ShardedMuon(params, **{**OPTIONS, "bucket_cap_mb": 0.002, **options})
+    _steps(opt, params, rank, range(first, first + steps), dtype)
+    masters = _masters(opt, params)
+    opt.close()
+    return masters
+
+
+def _steps(opt: ShardedMuon, params: list[nn.Parameter], rank: int, steps: range, dtype: torch.dtype) -> None:
+    for step in steps:
+        terms = ((p * _gradient(rank, step, n, dtype)).sum() for n, p in enumerate(params))
+        sum(terms, torch.zeros((), dtype=dtype)).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def _masters(opt: ShardedMuon, params: list[nn.Parameter]) -> list[Tensor]:
+    state = zero_optim.full_state_dict(opt, rank=None)["state"]
+    return [state[n].get("master", p.detach().clone()) for n, p in enumerate(params)]
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("scale", [None, "match_rms_adamw"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_torchs(dtype: torch.dtype, scale: str | None, nesterov: bool) -> None:
+    options = {"adjust_lr_fn": scale, "nesterov": nesterov}
+    for found, expected in zip(_train(0, 1, dtype, options), _oracle(1, dtype, **options), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-7)  # of values below 2: a unit or two
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 1), (3, 1), (2, 2), (3, 2)])
+def test_ranks_make_no_difference(world_size: int, stage: int) -> None:
+    """To the bit: each matrix is made orthogonal by the same operations, on whatever rank it lies."""
+    for dtype in (torch.float32, torch.bfloat16):
+        every = run_ranks(world_size, _train, dtype, {"stage": stage})
+        for masters in every:
+            for found, expected in zip(masters, _oracle(world_size, dtype), strict=True):
+                torch.testing.assert_close(found, expected, rtol=0, atol=2e-7)
+        alone = _alone(world_size, dtype)
+        assert all(map(torch.equal, every[0], alone))
+
+
+def test_it_clips_as_torch_does() -> None:
+    """Momentum is made of the clipped gradients. Muon itself forgets their size, but not beside each other."""
+    expected = _oracle(2, torch.float32, max_grad_norm=0.5)
+    for masters in run_ranks(2, _train, torch.float32, {"max_grad_norm": 0.5}):
+        for found, exact in zip(masters, expected, strict=True):
+            torch.testing.assert_close(found, exact, rtol=0, atol=2e-4)  # the norm is rounded otherwise, then to bf16
+
+
+def _on_a_grid(rank: int, world_size: int) -> list[Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return _train(rank % 2, world_size, torch.float32, {"mesh": mesh})
+
+
+def test_on_a_grid() -> None:
+    """Replicas with the same gradients, so that averages of four are those of two."""
+    for masters in run_ranks(4, _on_a_grid):
+        assert all(map(torch.equal, masters, _alone(2, torch.float32)))
+
+
+def _in_fp16(rank: int, world_size: int, scale: float) -> list[Tensor]:
+    params = _weights(torch.float16)
+    opt = ShardedMuon(params, **OPTIONS)
+    scaler = zero_optim.GradScaler(init_scale=scale, growth_interval=1000)
+    for step in range(STEPS):
+        terms = ((p * _gradient(rank, step, n, torch.float16)).sum() for n, p in enumerate(params))
+        scaler.scale(sum(terms, torch.zeros((), dtype=torch.float16))).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+    masters = _masters(opt, params)
+    opt.close()
+    return masters
+
+
+def test_a_loss_scale_makes_no_difference() -> None:
+    plain, scaled = (run_ranks(2, _in_fp16, scale)[0] for scale in (1.0, 64.0))
+    assert all(map(torch.equal, plain, scaled))
+
+
+def _alone(world_size: int, dtype: torch.dtype) -> list[Tensor]:
+    """One rank that is given the averages."""
+    params = _weights(dtype)
+    opt = ShardedMuon(params, **OPTIONS)
+    for step in range(STEPS):
+        for number, parameter in enumerate(params):
+            parameter.grad = _average(world_size, step, number, dtype)
+        opt.step()
+    masters = _masters(opt, params)
+    opt.close()
+    return masters
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"state_offload": "cpu"},
+        {"state_offload": "paged", "device_budget": 0},
+        {"state_offload": "nvme"},
+        {"ema_decay": 0.5},
+        {"grad_accumulation_dtype": torch.float32},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_state_elsewhere_has_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
+    if options.get("state_offload") == "nvme":
+        options = {"state_offload": f"nvme:{tmp_path}"}
+    for of_rank in run_ranks(2, _train, torch.bfloat16, options):
+        assert all(map(torch.equal, of_rank, _alone(2, torch.bfloat16)))
+
+
+def test_a_split_master_is_a_unit_off_at_most() -> None:
+    """Ties are moved by one: docs/state.md."""
+    for of_rank in run_ranks(2, _train, torch.bfloat16, {"master": "split"}):
+        for found, expected in zip(of_rank, _alone(2, torch.bfloat16), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-7)
+            assert (found == expected).float().mean() > 0.99
+
+
+def test_8_bit_momentum_is_near() -> None:
+    (masters, _) = run_ranks(2, _train, torch.bfloat16, {"state_dtype": "int8"})
+    exact = _alone(2, torch.bfloat16)
+    assert not all(map(torch.equal, masters, exact))
+    for found, expected, before in zip(masters, exact, _weights(torch.bfloat16), strict=True):
+        assert (found - expected).norm() < 0.05 * (expected - before.detach()).norm()
+
+
+# -- a skipped step, and what begins in one ---------------------------------------------------------------------------
+
+
+def _overflow(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
+    """State after a first step that one rank's gradient makes overflow, and after a good one then."""
+    params = _weights(torch.bfloat16)
+    before = copy.deepcopy(params)
+    opt = ShardedMuon(params, **OPTIONS)
+    total = sum((p.float() * (float("inf") if rank == 0 and n == 2 else 1.0)).sum() for n, p in enumerate(params))
+    assert isinstance(total, Tensor)
+    total.backward()
+    opt.step()
+    opt.zero_grad()
+    assert all(map(torch.equal, params, before))
+    first = opt.first_non_finite()
+    assert first is not None and first["parameter"].startswith("parameter 2 of group 0"), first
+    state = zero_optim.full_state_dict(opt, rank=None)["state"]
+    assert not any(entry["momentum_buffer"].any() for entry in state.values())
+    _steps(opt, params, rank, range(1), torch.bfloat16)
+    after = _masters(opt, params)
+    opt.close()
+    fresh = _weights(torch.bfloat16)
+    opt = ShardedMuon(fresh, **OPTIONS)
+    _steps(opt, fresh, rank, range(1), torch.bfloat16)
+    expected = _masters(opt, fresh)
+    opt.close()
+    return after, expected
+
+
+def test_an_overflow_in_the_first_step_leaves_no_trace() -> None:
+    for after, expected in run_ranks(2, _overflow):
+        assert all(map(torch.equal, after, expected))
+
+
+def test_a_parameter_without_a_gradient_stays() -> None:
+    params = _weights(torch.float32)
+    before = params[1].detach().clone()
+    opt = ShardedMuon(params, **OPTIONS)
+    for number in (0, *range(2, len(params))):
+        params[number].grad = _gradient(0, 0, number, torch.float32)
+    opt.step()
+    assert torch.equal(params[1], before) and not torch.equal(params[0], _weights(torch.float32)[0])
+    opt.close()
+
+
+def _micro_batches(rank: int, world_size: int, how: str) -> list[Tensor]:
+    """One step of four micro-batches, sent at once, one by one, or as their sum in one backward."""
+    params = _weights(torch.float32)
+    opt = ShardedMuon(params, **OPTIONS)
+
+    def loss(micro: int) -> Tensor:
+        return sum((p * _gradient(rank, micro, n, torch.float32)).sum() for n, p in enumerate(params))  # type: ignore
+
+    if how == "one":
+        sum(map(loss, range(4))).backward()  # type: ignore[union-attr]
+    for micro in range(4) if how == "each" else ():
+        loss(micro).backward()
+    if how == "no_sync":
+        with opt.no_sync():
+            for micro in range(3):
+                loss(micro).backward()
+        loss(3).backward()
+    opt.step()
+    masters = _masters(opt, params)
+    opt.close()
+    return masters
+
+
+def test_micro_batches_are_one_step() -> None:
+    """The matrix that is made orthogonal is of their sum, and not each of theirs."""
+    one, each, at_once = (run_ranks(2, _micro_batches, how)[0] for how in ("one", "each", "no_sync"))
+    for of_one, of_each, of_once in zip(one, each, at_once, strict=True):
+        # The sums are rounded in another order, and bf16 iterations make more of that.
+        torch.testing.assert_close(of_each, of_one, rtol=0, atol=1e-3)
+        torch.testing.assert_close(of_once, of_one, rtol=0, atol=1e-3)
+
+
+# -- where matrices lie -----------------------------------------------------------------------------------------------
+
+
+def _places(rank: int, world_size: int) -> tuple[list[int], bool]:
+    params = _weights(torch.bfloat16)
+    opt = ShardedMuon(params, bucket_cap_mb=0.002, **OPTIONS)
+    held = [whole.param for shard in opt.engine.states.shards for whole in shard.wholes]
+    planned = zero_optim.memory.plan_of(opt).memory
+    same = all(planned[kind] == nbytes for kind, nbytes in opt.stats()["memory"].items())
+    opt.close()
+    return held, same
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_no_shard_cuts_a_matrix(world_size: int) -> None:
+    found = run_ranks(world_size, _places)
+    assert sorted(param for held, _ in found for param in held) == list(range(len(SHAPES)))
+    assert all(same for _, same in found)
+
+
+def test_a_rank_may_have_none() -> None:
+    for masters in run_ranks(4, _two_matrices):
+        assert all(map(torch.equal, masters, _two_matrices(0, 1)))
+
+
+def _two_matrices(rank: int, world_size: int) -> list[Tensor]:
+    params = _weights(torch.float32)[:2]
+    opt = ShardedMuon(params, **OPTIONS)
+    for parameter in params:
+        parameter.grad = torch.ones_like(parameter)
+    opt.step()
+    result = [parameter.detach().clone() for parameter in params]
+    opt.close()
+    return result
+
+
+def _transposed(rank: int, world_size: int) -> Tensor:
+    """Of a weight that lies column by column."""
+    weight = nn.Parameter(_weights(torch.float32)[0].detach().t().contiguous().t())
+    opt = ShardedMuon([weight], **OPTIONS)
+    weight.grad = _gradient(0, 0, 0, torch.float32)
+    opt.step()
+    opt.close()
+    return weight.detach().contiguous()
+
+
+def test_another_memory_format() -> None:
+    plain = _weights(torch.float32)[:1]
+    opt = torch.optim.Muon(plain, **OPTIONS)
+    plain[0].grad = _gradient(0, 0, 0, torch.float32)
+    opt.step()
+    # bf16 products are rounded otherwise where a matrix lies otherwise: 2^-8 of an update, which is about lr / 5.
+    torch.testing.assert_close(_transposed(0, 1), plain[0].detach(), rtol=0, atol=5e-5)
+
+
+# -- saved and loaded -------------------------------------------------------------------------------------------------
+
+
+def _to_torch_and_back(rank: int, world_size: int) -> list[Tensor]:
+    """Two steps, the state by way of torch's optimizer, two more."""
+    params = _weights(torch.float32)
+    opt = ShardedMuon(params, **OPTIONS)
+    _steps(opt, params, rank, range(2), torch.float32)
+    state = zero_optim.full_state_dict(opt, rank=None)
+    opt.close()
+    theirs = torch.optim.Muon([nn.Parameter(p.detach().clone()) for p in params], **OPTIONS)
+    theirs.load_state_dict(state)
+    again = ShardedMuon(params, **OPTIONS)
+    zero_optim.load_full_state_dict(again, theirs.state_dict())
+    _steps(again, params, rank, range(2, 4), torch.float32)
+    masters = _masters(again, params)
+    again.close()
+    return masters
+
+
+def test_by_way_of_torch() -> None:
+    for masters in run_ranks(2, _to_torch_and_back):
+        assert all(map(torch.equal, masters, _alone(2, torch.float32)))
+
+
+def _save(rank: int, world_size: int, folder: str) -> None:
+    model = _model()
+    opt = ShardedMuon(model.named_parameters(), **OPTIONS)
+    _steps(opt, list(model), rank % 1, range(2), torch.bfloat16)
+    zero_optim.checkpoint.save(folder, model, opt)
+    opt.close()
+
+
+def _load(rank: int, world_size: int, folder: str) -> list[Tensor]:
+    model = _model()
+    opt = ShardedMuon(model.named_parameters(), **OPTIONS)
+    zero_optim.checkpoint.load(folder, model, opt)
+    _steps(opt, list(model), 0, range(2, 4), torch.bfloat16)
+    masters = _masters(opt, list(model))
+    opt.close()
+    return masters
+
+
+def _model() -> nn.ParameterList:
+    return nn.ParameterList(_weights(torch.bfloat16))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_checkpoints_load_at_any_scale(ranks: int, tmp_path: Path) -> None:
+    run_ranks(2, _save, f"{tmp_path}/saved")
+    expected = _train(0, 1, torch.bfloat16, {})
+    for masters in run_ranks(ranks, _load, f"{tmp_path}/saved"):
+        assert all(map(torch.equal, masters, expected))
+
+
+def _own_state(rank: int, world_size: int) -> list[Tensor]:
+    params = _weights(torch.bfloat16)
+    opt = ShardedMuon(params, bucket_cap_mb=0.002, **OPTIONS)
+    _steps(opt, params, 0, range(2), torch.bfloat16)
+    state, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(params)
+    opt.close()
+    again = ShardedMuon(weights, bucket_cap_mb=0.002, **OPTIONS)
+    again.load_state_dict(state)
+    _steps(again, weights, 0, range(2, 4), torch.bfloat16)
+    masters = _masters(again, weights)
+    again.close()
+    return masters
+
+
+def test_a_rank_loads_its_own_state() -> None:
+    for masters in run_ranks(4, _own_state):
+        assert all(map(torch.equal, masters, _train(0, 1, torch.bfloat16, {})))
+
+
+# -- the iteration ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (200, 50), (50, 200)])
+def test_singular_values_end_near_1(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalized(matrix, QUINTIC, 5, 1e-7).float())
+    assert values.median() > 0.6 and values.max() < 1.3  # the smallest of a square matrix need more steps
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    polar = u @ v
+    found = orthogonalized(matrix, QUINTIC, 5, 1e-7).float()
+    assert (found * polar).sum() / (found.norm() * polar.norm()) > 0.97
+
+
+def test_matrices_of_zeros_and_of_rank_one() -> None:
+    assert not orthogonalized(torch.zeros(5, 7), QUINTIC, 5, 1e-7).any()
+    matrix = torch.ones(6, 1) @ torch.ones(1, 9)
+    values = torch.linalg.svdvals(orthogonalized(matrix, QUINTIC, 5, 1e-7).float())
+    assert 0.6 < values[0] < 1.3 and values[1] < 0.05
+
+
+def test_scales() -> None:
+    assert scale_of((4, 16), None) == scale_of((4, 16), "original") == 1.0
+    assert scale_of((16, 4), None) == scale_of((16, 4), "spectral_unclamped") == 2.0
+    assert scale_of((4, 16), "spectral_unclamped") == 0.5
+    assert scale_of((4, 25), "match_rms_adamw") == pytest.approx(1.0)
+
+
+# -- who takes what ---------------------------------------------------------------------------------------------------
+
+
+class _Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8)
+        self.layer = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 50, bias=False)
+        self.tied = nn.Linear(8, 50, bias=False)
+        self.tied.weight = self.embedding.weight
+
+
+def test_split_gives_hidden_matrices() -> None:
+    matrices, others = ShardedMuon.split(_Decoder())
+    assert [name for name, _ in matrices] == ["layer.weight"]
+    assert [name for name, _ in others] == [
+        "embedding.weight",
+        "layer.bias",
+        "norm.weight",
+        "norm.bias",
+        "head.weight",
+    ]
+
+
+def _two_optimizers(rank: int, world_size: int) -> list[bool]:
+    torch.manual_seed(0)
+    model = _Decoder()
+    matrices, others = ShardedMuon.split(model)
+    muon, adamw = ShardedMuon(matrices, lr=0.01), zero_optim.ShardedAdamW(others, lr=0.01)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    hidden = model.norm(model.layer(model.embedding(torch.arange(6) + rank)))
+    model.head(hidden).square().mean().backward()
+    for opt in (muon, adamw):
+        opt.step()
+        opt.zero_grad()
+    changed = [not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters()]
+    muon.close()
+    adamw.close()
+    return changed
+
+
+def test_beside_adamw() -> None:
+    assert all(map(all, run_ranks(2, _two_optimizers)))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: ShardedMuon([nn.Parameter(torch.zeros(3))]), ParameterError, "has 1 dimensions, and Muon makes"),
+        (
+            lambda: ShardedMuon(_weights(torch.float32), ns_steps=0),
+            ValueError,
+            "ns_steps must be a number from 1",
+        ),
+        (
+            lambda: ShardedMuon(_weights(torch.float32), adjust_lr_fn="x"),
+            ValueError,
+            "adjust_lr_fn must be one of",
+        ),
+        (lambda: ShardedMuon(_weights(torch.float32), ns_coefficients=(1, 2)), ValueError, "must be three numbers"),
+        (lambda: ShardedMuon(_weights(torch.float32), eps=0.0), ValueError, r"eps must be in \(0, 1\)"),
+        (lambda: ShardedMuon(_weights(torch.float32), telemetry=True), ValueError, "telemetry: Muon measures nothing"),
+        (
+            lambda: ShardedMuon([{"params": _weights(torch.float32)[:1], "ns_steps": 7}]),
+            ValueError,
+            "ns_steps of parameter group 0 is 7, and the optimizer has ns_steps=5",
+        ),
+    ],
+)
+def test_errors(make: Callable[[], object], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        make()
+
+
+def test_stage_3_cuts_matrices() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    zero_optim.shard_module(model, (nn.Linear,))
+    with pytest.raises(ParameterError, match="Muon needs whole parameters, and shard_module has cut"):
+        ShardedMuon(model.named_parameters())
