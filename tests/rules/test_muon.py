@@ -13,7 +13,8 @@ import zero_optim
 from harness import run_ranks
 from torch import Tensor, nn
 from zero_optim import ParameterError, ShardedMuon
-from zero_optim.rules.muon import QUINTIC, orthogonalized, scale_of
+from zero_optim.rules.muon import QUINTIC, Muon, orthogonalized, scale_of
+from zero_optim.rules.update_rule import ShardUpdate, Whole
 
 SHAPES = ((24, 40), (72, 8), (8, 72), (40, 40), (1, 130), (130, 3), (24, 40))
 STEPS = 4
@@ -182,6 +183,43 @@ def test_8_bit_momentum_is_near() -> None:
     assert not all(map(torch.equal, masters, exact))
     for found, expected, before in zip(masters, exact, _weights(torch.bfloat16), strict=True):
         assert (found - expected).norm() < 0.05 * (expected - before.detach()).norm()
+
+
+def _averages(rank: int, world_size: int) -> bool:
+    """Whether averages are what masters make of them. A group has its own decay."""
+    params = _weights(torch.bfloat16)
+    groups = [{"params": params[:3]}, {"params": params[3:], "ema_decay": 0.25}]
+    opt = ShardedMuon(groups, ema_decay=0.5, **OPTIONS)
+    expected: list[Tensor] = []
+    for step in range(STEPS):
+        _steps(opt, params, rank, range(step, step + 1), torch.bfloat16)
+        masters = _masters(opt, params)
+        rates = [0.5] * 3 + [0.75] * 4
+        pairs = zip(expected, masters, rates, strict=True)
+        expected = [e + rate * (p - e) for e, p, rate in pairs] if expected else masters
+    state = zero_optim.full_state_dict(opt, rank=None)["state"]
+    same = [torch.equal(state[n]["ema"], average) for n, average in enumerate(expected)]
+    opt.close()
+    return all(same)
+
+
+def test_averages_follow() -> None:
+    assert all(run_ranks(2, _averages))
+
+
+def test_a_skipped_update_marks_who_is_not_finite() -> None:
+    """As where an overflow arises in the sum, and no rank has seen it before."""
+    rule = Muon()
+    table = torch.zeros(2, len(rule.columns))
+    table[:, rule.columns.index("active")] = table[:, rule.columns.index("grad_factor")] = 1
+    wholes = [Whole(number, 128 * number, torch.Size((8, 16)), None) for number in range(2)]
+    grad, marks = torch.ones(256), torch.zeros(2, dtype=torch.int32)
+    grad[200] = torch.inf
+    parameter, state = torch.ones(256), {"momentum_buffer": torch.zeros(256)}
+    rows = torch.tensor([0, 1], dtype=torch.int32)
+    rule.update([ShardUpdate(grad, parameter, state, rows, table, None, torch.ones(1), marks, wholes=wholes)])
+    assert marks.tolist() == [0, 1]
+    assert not state["momentum_buffer"].any() and torch.equal(parameter, torch.ones(256))
 
 
 # -- a skipped step, and what begins in one ---------------------------------------------------------------------------
@@ -376,6 +414,10 @@ def _own_state(rank: int, world_size: int) -> list[Tensor]:
     opt = ShardedMuon(params, bucket_cap_mb=0.002, **OPTIONS)
     _steps(opt, params, 0, range(2), torch.bfloat16)
     state, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(params)
+    # In the order of the layout, by which the same buckets are made again; in a bucket they lie in another.
+    order = opt.engine.reducer.layout.order
+    lying = [slot.param for bucket in opt.engine.reducer.buckets for slot in bucket.layout.slots]
+    assert [*state["state"]] == order != lying
     opt.close()
     again = ShardedMuon(weights, bucket_cap_mb=0.002, **OPTIONS)
     again.load_state_dict(state)
