@@ -15,7 +15,7 @@ from harness import run_ranks
 from test_bench_train_step import call
 from zero_optim import ShardedAdamW
 from zero_optim.bench import contenders, train_step
-from zero_optim.bench.contenders import FSDP2, FSDP2_ZERO2, GATHERING_TWICE, MAKERS, OURS, Task, keeps
+from zero_optim.bench.contenders import DDP_MUON, FSDP2, FSDP2_ZERO2, GATHERING_TWICE, MAKERS, MUON, OURS, Task, keeps
 from zero_optim.bench.rows.op import WIDTH
 from zero_optim.bench.rows.phase import PhaseRow
 from zero_optim.bench.table import table
@@ -72,6 +72,16 @@ def test_slices_train_alike_whoever_shares_them():
     for of_rank in run_ranks(4, losses, sliced):
         for name, found in of_rank.items():
             assert found == pytest.approx(of_rank["stage2"], rel=1e-4), name
+
+
+def muon_losses(rank: int, world_size: int) -> list[list[float]]:
+    return [train_step.train(MAKERS[name](TASK), 5) for name in (MUON, DDP_MUON)]
+
+
+def test_muon_trains_as_torchs_does():
+    for ours, theirs in run_ranks(2, muon_losses):
+        assert ours == pytest.approx(theirs, rel=5e-3)
+        assert ours[-1] < ours[0]
 
 
 def _check_communicated(results: list[dict[str, tuple[int, int]]], across: float) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..drop_ins import ShardedAdamW
+from ..drop_ins import ShardedAdamW, ShardedMuon
 from ..shard_module import shard_module
 from ..train.model import GPT, VOCAB, Block, ModelConfig, next_byte_loss
 from .fused_adams import HYPER
@@ -37,6 +37,8 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     STAGE3_SMALL: SMALL,
 }
 """Options of those of ours that have smaller state, which bf16 parameters alone can have."""
+MUON, DDP_MUON = "muon", "ddp_muon"
+MUON_TRAINING: Mapping[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 DDP, DDP_AUTOCAST = "ddp", "ddp_autocast"
 FSDP2, FSDP2_ZERO2 = "fsdp2", "fsdp2_zero2"
 GATHERING_TWICE = (STAGE3, STAGE3_SPLIT, STAGE3_SMALL, FSDP2)
@@ -143,6 +145,46 @@ def ours(task: Task, stage: int, *, reshard: bool = True, form: Mapping[str, Any
     opt = ShardedAdamW(model.named_parameters(), stage=stage, mesh=mesh, **TRAINING, **(form or {}))
     clip = functools.partial(opt.clip_grad_norm_, MAX_NORM)
     return Passes(model, task).then(clip=clip, update=opt.step, zero_grad=opt.zero_grad)
+
+
+def muon(task: Task) -> Contender:
+    """Stage 2: hidden matrices by ``ShardedMuon``, the others by ``ShardedAdamW``. Nothing is clipped."""
+    model = task.model()
+    matrices, others = ShardedMuon.split(model)
+    optimizers = ShardedMuon(matrices, **MUON_TRAINING), ShardedAdamW(others, **TRAINING)
+
+    def update() -> None:
+        for opt in optimizers:
+            opt.step()
+
+    def zero_grad() -> None:
+        for opt in optimizers:
+            opt.zero_grad()
+
+    return Passes(model, task).then(update=update, zero_grad=zero_grad)
+
+
+def ddp_muon(task: Task) -> Contender:
+    """The same with torch's optimizers: masters whole on every rank, and every matrix made orthogonal on each."""
+    model = task.model()
+    masters = Masters(model.parameters())
+    hidden = {id(parameter) for _, parameter in ShardedMuon.split(model)[0]}
+    pairs = list(zip(masters.params, masters.masters, strict=True))
+    opts = (
+        torch.optim.Muon([master for parameter, master in pairs if id(parameter) in hidden], **MUON_TRAINING),
+        torch.optim.AdamW(
+            [master for parameter, master in pairs if id(parameter) not in hidden], fused=True, **TRAINING
+        ),
+    )
+    replica = _replicate(model)
+
+    def update() -> None:
+        masters.take_gradients()
+        for opt in opts:
+            opt.step()
+        masters.give_back()
+
+    return Passes(replica, task).then(update=update, zero_grad=model.zero_grad)
 
 
 def ddp(task: Task) -> Contender:
@@ -266,6 +308,8 @@ MAKERS: Mapping[str, Callable[[Task], Contender]] = {
     **{name: functools.partial(ours, stage=stage) for stage, name in enumerate(OURS[:4])},
     STAGE3_KEEP: functools.partial(ours, stage=3, reshard=False),
     **{name: functools.partial(ours, stage=int(name[len("stage")]), form=form) for name, form in FORMS.items()},
+    MUON: muon,
+    DDP_MUON: ddp_muon,
     DDP: ddp,
     DDP_AUTOCAST: ddp_autocast,
     "zero_redundancy": zero_redundancy,
