@@ -137,16 +137,22 @@ def cuda_archs() -> list[str]:
 
 
 def arch_flags() -> list[str]:
-    flags = []
+    """One PTX for all architectures of 8.x and 9.x, that of the oldest: to make it takes as long as machine code. From
+    8.0's PTX all kernels for 9.0 are to the bit those from its own. For 10.0 they are longer (CUDA 13.0)."""
+    asked = []
     for name in cuda_archs():
         match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", name)
         if match is None:
             raise BuildError(f"TORCH_CUDA_ARCH_LIST: {name!r} is no architecture; write it like '8.0 9.0+PTX'\n")
-        arch = "".join(match.group(1, 2, 3))
-        flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
-        if match.group(4):
-            flags += ["-gencode", f"arch=compute_{arch},code=compute_{arch}"]
-    return flags
+        asked.append(("".join(match.group(1, 2, 3)), match.group(4)))
+    alike = [arch for arch, _ in asked if arch[0] in "89" and len(arch) == 2]
+    made: dict[str, list[str]] = {}  # by architecture of the PTX
+    for arch, with_ptx in asked:
+        made.setdefault(min(alike) if arch in alike else arch, []).append(f"sm_{arch}")
+        if with_ptx:
+            made.setdefault(arch, []).append(f"compute_{arch}")
+    flags = [f"arch=compute_{arch},code=[{','.join(code)}]" for arch, code in made.items()]
+    return [word for flag in flags for word in ("-gencode", flag)]
 
 
 def of_torch(torch: Path) -> list[str]:

@@ -8,7 +8,7 @@
 #include "shard_of_block.h"
 
 #if defined(__CUDACC__)
-#include "check.h"
+#include "launch.h"
 #endif
 
 namespace zero_kernels {
@@ -122,9 +122,7 @@ __global__ void __launch_bounds__(kThreads) average_kernel(const __grid_constant
 
 void run_average(CUstream_st* stream, const Averages& averages) {
   launch(averages, [&](const AverageArgs& args, int64_t blocks) {
-    if (blocks == 0) return;
-    average_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
-    check(cudaGetLastError(), "foreach_step");
+    on_stream(stream, "foreach_step", average_kernel, blocks, kThreads, args);
   });
 }
 

@@ -335,7 +335,7 @@ void run_encoded_step(
   bool measured = std::any_of(shards.begin(), shards.end(), [](const auto& shard) { return shard.step.row_stats; });
   launch_encoded(shards, forms, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
     auto kernel = measured ? encoded_step_kernel<Rule, MeasuredInWarp> : encoded_step_kernel<Rule, Unmeasured>;
-    on_stream(stream, "foreach_step", kernel, blocks, args);
+    on_stream(stream, "foreach_step", kernel, blocks, kThreads, args);
   });
 }
 

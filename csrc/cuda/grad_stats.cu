@@ -1,9 +1,10 @@
 // grad_stats on CUDA, for any number of shards in two launches: a block of threads makes the partial of each block of
 // elements, then one block adds the partials of each shard. Where a shard has many partials, a launch between the two
 // has many blocks add them to one row. The order of additions is that of docs/ops.md.
+#include "grad_stats.h"
+
 #include <algorithm>
 #include <cmath>
-#include <vector>
 
 #include "chunk.h"
 #include "shard_of_block.h"
@@ -23,11 +24,6 @@ constexpr int kDepth = kStatsBlock / kStatsLanes;  // terms of a running sum; a 
 
 constexpr int kBlocksPerSm = 7;  // lets a thread have 72 registers: held to 32, it waits for every other load
 
-struct Shard {
-  const void* data;
-  int64_t numel;
-  int64_t first_block;  // in the launch
-};
 constexpr int kShards = 1024;  // of a launch: their table is among its arguments, which may be 32764 bytes
 
 // Row k of a shard's partials has a term for each running sum, as a row of elements has. One block has kDepth rows on
@@ -289,39 +285,28 @@ __global__ void __launch_bounds__(kThreads, 1) stats_combine_kernel(const __grid
   stats_combine<Norm>(args, blockIdx.x, acc, counts, EachThread());
 }
 
-// ---- op -----------------------------------------------------------------------------------------------------------
+#endif
 
-Tensor grad_stats(const std::vector<Tensor>& tensors, double norm_type) {
-  std::vector<Shard> shards;
-  std::vector<DType> dtypes;
-  int64_t blocks = 0;
-  for (const Tensor& tensor : tensors) {
-    shards.push_back({data<const void>(tensor), tensor.numel(), 0});
-    dtypes.push_back(dtype_of(tensor));
-    blocks += ceil_div(tensor.numel(), kStatsBlock);
-  }
-  Launch on_gpu("grad_stats", tensors.at(0));
-  // The allocator takes the scratch back once the launches are queued, and gives it only to later work of the stream.
-  Tensor out = torch::stable::new_empty(tensors[0], {int64_t(shards.size()), 2}, ScalarType::Float);
-  Tensor scratch = torch::stable::new_empty(tensors[0], {2 * blocks}, ScalarType::Float);
+}  // namespace
+
+#if defined(__CUDACC__)
+
+void run_grad_stats(
+    CUstream_st* stream, const std::vector<Shard>& shards, const std::vector<DType>& dtypes, double norm_type,
+    const StatsOutput& output) {
   StatsArgs args;
-  args.out = data<float>(out);
-  args.partials = data<float>(scratch);
-  args.nonfinite = reinterpret_cast<int32_t*>(args.partials + blocks);
+  args.partials = output.partials;
+  args.nonfinite = output.nonfinite;
+  args.out = output.out;
   launch(shards, dtypes, norm_type, args, [&](auto norm, const StatsArgs& args) {
     using Norm = typename decltype(norm)::type;
-    on_gpu(stats_kernel<Norm>, args.blocks, kThreads, args);
-    on_gpu(stats_large_kernel<Norm>, int64_t(args.large_count) * kBlocksOfLarge, kLanesOfBlock, args);
-    on_gpu(stats_combine_kernel<Norm>, args.count, kThreads, args);
+    int64_t of_large = int64_t(args.large_count) * kBlocksOfLarge;
+    on_stream(stream, "grad_stats", stats_kernel<Norm>, args.blocks, kThreads, args);
+    on_stream(stream, "grad_stats", stats_large_kernel<Norm>, of_large, kLanesOfBlock, args);
+    on_stream(stream, "grad_stats", stats_combine_kernel<Norm>, args.count, kThreads, args);
   });
-  return out;
 }
 
 #endif
 
-}  // namespace
 }  // namespace zero_kernels
-
-#if defined(__CUDACC__)
-STABLE_TORCH_LIBRARY_IMPL(zero_kernels_C, CUDA, m) { m.impl("grad_stats", TORCH_BOX(&zero_kernels::grad_stats)); }
-#endif

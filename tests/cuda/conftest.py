@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import kept
 import pytest
 from library_cache import PTX, cached_library
-from toolchain import ARCHS, ROOT, SOURCES, to_ptx
+from toolchain import PTX_ARCHS, ROOT, SOURCES, to_ptx
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +57,7 @@ def ptx(
     """The PTX that each op's source becomes for each architecture: that of the library, or where it has another list of
     architectures, made for the purpose."""
     folder = tmp_path_factory.mktemp("ptx")
-    wanted = [(name, arch) for name in SOURCES for arch in ARCHS]
+    wanted = [(name, arch) for name in SOURCES for arch in PTX_ARCHS]
 
     def kept_or_made(name: str, arch: str) -> Path:
         kept = library.parent / PTX / f"{name}.compute_{arch}.ptx"

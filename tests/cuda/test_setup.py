@@ -131,9 +131,11 @@ def test_a_library_that_was_left_out_is_no_warning_unless_it_was_asked_for(
 @pytest.mark.parametrize(
     ("asked", "flags"),
     [
-        ("9.0", ["arch=compute_90,code=sm_90"]),
-        ("8.0;9.0a", ["arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a"]),
-        ("10.0+PTX", ["arch=compute_100,code=sm_100", "arch=compute_100,code=compute_100"]),
+        ("9.0", ["arch=compute_90,code=[sm_90]"]),
+        ("8.0;9.0a", ["arch=compute_80,code=[sm_80]", "arch=compute_90a,code=[sm_90a]"]),
+        ("10.0+PTX", ["arch=compute_100,code=[sm_100,compute_100]"]),
+        ("9.0+PTX 8.6", ["arch=compute_86,code=[sm_90,sm_86]", "arch=compute_90,code=[compute_90]"]),
+        ("7.5 8.0", ["arch=compute_75,code=[sm_75]", "arch=compute_80,code=[sm_80]"]),
     ],
 )
 def test_architectures_are_written_as_torch_takes_them(
@@ -146,6 +148,8 @@ def test_architectures_are_written_as_torch_takes_them(
 def test_the_default_is_three_architectures_and_ptx(setup_py: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     assert setup_py.cuda_archs() == ["8.0", "9.0", "10.0+PTX"]
+    flags = ["-gencode", "arch=compute_80,code=[sm_80,sm_90]", "-gencode", "arch=compute_100,code=[sm_100,compute_100]"]
+    assert setup_py.arch_flags() == flags
 
 
 def test_a_wrong_architecture_is_named(setup_py: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

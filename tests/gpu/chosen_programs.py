@@ -21,12 +21,12 @@ def of_one_rank(*, few: bool = FEW) -> list[OrderProgram]:
 
 
 def of_ranks(world_size: int) -> list[OrderProgram]:
-    """On a CPU all on two ranks, and each once on four, at another stage than on one. Few: every third of these on four
-    ranks, and every fifth on two, where a simulated GPU has them all. So each stage has some."""
+    """On a CPU all on two ranks, and each once on four, at another stage than on one. Few: every sixth of these on four
+    ranks, and every eleventh on two, where a simulated GPU has them all. So each stage has some."""
     if ON_GPU:
         return few_programs(WIDTH)
     if FEW:
-        return _once_each(world_size // 2)[:: 3 if world_size > 2 else 5]
+        return _once_each(world_size // 2)[:: 6 if world_size > 2 else 11]
     return _once_each(world_size // 2) if world_size > 2 else programs_on_one_stream(WIDTH)
 
 

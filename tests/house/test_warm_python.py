@@ -66,10 +66,14 @@ def test_it_has_torch_and_so_has_what_it_starts() -> None:
 
 
 def test_where_the_environment_is_read_early_it_is_the_usual_interpreter() -> None:
-    program = "import sys; print('torch' in sys.modules)"
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [warm_python.executable(), "-c", program]
-    assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout == "False\n"
+    command = [warm_python.executable(), "-c", "import sys; print('torch' in sys.modules)"]
+
+    def has_torch(name: str) -> str:
+        environment = {**os.environ, name: "1"}
+        return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+
+    assert [has_torch(name) for name in ("TRITON_INTERPRET", "PYTHONHASHSEED")] == ["False\n"] * 2
+    assert has_torch("PYTHON") == "True\n", "what make hands on, which Python does not read"
 
 
 WAITS = "import os, signal, sys\n{}\nprint(os.getpid(), flush=True)\nsignal.pause()"

@@ -6,7 +6,7 @@ using namespace zero_kernels;
 namespace {
 
 template <Direction kDirection>
-int run(const Job& job) {
+int run(const PackJob& job) {
   int launches = 0;
   launch(job, [&](auto bucket, const auto& args, int64_t blocks) {
     ++launches;
@@ -23,7 +23,7 @@ int run(const Job& job) {
 extern "C" int pack(
     int unpack, void** grads, const int* dtypes, const int64_t* begins, const int64_t* ends, int count, void* bucket,
     int64_t numel, int bucket_dtype, float scale, int32_t* nonfinite) {
-  Job job = {bucket, numel, DType(bucket_dtype), scale, nonfinite, {}, {}};
+  PackJob job = {bucket, numel, DType(bucket_dtype), scale, nonfinite, {}, {}};
   for (int i = 0; i < count; ++i) {
     job.slots.push_back({grads[i], begins[i], ends[i]});
     job.dtypes.push_back(DType(dtypes[i]));
