@@ -1,5 +1,5 @@
-"""Random programs save and load checkpoints, and every outcome is that of ``checkpoint_law``, bit for bit. Beside them:
-damage, ranks that disagree, what comes back of plain values, and the format, all as docs/checkpoint.md has it."""
+"""Random programs save and load checkpoints, and every outcome is that of ``checkpoint_programs.law``, bit for bit.
+Beside them: damage, ranks that disagree, what comes back of plain values, and the format."""
 
 from __future__ import annotations
 
@@ -9,166 +9,65 @@ import json
 import math
 import os
 import pickle
-import random
 import resource
 import shutil
 import warnings
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import google_crc32c
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_law import (
-    Job,
-    Running,
-    Seen,
-    assert_seen,
-    draw_job,
-    judge,
-    misfitting,
-    naming,
-    observe,
-    rescaled,
-)
+from checkpoint_programs.execute import CHECKPOINTS, Checkpoints
+from checkpoint_programs.generate import program
+from checkpoint_programs.law import why_not
 from harness import RankFailure, run_ranks
 from programs.compare import same
+from programs.run import run_alone, run_batch
+from programs.search import report
+from programs.shrink import shrink
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-TAIL = 2  # steps after a checkpoint
 MIB = 1 << 20
 
 # -- random programs -----------------------------------------------------------------------------------------------
 
-
-def _draw(seed: int) -> tuple[random.Random, Job, list[dict[str, Any]], list[list[str]]]:
-    """The job of a program, how each of its steps is made, and which parameters are edited after it."""
-    rng = random.Random(seed)
-    job = draw_job(rng)
-    count = rng.randint(0, 3)
-    steps = [
-        {"micro": rng.choice([1, 1, 2]), "overflow": rng.random() < 0.2, "clip": rng.random() < 0.2}
-        for _ in range(count)
-    ]
-    names = sorted(job.weights())
-    edits = [rng.sample(names, 2) if len(names) > 1 and rng.random() < 0.3 else [] for _ in range(count)]
-    return rng, job, steps, edits
-
-
-def _seed_generators(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed)
-
-
-def _go_on_after(running: Running, alike: bool) -> None:
-    """The steps after a checkpoint. ``alike``: all ranks have the same gradients, so that any number of them agrees."""
-    for step in range(TAIL):
-        running.train(10 + step, alike, micro=1 + (not alike) * step, clip=step == 0)
-
-
-def _save_programs(rank: int, world_size: int, folder: str, seeds: list[int], loading: int) -> list[tuple[Seen, Seen]]:
-    """What each program's job was when it was saved, and after it went on. ``loading``: how many ranks will load it."""
-    from zero_optim import checkpoint
-
-    seen = []
-    for seed in seeds:
-        with naming(f"program {seed} is saved"):
-            _, job, steps, edits = _draw(seed)
-            _seed_generators(8 * seed + rank)
-            running = Running(job, seed, rank)
-            for step, (how, edited) in enumerate(zip(steps, edits, strict=True)):
-                running.train(step, **how)
-                if edited:
-                    running.edit(edited)
-            before = observe(running)
-            checkpoint.save(f"{folder}/{seed}", running.model, **running.given(), step=seed, extra={"seed": seed})
-            assert_seen(observe(running), before, "save has changed something")
-            _go_on_after(running, alike=loading != world_size)
-            seen.append((before, observe(running)))
-            running.close()
-    return seen
-
-
-def _load_programs(
-    rank: int, world_size: int, folder: str, seeds: list[int], saved: list[list[tuple[Seen, Seen]]]
-) -> list[str]:
-    """What each program did, in a word or two. ``saved``: of each rank that saved, of each program."""
-    return [
-        _load_program(rank, world_size, f"{folder}/{seed}", seed, [of_rank[number] for of_rank in saved])
-        for number, seed in enumerate(seeds)
-    ]
-
-
-def _load_program(rank: int, world_size: int, path: str, seed: int, saved: list[tuple[Seen, Seen]]) -> str:
-    from zero_optim import StateMismatchError, checkpoint
-
-    with naming(f"program {seed} is loaded"):
-        rng, job, _, _ = _draw(seed)
-        kind = rng.choice(["same", "rescaled", "misfit", "misfit"])
-        target = job if kind == "same" else rescaled(rng, job)
-        if kind == "misfit":
-            target = misfitting(rng, target)
-        untied = target.aliases() != job.aliases()  # with an optimizer that has a test of its own
-        with_opt = rng.random() < 0.85 and not untied
-        alike = len(saved) == world_size
-        _seed_generators(8 * seed + rank + 4)
-        running = Running(target, seed + 5000, rank)
-        if rng.random() < 0.3:
-            running.train(50)
-        before = observe(running)
-        verdict = judge(saved[0][0], job, before, target, alike, saved[rank][0].random if alike else None, with_opt)
-        given = running.given() if with_opt else {}
-        did = kind
-        refused = bool(verdict.misfits or verdict.wrong_shape)
-        if refused or verdict.unclear:
-            try:
-                checkpoint.load(path, running.model, **given)
-            except StateMismatchError:
-                assert_seen(observe(running), before, "a load that was refused has changed something")
-                did, refused = f"{did}, refused", True
-            else:
-                assert not refused, f"a strict load did not raise: {verdict.misfits}, {verdict.wrong_shape}"
-        if verdict.wrong_shape:
-            with pytest.raises(StateMismatchError):
-                checkpoint.load(path, running.model, **given, strict=False)
-            assert_seen(observe(running), before, "a load that was refused has changed something")
-            running.close()
-            return f"{did}, another shape"
-        loaded = checkpoint.load(path, running.model, **given, strict=not refused)
-        leave_out = () if with_opt else ("random",)
-        assert_seen(observe(running), verdict.after, f"{kind}, {verdict.misfits}, {loaded.notes}", leave_out)
-        assert (loaded.step, loaded.extra) == (seed, {"seed": seed})
-        assert loaded.notes or (alike and not refused), "nothing is said of what was not loaded"
-        if kind == "same" and with_opt:
-            _go_on_after(running, alike=not alike)
-            now = observe(running)
-            if alike:
-                assert_seen(now, saved[rank][1], "resumed", ("buffers",) if rank else ())
-                did = "resumed"
-            else:
-                for name, value in saved[0][1].parameters.items():
-                    torch.testing.assert_close(now.parameters[name], value, rtol=2e-2, atol=1e-2)
-        running.close()
-        return did
-
-
-PROGRAMS = 5
+PROGRAMS = 5  # ``python -m checkpoint_programs`` runs more
 
 
 @pytest.mark.parametrize(
     ("saving", "loading", "first"), [(1, 1, 1000), (2, 2, 1100), (3, 3, 1200), (2, 3, 1300), (4, 2, 1400), (1, 4, 1500)]
 )
-def test_programs_obey_the_law(tmp_path, saving, loading, first):
-    seeds = list(range(first, first + PROGRAMS))
-    saved = run_ranks(saving, _save_programs, str(tmp_path), seeds, loading)
-    did = run_ranks(loading, _load_programs, str(tmp_path), seeds, saved)
-    assert all(one == did[0] for one in did)
+def test_programs_obey_the_law(saving, loading, first):
+    programs = [program(seed, saving, loading) for seed in range(first, first + PROGRAMS)]
+    assert {why_not(made) for made in programs} == {None}
+    for failure in islice(run_batch(CHECKPOINTS, programs), 1):
+        pytest.fail(report(CHECKPOINTS, shrink(CHECKPOINTS, failure, seconds=60), f"seed {failure.program.seed}"))
+
+
+class Faulty(Checkpoints):
+    """The second job goes on with the random numbers that it had."""
+
+    def run(self, half, rank, folder, see):
+        with mock.patch("zero_optim.checkpoint.loading.set_random_states"):
+            super().run(half, rank, folder, see)
+
+
+def test_a_fault_is_found_and_its_program_made_short():
+    drawn = program(1, 1, 1)
+    assert run_alone(CHECKPOINTS, drawn) is None
+    failure = run_alone(Faulty(), drawn)
+    assert failure is not None and "[random]" in failure.message
+    short = shrink(Faulty(), failure, seconds=2)
+    assert len(repr(short.program)) < len(repr(drawn)) and short.kind == failure.kind
+    assert "from checkpoint_programs.program import *" in Faulty().script(short.program, "")
 
 
 # -- a job for the other tests -------------------------------------------------------------------------------------

@@ -80,12 +80,12 @@ def _search(family: Family, drawn: Iterator[Named], options: argparse.Namespace)
 
 
 def _batches(family: Family, drawn: Iterator[Named], size: int, without: str) -> Iterator[list[Named]]:
-    """Programs of one world size each."""
-    by_world: dict[int, list[Named]] = {}
+    """Programs of the same world sizes each."""
+    by_world: dict[tuple[int, ...], list[Named]] = {}
     for name, made in drawn:
         if re.search(without, str(made)):
             continue
-        waiting = by_world.setdefault(family.world(made), [])
+        waiting = by_world.setdefault(tuple(map(family.world, family.jobs(made))), [])
         waiting.append((name, made))
         if len(waiting) == size:
             yield list(waiting)
