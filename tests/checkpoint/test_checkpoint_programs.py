@@ -13,7 +13,6 @@ import resource
 import shutil
 import warnings
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,8 +27,8 @@ from checkpoint_programs.generate import program
 from checkpoint_programs.law import why_not
 from harness import RankFailure, run_ranks
 from programs.compare import same
-from programs.run import run_alone, run_batch
-from programs.search import report
+from programs.run import run_alone
+from programs.search import check_all
 from programs.shrink import shrink
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -48,8 +47,7 @@ PROGRAMS = 5  # ``python -m checkpoint_programs`` runs more
 def test_programs_obey_the_law(saving, loading, first):
     programs = [program(seed, saving, loading) for seed in range(first, first + PROGRAMS)]
     assert {why_not(made) for made in programs} == {None}
-    for failure in islice(run_batch(CHECKPOINTS, programs), 1):
-        pytest.fail(report(CHECKPOINTS, shrink(CHECKPOINTS, failure, seconds=60), f"seed {failure.program.seed}"))
+    check_all(CHECKPOINTS, programs, "checkpoints")
 
 
 class Faulty(Checkpoints):
