@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from programs import run, world
-from programs.family import Entries, Failure, Family, See
-from programs.search import report
-from programs.shrink import shrink
+from programs.family import Entries, Family, See
 from simulated_gpu.switch import chosen
 
 from fuzz import prelude
@@ -68,8 +66,3 @@ FACE = Face()
 def check(program: Program) -> None:
     """Raises AssertionError where a program, alone, does other than it should."""
     run.check(FACE, program)
-
-
-def told(failures: Sequence[Failure], name: str, seconds: float = 60) -> str:
-    """Each made short, with a script."""
-    return "\n\n".join(report(FACE, shrink(FACE, failure, seconds), name) for failure in failures)

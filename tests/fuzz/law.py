@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fuzz.program import (
     NO_DTENSOR,
@@ -57,8 +57,10 @@ from fuzz.program import (
     Clip,
     Drop,
     Edit,
+    Enter,
     Evaluate,
     Freeze,
+    Leave,
     Load,
     LoadFull,
     Look,
@@ -120,6 +122,7 @@ class _State:
     raised: bool = False
     zeroed: bool = False
     clipped: bool = False
+    in_block: bool = False  # of no_sync
     unscaled: bool = False
     stepped: bool = False  # since the scaler's update
     spent: bool = False  # unscaled and then zeroed, since the scaler's update
@@ -198,10 +201,13 @@ class Law:
         for state in self.states:
             need(not state.left_out, "step has to follow")
             need(state.stage != 3 or not state.raised, "a raise is open, and stage 3 is read")
+            need(not state.in_block, "a block that does not end")
 
     # Backward
 
     def _backward(self, op: Backward) -> None:
+        blocks = (o for o, state in enumerate(self.states) if state.in_block and o not in op.no_sync)
+        op = replace(op, no_sync=(*op.no_sync, *blocks))
         need(op.roots in (1, 2, 3), "one to three roots")
         need(len(op.ranks) == self.world, "a chain for each rank")
         need(len(set(op.no_sync)) == len(op.no_sync), "twice in no_sync")
@@ -375,6 +381,14 @@ class Law:
         self._forward(list(op.ranks), trains=False)
 
     # The optimizer's calls
+
+    def _enter(self, op: Enter) -> None:
+        need(not self._still(op.o).in_block, "a block within a block")
+        self.states[op.o].in_block = True
+
+    def _leave(self, op: Leave) -> None:
+        need(self.states[op.o].in_block, "no block")
+        self.states[op.o].in_block = False
 
     def _collective(self, o: int) -> None:
         """A call that settles what is open for an optimizer."""

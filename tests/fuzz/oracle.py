@@ -29,9 +29,11 @@ from fuzz.program import (
     Clip,
     Drop,
     Edit,
+    Enter,
     Evaluate,
     Freeze,
     Group,
+    Leave,
     Load,
     LoadFull,
     Look,
@@ -91,6 +93,7 @@ class _Optimizer:
         self.own: list[dict[int, torch.Tensor]] = [{} for _ in range(self.world)]
         self.clips: dict[int, torch.Tensor] = {}
         self.clip_called = False
+        self.in_block = False  # of no_sync
         self.unscaled = False
         self.met = {p for g in self.groups for p in g.params} & self.requires_grad  # trained, and known to be
         self.settled = False  # since the last zeroing
@@ -289,7 +292,7 @@ class Oracle:
         for chain, a in zip(op.ranks, came, strict=True):
             seen.append([None if chain is None else f"in {a.raised}" if a.raised else self.forward(chain)])
         for o, optim in enumerate(self.optims):
-            self._accumulate(optim, o, came, o not in op.no_sync)
+            self._accumulate(optim, o, came, o not in op.no_sync and not optim.in_block)
             for rank in range(self.world):
                 seen[rank].append(optim.grads(rank))
         return seen
@@ -346,6 +349,11 @@ class Oracle:
                 optim.unscaled = True
                 optim.settle()
                 optim.kinds = ["unknown"] * self.world  # divided, where they can be read
+            case Enter():
+                optim.in_block = True
+            case Leave():
+                optim.in_block = False
+                optim.clips, optim.clip_called = {}, False
             case SetLr():
                 optim.torchs.param_groups[op.group]["lr"] = op.lr
             case Save():

@@ -130,6 +130,18 @@ class Backward:
 
 
 @dataclass(frozen=True)
+class Enter:
+    """A ``no_sync`` block begins, which ends with ``Leave``: for calls within it. No random program has one."""
+
+    o: int
+
+
+@dataclass(frozen=True)
+class Leave:
+    o: int
+
+
+@dataclass(frozen=True)
 class Evaluate:
     """A forward without gradients of a stage 3 model."""
 

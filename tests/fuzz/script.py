@@ -20,9 +20,11 @@ from fuzz.program import (
     Clip,
     Drop,
     Edit,
+    Enter,
     Evaluate,
     Freeze,
     Group,
+    Leave,
     Load,
     LoadFull,
     Look,
@@ -177,6 +179,10 @@ class _Writer:
             case Backward():
                 chains = ", ".join(map(_chain, op.ranks))
                 return [f"chains = [{chains}]", f"see({index}, {self.call(op, 'chains')}{self.all_grads()})"]
+            case Enter():
+                return [f"block{o} = o{o}.no_sync()", f"block{o}.__enter__()", f"see({index})"]
+            case Leave():
+                return [f"block{o}.__exit__(None, None, None)", f"see({index})"]
             case Evaluate():
                 return [f"see({index}, evaluate([{', '.join(map(_link, op.ranks))}][rank]))"]
             case Step():

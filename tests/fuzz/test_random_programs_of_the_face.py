@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from itertools import islice
 from unittest import mock
 
 import numpy as np
 import pytest
-from harness import close_pool
-from programs.family import Failure
 from programs.run import run_alone, run_batch
+from programs.search import check_all
 from programs.shrink import shrink
 from zero_optim.comm.sharding import Sharding
 
-from fuzz.execute import FACE, Face, told
+from fuzz.execute import FACE, Face
 from fuzz.generate import ALONE, EMPTY, PLAIN, RULED, SEVERAL, SLICES, STAGE3, STEPS, STORED, Flavour, program
 from fuzz.known import KNOWN
 from fuzz.law import why_not
@@ -51,12 +49,6 @@ FIRST_SEEDS = {"steps and what comes between": 46}
 """Of the others: 0. From 46 on two programs show averages that stay after a drop, or after zeroing in place."""
 
 
-def _fail_with(failures: list[Failure], name: str) -> None:
-    if failures:
-        close_pool()
-        pytest.fail(told(failures, name))
-
-
 @pytest.mark.parametrize(
     ("name", "flavour", "count", "world"),
     [
@@ -80,13 +72,13 @@ def _fail_with(failures: list[Failure], name: str) -> None:
 )
 def test_programs_do_what_the_model_says(name, flavour, count, world):
     programs = _of_world(flavour, FIRST_SEEDS.get(name, 0), count, world)
-    _fail_with(list(islice(run_batch(FACE, programs), 2)), name)
+    check_all(FACE, programs, name, most=2)
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_once_went_wrong(name):
     assert why_not(KNOWN[name]) is None
-    _fail_with(list(run_batch(FACE, [KNOWN[name]])), name)
+    check_all(FACE, [KNOWN[name]], name)
 
 
 OPTIM = Optim(shapes=((300,), (5,)), groups=(Group((0, 1)),))

@@ -9,20 +9,40 @@ AdamW says.
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-import zero_optim
-from harness import run_ranks
+from fuzz.execute import Face
+from fuzz.program import (
+    AllReduce,
+    Arrivals,
+    Backward,
+    Boom,
+    Chain,
+    Clip,
+    Enter,
+    Group,
+    Leave,
+    Load,
+    LoadFull,
+    Observe,
+    Op,
+    Optim,
+    Program,
+    Renew,
+    Save,
+    SaveFull,
+    Step,
+    Use,
+    Zero,
+    arrivals,
+)
+from programs.family import Entries, See
+from programs.search import check_all
 from tables import table
-from torch import nn
-from training_cases import Planned, impatient, raise_in_backward
+from training_cases import impatient
 from zero_optim.grads import reducer, rounds
 from zero_optim.grads.rounds import RoundState
 
@@ -33,7 +53,6 @@ UNREDUCED, COMPLETE, DIRTY, OPEN = "UNREDUCED", "COMPLETE", "DIRTY", "OPEN"
 RANKS = 2
 SIZES = (700, 500, 600)
 CAP_MB = 0.002  # a bucket for each
-LR = 0.01
 FACTORS = (1.0, -0.5, 2.0, 0.75, -1.5, 0.25, 3.0)  # of gradients, in turn
 
 # How far the backward of a rank comes: there is none; it raises before its first gradient, half-way, after its last
@@ -41,17 +60,20 @@ FACTORS = (1.0, -0.5, 2.0, 0.75, -1.5, 0.25, 3.0)  # of gradients, in turn
 NONE, FIRST, HALF, LAST, WHOLE = -1, 0, 1, 3, 4
 
 
+Call = tuple[Any, ...]  # its name, and how far each rank's backward comes, where it is one
+
+
 @dataclass(frozen=True)
 class Way:
-    """How two ranks come to be in two states. Of each call: its name, and how far each rank's backward comes."""
+    """How two ranks come to be in two states."""
 
     states: tuple[str, str]
-    calls: tuple[tuple[str, int, int], ...]
+    calls: tuple[Call, ...]
 
     @property
     def left_out(self) -> int | None:
         """The rank that the last backward has not reached, where it has reached the other."""
-        name, *far = self.calls[-1] if self.calls else ("", NONE, NONE)
+        name, *far = self.calls[-1] if self.calls else ("",)
         reached = [of_rank > FIRST for of_rank in far]
         return reached.index(False) if name == "backward" and len(set(reached)) == RANKS else None
 
@@ -61,15 +83,22 @@ class Way:
         return self.left_out is not None and self.calls[-1][1 + self.left_out] == NONE
 
     def mirrored(self) -> Way:
-        return Way((self.states[1], self.states[0]), tuple((name, b, a) for name, a, b in self.calls))
+        return Way((self.states[1], self.states[0]), tuple((name, *reversed(far)) for name, *far in self.calls))
 
 
-BOTH, ZERO, STEP, CLIP = (
-    ("backward", WHOLE, WHOLE),
-    ("zero_grad", NONE, NONE),
-    ("step", NONE, NONE),
-    ("clip_grad_norm_", NONE, NONE),
-)
+BOTH, ZERO, STEP, NORM = ("backward", WHOLE, WHOLE), ("zero_grad",), ("step",), ("norm",)
+CALLS: dict[str, tuple[Op, ...]] = {
+    "step": (Step(0),),
+    "zero_grad": (Zero(0),),
+    "zero_grad in place": (Zero(0, to_none=False),),
+    "norm": (Clip(0, 1e9),),
+    "clip_grad_norm_": (Clip(0, 1.0),),
+    "state_dict": (Save(0),),
+    "load_state_dict": (Save(0), Load(0)),
+    "full_state_dict": (SaveFull(0),),
+    "load_full_state_dict": (SaveFull(0), LoadFull(0)),
+    "observe": (Observe(0),),
+}
 _WAYS = [
     Way((UNREDUCED, UNREDUCED), ()),
     Way((UNREDUCED, UNREDUCED), (BOTH, ZERO)),
@@ -80,12 +109,12 @@ _WAYS = [
     Way((COMPLETE, COMPLETE), (BOTH,)),
     Way((COMPLETE, COMPLETE), (BOTH, BOTH)),
     Way((COMPLETE, COMPLETE), (("backward", HALF, WHOLE), BOTH)),
-    Way((COMPLETE, COMPLETE), (CLIP,)),
-    Way((COMPLETE, COMPLETE), (("no_sync", NONE, WHOLE), CLIP)),
+    Way((COMPLETE, COMPLETE), (NORM,)),
+    Way((COMPLETE, COMPLETE), (("no_sync", NONE, WHOLE), NORM)),
     Way((DIRTY, DIRTY), (BOTH, ("no_sync", NONE, NONE))),
     Way((DIRTY, DIRTY), (BOTH, ("no_sync", WHOLE, NONE))),
     Way((DIRTY, DIRTY), (("backward", WHOLE, HALF), ("no_sync", NONE, HALF))),
-    Way((DIRTY, DIRTY), (CLIP, ("no_sync", NONE, WHOLE))),
+    Way((DIRTY, DIRTY), (NORM, ("no_sync", NONE, WHOLE))),
     Way((OPEN, OPEN), (("backward", HALF, HALF),)),
     Way((OPEN, OPEN), (("backward", HALF, LAST),)),
     Way((OPEN, OPEN), (BOTH, ("no_sync", WHOLE, NONE), ("backward", LAST, HALF))),
@@ -108,10 +137,10 @@ WAYS_WITHOUT_OVERLAP = [
     Way((UNREDUCED, UNREDUCED), (("backward", FIRST, WHOLE),)),
     Way((UNREDUCED, UNREDUCED), (("backward", WHOLE, NONE),)),
     Way((UNREDUCED, UNREDUCED), (BOTH, ("no_sync", NONE, HALF))),
-    Way((COMPLETE, COMPLETE), (BOTH, CLIP)),
-    Way((DIRTY, DIRTY), (BOTH, CLIP, BOTH)),
-    Way((DIRTY, DIRTY), (BOTH, CLIP, ("backward", HALF, WHOLE))),
-    Way((DIRTY, DIRTY), (("backward", NONE, WHOLE), CLIP, ("no_sync", NONE, NONE))),
+    Way((COMPLETE, COMPLETE), (BOTH, NORM)),
+    Way((DIRTY, DIRTY), (BOTH, NORM, BOTH)),
+    Way((DIRTY, DIRTY), (BOTH, NORM, ("backward", HALF, WHOLE))),
+    Way((DIRTY, DIRTY), (("backward", NONE, WHOLE), NORM, ("no_sync", NONE, NONE))),
 ]
 
 PAIRS = set(itertools.product([state.name for state in RoundState], repeat=RANKS))
@@ -128,40 +157,33 @@ UNREACHABLE = {
     **{pair: WITHIN_A_CALL for pair in PAIRS if "COMPLETING" in pair},
 }
 
-NEXT = (
-    "step",
-    "zero_grad",
-    "zero_grad in place",
-    "no_sync",
-    "no_sync, empty",
-    "clip_grad_norm_",
-    "state_dict",
-    "load_state_dict",
-    "full_state_dict",
-    "load_full_state_dict",
-    "observe",
-    "close",
-    "backward",
-    "backward that raises",
+NEXT: tuple[Call, ...] = (
+    *((name,) for name in CALLS if name != "norm"),
+    ("close",),
+    ("no_sync", NONE, WHOLE),
+    ("no_sync", NONE, NONE),
+    BOTH,
+    ("backward", HALF, WHOLE),
 )
 
 
-def forbidden(way: Way, then: str, stage: int) -> str | None:
+def forbidden(way: Way, then: Call, stage: int) -> str | None:
     """Why the law does not let this follow; None: it does."""
-    if way.left_out is None or then in ("step", "clip_grad_norm_", "state_dict"):
+    name = then[0]
+    if way.left_out is None or name in ("step", "clip_grad_norm_", "state_dict"):
         return None
-    if then.startswith("no_sync"):
+    if name == "no_sync":
         return BLOCK_AFTER_ONE
-    if then.startswith("backward"):
+    if name == "backward":
         return ONE_OF_SEVERAL
-    if then.startswith("zero_grad") and way.without_data:
+    if name.startswith("zero_grad") and way.without_data:
         return "It is step that launches the round of a rank without data."
-    if then.endswith("full_state_dict"):
+    if name.endswith("full_state_dict"):
         return "Its gathers would meet the round that the rank left out has not launched."
     return "At stage 0 the other rank waits in its backward for the average." if stage == 0 else None
 
 
-def cases(stage: int, overlap: bool = True) -> Iterator[tuple[Way, str, bool]]:
+def cases(stage: int, overlap: bool = True) -> Iterator[tuple[Way, Call, bool]]:
     """A way, what follows, and whether the backward is observed. Else buckets leave while it runs.
 
     Of each pair and what follows, the first way is gone at every stage, and each of the others at one.
@@ -171,7 +193,7 @@ def cases(stage: int, overlap: bool = True) -> Iterator[tuple[Way, str, bool]]:
             if forbidden(way, then, stage) is None:
                 yield way, then, False
         return
-    gone: set[tuple[tuple[str, str], str]] = set()
+    gone: set[tuple[tuple[str, str], Call]] = set()
     for (number, way), (place, then) in itertools.product(enumerate(WAYS), enumerate(NEXT)):
         legal = [other for other in (0, 1, 2) if forbidden(way, then, other) is None]
         first = (way.states, then) not in gone
@@ -209,193 +231,164 @@ class Machine:
             self.tell("begin")
             self.complete()
 
-    def backward(self, far: int) -> None:
-        if far > FIRST:
+    def backward(self, came: Arrivals) -> None:
+        if came.grads:
             self.settle()
             self.tell("begin" if self.overlap else "local")
-        if far == WHOLE and self.overlap:
+        if came.grads and not came.raised and self.overlap:
             self.complete()
 
 
-class Player:
-    """One rank, and beside it what both should be: their machines, their gradients added up, and AdamW."""
+class Machines:
+    """Those of all ranks, along a program."""
 
-    def __init__(self, rank: int, stage: int, overlap: bool = True) -> None:
-        self.rank, self.stage, self.overlap = rank, stage, overlap
-        self.params = [nn.Parameter(torch.linspace(-1, 1, size)) for size in SIZES]
-        self.theirs = [parameter.detach().clone() for parameter in self.params]
-        self.calls = itertools.count()
+    def __init__(self, optim: Optim) -> None:
+        self.optim, self.in_block = optim, False
         self.renew()
 
     def renew(self) -> None:
-        """A new optimizer for the same parameters."""
-        self.opt = zero_optim.ShardedAdamW(
-            self.params, lr=LR, stage=self.stage, bucket_cap_mb=CAP_MB, overlap_grad_reduce=self.overlap
-        )
-        made = reducer.open_reducers()[-1]
-        self.found = made.rounds
-        self.adam = torch.optim.AdamW(self.theirs, lr=LR)
-        self.machines = [Machine(self.overlap) for _ in range(RANKS)]
-        self.sums: list[dict[int, float]] = [{} for _ in range(RANKS)]
-        self.coefficient = 1.0
-        for name, *far in (BOTH, STEP, ZERO):  # what it observes is known from here on
-            self.call(name, *far)
+        self.ranks = [Machine(self.optim.overlap_grad_reduce) for _ in range(RANKS)]
 
-    # -- the calls ---------------------------------------------------------------------------------------------------
+    def tell(self, event: str) -> None:
+        for machine in self.ranks:
+            machine.tell(event)
 
-    def call(self, name: str, *far: int) -> None:
-        getattr(self, name)(*far)
+    def settle(self) -> None:
+        for machine in self.ranks:
+            machine.settle()
 
-    def _one_backward(self, far: Sequence[int]) -> None:
-        """Gradient i is a factor times i + 1, and the last comes first; the same is added up for both ranks."""
-        number, self.coefficient = next(self.calls), 1.0
-        factors = [FACTORS[(number + 3 * rank) % len(FACTORS)] for rank in range(RANKS)]
-        for rank, come in enumerate(far):
-            for index in range(max(0, len(SIZES) - max(0, come)), len(SIZES)):
-                self.sums[rank][index] = self.sums[rank].get(index, 0.0) + factors[rank] * (index + 1)
-        if far[self.rank] == NONE:
+    def follow(self, op: Op) -> None:
+        match op:
+            case Backward():
+                self.backward(op)
+            case Step() | Clip():
+                if self.in_block:  # it counts on all ranks before it ends
+                    self.tell("local")
+                for machine in self.ranks:
+                    machine.reduce()
+                if isinstance(op, Step):
+                    self.tell("step")
+            case Zero():
+                self.settle()
+                self.tell("clear")
+            case Enter() | Leave():
+                self.in_block = isinstance(op, Enter)
+                self.settle()
+                if not self.in_block:
+                    self.tell("local")
+            case Renew():
+                self.renew()
+            case Load() | SaveFull() | LoadFull() | Observe():
+                self.settle()
+
+    def backward(self, op: Backward) -> None:
+        came = [arrivals(chain, lambda o, p: True) for chain in op.ranks]
+        if op.no_sync:
+            self.settle()
+            self.tell("local")
             return
-        total = torch.ones((), requires_grad=True)
-        for index, parameter in enumerate(self.params):
-            if len(SIZES) - index == far[self.rank]:
-                total = raise_in_backward(total)
-            total = total + (parameter * (factors[self.rank] * (index + 1))).sum()
-        with suppress(Planned):
-            (raise_in_backward(total) if far[self.rank] == FIRST else total).backward()
+        for machine, of_rank in zip(self.ranks, came, strict=True):
+            if not self.in_block:
+                machine.backward(of_rank)
+            elif of_rank.grads:
+                machine.tell("local")
 
-    def backward(self, *far: int) -> None:
-        self._one_backward(far)
-        for machine, come in zip(self.machines, far, strict=True):
-            machine.backward(come)
 
-    def no_sync(self, *far: int) -> None:
-        with self.opt.no_sync():
-            self._one_backward(far)
-        for machine in self.machines:
-            machine.settle()
-            machine.tell("local")
+class Apart(Face):
+    """The face, and after every operation the machine of each rank. For a rank that has raised all patience is in
+    vain."""
 
-    def step(self, *_: int) -> None:
-        self.opt.step()
-        for index, parameter in enumerate(self.theirs):
-            average = self.average(index)
-            parameter.grad = None if average is None else torch.full_like(parameter, average * self.coefficient)
-        self.adam.step()
-        for machine in self.machines:
-            machine.reduce()
-            machine.tell("step")
+    def run(self, program: Program, rank: int, folder: str, see: See) -> None:
+        def and_machine(*seen: Any) -> None:
+            see(*seen)
+            rounds = reducer.open_reducers()[-1].rounds
+            see("machine", rounds.state.name, rounds.launched)
 
-    def zero_grad(self, *_: int, set_to_none: bool = True) -> None:
-        self.opt.zero_grad(set_to_none)
-        present = {index for of_rank in self.sums for index in of_rank}
-        self.sums = [{} if set_to_none else dict.fromkeys(present, 0.0) for _ in range(RANKS)]
-        self.coefficient = 1.0
-        for machine in self.machines:
-            machine.settle()
-            machine.tell("clear")
+        with impatient(0.01):
+            super().run(program, rank, folder, and_machine)
 
-    def clip_grad_norm_(self, *_: int, max_norm: float = 1e9) -> None:
-        norm = float(self.opt.clip_grad_norm_(max_norm))
-        expected = sum(size * (self.average(index) or 0.0) ** 2 for index, size in enumerate(SIZES)) ** 0.5
-        assert norm == pytest.approx(expected, rel=1e-5), f"the norm is {norm}, not {expected}"
-        self.coefficient = min(1.0, max_norm / (expected + 1e-6))
-        for machine in self.machines:
-            machine.reduce()
+    def verdict(self, program: Program, seen: Sequence[Entries]) -> str | None:
+        machines = Machines(program.optims[0])
+        found = [[entry[1:] for entry in of_rank if entry[0] == "machine"] for of_rank in seen]
+        for index, op in enumerate(program.ops):
+            machines.follow(op)
+            for rank, machine in enumerate(machines.ranks):
+                if found[rank][index] != (machine.state, machine.launched):
+                    should = f"{machine.launched} rounds, {machine.state}"
+                    return f"operation {index} ({op}), rank {rank}: {found[rank][index]}, and the table says {should}"
+        return super().verdict(program, seen)
 
-    def _next(self, then: str) -> None:
-        if then in ("step", "zero_grad"):
-            self.call(then)
-        elif then == "zero_grad in place":
-            self.zero_grad(set_to_none=False)
-        elif then == "no_sync":
-            self.no_sync(NONE, WHOLE)
-        elif then == "no_sync, empty":
-            self.no_sync(NONE, NONE)
-        elif then == "clip_grad_norm_":
-            self.clip_grad_norm_(max_norm=1.0)
-        elif then == "backward":
-            self.backward(WHOLE, WHOLE)
-        elif then == "backward that raises":
-            self.backward(HALF, WHOLE)
-        elif then == "state_dict":
-            self.opt.state_dict()  # nobody hears of it
-        else:
-            if then == "load_state_dict":
-                self.opt.load_state_dict(self.opt.state_dict())
-            elif then == "full_state_dict":
-                self.check_full_state(zero_optim.full_state_dict(self.opt))
-            elif then == "load_full_state_dict":
-                zero_optim.load_full_state_dict(self.opt, zero_optim.full_state_dict(self.opt) or None)
-            else:
-                getattr(self.opt, then)()
-            for machine in self.machines:
-                machine.settle()
+    def why_not(self, program: Program) -> str | None:
+        reason = super().why_not(program)
+        return None if reason in NARROWER else reason
 
-    # -- what has to be ----------------------------------------------------------------------------------------------
 
-    def average(self, index: int) -> float | None:
-        values = [of_rank.get(index) for of_rank in self.sums]
-        return None if values == [None] * RANKS else sum(value or 0.0 for value in values) / RANKS
+APART = Apart()
+NARROWER = {
+    "gradients may be dropped": "a state dict is loaded while there are gradients: they stay, as buckets do",
+    "step has to follow": "what begins by completing the round on all ranks may come before the step",
+    "stepped, clipped and not zeroed": "the norm is far below the bound",
+}
+"""What the law forbids to random programs, and these do nevertheless."""
 
-    def check_machine(self, where: str) -> None:
-        found, expected = self.found, self.machines[self.rank]
-        assert found.state.name == expected.state, f"{where}: {found.state.name}, the table says {expected.state}"
-        assert found.launched == expected.launched, f"{where}: {found.launched} rounds, not {expected.launched}"
+# -- the programs ------------------------------------------------------------------------------------------------------
 
-    def check_weights(self, where: str) -> None:
-        difference = max(float((a.detach() - b).abs().max()) for a, b in zip(self.params, self.theirs, strict=True))
-        assert difference < 1e-5, f"{where}: the weights are off by {difference}"
-        for ours, theirs in zip(self.params, self.theirs, strict=True):
-            theirs.copy_(ours.detach())  # so that rounding does not add up over the cases
 
-    def check_full_state(self, state: dict[str, Any] | None) -> None:
-        for index, parameter in enumerate(self.theirs if self.rank == 0 else []):
-            of_parameter = state["state"].get(index, {}) if state is not None else {}
-            for name in ("exp_avg", "exp_avg_sq"):
-                torch.testing.assert_close(of_parameter[name], self.adam.state[parameter][name])
+def chain(come: int, factor: float) -> Chain:
+    """Gradient i is ``factor`` times i + 1, and the last comes first."""
+    if come == NONE:
+        return None
+    uses = tuple(Use(0, p, factor * (p + 1) / 4) for p in range(len(SIZES)))
+    place = len(SIZES) - come
+    return uses if come == WHOLE else (*uses[:place], Boom(), *uses[place:])
 
-    def own_collective(self) -> None:
-        value = torch.tensor([float(self.rank + 1)])
-        dist.all_reduce(value)
-        assert float(value) == sum(range(1, RANKS + 1))
 
-    def play(self, way: Way, then: str, *, observed: bool) -> None:
+class Writer:
+    """Writes calls in the words of the face. Backwards one after another have other gradients."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage, self.factors = stage, itertools.cycle(FACTORS)
+
+    def call(self, name: str, *far: int) -> list[Op]:
+        if name in ("backward", "no_sync"):
+            ranks = tuple(chain(come, next(self.factors)) for come in far)
+            return [Backward(ranks, (0,) if name == "no_sync" else ())]
+        return [Renew(0, self.stage), *self.loop()] if name == "close" else [*CALLS[name]]
+
+    def calls(self, *calls: Call) -> list[Op]:
+        return [op for call in calls for op in self.call(*call)]
+
+    def loop(self) -> list[Op]:
+        """What a new optimizer observes is known from here on."""
+        return self.calls(BOTH, STEP, ZERO)
+
+    def case(self, way: Way, then: Call, observed: bool) -> list[Op]:
         """From zeroed gradients to zeroed gradients."""
-        if observed:
-            self.opt.observe()
-        for call in way.calls:
-            self.call(*call)
-        assert tuple(machine.state for machine in self.machines) == way.states, "the way leads elsewhere"
-        self.check_machine("on the way")
-        if self.stage > 0:  # there a rank may be waiting in its backward for the other
-            self.own_collective()
-        self._next(then)
-        self.check_machine(f"after {then}")
-        if then == "close":
-            for parameter in self.params:
-                parameter.grad = None
-            self.renew()
-        self.step()
-        self.check_machine("after step")
-        self.check_weights("after step")
-        self.zero_grad()
-        self.check_machine("after zero_grad")
+        before = [Observe(0)] if observed else []
+        between = [AllReduce(1.0)] if self.stage > 0 else []  # at stage 0 a rank may wait in its backward for the other
+        return [*before, *self.calls(*way.calls), *between, *self.calls(then, STEP, ZERO)]
+
+    def in_a_block(self, then: Call) -> list[Op]:
+        """Rank 1 alone has a gradient in the block, and both make a call before it ends."""
+        block = [Enter(0), *self.calls(("backward", NONE, WHOLE), then), Leave(0)]
+        return [*self.calls(BOTH), *block, *self.calls(STEP, ZERO)]
 
 
-def _play_all(rank: int, world_size: int, stage: int, overlap: bool) -> int:
-    """How many cases there were, one after another with one optimizer."""
-    count = 0
-    with warnings.catch_warnings(), impatient(0.01):  # for a rank that has raised it would be in vain
-        warnings.simplefilter("ignore")
-        player = Player(rank, stage, overlap)
-        for way, then, observed in cases(stage, overlap):
-            try:
-                player.play(way, then, observed=observed)
-            except Exception as error:
-                raise AssertionError(f"{way.states} by {way.calls}, then {then}; observed: {observed}") from error
-            count += 1
-    player.opt.close()
-    return count
+def made(stage: int, ops: Sequence[Op], overlap: bool = True) -> Program:
+    every = tuple(range(len(SIZES)))
+    shapes = tuple((size,) for size in SIZES)
+    optim = Optim(shapes, stage, (Group(every),), bucket_cap_mb=CAP_MB, overlap_grad_reduce=overlap)
+    return Program(RANKS, (optim,), tuple(ops))
+
+
+def programs(stage: int, overlap: bool) -> Iterator[Program]:
+    """One for each way, with all that follows it."""
+    for _, of_way in itertools.groupby(cases(stage, overlap), lambda case: case[0]):
+        writer = Writer(stage)
+        yield made(stage, [*writer.loop(), *(op for case in of_way for op in writer.case(*case))], overlap)
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_pair_is_reached_or_cannot_be():
@@ -413,51 +406,24 @@ def test_all_that_is_legal_is_played():
         assert {(way.states, then) for way, then, _ in cases(stage)} == legal
 
 
+def test_every_way_leads_to_its_states():
+    for way in (*WAYS, *WAYS_WITHOUT_OVERLAP):
+        machines = Machines(made(1, [], overlap=way in WAYS).optims[0])
+        for op in Writer(1).calls(*way.calls):
+            machines.follow(op)
+        assert tuple(machine.state for machine in machines.ranks) == way.states, way.calls
+
+
 @pytest.mark.parametrize(("stage", "overlap"), [(0, True), (1, True), (2, True), (1, False)])
 def test_two_ranks(stage: int, overlap: bool):
-    count = len(list(cases(stage, overlap)))
-    assert run_ranks(RANKS, _play_all, stage, overlap, timeout=120) == [count] * RANKS
+    check_all(APART, list(programs(stage, overlap)), "rounds apart")
 
 
-# -- within a no_sync block --------------------------------------------------------------------------------------------
-
-IN_A_BLOCK = (
-    "step",
-    "clip_grad_norm_",
-    "zero_grad",
-    "zero_grad in place",
-    "state_dict",
-    "load_state_dict",
-    "full_state_dict",
-    "load_full_state_dict",
-    "observe",
-    "no_sync",
-)
-
-
-def _play_in_a_block(rank: int, world_size: int, stage: int) -> None:
-    """Rank 1 alone has a gradient in the block, and both make a call before it ends."""
-    player = Player(rank, stage)
-    for then in IN_A_BLOCK:
-        player.call(*BOTH)
-        with player.opt.no_sync():
-            player._one_backward((NONE, WHOLE))
-            player.machines[1].tell("local")
-            player.check_machine(f"before {then}")
-            for machine in player.machines if then in ("step", "clip_grad_norm_") else ():
-                machine.tell("local")  # the block counts on both ranks before it ends
-            player._next(then)
-            player.check_machine(f"after {then}")
-        player.coefficient = 1.0  # the end of the block has discarded it
-        for machine in player.machines:
-            machine.tell("local")
-        player.check_machine(f"after a block with {then}")
-        player.step()
-        player.check_weights(f"after a block with {then}")
-        player.zero_grad()
-    player.opt.close()
+IN_A_BLOCK = [then for then in NEXT if then[0] not in ("close", "backward") and then != ("no_sync", NONE, NONE)]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_within_a_no_sync_block_one_rank_is_dirty_before_the_other(stage: int):
-    run_ranks(RANKS, _play_in_a_block, stage)
+    writer = Writer(stage)
+    ops = [op for then in IN_A_BLOCK for op in writer.in_a_block(then)]
+    check_all(APART, [made(stage, [*writer.loop(), *ops])], "in a block")

@@ -31,6 +31,11 @@ class Family:
     name: str
     seconds = 6.0
 
+    def jobs(self, program: Any) -> Sequence[Any]:
+        """What runs one after another, each on ranks of its own: such as a program that saves, and one that loads what
+        the first has left in ``folder``. Of what follows, ``world`` to ``run`` are asked of a job."""
+        return (program,)
+
     def world(self, program: Any) -> int:
         return program.world
 
@@ -40,11 +45,11 @@ class Family:
 
     def run(self, program: Any, rank: int, folder: str, see: See) -> None:
         """On every rank. ``see`` takes what ``verdict`` is to be told; that it is called shows that nothing hangs.
-        ``folder`` is the same on every rank."""
+        ``folder`` is one of the program's own, the same on every rank and for every job."""
         raise NotImplementedError
 
     def verdict(self, program: Any, seen: Sequence[Entries]) -> str | None:
-        """What is wrong with what each rank saw; None: nothing."""
+        """What is wrong with what each rank saw, of each job; None: nothing."""
         raise NotImplementedError
 
     def kind(self, outcome: str, message: str) -> str:
@@ -60,5 +65,7 @@ class Family:
         raise NotImplementedError
 
     def script(self, program: Any, title: str) -> str:
-        """What to read, or to paste, of a program that fails."""
-        return repr(program)
+        """What to read, or to paste into a Python in ``tests/``, of a program that fails."""
+        words, family = type(program).__module__, type(self)
+        imports = f"from programs import run\nfrom {family.__module__} import {family.__name__}\nfrom {words} import *"
+        return f"{imports}\n\nrun.check({family.__name__}(), {program!r})"

@@ -8,6 +8,7 @@ import faulthandler
 import linecache
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import tempfile
@@ -42,13 +43,14 @@ def execute(text: str, name: str, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run_batch(rank: int, world_size: int, family: Family, programs: Sequence[Any], folder: str) -> list[Entries]:
+    """``programs``: of each its job that is to run now."""
     warnings.simplefilter("ignore")
     results: list[Entries] = []
     for index, program in enumerate(programs):
         Path(folder, f"at-{rank}").write_text(str(index))
         entries: Entries = []
         try:
-            family.run(program, rank, f"{folder}/files", lambda *seen, to=entries: to.append(seen))
+            family.run(program, rank, _files(folder, index), lambda *seen, to=entries: to.append(seen))
         except BaseException as error:
             raise RuntimeError(f"program {index}, after {len(entries)} operations") from error
         results.append(entries)
@@ -57,23 +59,32 @@ def _run_batch(rank: int, world_size: int, family: Family, programs: Sequence[An
 
 
 def seen_in_batch(family: Family, programs: Sequence[Any], folder: str) -> list[list[Entries]]:
-    """What each rank saw of each program. Raises RankFailure."""
-    one_order = all(map(family.one_order, programs))
+    """What each rank of each job saw of each program. Raises RankFailure."""
     seconds = START_SECONDS + family.seconds * len(programs)
-    by_rank = run_ranks(
-        family.world(programs[0]), _run_batch, family, programs, folder, timeout=seconds, one_order=one_order
-    )
+    by_rank: list[list[Entries]] = []
+    for jobs in zip(*map(family.jobs, programs), strict=True):
+        world_size, one_order = family.world(jobs[0]), all(map(family.one_order, jobs))
+        for rank in range(world_size):
+            Path(folder, f"at-{rank}").write_text("0")
+        by_rank += run_ranks(world_size, _run_batch, family, jobs, folder, timeout=seconds, one_order=one_order)
     return [list(seen) for seen in zip(*by_rank, strict=True)]
 
 
+def _files(folder: str, index: int) -> str:
+    """What ``Family.run`` is given."""
+    path = Path(folder, f"files-{index}")
+    path.mkdir(exist_ok=True)
+    return str(path)
+
+
 def run_batch(family: Family, programs: Sequence[Any]) -> Iterator[Failure]:
-    """Programs of one world size, one after another in one process group. One that raises or hangs ends the group:
-    then each is looked at alone, and that one first."""
+    """Programs of the same world sizes, one after another in one process group. One that raises or hangs ends the
+    group: then each is looked at alone, and that one first."""
     with tempfile.TemporaryDirectory(prefix="programs-") as folder:
         try:
             seen = seen_in_batch(family, programs, folder)
         except RankFailure as error:
-            at, text = _reached(folder, family.world(programs[0])), str(error)
+            at, text = _reached(folder), str(error)
         else:
             yield from _differences(family, programs, seen)
             return
@@ -84,10 +95,9 @@ def run_batch(family: Family, programs: Sequence[Any]) -> Iterator[Failure]:
             yield failure
 
 
-def _reached(folder: str, world_size: int) -> int:
-    """The first program that not every rank has gone past. A rank that has written nothing has begun none."""
-    reached = [Path(folder, f"at-{rank}") for rank in range(world_size)]
-    return min(int(file.read_text() or 0) if file.exists() else 0 for file in reached)
+def _reached(folder: str) -> int:
+    """The first program that not every rank of the last job has gone past; those of jobs before have gone past all."""
+    return min(int(file.read_text() or 0) for file in Path(folder).glob("at-*"))
 
 
 def _differences(family: Family, programs: Sequence[Any], seen: list[list[Entries]]) -> Iterator[Failure]:
@@ -102,11 +112,23 @@ def run_alone(family: Family, program: Any, seconds: float = ALONE_SECONDS) -> F
     """One program on forked ranks, as a script would run it."""
     if chosen() is not None:  # a forked rank has no simulation
         return _run_simulated(family, program)
+    seen: list[Entries] = []
+    with tempfile.TemporaryDirectory(prefix="programs-") as folder:
+        for job in family.jobs(program):
+            outcome, found = _run_job(family, job, _files(folder, 0), seconds)
+            if outcome:
+                return Failure(program, family.kind(outcome, found), found)
+            seen += found
+    return next(_differences(family, [program], [seen]), None)
+
+
+def _run_job(family: Family, job: Any, files: str, seconds: float) -> tuple[str, Any]:
+    """ "raises" or "hangs", and in words how; or what each rank saw."""
     context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe(duplex=False) for _ in range(family.world(program))]
+    pipes = [context.Pipe(duplex=False) for _ in range(family.world(job))]
     with tempfile.TemporaryDirectory(prefix="programs-") as directory:
         ranks = [
-            context.Process(target=_child, args=(rank, len(pipes), directory, family, program, there), daemon=True)
+            context.Process(target=_child, args=(rank, len(pipes), directory, files, family, job, there), daemon=True)
             for rank, (_, there) in enumerate(pipes)
         ]
         for process in ranks:
@@ -119,7 +141,7 @@ def run_alone(family: Family, program: Any, seconds: float = ALONE_SECONDS) -> F
             process.kill()
         for process in ranks:
             process.join()
-    return _judge(family, program, results, [process.exitcode for process in ranks], stacks)
+    return _outcome(results, [process.exitcode for process in ranks], stacks)
 
 
 def check(family: Family, program: Any) -> None:
@@ -151,24 +173,27 @@ def _stack(process: BaseProcess, file: Path) -> str:
     return " < ".join(shown[:12])
 
 
-def _child(rank: int, world_size: int, directory: str, family: Family, program: Any, pipe: Any) -> None:
+def _child(rank: int, world_size: int, directory: str, files: str, family: Family, job: Any, pipe: Any) -> None:
     entries: Entries = []
     faulthandler.register(signal.SIGUSR1, file=open(Path(directory, f"stack-{rank}"), "w"))  # noqa: SIM115  to the end
 
+    def say(word: str, value: Any) -> None:
+        pipe.send_bytes(pickle.dumps((word, value)))  # ``send`` would leave the values of tensors with this process
+
     def see(*seen: Any) -> None:
         entries.append(seen)
-        pipe.send(("at", len(entries)))
+        say("at", len(entries))
 
     def run(rank: int, _: int, see: Any) -> None:
-        family.run(program, rank, f"{directory}/files", see)
+        family.run(job, rank, files, see)
 
     def done(rank: int, error: str | None) -> None:
-        pipe.send(("done", (error, entries)))
+        say("done", (error, entries))
 
     try:
         world.child(rank, world_size, directory, run, see, 60.0, done)
     except BaseException:
-        pipe.send(("done", (world.brief(), entries)))
+        say("done", (world.brief(), entries))
 
 
 def _busy(process: BaseProcess) -> bool:
@@ -198,7 +223,7 @@ def _collect(pipes: list[Any], ranks: list[Any], seconds: float) -> list[tuple[i
         for pipe in ready:
             rank = open_pipes[pipe]
             try:
-                word, value = pipe.recv()
+                word, value = pickle.loads(pipe.recv_bytes())
             except (EOFError, OSError):
                 word, value = "done", ("died", [])
             if word == "at":
@@ -210,17 +235,14 @@ def _collect(pipes: list[Any], ranks: list[Any], seconds: float) -> list[tuple[i
     return results
 
 
-def _judge(
-    family: Family, program: Any, results: list[tuple[int, Any]], codes: list[int | None], stacks: list[str]
-) -> Failure | None:
+def _outcome(results: list[tuple[int, Any]], codes: list[int | None], stacks: list[str]) -> tuple[str, Any]:
     errors = {rank: value[0] for rank, (_, value) in enumerate(results) if value is not None and value[0]}
     reached = ", ".join(f"rank {rank} at operation {at}" for rank, (at, _) in enumerate(results))
     if errors:
         texts = "\n".join(f"rank {rank} (exit code {codes[rank]}): {error}" for rank, error in errors.items())
         standing = "".join(f"\nrank {rank} at {stack}" for rank, stack in enumerate(stacks) if stack)
-        message = f"{reached}\n{texts}{standing}"
-        return Failure(program, family.kind("raises", message), message)
+        return "raises", f"{reached}\n{texts}{standing}"
     if any(value is None for _, value in results):
         standing = "".join(f"\nrank {rank}: {stack}" for rank, stack in enumerate(stacks) if stack)
-        return Failure(program, family.kind("hangs", reached + standing), reached + standing)
-    return next(_differences(family, [program], [[value[1] for _, value in results]]), None)
+        return "hangs", reached + standing
+    return "", [value[1] for _, value in results]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,14 @@ def report(family: Family, failure: Failure, name: str) -> str:
     """What to read of a failure, and what to paste."""
     found = f"{name} {failure.kind}: {failure.message}"
     return f"{found}\n\n{failure.program!r}\n\n{family.script(failure.program, found)}"
+
+
+def check_all(family: Family, programs: Sequence[Any], name: str, most: int = 1) -> None:
+    """Raises AssertionError where a program does other than it should: with what to read of the first, made short."""
+    failures = list(itertools.islice(run_batch(family, programs), most))
+    if failures:
+        close_pool()  # its processes are not needed to make them short
+        raise AssertionError("\n\n".join(report(family, shrink(family, failure, 60), name) for failure in failures))
 
 
 def search(family: Family, drawn: Iterator[Named], options: argparse.Namespace, read: Callable[[str], Any]) -> None:
@@ -80,12 +89,12 @@ def _search(family: Family, drawn: Iterator[Named], options: argparse.Namespace)
 
 
 def _batches(family: Family, drawn: Iterator[Named], size: int, without: str) -> Iterator[list[Named]]:
-    """Programs of one world size each."""
-    by_world: dict[int, list[Named]] = {}
+    """Programs of the same world sizes each."""
+    by_world: dict[tuple[int, ...], list[Named]] = {}
     for name, made in drawn:
         if re.search(without, str(made)):
             continue
-        waiting = by_world.setdefault(family.world(made), [])
+        waiting = by_world.setdefault(tuple(map(family.world, family.jobs(made))), [])
         waiting.append((name, made))
         if len(waiting) == size:
             yield list(waiting)

@@ -13,7 +13,7 @@ import torch
 from harness import run_ranks
 
 from stores.deferred import Waits, deferring, waits_of_the_stores
-from stores.trajectories import Store, Training, Trajectory, differences, trajectory
+from stores.trajectories import Store, Training, Trajectory, difference, trajectory
 
 SMALL = {"bucket_cap_mb": 0.002}
 PAGED = Store({"state_offload": "paged", "device_budget": 0})
@@ -88,9 +88,8 @@ def _deferred(rank: int, world_size: int, number: int, left_out: str = "") -> tu
     want, waits, found = _plain(rank, world_size, number), Waits(left_out), []
     for store in stores:
         with deferring(waits), TemporaryDirectory() as folder, working_in(folder):
-            found += [
-                f"{store.name}: {text}" for text in differences(trajectory(rank, world_size, training, store), want)
-            ]
+            if text := difference(want, trajectory(rank, world_size, training, store)):
+                found.append(f"{store.name}: {text}")
     return found, waits.called
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from programs.compare import bits, first_difference
 from sharded_cases import Given, GivenNet, full_state
 from training_cases import make_gradients
 
-from stores.trajectories import RUNS, SHAPES, different_state
+from stores.trajectories import RUNS, SHAPES
 
 STORES: tuple[dict[str, Any], ...] = (
     {},
@@ -54,14 +55,14 @@ def _pairs(stage: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return half if every[0] in half else [every[0], *half]
 
 
-def _moved(rank: int, world_size: int, stage: int, folder: str) -> dict[str, list[str]]:
-    """By pair of stores and way, which tensors differ from those of a run that did not move."""
+def _moved(rank: int, world_size: int, stage: int, folder: str) -> dict[str, str | None]:
+    """By pair of stores and way, where the state differs from that of a run that did not move."""
     import zero_optim
     from zero_optim import checkpoint
 
     disk = f"{folder}/disk"
     ends: list[Any] = []
-    wrong: dict[str, list[str]] = {}
+    wrong: dict[str, str | None] = {}
     for number, (source, target) in enumerate(_pairs(stage)):
         way = WAYS[(STORES.index(source) + STORES.index(target)) % len(WAYS)]
         model, opt = _make(source, disk, stage)
@@ -89,7 +90,7 @@ def _moved(rank: int, world_size: int, stage: int, folder: str) -> dict[str, lis
         opt.close()
         _train(other, moved, rank, range(3, 5))
         ends.append(full_state(moved))
-        wrong[f"{source} -> {target} by {way}"] = different_state(ends[-1], ends[0])
+        wrong[f"{source} -> {target} by {way}"] = first_difference(ends[0], ends[-1], bits)
         moved.close()
     return wrong
 
@@ -99,5 +100,5 @@ def test_every_store_takes_over_from_every_other(stage: int, tmp_path: Path) -> 
     (tmp_path / "disk").mkdir()
     for wrong in run_ranks(2, _moved, stage, str(tmp_path)):
         assert len(wrong) == {1: 9, 2: 8, 3: 16}[stage]
-        assert not {pair: names for pair, names in wrong.items() if names}
+        assert not {pair: text for pair, text in wrong.items() if text}
     assert not list((tmp_path / "disk").iterdir())

@@ -11,7 +11,7 @@ from harness import run_ranks
 from sharded_cases import Given, GivenNet
 from training_cases import bits, make_gradients, make_parameters
 
-from stores.trajectories import RUNS, SHAPES, Store, Training, differences, train
+from stores.trajectories import RUNS, SHAPES, Store, Training, difference, train
 
 DEVICE = Store()
 STORES = (
@@ -61,7 +61,7 @@ def test_every_store_gives_the_bits_of_none(ranks: int, training: Training, tmp_
         wrong = {
             store.name: found
             for store, of_store in zip(stores, of_rank, strict=True)
-            if (found := differences(of_store, of_rank[0]))
+            if (found := difference(of_rank[0], of_store))
         }
         assert not wrong
         assert of_rank[0].stats["skipped_steps"] == 1
@@ -73,7 +73,7 @@ def test_updates_made_in_backward_are_kept_or_made_again() -> None:
     training = Training(2, torch.bfloat16, options={"bucket_cap_mb": 0.002})
     stores = [DEVICE, Store({"state_offload": "cpu"}), Store({"state_offload": "cpu", "speculate": False})]
     for plain, guessed, waited in run_ranks(2, train, training, stores):
-        assert not differences(guessed, plain)
+        assert difference(plain, guessed) is None
         guesses = guessed.stats["state_offload"]["speculated"]
         assert guesses["right"] > 0
         assert guesses["redone"] > 0

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from programs.compare import bits, first_difference
 from sharded_cases import Given, GivenNet, full_state
 from torch import Tensor
-from training_cases import bits, make_gradients, maybe_no_sync
+from training_cases import make_gradients, maybe_no_sync
 
 RUNS = (((17, 9), (300,), (1,)), ((5, 3, 2), (128,), (0,)), ((40, 25), (2, 1)), ((31,), (257,)))
 SHAPES = [shape for run in RUNS for shape in run]
@@ -119,33 +120,6 @@ def _copied(state: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def differences(ours: Trajectory, theirs: Trajectory) -> list[str]:
-    """What is not the same bit by bit."""
-    found = []
-    for step, (mine, other) in enumerate(zip(ours.parameters, theirs.parameters, strict=True)):
-        places = [
-            place for place, (a, b) in enumerate(zip(mine, other, strict=True)) if not torch.equal(bits(a), bits(b))
-        ]
-        if places:
-            found.append(f"step {step}: parameters {places}")
-    if ours.norms != theirs.norms:
-        found.append(f"norms {ours.norms} and {theirs.norms}")
-    for what in ("state", "saved"):
-        found += [f"{what}: {different}" for different in different_state(getattr(ours, what), getattr(theirs, what))]
-    return found
-
-
-def different_state(state: dict[str, dict[str, Tensor]], other: dict[str, dict[str, Tensor]]) -> list[str]:
-    """Which tensors are not the same bit by bit, as "exp_avg of weight"."""
-    if list(state) != list(other):
-        return [f"names {list(state)} and {list(other)}"]
-    return [
-        f"{kind} of {name}"
-        for name, entry in state.items()
-        for kind, value in entry.items()
-        if not torch.equal(_bits(value), _bits(other[name][kind]))
-    ]
-
-
-def _bits(value: Any) -> Tensor:
-    return bits(torch.as_tensor(value).reshape(-1))
+def difference(want: Trajectory, have: Trajectory) -> str | None:
+    """Where they first differ in bits; None: nowhere."""
+    return first_difference(*({**vars(one), "stats": None} for one in (want, have)), bits)
