@@ -66,13 +66,12 @@ def draw(rows: Sequence[ConvergenceRow], path: Path) -> None:
         x = [MEAN_OF * (number + 1) for number in range(len(means))]
         skipped = len(x) // 10
         lines.append(Line(form, x[skipped:], means[skipped:], f"{means[-1]:.3f}"))
-        if form != "fp32":
-            shares = [100 * (mean / of_exact - 1) for mean, of_exact in zip(means, exact, strict=True)]
-            off.append(Line(form, x[skipped:], shares[skipped:], f"{shares[-1]:+.2f} %"))
+        shares = [100 * (mean / of_exact - 1) for mean, of_exact in zip(means, exact, strict=True)]
+        off.append(Line(form, x[skipped:], shares[skipped:], f"{shares[-1]:+.2f} %"))
     seeds = len({row.seed for row in rows})
     panels = [
-        Lines("Training loss, the mean of seeds", "nats a byte", lines, scale=Scale.DATA),
-        Lines("Beside fp32", "%", off, scale=Scale.DATA),
+        Lines("Training loss, the mean of seeds", "nats a byte", lines, scale=Scale.DATA, in_turn=True),
+        Lines("Beside fp32", "%", off, scale=Scale.DATA, in_turn=True),
     ]
     note = f"{seeds} seeds, {rows[0].ranks} ranks, means of {MEAN_OF} steps; zero-optim train's own model and text"
     png(Sheet([panels], note, "Training with smaller state"), path)
@@ -90,7 +89,12 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default="convergence", help="folder of the JSON and the picture (convergence)"
     )
+    parser.add_argument("--redraw", type=Path, metavar="FILE.json", help="train nothing: draw this file again")
     given = parser.parse_args()
+    if given.redraw is not None:
+        read = [ConvergenceRow(**row) for row in json.loads(given.redraw.read_text())["rows"]]
+        draw(read, given.redraw.with_suffix(".png"))
+        return
     given.out.mkdir(parents=True, exist_ok=True)
     rows = []
     for seed in map(int, given.seeds.split(",")):
