@@ -47,6 +47,7 @@ PRELOADED = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "pytest",
     "zero_optim",
 ]
 GRACE_SECONDS = 5  # for the other ranks to report, once one has failed
