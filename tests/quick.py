@@ -49,6 +49,7 @@ MORE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("docs/moving.md", ("clients/test_moving.py",)),
     # The engine of random programs, by its quickest family.
     ("tests/programs/", ("units/test_part_programs.py",)),
+    ("tests/checkpoint_programs/", ("checkpoint/test_checkpoint_programs.py",)),
     ("tests/warm_python/", ("house/test_warm_python.py",)),
     ("tests/(harness|conftest|quick).py|tests/seconds.json", ("house",)),
 )
