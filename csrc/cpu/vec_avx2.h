@@ -107,39 +107,6 @@ inline Vec is_zero(Vec a) {
   return Vec(_mm256_and_ps(_mm256_cmp_ps(a.x, _mm256_setzero_ps(), _CMP_EQ_OQ), _mm256_set1_ps(1.0f)));
 }
 
-inline Vec unscaled_int8(const int8_t* from) { return zero_kernels::unscaled_int8(Vec::load(from)); }
-
-// Estimates of what is stored, before it is rounded. Twice what rounding and the processor's reciprocals of 11 bits can
-// make of a number below 256 is less than `kUnsure`. Of numbers below the normal ones they are inf or NaN.
-constexpr bool kEstimates = true;
-constexpr float kUnsure = 0x1p-10f;
-struct Estimate {
-  Vec scale, unit, half;
-  Estimate() = default;
-  explicit Estimate(float of) : scale(of), unit(1.5f * (255.0f / of)), half(0.5f * (255.0f / of)) {}
-
-  Vec int8(Vec value) const {  // 254 v / (s + |v|)
-    Vec d = scale + magnitude(value), r(_mm256_rcp_ps(d.x));
-    return value * Vec(254.0f) * (r + r * (Vec(1.0f) - d * r));
-  }
-  Vec root8(Vec value) const {  // 255 root(v) / s; 1 at least where v is above 0
-    Vec r(_mm256_rsqrt_ps(value.x)), root = value * r;
-    Vec near = root * (unit - half * (root * r));
-    __m256 above = _mm256_cmp_ps(value.x, _mm256_setzero_ps(), _CMP_GT_OQ);
-    return Vec(_mm256_and_ps(above, _mm256_max_ps(_mm256_set1_ps(1.0f), near.x)));  // of NaN NaN
-  }
-};
-// Stores the nearest integers, and gives how far away each is.
-template <class T>
-inline Vec store_nearest(Vec a, T* to) {
-  Vec whole(_mm256_round_ps(a.x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-  whole.store(to);
-  return magnitude(a - whole);
-}
-inline bool below(Vec a, float bound) {
-  return _mm256_movemask_ps(_mm256_cmp_ps(a.x, _mm256_set1_ps(bound), _CMP_NLT_UQ)) == 0;
-}
-
 // Folds four lines of 16, each of two vectors, by halves.
 inline void fold_line(const Vec (&a)[2], const Vec (&b)[2], const Vec (&c)[2], const Vec (&d)[2], float* to) {
   fold_eight((a[0] + a[1]).x, (b[0] + b[1]).x, (c[0] + c[1]).x, (d[0] + d[1]).x, to);
@@ -148,11 +115,114 @@ inline float largest_of_line(const Vec (&a)[2]) {
   return largest_of_eight(_mm256_castps_si256(max_bits(a[0], a[1]).x));
 }
 
+// Two vectors, of elements one after the other.
+struct Pair {
+  Vec a, b;
+};
+
+// The low and the high halves of 16 elements, and these elements of their halves.
+inline __m256i in_order(__m256i quarters) { return _mm256_permute4x64_epi64(quarters, 0xd8); }
+inline __m256i low_halves(Vec a, Vec b) {
+  __m256i mask = _mm256_set1_epi32(0xffff);
+  return in_order(_mm256_packus_epi32(
+      _mm256_and_si256(_mm256_castps_si256(a.x), mask), _mm256_and_si256(_mm256_castps_si256(b.x), mask)));
+}
+inline __m256i high_halves(Vec a, Vec b) {
+  return in_order(_mm256_packus_epi32(
+      _mm256_srli_epi32(_mm256_castps_si256(a.x), 16), _mm256_srli_epi32(_mm256_castps_si256(b.x), 16)));
+}
+inline Pair from_halves(__m256i low, __m256i high) {
+  low = in_order(low);
+  high = in_order(high);
+  return {
+      Vec(_mm256_castsi256_ps(_mm256_unpacklo_epi16(low, high))),
+      Vec(_mm256_castsi256_ps(_mm256_unpackhi_epi16(low, high)))};
+}
+
+// Those that are inf or NaN, of high halves.
+inline __m256i not_finite(__m256i high) {
+  return _mm256_cmpgt_epi16(_mm256_and_si256(high, _mm256_set1_epi16(0x7fff)), _mm256_set1_epi16(0x7f7f));
+}
+inline bool any(__m256i bits) { return !_mm256_testz_si256(bits, bits); }
+
+// Two vectors in 16 bits each.
+template <class T>
+inline __m256i narrow_pair(Vec a, Vec b, const T* of) {
+  return _mm256_set_m128i(b.narrow(of), a.narrow(of));
+}
+inline __m256i narrow_pair(Vec a, Vec b, const BFloat16* of) {
+  __m256i low = low_halves(a, b), high = high_halves(a, b);
+  if (any(not_finite(high))) [[unlikely]]
+    return narrow_pair<BFloat16>(a, b, of);
+  __m256i with_odd = _mm256_or_si256(low, _mm256_and_si256(high, _mm256_set1_epi16(1)));
+  __m256i up = _mm256_cmpgt_epi16(_mm256_xor_si256(with_odd, _mm256_set1_epi16(-32768)), _mm256_setzero_si256());
+  return _mm256_sub_epi16(high, up);  // -1 where it is rounded up
+}
+
 template <class T>
 inline void store_pair(T* to, Vec a, Vec b) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow_pair(a, b, to));
+}
+inline void store_pair(float* to, Vec a, Vec b) {
   a.store(to);
   b.store(to + Vec::kLanes);
 }
+
+// Masters in two halves, by whole words. What is rare, a tie or what is not finite, takes the way of one vector.
+inline Pair join_pair(const BFloat16* high, const int16_t* low) {
+  __m256i below = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(low));
+  __m256i above = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high));
+  above = _mm256_add_epi16(above, _mm256_srai_epi16(below, 15));
+  if (any(not_finite(above))) [[unlikely]]
+    return {Vec::load(high, low), Vec::load(high + 8, low + 8)};
+  return from_halves(below, above);
+}
+
+inline void split_pair(Vec a, Vec b, BFloat16* high, int16_t* low) {
+  __m256i below = low_halves(a, b), above = high_halves(a, b);
+  __m256i tie = _mm256_cmpeq_epi16(below, _mm256_set1_epi16(-32768));
+  if (any(_mm256_or_si256(tie, not_finite(above)))) [[unlikely]] {
+    a.store(high, low);
+    b.store(high + 8, low + 8);
+  } else {
+    above = _mm256_add_epi16(above, _mm256_srli_epi16(below, 15));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), above);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(low), below);
+  }
+}
+
+inline Pair unscaled_int8_pair(const int8_t* from) {
+  return {unscaled_int8(Vec::load(from)), unscaled_int8(Vec::load(from + 8))};
+}
+
+// Estimates of what is stored, as codecs.h has it, by the processor's reciprocals of 11 bits.
+constexpr bool kEstimates = true;
+struct Estimate {
+  Vec scale, less, more;
+  explicit Estimate(float of) : scale(of), less(kLess * (255.0f / of)), more(kMore * (255.0f / of)) {}
+
+  // Bits, of which one at least is set where an integer is not sure.
+  Vec store(Vec value, int8_t* to) const {  // 254 v / (s + |v|)
+    Vec d = scale + magnitude(value), r(_mm256_rcp_ps(d.x));
+    Vec x = value * (r + r * (Vec(1.0f) - d * r));
+    Vec low = shifted(x, Vec(254.0f * kLess)), high = shifted(x, Vec(254.0f * kMore));
+    (low - Vec(kWhole)).store(to);
+    return differing(low, high);
+  }
+  Vec store(Vec root, uint8_t* to) const {  // 255 root(v) / s; 1 at least where v is above 0
+    __m256 above = _mm256_cmp_ps(root.x, _mm256_setzero_ps(), _CMP_GT_OQ);
+    Vec low = shifted(root, less), high = shifted(root, more);
+    Vec(_mm256_max_ps((low - Vec(kWhole)).x, _mm256_and_ps(above, _mm256_set1_ps(1.0f)))).store(to);
+    return differing(low, high);
+  }
+
+ private:
+  static Vec shifted(Vec x, Vec by) { return x * by + Vec(kWhole); }
+  static Vec differing(Vec a, Vec b) { return Vec(_mm256_xor_ps(a.x, b.x)); }
+};
+inline Vec any_bits(Vec a, Vec b) { return Vec(_mm256_or_ps(a.x, b.x)); }
+inline bool has_bits(Vec a) { return any(_mm256_castps_si256(a.x)); }
+
 // Past the cache, to an address aligned to 32 bytes.
 inline void stream_pair(float* to, Vec a, Vec b) {
   _mm256_stream_ps(to, a.x);
@@ -160,7 +230,7 @@ inline void stream_pair(float* to, Vec a, Vec b) {
 }
 template <class T>
 inline void stream_pair(T* to, Vec a, Vec b) {
-  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), _mm256_set_m128i(b.narrow(to), a.narrow(to)));
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), narrow_pair(a, b, to));
 }
 inline void stream_fence() { _mm_sfence(); }
 [[gnu::always_inline]] inline void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }

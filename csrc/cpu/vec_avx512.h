@@ -101,48 +101,144 @@ inline Vec is_zero(Vec a) {
   return Vec(_mm512_maskz_mov_ps(zero, _mm512_set1_ps(1.0f)));
 }
 
-// As codecs.h has it, without the divider, which an update keeps busy: the quotient by an estimate of the reciprocal is
-// put right by what is left of y. For none of the 256 numbers is the quotient near enough to a tie to be rounded
-// otherwise.
-inline Vec unscaled_int8(const int8_t* from) {
-  Vec y = over_127(Vec::load(from));
-  Vec d = Vec(2.0f) - magnitude(y);
-  __m512 estimate = _mm512_rcp14_ps(d.x);
-  __m512 r = _mm512_fmadd_ps(estimate, _mm512_fnmadd_ps(d.x, estimate, _mm512_set1_ps(1.0f)), estimate);
-  __m512 quotient = _mm512_mul_ps(y.x, r);
-  return Vec(_mm512_fmadd_ps(_mm512_fnmadd_ps(d.x, quotient, y.x), r, quotient));
+// Two vectors, of elements one after the other.
+struct Pair {
+  Vec a, b;
+};
+
+// Numbers for 32 lanes of 16 bits.
+template <class Lane>
+inline __m512i lanes_by(Lane lane) {
+  alignas(64) int16_t lanes[32];
+  for (int i = 0; i < 32; ++i) lanes[i] = int16_t(lane(i));
+  return _mm512_load_si512(lanes);
 }
 
-// Estimates of what is stored, before it is rounded. Twice what rounding and the processor's reciprocals of 14 bits can
-// make of a number below 256 is less than `kUnsure`.
-constexpr bool kEstimates = true;
-constexpr float kUnsure = 0x1p-12f;
-struct Estimate {
-  Vec scale, unit, half;
-  Estimate() = default;
-  explicit Estimate(float of) : scale(of), unit(1.5f * (255.0f / of)), half(0.5f * (255.0f / of)) {}
+// The low and the high halves of 32 elements, and 16 elements of their halves.
+inline __m512i low_halves(Vec a, Vec b) {
+  __m512i even = lanes_by([](int i) { return 2 * i; });
+  return _mm512_permutex2var_epi16(_mm512_castps_si512(a.x), even, _mm512_castps_si512(b.x));
+}
+inline __m512i high_halves(Vec a, Vec b) {
+  __m512i odd = lanes_by([](int i) { return 2 * i + 1; });
+  return _mm512_permutex2var_epi16(_mm512_castps_si512(a.x), odd, _mm512_castps_si512(b.x));
+}
+inline Vec from_halves(__m512i low, __m512i high, int first) {
+  __m512i both = lanes_by([=](int i) { return first + i / 2 + i % 2 * 32; });
+  return Vec(_mm512_castsi512_ps(_mm512_permutex2var_epi16(low, both, high)));
+}
 
-  Vec int8(Vec value) const {  // 254 v / (s + |v|)
-    Vec d = scale + magnitude(value);
-    __m512 r = _mm512_rcp14_ps(d.x);
-    r = _mm512_fmadd_ps(r, _mm512_fnmadd_ps(d.x, r, _mm512_set1_ps(1.0f)), r);
-    return value * Vec(254.0f) * Vec(r);
+// Whether one is inf or NaN, of high halves.
+inline __mmask32 not_finite(__m512i high) {
+  return _mm512_cmp_epi16_mask(
+      _mm512_and_si512(high, _mm512_set1_epi16(0x7fff)), _mm512_set1_epi16(0x7f7f), _MM_CMPINT_GT);
+}
+
+// Two vectors in 16 bits each.
+template <class T>
+inline __m512i narrow_pair(Vec a, Vec b, const T* of) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(a.narrow(of)), b.narrow(of), 1);
+}
+inline __m512i narrow_pair(Vec a, Vec b, const BFloat16* of) {
+  __m512i low = low_halves(a, b), high = high_halves(a, b), one = lanes_by([](int) { return 1; });
+  if (not_finite(high)) [[unlikely]]
+    return narrow_pair<BFloat16>(a, b, of);
+  __m512i with_odd = _mm512_ternarylogic_epi32(low, high, one, 0xf8);  // low | high & 1
+  __mmask32 up = _mm512_cmp_epu16_mask(with_odd, lanes_by([](int) { return -32768; }), _MM_CMPINT_NLE);
+  return _mm512_mask_add_epi16(high, up, high, one);
+}
+
+template <class T>
+inline void store_pair(T* to, Vec a, Vec b) {
+  _mm512_storeu_si512(to, narrow_pair(a, b, to));
+}
+inline void store_pair(float* to, Vec a, Vec b) {
+  a.store(to);
+  b.store(to + Vec::kLanes);
+}
+
+// Masters in two halves, by whole words. What is rare, a tie or what is not finite, takes the way of one vector.
+inline Pair join_pair(const BFloat16* high, const int16_t* low) {
+  __m512i below = _mm512_loadu_si512(low);
+  __m512i above = _mm512_add_epi16(_mm512_loadu_si512(high), _mm512_srai_epi16(below, 15));
+  if (not_finite(above)) [[unlikely]]
+    return {Vec::load(high, low), Vec::load(high + 16, low + 16)};
+  return {from_halves(below, above, 0), from_halves(below, above, 16)};
+}
+
+inline void split_pair(Vec a, Vec b, BFloat16* high, int16_t* low) {
+  __m512i below = low_halves(a, b), above = high_halves(a, b);
+  __mmask32 tie = _mm512_cmpeq_epi16_mask(below, _mm512_set1_epi16(-32768));
+  if (tie | not_finite(above)) [[unlikely]] {
+    a.store(high, low);
+    b.store(high + 16, low + 16);
+  } else {
+    _mm512_storeu_si512(high, _mm512_add_epi16(above, _mm512_srli_epi16(below, 15)));
+    _mm512_storeu_si512(low, below);
   }
-  Vec root8(Vec value) const {  // 255 root(v) / s; 1 at least where v is above 0
-    Vec r(_mm512_rsqrt14_ps(value.x)), root = value * r, near_1 = root * r;
-    Vec near = root * Vec(_mm512_fnmadd_ps(near_1.x, half.x, unit.x));
-    __mmask16 above = _mm512_cmp_ps_mask(value.x, _mm512_setzero_ps(), _CMP_GT_OQ);
-    return Vec(_mm512_maskz_max_ps(above, _mm512_set1_ps(1.0f), near.x));  // of NaN NaN
+}
+// What `unscaled_int8` gives for 0 to 127, in halves. To look it up takes fewer instructions than a division, and none
+// of the divider, which an update keeps busy.
+struct Unscaled {
+  uint16_t low[128], high[128];
+  constexpr Unscaled() : low(), high() {
+    for (int i = 0; i < 128; ++i) {
+      float y = float(i) / 127.0f;
+      uint32_t bits = __builtin_bit_cast(uint32_t, y / (2.0f - y));
+      low[i] = uint16_t(bits);
+      high[i] = uint16_t(bits >> 16);
+    }
   }
 };
-// Stores the nearest integers, and gives how far away each is.
-template <class T>
-inline Vec store_nearest(Vec a, T* to) {
-  Vec shifted = a + Vec(12582912.0f);  // no fraction is left, and the last bits are the integer
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_castps_si512(shifted.x)));
-  return magnitude(a - (shifted - Vec(12582912.0f)));
+alignas(64) constexpr Unscaled kUnscaled;
+
+inline __m512i look_up(const uint16_t (&table)[128], __m512i index, __mmask32 above_63) {
+  __m512i below = _mm512_permutex2var_epi16(_mm512_load_si512(table), index, _mm512_load_si512(table + 32));
+  __m512i above = _mm512_permutex2var_epi16(_mm512_load_si512(table + 64), index, _mm512_load_si512(table + 96));
+  return _mm512_mask_mov_epi16(below, above_63, above);
 }
-inline bool below(Vec a, float bound) { return _mm512_cmp_ps_mask(a.x, _mm512_set1_ps(bound), _CMP_NLT_UQ) == 0; }
+
+inline Pair unscaled_int8_pair(const int8_t* from) {
+  __m512i stored = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  __m512i index = _mm512_abs_epi16(stored), sign = lanes_by([](int) { return -32768; });
+  if (_mm512_cmpgt_epi16_mask(index, lanes_by([](int) { return 127; }))) [[unlikely]]
+    return {unscaled_int8(Vec::load(from)), unscaled_int8(Vec::load(from + 16))};
+  __mmask32 above_63 = _mm512_movepi16_mask(_mm512_slli_epi16(index, 9));
+  __m512i low = look_up(kUnscaled.low, index, above_63), high = look_up(kUnscaled.high, index, above_63);
+  high = _mm512_ternarylogic_epi32(high, stored, sign, 0xf8);  // high | stored & sign
+  return {from_halves(low, high, 0), from_halves(low, high, 16)};
+}
+
+// Estimates of what is stored, as codecs.h has it, by the processor's reciprocals of 14 bits.
+constexpr bool kEstimates = true;
+struct Estimate {
+  Vec scale, less, more;
+  explicit Estimate(float of) : scale(of), less(kLess * (255.0f / of)), more(kMore * (255.0f / of)) {}
+
+  // Bits, of which one at least is set where an integer is not sure.
+  Vec store(Vec value, int8_t* to) const {  // 254 v / (s + |v|)
+    __m512 d = (scale + magnitude(value)).x, r = _mm512_rcp14_ps(d), x = (value * Vec(r)).x;
+    x = _mm512_fmadd_ps(x, _mm512_fnmadd_ps(d, r, _mm512_set1_ps(1.0f)), x);
+    Vec low = shifted(Vec(x), Vec(254.0f * kLess)), high = shifted(Vec(x), Vec(254.0f * kMore));
+    store_last(low, to);
+    return differing(low, high);
+  }
+  Vec store(Vec root, uint8_t* to) const {  // 255 root(v) / s; 1 at least where v is above 0
+    __mmask16 above = _mm512_cmp_ps_mask(root.x, _mm512_setzero_ps(), _CMP_GT_OQ);
+    Vec low = shifted(root, less), high = shifted(root, more);
+    store_last(Vec(_mm512_mask_max_ps(low.x, above, low.x, _mm512_set1_ps(kWhole + 1.0f))), to);
+    return differing(low, high);
+  }
+
+ private:
+  static Vec shifted(Vec x, Vec by) { return Vec(_mm512_fmadd_ps(x.x, by.x, _mm512_set1_ps(kWhole))); }
+  static Vec differing(Vec a, Vec b) { return Vec(_mm512_xor_ps(a.x, b.x)); }
+  static void store_last(Vec shifted, void* to) {
+    _mm_storeu_si128(static_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_castps_si512(shifted.x)));
+  }
+};
+inline Vec any_bits(Vec a, Vec b) { return Vec(_mm512_or_ps(a.x, b.x)); }
+inline bool has_bits(Vec a) { return _mm512_test_epi32_mask(_mm512_castps_si512(a.x), _mm512_castps_si512(a.x)); }
 
 // Folds four lines of 16, each a vector, by halves.
 inline void fold_line(const Vec (&a)[1], const Vec (&b)[1], const Vec (&c)[1], const Vec (&d)[1], float* to) {
@@ -154,11 +250,6 @@ inline float largest_of_line(const Vec (&a)[1]) {
   return largest_of_eight(_mm256_max_epu32(_mm512_castsi512_si256(bits), _mm512_extracti32x8_epi32(bits, 1)));
 }
 
-template <class T>
-inline void store_pair(T* to, Vec a, Vec b) {
-  a.store(to);
-  b.store(to + Vec::kLanes);
-}
 // Past the cache, to an address aligned to 64 bytes.
 inline void stream_pair(float* to, Vec a, Vec b) {
   _mm512_stream_ps(to, a.x);
@@ -166,8 +257,7 @@ inline void stream_pair(float* to, Vec a, Vec b) {
 }
 template <class T>
 inline void stream_pair(T* to, Vec a, Vec b) {
-  __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(a.narrow(to)), b.narrow(to), 1);
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), both);
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), narrow_pair(a, b, to));
 }
 inline void stream_fence() { _mm_sfence(); }
 [[gnu::always_inline]] inline void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }

@@ -53,22 +53,33 @@ inline Vec sign(Vec a) { return Vec(zero_kernels::sign(a.x)); }
 // 1 where a is 0, of either sign, else 0.
 inline Vec is_zero(Vec a) { return Vec(zero_kernels::is_zero(a.x)); }
 
-inline Vec unscaled_int8(const int8_t* from) { return zero_kernels::unscaled_int8(Vec::load(from)); }
+// Two vectors, of elements one after the other.
+struct Pair {
+  Vec a, b;
+};
+
+inline Pair join_pair(const BFloat16* high, const int16_t* low) {
+  return {Vec::load(high, low), Vec::load(high + 1, low + 1)};
+}
+inline void split_pair(Vec a, Vec b, BFloat16* high, int16_t* low) {
+  a.store(high, low);
+  b.store(high + 1, low + 1);
+}
+inline Pair unscaled_int8_pair(const int8_t* from) {
+  return {unscaled_int8(Vec::load(from)), unscaled_int8(Vec::load(from + 1))};
+}
 
 // Estimates of what is stored would save nothing.
 constexpr bool kEstimates = false;
-constexpr float kUnsure = 0.5f;
 struct Estimate {
-  Estimate() = default;
   explicit Estimate(float) {}
-  Vec int8(Vec value) const { return value; }
-  Vec root8(Vec value) const { return value; }
+  template <class T>
+  Vec store(Vec value, T*) const {
+    return value;
+  }
 };
-template <class T>
-inline Vec store_nearest(Vec a, T*) {
-  return a;
-}
-inline bool below(Vec, float) { return false; }
+inline Vec any_bits(Vec a, Vec) { return a; }
+inline bool has_bits(Vec) { return true; }
 
 // Folds a line by halves: a[j] gets a[j + h] for h = 8 ... 1.
 inline float fold_line(const Vec (&a)[16]) {

@@ -7,6 +7,7 @@ namespace zero_kernels {
 
 struct AdamW {
   static constexpr int kStates = 2;  // exp_avg, exp_avg_sq
+  static constexpr bool kDivides = true;
 
   template <class V>
   struct Own {
@@ -36,15 +37,22 @@ struct AdamW {
     v = v * c.beta2 + (g * c.one_minus_beta2) * g;
   }
 
+  // What the first moment is divided by.
   template <class V>
-  ZK_HOST_DEVICE static inline V stepped(V p, V m, V v, const Own<V>& c) {
-    return p - c.step_size * (m / (square_root(v) / c.bias_correction2_sqrt + c.eps));
+  ZK_HOST_DEVICE static inline V divisor(V v, const Own<V>& c) {
+    return square_root(v) / c.bias_correction2_sqrt + c.eps;
   }
 
   template <class V>
-  ZK_HOST_DEVICE static inline void update(V g, V& p, V* states, const Own<V>& c) {
+  ZK_HOST_DEVICE static inline V begin(V g, V& p, V* states, const Own<V>& c) {
     moments(g, p, states[0], states[1], c);
-    p = stepped(p, states[0], states[1], c);
+    return divisor(states[1], c);
+  }
+
+  // The new parameter.
+  template <class V>
+  ZK_HOST_DEVICE static inline V end(V p, V m, V divisor, const Own<V>& c) {
+    return p - c.step_size * (m / divisor);
   }
 };
 

@@ -24,6 +24,11 @@ struct Encoded {
   bool any() const { return low || forms[0] != Form::kFloat || forms[1] != Form::kFloat || forms[2] != Form::kFloat; }
 };
 
+// 0 where the largest of a row is too small.
+ZK_HOST_DEVICE static inline float usual_scale(Form form, float largest) {
+  return largest < (form == Form::kInt8 ? 0x1p-100f : 0x1p-63f) ? 0.0f : largest;
+}
+
 // The bits of `bound_of` are compared as unsigned integers. So NaN is above inf, and for roots what is negative, whose
 // root is NaN, above all: then the root of the largest is the largest root.
 template <class V>
@@ -33,8 +38,7 @@ ZK_HOST_DEVICE inline V bound_of(Form form, V value) {
 
 // The scale of a row, of the largest bound in it.
 ZK_HOST_DEVICE static inline float scale_of(Form form, float bound) {
-  float scale = form == Form::kInt8 ? bound : square_root(bound);
-  return scale < (form == Form::kInt8 ? 0x1p-100f : 0x1p-63f) ? 0.0f : scale;
+  return usual_scale(form, form == Form::kInt8 ? bound : square_root(bound));
 }
 
 // Whether a row of that scale is stored by what follows. Else all of it is stored as 0.
@@ -42,13 +46,17 @@ ZK_HOST_DEVICE static inline bool is_usable(float scale) { return scale > 0.0f &
 
 // What is rounded to the nearest integer and stored.
 template <class V>
+ZK_HOST_DEVICE inline V encoded_int8(V value, V scale) {
+  V x = value / scale;
+  return V(127.0f) * ((x + x) / (V(1.0f) + magnitude(x)));
+}
+template <class V>
+ZK_HOST_DEVICE inline V encoded_root8(V root, V scale) {
+  return max_bits(V(255.0f) * (root / scale), V(1.0f) - is_zero(root));  // 0 is for 0 alone
+}
+template <class V>
 ZK_HOST_DEVICE inline V encoded(Form form, V value, V scale) {
-  if (form == Form::kInt8) {
-    V x = value / scale;
-    return V(127.0f) * ((x + x) / (V(1.0f) + magnitude(x)));
-  }
-  V near = V(255.0f) * (square_root(value) / scale);
-  return max_bits(near, V(1.0f) - is_zero(value));  // 0 is for 0 alone
+  return form == Form::kInt8 ? encoded_int8(value, scale) : encoded_root8(square_root(value), scale);
 }
 
 constexpr float kOver127 = 0x1.0204000000000p-7f, kRest127 = 0x1.0204080000000p-28f;
@@ -78,10 +86,16 @@ ZK_HOST_DEVICE inline V decoded_root8(V stored, V scale) {
   return root * root;
 }
 
-// The nearest integer, ties to even, of |x| < 2^22: the sum has no fraction left.
+// A sum with it, of |x| < 2^22, has no fraction left: its last bits are the nearest integer, ties to even.
+constexpr float kWhole = 12582912.0f;
+
 ZK_HOST_DEVICE static inline int32_t nearest(float x) {
-  return int32_t(float_bits(x + 12582912.0f)) - int32_t(float_bits(12582912.0f));
+  return int32_t(float_bits(x + kWhole)) - int32_t(float_bits(kWhole));
 }
+
+// Of an estimate of what is rounded. All that rounding and a processor's reciprocals make of it is less than
+// 13 * 2^-24 of it. So where a little less and a little more have one nearest integer, it is the right one.
+constexpr float kLess = 1.0f - 0x1p-20f, kMore = 1.0f + 0x1p-20f;
 
 // A master in two halves: bf16, and what its bits are above or below those.
 struct Halves {

@@ -7,6 +7,7 @@ namespace zero_kernels {
 
 struct Lion {
   static constexpr int kStates = 1;  // exp_avg
+  static constexpr bool kDivides = false;
 
   template <class V>
   struct Own {

@@ -1,6 +1,8 @@
 // What an update rule is, and what it may use.
 //
 // A rule is a struct in a file of its own: how many state tensors it has, its coefficients, and the update of one lane.
+// One that divides (`kDivides`) has `begin` and `end` in place of `update`: a processor's loop begins the next lanes
+// before it ends these, as a division takes long.
 // Loops, loads, stores and casts are written once a backend, for all rules. V is float or a SIMD vector with + - * /,
 // square_root, magnitude, max_bits and sign.
 //
@@ -70,9 +72,26 @@ struct Lane {
   V states[Rule::kStates > 0 ? Rule::kStates : 1];
 };
 
+// New states, and what `end_update` divides by, if it does.
+template <class Rule, class V>
+ZK_HOST_DEVICE inline V begin_update(V grad, Lane<Rule, V>& lane, const Coefficients<Rule, V>& c) {
+  V g = grad * c.grad_scale;
+  if constexpr (Rule::kDivides) {
+    return Rule::begin(g, lane.p, lane.states, c.own);
+  } else {
+    Rule::update(g, lane.p, lane.states, c.own);
+    return g;
+  }
+}
+
+template <class Rule, class V>
+ZK_HOST_DEVICE inline void end_update(Lane<Rule, V>& lane, V divisor, const Coefficients<Rule, V>& c) {
+  if constexpr (Rule::kDivides) lane.p = Rule::end(lane.p, lane.states[0], divisor, c.own);
+}
+
 template <class Rule, class V>
 ZK_HOST_DEVICE inline void update(V grad, Lane<Rule, V>& lane, const Coefficients<Rule, V>& c) {
-  Rule::update(grad * c.grad_scale, lane.p, lane.states, c.own);
+  end_update(lane, begin_update(grad, lane, c), c);
 }
 
 }  // namespace zero_kernels

@@ -22,6 +22,7 @@ struct SgdOwn {
 
 struct Sgd {
   static constexpr int kStates = 1;  // momentum_buffer
+  static constexpr bool kDivides = false;
 
   template <class V>
   using Own = SgdOwn<V>;
@@ -39,6 +40,7 @@ struct Sgd {
 
 struct SgdPlain {
   static constexpr int kStates = 0;
+  static constexpr bool kDivides = false;
 
   template <class V>
   using Own = SgdOwn<V>;

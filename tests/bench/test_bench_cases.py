@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from zero_optim.bench import adam_step, case, fused_adams, grad_stats, pack
@@ -10,6 +12,8 @@ from zero_optim.bench.run import CASES
 from zero_optim.errors import UsageError
 
 import zero_kernels
+from zero_kernels import ROW
+from zero_kernels.codecs import FORMS
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 NUMEL = 5000  # no multiple of a row
@@ -89,8 +93,55 @@ def test_parts_are_updated_as_the_whole(setting):
             assert torch.equal(getattr(shard, name), getattr(whole, name)), name
 
 
+@pytest.mark.parametrize("form", adam_step.SMALLER)
+def test_smaller_state_is_updated_as_what_it_stands_for(device, form):
+    """The parameter is written before the moments are rounded anew."""
+    of = adam_step.SMALLER[form]
+    setting = Setting(device, "bf16", NUMEL - NUMEL % ROW, choose_backends(device, None))
+    first, second = same_shards(setting, 2)
+    moments = {}
+    for name in ("exp_avg", "exp_avg_sq"):
+        stored = FORMS[getattr(of, name)]
+        values = getattr(second, name).view(-1, ROW)
+        moments[name] = stored.decode(*stored.encode(values)).view(-1)
+    master = second.param.float() if of.split else second.master
+    second = replace(second, master=master, **moments)
+    before = second.param.clone()
+    adam_step.ours_smaller(first, of)()
+    adam_step.ours(second)()
+    assert torch.equal(first.param, second.param) and not torch.equal(first.param, before)
+
+
+def test_bytes_of_smaller_state_are_those_of_its_tensors():
+    """Read and written of 128 elements: gradient 256, then parameter, master or low half, moments, scales."""
+    of_row = {name: 128 * of.bytes for name, of in adam_step.SMALLER.items()}
+    assert of_row == {
+        ", bf16": 256 + 256 + 1024 + 2 * 512,
+        ", int8": 256 + 256 + 1024 + 2 * (256 + 8),
+        ", split": 256 + 512 + 512 + 2 * 1024,
+        ", split, int8": 256 + 512 + 512 + 2 * (256 + 8),
+    }
+
+
+def test_rows_of_smaller_state_count_their_own_bytes_and_are_held_to_fp32(device):
+    made = adam_step.make_case(Setting(device, "bf16", NUMEL, choose_backends(device, None)))
+    times = {name: [2.0] if name.endswith("int8") else [3.0] for name in made.jobs}
+    rows = {row.backend: row for row in made.rows(times)}
+    for name in made.setting.backends:
+        row = rows[f"{name}, split, int8"]
+        assert (row.bytes, row.vs["fp32"]) == (14.125, 1.5)
+        assert row.gbps == round(14.125 * NUMEL / 2e6, 3)
+        assert row.fraction == round(14.125 / 28 * 1.5, 4)
+        assert rows[name].bytes == 28 and "fp32" not in rows[name].vs
+
+
 def test_the_jobs_of_adam_step(setting):
     jobs = adam_step.make_case(setting)
+    forms = [form for form, of in adam_step.SMALLER.items() if setting.dtype == "bf16" or not of.split]
+    assert len(forms) == (4 if setting.dtype == "bf16" else 2)
+    assert {f"{name}{form}" for form in forms for name in setting.backends} == {
+        name for name in jobs.jobs if name in jobs.own_bytes
+    }
     ours = [
         f"{name}{which}" for which in ("", ", zeros", ", 16 calls", ", 16 shards at once") for name in setting.backends
     ]
@@ -259,5 +310,5 @@ def test_a_package_that_works_gets_a_row_and_a_ratio(packages):
     made = adam_step.make_case(Setting(torch.device("cpu"), "fp16", NUMEL, ("reference",)))
     assert made.baselines == ["other"] and "other" in made.jobs
     assert {row.backend: set(row.vs) for row in made.rows({name: [1.0] for name in made.jobs})} == {
-        name: {"other"} for name in made.jobs
+        name: {"other", "fp32"} if name in made.fp32 else {"other"} for name in made.jobs
     }

@@ -93,10 +93,13 @@ def test_a_run_prints_a_table_and_leaves_a_file_and_a_plot(bench):
             assert row["rounds"] == 2 and row["p20"] <= row["ms"] <= row["p80"]
             assert row["gbps"] == pytest.approx(moved / row["ms"] / 1e6, abs=1e-3)
             assert row["copy_gbps"] == rows[row["yardstick"]]["gbps"]
-            assert row["fraction"] == pytest.approx(rows[row["yardstick"]]["ms"] / row["ms"], abs=1e-4)
+            yardstick = rows[row["yardstick"]]
+            share = moved / (yardstick["bytes"] * row["numel"]) * yardstick["ms"] / row["ms"]
+            assert row["fraction"] == pytest.approx(share, abs=1e-4)
             assert row["vs_torch"] == pytest.approx(rows["torch_pipeline"]["ms"] / row["ms"], abs=1e-4)
             for baseline, ratio in row["vs"].items():
-                assert ratio == pytest.approx(rows[baseline]["ms"] / row["ms"], abs=1e-4)
+                other = rows[row["backend"].split(",")[0] if baseline == "fp32" else baseline]
+                assert ratio == pytest.approx(other["ms"] / row["ms"], abs=1e-4)
         assert f"{rows[preferred]['fraction']:.3f}" in outcome.out
 
 

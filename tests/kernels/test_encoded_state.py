@@ -184,12 +184,19 @@ def test_a_split_master_is_its_two_halves(name: str) -> None:
     assert same_bits(codecs.join_master(high, low), stored)
 
 
-@pytest.mark.skipif("avx2" not in ISAS or shutil.which("g++") is None, reason="compiled by g++ for AVX2")
-def test_every_fp32_is_split_and_joined(tmp_path: Path) -> None:
-    command = ["g++", "-std=c++20", "-O3", "-mavx2", "-mf16c", "-ffp-contract=off"]
+VECTORS = {
+    "avx2": ["-mavx2", "-mf16c"],
+    "avx512": ["-DZK_ISA_AVX512", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
+}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiled by g++")
+@pytest.mark.parametrize("isa", [isa for isa in VECTORS if isa in ISAS])
+def test_every_fp32_is_split_and_joined(isa: str, tmp_path: Path) -> None:
+    command = ["g++", "-std=c++20", "-O3", "-w", "-ffp-contract=off", *VECTORS[isa]]
     subprocess.run([*command, str(Path(__file__).with_name("split_masters.cpp")), "-o", tmp_path / "run"], check=True)
     done = subprocess.run([tmp_path / "run"], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["0", "0"], "how many are wrong"
+    assert done.stdout.split() == ["0", "0", "0"], "how many are wrong: pairs, vectors, by function"
 
 
 @every_backend

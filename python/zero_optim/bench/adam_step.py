@@ -11,6 +11,7 @@ from torch import Tensor
 
 import zero_kernels
 from zero_kernels import ROW, ROW_STATS
+from zero_kernels.codecs import FORMS
 
 from .case import COPY, STREAM, TORCH, Case, Setting, backend_jobs, copy_job
 from .fused_adams import HYPER, Maker, fused_adams
@@ -28,6 +29,31 @@ PARTS = 16
 
 MEASURED, UNMEASURED = ", measured", ", foreach_step"
 """Behind a backend's name: ``foreach_step`` of the shard with ``row_stats``, as telemetry has it, and without."""
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """What is stored in another form than fp32: the dtypes of both moments, and whether the master is split."""
+
+    exp_avg: torch.dtype
+    exp_avg_sq: torch.dtype
+    split: bool = False
+
+    @property
+    def bytes(self) -> float:
+        """An element: gradient, parameter, master and moments, with the scales of their rows."""
+        param_and_master = 2 * (2 + 2) if self.split else 2 + 2 * 4
+        moments = (dtype.itemsize + 4 / ROW * FORMS[dtype].scaled for dtype in (self.exp_avg, self.exp_avg_sq))
+        return 2 + param_and_master + 2 * sum(moments)
+
+
+SMALLER = {
+    ", bf16": Smaller(torch.bfloat16, torch.bfloat16),
+    ", int8": Smaller(torch.int8, torch.uint8),
+    ", split": Smaller(torch.float32, torch.float32, split=True),
+    ", split, int8": Smaller(torch.int8, torch.uint8, split=True),
+}
+"""Behind a backend's name: ``foreach_step`` of the shard in that form, as ``state_dtype`` and ``master`` have it."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +93,24 @@ def make_case(setting: Setting) -> Case:
     jobs |= {f"{name}{AT_ONCE}": job for name, job in backend_jobs(setting, ours_at_once(shard)).items()}
     jobs |= {f"{name}{UNMEASURED}": job for name, job in backend_jobs(setting, ours_measured(shard, False)).items()}
     jobs |= {f"{name}{MEASURED}": job for name, job in backend_jobs(setting, ours_measured(shard, True)).items()}
+    smaller = {form: of for form, of in SMALLER.items() if setting.torch_dtype == torch.bfloat16 or not of.split}
+    for form, of in smaller.items():
+        jobs |= {f"{name}{form}": job for name, job in backend_jobs(setting, ours_smaller(shard, of)).items()}
+    in_form = {f"{name}{form}": (name, of) for form, of in smaller.items() for name in setting.backends}
     jobs[TORCH] = [torch_pipeline(shard)]
     baselines = fused_adams(setting.device)
     jobs |= {name: [pipeline(shard, make, STEP - 1)] for name, make in baselines.items()}
     jobs |= {COPY: copy_job(setting, BYTES), **stream_job(setting, shard)}
-    return Case("adam_step", setting, BYTES, STREAM if STREAM in jobs else COPY, jobs, list(baselines))
+    return Case(
+        "adam_step",
+        setting,
+        BYTES,
+        STREAM if STREAM in jobs else COPY,
+        jobs,
+        list(baselines),
+        own_bytes={job: of.bytes for job, (_, of) in in_form.items()},
+        fp32={job: name for job, (name, _) in in_form.items()},
+    )
 
 
 def with_zeros(shard: Shard) -> Shard:
@@ -115,6 +154,20 @@ def ours_measured(shard: Shard, measured: bool) -> Callable[[], None]:
     stats = [torch.empty(len(rows), len(ROW_STATS), device=grad.device)] if measured else None
     lists, shared = ([grad], [master], states, [param], [rows]), _shared(shard)
     return lambda: torch.ops.zero_kernels.foreach_step("adamw", *lists, *shared, None, None, None, stats)
+
+
+def ours_smaller(shard: Shard, of: Smaller) -> Callable[[], None]:
+    grad, master, *moments, param, rows = _tensors(shard)
+    states, scales = [], []
+    for values, dtype in zip(moments, (of.exp_avg, of.exp_avg_sq), strict=True):
+        stored, *scale = FORMS[dtype].encode(torch.nn.functional.pad(values, (0, -len(values) % ROW)).view(-1, ROW))
+        states.append(values if dtype == torch.float32 else stored.view(-1)[: len(values)])
+        scales += [each.view(-1) for each in scale]
+    if of.split:
+        master = torch.zeros_like(param, dtype=torch.int16)
+    lists, shared = ([grad], [master], states, [param], [rows]), _shared(shard)
+    more = (None, None, None, None, scales or None)
+    return lambda: torch.ops.zero_kernels.foreach_step("adamw", *lists, *shared, *more)
 
 
 def _tensors(shard: Shard) -> tuple[Tensor, ...]:

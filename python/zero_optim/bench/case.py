@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class Case:
 
     ``bytes``: the fewest an element that the op must move, read plus written. ``yardstick``: the job that moves as
     many and computes nothing. ``baselines``: jobs that every row is compared with, besides ``torch_pipeline``.
+    ``own_bytes``: of jobs that move another number of bytes. ``fp32``: of jobs in another form the one in fp32.
     """
 
     op: str
@@ -53,11 +54,13 @@ class Case:
     yardstick: str
     jobs: Mapping[str, Job]
     baselines: Sequence[str] = ()
+    own_bytes: Mapping[str, float] = field(default_factory=dict)
+    fp32: Mapping[str, str] = field(default_factory=dict)
 
     def rows(self, times: Mapping[str, Sequence[float]]) -> list[Row]:
         """``times``: milliseconds of each job in each round."""
         spreads = {name: Spread.of(values) for name, values in times.items()}
-        ceiling = self._gbps(spreads[self.yardstick])
+        ceiling = self._gbps(self.yardstick, spreads)
         return [
             Row(
                 op=self.op,
@@ -68,19 +71,27 @@ class Case:
                 ms=spread.ms,
                 p20=spread.p20,
                 p80=spread.p80,
-                bytes=self.bytes,
-                gbps=round(self._gbps(spread), 3),
+                bytes=self._bytes(name),
+                gbps=round(self._gbps(name, spreads), 3),
                 yardstick=self.yardstick,
                 copy_gbps=round(ceiling, 3),
-                fraction=round(self._gbps(spread) / ceiling, 4),
+                fraction=round(self._gbps(name, spreads) / ceiling, 4),
                 vs_torch=round(spreads[TORCH].ms / spread.ms, 4),
-                vs={baseline: round(spreads[baseline].ms / spread.ms, 4) for baseline in self.baselines},
+                vs={shown: round(spreads[other].ms / spread.ms, 4) for shown, other in self._others(name).items()},
             )
             for name, spread in spreads.items()
         ]
 
-    def _gbps(self, spread: Spread) -> float:
-        return self.bytes * self.setting.numel / spread.ms / 1e6
+    def _others(self, name: str) -> dict[str, str]:
+        """The jobs that this one is compared with, by what they are called there."""
+        fp32 = {"fp32": self.fp32[name]} if name in self.fp32 else {}
+        return {baseline: baseline for baseline in self.baselines} | fp32
+
+    def _bytes(self, name: str) -> float:
+        return self.own_bytes.get(name, self.bytes)
+
+    def _gbps(self, name: str, spreads: Mapping[str, Spread]) -> float:
+        return self._bytes(name) * self.setting.numel / spreads[name].ms / 1e6
 
 
 def copy_job(setting: Setting, bytes_per_element: int) -> Job:

@@ -42,7 +42,7 @@ class Row:
     ms: float
     p20: float
     p80: float
-    bytes: int | None  # an element: the fewest that the op must move, read plus written
+    bytes: float | None  # an element: the fewest that the op must move, read plus written
     gbps: float | None
     yardstick: str | None  # the backend whose speed is copy_gbps
     copy_gbps: float | None
@@ -84,6 +84,7 @@ STEADY, START, REST = (
     for name, key in (("MiB", "steady"), ("at start", "start"), ("at rest", "rest"))
 )
 COMMUNICATED = Column("comm. MiB", at("communicated"), mebibytes)
+BYTES = Column("bytes", at("bytes"), "{:.4g}".format)
 GBPS = Column("GB/s", at("gbps"), "{:,.1f}".format, width=9)
 KERNELS = Column("kernels", at("launches", "kernels"), whole)
 
@@ -152,7 +153,8 @@ def _columns(rows: Sequence[JsonRow]) -> list[Column]:
     baselines = dict.fromkeys(name for row in rows for name in row["vs"])
     always = [ELEMENTS, DTYPE, PARAMETERS, BACKEND, MS, P20, P80, TOKENS_A_SECOND, STEADY, START, REST, COMMUNICATED]
     ratios = [versus(rows), *(ratio_to(name, "vs", name) for name in baselines)]
-    columns = [*always, GBPS, share_of_yardstick(rows), *ratios, KERNELS, KERNELS_A_BUCKET]
+    bytes_differ = len({row["bytes"] for row in rows}) > 1
+    columns = [*always, *[BYTES] * bytes_differ, GBPS, share_of_yardstick(rows), *ratios, KERNELS, KERNELS_A_BUCKET]
     return shown_by_some(columns, rows)
 
 
