@@ -50,9 +50,9 @@ class Admission:
         """
         indices = self._new(parameters)
         validate.check_groups(self.rule, parameters.groups[self.first_group :], self.first_group)
+        validate.check_rule_takes(self.rule, parameters, indices, self.stage)
         validate.check_sharded(parameters, indices, self.stage, self.everyone, self.topology, row)
         validate.check_parameters(parameters, indices)
-        validate.check_rule_takes(self.rule, parameters, indices, self.stage)
         validate.check_master(self.rule, parameters, indices, whole=self.pipeline_stages == 1)
         validate.check_backend(self.everyone, parameters.all[0].device)
         averaging = self.topology.averaging(self.everyone)

@@ -198,6 +198,6 @@ class ShardedMuon(ShardedOptimizer):
         name: ``matrices, others = ShardedMuon.split(model)``.
 
         The others are embeddings, heads, and all that is no matrix. A head is a matrix with as many rows as an
-        embedding, or one in a module that is called head, lm_head, output, classifier or score.
+        embedding, or the weight of a module that is called head, lm_head, output, classifier or score.
         """
         return split_for_muon(model)

@@ -81,7 +81,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Use it where one of torch's stood; the model is not wrapped. Parameters are fp16, bf16 or fp32, on one device. At
     construction rank 0's parameters are broadcast and become views of flat buckets; hooks reduce gradients while
     backward runs. Without ``torch.distributed`` it is a plain fused optimizer. ``ShardedAdamW``, ``ShardedAdam``,
-    ``ShardedLion`` and ``ShardedSGD`` are this with a rule and its arguments.
+    ``ShardedLion``, ``ShardedSGD`` and ``ShardedMuon`` are this with a rule and its arguments.
 
     Args:
         params: parameters, ``model.named_parameters()``, or groups, as torch's optimizers take them. A group of
@@ -107,7 +107,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         grad_reduce_dtype: dtype in which gradients are summed over ranks and accumulated in shards; None:
             their own.
         grad_accumulation_dtype: torch.float32: shards add up several reductions of a step in fp32, whatever they are
-            sent in. From stage 1 on, on several ranks. None: as they are sent.
+            sent in. On several ranks, from stage 1 on; not at stage 1 with ``overlap_grad_reduce=False``, which adds up
+            in ``.grad``. None: as they are sent.
         max_grad_norm: clip every step to this 2-norm, unless ``clip_grad_norm_`` was called for it.
         skip_nonfinite: a step with an inf or NaN gradient on any rank changes nothing on any; False: it goes
             through.
@@ -692,8 +693,14 @@ def _make_engine(
     if model is not None:
         parameters.take_names(model.model)
         comm.traffic = model.sharding.everyone.traffic
-    dtypes = settings.grad_reduce_dtype, settings.grad_accumulation_dtype
-    sharding = make_sharding(comm, settings.stage, dtypes, device, admission.topology)
+    sharding = make_sharding(
+        comm,
+        settings.stage,
+        device,
+        admission.topology,
+        grad_reduce_dtype=settings.grad_reduce_dtype,
+        grad_accumulation_dtype=settings.grad_accumulation_dtype,
+    )
     shardings = Shardings(parameters, sharding, make_expert_shardings(sharding, experts))
     store = _store(settings.offload, sharding, params_on_host=model is not None and model.offload)
     alike = {"max_grad_norm": settings.max_grad_norm, "skip_nonfinite": settings.skip_nonfinite}

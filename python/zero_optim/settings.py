@@ -68,6 +68,11 @@ class Settings:
             raise ValueError(
                 "grad_accumulation_dtype: at stage 0 gradients add up in .grad; leave it out, or take stage=1"
             )
+        if self.grad_accumulation_dtype is not None and self.stage == 1 and not self.overlap_grad_reduce:
+            raise ValueError(
+                "grad_accumulation_dtype: at stage 1 with overlap_grad_reduce=False gradients add up in .grad until "
+                "step; leave one of the two out, or take stage=2"
+            )
 
     @property
     def offload(self) -> Offload:
@@ -88,7 +93,7 @@ class Settings:
             rule = rule.with_averages(Decays(EMA_DECAY, listed_decays(self.ema_decay)))
         rule.check()
         if self.telemetry and not rule.measures_rows:
-            raise ValueError(f"telemetry: {rule.name} measures nothing; leave it out")
+            raise ValueError(f"telemetry=True: updates by {rule.name} measure nothing; leave it out")
         return rule
 
     def described(self, rule: UpdateRule) -> dict[str, Any]:

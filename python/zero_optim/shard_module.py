@@ -102,7 +102,7 @@ def shard_module(
     comm.connect(target)
     ranks_of_node = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
     keep = reshard_after_forward is False or (not isinstance(reshard_after_forward, bool) and ranks_of_node == 1)
-    sharding = make_sharding(comm, 3, (None, None), target, topology)
+    sharding = make_sharding(comm, 3, target, topology)
     sharers = sharding.sharers
     node = sharers.of_consecutive(ranks_of_node) if 1 < ranks_of_node < sharers.world_size else None
     if node is not None:

@@ -22,7 +22,6 @@ from .comm.together import check_same
 from .comm.topology import Topology, own_row
 from .comm.transport import used
 from .errors import ParameterError
-from .params.layout import CUT_AT_ROWS
 from .params.marks import is_averaged, is_shared, is_slice, is_term, marked, says_anything
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, check_free
@@ -90,11 +89,10 @@ def check_master(rule: UpdateRule, parameters: ParameterSet, indices: Sequence[i
 
 def check_rule_takes(rule: UpdateRule, parameters: ParameterSet, indices: Sequence[int], stage: int) -> None:
     """Raise ParameterError for the first of ``indices`` that the rule cannot update."""
-    whole = rule.layout is not CUT_AT_ROWS
+    whole = not rule.layout.cuts
     if whole and stage >= 3:
         raise ParameterError(
-            f"{rule.name} needs whole parameters, and shard_module has cut those of this model at rows: leave it out, "
-            "and take stage=2"
+            f"{rule.name} needs whole parameters, and stage 3 cuts them at rows: take stage=2, without shard_module"
         )
     for index in indices:
         parameter, label = parameters.all[index], parameters.labels[index]

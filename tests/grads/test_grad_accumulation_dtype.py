@@ -97,5 +97,7 @@ def test_stage_0_adds_up_in_grad() -> None:
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="grad_accumulation_dtype: at stage 0 gradients add up in .grad"):
         zero_optim.ShardedAdamW([parameter], stage=0, grad_accumulation_dtype=torch.float32)
+    with pytest.raises(ValueError, match="at stage 1 with overlap_grad_reduce=False gradients add up in .grad"):
+        zero_optim.ShardedAdamW([parameter], stage=1, overlap_grad_reduce=False, grad_accumulation_dtype=torch.float32)
     with pytest.raises(ValueError, match="grad_accumulation_dtype must be None or torch.float32, got torch.float16"):
         zero_optim.ShardedAdamW([parameter], grad_accumulation_dtype=torch.float16)

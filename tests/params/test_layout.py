@@ -120,6 +120,12 @@ def test_whole_parameters_are_in_one_shard_each(shards):
             assert dict(zip(params, offsets, strict=True)) == there and numel == layout.numel
 
 
+def test_an_empty_parameter_comes_before_the_slot_that_begins_where_it_lies():
+    numels, kinds = {0: 0, 1: 16, 2: 64}, dict.fromkeys(range(3), "a")
+    (layout,) = build_layout(numels, kinds, [2, 1, 0], {"a": 100}, 2, WholeParameters())
+    assert layout.slots == (Slot(2, 0, 64), Slot(0, ROW, 0), Slot(1, ROW, 16))
+
+
 @pytest.mark.parametrize(("shards", "most"), [(2, 0.05), (4, 0.05), (8, 0.05), (16, 0.05), (64, 0.07)])
 def test_padding_of_whole_matrices(shards, most):
     """The matrices of Llama 2 7B, 224 of them."""

@@ -16,7 +16,7 @@ from zero_optim import ParameterError, ShardedMuon
 from zero_optim.rules.muon import QUINTIC, Muon, orthogonalized, scale_of
 from zero_optim.rules.update_rule import ShardUpdate, Whole
 
-SHAPES = ((24, 40), (72, 8), (8, 72), (40, 40), (1, 130), (130, 3), (24, 40))
+SHAPES = ((24, 40), (72, 8), (8, 72), (0, 4), (40, 40), (1, 130), (130, 3), (24, 40))
 STEPS = 4
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
 
@@ -174,7 +174,7 @@ def test_a_split_master_is_a_unit_off_at_most() -> None:
     for of_rank in run_ranks(2, _train, torch.bfloat16, {"master": "split"}):
         for found, expected in zip(of_rank, _alone(2, torch.bfloat16), strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=2e-7)
-            assert (found == expected).float().mean() > 0.99
+            assert (found != expected).sum() <= 0.01 * found.numel()
 
 
 def test_8_bit_momentum_is_near() -> None:
@@ -182,19 +182,19 @@ def test_8_bit_momentum_is_near() -> None:
     exact = _alone(2, torch.bfloat16)
     assert not all(map(torch.equal, masters, exact))
     for found, expected, before in zip(masters, exact, _weights(torch.bfloat16), strict=True):
-        assert (found - expected).norm() < 0.05 * (expected - before.detach()).norm()
+        assert (found - expected).norm() <= 0.05 * (expected - before.detach()).norm()
 
 
 def _averages(rank: int, world_size: int) -> bool:
     """Whether averages are what masters make of them. A group has its own decay."""
     params = _weights(torch.bfloat16)
-    groups = [{"params": params[:3]}, {"params": params[3:], "ema_decay": 0.25}]
+    groups = [{"params": params[:4]}, {"params": params[4:], "ema_decay": 0.25}]
     opt = ShardedMuon(groups, ema_decay=0.5, **OPTIONS)
     expected: list[Tensor] = []
     for step in range(STEPS):
         _steps(opt, params, rank, range(step, step + 1), torch.bfloat16)
         masters = _masters(opt, params)
-        rates = [0.5] * 3 + [0.75] * 4
+        rates = [0.5] * 4 + [0.75] * 4
         pairs = zip(expected, masters, rates, strict=True)
         expected = [e + rate * (p - e) for e, p, rate in pairs] if expected else masters
     state = zero_optim.full_state_dict(opt, rank=None)["state"]
@@ -315,7 +315,9 @@ def _places(rank: int, world_size: int) -> tuple[list[int], bool]:
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_no_shard_cuts_a_matrix(world_size: int) -> None:
     found = run_ranks(world_size, _places)
-    assert sorted(param for held, _ in found for param in held) == list(range(len(SHAPES)))
+    assert sorted(param for held, _ in found for param in held) == [
+        n for n, shape in enumerate(SHAPES) if 0 not in shape
+    ]
     assert all(same for _, same in found)
 
 
@@ -486,6 +488,58 @@ def test_split_gives_hidden_matrices() -> None:
     ]
 
 
+def test_split_looks_at_the_module_itself() -> None:
+    """Of BERT's ``output.dense`` the module is no head."""
+    block = nn.ModuleDict({"output": nn.ModuleDict({"dense": nn.Linear(4, 4)}), "score": nn.Linear(4, 4)})
+    assert [name for name, _ in ShardedMuon.split(block)[0]] == ["output.dense.weight"]
+
+
+def _others_state(rank: int, world_size: int, folder: str) -> list[str]:
+    """What is said where SGD's and AdamW's state comes to Muon, and Muon's to SGD, by each loader."""
+    said = []
+    makers: dict[str, Callable[[Any], Any]] = {
+        "sgd": lambda params: zero_optim.ShardedSGD(params, lr=0.1, momentum=0.9),
+        "adamw": lambda params: zero_optim.ShardedAdamW(params),
+        "muon": lambda params: ShardedMuon(params),
+    }
+    for source, target in (("sgd", "muon"), ("adamw", "muon"), ("muon", "sgd")):
+        model = _model()
+        opt = makers[source](model.named_parameters())
+        _steps(opt, list(model), rank, range(1), torch.bfloat16)
+        own, whole = copy.deepcopy(opt.state_dict()), zero_optim.full_state_dict(opt, rank=None)
+        zero_optim.checkpoint.save(f"{folder}/{source}", model, opt)
+        opt.close()
+        other = makers[target](model.named_parameters())
+        for load in (
+            lambda: other.load_state_dict(own),  # noqa: B023
+            lambda: zero_optim.load_full_state_dict(other, whole),  # noqa: B023
+            lambda: zero_optim.checkpoint.load(f"{folder}/{source}", model, other),  # noqa: B023
+        ):
+            with pytest.raises(zero_optim.StateMismatchError) as caught:
+                load()
+            said.append(str(caught.value))
+        other.close()
+    return said
+
+
+def test_state_of_other_optimizers_is_refused(tmp_path: Path) -> None:
+    for said in run_ranks(2, _others_state, str(tmp_path)):
+        assert all("of the state has dampening: it is of another optimizer" in text for text in said[:3]), said
+        assert all("of the state has betas: it is of another optimizer" in text for text in said[3:6]), said
+        assert all("of the state has ns_steps: it is of Muon" in text for text in said[6:]), said
+
+
+def test_original_is_the_usual_scale() -> None:
+    params = _weights(torch.float32)
+    opt = ShardedMuon(params, adjust_lr_fn="original")
+    opt.step()
+    state = opt.state_dict()
+    opt.close()
+    again = ShardedMuon(params)
+    again.load_state_dict(state)
+    again.close()
+
+
 def _two_optimizers(rank: int, world_size: int) -> list[bool]:
     torch.manual_seed(0)
     model = _Decoder()
@@ -522,12 +576,26 @@ def test_beside_adamw() -> None:
             "adjust_lr_fn must be one of",
         ),
         (lambda: ShardedMuon(_weights(torch.float32), ns_coefficients=(1, 2)), ValueError, "must be three numbers"),
-        (lambda: ShardedMuon(_weights(torch.float32), eps=0.0), ValueError, r"eps must be in \(0, 1\)"),
-        (lambda: ShardedMuon(_weights(torch.float32), telemetry=True), ValueError, "telemetry: Muon measures nothing"),
+        (lambda: ShardedMuon(_weights(torch.float32), ns_coefficients="abc"), ValueError, "must be three numbers"),
+        (lambda: ShardedMuon(_weights(torch.float32), ns_coefficients=3.4), ValueError, "must be three numbers"),
+        (lambda: ShardedMuon(_weights(torch.float32), eps=0.0), ValueError, "eps must be a number above 0"),
+        (lambda: ShardedMuon(_weights(torch.float32), eps="a"), ValueError, "eps must be a number above 0"),
+        (lambda: ShardedMuon(_weights(torch.float32), momentum=None), ValueError, "momentum of .* must be a number"),
+        (
+            lambda: ShardedMuon(_weights(torch.float32), nesterov="yes"),
+            ValueError,
+            "nesterov of .* must be True",
+        ),
+        (lambda: ShardedMuon(_weights(torch.float32), telemetry=True), ValueError, "telemetry=True: updates by Muon"),
+        (
+            lambda: ShardedMuon(_weights(torch.float32), stage=3),
+            ParameterError,
+            "stage 3 cuts them at rows: take",
+        ),
         (
             lambda: ShardedMuon([{"params": _weights(torch.float32)[:1], "ns_steps": 7}]),
             ValueError,
-            "ns_steps of parameter group 0 is 7, and the optimizer has ns_steps=5",
+            "ns_steps of parameter group 0 is 7, .* make it with ns_steps=7",
         ),
     ],
 )
@@ -539,5 +607,5 @@ def test_errors(make: Callable[[], object], error: type[Exception], says: str) -
 def test_stage_3_cuts_matrices() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     zero_optim.shard_module(model, (nn.Linear,))
-    with pytest.raises(ParameterError, match="Muon needs whole parameters, and shard_module has cut"):
+    with pytest.raises(ParameterError, match="Muon needs whole parameters, and stage 3 cuts them"):
         ShardedMuon(model.named_parameters())

@@ -294,13 +294,13 @@ class Sharding:
 def make_sharding(
     everyone: Comm,
     stage: int,
-    grad_dtypes: tuple[torch.dtype | None, torch.dtype | None],
     device: torch.device,
     topology: Topology,
+    *,
+    grad_reduce_dtype: torch.dtype | None = None,
+    grad_accumulation_dtype: torch.dtype | None = None,
 ) -> Sharding:
-    """Collective. Who of ``everyone`` shares, with communicators that are connected for ``device``. ``grad_dtypes``:
-    in which gradients are reduced, and in which they add up."""
-    grad_reduce_dtype, grad_accumulation_dtype = grad_dtypes
+    """Collective. Who of ``everyone`` shares, with communicators that are connected for ``device``."""
     tensor_ranks = make_tensor_ranks(everyone, topology.columns, device, plain=topology.plain)
     grid = make_grid(everyone if tensor_ranks is None else tensor_ranks.data_parallel, topology.rows, device)
     return Sharding(

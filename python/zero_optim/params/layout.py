@@ -93,19 +93,26 @@ class BucketLayout:
 
 
 class LayoutPolicy(Protocol):
-    """Decides which parameters share a bucket, and where they lie in it, and so where shards cut them."""
+    """Decides which parameters share a bucket, and where they lie in it, and so where shards cut them.
+
+    Attributes:
+        cuts: whether a shard may end within a parameter.
+    """
+
+    cuts: bool
 
     def split(self, params: Sequence[int], numels: Mapping[int, int], capacity: int, shards: int) -> list[list[int]]:
         """Cut ``params``, in their order, into buckets of about ``capacity`` elements."""
 
     def place(self, params: Sequence[int], numels: Mapping[int, int], shards: int) -> tuple[list[int], int]:
         """The offset of each of ``params``, in order, each on a row; and the elements of the bucket: ``shards`` equal
-        parts of whole rows, at least one. The same parameters in another order get the same places, or lie in that
-        order."""
+        parts of whole rows, at least one."""
 
 
 class CutAtRows:
     """Parameters lie one after another, and a shard may end at any row of one. No padding but for that of rows."""
+
+    cuts = True
 
     def split(self, params: Sequence[int], numels: Mapping[int, int], capacity: int, shards: int) -> list[list[int]]:
         """No bucket holds more than ``capacity``; a larger parameter has one to itself."""
@@ -135,7 +142,9 @@ MOST_PADDING = 0.05
 class WholeParameters:
     """No shard cuts a parameter. The largest comes first, each goes to the shard that has least, and all shards are as
     long as the fullest. So a bucket grows until it has parameters for all shards: its padding is ``MOST_PADDING`` at
-    most, where the parameters allow it."""
+    most, but for that of the last bucket. Where a parameter lies does not depend on the order."""
+
+    cuts = False
 
     def split(self, params: Sequence[int], numels: Mapping[int, int], capacity: int, shards: int) -> list[list[int]]:
         if shards == 1:  # then nothing is cut
@@ -238,4 +247,5 @@ def one_bucket(numels: Sequence[int], shards: int) -> BucketLayout:
 def _layout(params: Sequence[int], numels: Mapping[int, int], shards: int, policy: LayoutPolicy) -> BucketLayout:
     offsets, numel = policy.place(params, numels, shards)
     slots = [Slot(param, offset, numels[param]) for param, offset in zip(params, offsets, strict=True)]
-    return BucketLayout(tuple(sorted(slots, key=lambda slot: slot.offset)), shards, numel)
+    # One without elements may lie where the next begins: it comes first.
+    return BucketLayout(tuple(sorted(slots, key=lambda slot: (slot.offset, slot.numel))), shards, numel)

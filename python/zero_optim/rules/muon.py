@@ -5,21 +5,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..params.layout import WholeParameters
 from ..params.storage_order import flat_of
-from .options import Fixed, Flag, Number
+from .options import Fixed, Flag, Number, is_number
 from .state_tensor import Begins, StateTensor
 from .update_rule import MASTER, ShardUpdate, UpdateRule, Whole
 
 _BUFFER = "momentum_buffer"
 QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Coefficients of torch's iteration: singular values grow fast where they are small, and end between 0.68 and 1.14."""
+"""Coefficients of torch's iteration. Singular values grow fast where they are small; most end between 0.6 and 1.25."""
+
+ITERATION = ("ns_coefficients", "ns_steps", "eps")
+"""Options of the iteration, in the order of ``orthogonalized``."""
 
 SCALES = (None, "original", "match_rms_adamw", "spectral_unclamped")
+
+
+_HEADS = ("head", "lm_head", "output", "classifier", "score")
+"""Names of modules that ``split_for_muon`` takes for heads."""
+
+
+class _Scale(Fixed):
+    def same(self, value: Any, other: Any) -> bool:
+        return (value or "original") == (other or "original")
 
 
 class Muon(UpdateRule):
@@ -37,7 +50,7 @@ class Muon(UpdateRule):
         Fixed("ns_coefficients", QUINTIC),
         Fixed("eps", 1e-7),
         Fixed("ns_steps", 5),
-        Fixed("adjust_lr_fn", None),
+        _Scale("adjust_lr_fn", None),
     )
     tensors = (StateTensor(MASTER, Begins.PARAMETER), StateTensor(_BUFFER))
     own_columns = ("lr", "decay", "momentum", "share", "nesterov")
@@ -48,16 +61,26 @@ class Muon(UpdateRule):
 
     def check(self) -> None:
         super().check()
-        coefficients, steps, eps = (self.defaults[name] for name in ("ns_coefficients", "ns_steps", "eps"))
-        if len(coefficients) != 3 or not all(math.isfinite(number) for number in coefficients):
+        coefficients, steps, eps = (self.defaults[name] for name in ITERATION)
+        listed = isinstance(coefficients, tuple | list) and len(coefficients) == 3
+        if not listed or not all(is_number(number) and math.isfinite(number) for number in coefficients):
             raise ValueError(f"ns_coefficients must be three numbers, got {coefficients!r}")
         if type(steps) is not int or not 1 <= steps < 100:
             raise ValueError(f"ns_steps must be a number from 1 to 99, got {steps!r}")
-        if not 0 < eps < 1:
-            raise ValueError(f"eps must be in (0, 1), got {eps!r}")
+        if not is_number(eps) or not eps > 0:
+            raise ValueError(f"eps must be a number above 0, got {eps!r}")
         if self.defaults["adjust_lr_fn"] not in SCALES:
             known = ", ".join(map(repr, SCALES))
             raise ValueError(f"adjust_lr_fn must be one of {known}, got {self.defaults['adjust_lr_fn']!r}")
+
+    def refuse_saved(self, number: int, group: Mapping[str, Any]) -> str | None:
+        foreign = next((name for name in ("betas", "dampening") if name in group), None)
+        if foreign is None:
+            return None
+        return (
+            f"parameter group {number} of the state has {foreign}: it is of another optimizer, whose momentum means "
+            "something else than Muon's. Load the model alone, and let the momentum begin anew"
+        )
 
     def refuse_parameter(self, parameter: Tensor) -> str | None:
         if parameter.dim() == 2:
@@ -89,16 +112,17 @@ class Muon(UpdateRule):
         buffer, p = (self._read(shard, name, whole) for name in (_BUFFER, MASTER))
         momentum = torch.lerp(buffer, g, c["share"])
         ahead = torch.where(c["nesterov"] != 0, torch.lerp(g, momentum, c["momentum"]), momentum)
-        told = [self.defaults[name] for name in ("ns_coefficients", "ns_steps", "eps")]
-        direction = flat_of(orthogonalized(whole.shaped(ahead), *told), whole.order).float()
+        iteration = [self.defaults[name] for name in ITERATION]
+        direction = flat_of(orthogonalized(whole.shaped(ahead), *iteration), whole.order).float()
         new = p * c["decay"] - direction * (c["lr"] * scale_of(whole.shape, self.defaults["adjust_lr_fn"]))
         self._write(shard, _BUFFER, whole, torch.where(live, momentum, buffer))
         self._write(shard, MASTER, whole, torch.where(live, new, p))
         if MASTER in shard.state or MASTER in self.codecs:  # else the parameter is its own master
             parameter = whole.of(shard.parameter)
             parameter.copy_(torch.where(live, new.to(parameter.dtype), parameter))
-        for number, name in enumerate(self.averages):
-            average, rate = whole.of(shard.state[name]), _given(shard.rates)[whole.param, number]
+        rates = () if shard.rates is None else shard.rates[whole.param]
+        for name, rate in zip(self.averages, rates, strict=True):
+            average = whole.of(shard.state[name])
             average.copy_(torch.where(live, average + rate * (new - average), average))
 
     def _read(self, shard: ShardUpdate, name: str, whole: Whole) -> Tensor:
@@ -156,14 +180,6 @@ def scale_of(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
     return math.sqrt(ratio if adjust_lr_fn == "spectral_unclamped" else max(1.0, ratio))
 
 
-def _given(rates: Tensor | None) -> Tensor:
-    assert rates is not None
-    return rates
-
-
-_HEADS = ("head", "lm_head", "output", "classifier", "score")
-
-
 def split_for_muon(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
     """See ``ShardedMuon.split``."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
@@ -171,7 +187,7 @@ def split_for_muon(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], li
     matrices: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
-        in_head = any(part in _HEADS for part in name.split(".")[:-1])
+        in_head = name.split(".")[-2:-1] in [[head] for head in _HEADS]
         hidden = parameter.dim() == 2 and id(parameter) not in embedded and parameter.shape[0] not in vocabularies
         (matrices if hidden and not in_head else others).append((name, parameter))
     return matrices, others

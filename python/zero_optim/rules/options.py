@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -74,6 +75,8 @@ class Number(Option):
     def check(self, value: Any, owner: str) -> None:
         if self.rate and isinstance(value, Tensor):
             return check_single(value, self.name, owner)
+        if not is_number(value):
+            raise ValueError(f"{self.name} of {owner} must be a number, got {value!r}")
         if not self.least <= value < self.below:
             raise ValueError(f"{self.name} of {owner} must be {self._range()}, got {value!r}")
         if not self.rate and 0 < abs(value) <= SMALLEST:
@@ -116,6 +119,10 @@ class Flag(Option):
     def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         return (group.get(self.name, self.default),)
 
+    def check(self, value: Any, owner: str) -> None:
+        if value not in (False, True):
+            raise ValueError(f"{self.name} of {owner} must be True or False, got {value!r}")
+
 
 @dataclass(frozen=True)
 class Fixed(Option):
@@ -124,6 +131,10 @@ class Fixed(Option):
 
     default: Any = False
     optional = True
+
+    def same(self, value: Any, other: Any) -> bool:
+        """Whether two values mean the same. A checkpoint has lists for tuples."""
+        return _listed(value) == _listed(other)
 
 
 @dataclass(frozen=True)
@@ -158,6 +169,15 @@ class Decays(Option):
         if not decays or len(decays) != len(self.default) or not all(0 <= decay <= 1 for decay in decays):
             wanted = "a number in [0, 1]" if len(self.default) < 2 else f"{len(self.default)} numbers in [0, 1]"
             raise ValueError(f"{self.name} of {owner} must be {wanted}, as the optimizer was made, got {value!r}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it can be compared with one: numpy's numbers and tensors, too."""
+    return isinstance(value, Real | Tensor) and not isinstance(value, bool)
+
+
+def _listed(value: Any) -> Any:
+    return [*value] if isinstance(value, list | tuple) else value
 
 
 def listed_decays(value: Any) -> tuple[Any, ...]:

@@ -54,6 +54,14 @@ class SGD(KernelRule):
                 "momentum in any group, so that it has no momentum buffers: make it with one"
             )
 
+    def refuse_saved(self, number: int, group: Mapping[str, Any]) -> str | None:
+        if "ns_steps" not in group:
+            return None
+        return (
+            f"parameter group {number} of the state has ns_steps: it is of Muon, whose momentum means something else "
+            "than SGD's. Load the model alone, and let the momentum begin anew"
+        )
+
     @property
     def ulps_an_update(self) -> int:  # type: ignore[override]
         """The rounding of a momentum buffer stays in it for 1 / (1 - momentum) updates."""

@@ -109,8 +109,8 @@ class UpdateRule:
         codecs: how tensors are stored that are not stored as they are, by name; see ``Codec``.
         averages: the exponential averages of the master that are kept beside the rule's own state, the last of
             ``tensors``; see ``with_averages``.
-        layout: where in a bucket parameters lie: ``WholeParameters`` for a rule that needs whole matrices, which brings
-            an ``update`` of its own. Stages 0 to 2 alone have it.
+        layout: where in a bucket parameters lie. ``WholeParameters`` is for a rule that needs whole matrices. Such a
+            rule brings an ``update`` of its own, and works at stages 0 to 2.
         measures_rows: whether its ``update`` gives what ``telemetry`` tells.
         ulps_an_update: the most that rounding makes of an update, in units in the last place; None: nobody knows.
     """
@@ -200,11 +200,12 @@ class UpdateRule:
         owner = f"parameter group {number}"
         if group.get(EMA_DECAY) is not None and not self.averages:
             raise ValueError(f"{EMA_DECAY} of {owner}: the optimizer keeps no averages: give it {EMA_DECAY}, too")
-        for name, value in self.fixed.items():
-            if _listed(group.get(name, value)) != _listed(value):
+        for option in (option for option in self.options if isinstance(option, Fixed)):
+            given, own = group.get(option.name, self.defaults[option.name]), self.defaults[option.name]
+            if not option.same(given, own):
                 raise ValueError(
-                    f"{name} of {owner} is {group[name]!r}, and the optimizer has {name}={value!r}: all groups have "
-                    "the same"
+                    f"{option.name} of {owner} is {given!r}, and the optimizer was made with {own!r}, which is one for "
+                    f"all groups: make it with {option.name}={given!r}"
                 )
 
     def refuse_parameter(self, parameter: Tensor) -> str | None:
@@ -306,11 +307,6 @@ class UpdateRule:
 
 NewValues = tuple[Tensor, Mapping[str, Tensor]]
 """What ``update_rows`` returns."""
-
-
-def _listed(value: Any) -> Any:
-    """A checkpoint has lists for tuples."""
-    return [*value] if isinstance(value, list | tuple) else value
 
 
 def lists_of(

@@ -15,7 +15,7 @@ from zero_kernels import ROW_STATS
 from ..comm.streams import keep_for_current_stream
 from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
-from ..params.layout import CUT_AT_ROWS, SlotPiece
+from ..params.layout import SlotPiece
 from ..params.storage_order import view_of
 from ..params.tensor_slice import shown_as
 from ..rules.codec import Codec
@@ -63,7 +63,7 @@ class ShardState:
         self.page = store.allocate({t.name: self._first(t, store.works_on) for t in self.stored}, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=store.works_on)
-        self.wholes = self._wholes() if rule.layout is not CUT_AT_ROWS else ()
+        self.wholes = () if rule.layout.cuts else self._wholes()
         self.row_stats: Tensor | None = None
         if measures:
             self.row_stats = torch.zeros(len(rows), len(ROW_STATS), device=store.works_on)
