@@ -15,7 +15,18 @@ from harness import run_ranks
 from test_bench_train_step import call
 from zero_optim import ShardedAdamW
 from zero_optim.bench import contenders, train_step
-from zero_optim.bench.contenders import DDP_MUON, FSDP2, FSDP2_ZERO2, GATHERING_TWICE, MAKERS, MUON, OURS, Task, keeps
+from zero_optim.bench.contenders import (
+    DDP_MUON,
+    FORMS,
+    FSDP2,
+    FSDP2_ZERO2,
+    GATHERING_TWICE,
+    MAKERS,
+    MUON,
+    OURS,
+    Task,
+    keeps,
+)
 from zero_optim.bench.rows.op import WIDTH
 from zero_optim.bench.rows.phase import PhaseRow
 from zero_optim.bench.table import table
@@ -72,6 +83,16 @@ def test_slices_train_alike_whoever_shares_them():
     for of_rank in run_ranks(4, losses, sliced):
         for name, found in of_rank.items():
             assert found == pytest.approx(of_rank["stage2"], rel=1e-4), name
+
+
+def smaller_losses(rank: int, world_size: int) -> dict[str, list[float]]:
+    return {name: train_step.train(MAKERS[name](TASK), 5) for name in ("stage2", *FORMS)}
+
+
+def test_smaller_state_trains_alike():
+    for of_rank in run_ranks(2, smaller_losses):
+        for name in FORMS:
+            assert of_rank[name] == pytest.approx(of_rank["stage2"], rel=5e-3), name
 
 
 def muon_losses(rank: int, world_size: int) -> list[list[float]]:
