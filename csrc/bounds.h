@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "hyper_table.h"
 #include "rules/codecs.h"
 #include "stable.h"
 
@@ -156,6 +157,20 @@ const Entry& entry_of(const std::string& rule, const Entry* table) {
   for (const Entry* entry = table; entry->rule; ++entry)
     if (rule == entry->rule) return *entry;
   throw std::runtime_error("zero_kernels: this library has no rule '" + rule + "'");
+}
+
+// The tensors of hyper_table as plain pointers.
+inline HyperTableArgs hyper_table_args(
+    const Tensor& coefficients, const std::optional<Tensor>& group, const Tensor& step,
+    const std::optional<Tensor>& active, const Tensor& out) {
+  return {
+      data<const double>(coefficients),
+      group ? data<const int32_t>(*group) : nullptr,
+      data<const double>(step),
+      active ? data<const bool>(*active) : nullptr,
+      data<HyperRow>(out),
+      coefficients.size(1),
+      out.size(0)};
 }
 
 // Of pack and unpack: no slot reaches over the next one, or over the bucket's end.

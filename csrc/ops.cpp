@@ -234,14 +234,7 @@ Tensor grad_stats(const std::vector<Tensor>& shards, double norm_type) {
 void hyper_table(
     const Tensor& coefficients, const std::optional<Tensor>& group, const Tensor& step,
     const std::optional<Tensor>& active, const Tensor& out) {
-  HyperTableArgs args = {
-      data<const double>(coefficients),
-      group ? data<const int32_t>(*group) : nullptr,
-      data<const double>(step),
-      active ? data<const bool>(*active) : nullptr,
-      data<HyperRow>(out),
-      coefficients.size(1),
-      out.size(0)};
+  HyperTableArgs args = hyper_table_args(coefficients, group, step, active, out);
   for (int64_t slot = 0; group && slot < args.slots; ++slot)
     if (args.group[slot] < 0 || args.group[slot] >= args.groups)
       throw std::runtime_error(

@@ -166,15 +166,7 @@ Tensor grad_stats(const std::vector<Tensor>& tensors, double norm_type) {
 void hyper_table(
     const Tensor& coefficients, const std::optional<Tensor>& group, const Tensor& step,
     const std::optional<Tensor>& active, const Tensor& out) {
-  HyperTableArgs args = {
-      data<const double>(coefficients),
-      group ? data<const int32_t>(*group) : nullptr,
-      data<const double>(step),
-      active ? data<const bool>(*active) : nullptr,
-      data<HyperRow>(out),
-      coefficients.size(1),
-      out.size(0)};
-  run_hyper_table(OnGpu("hyper_table", out).stream(), args);
+  run_hyper_table(OnGpu("hyper_table", out).stream(), hyper_table_args(coefficients, group, step, active, out));
 }
 
 // ---- pack and unpack ----------------------------------------------------------------------------------------------

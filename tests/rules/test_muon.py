@@ -177,6 +177,29 @@ def test_a_split_master_is_a_unit_off_at_most() -> None:
             assert (found != expected).sum() <= 0.01 * found.numel()
 
 
+def _of_two_dtypes(rank: int, world_size: int, options: dict[str, Any]) -> list[Tensor]:
+    """A bf16 and an fp32 matrix in one optimizer."""
+    params = [_weights(torch.bfloat16)[0], _weights(torch.float32)[1]]
+    opt = ShardedMuon(params, **OPTIONS, **options)
+    for step in range(STEPS):
+        for number, parameter in enumerate(params):
+            parameter.grad = _average(1, step, number, parameter.dtype)
+        opt.step()
+    masters = _masters(opt, params)
+    opt.close()
+    return masters
+
+
+@pytest.mark.parametrize("options", [{"master": "split"}, {"state_dtype": "int8"}, {"ema_decay": 0.5}])
+def test_an_fp32_matrix_is_its_own_master(options: dict[str, Any]) -> None:
+    plain, other = _of_two_dtypes(0, 1, {}), _of_two_dtypes(0, 1, options)
+    if "state_dtype" not in options:
+        assert torch.equal(other[1], plain[1])
+        torch.testing.assert_close(other[0], plain[0], rtol=0, atol=2e-7)  # ties of a split master
+    for found, expected in zip(other, plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)  # momentum of 8 bits, made orthogonal
+
+
 def test_8_bit_momentum_is_near() -> None:
     (masters, _) = run_ranks(2, _train, torch.bfloat16, {"state_dtype": "int8"})
     exact = _alone(2, torch.bfloat16)
@@ -294,9 +317,9 @@ def test_micro_batches_are_one_step() -> None:
     """The matrix that is made orthogonal is of their sum, and not each of theirs."""
     one, each, at_once = (run_ranks(2, _micro_batches, how)[0] for how in ("one", "each", "no_sync"))
     for of_one, of_each, of_once in zip(one, each, at_once, strict=True):
-        # The sums are rounded in another order, and bf16 iterations make more of that.
-        torch.testing.assert_close(of_each, of_one, rtol=0, atol=1e-3)
-        torch.testing.assert_close(of_once, of_one, rtol=0, atol=1e-3)
+        # Sums in another order may be rounded to another bf16, which is 2^-8 of an update of lr / 5.
+        torch.testing.assert_close(of_each, of_one, rtol=0, atol=1e-4)
+        torch.testing.assert_close(of_once, of_one, rtol=0, atol=1e-4)
 
 
 # -- where matrices lie -----------------------------------------------------------------------------------------------

@@ -31,12 +31,15 @@ TRAINING = {**HYPER, "lr": 1e-4}
 STAGE3, STAGE3_KEEP, STAGE3_SPLIT, STAGE3_SMALL = "stage3", "stage3_keep", "stage3_split", "stage3_small"
 OURS = ("stage0", "stage1", "stage2", STAGE3, STAGE3_KEEP)
 SMALL: Mapping[str, Any] = {"master": "split", "state_dtype": "int8"}
+STAGE2_SMALL = "stage2_small"
 FORMS: Mapping[str, Mapping[str, Any]] = {
     STAGE3_SPLIT: {"master": "split"},
-    "stage2_small": SMALL,
+    STAGE2_SMALL: SMALL,
     STAGE3_SMALL: SMALL,
 }
 """Options of those of ours that have smaller state, which bf16 parameters alone can have."""
+STAGE_OF = {**{f"stage{n}": n for n in range(4)}, STAGE3_KEEP: 3, STAGE3_SPLIT: 3, STAGE2_SMALL: 2, STAGE3_SMALL: 3}
+"""Of all that are ours."""
 MUON, DDP_MUON = "muon", "ddp_muon"
 MUON_TRAINING: Mapping[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 DDP, DDP_AUTOCAST = "ddp", "ddp_autocast"
@@ -305,9 +308,10 @@ def deepspeed(task: Task, stage: int, *, offload: bool = False) -> Contender:
 
 
 MAKERS: Mapping[str, Callable[[Task], Contender]] = {
-    **{name: functools.partial(ours, stage=stage) for stage, name in enumerate(OURS[:4])},
-    STAGE3_KEEP: functools.partial(ours, stage=3, reshard=False),
-    **{name: functools.partial(ours, stage=int(name[len("stage")]), form=form) for name, form in FORMS.items()},
+    **{
+        name: functools.partial(ours, stage=stage, reshard=name != STAGE3_KEEP, form=FORMS.get(name))
+        for name, stage in STAGE_OF.items()
+    },
     MUON: muon,
     DDP_MUON: ddp_muon,
     DDP: ddp,
@@ -328,9 +332,9 @@ def keeps(name: str, dtype: torch.dtype) -> str | None:
     state: int | str = 8 if dtype == torch.float32 else 12  # with fp32 masters
     if name in FORMS:
         state = "(6 + 1/16)" if "state_dtype" in FORMS[name] else 10
-    if name in (*OURS, *FORMS):
+    if name in STAGE_OF:
         shown = {"parameters": size, "gradients": size, "state": state}
-        sharded = ("state", "gradients", "parameters")[: int(name[len("stage")])]
+        sharded = ("state", "gradients", "parameters")[: STAGE_OF[name]]
         return ", ".join(f"{what} {count}{'/N' if what in sharded else ''}" for what, count in shown.items())
     if name in (FSDP2, FSDP2_ZERO2):
         return "parameters 4/N, gradients 4/N until zero_grad, state 8/N"

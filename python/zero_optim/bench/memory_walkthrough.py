@@ -12,7 +12,7 @@ from torch import nn
 
 from ..drop_ins import ShardedAdamW
 from ..shard_module import shard_module
-from .contenders import FORMS
+from .contenders import FORMS, STAGE_OF
 from .contest import Say
 from .fused_adams import HYPER
 from .live_memory import LiveMemory, watch
@@ -60,7 +60,7 @@ def ways(dtype: torch.dtype) -> list[Way]:
     """Every stage; and where a master can be split, those with smaller state."""
     small = FORMS if dtype == torch.bfloat16 else {}
     plain = [Way(f"stage{stage}", stage, {}) for stage in STAGES]
-    return plain + [Way(name, int(name[len("stage")]), options) for name, options in small.items()]
+    return plain + [Way(name, STAGE_OF[name], options) for name, options in small.items()]
 
 
 class Walk:

@@ -28,6 +28,7 @@ def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
         groups = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
         groups = with_torch_options(groups, engine.rule)
     exported = engine.states.export()
+    # A load lays out the same buckets by this order. In a bucket parameters may lie in another one.
     in_order = {index: exported[index] for index in engine.reducer.layout.order}
     return make_state_dict(groups, in_order, engine.hyper.steps.float())
 

@@ -150,13 +150,18 @@ class WholeParameters:
         if shards == 1:  # then nothing is cut
             return CUT_AT_ROWS.split(params, numels, capacity, shards)
         buckets: list[list[int]] = [[]]
-        taken = 0
+        taken = look_at = 0
         for param in params:
-            buckets[-1].append(param)
+            bucket = buckets[-1]
+            bucket.append(param)
             taken += round_up(numels[param], ROW)
-            if taken >= capacity and self._numel(buckets[-1], numels, shards) <= (1 + MOST_PADDING) * taken:
+            if taken < capacity or len(bucket) < look_at:
+                continue
+            if self._numel(bucket, numels, shards) <= (1 + MOST_PADDING) * taken:
                 buckets.append([])
-                taken = 0
+                taken = look_at = 0
+            else:  # to place all of them takes time: the more there are, the less often
+                look_at = len(bucket) + 1 + len(bucket) // 32
         last = buckets.pop()
         if last and buckets:
             apart = sum(self._numel(bucket, numels, shards) for bucket in (buckets[-1], last))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..params.layout import WholeParameters
 from ..params.storage_order import flat_of
+from .codec import Codec
 from .options import Fixed, Flag, Number, is_number
 from .state_tensor import Begins, StateTensor
 from .update_rule import MASTER, ShardUpdate, UpdateRule, Whole
@@ -97,16 +98,17 @@ class Muon(UpdateRule):
     def update(self, shards: Sequence[ShardUpdate]) -> None:
         """Matrix by matrix, by the same operations wherever it lies: so the result depends on no number of ranks."""
         for shard in shards:
+            skipped = None if shard.found_inf is None else shard.found_inf.reshape(()) != 0
             for whole in shard.wholes:
-                self._update(shard, whole)
+                self._update(shard, whole, skipped)
 
-    def _update(self, shard: ShardUpdate, whole: Whole) -> None:
+    def _update(self, shard: ShardUpdate, whole: Whole, skipped: Tensor | None) -> None:
+        """``skipped``: [] bool, whether nothing is updated; None: it is."""
         c = dict(zip(self.columns, shard.hyper[whole.param], strict=True))
         scale = c["grad_factor"] if shard.grad_scale is None else c["grad_factor"] * shard.grad_scale
         g = whole.of(shard.grad).float() * scale
         live = c["active"] != 0
-        if shard.found_inf is not None:
-            skipped = shard.found_inf.reshape(()) != 0
+        if skipped is not None:
             shard.marks[whole.param] |= (skipped & live & ~g.isfinite().all()).int()
             live = live & ~skipped
         buffer, p = (self._read(shard, name, whole) for name in (_BUFFER, MASTER))
@@ -117,7 +119,7 @@ class Muon(UpdateRule):
         new = p * c["decay"] - direction * (c["lr"] * scale_of(whole.shape, self.defaults["adjust_lr_fn"]))
         self._write(shard, _BUFFER, whole, torch.where(live, momentum, buffer))
         self._write(shard, MASTER, whole, torch.where(live, new, p))
-        if MASTER in shard.state or MASTER in self.codecs:  # else the parameter is its own master
+        if shard.parameter.dtype != torch.float32:  # else it is its own master
             parameter = whole.of(shard.parameter)
             parameter.copy_(torch.where(live, new.to(parameter.dtype), parameter))
         rates = () if shard.rates is None else shard.rates[whole.param]
@@ -127,19 +129,24 @@ class Muon(UpdateRule):
 
     def _read(self, shard: ShardUpdate, name: str, whole: Whole) -> Tensor:
         """[numel] fp32: a view of what is stored, or a copy that was decoded."""
-        codec, tensor = self.codecs.get(name), StateTensor(name)
+        codec, tensor = self._codec(shard, name), StateTensor(name)
         if codec is None:
             return whole.of(shard.state.get(name, shard.parameter))
         parts = [shard.state[part.name].narrow(0, *part.span(whole.start, whole.numel)) for part in codec.parts(tensor)]
         return codec.decode_flat(tensor, [*parts, whole.of(shard.parameter)] if codec.reads_parameter else parts)
 
     def _write(self, shard: ShardUpdate, name: str, whole: Whole, values: Tensor) -> None:
-        codec, tensor = self.codecs.get(name), StateTensor(name)
+        codec, tensor = self._codec(shard, name), StateTensor(name)
         if codec is None:
             whole.of(shard.state.get(name, shard.parameter)).copy_(values)
             return
         for part, encoded in zip(codec.parts(tensor), codec.encode_flat(values), strict=True):
             shard.state[part.name].narrow(0, *part.span(whole.start, whole.numel)).copy_(encoded)
+
+    def _codec(self, shard: ShardUpdate, name: str) -> Codec | None:
+        """The one that this shard has the state by: fp32 parameters have no master, and so none that is split."""
+        codec = self.codecs.get(name)
+        return codec if codec and codec.parts(StateTensor(name))[0].name in shard.state else None
 
 
 def orthogonalized(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:

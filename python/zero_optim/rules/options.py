@@ -173,7 +173,7 @@ class Decays(Option):
 
 def is_number(value: Any) -> bool:
     """Whether it can be compared with one: numpy's numbers and tensors, too."""
-    return isinstance(value, Real | Tensor) and not isinstance(value, bool)
+    return type(value) is float or (isinstance(value, (Real, Tensor)) and not isinstance(value, bool))
 
 
 def _listed(value: Any) -> Any:

@@ -209,7 +209,7 @@ def _ranks_sheet(rows: Sequence[JsonRow]) -> Sheet:
         drawn.append(bars_of(counted, title, unit, COMMUNICATED, ends, (COMMUNICATED,), _ranks, MIB))
     note = (
         f"{INTERLEAVED}, and the peak while training starts.\n"
-        "All train the same model with fp32 masters on the same windows, clipped to the same norm."
+        "All train the same model on the same windows, and have the same losses but for rounding."
     )
     return Sheet([drawn], note)
 
