@@ -25,13 +25,15 @@ ITERATION = ("ns_coefficients", "ns_steps", "eps")
 """Options of the iteration, in the order of ``orthogonalized``."""
 
 SCALES = (None, "original", "match_rms_adamw", "spectral_unclamped")
-
+"""What ``adjust_lr_fn`` may be; see ``scale_of``."""
 
 _HEADS = ("head", "lm_head", "output", "classifier", "score")
 """Names of modules that ``split_for_muon`` takes for heads."""
 
 
 class _Scale(Fixed):
+    """``adjust_lr_fn``, of which None means "original"."""
+
     def same(self, value: Any, other: Any) -> bool:
         return (value or "original") == (other or "original")
 
