@@ -1,33 +1,79 @@
-// The boundary between foreach_step and the kernel of averages, which is compiled apart: plain pointers, no torch.
+// Averages of the masters, in the pass that updates these.
 #pragma once
 
-#include <vector>
+#include <algorithm>
+#include <stdexcept>
 
-#include "../rules/codecs.h"
-
-struct CUstream_st;  // a cudaStream_t points to one
+#include "chunk.h"
+#include "step_args.h"
 
 namespace zero_kernels {
 
-// One average of one shard.
-struct Average {
-  const void* master;  // fp32, or the high halves of a split one
-  const int16_t* low;  // its low halves, or null
-  float* average;
-  const int32_t* row_slot;
-  int64_t numel;
-  int32_t column;  // of rates
-  bool vector;     // both start where their chunks are aligned
+constexpr int kMostAverages = 96;  // of a launch: their addresses are among its arguments
+
+// Averages of the shards of a launch: those of a shard side by side.
+struct LaunchedAverages {
+  const float* rates;  // [slots, each]
+  int32_t each;        // of a shard
+  float* of[kMostAverages];
 };
 
-struct Averages {
-  const HyperRow* hyper;
-  const float* rates;      // [slots, columns]
-  const float* found_inf;  // or null: 0
-  int32_t columns;
-  std::vector<Average> of;
+// How many of at most `most` shards a launch takes.
+inline size_t most_shards(size_t most, const Averages& averages) {
+  if (averages.each > kMostAverages) throw std::runtime_error("zero_kernels: more than 96 averages of a parameter");
+  return averages.each ? std::min(most, size_t(kMostAverages / averages.each)) : most;
+}
+
+// Of `count` shards from `first` on.
+inline LaunchedAverages launched(const Averages& averages, size_t first, int count) {
+  LaunchedAverages of = {averages.rates, averages.each, {}};
+  auto begin = averages.of.begin() + first * averages.each;
+  std::copy(begin, begin + count * averages.each, of.of);
+  return of;
+}
+
+namespace {
+
+// Kernels that do the update alone.
+struct NoAverages {
+  template <bool kWhole, int N>
+  ZK_HOST_DEVICE void ask(int64_t, int, float (&)[N]) const {}
+  template <bool kWhole, int N>
+  ZK_HOST_DEVICE void follow(int32_t, int64_t, int, const float (&)[N], float (&)[N]) const {}
 };
 
-void run_average(CUstream_st* stream, const Averages& averages);
+// The averages of one shard. The first is asked for with what the update reads; others, which are rare, behind it.
+struct ShardAverages {
+  const LaunchedAverages& launched;
+  int shard;
+
+  ZK_HOST_DEVICE float* average(int k) const { return launched.of[shard * launched.each + k]; }
+
+  template <bool kWhole, int N>
+  ZK_HOST_DEVICE void ask(int64_t i, int count, float (&first)[N]) const {
+    if (launched.each) load<kWhole>(average(0) + i, count, first);
+  }
+
+  // p: the new master.
+  template <bool kWhole, int N>
+  ZK_HOST_DEVICE void follow(int32_t slot, int64_t i, int count, const float (&p)[N], float (&first)[N]) const {
+    if (launched.each) one<kWhole>(0, slot, i, count, p, first);
+    for (int k = 1; k < launched.each; ++k) {
+      float e[N];
+      load<kWhole>(average(k) + i, count, e);
+      one<kWhole>(k, slot, i, count, p, e);
+    }
+  }
+
+ private:
+  template <bool kWhole, int N>
+  ZK_HOST_DEVICE void one(int k, int32_t slot, int64_t i, int count, const float (&p)[N], float (&e)[N]) const {
+    float rate = launched.rates[int64_t(slot) * launched.each + k];
+    for (int j = 0; j < N; ++j) e[j] = e[j] + rate * (p[j] - e[j]);
+    store<kWhole>(average(k) + i, count, e);
+  }
+};
+
+}  // namespace
 
 }  // namespace zero_kernels

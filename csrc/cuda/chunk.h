@@ -69,6 +69,22 @@ ZK_HOST_DEVICE inline void store_first(T* to, int count, const float (&x)[N]) {
     if (j < count) narrow(x[j], to + j);
 }
 
+template <bool kWhole, class T, int N>
+ZK_HOST_DEVICE inline void load(const T* from, int count, float (&x)[N]) {
+  if (kWhole)
+    load_chunk(from, x);
+  else
+    load_first(from, count, x);
+}
+
+template <bool kWhole, class T, int N>
+ZK_HOST_DEVICE inline void store(T* to, int count, const float (&x)[N]) {
+  if (kWhole)
+    store_chunk(to, x);
+  else
+    store_first(to, count, x);
+}
+
 ZK_HOST_DEVICE inline bool is_nonfinite(float x) { return (float_bits(x) & 0x7f800000) == 0x7f800000; }
 
 template <class T>

@@ -6,19 +6,19 @@
 
 namespace zero_kernels {
 
-constexpr int kEncodedShards = 24;  // of a launch: their table is among its arguments, and stays below 4 KB
-
 struct EncodedForeachArgs {
+  static constexpr int kMostShards = 20;
   int count;  // of shards
   DType grad, out;
   Form forms[kMostStates];
-  int64_t first_block[kEncodedShards];
-  EncodedShard shards[kEncodedShards];
+  int64_t first_block[kMostShards];
+  EncodedShard shards[kMostShards];
+  LaunchedAverages averages;
 
   // As StepArgs::state.
   ZK_HOST_DEVICE Form form(int i) const { return i == 0 ? forms[0] : i == 1 ? forms[1] : forms[2]; }
 };
-static_assert(sizeof(EncodedForeachArgs) <= 4096);
+static_assert(sizeof(EncodedForeachArgs) <= kMostBytes);
 
 namespace {
 
@@ -246,29 +246,36 @@ ZK_HOST_DEVICE inline void store_encoded(
   }
 }
 
-// The shard of a block, the block of that shard, and whether all of it is whole.
+// The shard of a block, the thread's first element of it, and whether all of the block is whole.
 struct EncodedPlace {
+  int number;
   const EncodedShard& shard;
-  int64_t first;  // element of the thread
+  int64_t first;
   bool whole;
 };
 
 ZK_HOST_DEVICE inline EncodedPlace place_of(const EncodedForeachArgs& args, int64_t block, int thread) {
-  int at = shard_of_block(block, args.count, [&](int i) { return args.first_block[i]; });
+  int at = shard_of(args, block);
   const EncodedShard& shard = args.shards[at];
   int64_t of_shard = block - args.first_block[at];
-  return {shard, of_shard * kTile + thread * kQuad, shard.step.vector && (of_shard + 1) * kTile <= shard.step.numel};
+  bool whole = shard.step.vector && (of_shard + 1) * kTile <= shard.step.numel;
+  return {at, shard, of_shard * kTile + thread * kQuad, whole};
 }
 
 #if defined(__CUDACC__)
 
 // All threads of a warp come here together: a block has one shard, and one way.
-template <class Rule, class Measure, bool kWhole>
+template <class Rule, bool kWhole, class Measure, class Averages>
 __device__ inline void encoded_quads(
-    const EncodedForeachArgs& args, const EncodedShard& shard, int64_t first, const Measure& measure) {
+    const EncodedForeachArgs& args, const EncodedPlace& at, const Measure& measure, const Averages& averages) {
+  const EncodedShard& shard = at.shard;
   RawQuad<Rule> raws[kQuads];
+  float first_averages[kQuads][kQuad];
   ZK_UNROLL
-  for (int q = 0; q < kQuads; ++q) raws[q] = load_encoded<Rule, kWhole>(args, shard, first, q);
+  for (int q = 0; q < kQuads; ++q) {
+    raws[q] = load_encoded<Rule, kWhole>(args, shard, at.first, q);
+    averages.template ask<kWhole>(raws[q].i, raws[q].count, first_averages[q]);
+  }
   ZK_UNROLL
   for (int q = 0; q < kQuads; ++q) {
     UpdatedQuad<Rule> of = update_encoded<Rule, kWhole>(args, shard, raws[q]);
@@ -276,21 +283,31 @@ __device__ inline void encoded_quads(
     for (int s = 0; s < Rule::kStates; ++s)
       if (has_scale(args.form(s))) of.bounds[s] = InWarp::largest(of.bounds[s]);
     store_encoded<Rule, kWhole>(args, shard, raws[q], of);
-    if constexpr (Measure::kMeasures)
-      measure(
-          q, shard.step.row_stats + raws[q].i / kRow * kRowStats, kWhole || raws[q].i < shard.step.numel, of.live,
-          terms_of(of.quad, of.before, of.scale, raws[q].count));
+    if (of.live) averages.template follow<kWhole>(raws[q].slot, raws[q].i, raws[q].count, of.quad.p, first_averages[q]);
+    if constexpr (Measure::kMeasures) {
+      if (shard.step.row_stats)
+        measure(
+            q, shard.step.row_stats + raws[q].i / kRow * kRowStats, kWhole || raws[q].i < shard.step.numel, of.live,
+            terms_of(of.quad, of.before, of.scale, raws[q].count));
+    }
   }
 }
 
-template <class Rule, class Measure>
-__global__ void __launch_bounds__(kThreads, kMeasuredBlocksPerSm<Rule>)
+template <class Rule, bool kExtended>
+__global__ void __launch_bounds__(kThreads, kExtendedBlocksPerSm<Rule>)
     encoded_step_kernel(const __grid_constant__ EncodedForeachArgs args) {
+  using Measure = std::conditional_t<kExtended, MeasuredInWarp, Unmeasured>;
   EncodedPlace at = place_of(args, blockIdx.x, threadIdx.x);
-  if (at.whole)
-    encoded_quads<Rule, Measure, true>(args, at.shard, at.first, Measure());
+  auto run = [&](const auto& averages) {
+    if (at.whole)
+      encoded_quads<Rule, true>(args, at, Measure(), averages);
+    else
+      encoded_quads<Rule, false>(args, at, Measure(), averages);
+  };
+  if constexpr (kExtended)
+    run(ShardAverages{args.averages, at.number});
   else
-    encoded_quads<Rule, Measure, false>(args, at.shard, at.first, Measure());
+    run(NoAverages());
 }
 
 #endif
@@ -298,43 +315,35 @@ __global__ void __launch_bounds__(kThreads, kMeasuredBlocksPerSm<Rule>)
 // ---- launcher -----------------------------------------------------------------------------------------------------
 
 inline bool all_aligned(const EncodedShard& shard, const Form* forms, int64_t grad_size, int64_t out_size) {
-  auto starts_at = [](const void* at, int64_t bytes) { return reinterpret_cast<uintptr_t>(at) % bytes == 0; };
-  bool aligned = starts_at(shard.low, kQuad * sizeof(int16_t));
-  for (int s = 0; s < kMostStates; ++s) aligned &= starts_at(shard.step.states[s], kQuad * size_of(forms[s]));
-  return aligned && starts_at(shard.step.grad, kQuad * grad_size) &&
-         starts_at(shard.step.param_out, kQuad * out_size) && starts_at(shard.step.master, 16) &&
-         starts_at(shard.step.hyper, 16);
+  bool aligned = is_aligned(shard.low, kQuad * sizeof(int16_t));
+  for (int s = 0; s < kMostStates; ++s) aligned &= is_aligned(shard.step.states[s], kQuad * size_of(forms[s]));
+  return aligned && is_aligned(shard.step.grad, kQuad * grad_size) &&
+         is_aligned(shard.step.param_out, kQuad * out_size) && is_aligned(shard.step.master, 16) &&
+         is_aligned(shard.step.hyper, 16);
 }
 
 // Calls run(args, blocks) for each launch that several shards take, which are alike in dtypes and forms.
 template <class Run>
-void launch_encoded(const std::vector<EncodedShard>& shards, const Form* forms, DType grad, DType out, Run run) {
-  if (shards.empty() || shards[0].step.slots == 0) return;
-  for (size_t from = 0; from < shards.size(); from += kEncodedShards) {
-    EncodedForeachArgs args;
-    args.count = int(std::min<size_t>(kEncodedShards, shards.size() - from));
+void launch_encoded(
+    const std::vector<EncodedShard>& shards, const Averages& averages, const Form* forms, DType grad, DType out,
+    Run run) {
+  auto aligned = [&](const EncodedShard& shard) { return all_aligned(shard, forms, size_of(grad), size_of(out)); };
+  for_launches<EncodedForeachArgs>(shards, averages, aligned, [&](EncodedForeachArgs& args, int64_t blocks) {
     args.grad = grad;
     args.out = out;
     std::copy(forms, forms + kMostStates, args.forms);
-    int64_t blocks = 0;
-    for (int i = 0; i < args.count; ++i) {
-      args.shards[i] = shards[from + i];
-      args.shards[i].step.vector = all_aligned(args.shards[i], forms, size_of(grad), size_of(out));
-      args.first_block[i] = blocks;
-      blocks += ceil_div(args.shards[i].step.numel, kTile);
-    }
     run(args, blocks);
-  }
+  });
 }
 
 #if defined(__CUDACC__)
 
 template <class Rule>
 void run_encoded_step(
-    CUstream_st* stream, const std::vector<EncodedShard>& shards, const Form* forms, DType grad, DType out) {
-  bool measured = std::any_of(shards.begin(), shards.end(), [](const auto& shard) { return shard.step.row_stats; });
-  launch_encoded(shards, forms, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
-    auto kernel = measured ? encoded_step_kernel<Rule, MeasuredInWarp> : encoded_step_kernel<Rule, Unmeasured>;
+    CUstream_st* stream, const std::vector<EncodedShard>& shards, const Averages& averages, const Form* forms,
+    DType grad, DType out) {
+  auto kernel = is_extended(shards, averages) ? encoded_step_kernel<Rule, true> : encoded_step_kernel<Rule, false>;
+  launch_encoded(shards, averages, forms, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
     on_stream(stream, "foreach_step", kernel, blocks, kThreads, args);
   });
 }

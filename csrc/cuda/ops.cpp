@@ -12,7 +12,6 @@
 #include "../rules/lion.h"
 #include "../rules/sgd.h"
 #include "../stable.h"
-#include "average.h"
 #include "grad_stats.h"
 #include "hyper_table.h"
 #include "launch.h"
@@ -79,19 +78,10 @@ StepArgs args_of(const StepTensors& of) {
 }
 
 Averages averages_of(const std::vector<StepTensors>& given) {
-  const StepTensors& first = given[0];
-  Averages args = {
-      data<const HyperRow>(first.hyper),
-      data<const float>(*first.rates),
-      first.found_inf ? data<const float>(*first.found_inf) : nullptr,
-      first.average_count,
-      {}};
+  Averages averages = {given[0].rates ? data<const float>(*given[0].rates) : nullptr, given[0].average_count, {}};
   for (const StepTensors& of : given)
-    for (int k = 0; k < of.average_count; ++k)
-      args.of.push_back(
-          {of.is_split() ? data<const void>(*of.param_out) : data<const void>(of.master), encoded_of(of).low,
-           data<float>(of.averages[k]), data<const int32_t>(of.row_slot), of.grad.numel(), k, false});
-  return args;
+    for (int k = 0; k < of.average_count; ++k) averages.of.push_back(data<float>(of.averages[k]));
+  return averages;
 }
 
 void adam_step(
@@ -104,7 +94,7 @@ void adam_step(
       grad_scale, found_inf, nonfinite_slots};
   check_step(of);
   OnGpu on_gpu("adam_step", grad);
-  step_adamw(on_gpu.stream(), "adam_step", {args_of(of)}, dtype_of(grad), of.param_dtype());
+  step_adamw(on_gpu.stream(), "adam_step", {args_of(of)}, {}, dtype_of(grad), of.param_dtype());
 }
 
 void foreach_step(
@@ -126,6 +116,7 @@ void foreach_step(
     if (shard.row_stats && shard.slots == 0)
       on_gpu.zero(shard.row_stats, ceil_div(shard.numel, kRow) * kRowStats * sizeof(float));
   DType grad = dtype_of(grads[0]), out = given[0].param_dtype();
+  Averages of_masters = averages_of(given);
   Encoded forms = encoded_of(given[0]);  // those of all shards
   if (given[0].is_split() || forms.any()) {
     std::vector<EncodedShard> encoded;
@@ -133,11 +124,10 @@ void foreach_step(
       Encoded of = encoded_of(given[i]);
       encoded.push_back({shards[i], {of.scales[0], of.scales[1], of.scales[2]}, of.low});
     }
-    (*step.run_encoded)(on_gpu.stream(), encoded, forms.forms, grad, out);
+    (*step.run_encoded)(on_gpu.stream(), encoded, of_masters, forms.forms, grad, out);
   } else {
-    (*step.run)(on_gpu.stream(), "foreach_step", shards, grad, out);
+    (*step.run)(on_gpu.stream(), "foreach_step", shards, of_masters, grad, out);
   }
-  if (given[0].average_count) run_average(on_gpu.stream(), averages_of(given));
 }
 
 // ---- grad_stats ---------------------------------------------------------------------------------------------------

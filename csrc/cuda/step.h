@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "average.h"
 #include "chunk.h"
 #include "row_stats.h"
 #include "shard_of_block.h"
@@ -18,14 +19,24 @@
 
 namespace zero_kernels {
 
-constexpr int kShards = 32;  // of a launch: their table is among its arguments, and stays below 4 KB
+// Of a launch: its table of shards is among its arguments, and all of these stay below 4 KB.
+constexpr size_t kMostBytes = 4096;
 
+template <int kMost>
 struct ForeachArgs {
+  static constexpr int kMostShards = kMost;
   int count;  // of shards
-  int64_t first_block[kShards];
-  StepArgs shards[kShards];
+  int64_t first_block[kMost];
+  StepArgs shards[kMost];
 };
-static_assert(sizeof(ForeachArgs) <= 4096);
+using PlainArgs = ForeachArgs<32>;
+static_assert(sizeof(PlainArgs) <= kMostBytes);
+
+// With what is done beside the update: rows are measured, averages follow.
+struct ExtendedArgs : ForeachArgs<24> {
+  LaunchedAverages averages;
+};
+static_assert(sizeof(ExtendedArgs) <= kMostBytes);
 
 namespace {
 
@@ -43,9 +54,9 @@ constexpr int kBlocksPerSm = 4;
 template <class Rule>
 constexpr int kForeachBlocksPerSm = Rule::kStates <= 1 ? 4 : 3;
 
-// Where rows are measured, old masters and terms of sums take registers, too.
+// Where rows are measured, old masters and terms of sums take registers, too, and where averages follow, these.
 template <class Rule>
-constexpr int kMeasuredBlocksPerSm = Rule::kStates <= 1 ? 3 : 2;
+constexpr int kExtendedBlocksPerSm = Rule::kStates <= 1 ? 3 : 2;
 
 constexpr int64_t kTile = kThreads * kQuads * kQuad;
 
@@ -58,28 +69,12 @@ struct Quad {
   float states[Rule::kStates > 0 ? Rule::kStates : 1][kQuad];
 };
 
-template <bool kWhole, class T>
-ZK_HOST_DEVICE inline void load(const T* from, int count, float (&x)[kQuad]) {
-  if (kWhole)
-    load_chunk(from, x);
-  else
-    load_first(from, count, x);
-}
-
 template <bool kWhole, class Rule, class Grad>
 ZK_HOST_DEVICE inline void load_quad(const StepArgs& args, int64_t i, int count, Quad<Rule>& quad) {
   load<kWhole>(static_cast<const Grad*>(args.grad) + i, count, quad.g);
   load<kWhole>(args.master + i, count, quad.p);
   ZK_UNROLL
   for (int s = 0; s < Rule::kStates; ++s) load<kWhole>(args.state(s) + i, count, quad.states[s]);
-}
-
-template <bool kWhole, class T>
-ZK_HOST_DEVICE inline void store(T* to, int count, const float (&x)[kQuad]) {
-  if (kWhole)
-    store_chunk(to, x);
-  else
-    store_first(to, count, x);
 }
 
 template <bool kWhole, class Out>
@@ -171,9 +166,11 @@ struct MeasuredInWarp {
 
 // No branch stands between the loads and the update: the compiler would move loads into it, behind the wait for
 // row_slot. Rows that nothing is done to are loaded and computed all the same, and not stored.
-template <class Rule, class Grad, class Out, bool kWhole, class Measure>
-ZK_HOST_DEVICE inline void step_quads(const StepArgs& args, int64_t first, const Measure& measure) {
+template <class Rule, class Grad, class Out, bool kWhole, class Measure, class Averages>
+ZK_HOST_DEVICE inline void step_quads(
+    const StepArgs& args, int64_t first, const Measure& measure, const Averages& averages) {
   Quad<Rule> quads[kQuads];
+  float first_averages[kQuads][kQuad];
   int32_t slots[kQuads];
   int counts[kQuads];
   ZK_UNROLL
@@ -183,6 +180,7 @@ ZK_HOST_DEVICE inline void step_quads(const StepArgs& args, int64_t first, const
     counts[q] = kWhole || left > kQuad ? kQuad : left > 0 ? int(left) : 0;
     slots[q] = kWhole || left > 0 ? args.row_slot[i / kRow] : -1;
     load_quad<kWhole, Rule, Grad>(args, i, counts[q], quads[q]);
+    averages.template ask<kWhole>(i, counts[q], first_averages[q]);
   }
   bool skip = args.found_inf && *args.found_inf != 0.0f;
   ZK_UNROLL
@@ -199,41 +197,65 @@ ZK_HOST_DEVICE inline void step_quads(const StepArgs& args, int64_t first, const
     update_quad(quads[q], c);
     int64_t i = first + int64_t(q) * kThreads * kQuad;
     bool live = slots[q] >= 0 && row.active != 0.0f && !skip;
-    if (live) store_quad<kWhole, Rule, Out>(args, i, counts[q], quads[q]);
-    if constexpr (Measure::kMeasures)
-      measure(
-          q, args.row_stats + i / kRow * kRowStats, kWhole || i < args.numel, live,
-          terms_of(quads[q], before, c.grad_scale, counts[q]));
+    if (live) {
+      store_quad<kWhole, Rule, Out>(args, i, counts[q], quads[q]);
+      averages.template follow<kWhole>(slots[q], i, counts[q], quads[q].p, first_averages[q]);
+    }
+    if constexpr (Measure::kMeasures) {
+      if (args.row_stats)
+        measure(
+            q, args.row_stats + i / kRow * kRowStats, kWhole || i < args.numel, live,
+            terms_of(quads[q], before, c.grad_scale, counts[q]));
+    }
   }
 }
 
 // The program of one thread of one block.
-template <class Rule, class Grad, class Out, class Measure = Unmeasured>
-ZK_HOST_DEVICE inline void step_thread(const StepArgs& args, int64_t block, int thread, const Measure& measure = {}) {
+template <class Rule, class Grad, class Out, class Measure = Unmeasured, class Averages = NoAverages>
+ZK_HOST_DEVICE inline void step_thread(
+    const StepArgs& args, int64_t block, int thread, const Measure& measure = {}, const Averages& averages = {}) {
   int64_t first = block * kTile + thread * kQuad;
   if (args.vector && (block + 1) * kTile <= args.numel)
-    step_quads<Rule, Grad, Out, true>(args, first, measure);
+    step_quads<Rule, Grad, Out, true>(args, first, measure, averages);
   else
-    step_quads<Rule, Grad, Out, false>(args, first, measure);
+    step_quads<Rule, Grad, Out, false>(args, first, measure, averages);
 }
 
-template <class Rule, class Grad, class Out, class Measure = Unmeasured>
-ZK_HOST_DEVICE inline void foreach_step_thread(
-    const ForeachArgs& args, int64_t block, int thread, const Measure& measure = {}) {
-  int shard = shard_of_block(block, args.count, [&](int i) { return args.first_block[i]; });
-  step_thread<Rule, Grad, Out>(args.shards[shard], block - args.first_block[shard], thread, measure);
+template <class Args>
+ZK_HOST_DEVICE inline int shard_of(const Args& args, int64_t block) {
+  return shard_of_block(block, args.count, [&](int i) { return args.first_block[i]; });
+}
+
+template <class Rule, class Grad, class Out>
+ZK_HOST_DEVICE inline void foreach_step_thread(const PlainArgs& args, int64_t block, int thread) {
+  int shard = shard_of(args, block);
+  step_thread<Rule, Grad, Out>(args.shards[shard], block - args.first_block[shard], thread);
+}
+
+template <class Rule, class Grad, class Measure>
+ZK_HOST_DEVICE inline void extended_step_thread(
+    const ExtendedArgs& args, int64_t block, int thread, const Measure& measure) {
+  int shard = shard_of(args, block);
+  step_thread<Rule, Grad, AnyOutput>(
+      args.shards[shard], block - args.first_block[shard], thread, measure, ShardAverages{args.averages, shard});
 }
 
 // ---- launcher -----------------------------------------------------------------------------------------------------
 
 // Tensors that are not given are null.
+inline bool is_aligned(const void* at, int64_t bytes) { return reinterpret_cast<uintptr_t>(at) % bytes == 0; }
+
 inline bool all_aligned(const StepArgs& args, int64_t grad_size, int64_t out_size) {
-  auto starts_at = [](const void* at, int64_t bytes) { return reinterpret_cast<uintptr_t>(at) % bytes == 0; };
   bool states =
-      std::all_of(std::begin(args.states), std::end(args.states), [&](float* at) { return starts_at(at, 16); });
-  return states && starts_at(args.grad, kQuad * grad_size) && starts_at(args.param_out, kQuad * out_size) &&
-         starts_at(args.master, 16) && starts_at(args.hyper, 16);
+      std::all_of(std::begin(args.states), std::end(args.states), [&](float* at) { return is_aligned(at, 16); });
+  return states && is_aligned(args.grad, kQuad * grad_size) && is_aligned(args.param_out, kQuad * out_size) &&
+         is_aligned(args.master, 16) && is_aligned(args.hyper, 16);
 }
+
+inline StepArgs& step_of(StepArgs& shard) { return shard; }
+inline const StepArgs& step_of(const StepArgs& shard) { return shard; }
+inline StepArgs& step_of(EncodedShard& shard) { return shard.step; }
+inline const StepArgs& step_of(const EncodedShard& shard) { return shard.step; }
 
 // Calls run(Type<Grad>, Type<Out>).
 template <class Run>
@@ -253,24 +275,52 @@ void launch(StepArgs args, DType grad, DType out, Run run) {
       grad, args.param_out != nullptr, out, [&](auto g, auto o) { run(g, o, args, ceil_div(args.numel, kTile)); });
 }
 
-// The same for each launch that several shards take, which are alike in their dtypes and share their slots.
-template <class Run>
-void launch_foreach(const std::vector<StepArgs>& shards, DType grad, DType out, Run run) {
-  if (shards.empty() || shards[0].slots == 0) return;
-  // An empty tensor's address is null.
-  bool has_output = std::any_of(shards.begin(), shards.end(), [](const auto& shard) { return shard.param_out; });
-  for (size_t from = 0; from < shards.size(); from += kShards) {
-    ForeachArgs args;
-    args.count = int(std::min<size_t>(kShards, shards.size() - from));
+// Calls run(args, blocks) for each launch that several shards take, which are alike in their dtypes and share their
+// slots. aligned(shard): whether chunks of its tensors are.
+template <class Args, class Shard, class Aligned, class Run>
+void for_launches(const std::vector<Shard>& shards, const Averages& averages, Aligned aligned, Run run) {
+  if (shards.empty() || step_of(shards[0]).slots == 0) return;
+  size_t most = most_shards(Args::kMostShards, averages);
+  for (size_t from = 0; from < shards.size(); from += most) {
+    Args args;
+    args.count = int(std::min(most, shards.size() - from));
     int64_t blocks = 0;
     for (int i = 0; i < args.count; ++i) {
       args.shards[i] = shards[from + i];
-      args.shards[i].vector = all_aligned(args.shards[i], size_of(grad), size_of(out));
+      bool vector = aligned(shards[from + i]);
+      for (int k = 0; k < averages.each; ++k) vector &= is_aligned(averages.of[(from + i) * averages.each + k], 16);
+      step_of(args.shards[i]).vector = vector;
       args.first_block[i] = blocks;
-      blocks += ceil_div(args.shards[i].numel, kTile);
+      blocks += ceil_div(step_of(args.shards[i]).numel, kTile);
     }
-    with_types(grad, has_output, out, [&](auto g, auto o) { run(g, o, args, blocks); });
+    if constexpr (!std::is_same_v<Args, PlainArgs>) args.averages = launched(averages, from, args.count);
+    run(args, blocks);
   }
+}
+
+// Whether kernels do something beside the update.
+template <class Shard>
+bool is_extended(const std::vector<Shard>& shards, const Averages& averages) {
+  auto measured = [](const Shard& shard) { return step_of(shard).row_stats != nullptr; };
+  return averages.each || std::any_of(shards.begin(), shards.end(), measured);
+}
+
+// Calls plain(Type<Grad>, Type<Out>, args, blocks) or extended(Type<Grad>, args, blocks) for each launch.
+template <class Plain, class Extended>
+void launch_foreach(
+    const std::vector<StepArgs>& shards, const Averages& averages, DType grad, DType out, Plain plain,
+    Extended extended) {
+  // An empty tensor's address is null.
+  bool has_output = std::any_of(shards.begin(), shards.end(), [](const auto& shard) { return shard.param_out; });
+  auto aligned = [&](const StepArgs& shard) { return all_aligned(shard, size_of(grad), size_of(out)); };
+  if (is_extended(shards, averages))
+    for_launches<ExtendedArgs>(shards, averages, aligned, [&](const ExtendedArgs& args, int64_t blocks) {
+      with_type(grad, [&](auto g) { extended(g, args, blocks); });
+    });
+  else
+    for_launches<PlainArgs>(shards, averages, aligned, [&](const PlainArgs& args, int64_t blocks) {
+      with_types(grad, has_output, out, [&](auto g, auto o) { plain(g, o, args, blocks); });
+    });
 }
 
 #if defined(__CUDACC__)
@@ -282,15 +332,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) step_kernel(const __gr
 
 template <class Rule, class Grad, class Out>
 __global__ void __launch_bounds__(kThreads, kForeachBlocksPerSm<Rule>)
-    foreach_step_kernel(const __grid_constant__ ForeachArgs args) {
+    foreach_step_kernel(const __grid_constant__ PlainArgs args) {
   foreach_step_thread<Rule, Grad, Out>(args, blockIdx.x, threadIdx.x);
 }
 
 // One for all dtypes of outputs: a kernel for each would double the size of the library, which this adds a fifth to.
 template <class Rule, class Grad>
-__global__ void __launch_bounds__(kThreads, kMeasuredBlocksPerSm<Rule>)
-    foreach_measured_kernel(const __grid_constant__ ForeachArgs args) {
-  foreach_step_thread<Rule, Grad, AnyOutput>(args, blockIdx.x, threadIdx.x, MeasuredInWarp());
+__global__ void __launch_bounds__(kThreads, kExtendedBlocksPerSm<Rule>)
+    extended_step_kernel(const __grid_constant__ ExtendedArgs args) {
+  extended_step_thread<Rule, Grad>(args, blockIdx.x, threadIdx.x, MeasuredInWarp());
 }
 
 template <class Rule>
@@ -303,14 +353,18 @@ void run_step(CUstream_st* stream, const char* op, const StepArgs& shard, DType 
 }
 
 template <class Rule>
-void run_foreach_step(CUstream_st* stream, const char* op, const std::vector<StepArgs>& shards, DType grad, DType out) {
-  bool measured = std::any_of(shards.begin(), shards.end(), [](const auto& shard) { return shard.row_stats; });
-  launch_foreach(shards, grad, out, [&](auto g, auto o, const ForeachArgs& args, int64_t blocks) {
-    using Grad = typename decltype(g)::type;
-    using Out = typename decltype(o)::type;
-    auto kernel = measured ? foreach_measured_kernel<Rule, Grad> : foreach_step_kernel<Rule, Grad, Out>;
-    on_stream(stream, op, kernel, blocks, kThreads, args);
-  });
+void run_foreach_step(
+    CUstream_st* stream, const char* op, const std::vector<StepArgs>& shards, const Averages& averages, DType grad,
+    DType out) {
+  launch_foreach(
+      shards, averages, grad, out,
+      [&](auto g, auto o, const PlainArgs& args, int64_t blocks) {
+        auto kernel = foreach_step_kernel<Rule, typename decltype(g)::type, typename decltype(o)::type>;
+        on_stream(stream, op, kernel, blocks, kThreads, args);
+      },
+      [&](auto g, const ExtendedArgs& args, int64_t blocks) {
+        on_stream(stream, op, extended_step_kernel<Rule, typename decltype(g)::type>, blocks, kThreads, args);
+      });
 }
 
 #endif

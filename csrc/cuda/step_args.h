@@ -42,10 +42,18 @@ struct EncodedShard {
   ZK_HOST_DEVICE float* scale(int i) const { return i == 0 ? scales[0] : i == 1 ? scales[1] : scales[2]; }
 };
 
+// Averages of the masters of shards: those of a shard side by side, shard after shard.
+struct Averages {
+  const float* rates = nullptr;  // [slots, each]
+  int32_t each = 0;              // of a shard
+  std::vector<float*> of;
+};
+
 // Of each rule: updates shards that are alike in their dtypes and share their slots. `forms`: of kMostStates states.
-using RunStep = void (*)(CUstream_st* stream, const char* op, const std::vector<StepArgs>&, DType grad, DType out);
-using RunEncodedStep =
-    void (*)(CUstream_st* stream, const std::vector<EncodedShard>&, const Form* forms, DType grad, DType out);
+using RunStep =
+    void (*)(CUstream_st* stream, const char* op, const std::vector<StepArgs>&, const Averages&, DType grad, DType out);
+using RunEncodedStep = void (*)(
+    CUstream_st* stream, const std::vector<EncodedShard>&, const Averages&, const Form* forms, DType grad, DType out);
 extern const RunStep step_adamw, step_amsgrad, step_lion, step_sgd, step_sgd_plain;
 extern const RunEncodedStep encoded_adamw, encoded_amsgrad, encoded_lion, encoded_sgd, encoded_sgd_plain;
 

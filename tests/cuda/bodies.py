@@ -57,6 +57,8 @@ def step_body(folder: Path):
         *[ctypes.c_int] * 3,
         *[ADDRESS] * 4,
         ctypes.c_int32,
+        *[ADDRESS] * 2,
+        ctypes.c_int,
         ADDRESS,
     ]
     body.restype = ctypes.c_int
@@ -89,14 +91,41 @@ def foreach_step(folder: Path) -> int:
                     step_arguments(rule, grad_dtype, out_dtype, numel, alone(i // 2 % 6 if i % 2 else -1), 0.0)
                     for i, numel in enumerate(sizes)
                 ]
-                for measured in (False, True):
+                for measured, averages in ((False, 0), (False, 1 + number % 3), (True, 0), (True, 2)):
                     for tensor in itertools.chain.from_iterable(shards) if measured else ():
                         if tensor is not None and tensor.is_floating_point():
                             tensor.nan_to_num_(0.1, 0.2, -0.3).clamp_(-9, 9)  # whose sums are finite
-                    launches = compare(body, rule, shards, grad_dtype, out_dtype, found_inf, measured=measured)
-                    demand(launches == -(-len(sizes) // 32), "launches", launches, sizes)
+                    launches = compare(body, rule, shards, grad_dtype, out_dtype, found_inf, measured, averages)
+                    most = 24 if measured or averages else 32
+                    demand(launches == -(-len(sizes) // most), "launches", launches, sizes)
                     ran += 1
-    return ran
+    # The addresses of 96 averages are as many as a launch takes.
+    shards = [step_arguments("lion", torch.float32, torch.float16, ROW, alone(-1), 0.0) for _ in range(5)]
+    demand(compare(body, "lion", shards, torch.float32, torch.float16, 0.0, averages=40) == 3, "launches of averages")
+    return ran + 1
+
+
+class OfMasters:
+    """Averages of the masters of shards, twice: of every second shard one is misaligned."""
+
+    def __init__(self, numels: list[int], each: int) -> None:
+        self.each, self.rates = each, torch.rand(4, each)
+        of = [(numel, i % 2 * (k == i // 2 % each)) for i, numel in enumerate(numels) for k in range(each)]
+        self.ours = [fresh(numel, torch.float32, 3 + k, offset) for k, (numel, offset) in enumerate(of)]
+        self.expected = [tensor.clone() for tensor in self.ours]
+
+    @property
+    def words(self) -> tuple[object, ...]:
+        """As a body takes ours."""
+        return addresses(self.ours), self.each, at(self.rates)
+
+    @property
+    def optional(self) -> dict[str, object]:
+        """As the reference takes what it makes anew."""
+        return {"averages": self.expected, "rates": self.rates} if self.each else {}
+
+    def agree(self) -> bool:
+        return all(map(same_bits, self.ours, self.expected))
 
 
 def alone(place: int) -> tuple[int, ...]:
@@ -132,6 +161,7 @@ def compare(
     out_dtype: torch.dtype | None,
     found_inf: float,
     measured: bool = False,
+    averages: int = 0,
 ) -> int:
     """Run the kernel and the reference on copies, demand the same bits, and tell how many launches it took."""
     rule = "adamw" if kernel == "adam_step" else kernel
@@ -140,21 +170,24 @@ def compare(
     scale = torch.tensor([0.25]) if shards[0][0].numel() % 2 else None
     flags, expected = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     twins = [[None if tensor is None else tensor.clone() for tensor in shard] for shard in shards]
-    addresses = [at(tensor) for shard in shards for tensor in shard]
+    tensors = [tensor for shard in shards for tensor in shard]
     numels = [shard[0].numel() for shard in shards]
     stats, twin_stats = ([torch.full((-(-numel // ROW), 5), 7.0) for numel in numels] for _ in range(2))
-    of_stats = (ctypes.c_void_p * len(numels))(*map(at, stats)) if measured else None
+    of_masters = OfMasters(numels, averages)
     launches = body(
-        *(kernel.encode(), ctypes.cast((ctypes.c_void_p * len(addresses))(*addresses), ADDRESS), len(shards[0]) - 4),
+        *(kernel.encode(), addresses(tensors), len(shards[0]) - 4),
         *(ctypes.cast((LONG * len(numels))(*numels), ADDRESS), len(shards)),
         *(DTYPE_CODE[grad_dtype], DTYPE_CODE[out_dtype or torch.float32]),
-        *(at(hyper), at(scale), at(found), at(flags), len(hyper), ctypes.cast(of_stats, ADDRESS)),
+        *(at(hyper), at(scale), at(found), at(flags), len(hyper), addresses(stats) if measured else None),
+        *of_masters.words,
     )
     grads, masters, outs, row_slots, *states = (list(column) for column in zip(*twins, strict=True))
     of_shards = [tensor for of_shard in zip(*states, strict=True) for tensor in of_shard]
     outs = [] if out_dtype is None else outs
     lists = (grads, masters, of_shards, outs, row_slots)
-    reference.foreach_step(rule, *lists, hyper, scale, found, expected, None, None, twin_stats if measured else None)
+    optional = {"row_stats": twin_stats if measured else None, **of_masters.optional}
+    reference.foreach_step(rule, *lists, hyper, scale, found, expected, **optional)
+    demand(of_masters.agree(), "averages", kernel, averages, grad_dtype, out_dtype, numels, found_inf)
     demand(all(map(same_bits, stats, twin_stats)), "row_stats", kernel, grad_dtype, out_dtype, numels, found_inf)
     for number, (ours, theirs) in enumerate(zip(shards, twins, strict=True)):
         for place, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -179,6 +212,7 @@ def encoded_step(folder: Path) -> int:
             shards = EncodedShards(
                 *(rule, sizes, FLOATS[(form + number) % 3], param, form % 2),
                 calm=measured or form == 2,
+                averages=(form + measured) % 3,
                 forms=given,
                 split=split,
             )
@@ -195,7 +229,7 @@ def encoded_step(folder: Path) -> int:
             lists, want = shards.lists(row_stats=twins if measured else None, **optional)
             reference.foreach_step(rule, *lists)
             lists, got = shards.lists()
-            _, masters, states, params, rows, table, *_, scales = lists
+            _, masters, states, params, rows, table, *_, averages, rates, _, scales = lists
             left = list(scales or ())
             of_states = [left.pop(0) if state.element_size() == 1 else None for state in states]
             tensors, of_scales = [], []
@@ -207,6 +241,7 @@ def encoded_step(folder: Path) -> int:
                 *(rule.encode(), addresses(tensors), count, ctypes.cast((LONG * len(sizes))(*sizes), ADDRESS)),
                 *(len(sizes), DTYPE_CODE[shards.grads[0].dtype], DTYPE_CODE[param or torch.float32]),
                 *(at(table), at(scale), at(found), at(marks[1]), len(table), addresses(stats) if measured else None),
+                *(addresses(averages or []), len(averages or []) // len(sizes), at(rates)),
                 ctypes.cast((ctypes.c_int * 3)(*(FORM_CODE[x] for x in given)), ADDRESS),
                 *(addresses(of_scales), int(split)),
             )
@@ -215,62 +250,13 @@ def encoded_step(folder: Path) -> int:
                 demand(same_bits(a, b), "encoded_step", place, *case)
             demand(not measured or all(map(same_bits, stats, twins)), "row_stats", *case)
             demand(torch.equal(*marks), "flags", *case)
-            demand(launches == -(-len(sizes) // 24), "launches", launches, *case)
+            demand(launches == -(-len(sizes) // 20), "launches", launches, *case)
             ran += 1
     return ran
 
 
 def addresses(tensors: list[Tensor | None]) -> ctypes.c_void_p:
     return ctypes.cast((ctypes.c_void_p * len(tensors))(*map(at, tensors)), ADDRESS)
-
-
-def average(folder: Path) -> int:
-    """Behind an update: so the masters are given as new, and a rule that changes nothing makes what is expected."""
-    body = ctypes.CDLL(str(folder / "average.so")).average
-    body.argtypes = [*[ADDRESS] * 3, ctypes.c_int, *[ADDRESS] * 3, ctypes.c_int]
-    body.restype = ctypes.c_int
-    rule, ran = RULES["sgd_plain"], 0
-    hyper = rule_table(rule)
-    sizes = [0, 1, 127, 1024, 1025, 4097, 3 * ROW, 20_001, *[300] * 30]
-    for each, found_inf, split in ((1, 0.0, False), (3, 0.0, False), (3, math.nan, False), (2, 0.0, True)):
-        # Of every second shard the master, an average or both are misaligned.
-        masters = [fresh(numel, torch.float32, 2, i % 2 * (i // 2 % 3 > 0)) for i, numel in enumerate(sizes)]
-        halves = [codecs.split_master(master) for master in masters] if split else []
-        if split:  # as they are kept; the high and low halves are misaligned where masters are
-            masters = [codecs.join_master(*of) for of in halves]
-            halves = [[at_offset(x, i % 3) for x in of] for i, of in enumerate(halves)]
-        averages = [
-            fresh(numel, torch.float32, 3 + k, i % 2 * (i // 2 % 3 < 2))
-            for i, numel in enumerate(sizes)
-            for k in range(each)
-        ]
-        rows = [(torch.arange(-(-numel // ROW)) * 7 % 5 - 1).to(torch.int32) for numel in sizes]
-        rates, found = torch.rand(4, each), torch.tensor([found_inf])
-        expected = [tensor.clone() for tensor in averages]
-        of = [
-            at(tensor)
-            for i, tensor in enumerate(averages)
-            for tensor in (*(halves[i // each] if split else (masters[i // each], None)), tensor, rows[i // each])
-        ]
-        count = len(averages)
-        launches = body(
-            ctypes.cast((ctypes.c_void_p * len(of))(*of), ADDRESS),
-            ctypes.cast((LONG * count)(*(tensor.numel() for tensor in averages)), ADDRESS),
-            ctypes.cast((ctypes.c_int * count)(*(i % each for i in range(count))), ADDRESS),
-            *(count, at(hyper), at(rates), at(found), each),
-        )
-        grads = [torch.zeros(numel) for numel in sizes]
-        reference.update_rows(
-            lambda g, p, states, c: (p, states),
-            *(rule.columns, grads, [master.clone() for master in masters], [], [], rows, hyper),
-            found_inf=found,
-            averages=expected,
-            rates=rates,
-        )
-        demand(all(map(same_bits, averages, expected)), each, found_inf)
-        demand(launches == -(-count // 64), "launches", launches, count)
-        ran += 1
-    return ran
 
 
 # ---- pack and unpack ------------------------------------------------------------------------------------------------
@@ -472,7 +458,6 @@ OPS = {
     "adam_step": adam_step,
     "foreach_step": foreach_step,
     "encoded_step": encoded_step,
-    "average": average,
     "pack": pack,
     "grad_stats": grad_stats,
     "hyper_table": hyper,

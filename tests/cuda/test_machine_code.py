@@ -21,9 +21,8 @@ RULES = {"adamw": (2, 3), "amsgrad": (3, 3), "lion": (1, 1), "sgd": (1, 1), "sgd
 KERNELS = {
     "step of adamw": 12,
     **{f"foreach_step of {rule}": 12 for rule in RULES},
-    **{f"foreach_measured of {rule}": 3 for rule in RULES},
+    **{f"extended_step of {rule}": 3 for rule in RULES},
     **{f"encoded_step of {rule}": 2 for rule in RULES},
-    "average": 1,
     "stats": 3,
     "stats_large": 3,
     "stats_combine": 3,
@@ -33,21 +32,25 @@ KERNELS = {
 
 # Accesses of 16 bytes on the main path of a kernel, as (loads, stores).
 # step: master and states of two quads (16-bit tensors go in 8 bytes), and of their rows of the hyper table the pieces
-# that the rule needs all of. Where states are encoded, gradients and parameters may be fp32, too.
+# that the rule needs all of. Extended, the first average, too. Where states are encoded, gradients and parameters may
+# be fp32.
 # stats: eight rows of a block, in each dtype.
 # pack: four chunks for each dtype of the gradients. Where the bucket is fp32, a 16-bit gradient goes in 8 bytes; where
 # it is 16-bit, an fp32 gradient goes in twice 16.
 WIDE = {
     **{
         f"{kernel} of {rule}": (2 * (1 + states) + 2 * pieces, 2 * (1 + states))
-        for kernel in ("step", "foreach_step", "foreach_measured")
+        for kernel in ("step", "foreach_step")
+        for rule, (states, pieces) in RULES.items()
+    },
+    **{
+        f"extended_step of {rule}": (2 * (2 + states) + 2 * pieces, 2 * (2 + states))
         for rule, (states, pieces) in RULES.items()
     },
     **{
         f"encoded_step of {rule}": (2 * (2 + states) + 2 * pieces, 2 * (2 + states))
         for rule, (states, pieces) in RULES.items()
     },
-    "average": (2, 1),
     "stats": (8 + 8 + 16, 0),
     "pack, fp32 bucket": (4, 12),
     "pack, 16-bit bucket": (16, 12),
@@ -113,7 +116,7 @@ def resources(cuobjdump: Path, library: Path) -> Mapping[tuple[str, str], tuple[
 
 def kind(name: str) -> str:
     """The key in KERNELS of a kernel's mangled name."""
-    update = re.search(r"\d(foreach_step|foreach_measured|encoded_step|step)_kernelI\w*?NS_\d(\w+?)E", name)
+    update = re.search(r"\d(foreach_step|extended_step|encoded_step|step)_kernelI\w*?NS_\d(\w+?)E", name)
     if update:
         return f"{update[1]} of {STRUCTS[update[2]]}"
     return next(kind for kind in KERNELS if f"{kind}_kernel" in name)
@@ -174,8 +177,8 @@ def test_partials_are_all_asked_for_before_the_first_is_added(
 @pytest.mark.parametrize("name", KERNELS)
 def test_ptxas_spills_nothing(resources: Mapping[tuple[str, str], tuple[int, int]], name: str, arch: str) -> None:
     """A register that is spilled lies in the kernel's stack frame, in local memory. An update has blocks of 256
-    threads, four of which share the 64 Ki registers of a multiprocessor, or three; or two where rows are measured, or
-    states encoded."""
+    threads, four of which share the 64 Ki registers of a multiprocessor, or three; or two where rows are measured,
+    averages follow, or states are encoded."""
     if arch not in archs_of(resources):
         pytest.skip(f"this library was built for {sorted(archs_of(resources))}")
     found = [size for (of, kernel), size in resources.items() if of == arch and kind(kernel) == name]
@@ -183,7 +186,7 @@ def test_ptxas_spills_nothing(resources: Mapping[tuple[str, str], tuple[int, int
     if name.startswith(("step of", "foreach_step of")):
         three = name in ("foreach_step of adamw", "foreach_step of amsgrad")
         assert max(registers for registers, _ in found) <= (80 if three else 64)
-    if name.startswith(("foreach_measured of", "encoded_step of")):
+    if name.startswith(("extended_step of", "encoded_step of")):
         two = name.endswith((" adamw", " amsgrad"))
         assert max(registers for registers, _ in found) <= (128 if two else 80)
 
@@ -228,5 +231,5 @@ def test_updates_divide_and_take_roots_as_ieee_does(ptx: Mapping[tuple[str, str]
 
 
 def test_a_contraction_would_be_seen(setup_py: SimpleNamespace, nvcc: str, tmp_path: Path) -> None:
-    text = to_ptx(setup_py, nvcc, "average", "80", tmp_path / "fused.ptx", "-fmad=true").read_text()
+    text = to_ptx(setup_py, nvcc, "step_sgd", "80", tmp_path / "fused.ptx", "-fmad=true").read_text()
     assert "fma.rn.f32" in text

@@ -89,33 +89,41 @@ static int run_adam_step(const StepArgs& shard, DType grad, DType out) {
 }
 
 template <class Rule>
-static int run(const std::vector<StepArgs>& shards, DType grad, DType out) {
+static int run(const std::vector<StepArgs>& shards, const Averages& averages, DType grad, DType out) {
   int launches = 0;
-  bool measured = std::any_of(shards.begin(), shards.end(), [](const StepArgs& shard) { return shard.row_stats; });
-  launch_foreach(shards, grad, out, [&](auto g, auto o, const ForeachArgs& args, int64_t blocks) {
-    ++launches;
-    using Grad = typename decltype(g)::type;
-    using Out = typename decltype(o)::type;
-    MeasuredOnHost::Row rows[kQuads];
-    for_threads(blocks, [&](int64_t block, int thread) {
-      if (measured)
-        foreach_step_thread<Rule, Grad, AnyOutput>(args, block, thread, MeasuredOnHost{thread % 32, rows});
-      else
-        foreach_step_thread<Rule, Grad, Out>(args, block, thread);
-    });
-  });
+  launch_foreach(
+      shards, averages, grad, out,
+      [&](auto g, auto o, const PlainArgs& args, int64_t blocks) {
+        ++launches;
+        for_threads(blocks, [&](int64_t block, int thread) {
+          foreach_step_thread<Rule, typename decltype(g)::type, typename decltype(o)::type>(args, block, thread);
+        });
+      },
+      [&](auto g, const ExtendedArgs& args, int64_t blocks) {
+        ++launches;
+        MeasuredOnHost::Row rows[kQuads];
+        for_threads(blocks, [&](int64_t block, int thread) {
+          MeasuredOnHost measure = {thread % 32, rows};
+          extended_step_thread<Rule, typename decltype(g)::type>(args, block, thread, measure);
+        });
+      });
   return launches;
 }
 
 // The threads of a warp together: each loads, each updates, the largest of theirs is that of the row, each stores.
 template <class Rule, bool kWhole>
-static void encoded_warp(
-    const EncodedForeachArgs& args, const EncodedShard& shard, int64_t first, bool measured,
-    MeasuredOnHost::Row* rows) {
+static void encoded_warp(const EncodedForeachArgs& args, const EncodedPlace& at, MeasuredOnHost::Row* rows) {
+  const EncodedShard& shard = at.shard;
+  ShardAverages averages = {args.averages, at.number};
   static RawQuad<Rule> raws[32][kQuads];
+  static float first_averages[32][kQuads][kQuad];
   UpdatedQuad<Rule> of[32];
   for (int lane = 0; lane < 32; ++lane)
-    for (int q = 0; q < kQuads; ++q) raws[lane][q] = load_encoded<Rule, kWhole>(args, shard, first + lane * kQuad, q);
+    for (int q = 0; q < kQuads; ++q) {
+      RawQuad<Rule>& raw = raws[lane][q];
+      raw = load_encoded<Rule, kWhole>(args, shard, at.first + lane * kQuad, q);
+      averages.ask<kWhole>(raw.i, raw.count, first_averages[lane][q]);
+    }
   for (int q = 0; q < kQuads; ++q) {
     for (int lane = 0; lane < 32; ++lane) of[lane] = update_encoded<Rule, kWhole>(args, shard, raws[lane][q]);
     for (int s = 0; s < Rule::kStates; ++s) {
@@ -126,7 +134,8 @@ static void encoded_warp(
     for (int lane = 0; lane < 32; ++lane) {
       const RawQuad<Rule>& raw = raws[lane][q];
       store_encoded<Rule, kWhole>(args, shard, raw, of[lane]);
-      if (!measured) continue;
+      if (of[lane].live) averages.follow<kWhole>(raw.slot, raw.i, raw.count, of[lane].quad.p, first_averages[lane][q]);
+      if (!shard.step.row_stats) continue;
       bool there = kWhole || raw.i < shard.step.numel;
       float* stats = there ? shard.step.row_stats + raw.i / kRow * kRowStats : nullptr;
       RowTerms<float, uint32_t> terms = terms_of(of[lane].quad, of[lane].before, of[lane].scale, raw.count);
@@ -136,19 +145,19 @@ static void encoded_warp(
 }
 
 template <class Rule>
-static int run_encoded(const std::vector<EncodedShard>& shards, const Form* forms, DType grad, DType out) {
+static int run_encoded(
+    const std::vector<EncodedShard>& shards, const Averages& averages, const Form* forms, DType grad, DType out) {
   int launches = 0;
-  bool measured = std::any_of(shards.begin(), shards.end(), [](const auto& shard) { return shard.step.row_stats; });
-  launch_encoded(shards, forms, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
+  launch_encoded(shards, averages, forms, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
     ++launches;
     MeasuredOnHost::Row rows[kQuads];
     for (int64_t block = 0; block < blocks; ++block)
       for (int thread = 0; thread < kThreads; thread += 32) {
         EncodedPlace at = place_of(args, block, thread);
         if (at.whole)
-          encoded_warp<Rule, true>(args, at.shard, at.first, measured, rows);
+          encoded_warp<Rule, true>(args, at, rows);
         else
-          encoded_warp<Rule, false>(args, at.shard, at.first, measured, rows);
+          encoded_warp<Rule, false>(args, at, rows);
       }
   });
   return launches;
@@ -174,12 +183,16 @@ static StepArgs args_of(
   return args;
 }
 
+static Averages averages_of(float* const* averages, int each, const float* rates, int count) {
+  return {rates, each, std::vector<float*>(averages, averages + count * each)};
+}
+
 // rule: its name, or "adam_step". tensors: of each shard grad, master, param_out, row_slot and its states. row_stats:
-// of each shard, or null. Returns how many launches it took.
+// of each shard, or null. averages: `each` of each shard, shard after shard. Returns how many launches it took.
 extern "C" int step(
     const char* rule, void* const* tensors, int states, const int64_t* numels, int count, int grad_dtype, int out_dtype,
     const float* hyper, const float* grad_scale, const float* found_inf, int32_t* nonfinite_slots, int32_t slots,
-    float* const* row_stats) {
+    float* const* row_stats, float* const* averages, int each, const float* rates) {
   std::vector<StepArgs> shards;
   for (int i = 0; i < count; ++i) {
     shards.push_back(args_of(
@@ -187,13 +200,14 @@ extern "C" int step(
         row_stats ? row_stats[i] : nullptr));
     shards.back().out_dtype = DType(out_dtype);
   }
+  Averages of_masters = averages_of(averages, each, rates, count);
   DType grad = DType(grad_dtype), out = DType(out_dtype);
   if (!std::strcmp(rule, "adam_step")) return run_adam_step(shards[0], grad, out);
-  if (!std::strcmp(rule, "adamw")) return run<AdamW>(shards, grad, out);
-  if (!std::strcmp(rule, "amsgrad")) return run<AmsGrad>(shards, grad, out);
-  if (!std::strcmp(rule, "lion")) return run<Lion>(shards, grad, out);
-  if (!std::strcmp(rule, "sgd")) return run<Sgd>(shards, grad, out);
-  if (!std::strcmp(rule, "sgd_plain")) return run<SgdPlain>(shards, grad, out);
+  if (!std::strcmp(rule, "adamw")) return run<AdamW>(shards, of_masters, grad, out);
+  if (!std::strcmp(rule, "amsgrad")) return run<AmsGrad>(shards, of_masters, grad, out);
+  if (!std::strcmp(rule, "lion")) return run<Lion>(shards, of_masters, grad, out);
+  if (!std::strcmp(rule, "sgd")) return run<Sgd>(shards, of_masters, grad, out);
+  if (!std::strcmp(rule, "sgd_plain")) return run<SgdPlain>(shards, of_masters, grad, out);
   return -1;
 }
 
@@ -202,7 +216,8 @@ extern "C" int step(
 extern "C" int encoded_step(
     const char* rule, void* const* tensors, int states, const int64_t* numels, int count, int grad_dtype, int out_dtype,
     const float* hyper, const float* grad_scale, const float* found_inf, int32_t* nonfinite_slots, int32_t slots,
-    float* const* row_stats, const int* forms, float* const* scales, int split) {
+    float* const* row_stats, float* const* averages, int each, const float* rates, const int* forms,
+    float* const* scales, int split) {
   std::vector<EncodedShard> shards;
   for (int i = 0; i < count; ++i) {
     EncodedShard shard = {};
@@ -213,12 +228,13 @@ extern "C" int encoded_step(
     if (split) shard.low = reinterpret_cast<int16_t*>(std::exchange(shard.step.master, nullptr));
     shards.push_back(shard);
   }
+  Averages of_masters = averages_of(averages, each, rates, count);
   DType grad = DType(grad_dtype), out = DType(out_dtype);
   Form of[kMostStates] = {Form(forms[0]), Form(forms[1]), Form(forms[2])};
-  if (!std::strcmp(rule, "adamw")) return run_encoded<AdamW>(shards, of, grad, out);
-  if (!std::strcmp(rule, "amsgrad")) return run_encoded<AmsGrad>(shards, of, grad, out);
-  if (!std::strcmp(rule, "lion")) return run_encoded<Lion>(shards, of, grad, out);
-  if (!std::strcmp(rule, "sgd")) return run_encoded<Sgd>(shards, of, grad, out);
-  if (!std::strcmp(rule, "sgd_plain")) return run_encoded<SgdPlain>(shards, of, grad, out);
+  if (!std::strcmp(rule, "adamw")) return run_encoded<AdamW>(shards, of_masters, of, grad, out);
+  if (!std::strcmp(rule, "amsgrad")) return run_encoded<AmsGrad>(shards, of_masters, of, grad, out);
+  if (!std::strcmp(rule, "lion")) return run_encoded<Lion>(shards, of_masters, of, grad, out);
+  if (!std::strcmp(rule, "sgd")) return run_encoded<Sgd>(shards, of_masters, of, grad, out);
+  if (!std::strcmp(rule, "sgd_plain")) return run_encoded<SgdPlain>(shards, of_masters, of, grad, out);
   return -1;
 }
