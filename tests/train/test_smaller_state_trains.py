@@ -1,0 +1,61 @@
+"""Smaller state trains as well: a small GPT on the package's own source, against the same training with fp32 state.
+
+`benchmarks/bench_convergence.py` does so for longer, and from several seeds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zero_optim
+from zero_optim.train.model import GPT, ModelConfig, next_byte_loss
+
+CONFIG = ModelConfig(1, 48, 2, 32)
+STEPS, LAST, BATCH, LR = 120, 20, 8, 1e-3
+
+
+@cache
+def text() -> torch.Tensor:
+    files = sorted(Path(zero_optim.__file__).parent.glob("comm/*.py"))
+    return torch.tensor(list(b"".join(file.read_bytes() for file in files)))
+
+
+def last_losses(make: Callable[[Any], torch.optim.Optimizer]) -> float:
+    """The mean loss of the last steps, in nats a byte."""
+    torch.manual_seed(0)
+    model = GPT(CONFIG, torch.bfloat16)
+    opt = make(model.parameters())
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(STEPS):
+        starts = torch.randint(len(text()) - CONFIG.seq - 1, (BATCH, 1), generator=generator)
+        loss = next_byte_loss(model, text()[starts + torch.arange(CONFIG.seq + 1)])
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    return statistics.mean(losses[-LAST:])
+
+
+@pytest.fixture(scope="module")
+def exact() -> float:
+    return last_losses(partial(zero_optim.ShardedAdamW, lr=LR))
+
+
+@pytest.mark.parametrize(
+    ("master", "state_dtype"),
+    [("split", "fp32"), ("fp32", "bf16"), ("fp32", "int8"), ("split", "bf16"), ("split", "int8")],
+)
+def test_a_smaller_state_reaches_the_same_loss(exact: float, master: str, state_dtype: str) -> None:
+    make = partial(zero_optim.ShardedAdamW, lr=LR, master=master, state_dtype=state_dtype)
+    assert last_losses(make) == pytest.approx(exact, rel=0.005)
+
+
+def test_a_lost_master_would_be_seen(exact: float) -> None:
+    assert last_losses(partial(torch.optim.AdamW, lr=LR)) > 1.01 * exact
