@@ -248,13 +248,13 @@ def test_verify_finds_a_wrong_update_of_any_rule() -> None:
         params, backward, opt = _model(2, torch.float32, rule)
         with zero_optim.verify(opt) as shadow:
             _train(backward, opt, range(2), 0, 1)
-            true = opt.engine.rule.fill_table
+            true = opt.engine.rules.all[0].fill_table
 
             def wrong(*args: Tensor, true: Any = true, opt: Any = opt) -> None:
                 true(*args)
                 args[-1][:, 0] *= 1.001  # of the rate, or of what decays
 
-            opt.engine.rule.fill_table = wrong
+            opt.engine.rules.all[0].fill_table = wrong
             _train(backward, opt, range(2, 4), 0, 1)
             report = shadow.report()
         assert report.ulps > report.bound, (rule, report)
@@ -338,7 +338,7 @@ def test_the_planner_asks_the_rule(capsys: Any) -> None:
         params, backward, opt = _model(2, torch.bfloat16, rule, ema_decay=(0.9, 0.99))
         _train(backward, opt, range(2), 0, 1)
         made, memory = zero_optim.memory.plan_of(opt), opt.stats()["memory"]
-        for tensor in opt.engine.rule.tensors:
+        for tensor in opt.engine.rules.all[0].tensors:
             assert made.memory[tensor.name] == memory[tensor.name] == 4 * sum(p.numel() for p in params), tensor
         opt.close()
     flags = ["plan", "--params", "1e9", "--world", "4", "--stage", "2", "--json"]
