@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 import torch
 import zero_optim
 from harness import run_ranks
+from oracle import PaperLion
 from sharded_cases import GivenNet
 from torch import Tensor, nn
 from training_cases import TINY_CAP_MB, assert_bitwise, assert_within, copies, linear_backward, make_gradients
@@ -23,25 +24,6 @@ SHAPES = ((17, 9), (300,), (1,), (5, 3, 2), (128,), (40, 25))
 SOMETIMES = 1  # of them: used in every other step
 STEPS = 4
 EPS = 2.0**-23
-
-
-class PaperLion(torch.optim.Optimizer):
-    """Algorithm 2 of Chen et al. (2023), every operation rounded on its own."""
-
-    def __init__(self, params: Iterable[Any], lr: float, betas: tuple[float, float], weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
-                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                direction = (m * beta1 + p.grad * (1 - beta1)).sign()
-                p.copy_(p * (1 - lr * decay) - lr * direction)
-                m.copy_(m * beta2 + p.grad * (1 - beta2))
 
 
 @dataclass(frozen=True)
