@@ -42,7 +42,7 @@ def _job(opt: ShardedAdamW) -> Job:
     ]
     full = torch.empty(buckets[0].layout.numel, dtype=torch.bfloat16)
     by = Coefficients(
-        engine.hyper.table, None, None, exchange.found_inf, exchange.nonfinite.marks, exchange.used, engine.hyper.steps
+        engine.hyper.tables, None, None, exchange.found_inf, exchange.nonfinite.marks, exchange.used, engine.hyper.steps
     )
 
     def pack() -> None:

@@ -7,8 +7,9 @@ rounded on its own, every coefficient is made in float64 and rounded once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,3 +119,22 @@ def adamw_bound(param: Tensor, lr: float, steps: int) -> Tensor:
     decaying it rounds two more times, each by at most half an ulp of the parameter, on both sides.
     """
     return steps * FP32_EPS * (2 * param.abs() + 16 * lr)
+
+
+class PaperLion(torch.optim.Optimizer):
+    """Algorithm 2 of Chen et al. (2023), every operation rounded on its own."""
+
+    def __init__(self, params: Iterable[Any], lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                direction = (m * beta1 + p.grad * (1 - beta1)).sign()
+                p.copy_(p * (1 - lr * decay) - lr * direction)
+                m.copy_(m * beta2 + p.grad * (1 - beta2))

@@ -12,7 +12,7 @@ from .comm.expert_ranks import ExpertRanks, read_expert_ranks, told_each_other
 from .comm.tensor_ranks import Row
 from .comm.topology import Topology
 from .params.parameter_set import ParameterSet
-from .rules.update_rule import UpdateRule
+from .rules.group_rules import GroupRules
 
 Experts = dict[int, ExpertRanks]
 """What parameter groups say of experts, by their number."""
@@ -26,7 +26,7 @@ class Admission:
         everyone, topology: all ranks that train together, and their places.
         stage: what they share.
         pipeline_stages: how many stages of a pipeline the model has; 1: it is in one piece.
-        rule: of the optimizer.
+        rules: of its groups, the new ones among them.
         where: the call, for messages.
         first_group: the number of the first parameter group that is new.
     """
@@ -35,7 +35,7 @@ class Admission:
     topology: Topology
     stage: int
     pipeline_stages: int
-    rule: UpdateRule
+    rules: GroupRules
     where: str
     first_group: int = 0
 
@@ -49,11 +49,12 @@ class Admission:
         Raises ParameterError, ValueError or TypeError.
         """
         indices = self._new(parameters)
-        validate.check_groups(self.rule, parameters.groups[self.first_group :], self.first_group)
-        validate.check_rule_takes(self.rule, parameters, indices, self.stage)
+        new = slice(self.first_group, None)
+        validate.check_groups(self.rules.by_group[new], parameters.groups[new], self.first_group)
+        validate.check_rules_take(self.rules, parameters, indices, self.stage)
         validate.check_sharded(parameters, indices, self.stage, self.everyone, self.topology, row)
         validate.check_parameters(parameters, indices)
-        validate.check_master(self.rule, parameters, indices, whole=self.pipeline_stages == 1)
+        validate.check_master(self.rules, parameters, indices, whole=self.pipeline_stages == 1)
         validate.check_backend(self.everyone, parameters.all[0].device)
         averaging = self.topology.averaging(self.everyone)
         experts = read_expert_ranks(said, averaging, beside_slices=self.topology.columns is not None)
@@ -78,7 +79,8 @@ class Admission:
         Returns the experts with the columns that all ranks have told. Raises RankMismatchError, ValueError or
         ParameterError, on every rank.
         """
-        described = {**options, **self.topology.described(), **validate.described_experts(experts)}
+        rules = validate.described_rules(self.rules, self.first_group)
+        described = {**options, **rules, **self.topology.described(), **validate.described_experts(experts)}
         validate.check_agreement(self.everyone, parameters, self.first_group, described)
         if not experts:
             return experts

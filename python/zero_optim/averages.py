@@ -63,7 +63,7 @@ def _put_back(engine: Engine) -> None:
 
 def name_of(engine: Engine, which: int) -> str:
     """Give the name of an average. Raises ValueError where there is none of this number."""
-    names = engine.rule.averages
+    names = engine.rules.averages
     if not 0 <= which < len(names):
         raise ValueError(
             f"there is no average {which}: the optimizer was made with {len(names)}; give it ema_decay=0.999"

@@ -35,8 +35,8 @@ from .mode import CurrentMode, Mode
 from .params.parameter_set import ParameterSet
 from .params.shardings import Shardings
 from .params.tensor_slice import is_cut, local_of
+from .rules.group_rules import GroupRules
 from .rules.state_tensor import Begins
-from .rules.update_rule import UpdateRule
 from .settings import Settings
 from .stats import TELEMETRY, memory_by_kind
 from .step.clip import Clip
@@ -78,7 +78,7 @@ class Engine:
     Attributes:
         parameters: which there are, what they are called, which are trained.
         sharding: who shares all that is no expert; all ranks agree on everything there.
-        rule: the arithmetic of the update.
+        rules: the arithmetic of the updates, by parameter group.
         reducer: the buckets, and their gradients.
         states: the state of every shard.
         exchange, clip, hyper, param_gather: the phases' own.
@@ -96,20 +96,20 @@ class Engine:
         self,
         parameters: ParameterSet,
         shardings: Shardings,
-        rule: UpdateRule,
+        rules: GroupRules,
         sharded_model: ShardedModel | None,
         settings: Settings,
         store: StateStore,
         pipeline: Pipeline | None = None,
     ) -> None:
-        self.parameters, self.shardings, self.rule, self.sharded_model = parameters, shardings, rule, sharded_model
+        self.parameters, self.shardings, self.rules, self.sharded_model = parameters, shardings, rules, sharded_model
         sharding = shardings.main
         self.settings = settings
         self.max_grad_norm, self.skip_nonfinite = settings.max_grad_norm, settings.skip_nonfinite
         trained, labels = parameters.trained, parameters.labels
-        make_buckets = partial(buckets_by_size, trained, labels, shardings, settings.bucket_cap_mb, rule.layout)
+        make_buckets = partial(buckets_by_size, trained, labels, shardings, rules, settings.bucket_cap_mb)
         if sharded_model is not None:
-            make_buckets = partial(buckets_of_units, sharded_model, trained, labels, sharding)
+            make_buckets = partial(buckets_of_units, sharded_model, trained, labels, sharding, rules)
         schedule = None if sharded_model is None else sharded_model.schedule
         self.mode = CurrentMode()
         early = settings.overlap_grad_reduce
@@ -118,8 +118,8 @@ class Engine:
         self.speculator: Speculator | None = None
         if self.offload.speculate and sharding.reduces and sharding.stage >= 1:  # else gradients are the user's to edit
             assert isinstance(store, HostStore)
-            self.speculator = Speculator(rule, parameters, store.threads)
-        self.states = OptimizerState(trained, sharding, rule, store, self.speculator, measures=settings.telemetry)
+            self.speculator = Speculator(rules, parameters, store.threads)
+        self.states = OptimizerState(trained, sharding, rules, store, self.speculator, measures=settings.telemetry)
         self.measured: Measured | None = None
         if settings.telemetry:
             self.measured = Measured(self.states, parameters, shardings, on_host=isinstance(store, HostStore))
@@ -134,7 +134,7 @@ class Engine:
             places=shardings.places_of_use,
         )
         self.clip = Clip(sharding, labels, pipeline)
-        self.hyper = HyperTable([], 0, sharding.device, rule)
+        self.hyper = HyperTable([], rules.by_group, sharding.device)
         self.param_gather = ParamGather(settings.overlap_param_gather and sharding.stage < 3)
         # Bound methods of the parts, not of the engine. Parameters hold the reducer through its hooks. By a method of
         # the engine they would hold it and its watchers, and so perhaps the optimizer, which would never be closed.
@@ -274,7 +274,7 @@ class Engine:
             self.sharded_model.schedule.reshard_all()  # it may raise: before anything is counted
         self.hyper.advance(groups, self.exchange.used & (found_inf == 0), self.clip.factor)
         return Coefficients(
-            self.hyper.table,
+            self.hyper.tables,
             grad_scale,
             self.clip.inverse_scale,
             found_inf,
@@ -358,7 +358,7 @@ class Engine:
         self.parameters.train(trained)
         self.exchange.resize()
         self.clip.resize()
-        self.hyper.grow(self.parameters.group_of, len(self.parameters.groups))
+        self.hyper.grow(self.parameters.group_of, self.rules.by_group)
         if trained:
             buckets: list[Bucket] = []
             with self._allocating("making the buckets"):
@@ -408,10 +408,10 @@ class Engine:
     def begin_load(self, saved: SavedState) -> None:
         """Make anew the state that is not brought."""
         self.states.restart(set(self.parameters.trained) - set(saved.tensors))
-        for tensor in self.rule.tensors:
-            if tensor.begins is not Begins.ZERO:
-                lacking = {index for index, names in saved.tensors.items() if tensor.name not in names}
-                self.states.restart(lacking, tensor.name)
+        for rule in self.rules.all:
+            own = {index: names for index, names in saved.tensors.items() if self.rules.of(index) is rule}
+            for name in (tensor.name for tensor in rule.tensors if tensor.begins is not Begins.ZERO):
+                self.states.restart({index for index, names in own.items() if name not in names}, name)
 
     def end_load(self, saved: SavedState) -> None:
         """Go on from the state that was brought, once its tensors are there."""
@@ -485,7 +485,8 @@ class Engine:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device, by kind."""
-        memory = memory_by_kind(self.rule, self.states.shards, self.reducer.buffers, self.sharded_model, self.store)
+        shards, buffers = self.states.shards, self.reducer.buffers
+        memory = memory_by_kind(self.rules.all, shards, buffers, self.sharded_model, self.store)
         if self.measured is not None:
             memory[TELEMETRY] = self.measured.nbytes(on_host=False)
         return memory
@@ -500,7 +501,7 @@ class Engine:
     def begin_averages(self) -> None:
         """Let averages that begin with the next update be what the parameters are until then: loaded ones, perhaps."""
         self.states.refresh_edited()
-        for number, name in enumerate(self.rule.averages):
+        for number, name in enumerate(self.rules.averages):
             begin = self.hyper.begins[:, number].nonzero().flatten().tolist()
             self.states.restart({*begin}, only=name)
 

@@ -69,7 +69,7 @@ def _gather_state(engine: Engine, wanted: bool) -> dict[int, dict[str, Tensor]]:
 
 def _torch_groups(opt: ShardedOptimizer) -> list[dict[str, Any]]:
     """The groups with every option that torch's have, tensors as copies on the CPU."""
-    groups = with_torch_options(opt.param_groups, opt.engine.rule)
+    groups = with_torch_options(opt.param_groups, opt.engine.rules.by_group)
     return [_on_cpu(group) for group in pack_groups(groups)]
 
 
@@ -126,19 +126,19 @@ def _read(engine: Engine, state: Any) -> tuple[Mapping[int, Mapping[str, Any]], 
     try:
         if state is None:
             raise StateMismatchError("rank 0 was given None: it is the rank whose state is loaded")
-        saved = match_state(state, engine.parameters, engine.rule)
+        saved = match_state(state, engine.parameters, engine.rules)
         for index, entry in saved.items():
             _check_whole(engine, index, entry)
     except StateMismatchError as error:
         return {}, _OfRank0(refusal=str(error))
     groups = [_on_cpu(dict(group)) for group in state["param_groups"]]
-    return saved, _OfRank0(None, saved_state_of(saved, engine.parameters, engine.rule), groups)
+    return saved, _OfRank0(None, saved_state_of(saved, engine.parameters, engine.rules), groups)
 
 
 def _check_whole(engine: Engine, index: int, entry: Mapping[str, Any]) -> None:
     """Raise StateMismatchError unless ``entry`` has whole tensors of numbers that are not encoded."""
     parameter, label = engine.parameters.trained[index], engine.parameters.labels[index]
-    brought = tensors_of(entry, engine.rule, parameter.dtype)
+    brought = tensors_of(entry, engine.rules.of(index), parameter.dtype)
     bucket, _, slot = engine.reducer.layout.slot_of[index]
     check_rows([tensor for tensor, _ in brought], entry, bucket.flat.orders[slot], label)
     for tensor, codec in brought:

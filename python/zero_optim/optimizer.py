@@ -37,6 +37,7 @@ from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, listed
 from .params.shardings import Shardings
 from .params.tensor_slice import mesh_of
+from .rules.group_rules import RULE, GroupRules
 from .rules.update_rule import UpdateRule, stored_names
 from .settings import Settings
 from .step.pipeline import comm_of_pipeline, make_pipeline
@@ -84,11 +85,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ``ShardedLion``, ``ShardedSGD`` and ``ShardedMuon`` are this with a rule and its arguments.
 
     Args:
-        params: parameters, ``model.named_parameters()``, or groups, as torch's optimizers take them. A group of
-            experts says which ranks have the same by ``mesh`` or ``process_group``, and by ``grad_divisor``, an int or
-            a group, what the sum of their gradients is divided by.
-        rule: the arithmetic, with the defaults of its options, as ``rules.Lion(lr=1e-4)``. A group's own values win;
-            they are read at every step.
+        params: parameters, ``model.named_parameters()``, or groups, as torch's optimizers take them. A group may bring
+            its own rule, as ``{"params": others, "rule": rules.AdamW(lr=3e-4)}``, and has the options of that. A group
+            of experts says which ranks have the same by ``mesh`` or ``process_group``, and by ``grad_divisor``, an int
+            or a group, what the sum of their gradients is divided by.
+        rule: the arithmetic, with the defaults of its options, as ``rules.Lion(lr=1e-4)``, of all groups that bring
+            none. A group's own values win; they are read at every step.
         stage: what the ranks share: 0 nothing, 1 optimizer state, 2 optimizer state and gradients; 3, parameters too,
             where ``zero_optim.shard_module`` was given the model before. None: 2, or 3 then.
         process_group: the ranks; None: those of the sharded model, else the default group where ``torch.distributed``
@@ -201,14 +203,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             settings.check()
             if model is None or mesh is not None:
                 topology = replace(topology, rows=read_rows(mesh, shares=settings.stage != 0))
+            self._rule, self._shared_defaults = rule, settings.group_defaults
+            self._brought: list[UpdateRule] = []
             super().__init__(params, {**rule.defaults, **settings.group_defaults})
-            rule = settings.applied_to(rule, self.param_groups)
             parameters = ParameterSet(self.param_groups)
             indices = parameters.read_groups()
-            admission = Admission(comm, topology, settings.stage, stages.world_size, rule, "the constructor")
+            rules = GroupRules(parameters, settings.applied_to)
+            rules.take(self._brought)
+            admission = Admission(comm, topology, settings.stage, stages.world_size, rules, "the constructor")
             experts = admission.check(parameters, said, row)
-        experts = admission.agree(parameters, experts, settings.described(rule))
-        self.engine = _make_engine(settings, parameters, rule, model, admission, experts, stages)
+        experts = admission.agree(parameters, experts, settings.described())
+        self.engine = _make_engine(settings, parameters, rules, model, admission, experts, stages)
         self._closed = False
         self.engine.optimizer = weakref.ref(self)
         try:
@@ -364,9 +369,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         of the state are shown.
         """
         if called_from(_DCP_STATE_DICT):
-            kinds = dict.fromkeys((*stored_names(self.engine.rule), "step"))
+            kinds = {rule: dict.fromkeys((*stored_names(rule), "step")) for rule in self.engine.rules.all}
             shown = [parameter for group in self.param_groups for parameter in group["params"]]  # DCP asks for these
-            return defaultdict(dict, {shown[index]: kinds for index in self.engine.parameters.trained})
+            trained = self.engine.parameters.trained
+            return defaultdict(dict, {shown[index]: kinds[self.engine.rules.of(index)] for index in trained})
         return self._empty_state
 
     @state.setter
@@ -492,30 +498,48 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as ``torch.optim.Optimizer.add_param_group`` does. Collective; rank 0's values are broadcast.
 
+        The group may bring a ``rule`` of its own, also one that no other group has.
+
         Raises what the constructor raises; then nothing was added.
         """
         if not hasattr(self, "engine"):  # called by the constructor
-            super().add_param_group(param_group)
+            self._brought.append(self._add_group(param_group))
             return
         self.check_usable()
         self.settle()
         before, parameters, sharding = len(self.param_groups), self.engine.parameters, self.engine.sharding
-        stages, rule = self.engine.stages_of_pipeline, self.engine.rule
-        admission = Admission(sharding.everyone, sharding.topology, self.stage, stages, rule, "add_param_group", before)
+        everyone, stages, rules = sharding.everyone, self.engine.stages_of_pipeline, self.engine.rules
+        admission = Admission(everyone, sharding.topology, self.stage, stages, rules, "add_param_group", before)
         (param_group,), of_group = split_off([param_group])
         said = dict(zip([before], of_group.values(), strict=False))
         try:
             with sharding.everyone.raising_together("add_param_group"):
-                super().add_param_group(parameters.with_names(param_group))
+                rule = self._add_group(parameters.with_names(param_group))
                 indices = parameters.read_groups()
+                rules.take([rule])
                 experts = admission.check(parameters, said)
             experts = admission.agree(parameters, experts, {})
         except BaseException:
             del self.param_groups[before:]
             parameters.read_groups()
+            rules.forget(before)
             raise
         self.engine.shardings.of_groups.update(make_expert_shardings(sharding, experts))
         self.engine.grow(indices, self.engine.to_train(indices))
+
+    def _add_group(self, param_group: Any) -> UpdateRule:
+        """Add a group as torch does, with the defaults of its own rule, which is taken out of it. Returns that rule."""
+        rule = self._rule
+        if isinstance(param_group, dict) and RULE in param_group:
+            param_group = {**param_group}
+            rule = param_group.pop(RULE)
+            validate.check_rule(rule, f" of parameter group {len(self.param_groups)}")
+        defaults, self.defaults = self.defaults, {**rule.defaults, **self._shared_defaults}
+        try:
+            super().add_param_group(param_group)
+        finally:
+            self.defaults = defaults
+        return rule
 
     def settle(self) -> None:
         """Collective. Complete what a backward or ``step`` has left under way.
@@ -678,7 +702,7 @@ def _group_and_topology(
 def _make_engine(
     settings: Settings,
     parameters: ParameterSet,
-    rule: UpdateRule,
+    rules: GroupRules,
     model: ShardedModel | None,
     admission: Admission,
     experts: Experts,
@@ -705,7 +729,7 @@ def _make_engine(
     store = _store(settings.offload, sharding, params_on_host=model is not None and model.offload)
     alike = {"max_grad_norm": settings.max_grad_norm, "skip_nonfinite": settings.skip_nonfinite}
     pipeline = make_pipeline(stages, device, alike, dict(zip(parameters.labels, parameters.all, strict=True)))
-    return Engine(parameters, shardings, rule, model, settings, store, pipeline)
+    return Engine(parameters, shardings, rules, model, settings, store, pipeline)
 
 
 def _store(offload: Offload, sharding: Sharding, *, params_on_host: bool) -> StateStore:

@@ -11,7 +11,7 @@ import torch
 
 from .rules.codec import MASTERS, STATE_DTYPES, codecs_for
 from .rules.options import EMA_DECAY, Decays, listed_decays
-from .rules.update_rule import UpdateRule, stored_names
+from .rules.update_rule import UpdateRule
 from .stores.offload import Offload, read_offload
 from .validate import PARAMETER_DTYPES
 
@@ -85,7 +85,7 @@ class Settings:
         return {} if self.ema_decay is None else {EMA_DECAY: self.ema_decay}
 
     def applied_to(self, rule: UpdateRule, groups: Sequence[Mapping[str, Any]]) -> UpdateRule:
-        """Give ``rule`` for these parameter groups, with state in the form that was asked for, and averages."""
+        """Give ``rule`` for its first parameter groups, with state in the form that was asked for, and averages."""
         rule = rule.for_groups(groups)
         codecs = codecs_for(rule.tensors, rule.nonnegative, self.master, self.state_dtype)
         rule = rule.with_codecs(codecs | {**rule.codecs})
@@ -96,8 +96,7 @@ class Settings:
             raise ValueError(f"telemetry=True: updates by {rule.name} measure nothing; leave it out")
         return rule
 
-    def described(self, rule: UpdateRule) -> dict[str, Any]:
-        """What all ranks have to have alike, by name. ``rule``: as it was applied."""
+    def described(self) -> dict[str, Any]:
+        """What all ranks have to have alike, by name, beside the rules as they were applied."""
         given = {name: value for name, value in vars(self).items() if name not in _MAY_DIFFER}
-        given = {name: value for name, value in given.items() if name not in _LEFT_OUT_WHERE_NONE or value is not None}
-        return {**given, "rule": rule.name, **rule.fixed, **rule.said, "state": stored_names(rule)}
+        return {name: value for name, value in given.items() if name not in _LEFT_OUT_WHERE_NONE or value is not None}

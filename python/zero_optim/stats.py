@@ -30,7 +30,7 @@ class FlatBytes:
 
 
 def memory_by_kind(
-    rule: UpdateRule,
+    rules: Iterable[UpdateRule],
     shards: Sequence[ShardState],
     buffers: CommBuffers,
     sharded: ShardedModel | None,
@@ -47,7 +47,7 @@ def memory_by_kind(
     Gradients count the buffers of the buckets, which at stage 2 is the shard; what autograd allocates for a
     gradient until its bucket leaves is not in it.
     """
-    memory, on_device = no_memory(rule), isinstance(store, DeviceStore) and all(map(is_there, store.residents()))
+    memory, on_device = no_memory(rules), isinstance(store, DeviceStore) and all(map(is_there, store.residents()))
     for shard in shards:
         bucket = shard.bucket
         parameters = bucket.param_shard if bucket.flat.sharded else bucket.flat.full
@@ -64,9 +64,10 @@ def memory_by_kind(
     return memory
 
 
-def no_memory(rule: UpdateRule) -> dict[str, int]:
+def no_memory(rules: Iterable[UpdateRule]) -> dict[str, int]:
     """Every kind that there is at each stage, at 0 bytes."""
-    return dict.fromkeys(("parameters", "gradients", *stored_names(rule), "communication", "padding"), 0)
+    states = [name for rule in rules for name in stored_names(rule)]
+    return dict.fromkeys(("parameters", "gradients", *states, "communication", "padding"), 0)
 
 
 def count_bucket(

@@ -28,7 +28,8 @@ from .params.parameter_set import ParameterSet, check_free
 from .params.storage_order import described, storage_order
 from .params.tensor_slice import is_cut, is_distributed, local_of, mesh_of, placed, slice_of
 from .rules import RULES
-from .rules.update_rule import UpdateRule
+from .rules.group_rules import GroupRules
+from .rules.update_rule import UpdateRule, stored_names
 from .units.sharded_model import ShardedModel, sharded_model_of
 from .units.unit import Unit
 
@@ -57,23 +58,25 @@ def serves(comm: Comm, device: torch.device) -> bool:
     return used() is not None or (backend is not None and not (device.type == "cuda" and backend == "gloo"))
 
 
-def check_rule(rule: object) -> None:
-    """Raise TypeError for what is no update rule."""
+def check_rule(rule: object, where: str = "") -> None:
+    """Raise TypeError for what is no update rule. ``where``: whose it is, for the message."""
     if not isinstance(rule, UpdateRule):
-        raise TypeError(f"rule must be an instance of zero_optim.rules.UpdateRule, such as rules.Lion(), got {rule!r}")
+        raise TypeError(
+            f"rule{where} must be an instance of zero_optim.rules.UpdateRule, such as rules.Lion(), got {rule!r}"
+        )
     if type(rule) is not RULES.get(rule.name, type(rule)):
         raise TypeError(
-            f"the rule is a {type(rule).__module__}.{rule.name}, and checkpoints would take it for the {rule.name} of "
-            "zero_optim.rules: give its class another name"
+            f"the rule{where} is a {type(rule).__module__}.{rule.name}, and checkpoints would take it for the "
+            f"{rule.name} of zero_optim.rules: give its class another name"
         )
 
 
-def check_master(rule: UpdateRule, parameters: ParameterSet, indices: Sequence[int], *, whole: bool) -> None:
+def check_master(rules: GroupRules, parameters: ParameterSet, indices: Sequence[int], *, whole: bool) -> None:
     """Raise ParameterError where the master is to be split, and one of ``indices`` cannot be its high half.
 
     ``whole``: whether these are all parameters of the model. A stage of a pipeline may have none to split.
     """
-    split = any(codec.reads_parameter for codec in rule.codecs.values())
+    split = any(codec.reads_parameter for rule in rules.all for codec in rule.codecs.values())
     for index in indices if split else ():
         if parameters.all[index].dtype == torch.float16:
             raise ParameterError(
@@ -87,19 +90,19 @@ def check_master(rule: UpdateRule, parameters: ParameterSet, indices: Sequence[i
         )
 
 
-def check_rule_takes(rule: UpdateRule, parameters: ParameterSet, indices: Sequence[int], stage: int) -> None:
-    """Raise ParameterError for the first of ``indices`` that the rule cannot update."""
-    whole = not rule.layout.cuts
-    if whole and stage >= 3:
+def check_rules_take(rules: GroupRules, parameters: ParameterSet, indices: Sequence[int], stage: int) -> None:
+    """Raise ParameterError for the first of ``indices`` that its rule cannot update."""
+    whole = next((rule for rule in rules.all if not rule.layout.cuts), None)
+    if whole is not None and stage >= 3:
         raise ParameterError(
-            f"{rule.name} needs whole parameters, and stage 3 cuts them at rows: take stage=2, without shard_module"
+            f"{whole.name} needs whole parameters, and stage 3 cuts them at rows: take stage=2, without shard_module"
         )
     for index in indices:
-        parameter, label = parameters.all[index], parameters.labels[index]
-        if whole and is_cut(parameter):
+        parameter, label, rule = parameters.all[index], parameters.labels[index], rules.of(index)
+        if not rule.layout.cuts and is_cut(parameter):
             raise ParameterError(
-                f"{label} is cut over the tensor-parallel ranks, and {rule.name} needs whole parameters: give it to "
-                "another optimizer"
+                f"{label} is cut over the tensor-parallel ranks, and {rule.name} needs whole parameters: give it to a "
+                'group with another rule, as {"params": others, "rule": rules.AdamW()}'
             )
         if (reason := rule.refuse_parameter(parameter)) is not None:
             raise ParameterError(f"{label} {reason}")
@@ -112,9 +115,13 @@ def warn_of_meaningless(name: str, keywords: Mapping[str, bool | None]) -> None:
         warnings.warn(f"{', '.join(given)}: has no effect, {name} is always fused and capturable", stacklevel=3)
 
 
-def check_groups(rule: UpdateRule, groups: Sequence[Mapping[str, Any]], first: int = 0) -> None:
-    """Raise ValueError for an option out of range; tensors are not read. ``first``: the number of the first."""
-    for number, group in enumerate(groups, first):
+def check_groups(rules: Sequence[UpdateRule], groups: Sequence[Mapping[str, Any]], first: int = 0) -> None:
+    """Raise ValueError for an option out of range; tensors are not read.
+
+    Args:
+        rules: of each group. ``first``: the number of the first.
+    """
+    for number, (rule, group) in enumerate(zip(rules, groups, strict=True), first):
         rule.check_group(number, group)
 
 
@@ -364,6 +371,15 @@ def check_slices(
                 f"{label} is a DTensor over ranks {ranks}, and the first one that was given is over "
                 f"{wanted or 'none'}: all have to be over the same tensor-parallel ranks"
             )
+
+
+def described_rules(rules: GroupRules, first_group: int) -> dict[str, Any]:
+    """Give what all ranks have to agree on of the rules of groups, from ``first_group`` on."""
+    found: dict[str, Any] = {}
+    for number, rule in enumerate(rules.by_group[first_group:], first_group):
+        of_rule = {"rule": rule.name, **rule.fixed, **rule.said, "state": stored_names(rule)}
+        found |= {f"{name} of group {number}": value for name, value in of_rule.items()}
+    return found
 
 
 def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, options: dict[str, Any]) -> None:

@@ -82,7 +82,7 @@ def verify(
             evenly spread. Each rank shadows the elements that it holds.
 
     Raises ValueError for ``every`` or ``samples`` below 1, ParameterError for one that the optimizer does not train,
-    ZeroOptimError for a rule that has no float64 counterpart.
+    ZeroOptimError for a rule that has no float64 counterpart, and for parameters of several rules.
     """
     return Verifier(opt, every, parameters, samples)
 
@@ -98,15 +98,28 @@ class Verifier:
         opt.check_usable()
         self._opt, self._engine, self._every, self._samples = opt, opt.engine, every, samples
         self._chosen = None if parameters is None else _indices(opt.engine.parameters, parameters)
-        rule = opt.engine.rule
-        if rule.ulps_an_update is None:
-            raise ZeroOptimError(
-                f"verify cannot follow {rule.name}: give the rule update_in_float64, and ulps_an_update, its bound"
-            )
-        self._found = VerifyReport(rank=self._engine.sharding.rank, ulps_an_update=rule.ulps_an_update)
+        ulps = self._ulps_of(self._engine.parameters.trained if self._chosen is None else self._chosen)
+        self._found = VerifyReport(rank=self._engine.sharding.rank, ulps_an_update=ulps)
         self.resync()
         self._on_load = opt.register_load_state_dict_post_hook(lambda opt: self.resync())
         self._engine.watchers.append(self)
+
+    def _ulps_of(self, indices: Iterable[int]) -> int:
+        """The most that rounding makes of an update of these parameters, which are to be followed."""
+        rules = list(dict.fromkeys(map(self._engine.rules.of, indices))) or self._engine.rules.all[:1]
+        if len(rules) > 1:
+            names = " and ".join(rule.name for rule in rules)
+            raise ZeroOptimError(
+                f"verify follows the parameters of one rule, and these are of {names}: choose some by parameters=, and "
+                "verify those of another rule beside it"
+            )
+        ulps = rules[0].ulps_an_update
+        if ulps is None:
+            raise ZeroOptimError(
+                f"verify cannot follow {rules[0].name}: give the rule update_in_float64, and ulps_an_update, its "
+                "bound; or choose parameters of another rule by parameters="
+            )
+        return ulps
 
     def resync(self) -> None:
         """Start the shadow anew from the live state of the next step; the report goes on."""
@@ -152,7 +165,7 @@ class Verifier:
             index = piece.slot.param
             if used[index]:
                 # The table's factor carries the clip and the sign; the sign is the shadow's own.
-                factor = abs(float(self._engine.hyper.grad_factors[index]))
+                factor = abs(float(self._engine.hyper.grad_factors(shard.rule)[index]))
                 gradient = shadow.held_of(shard.bucket.grad_shard, piece).double() * (scale * factor)
                 group = self._opt.param_groups[self._engine.parameters.group_of[index]]
                 shadow.update(gradient, group, float(self._steps[index]))

@@ -129,9 +129,9 @@ def _on_update(change: Callable[[Any, Any], Any], of_step: int = 3) -> Callable[
 
 def _scale_column(name: str, factor: float) -> Callable[[Any, Any], Any]:
     def change(shard: Any, by: Any) -> Any:
-        table = by.hyper.clone()
+        table = by.hyper[shard.rule].clone()
         table[:, zero_kernels.HYPER_COLUMNS.index(name)] *= factor
-        return replace(by, hyper=table)
+        return replace(by, hyper={shard.rule: table})
 
     return change
 
@@ -143,9 +143,9 @@ def _decay_twice(shard: Any, by: Any) -> Any:
 
 
 def _unskip(shard: Any, by: Any) -> Any:
-    table = by.hyper.clone()
+    table = by.hyper[shard.rule].clone()
     table[:, zero_kernels.HYPER_COLUMNS.index("active")] = 1.0
-    return replace(by, hyper=table, found_inf=None)
+    return replace(by, hyper={shard.rule: table}, found_inf=None)
 
 
 def _between(change: Callable[[dict[str, Any]], object]) -> Callable[[Any], None]:

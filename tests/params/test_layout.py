@@ -79,7 +79,7 @@ def test_a_shard_without_elements_has_empty_pieces():
 
 def test_a_policy_decides_where_shards_cut():
     """One that lets no parameter be cut, for two ranks: each of two has a shard to itself."""
-    (bucket,) = build_layout({0: 5 * ROW, 1: 3}, {0: "a", 1: "a"}, [0, 1], {"a": 10**6}, 2, WholeParameters())
+    (bucket,) = build_layout({0: 5 * ROW, 1: 3}, {0: "a", 1: "a"}, [0, 1], {"a": 10**6}, 2, {"a": WholeParameters()})
     assert bucket.shard_numel == 5 * ROW
     assert [[piece.numel for piece in bucket.pieces(shard)] for shard in (0, 1)] == [[5 * ROW, 0], [0, 3]]
     (usual,) = build_layout({0: 5 * ROW, 1: 3}, {0: "a", 1: "a"}, [0, 1], {"a": 10**6}, 2)
@@ -88,9 +88,9 @@ def test_a_policy_decides_where_shards_cut():
 
 def _of_whole_parameters(numels, order, shards):
     kinds = dict.fromkeys(range(len(numels)), "bf16")
-    sizes, policy = dict(enumerate(numels)), WholeParameters()
+    sizes = dict(enumerate(numels))
     capacities = bucket_capacities(sizes, kinds, None, {"bf16": 2}, shards)
-    return build_layout(sizes, kinds, order, capacities, shards, policy)
+    return build_layout(sizes, kinds, order, capacities, shards, {"bf16": WholeParameters()})
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 8, 16])
@@ -122,7 +122,7 @@ def test_whole_parameters_are_in_one_shard_each(shards):
 
 def test_an_empty_parameter_comes_before_the_slot_that_begins_where_it_lies():
     numels, kinds = {0: 0, 1: 16, 2: 64}, dict.fromkeys(range(3), "a")
-    (layout,) = build_layout(numels, kinds, [2, 1, 0], {"a": 100}, 2, WholeParameters())
+    (layout,) = build_layout(numels, kinds, [2, 1, 0], {"a": 100}, 2, {"a": WholeParameters()})
     assert layout.slots == (Slot(2, 0, 64), Slot(0, ROW, 0), Slot(1, ROW, 16))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 import torch
 import zero_optim
 from harness import run_ranks
+from oracle import PaperLion
 from sharded_cases import GivenNet
 from torch import Tensor, nn
 from training_cases import TINY_CAP_MB, assert_bitwise, assert_within, copies, linear_backward, make_gradients
@@ -23,25 +24,6 @@ SHAPES = ((17, 9), (300,), (1,), (5, 3, 2), (128,), (40, 25))
 SOMETIMES = 1  # of them: used in every other step
 STEPS = 4
 EPS = 2.0**-23
-
-
-class PaperLion(torch.optim.Optimizer):
-    """Algorithm 2 of Chen et al. (2023), every operation rounded on its own."""
-
-    def __init__(self, params: Iterable[Any], lr: float, betas: tuple[float, float], weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
-                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                direction = (m * beta1 + p.grad * (1 - beta1)).sign()
-                p.copy_(p * (1 - lr * decay) - lr * direction)
-                m.copy_(m * beta2 + p.grad * (1 - beta2))
 
 
 @dataclass(frozen=True)
@@ -248,13 +230,13 @@ def test_verify_finds_a_wrong_update_of_any_rule() -> None:
         params, backward, opt = _model(2, torch.float32, rule)
         with zero_optim.verify(opt) as shadow:
             _train(backward, opt, range(2), 0, 1)
-            true = opt.engine.rule.fill_table
+            true = opt.engine.rules.all[0].fill_table
 
             def wrong(*args: Tensor, true: Any = true, opt: Any = opt) -> None:
                 true(*args)
                 args[-1][:, 0] *= 1.001  # of the rate, or of what decays
 
-            opt.engine.rule.fill_table = wrong
+            opt.engine.rules.all[0].fill_table = wrong
             _train(backward, opt, range(2, 4), 0, 1)
             report = shadow.report()
         assert report.ulps > report.bound, (rule, report)
@@ -338,7 +320,7 @@ def test_the_planner_asks_the_rule(capsys: Any) -> None:
         params, backward, opt = _model(2, torch.bfloat16, rule, ema_decay=(0.9, 0.99))
         _train(backward, opt, range(2), 0, 1)
         made, memory = zero_optim.memory.plan_of(opt), opt.stats()["memory"]
-        for tensor in opt.engine.rule.tensors:
+        for tensor in opt.engine.rules.all[0].tensors:
             assert made.memory[tensor.name] == memory[tensor.name] == 4 * sum(p.numel() for p in params), tensor
         opt.close()
     flags = ["plan", "--params", "1e9", "--world", "4", "--stage", "2", "--json"]

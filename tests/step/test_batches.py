@@ -21,6 +21,19 @@ import zero_kernels
 MOST = {"cpu": batches.ON_A_PROCESSOR, "cuda": batches.ON_A_GPU}
 
 
+class Rule:
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.updated = fails, []
+
+    def prepared(self) -> Rule:
+        return self
+
+    def update(self, shards: list[Shard]) -> None:
+        self.updated.append(list(shards))
+        if self.fails:
+            raise OSError
+
+
 @dataclass
 class Shard:
     """As much of a ``ShardState`` as a batch asks for."""
@@ -29,6 +42,7 @@ class Shard:
     dtypes: str = "bf16"
     device: torch.device = torch.device("cpu")
     fails: str = ""
+    rule: Rule = field(default_factory=Rule)
     done: list[str] = field(default_factory=list)
 
     @property
@@ -51,21 +65,8 @@ class Shard:
         self.done.append("give up")
 
 
-class Rule:
-    def __init__(self, fails: bool = False) -> None:
-        self.fails, self.updated = fails, []
-
-    def prepared(self) -> Rule:
-        return self
-
-    def update(self, shards: list[Shard]) -> None:
-        self.updated.append(list(shards))
-        if self.fails:
-            raise OSError
-
-
 def sizes_of(shards: list[Shard]) -> list[list[int]]:
-    return [[shard.numel for shard in batch.shards] for batch in batches_of(shards, Rule())]
+    return [[shard.numel for shard in batch.shards] for batch in batches_of(shards)]
 
 
 @pytest.mark.parametrize("device", MOST)
@@ -83,25 +84,26 @@ def test_other_dtypes_are_apart_and_the_order_stays():
 
 
 def test_what_was_updated_already_is_left_out():
-    rule, shards = Rule(), [Shard(1), Shard(2, fails="made already"), Shard(3)]
-    Batch(shards, rule).update(None)
+    rule = Rule()
+    shards = [Shard(1, rule=rule), Shard(2, fails="made already", rule=rule), Shard(3, rule=rule)]
+    Batch(shards).update(None)
     assert rule.updated == [[shards[0], shards[2]]]
     assert [shard.done for shard in shards] == [["begin", "end"], ["begin"], ["begin", "end"]]
-    rule = Rule()
-    Batch(shards[1:2], rule).update(None)
+    rule.updated.clear()
+    Batch(shards[1:2]).update(None)
     assert rule.updated == []
 
 
 def test_an_update_that_fails_leaves_no_page_fetched():
     shards = [Shard(1), Shard(2, fails="begin"), Shard(3)]
     with pytest.raises(OSError):
-        Batch(shards, Rule()).update(None)
+        Batch(shards).update(None)
     assert [shard.done for shard in shards] == [["begin", "give up"], ["begin"], []]
-    shards = [Shard(1), Shard(2)]
+    shards = [Shard(size, rule=Rule(fails=True)) for size in (1, 2)]
     with pytest.raises(OSError):
-        Batch(shards, Rule(fails=True)).update(None)
+        Batch(shards).update(None)
     assert [shard.done for shard in shards] == [["begin", "give up"]] * 2
-    assert Batch(shards, Rule()).parameters == [1, 2]
+    assert Batch(shards).parameters == [1, 2]
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 6, (torch.bfloat16, torch.float32) * 3, (torch.float32,) * 6])

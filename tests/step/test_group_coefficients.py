@@ -14,6 +14,7 @@ from zero_kernels import HYPER_COLUMNS
 
 FACTOR = HYPER_COLUMNS.index("grad_factor")
 GROUP_OF = (0, 1, 1)
+RULE = AdamW()
 
 
 def groups(**second: Any) -> list[dict[str, Any]]:
@@ -28,25 +29,25 @@ def rows(steps: list[int], of: tuple[int, ...], settings: list[dict[str, Any]]) 
 
 
 def test_a_factor_multiplies_its_column_alone_and_for_one_step() -> None:
-    table, active = HyperTable(GROUP_OF, 2, torch.device("cpu"), AdamW()), torch.ones(3, dtype=torch.bool)
+    table, active = HyperTable(GROUP_OF, [RULE, RULE], torch.device("cpu")), torch.ones(3, dtype=torch.bool)
     factor = torch.tensor([0.37, 1.0, 0.0])
     table.advance(groups(maximize=True), active, factor)
     want = rows([1] * 3, GROUP_OF, groups(maximize=True))
     want[:, FACTOR] = torch.tensor([0.37, -1.0, -0.0])
-    assert torch.equal(table.table, want)
+    assert torch.equal(table.tables[RULE], want)
     table.advance(groups(maximize=True), active)
-    assert torch.equal(table.table, rows([2] * 3, GROUP_OF, groups(maximize=True)))
+    assert torch.equal(table.tables[RULE], rows([2] * 3, GROUP_OF, groups(maximize=True)))
     table.advance(groups(), active)
-    assert torch.equal(table.table[:, FACTOR], torch.ones(3)), "maximize is read at every step"
+    assert torch.equal(table.tables[RULE][:, FACTOR], torch.ones(3)), "maximize is read at every step"
 
 
 def test_growing_keeps_the_steps_and_gives_new_groups_their_numbers() -> None:
-    table = HyperTable(GROUP_OF, 2, torch.device("cpu"), AdamW())
+    table = HyperTable(GROUP_OF, [RULE, RULE], torch.device("cpu"))
     table.advance(groups(), torch.tensor([True, False, True]))
     table.advance(groups(), torch.tensor([True, False, True]))
     more, of = [*groups(), groups(lr=torch.tensor(0.5), maximize=True)[1]], (*GROUP_OF, 2, 0)
-    table.grow(of, 3)
+    table.grow(of, [RULE] * 3)
     assert table.steps.tolist() == [2, 0, 2, 0, 0]
     table.advance(more, torch.ones(5, dtype=torch.bool))
     assert table.steps.tolist() == [3, 1, 3, 1, 1]
-    assert torch.equal(table.table, rows([3, 1, 3, 1, 1], of, more))
+    assert torch.equal(table.tables[RULE], rows([3, 1, 3, 1, 1], of, more))

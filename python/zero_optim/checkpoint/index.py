@@ -26,9 +26,9 @@ from .lineage import Lineage
 from .plain import dtype_name
 
 FORMAT = "zero-optim checkpoint"
-VERSIONS = (1, 2, 3, 4)
-"""Those that are read. 4 is written where state has a codec, or values for rows of slices; 3 where a tensor has a
-``cut``, 2 where one has an ``order``, and 1 elsewhere."""
+VERSIONS = (1, 2, 3, 4, 5)
+"""Those that are read. 5 is written where an optimizer has several rules, 4 where state has a codec, or values for rows
+of slices; 3 where a tensor has a ``cut``, 2 where one has an ``order``, and 1 elsewhere."""
 
 NAME = "index.json"
 
@@ -166,7 +166,8 @@ class SavedOptimizer:
         groups: its parameter groups, as plain values; ``params`` are names.
         steps: updates that each parameter has had, by name.
         master: the kind of tensor that parameters are roundings of; None: they are their own.
-        order: names in the order of its buckets. A hint: with it, and as many ranks, sums come out bit for bit.
+        order: names in the order of its buckets. A hint: with it, and as many ranks, sums come out bit for bit. One
+            with several rules is an optimizer for each, and all have the order of all.
         codecs: names of the codecs that state was stored by, by the kind of tensor; see ``rules/codec.py``.
     """
 
@@ -254,11 +255,22 @@ class Index:
 
 def version_for(specs: Sequence[TensorSpec], optimizers: Sequence[SavedOptimizer]) -> int:
     """The first version that knows all of what these need."""
+    if _share_an_order(optimizers):
+        return 5
     if any(optimizer.codecs for optimizer in optimizers) or any(spec.rows_of is not None for spec in specs):
         return 4
     if any(spec.cut is not None for spec in specs):
         return 3
     return 2 if any(spec.order is not None for spec in specs) else 1
+
+
+def _share_an_order(optimizers: Sequence[SavedOptimizer]) -> bool:
+    """Whether some are of one optimizer with several rules: each has the order of all their parameters."""
+    for optimizer in optimizers if len(optimizers) > 1 else ():
+        own = {name for group in optimizer.groups for name in group["params"]}
+        if not own.issuperset(optimizer.order):
+            return True
+    return False
 
 
 def check_whole(tensor: SavedTensor) -> None:

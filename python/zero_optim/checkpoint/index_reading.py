@@ -257,8 +257,9 @@ def _check_optimizers(index: Index) -> None:
         _check_master(optimizer, index.tensors, own, what)
         for kind, codec in _of(dict, optimizer.codecs, f"the codecs of {what}").items():
             _need(type(codec) is str and codec != "", f"the codec of {kind!r} cannot be {str(codec)[:100]}")
-        others = set(_names(optimizer.order, f"the order of {what}")) - own
-        _need(not others, f"the order of {what} has parameters that it does not have: {_some(others)}")
+    for number, optimizer in enumerate(index.optimizers):
+        others = set(_names(optimizer.order, f"the order of optimizer {number}")) - seen
+        _need(not others, f"the order of optimizer {number} has parameters that none has: {_some(others)}")
     if index.optimizers and all(optimizer.name in OURS for optimizer in index.optimizers):
         _need(state <= seen, f"there is state that no optimizer has: {_some(state - seen)}")
 

@@ -18,7 +18,7 @@ from ..errors import CheckpointError
 from ..params.arrangement import slice_counts
 from ..rules.options import EMA_DECAY, listed_decays
 from ..rules.state_tensor import Per, StateTensor
-from ..rules.update_rule import master_of, stored_for, tensors_for
+from ..rules.update_rule import UpdateRule, master_of, stored_for, tensors_for
 from ..step.saved_state import SavedState
 from .contents import Contents, Holders, Holding, Names, TensorContents, in_stack
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec
@@ -44,19 +44,24 @@ class OptimizerPart(Contents, Protocol):
     def steps(self) -> Mapping[str, float]:
         """Updates that each parameter with state has had, by name. The host waits for the device."""
 
-    def describe(self) -> SavedOptimizer:
-        """Give what the index says of it beside tensors."""
+    def describe(self) -> list[SavedOptimizer]:
+        """Give what the index says of it beside tensors: it is saved as an optimizer for each of its rules."""
 
-    def wanted(self, index: Index, saved_name: Mapping[str, str]) -> Wanted:
-        """Say what it is to be given. ``saved_name``: of each parameter, what the checkpoint calls it."""
+    def wanted(self, index: Index, saved_name: Mapping[str, str]) -> list[Wanted]:
+        """Say what it is to be given, by each rule. ``saved_name``: of each parameter, what the checkpoint calls it."""
 
-    def groups_of(self, saved: SavedOptimizer, numbers: Sequence[int | None]) -> list[dict[str, Any]]:
+    def groups_of(
+        self, saved: Sequence[SavedOptimizer], numbers: Sequence[Sequence[int | None]]
+    ) -> list[dict[str, Any]]:
         """Choose the options that its groups are to have: of each the saved group of that number, or else its own.
+
+        Args:
+            saved, numbers: of each rule, those of its groups.
 
         Raises StateMismatchError for options that it cannot have, CheckpointError for those that none can have.
         """
 
-    def use_order(self, saved: SavedOptimizer, matched: Match) -> None:
+    def use_order(self, saved: Sequence[SavedOptimizer], matched: Match) -> None:
         """Collective. Lay the buckets out as they were. Gradients may be dropped; nothing else is changed."""
 
     def to_fill(self, matched: Match) -> Contents:
@@ -65,12 +70,15 @@ class OptimizerPart(Contents, Protocol):
     def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
         """Give the parameter groups their options."""
 
-    def take_over(self, saved: SavedOptimizer, matched: Match) -> None:
+    def take_over(self, matched: Match) -> None:
         """Take over the steps, once the tensors have been filled."""
 
 
 class ShardedPart:
-    """A ``ShardedOptimizer``: the state that its update rule names, in the ranges that this rank holds.
+    """A ``ShardedOptimizer``: the state that its update rules name, in the ranges that this rank holds.
+
+    In a checkpoint it is an optimizer for each rule, with the groups of that. So one with two rules loads what two
+    optimizers have saved, and the other way round.
 
     ``stored``: the tensors as they are stored, as they are saved. Else as they are thought of: so they are loaded,
     whatever form they were saved in.
@@ -78,17 +86,23 @@ class ShardedPart:
 
     def __init__(self, opt: Sharded, names: Names, *, stored: bool) -> None:
         self._stored = stored
-        self._engine, self._groups, self._defaults = opt.engine, opt.param_groups, opt.defaults
+        self._engine, self._groups = opt.engine, opt.param_groups
         parameters = opt.engine.parameters
         self._names = [names.of(p, label) for p, label in zip(parameters.all, parameters.labels, strict=True)]
 
     @property
     def specs(self) -> list[TensorSpec]:
+        return [spec for rule in self._engine.rules.all for spec in self._specs_of(rule)]
+
+    def _specs_of(self, rule: UpdateRule) -> list[TensorSpec]:
         return [
             self._spec(index, tensor)[0]
-            for index, parameter in self._engine.parameters.trained.items()
-            for tensor in (stored_for if self._stored else tensors_for)(self._engine.rule, parameter.dtype)
+            for index, parameter in self._trained_by(rule).items()
+            for tensor in (stored_for if self._stored else tensors_for)(rule, parameter.dtype)
         ]
+
+    def _trained_by(self, rule: UpdateRule) -> dict[int, Tensor]:
+        return {i: p for i, p in self._engine.parameters.trained.items() if self._engine.rules.of(i) is rule}
 
     def _spec(self, index: int, tensor: StateTensor) -> tuple[TensorSpec, int]:
         """The tensor that is saved, and the number of the first element of what this rank's column has of it."""
@@ -132,42 +146,62 @@ class ShardedPart:
         counts = self._engine.hyper.steps.tolist()
         return {self._names[index]: counts[index] for index in self._engine.parameters.trained}
 
-    def describe(self) -> SavedOptimizer:
-        order = [self._names[index] for index in self._engine.reducer.layout.order]
-        rule = self._engine.rule
-        groups = _described([{**group, **rule.said} for group in self._groups], self._names_of_groups())
-        codecs = {name: codec.name for name, codec in rule.codecs.items()}
-        return SavedOptimizer(f"{SHARDED}{rule.name}", groups, self.steps(), master_of(rule), order, codecs)
+    def describe(self) -> list[SavedOptimizer]:
+        steps, order = self.steps(), [self._names[index] for index in self._engine.reducer.layout.order]
+        return [self._described_by(rule, steps, order) for rule in self._engine.rules.all]
 
-    def _names_of_groups(self) -> list[list[str]]:
+    def _described_by(self, rule: UpdateRule, steps: Mapping[str, float], order: Sequence[str]) -> SavedOptimizer:
+        """``order``: of the parameters of all rules, as their buckets leave one by one."""
+        groups = {number: {**self._groups[number], **rule.said} for number in self._groups_of(rule)}
+        own = {self._names[index] for index in self._trained_by(rule)}
+        counts = {name: count for name, count in steps.items() if name in own}
+        codecs = {name: codec.name for name, codec in rule.codecs.items()}
+        described = _described(groups, self._names_of_groups(rule))
+        return SavedOptimizer(f"{SHARDED}{rule.name}", described, counts, master_of(rule), order, codecs)
+
+    def _groups_of(self, rule: UpdateRule) -> list[int]:
+        """Numbers of its groups."""
+        return [number for number, own in enumerate(self._engine.rules.by_group) if own is rule]
+
+    def _names_of_groups(self, rule: UpdateRule) -> list[list[str]]:
         names = iter(self._names)
-        return [[next(names) for _ in group["params"]] for group in self._groups]
+        every = [[next(names) for _ in group["params"]] for group in self._groups]
+        return [every[number] for number in self._groups_of(rule)]
 
     # -- loading -------------------------------------------------------------------------------------------------
 
-    def wanted(self, index: Index, saved_name: Mapping[str, str]) -> Wanted:
+    def wanted(self, index: Index, saved_name: Mapping[str, str]) -> list[Wanted]:
         trained = self._engine.parameters.trained
         frozen = frozenset(self._names[number] for number, p in trained.items() if not p.requires_grad)
-        rule = self._engine.rule
-        return Wanted(self.specs, self._names_of_groups(), master_of(rule), rule.averages, frozen)
+        return [
+            Wanted(self._specs_of(rule), self._names_of_groups(rule), master_of(rule), rule.averages, frozen)
+            for rule in self._engine.rules.all
+        ]
 
-    def groups_of(self, saved: SavedOptimizer, numbers: Sequence[int | None]) -> list[dict[str, Any]]:
-        groups = _chosen(self._groups, saved, numbers, self._defaults)
-        for group, own in zip(groups, self._groups, strict=True):
-            self._choose_decays(group, own)
-        check_groups_fit(groups, self._groups, self._engine.rule)
+    def groups_of(
+        self, saved: Sequence[SavedOptimizer], numbers: Sequence[Sequence[int | None]]
+    ) -> list[dict[str, Any]]:
+        groups = list(self._groups)
+        for rule, of, chosen in zip(self._engine.rules.all, saved, numbers, strict=True):
+            own, defaults = self._groups_of(rule), {**rule.defaults, **self._engine.settings.group_defaults}
+            for number, group in zip(own, _chosen([groups[n] for n in own], of, chosen, defaults), strict=True):
+                groups[number] = group
+        for group, before in zip(groups, self._groups, strict=True):
+            self._choose_decays(group, before)
+        check_groups_fit(groups, self._groups, self._engine.rules.by_group)
         return groups
 
     def _choose_decays(self, group: dict[str, Any], own: Mapping[str, Any]) -> None:
         """Those that were saved hold for as many averages as were saved."""
-        if EMA_DECAY in group and len(listed_decays(group[EMA_DECAY])) != len(self._engine.rule.averages):
+        if EMA_DECAY in group and len(listed_decays(group[EMA_DECAY])) != len(self._engine.rules.averages):
             del group[EMA_DECAY]
         if EMA_DECAY in own:
             group.setdefault(EMA_DECAY, own[EMA_DECAY])
 
-    def use_order(self, saved: SavedOptimizer, matched: Match) -> None:
+    def use_order(self, saved: Sequence[SavedOptimizer], matched: Match) -> None:
         index_of = {matched.saved_name[name]: index for index, name in enumerate(self._names)}
-        order = [index_of[name] for name in saved.order if index_of.get(name) in self._engine.parameters.trained]
+        names = dict.fromkeys(name for of in saved for name in of.order)
+        order = [index_of[name] for name in names if index_of.get(name) in self._engine.parameters.trained]
         self._engine.reducer.restore_order(order)
 
     def to_fill(self, matched: Match) -> Contents:
@@ -181,14 +215,14 @@ class ShardedPart:
             name = self._names[index]
             if name not in matched.fresh:
                 steps[index] = matched.steps.get(name, 0)
-                kinds = [tensor.name for tensor in tensors_for(self._engine.rule, parameter.dtype)]
+                kinds = [tensor.name for tensor in tensors_for(self._engine.rules.of(index), parameter.dtype)]
                 tensors[index] = [kind for kind in kinds if (kind, name) not in matched.begun]
         return SavedState(tensors, steps)
 
     def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
         load_groups(self._groups, groups)
 
-    def take_over(self, saved: SavedOptimizer, matched: Match) -> None:
+    def take_over(self, matched: Match) -> None:
         self._engine.end_load(self._saved_state(matched))
 
 
@@ -224,17 +258,16 @@ class TorchPart(TensorContents):
         counts = {self._names[id(p)]: entry["step"] for p, entry in self._opt.state.items() if "step" in entry}
         return {name: float(count) if isinstance(count, Tensor) else int(count) for name, count in counts.items()}
 
-    def describe(self) -> SavedOptimizer:
-        return SavedOptimizer(
-            type(self._opt).__name__, _described(self._opt.param_groups, self._names_of_groups()), self.steps()
-        )
+    def describe(self) -> list[SavedOptimizer]:
+        groups = _described(dict(enumerate(self._opt.param_groups)), self._names_of_groups())
+        return [SavedOptimizer(type(self._opt).__name__, groups, self.steps())]
 
     def _names_of_groups(self) -> list[list[str]]:
         return [[self._names[id(parameter)] for parameter in group["params"]] for group in self._opt.param_groups]
 
     # -- loading -------------------------------------------------------------------------------------------------
 
-    def wanted(self, index: Index, saved_name: Mapping[str, str]) -> Wanted:
+    def wanted(self, index: Index, saved_name: Mapping[str, str]) -> list[Wanted]:
         """Want whatever the checkpoint has: such an optimizer has no state before its first step."""
         kinds = dict.fromkeys(kind for kind, _ in index.tensors if index.is_state(kind))
         specs = []
@@ -244,12 +277,14 @@ class TorchPart(TensorContents):
         takes = same_state(type(self._opt).__name__)
         if takes == ADAMS and all(saved.name in takes for saved in index.optimizers):
             _check_counted(index.steps(), specs, saved_name)
-        return Wanted(specs, self._names_of_groups(), takes=takes)
+        return [Wanted(specs, self._names_of_groups(), takes=takes)]
 
-    def groups_of(self, saved: SavedOptimizer, numbers: Sequence[int | None]) -> list[dict[str, Any]]:
-        return _chosen(self._opt.param_groups, saved, numbers, self._opt.defaults)
+    def groups_of(
+        self, saved: Sequence[SavedOptimizer], numbers: Sequence[Sequence[int | None]]
+    ) -> list[dict[str, Any]]:
+        return _chosen(self._opt.param_groups, saved[0], numbers[0], self._opt.defaults)
 
-    def use_order(self, saved: SavedOptimizer, matched: Match) -> None:
+    def use_order(self, saved: Sequence[SavedOptimizer], matched: Match) -> None:
         pass
 
     def to_fill(self, matched: Match) -> Contents:
@@ -264,7 +299,7 @@ class TorchPart(TensorContents):
     def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
         load_groups(self._opt.param_groups, groups)
 
-    def take_over(self, saved: SavedOptimizer, matched: Match) -> None:
+    def take_over(self, matched: Match) -> None:
         index_of = {name: index for index, name in enumerate(name for of in self._names_of_groups() for name in of)}
         state: dict[int, dict[str, Any]] = {}
         for (kind, name), tensor in self._to_fill.items():
@@ -295,7 +330,6 @@ class Sharded(Protocol):
 
     engine: Engine
     param_groups: list[dict[str, Any]]
-    defaults: dict[str, Any]
 
     def check_usable(self) -> None: ...
     def settle(self) -> None: ...
@@ -306,10 +340,10 @@ def is_sharded(opt: object) -> TypeGuard[Sharded]:
     return isinstance(getattr(opt, "engine", None), Engine)
 
 
-def _described(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """The groups as the index has them."""
+def _described(groups: Mapping[int, Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """The groups, by number, as the index has them."""
     described = []
-    for number, (group, own) in enumerate(zip(groups, names, strict=True)):
+    for (number, group), own in zip(groups.items(), names, strict=True):
         kept = {option: value for option, value in group.items() if option not in ("params", "param_names")}
         described.append({**encode(kept, f"parameter group {number}"), "params": list(own)})
     return described

@@ -26,7 +26,7 @@ def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
         engine.shardings.check_whole("torch.distributed.checkpoint")
         engine.shardings.check_joined("torch.distributed.checkpoint")
         groups = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
-        groups = with_torch_options(groups, engine.rule)
+        groups = with_torch_options(groups, engine.rules.by_group)
     exported = engine.states.export()
     # A load lays out the same buckets by this order. In a bucket parameters may lie in another one.
     in_order = {index: exported[index] for index in engine.reducer.layout.order}
@@ -39,7 +39,7 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     saved: dict[int, Mapping[str, Any]] = {}
     copies: list[Copy] = []
     with everyone.raising_together("load_state_dict"):
-        saved = match_state(state_dict, parameters, engine.rule)
+        saved = match_state(state_dict, parameters, engine.rules)
     # The keys stand in the order of the layout, unless another has sorted them as the groups are, as
     # torch.distributed.checkpoint does: a state that fits as it is needs no other layout then.
     here = (_fits(engine, saved), saved_order(saved))
@@ -48,7 +48,7 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
         engine.reducer.restore_order(orders[0])
     with everyone.raising_together("load_state_dict"):
         copies = plan_load(engine.states.shards, saved, parameters.labels)
-    state = saved_state_of(saved, parameters, engine.rule)
+    state = saved_state_of(saved, parameters, engine.rules)
     engine.begin_load(state)
     engine.states.load(copies)
     engine.states.raise_lost_together()

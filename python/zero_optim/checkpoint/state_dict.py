@@ -15,6 +15,7 @@ from ..errors import StateMismatchError
 from ..params.flat_shard import FlatShard
 from ..params.parameter_set import ParameterSet, own_names
 from ..rules.codec import saved_codec
+from ..rules.group_rules import GroupRules
 from ..rules.update_rule import UpdateRule
 from ..step.saved_state import SavedState, tensors_of
 from ..validate import check_groups
@@ -41,9 +42,9 @@ def pack_groups(groups: Groups) -> list[dict[str, Any]]:
     return packed
 
 
-def with_torch_options(groups: Groups, rule: UpdateRule) -> list[dict[str, Any]]:
-    """The groups with every option that those of torch's counterpart have."""
-    return [{**rule.torch_options, **group, **rule.said} for group in groups]
+def with_torch_options(groups: Groups, rules: Sequence[UpdateRule]) -> list[dict[str, Any]]:
+    """The groups with every option that those of torch's counterpart have. ``rules``: of each."""
+    return [{**rule.torch_options, **group, **rule.said} for rule, group in zip(rules, groups, strict=True)]
 
 
 def make_state_dict(groups: Groups, state: Mapping[int, dict[str, Tensor]], steps: Tensor) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def make_state_dict(groups: Groups, state: Mapping[int, dict[str, Tensor]], step
 
 
 def match_state(
-    state_dict: Mapping[str, Any], parameters: ParameterSet, rule: UpdateRule
+    state_dict: Mapping[str, Any], parameters: ParameterSet, rules: GroupRules
 ) -> dict[int, Mapping[str, Any]]:
     """The saved state by parameter index, in its own order. Raises StateMismatchError where it does not fit.
 
@@ -63,7 +64,7 @@ def match_state(
     """
     _check_form(state_dict)
     groups, labels, saved_groups = parameters.groups, parameters.labels, state_dict["param_groups"]
-    check_groups_fit(saved_groups, groups, rule)
+    check_groups_fit(saved_groups, groups, rules.by_group)
     index_of = _index_by_key(saved_groups, groups)
     unknown = [key for key in state_dict["state"] if key not in index_of]
     if unknown:
@@ -71,7 +72,7 @@ def match_state(
     saved = {index_of[key]: _given(entry) for key, entry in state_dict["state"].items()}
     saved = {index: entry for index, entry in saved.items() if entry != {}}
     for index, entry in saved.items():
-        _check_entry(entry, labels[index], rule)
+        _check_entry(entry, labels[index], rules.of(index))
     ignored = [labels[index] for index in saved if index not in parameters.trained]
     if ignored:
         warnings.warn(f"the state of {', '.join(ignored[:5])} is not loaded: frozen here", stacklevel=2)
@@ -84,13 +85,14 @@ def saved_order(saved: Mapping[int, Mapping[str, Any]]) -> list[int]:
     return list(saved) if sharded else []
 
 
-def saved_state_of(saved: Mapping[int, Mapping[str, Any]], parameters: ParameterSet, rule: UpdateRule) -> SavedState:
+def saved_state_of(saved: Mapping[int, Mapping[str, Any]], parameters: ParameterSet, rules: GroupRules) -> SavedState:
     """What ``match_state`` has matched."""
     steps = torch.zeros(len(parameters.labels), dtype=torch.float64, device="cpu")
     tensors = {}
     for index, entry in saved.items():
         steps[index] = float(entry.get("step", 1))  # of a rule that can do without: state comes of an update
-        tensors[index] = [tensor.name for tensor, _ in tensors_of(entry, rule, parameters.trained[index].dtype)]
+        dtype = parameters.trained[index].dtype
+        tensors[index] = [tensor.name for tensor, _ in tensors_of(entry, rules.of(index), dtype)]
     return SavedState(tensors, steps)
 
 
@@ -113,16 +115,19 @@ def _check_form(state_dict: Any) -> None:
         raise StateMismatchError("no optimizer state: 'state' must be a dict, 'param_groups' a list of dicts")
 
 
-def check_groups_fit(saved: Groups, groups: Groups, rule: UpdateRule) -> None:
-    """Raise StateMismatchError for saved groups of other sizes, or with options that these cannot have."""
+def check_groups_fit(saved: Groups, groups: Groups, rules: Sequence[UpdateRule]) -> None:
+    """Raise StateMismatchError for saved groups of other sizes, or with options that these cannot have.
+
+    ``rules``: of each group.
+    """
     sizes, expected = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
     if sizes != expected:
         raise StateMismatchError(f"the state has parameter groups of sizes {sizes}, this optimizer {expected}")
-    for number, options in enumerate(saved):
+    for number, (rule, options) in enumerate(zip(rules, saved, strict=True)):
         if (refusal := rule.refuse_saved(number, options)) is not None:
             raise StateMismatchError(refusal)
     try:
-        check_groups(rule, [{**group, **options} for group, options in zip(groups, saved, strict=True)])
+        check_groups(rules, [{**group, **options} for group, options in zip(groups, saved, strict=True)])
     except (TypeError, ValueError) as error:
         raise StateMismatchError(f"in the state's parameter groups, {error}") from error
 

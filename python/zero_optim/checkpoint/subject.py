@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack as Undo
 from contextlib import suppress
@@ -156,7 +157,7 @@ class Subject:
         """Give what the index says beside tensors."""
         return {
             "aliases": names.aliases,
-            "optimizers": [optimizer.describe() for optimizer in optimizers],
+            "optimizers": [saved for optimizer in optimizers for saved in optimizer.describe()],
             "module_states": {
                 name: encode(module.get_extra_state(), f"the extra state of {name!r}")
                 for name, module in modules_with_state(self.model).items()
@@ -182,20 +183,22 @@ class Subject:
         index = decoded(index, self._codecs(), masters_alone=not optimizers)
         saved_name = saved_names(index, names)
         wanted = [optimizer.wanted(index, saved_name) for optimizer in optimizers]
-        matched = match(index, names, saved_name, model.specs, wanted)
+        matched = match(index, names, saved_name, model.specs, [one for of in wanted for one in of])
         here, there = sorted(modules_with_state(self.model)), sorted(index.module_states)
         if here != there:
             matched.misfits.append(f"modules with a state of their own are {here} here, and {there} there")
-        saved = [*index.optimizers, *[SavedOptimizer()] * len(optimizers)][: len(optimizers)]
+        numbers, known = iter(matched.groups), itertools.chain(index.optimizers, itertools.repeat(SavedOptimizer()))
+        saved = [[next(known) for _ in of] for of in wanted]
         groups = [
-            optimizer.groups_of(of, numbers)
-            for optimizer, of, numbers in zip(optimizers, saved, matched.groups, strict=True)
+            optimizer.groups_of(of, [next(numbers) for _ in of])
+            for optimizer, of in zip(optimizers, saved, strict=True)
         ]
         return LoadPlan(index, matched, model, optimizers, saved, groups)
 
     def _codecs(self) -> dict[str, Codec]:
         """The codecs that state may have been saved by: those of the package, and of these optimizers, by name."""
-        own = [codec for sharded in self._sharded for codec in sharded.engine.rule.codecs.values()]
+        rules = [rule for sharded in self._sharded for rule in sharded.engine.rules.all]
+        own = [codec for rule in rules for codec in rule.codecs.values()]
         return {**CODECS, **{codec.name: codec for codec in own}}
 
     def use_order(self, plan: LoadPlan) -> None:
@@ -227,8 +230,8 @@ class Subject:
 
     def take_over(self, plan: LoadPlan) -> None:
         """Take over all else, once the tensors have been filled."""
-        for optimizer, of in zip(plan.optimizers, plan.saved, strict=True):
-            optimizer.take_over(of, plan.matched)
+        for optimizer in plan.optimizers:
+            optimizer.take_over(plan.matched)
         for sharded in self._sharded:
             sharded.call_load_hooks()
 
@@ -258,7 +261,7 @@ class LoadPlan:
     """A plan of loading a checkpoint.
 
     Attributes:
-        saved: of each of ``optimizers``, what the index says of it.
+        saved: of each of ``optimizers``, what the index says of it, by each of its rules.
         groups: of each of them, the options that its groups get.
     """
 
@@ -266,7 +269,7 @@ class LoadPlan:
     matched: Match
     model: TensorContents
     optimizers: Sequence[OptimizerPart]
-    saved: Sequence[SavedOptimizer]
+    saved: Sequence[Sequence[SavedOptimizer]]
     groups: Sequence[Sequence[dict[str, Any]]]
 
     @property

@@ -5,7 +5,7 @@ At stages 0 to 2 a bucket has as many parameters as fit into it, at stage 3 thos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ from ..params.flat_params import FlatParams
 from ..params.layout import BucketLayout, LayoutPolicy, bucket_capacities, build_layout
 from ..params.shardings import Shardings
 from ..params.tensor_slice import is_cut, local_of, room_of
+from ..rules.group_rules import GroupRules
+from ..rules.update_rule import UpdateRule
 from ..units.sharded_model import ShardedModel
 from .bucket import Bucket
 from .slots import GradState
@@ -117,26 +119,28 @@ class Kind:
     Attributes:
         cut: whether the tensor-parallel ranks have a slice each.
         sharding: who shares them.
+        rule: which updates them.
     """
 
     dtype: torch.dtype
     cut: bool
     sharding: Sharding
+    rule: UpdateRule
 
 
 def buckets_by_size(
     parameters: Mapping[int, Tensor],
     labels: Sequence[str],
     shardings: Shardings,
+    rules: GroupRules,
     bucket_cap_mb: float | None,
-    policy: LayoutPolicy,
     order: Sequence[int],
 ) -> list[Bucket]:
-    kinds = {index: Kind(p.dtype, is_cut(p), shardings.of(index)) for index, p in parameters.items()}
+    kinds = {i: Kind(p.dtype, is_cut(p), shardings.of(i), rules.of(i)) for i, p in parameters.items()}
     rooms = {index: room_of(parameter) for index, parameter in parameters.items()}
     numels = {index: local_of(parameter).numel() for index, parameter in parameters.items()}
     made = []
-    for of, kind in layouts_by_size(rooms, kinds, bucket_cap_mb, order, policy):
+    for of, kind in layouts_by_size(rooms, kinds, bucket_cap_mb, order):
         layout = of.holding(numels)
         flat = FlatParams(layout, [parameters[slot.param] for slot in layout.slots], kind.sharding)
         made.append(Bucket(layout, flat, labels, kind.sharding))
@@ -148,17 +152,17 @@ def layouts_by_size(
     kinds: Mapping[int, Kind],
     bucket_cap_mb: float | None,
     order: Sequence[int],
-    policy: LayoutPolicy,
 ) -> list[tuple[BucketLayout, Kind]]:
     """Lay out parameters of so many elements, by index: as many in a bucket as fit. Without any tensors."""
     cap_bytes = None if bucket_cap_mb is None else bucket_cap_mb * 2**20
+    policies: dict[Hashable, LayoutPolicy] = {kind: kind.rule.layout for kind in kinds.values()}
     found: list[BucketLayout] = []
     for sharding in dict.fromkeys(kind.sharding for kind in kinds.values()):
         own = {index: kind for index, kind in kinds.items() if kind.sharding == sharding}
         itemsizes = {kind: sharding.reduce_dtype(kind.dtype).itemsize for kind in own.values()}
         capacities = bucket_capacities(numels, own, cap_bytes, itemsizes, sharding.shard_count)
         placed = [index for index in order if index in own]
-        found += build_layout(numels, own, placed, capacities, sharding.shard_count, policy)
+        found += build_layout(numels, own, placed, capacities, sharding.shard_count, policies)
     place = {index: number for number, index in enumerate(order)}
     found.sort(key=lambda layout: max(place[slot.param] for slot in layout.slots))
     return [(layout, kinds[layout.slots[0].param]) for layout in found]
@@ -175,9 +179,10 @@ def buckets_of_units(
     parameters: Mapping[int, Tensor],
     labels: Sequence[str],
     sharding: Sharding,
+    rules: GroupRules,
     order: Sequence[int],
 ) -> list[Bucket]:
     index_of = {id(parameters[index]): index for index in order}
-    flats = sharded.flats_to_train([parameters[index] for index in order])
+    flats = sharded.flats_to_train({key: rules.of(index) for key, index in index_of.items()})
     layouts = [flat.layout.renumbered([index_of[id(parameter)] for parameter in flat.params]) for flat in flats]
     return [Bucket(layout, flat, labels, sharding) for layout, flat in zip(layouts, flats, strict=True)]

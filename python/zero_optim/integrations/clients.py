@@ -111,7 +111,7 @@ def showing_averages(optimizers: Iterable[Any]) -> AbstractContextManager[Any]:
     """Collective. ``swap_to_ema`` of those that keep averages."""
     stack = ExitStack()
     for optimizer in sharded_among(optimizers):
-        if optimizer.engine.rule.averages:
+        if optimizer.engine.rules.averages:
             stack.enter_context(optimizer.swap_to_ema())
     return stack
 

@@ -97,8 +97,9 @@ def changes(model: ModelShapes, job: Job) -> Iterator[Change]:
 
 
 def _forms(model: ModelShapes, rule: UpdateRule) -> Iterator[tuple[str, UpdateRule]]:
-    """Give smaller forms of state, the more precise first, unless some of it has a form already."""
-    if rule.codecs:
+    """Give smaller forms of state, the more precise first, unless some of it has a form already, or there are several
+    rules."""
+    if rule.codecs or any(parameter.rule is not None for parameter in model.parameters):
         return
     masters = {parameter.dtype for parameter in model.parameters if has_master(rule, parameter.dtype)}
     master = "split" if masters == {torch.bfloat16} else "fp32"

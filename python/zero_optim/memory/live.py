@@ -14,6 +14,7 @@ from ..comm.storage import is_there
 from ..drawing.figures import SizeUnit, row, size, unit_for
 from ..engine import Engine, open_engines
 from ..params.tensor_slice import local_of
+from ..rules.update_rule import UpdateRule
 from ..units.unit import Unit
 from .plan import ON_THE_HOST, Job, Plan, plan
 from .shapes import ModelShapes, ParameterShape, shape_of
@@ -56,22 +57,32 @@ def plan_of_engine(engine: Engine, *, mean: bool = False, accumulate: int = 1) -
         param_offload=sharded is not None and sharded.offload,
         device_memory=device_memory(sharding.device),
         host_waits=sharding.host_waits,
-        rule=engine.rule,
+        rule=engine.rules.all[0],
         telemetry=engine.measured is not None,
     )
-    return plan(_shapes_of(engine) if sharded is None else _shapes_of_units(units), job)
+    return plan(_shapes_of(engine) if sharded is None else _shapes_of_units(engine, units), job)
 
 
 def _shapes_of(engine: Engine) -> ModelShapes:
     trained = engine.parameters.trained
     shapes = [
-        replace(shape_of(p, trained=index in trained or p.requires_grad), sharers=_sharers(engine, index))
+        replace(
+            shape_of(p, trained=index in trained or p.requires_grad),
+            sharers=_sharers(engine, index),
+            rule=_other_rule(engine, index),
+        )
         for index, p in enumerate(engine.parameters.all)
     ]
     order = engine.reducer.layout.order
     whole = set(order) == {index for index, shape in enumerate(shapes) if shape.trained}
     units = _units_by_name([engine.parameters.name(index) for index in range(len(shapes))])
     return ModelShapes("the optimizer's parameters", tuple(shapes), units, order=tuple(order) if whole else None)
+
+
+def _other_rule(engine: Engine, index: int) -> UpdateRule | None:
+    """The rule of a parameter, where it is not the job's."""
+    rule = engine.rules.of(index)
+    return None if rule is engine.rules.all[0] else rule
 
 
 def _sharers(engine: Engine, index: int) -> tuple[int, int] | None:
@@ -89,12 +100,14 @@ def _units_by_name(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, units.values())) if len(units) > 1 else ()
 
 
-def _shapes_of_units(units: Sequence[Unit]) -> ModelShapes:
+def _shapes_of_units(engine: Engine, units: Sequence[Unit]) -> ModelShapes:
+    rules = {id(parameter): _other_rule(engine, index) for index, parameter in engine.parameters.trained.items()}
     shapes: list[ParameterShape] = []
     of_units = []
     for unit in units:
         first = len(shapes)
-        shapes += [shape_of(p, trained=flat.trained) for flat in unit.flats for p in flat.params]
+        every = [(p, flat.trained) for flat in unit.flats for p in flat.params]
+        shapes += [replace(shape_of(p, trained=trained), rule=rules.get(id(p))) for p, trained in every]
         of_units.append(tuple(range(first, len(shapes))))
     return ModelShapes("the sharded model", tuple(shapes), tuple(of_units))
 

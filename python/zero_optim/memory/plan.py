@@ -15,6 +15,7 @@ from ..comm.tensor_ranks import TensorRanks
 from ..grads.buckets import Kind, buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, SlotPiece, one_bucket, round_up
 from ..rules.adamw import AdamW
+from ..rules.state_tensor import StateTensor
 from ..rules.update_rule import UpdateRule, has_master, stored_for, stored_names
 from ..stats import PAGES, TELEMETRY, FlatBytes, count_bucket, no_memory, row_stats_nbytes, state_nbytes
 from ..stores.offload import FRAME_ALIGNMENT, FRAMES, Footprint, Offload, Tier, footprint
@@ -49,7 +50,7 @@ class Job:
         param_offload: at stage 3, whether shards of parameters rest in host memory.
         batch: what activations are computed from; None: they are not counted.
         host_waits: whether the host waits for collectives, as under gloo.
-        rule: of the optimizer, whose state is planned.
+        rule: of all parameters whose shape has none, whose state is planned.
         telemetry: whether the optimizer measures its rows.
     """
 
@@ -179,6 +180,7 @@ class _Flat:
     dtype: torch.dtype
     trained: bool
     sharding: Sharding
+    rule: UpdateRule
 
     @property
     def nbytes(self) -> int:
@@ -245,17 +247,18 @@ def plan(model: ModelShapes, job: Job) -> Plan:
 
 def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     """``stage``: of the pipeline."""
-    sharding, rule = _sharding_of(job), job.rule
+    sharding = _sharding_of(job)
     model = of_stage(whole, job.pipeline, stage)
     cut = cut_over(model, job.tensor)
     laid = _lay_out(cut, job, sharding)
     # Off the device each tensor begins where a transfer may.
     unit = FRAME_ALIGNMENT if job.offload.tier in (Tier.PAGED, Tier.NVME) else 1
     pages = [
-        sum(round_up(state_nbytes(state, flat.layout), unit) for state in stored_for(rule, flat.dtype))
+        sum(round_up(state_nbytes(state, flat.layout), unit) for state in stored_for(flat.rule, flat.dtype))
         for flat in laid.buckets
     ]
-    memory = no_memory(rule)
+    rules = dict.fromkeys((job.rule, *(flat.rule for flat in laid.buckets)))
+    memory = no_memory(rules)
     _count_flats(memory, laid, job)
     memory["parameters"] += model.buffers
     memory["communication"] = _communication(laid, job, sharding)
@@ -272,12 +275,12 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     foot = _place_state(pages, laid, job, sharding, others=sum(memory.values()) + first_step)
     if job.offload.tier is Tier.DEVICE and not job.params_on_host:
         for flat in laid.buckets:
-            _count(memory, flat, (), job, rule)
+            _count(memory, flat, (), job, stored_for(flat.rule, flat.dtype))
     else:
         memory[PAGES] = foot.device
     host = foot.host + (sum(flat.shard_nbytes for flat in laid.flats) if job.params_on_host else 0)
     host += measured if job.offload.tier is Tier.CPU else 0
-    kinds = ("parameters", "gradients", *stored_names(rule))
+    kinds = ("parameters", "gradients", *dict.fromkeys(name for rule in rules for name in stored_names(rule)))
     traffic = _traffic(laid, job, sharding)
     if job.tensor > 1:
         traffic[TERMS] = _terms(cut, job)
@@ -344,35 +347,37 @@ def _stays(flat: _Flat, job: Job) -> bool:
 def _lay_out(model: ModelShapes, job: Job, sharding: Sharding) -> _Laid:
     parameters = model.parameters
     if job.stage >= 3:
-        return _Laid([list(_of_unit(model, unit, sharding)) for unit in model.units])
+        return _Laid([list(_of_unit(model, unit, sharding, job)) for unit in model.units])
     every = range(len(parameters))[::-1] if model.order is None else model.order
     order = [index for index in every if parameters[index].trained]
     rooms = {index: parameters[index].room for index in order}
     numels = {index: parameters[index].numel for index in order}
     of_experts = {sharers: _sharding_of_experts(sharding, sharers) for p in parameters if (sharers := p.sharers)}
     kinds = {
-        index: Kind(p.dtype, p.cut, sharding if p.sharers is None else of_experts[p.sharers])
+        index: Kind(p.dtype, p.cut, sharding if p.sharers is None else of_experts[p.sharers], p.rule or job.rule)
         for index, p in ((index, parameters[index]) for index in order)
     }
-    layouts = layouts_by_size(rooms, kinds, job.bucket_cap_mb, order, job.rule.layout)
-    flats = [_Flat(layout.holding(numels), kind.dtype, True, kind.sharding) for layout, kind in layouts]
-    return _Laid([flats, [_alone(p.numel, p.dtype, sharding) for p in parameters if not p.trained]])
+    layouts = layouts_by_size(rooms, kinds, job.bucket_cap_mb, order)
+    flats = [_Flat(layout.holding(numels), kind.dtype, True, kind.sharding, kind.rule) for layout, kind in layouts]
+    return _Laid([flats, [_alone(p, sharding, job) for p in parameters if not p.trained]])
 
 
-def _of_unit(model: ModelShapes, unit: Sequence[int], sharding: Sharding) -> Iterator[_Flat]:
-    """The flat tensors of a unit, as ``UnitPlan.flats`` has them."""
-    kinds: dict[tuple[torch.dtype, bool, bool], list[ParameterShape]] = {}
+def _of_unit(model: ModelShapes, unit: Sequence[int], sharding: Sharding, job: Job) -> Iterator[_Flat]:
+    """The flat tensors of a unit, as ``UnitPlan.flats`` has them, and as an optimizer with several rules parts them."""
+    kinds: dict[tuple[torch.dtype, bool, bool, UpdateRule], list[ParameterShape]] = {}
     for parameter in (model.parameters[index] for index in unit):
-        kinds.setdefault((parameter.dtype, parameter.cut, parameter.trained), []).append(parameter)
-    for (dtype, _, trained), of_kind in kinds.items():
+        kind = parameter.dtype, parameter.cut, parameter.trained, parameter.rule or job.rule
+        kinds.setdefault(kind, []).append(parameter)
+    for (dtype, _, trained, rule), of_kind in kinds.items():
         layout = one_bucket([parameter.room for parameter in of_kind], sharding.shard_count)
         numels = {number: parameter.numel for number, parameter in enumerate(of_kind)}
-        yield _Flat(layout.holding(numels), dtype, trained, sharding)
+        yield _Flat(layout.holding(numels), dtype, trained, sharding, rule)
 
 
-def _alone(numel: int, dtype: torch.dtype, sharding: Sharding) -> _Flat:
+def _alone(parameter: ParameterShape, sharding: Sharding, job: Job) -> _Flat:
     """A frozen parameter, which has no place in a bucket below stage 3: no padding."""
-    return _Flat(BucketLayout((), 1, numel), dtype, False, sharding)
+    layout = BucketLayout((), 1, parameter.numel)
+    return _Flat(layout, parameter.dtype, False, sharding, parameter.rule or job.rule)
 
 
 # -- the kinds -----------------------------------------------------------------------------------------------------
@@ -390,7 +395,7 @@ def _count_flats(memory: dict[str, int], laid: _Laid, job: Job) -> None:
         if flat.trained:
             numel = layout.numel if flat.sharding.keeps_full_gradients else layout.shard_numel
             held.append(FlatBytes("gradients", numel, flat.sharding.grad_dtype(flat.dtype).itemsize))
-        _count(memory, flat, held, job, None)
+        _count(memory, flat, held, job, ())
 
 
 def _count(
@@ -398,10 +403,9 @@ def _count(
     flat: _Flat,
     held: Sequence[FlatBytes],
     job: Job,
-    rule: UpdateRule | None,
+    states: Sequence[StateTensor],
 ) -> None:
-    """``rule``: whose state is counted, too."""
-    states = stored_for(rule, flat.dtype) if rule is not None else ()
+    """``states``: the tensors of state that are counted, too."""
     if job.rank is None:
         pieces = list(_all_pieces(flat.layout))
         count_bucket(memory, flat.layout, pieces, held, states, ranks=flat.layout.shards)
@@ -488,7 +492,7 @@ def _place_state(pages: Sequence[int], laid: _Laid, job: Job, sharding: Sharding
     """Count what the state takes of each memory. ``others``: bytes of all else on the device."""
     visiting = [flat.shard_nbytes for flat in laid.buckets] if job.params_on_host else []
     twice = zip(pages, visiting or [0] * len(pages), laid.buckets, strict=True)
-    spares = [page + guest for page, guest, flat in twice if has_master(job.rule, flat.dtype)]
+    spares = [page + guest for page, guest, flat in twice if has_master(flat.rule, flat.dtype)]
     left = max(0, (job.device_memory or 0) - others)
     room = left if sum(pages) <= left else max(0, left - FRAMES * max(pages, default=0))
     shared = sharding.shard_count > 1

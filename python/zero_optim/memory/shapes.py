@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..params.tensor_slice import is_cut, local_of, room_of
+from ..rules.update_rule import UpdateRule
 from ..shard_module import plan_units
 from .decoders import Decoder, Width
 
@@ -29,6 +30,7 @@ class ParameterShape:
         cut: whether the tensor-parallel ranks have a slice each.
         most: elements of the largest slice, by which buckets are laid out on all of them; None: as many as here.
         sharers: of an expert, how many ranks share its state, and which of them it is; None: as all other parameters.
+        rule: which updates it; None: that of the job.
     """
 
     numel: int
@@ -37,6 +39,7 @@ class ParameterShape:
     cut: bool = False
     most: int | None = None
     sharers: tuple[int, int] | None = None
+    rule: UpdateRule | None = None
 
     @property
     def room(self) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from zero_kernels import ROW
@@ -221,25 +222,25 @@ def build_layout(
     order: Sequence[int],
     capacities: Mapping[Hashable, int],
     shards: int,
-    policy: LayoutPolicy = CUT_AT_ROWS,
+    policies: Mapping[Hashable, LayoutPolicy] = MappingProxyType({}),
 ) -> list[BucketLayout]:
     """Fill buckets with the parameters in ``order``; a bucket's index follows the place of its last slot in it.
 
     Args:
         numels: elements of each parameter, by index.
-        kinds: what must not mix in a bucket (the dtype), by index.
+        kinds: what must not mix in a bucket (the dtype, the rule), by index.
         order: indices of the parameters to place, in the order in which their gradients become ready.
         capacities: elements a bucket of each kind may hold, or about as many; the policy says.
         shards: parts that every bucket splits into.
-        policy: which parameters share a bucket, and where they lie in it.
+        policies: by kind, which parameters share a bucket, and where they lie in it. Of others ``CUT_AT_ROWS``.
     """
     place = {param: number for number, param in enumerate(order)}
     buckets: list[list[int]] = []
     for kind in dict.fromkeys(kinds[param] for param in order):
         of_kind = [param for param in order if kinds[param] == kind]
-        buckets += policy.split(of_kind, numels, capacities[kind], shards)
+        buckets += policies.get(kind, CUT_AT_ROWS).split(of_kind, numels, capacities[kind], shards)
     buckets.sort(key=lambda params: place[params[-1]])
-    return [_layout(params, numels, shards, policy) for params in buckets]
+    return [_layout(params, numels, shards, policies.get(kinds[params[0]], CUT_AT_ROWS)) for params in buckets]
 
 
 def one_bucket(numels: Sequence[int], shards: int) -> BucketLayout:

@@ -89,8 +89,9 @@ class Muon(UpdateRule):
         if parameter.dim() == 2:
             return None
         return (
-            f"has {parameter.dim()} dimensions, and Muon makes matrices orthogonal: give it to ShardedAdamW, as "
-            "embeddings, heads, norms and biases. ShardedMuon.split(model) sorts them"
+            f"has {parameter.dim()} dimensions, and Muon makes matrices orthogonal: give it to a group with another "
+            'rule, {"params": others, "rule": rules.AdamW()}, as embeddings, heads, norms and biases. '
+            "ShardedMuon.split(model) sorts them"
         )
 
     def make_columns(self, given: Mapping[str, Tensor], steps: Tensor) -> Mapping[str, Tensor]:

@@ -173,6 +173,14 @@ class UpdateRule:
         is. Raises ValueError."""
         return self
 
+    def is_like(self, other: UpdateRule) -> bool:
+        """Whether one rule can take the place of both: they differ in defaults alone, of which a group may have its
+        own."""
+        if self is other:
+            return True
+        own, its = ({**vars(rule), "defaults": rule.fixed} for rule in (self, other))
+        return type(self) is type(other) and own == its
+
     def with_averages(self, decays: Decays) -> UpdateRule:
         """Give this rule with an exponential average of the master for each of ``decays``: e = e + (1 - decay) (p - e),
         after an update has made p. The first update makes it p."""

@@ -1,4 +1,4 @@
-"""Groups the shards that one call of the rule updates: neighbours that are small, and alike in their dtypes.
+"""Groups the shards that one call of the rule updates: neighbours that are small, and alike in rule and dtypes.
 
 A call costs the host some time, and a launch costs a GPU some, however few elements it updates. Where many ranks share
 a bucket that is more than the update itself takes. But the parameters of a shard are sent out when its update has been
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..rules.update_rule import ShardUpdate, UpdateRule
+from ..rules.update_rule import ShardUpdate
 from .shard_state import ShardState
 from .workplace import Coefficients
 
@@ -21,9 +21,9 @@ measured that. On two threads of a processor 2^20 elements took 290 µs, so 2^16
 class Batch:
     """Shards that are updated together, or one alone."""
 
-    def __init__(self, shards: Sequence[ShardState], rule: UpdateRule) -> None:
+    def __init__(self, shards: Sequence[ShardState]) -> None:
         self.shards = shards
-        self._rule = rule.prepared()
+        self._rule = shards[0].rule.prepared()
 
     @property
     def parameters(self) -> list[int]:
@@ -55,7 +55,7 @@ class Batch:
             shard.end_update()
 
 
-def batches_of(shards: Sequence[ShardState], rule: UpdateRule) -> list[Batch]:
+def batches_of(shards: Sequence[ShardState]) -> list[Batch]:
     """``shards`` in their order, cut into batches."""
     batches: list[list[ShardState]] = []
     numel = 0
@@ -68,4 +68,4 @@ def batches_of(shards: Sequence[ShardState], rule: UpdateRule) -> list[Batch]:
         else:
             batches.append([shard])
             numel = shard.numel
-    return [Batch(batch, rule) for batch in batches]
+    return [Batch(batch) for batch in batches]

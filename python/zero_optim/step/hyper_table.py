@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zero_kernels import is_capturing
 
-from ..comm.streams import keep_tensors_of
+from ..comm.streams import keep_for_current_stream, keep_tensors_of
 from ..rules.update_rule import UpdateRule
 from ..validate import check_groups
 from .saved_state import SavedState
@@ -19,41 +19,50 @@ from .saved_state import SavedState
 class HyperTable:
     """Step counts and coefficients of every parameter; nothing of it is read back by the host.
 
+    Args:
+        group_of: of every parameter, the number of its group.
+        rules: the rule of each group.
+
     Attributes:
         steps: [parameters] float64, updates that each parameter has had. Skipped steps do not count.
-        table: [parameters, len(rule.columns)] fp32, what the rule's update reads.
-        rates: [parameters, len(rule.averages)] fp32, how far averages go towards the new master; None: there are none.
+        tables: by rule, [parameters, len(rule.columns)] fp32, what its update reads. The rows of parameters that
+            another rule updates mean nothing.
+        rates: [parameters, averages] fp32, how far averages go towards the new master; None: there are none.
         begins: the same shape, bool, whether the next update makes the average what the parameter is then.
     """
 
-    def __init__(self, group_of: Sequence[int], groups: int, device: torch.device, rule: UpdateRule) -> None:
-        self.rule = rule
-        self._grad_factor = rule.columns.index("grad_factor")
-        self._names = (*rule.coefficients, *rule.averages)
-        self._allocate(group_of, groups, device)
+    def __init__(self, group_of: Sequence[int], rules: Sequence[UpdateRule], device: torch.device) -> None:
+        self._allocate(group_of, rules, device)
 
-    def _allocate(self, group_of: Sequence[int], groups: int, device: torch.device) -> None:
-        self.steps = torch.zeros(len(group_of), dtype=torch.float64, device=device)
-        self.table = torch.zeros(len(group_of), len(self.rule.columns), dtype=torch.float32, device=device)
-        averages = len(self.rule.averages)
-        self.begins = torch.ones(len(group_of), averages, dtype=torch.bool, device=device)
-        self.rates = torch.zeros(len(group_of), averages, dtype=torch.float32, device=device) if averages else None
+    def _allocate(self, group_of: Sequence[int], rules: Sequence[UpdateRule], device: torch.device) -> None:
+        count = len(group_of)
+        self._rules, self._own = list(rules), {rule: len(rule.coefficients) for rule in rules}
+        self._averages = rules[0].averages if rules else ()
+        self.steps = torch.zeros(count, dtype=torch.float64, device=device)
+        self.tables = {
+            rule: torch.zeros(count, len(rule.columns), dtype=torch.float32, device=device) for rule in self._own
+        }
+        averages = len(self._averages)
+        self.begins = torch.ones(count, averages, dtype=torch.bool, device=device)
+        self.rates = torch.zeros(count, averages, dtype=torch.float32, device=device) if averages else None
         self._group_of = torch.tensor(group_of, dtype=torch.int32, device=device)
-        # [coefficients, groups], as last sent to the device
-        self._by_group = torch.zeros(len(self._names), groups, dtype=torch.float64, device=device)
+        # [coefficients, groups], as last sent to the device: of each group those of its rule, the first of ``_width``;
+        # the decays of averages follow.
+        self._width = max(self._own.values(), default=0)
+        self._by_group = torch.zeros(self._width + averages, len(rules), dtype=torch.float64, device=device)
         self._sent: list[tuple[float | None, ...]] = []
         self._checked: list[tuple[float | None, ...]] = []
 
-    def grow(self, group_of: Sequence[int], groups: int) -> None:
+    def grow(self, group_of: Sequence[int], rules: Sequence[UpdateRule]) -> None:
         """Make room for parameters and groups appended at the end; those that were there keep their steps.
 
         Args:
-            group_of: of every parameter, old and new, the index of its group.
-            groups: how many there are now.
+            group_of, rules: of all there are now, old and new.
         """
         keep_tensors_of(self)
+        keep_for_current_stream(*self.tables.values())
         steps, begins = self.steps, self.begins
-        self._allocate(group_of, groups, steps.device)
+        self._allocate(group_of, rules, steps.device)
         self.steps[: len(steps)], self.begins[: len(steps)] = steps, begins
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -61,40 +70,52 @@ class HyperTable:
 
         Tensors are not read: that would be a host sync.
         """
-        numbers = _numbers([self.rule.read_group(group) for group in groups])
+        numbers = _numbers(self._read(groups))
         if numbers != self._checked:
-            check_groups(self.rule, groups)
+            check_groups(self._rules, groups)
             self._checked = numbers
+
+    def _read(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+        """A column of ``_by_group`` for each group."""
+        columns = []
+        for rule, group in zip(self._rules, groups, strict=True):
+            numbers, own = rule.read_group(group), self._own[rule]
+            columns.append((*numbers[:own], *(0.0,) * (self._width - own), *numbers[own:]))
+        return columns
+
+    def _name(self, group: int, row: int) -> str:
+        """What the rule of a group calls the number in a row of ``_by_group``."""
+        return self._averages[row - self._width] if row >= self._width else self._rules[group].coefficients[row]
 
     def take_over(self, saved: SavedState) -> None:
         """Take over loaded steps. Averages that were not brought begin with the next update: the model may be loaded
         until then."""
         self.steps.copy_(saved.steps)
         brought = [saved.tensors.get(index, ()) for index in range(len(self.steps))]
-        begins = [[name not in names for name in self.rule.averages] for names in brought]
+        begins = [[name not in names for name in self._averages] for names in brought]
         self.begins.copy_(torch.tensor(begins, dtype=torch.bool, device="cpu").view_as(self.begins))
 
     def advance(self, groups: Sequence[Mapping[str, Any]], active: Tensor, factor: Tensor | None = None) -> None:
-        """Count a step for every ``active`` parameter ([parameters] bool) and make the table for it.
+        """Count a step for every ``active`` parameter ([parameters] bool) and make the tables for it.
 
-        ``factor``, [parameters] fp32 on the table's device, multiplies the gradient of each parameter: clipping that
+        ``factor``, [parameters] fp32 on the tables' device, multiplies the gradient of each parameter: clipping that
         leaves some of them out takes no pass over memory.
         """
         self.steps += active
-        coefficients = self._on_device([self.rule.read_group(group) for group in groups])
-        own = len(self.rule.coefficients)
-        self.rule.fill_table(coefficients[:own], self._group_of, self.steps, active, self.table)
+        by_group = self._on_device(self._read(groups))
+        for rule, table in self.tables.items():
+            rule.fill_table(by_group[: self._own[rule]], self._group_of, self.steps, active, table)
         if self.rates is not None:
-            rates = 1 - coefficients[own:].index_select(1, self._group_of).t()
+            rates = 1 - by_group[self._width :].index_select(1, self._group_of).t()
             self.rates.copy_(torch.where(self.begins, 1.0, rates))
             self.begins &= ~active[:, None]
         if factor is not None:
-            self.grad_factors.mul_(factor)
+            for rule in self.tables:
+                self.grad_factors(rule).mul_(factor)
 
-    @property
-    def grad_factors(self) -> Tensor:
-        """[parameters] fp32, a view of ``table``: what multiplies the gradients of each parameter."""
-        return self.table[:, self._grad_factor]
+    def grad_factors(self, rule: UpdateRule) -> Tensor:
+        """[parameters] fp32, a view of the rule's table: what multiplies the gradients of each of its parameters."""
+        return self.tables[rule][:, rule.columns.index("grad_factor")]
 
     def _on_device(self, rows: Sequence[tuple[Any, ...]]) -> Tensor:
         """The groups' coefficients, [coefficients, groups]. Numbers are sent when they change, tensors every time."""
@@ -113,7 +134,7 @@ class HyperTable:
             self._sent = numbers
         for group, column, value in _entries(rows):
             if isinstance(value, Tensor):
-                name = self._names[column]
+                name = self._name(group, column)
                 if capturing and not value.is_cuda:
                     raise ValueError(
                         f"{name} of group {group} is a tensor on {value.device}, which a captured step cannot read: "

@@ -17,8 +17,9 @@ from ..errors import OffloadError
 from ..grads.bucket import Bucket
 from ..params.layout import SlotPiece
 from ..params.tensor_slice import put_together
+from ..rules.group_rules import GroupRules
 from ..rules.state_tensor import Begins, StateTensor
-from ..rules.update_rule import UpdateRule, has_master
+from ..rules.update_rule import has_master
 from ..stores.host_store import HostStore
 from ..stores.host_threads import host_threads
 from ..stores.state_store import StateStore
@@ -58,13 +59,13 @@ class OptimizerState:
         self,
         parameters: Mapping[int, Tensor],
         sharding: Sharding,
-        rule: UpdateRule,
+        rules: GroupRules,
         store: StateStore,
         speculator: Speculator | None = None,
         *,
         measures: bool = False,
     ) -> None:
-        self.parameters, self.sharding, self.rule, self._store = parameters, sharding, rule, store
+        self.parameters, self.sharding, self.rules, self._store = parameters, sharding, rules, store
         self._speculator, self._measures = speculator, measures
         self.trouble = Trouble()
         self._hidden = HiddenEdits(sharding)
@@ -88,7 +89,7 @@ class OptimizerState:
     def _follow_shards(self) -> None:
         """There are other shards than before, or none."""
         # In the order in which the next forward wants the parameters.
-        self._batches = batches_of(self.shards[::-1], self.rule)
+        self._batches = batches_of(self.shards[::-1])
         self._hidden.lay_out(self.shards)
 
     def close(self, *, wait: bool = True) -> None:
@@ -108,7 +109,7 @@ class OptimizerState:
 
     def record_versions(self) -> None:
         self._all = list(self.parameters.values())
-        self._mastered = {index: p for index, p in self.parameters.items() if has_master(self.rule, p.dtype)}
+        self._mastered = {i: p for i, p in self.parameters.items() if has_master(self.rules.of(i), p.dtype)}
         self._look_at_versions()
 
     def _look_at_versions(self) -> None:
@@ -153,7 +154,8 @@ class OptimizerState:
     # -- update --------------------------------------------------------------------------------------------------
 
     def _shard_state(self, bucket: Bucket) -> ShardState:
-        return ShardState(bucket, self.rule, self._store, self._speculator, measures=self._measures)
+        rule = self.rules.of(bucket.layout.slots[0].param)  # a bucket has one
+        return ShardState(bucket, rule, self._store, self._speculator, measures=self._measures)
 
     def update(self, by: Coefficients) -> Iterator[ShardState]:
         """Update every shard, in the order in which the next forward wants the parameters, and yield each once its
@@ -267,7 +269,7 @@ class OptimizerState:
                     part = shard.part(own.tensor, state, own.piece)
                     before = part._version
                     yield part
-                    if own.tensor.name in self.rule.codecs and part._version != before:
+                    if own.tensor.name in shard.rule.codecs and part._version != before:
                         shard.set_part(own.tensor, state, own.piece, part)
 
     def restart(self, indices: set[int], only: str | None = None) -> None:

@@ -118,7 +118,7 @@ class ShardState:
                 self._place.parameters(state, by),
                 state,
                 self.row_slot,
-                by.hyper,
+                by.hyper[self.rule],
                 by.grad_scale,
                 by.found_inf,
                 by.marks,
@@ -140,9 +140,10 @@ class ShardState:
         self._store.discard(self.page)
 
     def is_updated_like(self, other: ShardState) -> bool:
-        """True if one call may update both: their pages stay where they are updated, and their dtypes are the same."""
-        dtypes = [(shard.bucket.dtype, shard.bucket.grad_shard.dtype) for shard in (self, other)]
-        return self._store.keeps_views and dtypes[0] == dtypes[1]
+        """True if one call may update both: their pages stay where they are updated, and their rules and dtypes are the
+        same."""
+        own, its = ((shard.rule, shard.bucket.dtype, shard.bucket.grad_shard.dtype) for shard in (self, other))
+        return self._store.keeps_views and own == its
 
     # -- its parts -----------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..params.parameter_set import ParameterSet
+from ..rules.group_rules import GroupRules
 from ..rules.update_rule import ShardUpdate, UpdateRule, Whole
 from ..stores.host_store import HostStore
 from .hyper_table import HyperTable
@@ -49,11 +50,12 @@ class Guess:
     by: Coefficients
     over: Future[None]
 
-    def holds(self, by: Coefficients, parameters: Tensor) -> bool:
-        """True if it assumes, of these ``parameters`` [n] int64, what is true."""
+    def holds(self, by: Coefficients, rule: UpdateRule, parameters: Tensor) -> bool:
+        """True if it assumes, of these ``parameters`` [n] int64 of that rule, what is true."""
         if not by.updates:
             return False
-        same = _same_rows(by.hyper, self.by.hyper, parameters) and _same_rows(by.rates, self.by.rates, parameters)
+        same = _same_rows(by.hyper[rule], self.by.hyper[rule], parameters)
+        same = same and _same_rows(by.rates, self.by.rates, parameters)
         return same and _factor(by.grad_scale) == _factor(self.by.grad_scale)
 
 
@@ -81,7 +83,8 @@ class Speculation:
         wholes: Sequence[Whole] = (),
     ) -> None:
         self._wholes = wholes
-        self._speculator, self._rule, self._place, self._store = speculator, rule.prepared(), place, store
+        self._speculator, self._rule, self._place, self._store = speculator, rule, place, store
+        self._prepared = rule.prepared()
         self._page, self._row_slot, self.row_stats = page, row_slot, row_stats
         self._parameters = torch.unique(row_slot[row_slot >= 0]).long()  # [n] those in this shard
         self._guess: Guess | None = None
@@ -107,9 +110,9 @@ class Speculation:
         for name, tensor in spare.items():
             tensor.copy_(live[name])
         parameters = self._place.parameters_to_guess()
-        shared = (by.hyper, by.grad_scale, by.found_inf, by.marks, by.rates)
+        shared = (by.hyper[self._rule], by.grad_scale, by.found_inf, by.marks, by.rates)
         update = ShardUpdate(gradient, parameters, spare, self._row_slot, *shared, self.row_stats, self._wholes)
-        self._rule.update([update])
+        self._prepared.update([update])
 
     def confirm(self, by: Coefficients) -> bool:
         """Return whether the update was guessed right, and is on its way. The step calls this."""
@@ -117,7 +120,7 @@ class Speculation:
         if guess is None:
             return False
         guess.over.result()
-        right = guess.holds(by, self._parameters)
+        right = guess.holds(by, self._rule, self._parameters)
         self._speculator.count(right=right)
         if right:
             self._store.swap(self._page)
@@ -137,15 +140,16 @@ class Speculator:
     """Knows what to assume of the next step, and has the thread.
 
     Args:
+        rules: of the groups.
         parameters: whose groups are read anew for every step.
         threads: that an update takes.
     """
 
-    def __init__(self, rule: UpdateRule, parameters: ParameterSet, threads: int) -> None:
-        self._rule, self._parameters, self._threads = rule, parameters, threads
+    def __init__(self, rules: GroupRules, parameters: ParameterSet, threads: int) -> None:
+        self._rules, self._parameters, self._threads = rules, parameters, threads
         self.guesses = Guesses()
         self._pool: ThreadPoolExecutor | None = None
-        self._hyper, self._room = HyperTable([], 0, _HOST, rule), (0, 0)  # for so many parameters and groups
+        self._hyper, self._room = HyperTable([], rules.by_group, _HOST), (0, 0)  # for so many parameters and groups
         self._last: Coefficients | None = None  # of the last step; None: there is nothing to go by
         self._next: Coefficients | None = None  # what is assumed; made when it is first asked for
 
@@ -167,21 +171,22 @@ class Speculator:
 
     def _on_a_device(self) -> bool:
         """True if a group's number would have to be read from there: the host would wait for it."""
-        values = (value for group in self._parameters.groups for value in self._rule.read_group(group))
+        groups = zip(self._rules.by_group, self._parameters.groups, strict=True)
+        values = (value for rule, group in groups for value in rule.read_group(group))
         return any(isinstance(value, Tensor) and value.device != _HOST for value in values)
 
     def _after(self, last: Coefficients) -> Coefficients:
         group_of, groups = self._parameters.group_of, self._parameters.groups
         if self._room != (len(group_of), len(groups)):
             self._room = len(group_of), len(groups)
-            self._hyper = HyperTable(group_of, len(groups), _HOST, self._rule)
+            self._hyper = HyperTable(group_of, self._rules.by_group, _HOST)
         hyper = self._hyper
         hyper.steps.copy_(last.steps)
         hyper.begins.zero_()  # all of these were updated before
         hyper.advance(groups, last.used)
         found_inf, marks = torch.zeros_like(last.found_inf), torch.zeros_like(last.marks)
         scale = last.inverse_scale
-        return Coefficients(hyper.table, scale, scale, found_inf, marks, last.used, hyper.steps, rates=hyper.rates)
+        return Coefficients(hyper.tables, scale, scale, found_inf, marks, last.used, hyper.steps, rates=hyper.rates)
 
     def begin(self, by: Coefficients, update: Callable[[], None]) -> Guess:
         if self._pool is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..comm.chain import Chain
 from ..comm.collectives import Pending
 from ..grads.bucket import Bucket
+from ..rules.update_rule import UpdateRule
 from ..stores.host_store import HostStore
 
 PARAMETER = "parameter"
@@ -23,6 +24,7 @@ class Coefficients:
     """Values that the updates of all shards share in a step. See ``ShardUpdate``.
 
     Attributes:
+        hyper: by rule, [parameters, columns] fp32.
         inverse_scale: what ``grad_scale`` is where nothing is clipped.
         used: [parameters] bool, which have a gradient.
         steps: [parameters] float64, updates that each has had with this one.
@@ -32,7 +34,7 @@ class Coefficients:
         take_over: whether every master follows its parameter before the update, where that was edited.
     """
 
-    hyper: Tensor
+    hyper: Mapping[UpdateRule, Tensor]
     grad_scale: Tensor | None
     inverse_scale: Tensor | None
     found_inf: Tensor
@@ -49,7 +51,7 @@ class Coefficients:
         found_inf, used = self.found_inf.cpu(), self.used.cpu()
         updates = bool(found_inf == 0)
         return Coefficients(
-            self.hyper.cpu(),
+            {rule: table.cpu() for rule, table in self.hyper.items()},
             None if self.grad_scale is None else self.grad_scale.cpu(),
             None if self.inverse_scale is None else self.inverse_scale.cpu(),
             found_inf,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -82,17 +82,20 @@ class ShardedModel:
     def trained_flats(self) -> list[FlatParams]:
         return [flat for unit in self.units for flat in unit.flats if flat.trained]
 
-    def flats_to_train(self, parameters: Iterable[Tensor]) -> list[FlatParams]:
-        """List the flat tensors of these plain parameters, in the order in which backward is through with them.
+    def flats_to_train(self, wanted: Mapping[int, Hashable]) -> list[FlatParams]:
+        """List the flat tensors of plain parameters, in the order in which backward is through with them.
 
-        Collective where some were frozen when the model was sharded, or the last time: these leave the others.
+        Collective where some were frozen when the model was sharded, or the last time, or share a flat tensor with
+        others that they must not mix with: these leave the others.
+
+        Args:
+            wanted: by id of the parameter, what must not mix in a flat tensor: the rule that updates it.
         """
-        wanted = {id(parameter) for parameter in parameters}
         for unit in self.units:
             for flat in list(unit.flats):
-                thawed = [p for p in flat.params if id(p) in wanted and not flat.trained]
-                if thawed:
-                    self._part(unit, flat, thawed)
+                kinds = [wanted.get(id(parameter)) for parameter in flat.params]
+                if len(set(kinds)) > 1 or (kinds[0] is not None and not flat.trained):
+                    self._part(unit, flat, kinds)
         return [
             flat
             for unit in self.schedule.orders.over
@@ -100,20 +103,18 @@ class ShardedModel:
             if any(id(parameter) in wanted for parameter in flat.params)
         ]
 
-    def _part(self, unit: Unit, flat: FlatParams, thawed: Sequence[Tensor]) -> None:
-        """Collective. Give the thawed parameters of a frozen ``flat`` a flat tensor of their own."""
+    def _part(self, unit: Unit, flat: FlatParams, kinds: Sequence[Hashable]) -> None:
+        """Collective. Give the parameters of each kind in ``flat`` a flat tensor of their own; None: frozen ones."""
         self.schedule.reshard_all()
         shards = dict(zip(map(id, flat.params), flat.param_shards, strict=False))
         whole = flat.copy_out() if flat.sharded else flat.full  # to live until all have moved
         unit.flats.remove(flat)
-        chosen = {id(parameter) for parameter in thawed}
-        for trained in (False, True):
-            params = [p for p in flat.params if (id(p) in chosen) is trained]
-            if params:
-                new = flatten(params, self.sharding, trained=trained)
-                if flat.sharded:
-                    new.split([shards[id(p)] for p in params], host_memory=self.host_memory, lanes=self.lanes)
-                unit.flats.append(new)
+        for kind in sorted(dict.fromkeys(kinds), key=lambda kind: kind is not None):
+            params = [parameter for parameter, own in zip(flat.params, kinds, strict=True) if own == kind]
+            new = flatten(params, self.sharding, trained=kind is not None)
+            if flat.sharded:
+                new.split([shards[id(p)] for p in params], host_memory=self.host_memory, lanes=self.lanes)
+            unit.flats.append(new)
         del whole
 
 

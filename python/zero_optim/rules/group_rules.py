@@ -1,0 +1,71 @@
+"""Which rule updates each parameter: as a rule one for all of them; or that which its parameter group has brought."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..params.parameter_set import ParameterSet
+from .update_rule import UpdateRule
+
+RULE = "rule"
+"""What a parameter group calls the rule that it brings."""
+
+Apply = Callable[[UpdateRule, Sequence[Mapping[str, Any]]], UpdateRule]
+"""Makes of a rule, as it was given, the one for its first groups: with state in the form that was asked for, and
+averages. May raise ValueError."""
+
+
+class GroupRules:
+    """The rules of an optimizer, by parameter group.
+
+    What hangs on a rule hangs on it alone: a bucket has the parameters of one, a shard its state, and the hyper table
+    is one for each. The averages and the form of state are the same for all.
+
+    Args:
+        parameters: whose groups have the rules.
+
+    Attributes:
+        all: each rule once, in the order in which the groups came with them.
+        by_group: of each group, the one of ``all`` that updates it.
+    """
+
+    def __init__(self, parameters: ParameterSet, apply: Apply) -> None:
+        self._parameters, self._apply = parameters, apply
+        self._given: list[UpdateRule] = []  # what ``all`` was made of
+        self.all: list[UpdateRule] = []
+        self.by_group: list[UpdateRule] = []
+
+    def of(self, index: int) -> UpdateRule:
+        """The one of a parameter."""
+        return self.by_group[self._parameters.group_of[index]]
+
+    @property
+    def averages(self) -> tuple[str, ...]:
+        """Names of the averages that are kept of every parameter."""
+        return self.all[0].averages
+
+    def take(self, given: Sequence[UpdateRule]) -> None:
+        """Take in the rules of the groups that have come, one for each. Those that differ in defaults alone are one.
+
+        Raises ValueError; ``forget`` what was taken in then.
+        """
+        first = len(self.by_group)
+        numbers = [self._number_of(rule) for rule in given]
+        for number in range(len(self.all), len(self._given)):
+            groups = [self._parameters.groups[first + place] for place, own in enumerate(numbers) if own == number]
+            self.all.append(self._apply(self._given[number], groups))
+        self.by_group += [self.all[number] for number in numbers]
+
+    def _number_of(self, rule: UpdateRule) -> int:
+        for number, known in enumerate(self._given):
+            if rule.is_like(known):
+                return number
+        self._given.append(rule)
+        return len(self._given) - 1
+
+    def forget(self, first: int) -> None:
+        """Forget the groups from number ``first`` on, and the rules that no other has."""
+        del self.by_group[first:]
+        self.all[:] = [rule for rule in self.all if rule in self.by_group]
+        del self._given[len(self.all) :]

@@ -1,0 +1,519 @@
+"""Parameter groups that bring a rule of their own: one optimizer, beside as many as it has rules, and torch's."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zero_optim
+from harness import run_ranks
+from oracle import PaperLion
+from sharded_cases import GivenNet
+from torch import Tensor, nn
+from training_cases import assert_bitwise, copies, linear_backward, make_gradients, make_parameters
+from zero_optim import ParameterError, RankMismatchError, StateMismatchError, ZeroOptimError, rules
+
+MATRICES = ((24, 40), (72, 8), (8, 72))
+OTHERS = ((30, 8), (300,), (1,), (40,))
+MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.99), "weight_decay": 0.1}
+LION: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.98), "weight_decay": 0.1}
+CAP_MB = 0.002
+STEPS = 4
+
+
+def _parameters(dtype: torch.dtype = torch.bfloat16) -> list[nn.Parameter]:
+    """The matrices and the others, one after another."""
+    made = make_parameters((*MATRICES, *OTHERS), dtype)
+    return [p for pair in itertools.zip_longest(made[:3], made[3:]) for p in pair if p is not None]
+
+
+def _split(params: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    matrices = [p for p in params if p.dim() == 2 and p.shape[0] != OTHERS[0][0]]
+    return matrices, [p for p in params if all(p is not matrix for matrix in matrices)]
+
+
+def _mixed(params: Sequence[Any], **options: Any) -> zero_optim.ShardedMuon:
+    matrices, others = _split(params)
+    groups = [{"params": matrices, "lr": MUON["lr"]}, {"params": others, "rule": rules.AdamW(**ADAM)}]
+    return zero_optim.ShardedMuon(groups, **{**MUON, "lr": 9.0, "bucket_cap_mb": CAP_MB, **options})
+
+
+def _two(params: Sequence[Any], **options: Any) -> list[zero_optim.ShardedOptimizer]:
+    matrices, others = _split(params)
+    muon = zero_optim.ShardedMuon(matrices, **MUON, bucket_cap_mb=CAP_MB, **options)
+    return [muon, zero_optim.ShardedAdamW(others, **ADAM, bucket_cap_mb=CAP_MB, **options)]
+
+
+def _step(opts: Sequence[Any], params: Sequence[Tensor], rank: int, step: int, micros: int = 1) -> None:
+    for micro in range(micros):
+        linear_backward(params, make_gradients(params, rank, step, micro))
+    for opt in opts:
+        opt.step()
+        opt.zero_grad()
+
+
+def _state(opts: Sequence[Any]) -> list[dict[str, Tensor]]:
+    """Of each parameter, whole, in the order of the optimizers and their groups."""
+    whole = [zero_optim.full_state_dict(opt, rank=None)["state"] for opt in opts]
+    return [of[index] for of in whole for index in sorted(of)]
+
+
+def _trained(make: Callable[..., Any], rank: int, micros: int, **options: Any) -> tuple[list[Tensor], list[Any]]:
+    params = _parameters()
+    made = make(params, **options)
+    opts = made if isinstance(made, list) else [made]
+    for step in range(STEPS):
+        _step(opts, params, rank, step, micros)
+    found = copies(params), _state(opts)
+    for opt in opts:
+        opt.close()
+    return found
+
+
+def _same(one: tuple[list[Tensor], list[Any]], other: tuple[list[Tensor], list[Any]]) -> None:
+    assert_bitwise(one[0], other[0])
+    for mine, its in zip(one[1], other[1], strict=True):
+        assert list(mine) == list(its)
+        assert_bitwise(list(mine.values()), list(its.values()))
+
+
+def _beside_two(rank: int, world_size: int, stage: int) -> None:
+    for options in ({}, {"ema_decay": 0.5, "grad_accumulation_dtype": torch.float32 if stage else None}):
+        for micros in (1, 3):
+            one = _trained(_mixed, rank, micros, stage=stage, **options)
+            _same(one, _trained(_two, rank, micros, stage=stage, **options))
+            assert {name for entry in one[1] for name in entry} > {"momentum_buffer", "exp_avg_sq", "master"}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_one_has_the_bits_of_two(stage: int) -> None:
+    run_ranks(2, _beside_two, stage)
+
+
+def _elsewhere(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    one = _trained(_mixed, rank, 1, **options)
+    _same(one, _trained(_two, rank, 1, **options))
+    if "state_offload" in options:
+        _same(one, _trained(_mixed, rank, 1))
+        clipped = {"max_grad_norm": 0.5}  # guesses of updates on the host, by either rule, are wrong then
+        _same(_trained(_mixed, rank, 1, **options, **clipped), _trained(_mixed, rank, 1, **clipped))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"state_offload": "cpu"},
+        {"state_offload": "paged", "device_budget": 0},
+        {"master": "split", "state_dtype": "int8"},
+    ],
+    ids=["cpu", "paged", "split"],
+)
+def test_state_elsewhere_and_in_other_forms(options: dict[str, Any]) -> None:
+    run_ranks(2, _elsewhere, options)
+
+
+# -- what is one for all rules ----------------------------------------------------------------------------------------
+
+
+def _average(params: Sequence[Tensor], step: int) -> list[Tensor]:
+    """Of two ranks."""
+    every = [make_gradients(params, rank, step) for rank in range(2)]
+    return [(one + other) / 2 for one, other in zip(*every, strict=True)]
+
+
+def _clipped(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
+    params = _parameters(torch.float32)
+    opt = _mixed(params)
+    norms = []
+    for step in range(STEPS):
+        linear_backward(params, make_gradients(params, rank, step))
+        norms.append(opt.clip_grad_norm_(0.5))
+        opt.step()
+        opt.zero_grad()
+    found = copies(params), norms
+    opt.close()
+    return found
+
+
+def test_the_norm_is_of_all() -> None:
+    """That of torch in one process, and clipped by it."""
+    params = _parameters(torch.float32)
+    matrices, others = _split(params)
+    opts = torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(others, **ADAM)
+    norms = []
+    for step in range(STEPS):
+        for parameter, gradient in zip(params, _average(params, step), strict=True):
+            parameter.grad = gradient
+        norms.append(nn.utils.clip_grad_norm_(params, 0.5))
+        for opt in opts:
+            opt.step()
+    for found, its in run_ranks(2, _clipped):
+        torch.testing.assert_close(its, norms, rtol=1e-6, atol=0)
+        for parameter, exact in zip(found, params, strict=True):
+            torch.testing.assert_close(parameter, exact.detach(), rtol=0, atol=2e-4)  # rounded to bf16 within Muon
+
+
+def _overflows(rank: int, world_size: int, offload: str | None) -> None:
+    """In a matrix, and in what is none: neither rule updates anything, and the next step is the first of both."""
+    for of_matrices in (True, False):
+        params, fresh = _parameters(), _parameters()
+        opt = _mixed(params, state_offload=offload)
+        second = _split(params)[0 if of_matrices else 1][1]
+        (bad,) = (place for place, parameter in enumerate(params) if parameter is second)
+        grads = make_gradients(params, rank, 0)
+        if rank == 1:
+            grads[bad].view(-1)[-1] = torch.inf
+        linear_backward(params, grads)
+        opt.step()
+        opt.zero_grad()
+        assert_bitwise(copies(params), copies(fresh))
+        assert opt.stats()["skipped_steps"] == 1 and not zero_optim.full_state_dict(opt, rank=None)["state"]
+        assert f"parameter 1 of group {0 if of_matrices else 1}" in str(opt.first_non_finite())
+        _step([opt], params, rank, 0)
+        other = _mixed(fresh)
+        _step([other], fresh, rank, 0)
+        _same((copies(params), _state([opt])), (copies(fresh), _state([other])))
+        opt.close(), other.close()
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_an_overflow_skips_all(offload: str | None) -> None:
+    run_ranks(2, _overflows, offload)
+
+
+# -- any rules, at every stage ----------------------------------------------------------------------------------------
+
+RUNS = [((17, 9), (300,)), ((1,), (5, 3, 2), (128,)), ((40, 25), (7,))]
+SHAPES = [shape for run in RUNS for shape in run]
+
+
+def _by_two_rules(params: Sequence[Any], **options: Any) -> zero_optim.ShardedOptimizer:
+    groups = [
+        {"params": params[0::3], "weight_decay": 0.0},
+        {"params": params[1::3], "rule": rules.Lion(**LION)},
+        {"params": params[2::3], "rule": rules.Lion(**{**LION, "lr": 2e-3})},
+    ]
+    return zero_optim.ShardedOptimizer(groups, rules.AdamW(**ADAM), bucket_cap_mb=CAP_MB, **options)
+
+
+def _of_few_bits(step: int) -> list[Tensor]:
+    return make_gradients(make_parameters(SHAPES, torch.float32), 0, step, grid=1)
+
+
+def _at_stage(rank: int, world_size: int, stage: int, offload: str | None) -> tuple[list[Tensor], Any]:
+    model = GivenNet(RUNS, torch.float32)
+    if stage == 3:
+        zero_optim.shard_module(model, units=(type(model.units[0]),))
+    opt = _by_two_rules(list(model.parameters()), stage=stage, state_offload=offload)
+    assert [rule.name for rule in opt.engine.rules.all] == ["AdamW", "Lion"]  # the second Lion is the first
+    for bucket in opt.engine.reducer.buckets:
+        assert len({opt.engine.rules.of(slot.param) for slot in bucket.layout.slots}) == 1
+    for step in range(STEPS):
+        model([gradient * (world_size if rank == 0 else 0) for gradient in _of_few_bits(step)]).backward()
+        opt.step()
+        opt.zero_grad()
+    planned, memory = zero_optim.memory.plan_of(opt).memory, opt.stats()["memory"]
+    kinds = ["parameters", "master", "exp_avg", "exp_avg_sq", *(["gradients", "padding"] if stage == 2 else [])]
+    assert {kind: planned[kind] for kind in kinds} == {kind: memory[kind] for kind in kinds}
+    assert (planned["exp_avg_sq"] > 0) is (offload is None)
+    whole = zero_optim.full_model_state_dict(model, rank=None)
+    names = [name for name, _ in model.named_parameters()]
+    found = [whole[name] for name in names], _state([opt])
+    units = 0 if opt.engine.sharded_model is None else len(opt.engine.sharded_model.trained_flats())
+    opt.close()
+    return *found, units
+
+
+def test_adamw_and_lion_at_every_stage() -> None:
+    """Of torch and of the paper in one process. At stage 3 each unit has a flat tensor, and a bucket, for each rule."""
+    params = [nn.Parameter(p.detach().clone()) for p in make_parameters(SHAPES, torch.float32)]
+    opts = [
+        torch.optim.AdamW(params[0::3], **{**ADAM, "weight_decay": 0.0}),
+        PaperLion([{"params": params[1::3]}, {"params": params[2::3], "lr": 2e-3}], **LION),
+    ]
+    for step in range(STEPS):
+        for parameter, gradient in zip(params, _of_few_bits(step), strict=True):
+            parameter.grad = gradient
+        for opt in opts:
+            opt.step()
+    every = [run_ranks(2, _at_stage, stage, offload)[0] for stage, offload in ((2, None), (3, None), (3, "cpu"))]
+    for parameters, state, units in every:
+        assert units in (0, 6)
+        for parameter, exact in zip(parameters, params, strict=True):
+            torch.testing.assert_close(parameter, exact.detach(), rtol=1e-6, atol=2e-7)
+        _same((parameters, state), every[0][:2])
+
+
+# -- saved and loaded -------------------------------------------------------------------------------------------------
+
+
+class _Net(nn.Module):
+    """Parameters with names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(_parameters())
+
+
+def _part(rank: int, world_size: int, folder: Path, steps: range, make: Callable[..., Any], clip: float | None) -> Any:
+    """Some steps of a job, which goes on from what was saved. Gradients are the same on all ranks."""
+    model = _Net()
+    params = list(model.weights)
+    made = make(params, max_grad_norm=clip)
+    opts = made if isinstance(made, list) else [made]
+    if steps.start:
+        zero_optim.checkpoint.load(folder, model, made)
+    for step in steps:
+        _step(opts, params, 0, step)
+    zero_optim.checkpoint.save(folder, model, made, step=steps.stop)
+    found = copies(params), _state(opts)
+    for opt in opts:
+        opt.close()
+    return found
+
+
+def test_checkpoints_load_at_any_scale_and_into_two(tmp_path: Path) -> None:
+    """Two ranks, one, two; and one optimizer, two, one. Each step has the bits of a job that nothing has disturbed."""
+    through = run_ranks(2, _part, tmp_path / "through", range(6), _mixed, None)[0]
+    for name, parts in (
+        ("ranks", ((2, _mixed), (1, _mixed), (2, _mixed))),
+        ("optimizers", ((2, _mixed), (2, _two), (2, _mixed))),
+    ):
+        for number, (ranks, make) in enumerate(parts):
+            last = run_ranks(ranks, _part, tmp_path / name, range(2 * number, 2 * number + 2), make, None)[0]
+        _same(last, through)
+
+
+def test_a_job_that_goes_on_clips_by_the_same_bits(tmp_path: Path) -> None:
+    """Terms of the norm are added up bucket by bucket, of whatever rule: their order is saved."""
+    through = run_ranks(2, _part, tmp_path / "through", range(4), _mixed, 0.5)[0]
+    for steps in (range(2), range(2, 4)):
+        last = run_ranks(2, _part, tmp_path / "parts", steps, _mixed, 0.5)[0]
+    _same(last, through)
+    index = (tmp_path / "parts/step-4/index.json").read_text()
+    assert '"version":5' in index and '"ShardedMuon"' in index and '"ShardedAdamW"' in index
+
+
+def _moved(rank: int, world_size: int, folder: Path) -> None:
+    """Groups that have changed their rules."""
+    model = _Net()
+    params = list(model.weights)
+    made = [rules.AdamW(**ADAM), rules.Lion(**LION)]
+
+    def make(of: Sequence[rules.UpdateRule]) -> zero_optim.ShardedOptimizer:
+        groups = [{"params": own, "rule": rule} for own, rule in zip((params[:4], params[4:]), of, strict=True)]
+        return zero_optim.ShardedOptimizer(groups, rules.SGD(), bucket_cap_mb=CAP_MB)
+
+    opt = make(made)
+    _step([opt], params, rank, 0)
+    zero_optim.checkpoint.save(folder, model, opt, step=1)
+    states = opt.state_dict(), zero_optim.full_state_dict(opt, rank=None)
+    opt.close()
+    opt = make(made[::-1])
+    _step([opt], params, rank, 1)
+    before = copies(params), _state([opt])
+    says = "the state of parameter . of group 0.* holds exp_avg_sq, which this optimizer does not keep"
+    for load in (lambda: opt.load_state_dict(states[0]), lambda: zero_optim.load_full_state_dict(opt, states[1])):
+        with pytest.raises(StateMismatchError, match=says):
+            load()
+    says = (
+        r"missing in the checkpoint: the state \(exp_avg_sq\) of 3 .* not kept here: the state \(exp_avg_sq, exp_avg\)"
+    )
+    with pytest.raises(StateMismatchError, match=says):
+        zero_optim.checkpoint.load(folder, model, opt)
+    _same((copies(params), _state([opt])), before)
+    opt.close()
+
+
+def test_state_of_another_rule_is_refused(tmp_path: Path) -> None:
+    run_ranks(2, _moved, tmp_path)
+
+
+def _loaded(rank: int, world_size: int) -> None:
+    """By way of a rank's own state, and of torch's optimizers."""
+    params = _parameters(torch.float32)
+    opt = _mixed(params)
+    for step in range(2):
+        _step([opt], params, 0, step)
+    own, whole, start = copy.deepcopy(opt.state_dict()), zero_optim.full_state_dict(opt, rank=None), copies(params)
+    _step([opt], params, 0, 2)
+    expected = copies(params), _state([opt])
+    opt.close()
+    for load in (lambda opt: opt.load_state_dict(own), lambda opt: zero_optim.load_full_state_dict(opt, whole)):
+        again = [nn.Parameter(value.clone()) for value in start]
+        opt = _mixed(again)
+        load(opt)
+        _step([opt], again, 0, 2)
+        _same((copies(again), _state([opt])), expected)
+        opt.close()
+    again = [nn.Parameter(value.clone()) for value in start]
+    torchs = torch.optim.Muon(_split(again)[0]), torch.optim.AdamW(_split(again)[1])
+    for number, torchs_own in enumerate(torchs):
+        (group,) = [whole["param_groups"][number]]
+        state = {place: whole["state"][index] for place, index in enumerate(group["params"])}
+        torchs_own.load_state_dict({"state": state, "param_groups": [{**group, "params": list(state)}]})
+        for parameter, gradient in zip(again, make_gradients(again, 0, 2), strict=True):
+            parameter.grad = gradient
+        torchs_own.step()
+    for parameter, exact in zip(again, expected[0], strict=True):
+        torch.testing.assert_close(parameter.detach(), exact, rtol=0, atol=1e-6)
+
+
+def test_by_way_of_state_dicts_and_torch() -> None:
+    run_ranks(2, _loaded)
+
+
+# -- groups that come later -------------------------------------------------------------------------------------------
+
+
+def _added(rank: int, world_size: int, stage: int) -> None:
+    """Groups with the optimizer's rule, one that is there, and a new one, beside an optimizer that had them at once."""
+    found = []
+    for at_once in (True, False):
+        params = _parameters()
+        matrices, others = _split(params)
+        groups = [
+            {"params": matrices},
+            {"params": others[:1], "rule": rules.AdamW(**ADAM)},
+            {"params": others[1:2], "rule": rules.AdamW(lr=0.5), **ADAM},
+            {"params": others[2:], "rule": rules.Lion(**LION)},
+        ]
+        opt = zero_optim.ShardedMuon(groups if at_once else groups[:2], **MUON, stage=stage, ema_decay=0.9)
+        for group in () if at_once else groups[2:]:
+            with pytest.raises(ValueError, match="lr of parameter group . must be 0 or more, got -1"):
+                opt.add_param_group({**group, "lr": -1})
+            before = len(opt.engine.rules.all), len(opt.param_groups)
+            with pytest.raises(ParameterError, match="Muon makes matrices orthogonal"):
+                opt.add_param_group({"params": group["params"]})
+            assert (len(opt.engine.rules.all), len(opt.param_groups)) == before
+            opt.add_param_group(group)
+        for step in range(STEPS):
+            _step([opt], params, rank, step)
+        assert [rule.name for rule in opt.engine.rules.all] == ["Muon", "AdamW", "Lion"]
+        assert set(opt.param_groups[3]) == {"params", *LION, "maximize", "ema_decay"}
+        found.append((copies(params), _state([opt])))
+        opt.close()
+    _same(*found)
+
+
+def test_groups_that_come_later() -> None:
+    for stage in (1, 2):
+        run_ranks(2, _added, stage)
+
+
+# -- options, and what is refused -------------------------------------------------------------------------------------
+
+
+def test_a_group_has_the_options_of_its_rule() -> None:
+    params = _parameters()
+    opt = _mixed(params)
+    muon, adam = opt.param_groups
+    assert (muon["lr"], muon["momentum"], "betas" in muon) == (0.02, 0.9, False)
+    assert (adam["lr"], adam["betas"], "momentum" in adam, "rule" in adam) == (1e-2, (0.8, 0.99), False, False)
+    assert opt.defaults["lr"] == 9.0 and "betas" not in opt.defaults
+    adam["betas"] = (0.8, 1.0)
+    with pytest.raises(ValueError, match="betas of parameter group 1 must be two numbers in"):
+        opt.step()
+    adam["betas"] = (0.8, 0.99)
+    opt.step()
+    opt.close()
+
+
+def test_a_rate_may_change_by_group() -> None:
+    """A schedule sets the rates of both rules; that of 0 leaves its parameters alone."""
+    params = _parameters(torch.float32)
+    opt = _mixed(params)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, [lambda step: 1.0, lambda step: float(step > 0)])
+    before = copies(params)
+    _step([opt], params, 0, 0)
+    matrices, others = _split(params)
+    kept = [any(torch.equal(p.detach(), b) for b in before) for p in (*matrices, *others)]
+    assert kept == [False] * 3 + [True] * 4
+    schedule.step()
+    _step([opt], params, 0, 1)
+    assert not any(torch.equal(p.detach(), b) for p, b in zip(params, before, strict=True))
+    opt.close()
+
+
+class _Named(rules.AdamW):
+    """A rule that differs from another of its class in more than defaults."""
+
+    def __init__(self, power: float) -> None:
+        super().__init__(**ADAM)
+        self.power = power
+
+
+def test_rules_that_differ_in_more_than_defaults_stay_apart() -> None:
+    params = [nn.Parameter(torch.ones(3)) for _ in range(6)]
+    given = (_Named(1.0), _Named(1.0), _Named(2.0), rules.AdamW(), rules.AdamW(amsgrad=True), rules.AdamW(False))
+    groups = [{"params": [p], "rule": rule} for p, rule in zip(params, given, strict=True)]
+    opt = zero_optim.ShardedOptimizer(groups, rules.Lion())
+    numbers = [opt.engine.rules.all.index(rule) for rule in opt.engine.rules.by_group]
+    assert numbers == [0, 0, 1, 2, 3, 4]
+    for bucket in opt.engine.reducer.buckets:
+        assert len({opt.engine.rules.of(slot.param) for slot in bucket.layout.slots}) == 1
+    opt.close()
+
+
+@pytest.mark.parametrize(
+    ("group", "options", "error", "says"),
+    [
+        ({"rule": "adamw"}, {}, TypeError, "rule of parameter group 1 must be an instance of zero_optim.rules.Update"),
+        ({"rule": rules.AdamW}, {}, TypeError, "rule of parameter group 1 must be an instance"),
+        ({"rule": None}, {}, TypeError, "rule of parameter group 1 must be an instance"),
+        ({"rule": rules.AdamW(betas=(0.9, 1.0))}, {}, ValueError, "betas of parameter group 1 must be two numbers"),
+        ({"rule": rules.AdamW(), "lr": -1.0}, {}, ValueError, "lr of parameter group 1 must be 0 or more, got -1.0"),
+        ({}, {}, ParameterError, 'makes matrices orthogonal: give it to a group .*"rule": rules.AdamW'),
+        ({"rule": rules.AdamW()}, {"telemetry": True}, ValueError, "telemetry=True: updates by Muon measure nothing"),
+    ],
+)
+def test_errors(group: dict[str, Any], options: dict[str, Any], error: type[Exception], says: str) -> None:
+    matrices, others = _split(_parameters())
+    with pytest.raises(error, match=says):
+        zero_optim.ShardedMuon([{"params": matrices}, {"params": others, **group}], **options)
+
+
+def test_verify_follows_one_rule_at_a_time() -> None:
+    params = _parameters(torch.float32)
+    matrices, others = _split(params)
+    opt = _mixed(params)
+    with pytest.raises(ZeroOptimError, match="these are of Muon and AdamW: choose some by parameters="):
+        zero_optim.verify(opt)
+    with pytest.raises(ZeroOptimError, match="cannot follow Muon: .* or choose parameters of another rule"):
+        zero_optim.verify(opt, parameters=matrices)
+    with zero_optim.verify(opt, parameters=others) as verifier:
+        for step in range(STEPS):
+            _step([opt], params, 0, step)
+    report = verifier.report()
+    assert report.compared == STEPS * sum(p.numel() for p in others) and 0 < report.ulps <= report.bound
+    opt.close()
+
+
+def _disagreeing(rank: int, world_size: int) -> None:
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    rule: rules.UpdateRule = rules.AdamW() if rank == 0 else rules.Lion()
+    groups = [{"params": params[:1]}, {"params": params[1:], "rule": rule}]
+    with pytest.raises(RankMismatchError, match="rule of group 1=AdamW; rank 1 has rule of group 1=Lion"):
+        zero_optim.ShardedAdamW(groups)
+    opt = zero_optim.ShardedAdamW(groups[:1])
+    with pytest.raises(RankMismatchError, match="rule of group 1=AdamW; rank 1 has rule of group 1=Lion"):
+        opt.add_param_group(groups[1])
+    opt.close()
+
+
+def test_ranks_have_the_same_rules() -> None:
+    run_ranks(2, _disagreeing)
+
+
+def test_muon_at_stage_3_is_refused_in_a_group() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    zero_optim.shard_module(model, units=(nn.Linear,))
+    groups = [{"params": [model[0].weight], "rule": rules.Muon()}, {"params": [model[0].bias, *model[1].parameters()]}]
+    with pytest.raises(ParameterError, match="Muon needs whole parameters, and stage 3 cuts them"):
+        zero_optim.ShardedAdamW(groups)
