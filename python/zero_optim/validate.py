@@ -101,7 +101,7 @@ def check_rule_takes(rule: UpdateRule, parameters: ParameterSet, indices: Sequen
                 f"{label} is cut over the tensor-parallel ranks, and {rule.name} needs whole parameters: give it to "
                 "another optimizer"
             )
-        if (reason := rule.refuse_parameter(parameter)) is not None:
+        if (reason := rule.refuse_parameter(parameter, parameters.group(index))) is not None:
             raise ParameterError(f"{label} {reason}")
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,7 @@ class OptimizerState:
     Args:
         parameters: all trained parameters, by index.
         speculator: None: updates on the host wait for the step.
+        group: gives the parameter group of a parameter, by its index.
         measures: whether each update measures its rows.
 
     Attributes:
@@ -62,10 +64,11 @@ class OptimizerState:
         store: StateStore,
         speculator: Speculator | None = None,
         *,
+        group: Callable[[int], Mapping[str, Any]],
         measures: bool = False,
     ) -> None:
         self.parameters, self.sharding, self.rule, self._store = parameters, sharding, rule, store
-        self._speculator, self._measures = speculator, measures
+        self._speculator, self._group, self._measures = speculator, group, measures
         self.trouble = Trouble()
         self._hidden = HiddenEdits(sharding)
         self.shards: list[ShardState] = []
@@ -153,7 +156,7 @@ class OptimizerState:
     # -- update --------------------------------------------------------------------------------------------------
 
     def _shard_state(self, bucket: Bucket) -> ShardState:
-        return ShardState(bucket, self.rule, self._store, self._speculator, measures=self._measures)
+        return ShardState(bucket, self.rule, self._store, self._speculator, group=self._group, measures=self._measures)
 
     def update(self, by: Coefficients) -> Iterator[ShardState]:
         """Update every shard, in the order in which the next forward wants the parameters, and yield each once its
