@@ -119,7 +119,9 @@ class Engine:
         if self.offload.speculate and sharding.reduces and sharding.stage >= 1:  # else gradients are the user's to edit
             assert isinstance(store, HostStore)
             self.speculator = Speculator(rules, parameters, store.threads)
-        self.states = OptimizerState(trained, sharding, rules, store, self.speculator, measures=settings.telemetry)
+        self.states = OptimizerState(
+            trained, sharding, rules, store, self.speculator, group=parameters.group, measures=settings.telemetry
+        )
         self.measured: Measured | None = None
         if settings.telemetry:
             self.measured = Measured(self.states, parameters, shardings, on_host=isinstance(store, HostStore))

@@ -104,7 +104,7 @@ def check_rules_take(rules: GroupRules, parameters: ParameterSet, indices: Seque
                 f"{label} is cut over the tensor-parallel ranks, and {rule.name} needs whole parameters: give it to a "
                 'group with another rule, as {"params": others, "rule": rules.AdamW()}'
             )
-        if (reason := rule.refuse_parameter(parameter)) is not None:
+        if (reason := rule.refuse_parameter(parameter, parameters.group(index))) is not None:
             raise ParameterError(f"{label} {reason}")
 
 

@@ -609,7 +609,6 @@ def test_beside_adamw() -> None:
             ValueError,
             "nesterov of .* must be True",
         ),
-        (lambda: ShardedMuon(_weights(torch.float32), telemetry=True), ValueError, "telemetry=True: updates by Muon"),
         (
             lambda: ShardedMuon(_weights(torch.float32), stage=3),
             ParameterError,

@@ -16,6 +16,7 @@ from ..params.flat_shard import FlatShard
 from ..params.parameter_set import ParameterSet, own_names
 from ..rules.codec import saved_codec
 from ..rules.group_rules import GroupRules
+from ..rules.matrix_view import VIEW
 from ..rules.update_rule import UpdateRule
 from ..step.saved_state import SavedState, tensors_of
 from ..validate import check_groups
@@ -23,7 +24,7 @@ from ..validate import check_groups
 Groups = Sequence[dict[str, Any]]
 
 # What the constructor settles: a saved group does not change it.
-_FIXED_OPTIONS = ("params", "param_names", "decoupled_weight_decay")
+_FIXED_OPTIONS = ("params", "param_names", "decoupled_weight_decay", VIEW)
 
 
 def state_keys(groups: Groups) -> list[str | int]:

@@ -45,6 +45,10 @@ class ParameterSet:
         """The name, or the label of a parameter without one."""
         return self.names[index] or self.labels[index]
 
+    def group(self, index: int) -> dict[str, Any]:
+        """The parameter group that it is in."""
+        return self.groups[self.group_of[index]]
+
     def read_groups(self) -> list[int]:
         """Take in what the groups have gained. Returns the indices; none of them is trained yet."""
         before = len(self.all)

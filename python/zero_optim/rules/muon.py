@@ -5,19 +5,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+import zero_kernels
 
 from ..params.layout import WholeParameters
-from ..params.storage_order import flat_of
-from .codec import Codec
+from .matrix_view import VIEW, MatrixView, blocks_of, matrices_of, refuse_view
 from .options import Fixed, Flag, Number, is_number
 from .state_tensor import Begins, StateTensor
-from .update_rule import MASTER, ShardUpdate, UpdateRule, Whole
+from .update_rule import MASTER, ShardUpdate, UpdateRule, lists_of, parts_of, stored_master
+
+Coefficients = Mapping[str, Tensor]
+NewRows = tuple[Tensor, Sequence[Tensor]]
+"""What is given of whole rows, as ``zero_kernels.update_rows`` takes it."""
 
 _BUFFER = "momentum_buffer"
+_STEP = "step"
+"""What is subtracted, beside the state."""
+
+LEAST_TOGETHER = 17
+"""Rows and columns that matrices have at least, of which several parameters go in one product on a CPU. Products of
+bf16 matrices of this size were seen to have the same bits whatever the number of matrices. Below it torch takes another
+way by the size of all of them together. On a GPU nobody has looked."""
+
+MOST_TOGETHER = 2**22
+"""Elements that are made orthogonal together, at most, or one matrix: so copies take 8 and 16 MB at a time."""
+
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of torch's iteration. Singular values grow fast where they are small; most end between 0.6 and 1.25."""
 
@@ -41,7 +59,8 @@ class _Scale(Fixed):
 class Muon(UpdateRule):
     """One momentum, 4 bytes a parameter less than AdamW; for matrices alone.
 
-    Options of its own, the same for all groups: ``ns_coefficients``, ``ns_steps`` and ``eps`` of the Newton-Schulz
+    ``view`` of a parameter group says which matrices its parameters are; see ``matrix_view``. Other options of its own,
+    the same for all groups: ``ns_coefficients``, ``ns_steps`` and ``eps`` of the Newton-Schulz
     iteration, and ``adjust_lr_fn``, by which the rate depends on a matrix's shape; see ``scale_of``.
     """
 
@@ -54,13 +73,13 @@ class Muon(UpdateRule):
         Fixed("eps", 1e-7),
         Fixed("ns_steps", 5),
         _Scale("adjust_lr_fn", None),
+        MatrixView(VIEW, None),
     )
     tensors = (StateTensor(MASTER, Begins.PARAMETER), StateTensor(_BUFFER))
     own_columns = ("lr", "decay", "momentum", "share", "nesterov")
     counterparts = frozenset(("Muon",))
     needs_steps = False
     layout = WholeParameters()
-    measures_rows = False
 
     def check(self) -> None:
         super().check()
@@ -85,95 +104,141 @@ class Muon(UpdateRule):
             "something else than Muon's. Load the model alone, and let the momentum begin anew"
         )
 
-    def refuse_parameter(self, parameter: Tensor) -> str | None:
-        if parameter.dim() == 2:
-            return None
-        return (
-            f"has {parameter.dim()} dimensions, and Muon makes matrices orthogonal: give it to a group with another "
-            'rule, {"params": others, "rule": rules.AdamW()}, as embeddings, heads, norms and biases. '
-            "ShardedMuon.split(model) sorts them"
-        )
+    def refuse_parameter(self, parameter: Tensor, group: Mapping[str, Any]) -> str | None:
+        return refuse_view(parameter.shape, group.get(VIEW))
+
+    def read_group(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        """A view may have been set since the last step. All ranks find here what does not fit."""
+        if group.get(VIEW) is not None:
+            MatrixView(VIEW, None).check(group[VIEW], "a parameter group")
+            for parameter in group["params"]:
+                if (reason := refuse_view(parameter.shape, group[VIEW])) is not None:
+                    raise ValueError(f"a parameter {reason}")
+        return super().read_group(group)
 
     def make_columns(self, given: Mapping[str, Tensor], steps: Tensor) -> Mapping[str, Tensor]:
         """``decay`` multiplies the parameter, ``share`` is that of the new gradient in the momentum."""
         return {**given, "decay": 1 - given["lr"] * given["weight_decay"], "share": 1 - given["momentum"]}
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
-        """Matrix by matrix, by the same operations wherever it lies: so the result depends on no number of ranks."""
-        for shard in shards:
-            skipped = None if shard.found_inf is None else shard.found_inf.reshape(()) != 0
-            for whole in shard.wholes:
-                self._update(shard, whole, skipped)
+        """Three passes: the momentum of whole shards, matrix by matrix what is subtracted, and the subtraction."""
+        steps = [torch.zeros_like(shard.grad, dtype=torch.float32) for shard in shards]
+        parts = parts_of(self.codecs, StateTensor(_BUFFER))
+        zero_kernels.update_rows(
+            self._look_ahead,
+            self.columns,
+            [shard.grad for shard in shards],
+            steps,
+            [shard.state[part.name] for shard in shards for part in parts],
+            [],
+            [shard.row_slot for shard in shards],
+            *shards[0].shared,
+        )
+        self._orthogonalize(shards, steps)
+        made = [s._replace(state={**s.state, _STEP: step}) for s, step in zip(shards, steps, strict=True)]
+        lists = lists_of(made, stored_master(self), [_STEP], self.averages)
+        zero_kernels.update_rows(_subtract, self.columns, *lists)
 
-    def _update(self, shard: ShardUpdate, whole: Whole, skipped: Tensor | None) -> None:
-        """``skipped``: [] bool, whether nothing is updated; None: it is."""
-        c = dict(zip(self.columns, shard.hyper[whole.param], strict=True))
-        scale = c["grad_factor"] if shard.grad_scale is None else c["grad_factor"] * shard.grad_scale
-        g = whole.of(shard.grad).float() * scale
-        live = c["active"] != 0
-        if skipped is not None:
-            shard.marks[whole.param] |= (skipped & live & ~g.isfinite().all()).int()
-            live = live & ~skipped
-        buffer, p = (self._read(shard, name, whole) for name in (_BUFFER, MASTER))
-        momentum = torch.lerp(buffer, g, c["share"])
+    def _look_ahead(self, g: Tensor, p: Tensor, stored: Sequence[Tensor], c: Coefficients) -> NewRows:
+        """What is to be made orthogonal, in place of a new master; and the new momentum, as it is stored."""
+        codec = self.codecs.get(_BUFFER)
+        momentum = torch.lerp(stored[0] if codec is None else codec.decode(stored), g, c["share"])
         ahead = torch.where(c["nesterov"] != 0, torch.lerp(g, momentum, c["momentum"]), momentum)
-        iteration = [self.defaults[name] for name in ITERATION]
-        direction = flat_of(orthogonalized(whole.shaped(ahead), *iteration), whole.order).float()
-        new = p * c["decay"] - direction * (c["lr"] * scale_of(whole.shape, self.defaults["adjust_lr_fn"]))
-        self._write(shard, _BUFFER, whole, torch.where(live, momentum, buffer))
-        self._write(shard, MASTER, whole, torch.where(live, new, p))
-        if shard.parameter.dtype != torch.float32:  # else it is its own master
-            parameter = whole.of(shard.parameter)
-            parameter.copy_(torch.where(live, new.to(parameter.dtype), parameter))
-        rates = () if shard.rates is None else shard.rates[whole.param]
-        for name, rate in zip(self.averages, rates, strict=True):
-            average = whole.of(shard.state[name])
-            average.copy_(torch.where(live, average + rate * (new - average), average))
+        return ahead, [momentum] if codec is None else codec.encode(momentum)
 
-    def _read(self, shard: ShardUpdate, name: str, whole: Whole) -> Tensor:
-        """[numel] fp32: a view of what is stored, or a copy that was decoded."""
-        codec, tensor = self._codec(shard, name), StateTensor(name)
-        if codec is None:
-            return whole.of(shard.state.get(name, shard.parameter))
-        parts = [shard.state[part.name].narrow(0, *part.span(whole.start, whole.numel)) for part in codec.parts(tensor)]
-        return codec.decode_flat(tensor, [*parts, whole.of(shard.parameter)] if codec.reads_parameter else parts)
+    def _orthogonalize(self, shards: Sequence[ShardUpdate], steps: Sequence[Tensor]) -> None:
+        """Make of each matrix in ``steps``, [shard_numel] fp32, what is subtracted from it, in place.
 
-    def _write(self, shard: ShardUpdate, name: str, whole: Whole, values: Tensor) -> None:
-        codec, tensor = self._codec(shard, name), StateTensor(name)
-        if codec is None:
-            whole.of(shard.state.get(name, shard.parameter)).copy_(values)
-            return
-        for part, encoded in zip(codec.parts(tensor), codec.encode_flat(values), strict=True):
-            shard.state[part.name].narrow(0, *part.span(whole.start, whole.numel)).copy_(encoded)
+        Matrices of one shape are made orthogonal together, those of one parameter as a rule. What one becomes must not
+        depend on those beside it, since which are on a rank depends on the number of ranks. So those of several
+        parameters are together only where their bits are those of each alone; see ``LEAST_TOGETHER``.
+        """
+        batches: dict[tuple[int, ...], _Batch] = {}
+        copies: list[tuple[Tensor, Tensor]] = []
+        for shard, flat in zip(shards, steps, strict=True):
+            for whole in shard.wholes:
+                shaped = whole.shaped(whole.of(flat))
+                matrices = shaped.reshape(matrices_of(whole.shape))
+                if whole.order is not None:  # of channels_last it is a copy
+                    copies.append((shaped, matrices))
+                for block in blocks_of(matrices, whole.group.get(VIEW)):
+                    alike = tuple(block.shape[1:])
+                    alone = flat.device.type != "cpu" or min(alike) < LEAST_TOGETHER
+                    key = (*alike, whole.param) if alone else alike
+                    for part in block.split(max(1, MOST_TOGETHER // block[0].numel())):
+                        batch = batches.setdefault(key, _Batch())
+                        if not batch.holds(part):
+                            self._step(batch, shards[0].hyper)
+                            batches[key] = batch = _Batch()
+                        batch.add(part, whole.param)
+        for batch in batches.values():
+            self._step(batch, shards[0].hyper)
+        for shaped, matrices in copies:
+            shaped.copy_(matrices.view(shaped.shape))
 
-    def _codec(self, shard: ShardUpdate, name: str) -> Codec | None:
-        """The one that this shard has the state by: fp32 parameters have no master, and so none that is split."""
-        codec = self.codecs.get(name)
-        return codec if codec and codec.parts(StateTensor(name))[0].name in shard.state else None
+    def _step(self, batch: _Batch, hyper: Tensor) -> None:
+        """``hyper``: the table."""
+        together = torch.cat(batch.blocks) if len(batch.blocks) > 1 else batch.blocks[0]
+        options = [self.defaults[name] for name in ITERATION]
+        if len(together) == 1:
+            directions = orthogonalized(together[0], *options).unsqueeze(0).float()
+        else:
+            directions = orthogonalized(together, *options).float()
+        lr = self.columns.index("lr")
+        scale = scale_of(together.shape[1:], self.defaults["adjust_lr_fn"])
+        parts = directions.split([len(block) for block in batch.blocks])
+        for block, direction, param in zip(batch.blocks, parts, batch.params, strict=True):
+            torch.mul(direction, hyper[param, lr] * scale, out=block)
+
+
+@dataclass
+class _Batch:
+    """Matrices of one shape that are made orthogonal together."""
+
+    blocks: list[Tensor] = field(default_factory=list)  # [n, rows, columns] each, in place
+    params: list[int] = field(default_factory=list)  # of each, the parameter that it is of
+    numel: int = 0
+
+    def holds(self, block: Tensor) -> bool:
+        """Whether it has room for ``block``."""
+        return self.numel == 0 or self.numel + block.numel() <= MOST_TOGETHER
+
+    def add(self, block: Tensor, param: int) -> None:
+        self.blocks.append(block)
+        self.params.append(param)
+        self.numel += block.numel()
+
+
+def _subtract(g: Tensor, p: Tensor, states: Sequence[Tensor], c: Coefficients) -> NewRows:
+    return p.float() * c["decay"] - states[0], states
 
 
 def orthogonalized(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
     """Make the singular values of ``matrix`` about 1, by Newton-Schulz iterations: X <- a X + (b A + c A A) X, A being
     X X^T.
 
-    Where a matrix is zero the result is zero. The operations are those of ``torch.optim.Muon``, one by one.
+    Where a matrix is zero the result is zero. The operations are those of ``torch.optim.Muon``, one by one, but for the
+    norm. That is added up within rows first: so it depends on no other matrix, and on no number of threads.
 
     Args:
-        matrix: [rows, columns] of any floating dtype; it is not changed.
+        matrix: [rows, columns], or [n, rows, columns] of n matrices, of any floating dtype; it is not changed.
         coefficients: (a, b, c), of each step.
-        eps: the least norm that the matrix is divided by.
+        eps: the least norm that a matrix is divided by.
 
-    Returns [rows, columns] bf16, in another memory format perhaps.
+    Returns bf16 of the same shape, in another memory format perhaps.
     """
     a, b, c = coefficients
-    tall = matrix.shape[0] > matrix.shape[1]
+    product, added = (torch.mm, torch.addmm) if matrix.dim() == 2 else (torch.bmm, torch.baddbmm)
+    tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.to(torch.bfloat16, copy=True)
-    x = x.T if tall else x
-    x = x / x.norm().clamp(min=eps)
+    rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    norm = torch.linalg.vector_norm(rows, dim=-2, keepdim=True).to(torch.bfloat16)
+    x = x.mT if tall else x
+    x = x / norm.clamp(min=eps)
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        gram = product(x, x.mT)
+        x = added(x, added(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 def scale_of(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
@@ -194,10 +259,15 @@ def split_for_muon(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], li
     """See ``ShardedMuon.split``."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     embedded, vocabularies = {id(table.weight) for table in tables}, {table.num_embeddings for table in tables}
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Conv3d)]
+    kernels = {id(module.weight) for module in convolutions[1:]}
+    convolved = {id(p) for module in model.modules() if isinstance(module, _ConvNd) for p in module.parameters()}
     matrices: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
         in_head = name.split(".")[-2:-1] in [[head] for head in _HEADS]
-        hidden = parameter.dim() == 2 and id(parameter) not in embedded and parameter.shape[0] not in vocabularies
+        stacked = parameter.dim() == 2 or (parameter.dim() == 3 and parameter.shape[0] > 1)
+        plain = stacked and id(parameter) not in embedded | convolved and parameter.shape[-2] not in vocabularies
+        hidden = plain or id(parameter) in kernels
         (matrices if hidden and not in_head else others).append((name, parameter))
     return matrices, others

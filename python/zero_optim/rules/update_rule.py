@@ -29,12 +29,14 @@ MASTER = "master"
 
 
 class Whole(NamedTuple):
-    """A parameter that lies whole in a shard: from element ``start`` on, in this memory format."""
+    """A parameter that lies whole in a shard: from element ``start`` on, in this memory format. ``group`` is its
+    parameter group, live."""
 
     param: int
     start: int
     shape: torch.Size
     order: StorageOrder
+    group: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def numel(self) -> int:
@@ -216,8 +218,8 @@ class UpdateRule:
                     f"all groups: make it with {option.name}={given!r}"
                 )
 
-    def refuse_parameter(self, parameter: Tensor) -> str | None:
-        """Say why this parameter cannot be updated by the rule, and what to do. None: it can."""
+    def refuse_parameter(self, parameter: Tensor, group: Mapping[str, Any]) -> str | None:
+        """Say why this parameter of ``group`` cannot be updated by the rule, and what to do. None: it can."""
         return None
 
     def refuse_saved(self, number: int, group: Mapping[str, Any]) -> str | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class OptimizerState:
     Args:
         parameters: all trained parameters, by index.
         speculator: None: updates on the host wait for the step.
+        group: gives the parameter group of a parameter, by its index.
         measures: whether each update measures its rows.
 
     Attributes:
@@ -63,10 +65,11 @@ class OptimizerState:
         store: StateStore,
         speculator: Speculator | None = None,
         *,
+        group: Callable[[int], Mapping[str, Any]],
         measures: bool = False,
     ) -> None:
         self.parameters, self.sharding, self.rules, self._store = parameters, sharding, rules, store
-        self._speculator, self._measures = speculator, measures
+        self._speculator, self._group, self._measures = speculator, group, measures
         self.trouble = Trouble()
         self._hidden = HiddenEdits(sharding)
         self.shards: list[ShardState] = []
@@ -155,7 +158,7 @@ class OptimizerState:
 
     def _shard_state(self, bucket: Bucket) -> ShardState:
         rule = self.rules.of(bucket.layout.slots[0].param)  # a bucket has one
-        return ShardState(bucket, rule, self._store, self._speculator, measures=self._measures)
+        return ShardState(bucket, rule, self._store, self._speculator, group=self._group, measures=self._measures)
 
     def update(self, by: Coefficients) -> Iterator[ShardState]:
         """Update every shard, in the order in which the next forward wants the parameters, and yield each once its

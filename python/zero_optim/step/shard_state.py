@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class ShardState:
         store: StateStore,
         speculator: Speculator | None = None,
         *,
+        group: Callable[[int], Mapping[str, Any]],
         measures: bool = False,
     ) -> None:
         self.bucket, self.rule, self._store = bucket, rule, store
@@ -63,7 +65,7 @@ class ShardState:
         self.page = store.allocate({t.name: self._first(t, store.works_on) for t in self.stored}, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=store.works_on)
-        self.wholes = () if rule.layout.cuts else self._wholes()
+        self.wholes = () if rule.layout.cuts else self._wholes(group)
         self.row_stats: Tensor | None = None
         if measures:
             self.row_stats = torch.zeros(len(rows), len(ROW_STATS), device=store.works_on)
@@ -74,11 +76,14 @@ class ShardState:
                 speculator, rule, self._place, store, self.page, self.row_slot, spare_stats, self.wholes
             )
 
-    def _wholes(self) -> tuple[Whole, ...]:
+    def _wholes(self, group: Callable[[int], Mapping[str, Any]]) -> tuple[Whole, ...]:
         flat = self.bucket.flat
         places = zip(self.bucket.pieces, flat.locals, flat.orders, strict=True)
-        here = [(piece, local.shape, order) for piece, local, order in places if piece.numel]
-        return tuple(Whole(piece.slot.param, piece.in_shard, shape, order) for piece, shape, order in here)
+        return tuple(
+            Whole(piece.slot.param, piece.in_shard, local.shape, order, group(piece.slot.param))
+            for piece, local, order in places
+            if piece.numel
+        )
 
     def _first(self, tensor: StateTensor, device: torch.device) -> Tensor:
         if tensor.begins is not Begins.ZERO:

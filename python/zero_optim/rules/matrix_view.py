@@ -1,0 +1,94 @@
+"""Which matrices a parameter is, for a rule that makes matrices orthogonal.
+
+By its shape, first::
+
+    2 dimensions    [rows, columns]                one matrix
+    3               [experts, rows, columns]       one for each expert
+    4 and 5         [out, in, height, width]       a convolution: one of [out, in * height * width]
+
+A parameter group may say by ``view`` that each of them is several, side by side::
+
+    {"params": q, "view": {"rows": 12}}                  12 equal blocks of rows, such as heads
+    {"params": qkv, "view": {"rows": (768, 256, 256)}}   blocks of so many rows
+    {"params": out, "view": {"columns": 12}}             12 equal blocks of columns
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .options import Option
+
+VIEW = "view"
+"""The option's name."""
+
+ROWS, COLUMNS = "rows", "columns"
+_DIMS = {ROWS: 1, COLUMNS: 2}
+"""What a view may cut, and which dimension of [matrices, rows, columns] that is."""
+
+
+@dataclass(frozen=True)
+class MatrixView(Option):
+    """``view`` of a parameter group: None, or ``{"rows": blocks}`` or ``{"columns": blocks}``, where ``blocks`` is the
+    number of equal ones, or the length of each."""
+
+    optional = True
+
+    def check(self, value: Any, owner: str) -> None:
+        if value is None:
+            return
+        one = isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in _DIMS
+        if not one or not _are_blocks(next(iter(value.values()))):
+            raise ValueError(
+                f"{self.name} of {owner} must be None, {{'rows': blocks}} or {{'columns': blocks}}, where blocks is the "
+                f"number of equal ones, or the length of each; got {value!r}"
+            )
+
+
+def _are_blocks(blocks: Any) -> bool:
+    lengths = blocks if isinstance(blocks, tuple | list) else [blocks]
+    return len(lengths) > 0 and all(type(length) is int and length > 0 for length in lengths)
+
+
+def matrices_of(shape: Sequence[int]) -> tuple[int, int, int]:
+    """Give (matrices, rows, columns) of a parameter of 2 to 5 dimensions, in whose order its elements are theirs."""
+    if len(shape) == 3:
+        return (shape[0], shape[1], shape[2])
+    return (1, shape[0], math.prod(shape[1:]))
+
+
+def refuse_view(shape: Sequence[int], view: Mapping[str, Any] | None) -> str | None:
+    """Say why a parameter of this shape has no such matrices, and what to do. None: it has."""
+    if not 2 <= len(shape) <= 5:
+        return (
+            f"has {len(shape)} dimensions, and Muon makes matrices orthogonal: give it to a group with another rule, "
+            '{"params": others, "rule": rules.AdamW()}, as embeddings, heads, norms and biases. '
+            "ShardedMuon.split(model) sorts them"
+        )
+    if view is None:
+        return None
+    ((cut, blocks),) = view.items()
+    length = matrices_of(shape)[_DIMS[cut]]
+    fits = length % blocks == 0 if isinstance(blocks, int) else length == sum(blocks)
+    if fits:
+        return None
+    wanted = f"a number that divides {length}" if isinstance(blocks, int) else f"lengths that add up to {length}"
+    return f"has shape {tuple(shape)}, which is {length} {cut}, and its group has view={dict(view)!r}: give {wanted}"
+
+
+def blocks_of(matrices: Tensor, view: Mapping[str, Any] | None) -> list[Tensor]:
+    """Cut ``matrices``, contiguous [matrices, rows, columns], into those that ``view`` names: views [n, rows, columns],
+    of all that are to be made orthogonal each for itself."""
+    if view is None:
+        return [matrices]
+    ((cut, blocks),) = view.items()
+    count, length, columns = matrices.shape
+    if cut == ROWS and isinstance(blocks, int):
+        return [matrices.view(count * blocks, length // blocks, columns)]
+    lengths = matrices.shape[_DIMS[cut]] // blocks if isinstance(blocks, int) else [*blocks]
+    return list(matrices.split(lengths, _DIMS[cut]))
