@@ -92,6 +92,11 @@ class Settings:
         if self.ema_decay is not None:
             rule = rule.with_averages(Decays(EMA_DECAY, listed_decays(self.ema_decay)))
         rule.check()
+        if self.stage == 3 and self.state_offload is not None and not rule.layout.cuts:
+            raise ValueError(
+                f"state_offload={self.state_offload!r}: at stage 3 {rule.name} makes parameters whole, of all shards at "
+                "once, and needs their state on the device: leave state_offload out, or take stage=2"
+            )
         if self.telemetry and not rule.measures_rows:
             raise ValueError(f"telemetry=True: updates by {rule.name} measure nothing; leave it out")
         return rule

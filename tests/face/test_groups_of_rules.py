@@ -511,9 +511,3 @@ def test_ranks_have_the_same_rules() -> None:
     run_ranks(2, _disagreeing)
 
 
-def test_muon_at_stage_3_is_refused_in_a_group() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    zero_optim.shard_module(model, units=(nn.Linear,))
-    groups = [{"params": [model[0].weight], "rule": rules.Muon()}, {"params": [model[0].bias, *model[1].parameters()]}]
-    with pytest.raises(ParameterError, match="Muon needs whole parameters, and stage 3 cuts them"):
-        zero_optim.ShardedAdamW(groups)

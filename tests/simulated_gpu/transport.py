@@ -154,6 +154,14 @@ class SimulatedTransport(StreamTransport, ABC):
 
         return Issued(self._issue(Collective("all_reduce", group, tensor, [], [tensor], finish)))
 
+    def all_to_all(
+        self, sent: Tensor, counts: Sequence[int], received: Tensor, of_each: Sequence[int], group: Group
+    ) -> Issued:
+        """The result is not held back: who calls it waits at once."""
+        self._record("all_to_all", group, sent.numel())
+        with self.at_memory():
+            return super().all_to_all(self.memory_of(sent), counts, self.memory_of(received), of_each, group)
+
     def broadcast(self, tensor: Tensor, group: Group) -> None:
         sends = dist.get_rank(group) == 0
         reads, writes = ([tensor], []) if sends else ([], [tensor])

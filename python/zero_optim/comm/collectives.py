@@ -425,6 +425,16 @@ class Comm:
         issued = self._transport(full.device).all_gather(full, own, self._channel(full.nbytes))
         return self._pending(issued, kind, full)
 
+    def all_to_all(self, sent: Tensor, counts: Sequence[int], of_each: Sequence[int]) -> Tensor:
+        """Send ``counts`` elements of ``sent``, flat, to each rank. Returns what they have sent, ``of_each``, in rank
+        order, before what follows."""
+        received = sent.new_empty(sum(of_each))
+        group = self.own_group
+        assert group is not None
+        issued = self._transport(sent.device).all_to_all(sent, counts, received, of_each, group)
+        self._pending(issued, "all_to_all", sent).wait()
+        return received
+
     def exchange(self, vector: Tensor, *, maximum: bool = False, kind: str = "exchange") -> None:
         """Sum (or maximise) a small vector over the ranks, in place, ordered before what follows."""
         if self.world_size > 1:

@@ -56,6 +56,11 @@ class GlooTransport(TorchTransport):
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> Issued:
         return Issued(Works([super().all_reduce(tensor, group, maximum=maximum).work]))
 
+    def all_to_all(
+        self, sent: Tensor, counts: Sequence[int], received: Tensor, of_each: Sequence[int], group: dist.ProcessGroup
+    ) -> Issued:
+        return Issued(Works([super().all_to_all(sent, counts, received, of_each, group).work]))
+
     def barrier(self, group: dist.ProcessGroup | None) -> Issued:
         """Meet on the host. Torch's own barrier would be NCCL's, on the current stream, where the group has NCCL."""
         if group is not None and "nccl" in backends(group).values():

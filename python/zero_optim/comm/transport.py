@@ -85,6 +85,11 @@ class Transport(Protocol):
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> Issued:
         """Sum, or maximise, ``tensor`` over the ranks, in place."""
 
+    def all_to_all(
+        self, sent: Tensor, counts: Sequence[int], received: Tensor, of_each: Sequence[int], group: dist.ProcessGroup
+    ) -> Issued:
+        """Send ``counts`` elements of ``sent`` to each rank, and receive ``of_each`` from each, in rank order."""
+
     def broadcast(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
         """Copy the ``tensor`` of the group's rank 0, contiguous, to every rank, in place, before what follows."""
 
@@ -110,6 +115,11 @@ class TorchTransport:
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> Issued:
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         return Issued(dist.all_reduce(tensor, op=op, group=group, async_op=True))
+
+    def all_to_all(
+        self, sent: Tensor, counts: Sequence[int], received: Tensor, of_each: Sequence[int], group: dist.ProcessGroup
+    ) -> Issued:
+        return Issued(dist.all_to_all_single(received, sent, [*of_each], [*counts], group=group, async_op=True))
 
     def broadcast(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
         dist.broadcast(tensor, group_src=0, group=group)

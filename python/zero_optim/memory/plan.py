@@ -521,6 +521,10 @@ def _traffic(laid: _Laid, job: Job, sharding: Sharding) -> dict[str, int]:
         traffic["all_gather"] += backwards
     elif keepers > 1:
         traffic["node_all_gather"] = backwards
+    joining = [flat for flat in laid.buckets if flat.rule.joins_parts]
+    joined = sum(slot.numel for flat in joining for slot in flat.layout.slots) // sharding.shard_count
+    if joined and sharding.shard_count > 1:  # to where they are made whole, and back, where all ranks have as much
+        traffic["all_to_all"] = joined * (torch.bfloat16.itemsize + torch.float32.itemsize)
     return traffic
 
 

@@ -14,11 +14,13 @@ from torch.nn.modules.conv import _ConvNd
 
 import zero_kernels
 
+from ..comm.collectives import Comm
 from ..params.layout import WholeParameters
+from .homes import Homes
 from .matrix_view import VIEW, MatrixView, blocks_of, matrices_of, refuse_view
 from .options import Fixed, Flag, Number, is_number
 from .state_tensor import Begins, StateTensor
-from .update_rule import MASTER, ShardUpdate, UpdateRule, lists_of, parts_of, stored_master
+from .update_rule import MASTER, ShardUpdate, UpdateRule, Whole, lists_of, parts_of, stored_master
 
 Coefficients = Mapping[str, Tensor]
 NewRows = tuple[Tensor, Sequence[Tensor]]
@@ -80,6 +82,8 @@ class Muon(UpdateRule):
     counterparts = frozenset(("Muon",))
     needs_steps = False
     layout = WholeParameters()
+    joins_parts = True
+    _homes: Homes | None = None  # of a rule that was prepared, once it was asked
 
     def check(self) -> None:
         super().check()
@@ -134,7 +138,14 @@ class Muon(UpdateRule):
             [shard.row_slot for shard in shards],
             *shards[0].shared,
         )
-        self._orthogonalize(shards, steps)
+        hyper = shards[0].hyper
+        if shards[0].ranks is None:
+            self._orthogonalize(steps, [shard.wholes for shard in shards], hyper)
+        else:
+            homes = self._homes_of(shards, shards[0].ranks)
+            whole = homes.bring(steps, torch.bfloat16)  # in which the iteration begins
+            self._orthogonalize([whole], [homes.wholes], hyper)
+            homes.give_back(whole, steps)
         made = [s._replace(state={**s.state, _STEP: step}) for s, step in zip(shards, steps, strict=True)]
         lists = lists_of(made, stored_master(self), [_STEP], self.averages)
         zero_kernels.update_rows(_subtract, self.columns, *lists)
@@ -146,8 +157,26 @@ class Muon(UpdateRule):
         ahead = torch.where(c["nesterov"] != 0, torch.lerp(g, momentum, c["momentum"]), momentum)
         return ahead, [momentum] if codec is None else codec.encode(momentum)
 
-    def _orthogonalize(self, shards: Sequence[ShardUpdate], steps: Sequence[Tensor]) -> None:
-        """Make of each matrix in ``steps``, [shard_numel] fp32, what is subtracted from it, in place.
+    def prepared(self) -> Muon:
+        made = super().prepared()
+        assert isinstance(made, Muon)
+        made._homes = None
+        return made
+
+    def _homes_of(self, shards: Sequence[ShardUpdate], ranks: Comm) -> Homes:
+        """Of the matrices that are cut: each is made orthogonal on one rank."""
+        if self._homes is None:
+            cuts = [shard.cuts for shard in shards]
+            costs = [_cost(cut.whole.shape) for of_shard in cuts for cut in of_shard]
+            self._homes = Homes(cuts, costs, ranks)
+        return self._homes
+
+    def _orthogonalize(self, flats: Sequence[Tensor], wholes: Sequence[Sequence[Whole]], hyper: Tensor) -> None:
+        """Make of each matrix in ``flats``, [numel] fp32, what is subtracted from it, in place.
+
+        Args:
+            wholes: of each of ``flats``, the parameters in it.
+            hyper: the table.
 
         Matrices of one shape are made orthogonal together, those of one parameter as a rule. What one becomes must not
         depend on those beside it, since which are on a rank depends on the number of ranks. So those of several
@@ -155,8 +184,8 @@ class Muon(UpdateRule):
         """
         batches: dict[tuple[int, ...], _Batch] = {}
         copies: list[tuple[Tensor, Tensor]] = []
-        for shard, flat in zip(shards, steps, strict=True):
-            for whole in shard.wholes:
+        for flat, of_flat in zip(flats, wholes, strict=True):
+            for whole in of_flat:
                 shaped = whole.shaped(whole.of(flat))
                 matrices = shaped.reshape(matrices_of(whole.shape))
                 if whole.order is not None:  # of channels_last it is a copy
@@ -168,11 +197,11 @@ class Muon(UpdateRule):
                     for part in block.split(max(1, MOST_TOGETHER // block[0].numel())):
                         batch = batches.setdefault(key, _Batch())
                         if not batch.holds(part):
-                            self._step(batch, shards[0].hyper)
+                            self._step(batch, hyper)
                             batches[key] = batch = _Batch()
                         batch.add(part, whole.param)
         for batch in batches.values():
-            self._step(batch, shards[0].hyper)
+            self._step(batch, hyper)
         for shaped, matrices in copies:
             shaped.copy_(matrices.view(shaped.shape))
 
@@ -207,6 +236,12 @@ class _Batch:
         self.blocks.append(block)
         self.params.append(param)
         self.numel += block.numel()
+
+
+def _cost(shape: Sequence[int]) -> int:
+    """About as many multiplications as a step of the iteration takes, but for a factor."""
+    matrices, rows, columns = matrices_of(shape)
+    return matrices * rows * columns * min(rows, columns)
 
 
 def _subtract(g: Tensor, p: Tensor, states: Sequence[Tensor], c: Coefficients) -> NewRows:

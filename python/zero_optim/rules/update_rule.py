@@ -18,6 +18,7 @@ from torch import Tensor
 
 import zero_kernels
 
+from ..comm.collectives import Comm
 from ..params.layout import CUT_AT_ROWS, LayoutPolicy
 from ..params.storage_order import StorageOrder, view_of
 from .codec import Codec, check_codecs
@@ -51,6 +52,22 @@ class Whole(NamedTuple):
         return view_of(flat, self.shape, self.order)
 
 
+class Part(NamedTuple):
+    """What a rank has of a parameter that is cut over ranks: ``numel`` elements, from ``in_shard`` of its shard on,
+    which are those from ``in_param`` of the parameter on."""
+
+    in_shard: int
+    in_param: int
+    numel: int
+
+
+class Cut(NamedTuple):
+    """A parameter that is cut over ranks. ``whole``: as if it began a shard. ``parts``: of each rank."""
+
+    whole: Whole
+    parts: tuple[Part, ...]
+
+
 class ShardUpdate(NamedTuple):
     """The tensors that an update reads and writes.
 
@@ -69,6 +86,8 @@ class ShardUpdate(NamedTuple):
         row_stats: [shard_numel / ROW, 5] fp32, receives what ``zero_kernels.ROW_STATS`` names of each row; None: it is
             not wanted.
         wholes: the parameters in it, where the rule has them whole.
+        cuts: the parameters in it that are cut over ranks, where the rule needs them whole.
+        ranks: those over which they are cut; None: nothing is.
     """
 
     grad: Tensor
@@ -82,6 +101,8 @@ class ShardUpdate(NamedTuple):
     rates: Tensor | None = None
     row_stats: Tensor | None = None
     wholes: Sequence[Whole] = ()
+    cuts: Sequence[Cut] = ()
+    ranks: Comm | None = None
 
     @property
     def shared(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
@@ -113,6 +134,8 @@ class UpdateRule:
             ``tensors``; see ``with_averages``.
         layout: where in a bucket parameters lie. ``WholeParameters`` is for a rule that needs whole matrices. Such a
             rule brings an ``update`` of its own, and works at stages 0 to 2.
+        joins_parts: whether its ``update`` makes parameters whole that are cut over ranks, so that it works at stage 3.
+            It is given all shards of a dtype at once then. All ranks call it.
         measures_rows: whether its ``update`` gives what ``telemetry`` tells.
         ulps_an_update: the most that rounding makes of an update, in units in the last place; None: nobody knows.
     """
@@ -129,6 +152,7 @@ class UpdateRule:
     codecs: Mapping[str, Codec] = MappingProxyType({})
     averages: tuple[str, ...] = ()
     layout: LayoutPolicy = CUT_AT_ROWS
+    joins_parts = False
     measures_rows = True
 
     def __init__(self, **values: Any) -> None:

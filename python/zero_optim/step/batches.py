@@ -3,6 +3,9 @@
 A call costs the host some time, and a launch costs a GPU some, however few elements it updates. Where many ranks share
 a bucket that is more than the update itself takes. But the parameters of a shard are sent out when its update has been
 launched. So a batch has no more elements than are updated in about that time.
+
+Where an update makes parameters whole that are cut over ranks, one call has all of them: then each rank has as much to
+do as the others.
 """
 
 from __future__ import annotations
@@ -57,12 +60,19 @@ class Batch:
 
 def batches_of(shards: Sequence[ShardState]) -> list[Batch]:
     """``shards`` in their order, cut into batches."""
-    batches: list[list[ShardState]] = []
-    numel = 0
+    joining = [shard for shard in shards if shard.joins_parts]
+    batches = [
+        [shard for shard in joining if shard.is_updated_like(first)]
+        for number, first in enumerate(joining)
+        if not any(first.is_updated_like(before) for before in joining[:number])
+    ]
+    joined, numel = len(batches), 0
     for shard in shards:
+        if shard.joins_parts:
+            continue
         numel += shard.numel
         most = ON_A_PROCESSOR if shard.device.type == "cpu" else ON_A_GPU
-        together = batches and shard.is_updated_like(batches[-1][-1]) and numel <= most
+        together = len(batches) > joined and shard.is_updated_like(batches[-1][-1]) and numel <= most
         if together:
             batches[-1].append(shard)
         else:

@@ -21,7 +21,7 @@ from ..params.storage_order import view_of
 from ..params.tensor_slice import shown_as
 from ..rules.codec import Codec
 from ..rules.state_tensor import Begins, Per, StateTensor
-from ..rules.update_rule import ShardUpdate, UpdateRule, Whole, has_master, stored_for, tensors_for
+from ..rules.update_rule import Cut, Part, ShardUpdate, UpdateRule, Whole, has_master, stored_for, tensors_for
 from ..stores.host_store import HostStore
 from ..stores.state_store import StateStore
 from .speculation import Speculation, Speculator
@@ -40,6 +40,7 @@ class ShardState:
         page: its number in the store.
         row_slot: [shard_numel / ROW] int32, the parameter index of each row; -1 for padding.
         wholes: the parameters in it, where the rule has them whole.
+        cuts: the parameters in it that are cut over ranks, where the rule needs them whole.
         row_stats: [shard_numel / ROW, 5] fp32, what the last update has measured of each row; None: it measures none.
     """
 
@@ -65,7 +66,8 @@ class ShardState:
         self.page = store.allocate({t.name: self._first(t, store.works_on) for t in self.stored}, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=store.works_on)
-        self.wholes = () if rule.layout.cuts else self._wholes(group)
+        self.wholes = () if rule.layout.cuts or self.joins_parts else self._wholes(group)
+        self.cuts = self._cuts(group) if self.joins_parts else ()
         self.row_stats: Tensor | None = None
         if measures:
             self.row_stats = torch.zeros(len(rows), len(ROW_STATS), device=store.works_on)
@@ -83,6 +85,17 @@ class ShardState:
             Whole(piece.slot.param, piece.in_shard, local.shape, order, group(piece.slot.param))
             for piece, local, order in places
             if piece.numel
+        )
+
+    def _cuts(self, group: Callable[[int], Mapping[str, Any]]) -> tuple[Cut, ...]:
+        flat, layout = self.bucket.flat, self.bucket.layout
+        of_ranks = zip(*(layout.pieces(rank) for rank in range(layout.shards)), strict=True)
+        return tuple(
+            Cut(
+                Whole(slot.param, 0, local.shape, order, group(slot.param)),
+                tuple(Part(piece.in_shard, piece.in_param, piece.numel) for piece in pieces),
+            )
+            for slot, local, order, pieces in zip(layout.slots, flat.locals, flat.orders, of_ranks, strict=True)
         )
 
     def _first(self, tensor: StateTensor, device: torch.device) -> Tensor:
@@ -130,6 +143,8 @@ class ShardState:
                 by.rates,
                 self.row_stats,
                 self.wholes,
+                self.cuts,
+                self.bucket.sharding.sharers if self.joins_parts else None,
             )
         except BaseException:
             self.give_up_update()
@@ -143,6 +158,11 @@ class ShardState:
     def give_up_update(self) -> None:
         """The update has failed."""
         self._store.discard(self.page)
+
+    @property
+    def joins_parts(self) -> bool:
+        """Whether its update makes parameters whole that are cut over ranks."""
+        return not self.rule.layout.cuts and self.bucket.flat.sharded
 
     def is_updated_like(self, other: ShardState) -> bool:
         """True if one call may update both: their pages stay where they are updated, and their rules and dtypes are the

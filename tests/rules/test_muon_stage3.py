@@ -1,0 +1,188 @@
+"""``ShardedMuon`` at stage 3: matrices that are cut over ranks are made whole, each on one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import zero_optim
+from harness import run_ranks
+from torch import Tensor, nn
+from training_cases import error_of
+from zero_optim import rules
+from zero_optim.rules.homes import _homes
+
+STEPS = 3
+
+
+class Block(nn.Module):
+    """Matrices of several shapes, some of whose rows no number of ranks divides; views, experts, a convolution."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.randn(3 * width, width) / width**0.5)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 2 * width + 3, bias=False)
+        self.down = nn.Linear(2 * width + 3, width)
+        self.experts = nn.Parameter(torch.randn(3, width, 5) / width**0.5)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.norm(x) @ self.qkv.T).chunk(3, dim=-1)
+        x = x + self.out(q * k + v)
+        x = x + self.down(torch.relu(self.up(x)))
+        return x + torch.einsum("bi,eij->bj", x, self.experts).repeat(1, x.shape[1] // 5 + 1)[:, : x.shape[1]]
+
+
+class Model(nn.Sequential):
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        super().__init__(*(Block(20) for _ in range(3)), nn.Linear(20, 7))
+        self.to(dtype)
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    named = [*model.named_parameters()]
+    fused = [(name, p) for name, p in named if "qkv" in name]
+    hidden = [(name, p) for name, p in named if p.dim() > 1 and "qkv" not in name and not name.startswith("3.")]
+    chosen = {name for name, _ in (*fused, *hidden)}
+    others = [(name, p) for name, p in named if name not in chosen]
+    return [
+        {"params": hidden},
+        {"params": fused, "view": {"rows": (20, 20, 20)}, "lr": 0.03},
+        {"params": others, "rule": rules.AdamW(lr=1e-2)},
+    ]
+
+
+def make(stage: int, dtype: torch.dtype, **options: Any) -> tuple[Model, zero_optim.ShardedMuon]:
+    model = Model(dtype)
+    if stage == 3:
+        zero_optim.shard_module(model, (Block,))
+    return model, zero_optim.ShardedMuon(groups_of(model), lr=0.02, stage=stage, **options)
+
+
+def train(model: nn.Module, opt: zero_optim.ShardedMuon, steps: int, *, overflow: bool = False) -> None:
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank() % 2)
+        x = torch.randn(6, 20, generator=generator).to(next(model.parameters()).dtype)
+        loss = model(x).float().square().mean()
+        (loss * torch.inf if overflow and dist.get_rank() == 0 else loss).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def everything(model: nn.Module, opt: zero_optim.ShardedMuon) -> dict[str, Tensor]:
+    """Weights and state by name, on rank 0."""
+    state = zero_optim.full_state_dict(opt)
+    with zero_optim.gather_parameters(model):
+        found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    names = [name for group in groups_of(model) for name, _ in group["params"]]
+    for index, of_parameter in (state or {"state": {}})["state"].items():
+        found |= {f"{names[index]}/{key}": torch.as_tensor(value) for key, value in of_parameter.items()}
+    return found
+
+
+def same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def _as_at_stage_2(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> bool:
+    found = []
+    for stage in (2, 3):
+        model, opt = make(stage, dtype, **options)
+        train(model, opt, STEPS)
+        found.append(everything(model, opt))
+        opt.close()
+    return same(*found)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "options"),
+    [
+        (1, torch.bfloat16, {"max_grad_norm": 0.1}),
+        (2, torch.float32, {"ema_decay": 0.9}),
+        (3, torch.bfloat16, {"master": "split", "state_dtype": "int8", "telemetry": True}),
+        (5, torch.bfloat16, {"max_grad_norm": 0.1}),
+    ],
+)
+def test_it_has_the_bits_of_stage_2(world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    assert all(run_ranks(world_size, _as_at_stage_2, dtype, options))
+
+
+def _skips(rank: int, world_size: int) -> bool:
+    model, opt = make(3, torch.bfloat16)
+    train(model, opt, 1)
+    before = everything(model, opt)
+    train(model, opt, 1, overflow=True)
+    return same(before, everything(model, opt))
+
+
+def test_a_skipped_step_leaves_no_trace() -> None:
+    assert all(run_ranks(2, _skips))
+
+
+def _saves(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
+    model, opt = make(3, torch.bfloat16)
+    train(model, opt, STEPS)
+    zero_optim.checkpoint.save(folder, model, opt)
+    train(model, opt, 1)
+    return everything(model, opt)
+
+
+def _goes_on(rank: int, world_size: int, folder: str, stage: int) -> dict[str, Tensor]:
+    model, opt = make(stage, torch.bfloat16)
+    zero_optim.checkpoint.load(folder, model, opt)
+    train(model, opt, 1)
+    return everything(model, opt)
+
+
+def test_a_checkpoint_goes_on_at_other_ranks_and_stages(tmp_path: Path) -> None:
+    """Four ranks have the batches of two, twice: averages are the same."""
+    expected = run_ranks(2, _saves, str(tmp_path))[0]
+    for world_size, stage in ((4, 3), (4, 2), (2, 1)):
+        assert same(expected, run_ranks(world_size, _goes_on, str(tmp_path), stage)[0])
+
+
+def _sends(rank: int, world_size: int) -> tuple[int, int, dict[str, int]]:
+    model, opt = make(3, torch.bfloat16)
+    train(model, opt, STEPS)
+    planned = zero_optim.memory.plan_of(opt).traffic
+    return opt.stats()["collectives"]["all_to_all"]["bytes"], sum(p.numel() for p in _matrices(model)), planned
+
+
+def _matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [p for group in groups_of(model)[:2] for _, p in group["params"]]
+
+
+def test_ranks_send_their_parts_there_and_back() -> None:
+    found = run_ranks(3, _sends)
+    _, matrices, planned = found[0]
+    assert sum(sent for sent, *_ in found) == STEPS * (2 + 4) * matrices
+    assert planned["all_to_all"] == pytest.approx((2 + 4) * matrices / 3, rel=0.05)
+
+
+def test_the_dearest_come_first_and_go_to_who_has_least() -> None:
+    assert _homes([1, 8, 3, 3, 5], 3) == [2, 0, 2, 2, 1]
+    assert _homes([4], 3) == [0]
+    assert _homes([], 2) == []
+
+
+def _refuses(rank: int, world_size: int) -> list[tuple[str, str]]:
+    model = Model(torch.bfloat16)
+    zero_optim.shard_module(model, (Block,))
+    offloaded = Model(torch.bfloat16)
+    zero_optim.shard_module(offloaded, (Block,), param_offload="cpu")
+    return [
+        error_of(lambda: zero_optim.ShardedMuon(groups_of(model), lr=0.02, state_offload="cpu")),
+        error_of(lambda: zero_optim.ShardedMuon(groups_of(offloaded), lr=0.02)),
+    ]
+
+
+def test_state_and_parameters_stay_on_the_device() -> None:
+    for state, parameters in run_ranks(2, _refuses):
+        assert state[0] == "ValueError" and "state_offload='cpu': at stage 3 Muon makes parameters whole" in state[1]
+        assert parameters[0] == "ParameterError" and "shard_module without param_offload" in parameters[1]
