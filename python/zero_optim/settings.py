@@ -94,8 +94,8 @@ class Settings:
         rule.check()
         if self.stage == 3 and self.state_offload is not None and not rule.layout.cuts:
             raise ValueError(
-                f"state_offload={self.state_offload!r}: at stage 3 {rule.name} makes parameters whole, of all shards at "
-                "once, and needs their state on the device: leave state_offload out, or take stage=2"
+                f"state_offload={self.state_offload!r}: at stage 3 {rule.name} makes parameters whole, all at once, "
+                "and needs their state on the device: leave state_offload out, or take stage=2"
             )
         if self.telemetry and not rule.measures_rows:
             raise ValueError(f"telemetry=True: updates by {rule.name} measure nothing; leave it out")

@@ -509,5 +509,3 @@ def _disagreeing(rank: int, world_size: int) -> None:
 
 def test_ranks_have_the_same_rules() -> None:
     run_ranks(2, _disagreeing)
-
-

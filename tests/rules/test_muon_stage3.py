@@ -166,7 +166,7 @@ def test_ranks_send_their_parts_there_and_back() -> None:
 
 
 def test_the_dearest_come_first_and_go_to_who_has_least() -> None:
-    assert _homes([1, 8, 3, 3, 5], 3) == [2, 0, 2, 2, 1]
+    assert _homes([1, 8, 3, 3, 5], 3) == [1, 0, 2, 2, 1]
     assert _homes([4], 3) == [0]
     assert _homes([], 2) == []
 

@@ -43,6 +43,7 @@ class Shard:
     device: torch.device = torch.device("cpu")
     fails: str = ""
     rule: Rule = field(default_factory=Rule)
+    joins_parts: bool = False
     done: list[str] = field(default_factory=list)
 
     @property
@@ -81,6 +82,13 @@ def test_neighbours_are_together_up_to_so_many_elements(device):
 def test_other_dtypes_are_apart_and_the_order_stays():
     shards = [Shard(size, dtypes) for size, dtypes in ((1, "bf16"), (2, "bf16"), (3, "fp32"), (4, "bf16"), (5, "bf16"))]
     assert sizes_of(shards) == [[1, 2], [3], [4, 5]]
+
+
+def test_what_is_made_whole_is_all_together_and_first():
+    big = 2 * MOST["cpu"]
+    shards = [Shard(1), Shard(big, joins_parts=True), Shard(2), Shard(3, "fp32", joins_parts=True)]
+    shards += [Shard(big, joins_parts=True), Shard(4)]
+    assert sizes_of(shards) == [[big, big], [3], [1, 2, 4]]
 
 
 def test_what_was_updated_already_is_left_out():

@@ -59,23 +59,34 @@ class Batch:
 
 
 def batches_of(shards: Sequence[ShardState]) -> list[Batch]:
-    """``shards`` in their order, cut into batches."""
+    """Cut ``shards`` into batches: those that are to be made whole first, the others in their order."""
     joining = [shard for shard in shards if shard.joins_parts]
-    batches = [
-        [shard for shard in joining if shard.is_updated_like(first)]
-        for number, first in enumerate(joining)
-        if not any(first.is_updated_like(before) for before in joining[:number])
-    ]
-    joined, numel = len(batches), 0
+    others = [shard for shard in shards if not shard.joins_parts]
+    return [Batch(batch) for batch in (*_alike(joining), *_neighbours(others))]
+
+
+def _alike(shards: Sequence[ShardState]) -> list[list[ShardState]]:
+    """All that one call may update, wherever they are."""
+    batches: list[list[ShardState]] = []
     for shard in shards:
-        if shard.joins_parts:
-            continue
+        batch = next((batch for batch in batches if shard.is_updated_like(batch[0])), None)
+        if batch is None:
+            batches.append([shard])
+        else:
+            batch.append(shard)
+    return batches
+
+
+def _neighbours(shards: Sequence[ShardState]) -> list[list[ShardState]]:
+    batches: list[list[ShardState]] = []
+    numel = 0
+    for shard in shards:
         numel += shard.numel
         most = ON_A_PROCESSOR if shard.device.type == "cpu" else ON_A_GPU
-        together = len(batches) > joined and shard.is_updated_like(batches[-1][-1]) and numel <= most
+        together = batches and shard.is_updated_like(batches[-1][-1]) and numel <= most
         if together:
             batches[-1].append(shard)
         else:
             batches.append([shard])
             numel = shard.numel
-    return [Batch(batch) for batch in batches]
+    return batches
