@@ -114,8 +114,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "foreign": (lambda folder: (folder / "index.json").write_text('{"a": 1}'), "is not the index of a checkpoint"),
     "a list": (lambda folder: (folder / "index.json").write_text("[1]"), "is not the index of a checkpoint"),
     "too new": (
-        lambda folder: _rewrite(folder, lambda index: index.update(version=5)),
-        r"has version 5 of the format, and this zero_optim reads versions 1 to 4. It was written by .*: use",
+        lambda folder: _rewrite(folder, lambda index: index.update(version=6)),
+        r"has version 6 of the format, and this zero_optim reads versions 1 to 5. It was written by .*: use",
     ),
     "a tensor in no piece": (
         lambda folder: _rewrite(folder, _cut_pieces),

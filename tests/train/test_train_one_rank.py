@@ -31,8 +31,9 @@ KEYS = ["step", "loss", "lr", "grad_norm", "loss_scale", "tokens_per_s", "ms"]
         ["--dtype", "bf16", "--master", "split", "--state-dtype", "int8"],
         ["--dtype", "fp16", "--accumulate", "3"],
         ["--dtype", "fp32", "--stage", "0"],
+        ["--optimizer", "muon", "--muon-lr", "0.01"],
     ],
-    ids=["bf16-small-state", "fp16-accumulate", "fp32"],
+    ids=["bf16-small-state", "fp16-accumulate", "fp32", "muon"],
 )
 def test_a_resumed_run_repeats_the_whole_one(
     zero_optim: Callable, text: Path, tmp_path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch

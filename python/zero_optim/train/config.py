@@ -32,7 +32,8 @@ class TrainConfig:
     """One training run. The defaults are for two CPU cores and about two minutes.
 
     ``batch`` counts windows of ``seq`` bytes on each rank, in each of ``accumulate`` micro-batches. ``warmup`` counts
-    steps. ``data`` None is the Python standard library; ``out`` None names the run directory by date.
+    steps. ``muon_lr`` None is 0.02. ``data`` None is the Python standard library; ``out`` None names the run directory
+    by date.
     """
 
     stage: int = 2
@@ -44,7 +45,9 @@ class TrainConfig:
     batch: int = 4
     accumulate: int = 1
     steps: int = 500
+    optimizer: str = "adamw"
     lr: float = 4e-3
+    muon_lr: float | None = None
     warmup: int = 30
     weight_decay: float = 0.1
     clip: float = 1.0
@@ -110,7 +113,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--batch", int, "windows in a micro-batch on each rank (4)")
     flag("--accumulate", int, "micro-batches in a step (1)")
     flag("--steps", int, "optimizer steps (500)")
+    muon = "muon: Muon for the matrices of blocks and AdamW for the rest, in one optimizer, up to stage 2 (adamw)"
+    flag("--optimizer", str, muon, choices=("adamw", "muon"))
     flag("--lr", float, "peak learning rate of the cosine schedule (4e-3)")
+    flag("--muon-lr", float, "the same of the matrices that Muon updates (0.02)")
     flag("--warmup", int, "steps of linear warm-up (30)")
     flag("--weight-decay", float, "decoupled, on matrices alone (0.1)")
     flag("--clip", float, "largest norm of the averaged gradient (1.0)")
@@ -171,6 +177,7 @@ def fresh_config(given: Mapping[str, Any], device: str) -> TrainConfig:
 
 def resumed_config(saved: Mapping[str, Any], given: Mapping[str, Any], device: str) -> TrainConfig:
     """The saved run, with the flags that a resumed run may change. Raises UsageError for any other."""
+    saved = {**TrainConfig().to_dict(), **saved}  # an earlier version had fewer flags
     for name, value in given.items():
         if name not in _FREE_ON_RESUME and saved[name] != value:
             flag = _flag(name)
@@ -194,7 +201,7 @@ def _check_ranges(given: Mapping[str, Any]) -> None:
     for name in ("warmup", "weight_decay", "seed", "save_every", "keep_last"):
         if not given.get(name, 0) >= 0:
             raise UsageError(f"{_flag(name)} {given[name]}: not below 0")
-    for name in ("lr", "clip"):
+    for name in ("lr", "muon_lr", "clip"):
         if not 0 < given.get(name, 1.0) < float("inf"):
             raise UsageError(f"{_flag(name)} {given[name]}: a positive number")
 
@@ -206,6 +213,12 @@ def _check_together(config: TrainConfig) -> None:
         raise UsageError(f"--state-offload, --device-budget: {error}") from error
     if config.param_offload is not None and config.stage < 3:
         raise UsageError(f"--param-offload {config.param_offload}: parameters are sharded at stage 3 alone")
+    if config.muon_lr is not None and config.optimizer != "muon":
+        raise UsageError(f"--muon-lr {config.muon_lr}: is of --optimizer muon alone")
+    if config.optimizer == "muon" and config.stage >= 3:
+        raise UsageError("--optimizer muon: needs whole matrices, and stage 3 cuts them; take --stage 2")
+    if config.optimizer == "muon" and config.telemetry:
+        raise UsageError("--optimizer muon: measures nothing of its updates; leave out --telemetry")
     if config.hidden % config.heads:
         raise UsageError(f"--hidden {config.hidden} is no multiple of --heads {config.heads}; change one of them")
     if (config.hidden // config.heads) % 2:

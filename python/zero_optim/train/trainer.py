@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import GradScaler, ShardedAdamW, checkpoint, memory, shard_module
+from .. import GradScaler, ShardedAdamW, ShardedMuon, checkpoint, memory, shard_module
+from ..rules.muon import Muon
+from .config import TrainConfig
 from .data import draw_windows, fixed_windows
 from .model import GPT, Block, next_byte_loss
 from .report import EXPOSED, PhaseClock, blocked_seconds, peak_bytes
@@ -25,6 +27,7 @@ from .world import World
 
 _VALIDATION_WINDOWS = 128
 _LEAST_LR = 0.1  # of the peak, at the end of the cosine
+_MUON_LR = 0.02
 _PREFETCH = 1  # blocks gathered ahead, at stage 3
 
 
@@ -46,7 +49,7 @@ class Trainer:
         if self.config.stage >= 3:
             shard_module(self.model, units=(Block,), prefetch=_PREFETCH, param_offload=self.config.param_offload)
         self.optimizer = ShardedAdamW(
-            _parameter_groups(self.model, self.config.weight_decay),
+            _parameter_groups(self.model, self.config),
             lr=self.config.lr,
             betas=(0.9, 0.95),
             stage=self.config.stage,
@@ -190,12 +193,18 @@ class Trainer:
         return _LEAST_LR + (1 - _LEAST_LR) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
 
 
-def _parameter_groups(model: GPT, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; gains and biases don't."""
-    named = list(model.named_parameters())
+def _parameter_groups(model: GPT, config: TrainConfig) -> list[dict[str, Any]]:
+    """Matrices decay; gains and biases don't. With Muon those of blocks have a group of its own."""
+    named, decay = list(model.named_parameters()), config.weight_decay
+    groups: list[dict[str, Any]] = []
+    if config.optimizer == "muon":
+        matrices, named = ShardedMuon.split(model)
+        lr = _MUON_LR if config.muon_lr is None else config.muon_lr
+        groups = [{"params": matrices, "rule": Muon(lr=lr, weight_decay=decay)}]
     return [
-        {"params": [(name, p) for name, p in named if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [(name, p) for name, p in named if p.ndim >= 2], "weight_decay": decay},
         {"params": [(name, p) for name, p in named if p.ndim < 2], "weight_decay": 0.0},
+        *groups,
     ]
 
 
