@@ -4,8 +4,7 @@ layers in neural networks", 2024), as ``torch.optim.Muon`` has it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +12,13 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 import zero_kernels
+from zero_kernels import ROW
 
-from ..params.layout import WholeParameters
+from ..params.layout import WholeParameters, round_up
 from .matrix_view import VIEW, MatrixView, blocks_of, matrices_of, refuse_view
 from .options import Fixed, Flag, Number, is_number
 from .state_tensor import Begins, StateTensor
-from .update_rule import MASTER, ShardUpdate, UpdateRule, lists_of, parts_of, stored_master
+from .update_rule import MASTER, ShardUpdate, UpdateRule, Whole, lists_of, parts_of, stored_master
 
 Coefficients = Mapping[str, Tensor]
 NewRows = tuple[Tensor, Sequence[Tensor]]
@@ -33,8 +33,12 @@ LEAST_TOGETHER = 17
 bf16 matrices of this size were seen to have the same bits whatever the number of matrices. Below it torch takes another
 way by the size of all of them together. On a GPU nobody has looked."""
 
-MOST_TOGETHER = 2**22
-"""Elements that are made orthogonal together, at most, or one matrix: so copies take 8 and 16 MB at a time."""
+ON_A_PROCESSOR, ON_A_GPU = 2**18, 2**22
+"""Elements of matrices that are updated together, at most, or one parameter. On a processor they stay in its cache. On a
+GPU they are more, since each launch takes time; nobody has measured that."""
+
+_Block = tuple[Tensor, int]
+"""Matrices of one shape, [n, rows, columns], in place, and the parameter that they are of."""
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of torch's iteration. Singular values grow fast where they are small; most end between 0.6 and 1.25."""
@@ -121,23 +125,41 @@ class Muon(UpdateRule):
         return {**given, "decay": 1 - given["lr"] * given["weight_decay"], "share": 1 - given["momentum"]}
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
-        """Three passes: the momentum of whole shards, matrix by matrix what is subtracted, and the subtraction."""
-        steps = [torch.zeros_like(shard.grad, dtype=torch.float32) for shard in shards]
-        parts = parts_of(self.codecs, StateTensor(_BUFFER))
-        zero_kernels.update_rows(
-            self._look_ahead,
-            self.columns,
-            [shard.grad for shard in shards],
-            steps,
-            [shard.state[part.name] for shard in shards for part in parts],
-            [],
-            [shard.row_slot for shard in shards],
-            *shards[0].shared,
+        """Some matrices at a time, in three passes: their momentum, what is subtracted from each, the subtraction."""
+        for shard in shards:
+            for wholes in _together(shard.wholes, _most(shard.grad)):
+                self._update(self._cut(shard, wholes))
+
+    def _cut(self, shard: ShardUpdate, wholes: Sequence[Whole]) -> ShardUpdate:
+        """What ``shard`` has of ``wholes``, which follow each other in it: views."""
+        start = wholes[0].start
+        numel = round_up(wholes[-1].start + wholes[-1].numel, ROW) - start
+        rows = slice(start // ROW, (start + numel) // ROW)
+        stored = [part for tensor in self.tensors for part in parts_of(self.codecs, tensor)]
+        return shard._replace(
+            grad=shard.grad.narrow(0, start, numel),
+            parameter=shard.parameter.narrow(0, start, numel),
+            state={
+                part.name: shard.state[part.name].narrow(0, *part.span(start, numel))
+                for part in stored
+                if part.name in shard.state
+            },
+            row_slot=shard.row_slot[rows],
+            row_stats=None if shard.row_stats is None else shard.row_stats[rows],
+            wholes=[whole._replace(start=whole.start - start) for whole in wholes],
         )
-        self._orthogonalize(shards, steps)
-        made = [s._replace(state={**s.state, _STEP: step}) for s, step in zip(shards, steps, strict=True)]
-        lists = lists_of(made, stored_master(self), [_STEP], self.averages)
-        zero_kernels.update_rows(_subtract, self.columns, *lists)
+
+    def _update(self, shard: ShardUpdate) -> None:
+        step = torch.zeros_like(shard.grad, dtype=torch.float32)
+        momentum = [shard.state[part.name] for part in parts_of(self.codecs, StateTensor(_BUFFER))]
+        zero_kernels.update_rows(
+            self._look_ahead, self.columns, [shard.grad], [step], momentum, [], [shard.row_slot], *shard.shared
+        )
+        self._orthogonalize(step, shard)
+        made = shard._replace(state={**shard.state, _STEP: step}, marks=None)
+        zero_kernels.update_rows(
+            _subtract, self.columns, *lists_of([made], stored_master(self), [_STEP], self.averages)
+        )
 
     def _look_ahead(self, g: Tensor, p: Tensor, stored: Sequence[Tensor], c: Coefficients) -> NewRows:
         """What is to be made orthogonal, in place of a new master; and the new momentum, as it is stored."""
@@ -146,67 +168,64 @@ class Muon(UpdateRule):
         ahead = torch.where(c["nesterov"] != 0, torch.lerp(g, momentum, c["momentum"]), momentum)
         return ahead, [momentum] if codec is None else codec.encode(momentum)
 
-    def _orthogonalize(self, shards: Sequence[ShardUpdate], steps: Sequence[Tensor]) -> None:
-        """Make of each matrix in ``steps``, [shard_numel] fp32, what is subtracted from it, in place.
+    def _orthogonalize(self, step: Tensor, shard: ShardUpdate) -> None:
+        """Make of each matrix in ``step``, [shard_numel] fp32, what is subtracted from it, in place.
 
         Matrices of one shape are made orthogonal together, those of one parameter as a rule. What one becomes must not
         depend on those beside it, since which are on a rank depends on the number of ranks. So those of several
         parameters are together only where their bits are those of each alone; see ``LEAST_TOGETHER``.
         """
-        batches: dict[tuple[int, ...], _Batch] = {}
+        batches: dict[tuple[int, ...], list[_Block]] = {}
         copies: list[tuple[Tensor, Tensor]] = []
-        for shard, flat in zip(shards, steps, strict=True):
-            for whole in shard.wholes:
-                shaped = whole.shaped(whole.of(flat))
-                matrices = shaped.reshape(matrices_of(whole.shape))
-                if whole.order is not None:  # of channels_last it is a copy
-                    copies.append((shaped, matrices))
-                for block in blocks_of(matrices, whole.group.get(VIEW)):
-                    alike = tuple(block.shape[1:])
-                    alone = flat.device.type != "cpu" or min(alike) < LEAST_TOGETHER
-                    key = (*alike, whole.param) if alone else alike
-                    for part in block.split(max(1, MOST_TOGETHER // block[0].numel())):
-                        batch = batches.setdefault(key, _Batch())
-                        if not batch.holds(part):
-                            self._step(batch, shards[0].hyper)
-                            batches[key] = batch = _Batch()
-                        batch.add(part, whole.param)
+        for whole in shard.wholes:
+            shaped = whole.shaped(whole.of(step))
+            matrices = shaped.reshape(matrices_of(whole.shape))
+            if whole.order is not None:  # of channels_last it is a copy
+                copies.append((shaped, matrices))
+            for block in blocks_of(matrices, whole.group.get(VIEW)):
+                alike = tuple(block.shape[1:])
+                alone = step.device.type != "cpu" or min(alike) < LEAST_TOGETHER
+                first, *others = block.split(max(1, _most(step) // block[0].numel()))
+                batches.setdefault((*alike, whole.param) if alone else alike, []).append((first, whole.param))
+                for part in others:
+                    self._step([(part, whole.param)], shard.hyper)
         for batch in batches.values():
-            self._step(batch, shards[0].hyper)
+            self._step(batch, shard.hyper)
         for shaped, matrices in copies:
             shaped.copy_(matrices.view(shaped.shape))
 
-    def _step(self, batch: _Batch, hyper: Tensor) -> None:
-        """``hyper``: the table."""
-        together = torch.cat(batch.blocks) if len(batch.blocks) > 1 else batch.blocks[0]
+    def _step(self, batch: Sequence[_Block], hyper: Tensor) -> None:
+        """Write what is subtracted from matrices of one shape where they are. ``hyper``: the table."""
+        blocks = [block for block, _ in batch]
+        together = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
         options = [self.defaults[name] for name in ITERATION]
         if len(together) == 1:
             directions = orthogonalized(together[0], *options).unsqueeze(0).float()
         else:
             directions = orthogonalized(together, *options).float()
-        lr = self.columns.index("lr")
-        scale = scale_of(together.shape[1:], self.defaults["adjust_lr_fn"])
-        parts = directions.split([len(block) for block in batch.blocks])
-        for block, direction, param in zip(batch.blocks, parts, batch.params, strict=True):
+        lr, scale = self.columns.index("lr"), scale_of(together.shape[1:], self.defaults["adjust_lr_fn"])
+        parts = directions.split([len(block) for block in blocks])
+        for (block, param), direction in zip(batch, parts, strict=True):
             torch.mul(direction, hyper[param, lr] * scale, out=block)
 
 
-@dataclass
-class _Batch:
-    """Matrices of one shape that are made orthogonal together."""
+def _most(tensor: Tensor) -> int:
+    """How many elements are updated together, where ``tensor`` is."""
+    return ON_A_PROCESSOR if tensor.device.type == "cpu" else ON_A_GPU
 
-    blocks: list[Tensor] = field(default_factory=list)  # [n, rows, columns] each, in place
-    params: list[int] = field(default_factory=list)  # of each, the parameter that it is of
-    numel: int = 0
 
-    def holds(self, block: Tensor) -> bool:
-        """Whether it has room for ``block``."""
-        return self.numel == 0 or self.numel + block.numel() <= MOST_TOGETHER
-
-    def add(self, block: Tensor, param: int) -> None:
-        self.blocks.append(block)
-        self.params.append(param)
-        self.numel += block.numel()
+def _together(wholes: Sequence[Whole], most: int) -> Iterator[Sequence[Whole]]:
+    """Cut ``wholes`` into runs of ``most`` elements at most, or of one parameter."""
+    run: list[Whole] = []
+    numel = 0
+    for whole in wholes:
+        if run and numel + whole.numel > most:
+            yield run
+            run, numel = [], 0
+        run.append(whole)
+        numel += whole.numel
+    if run:
+        yield run
 
 
 def _subtract(g: Tensor, p: Tensor, states: Sequence[Tensor], c: Coefficients) -> NewRows:
