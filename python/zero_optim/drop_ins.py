@@ -154,17 +154,21 @@ class ShardedSGD(ShardedOptimizer):
 
 
 class ShardedMuon(ShardedOptimizer):
-    """``torch.optim.Muon``, sharded: for the matrices of hidden layers. No shard cuts one, so each is made orthogonal
-    on one rank, and the result does not depend on how many ranks there are.
+    """``torch.optim.Muon``, sharded: for the matrices of hidden layers. Each is made orthogonal on one rank, and the
+    result does not depend on how many ranks there are, nor on the stage.
+
+    Of three dimensions a parameter is a stack of matrices, of four and five a convolution, [out, the rest]. ``view`` of
+    a parameter group cuts its matrices: None, or ``{"rows": blocks}`` or ``{"columns": blocks}``, where ``blocks`` is
+    the number of equal ones, or the length of each. It stays what it is through a load.
 
     Args:
-        params, sharding: as ``ShardedAdamW`` takes them, at stages 0 to 2. ``telemetry`` is not there.
+        params, sharding: as ``ShardedAdamW`` takes them; at stage 3 without ``state_offload``.
         lr, weight_decay, momentum, nesterov: as in ``torch.optim.Muon``; a group's own values win.
         ns_coefficients, eps, ns_steps: of the Newton-Schulz iteration, the same for all groups.
         adjust_lr_fn: how the rate depends on a matrix's shape, for all groups: None, "original", "match_rms_adamw" or
             "spectral_unclamped"; see ``zero_optim.rules.muon.scale_of``.
 
-    Raises what ``ShardedOptimizer`` raises; ParameterError also for what is no matrix.
+    Raises what ``ShardedOptimizer`` raises; ParameterError also for what is no matrix, or has not those of its view.
     """
 
     def __init__(
@@ -197,7 +201,9 @@ class ShardedMuon(ShardedOptimizer):
         """Sort the parameters of ``model`` into those for Muon and the others, which AdamW or Lion takes, each with its
         name: ``matrices, others = ShardedMuon.split(model)``.
 
-        The others are embeddings, heads, and all that is no matrix. A head is a matrix with as many rows as an
-        embedding, or the weight of a module that is called head, lm_head, output, classifier or score.
+        The others are embeddings, heads, and all that is no matrix, no stack of matrices and no convolution. A head is
+        a matrix with as many rows as an embedding, or the weight of a module that is called head, lm_head, output,
+        classifier or score. The first convolution is one of the others, too, and so are those of one dimension, and
+        transposed ones.
         """
         return split_for_muon(model)

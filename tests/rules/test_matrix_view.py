@@ -203,23 +203,23 @@ def test_together_or_alone(shape: tuple[int, int]) -> None:
         torch.set_num_threads(before)
 
 
-def _first_of(count: int, shape: tuple[int, int]) -> Tensor:
-    params = [nn.Parameter(torch.full(shape, 0.5)) for _ in range(count)]
+def _updated(numbers: Sequence[int], shape: tuple[int, int]) -> list[Tensor]:
+    params = [nn.Parameter(torch.full(shape, 0.5)) for _ in numbers]
     opt = ShardedMuon(params, **OPTIONS)
-    for number, parameter in enumerate(params):
+    for number, parameter in zip(numbers, params, strict=True):
         parameter.grad = torch.randn(shape, generator=torch.Generator().manual_seed(number))
     opt.step()
     opt.close()
-    return params[0].detach()
+    return [parameter.detach() for parameter in params]
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (5, 60), (24, 40)])
 def test_what_lies_beside_makes_no_difference(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Small matrices of several parameters are not made orthogonal together: their bits would depend on how many."""
-    alone = _first_of(1, shape)
-    assert torch.equal(_first_of(40, shape), alone)
-    monkeypatch.setattr(muon, "MOST_TOGETHER", 5 * shape[0] * shape[1])
-    assert torch.equal(_first_of(40, shape), alone)
+    alone = [_updated([number], shape)[0] for number in range(30)]
+    assert all(map(torch.equal, _updated(range(30), shape), alone))
+    monkeypatch.setattr(muon, "ON_A_PROCESSOR", 5 * shape[0] * shape[1])
+    assert all(map(torch.equal, _updated(range(30), shape), alone))
 
 
 # -- numbers of updates -----------------------------------------------------------------------------------------------

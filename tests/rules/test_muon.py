@@ -610,11 +610,6 @@ def test_beside_adamw() -> None:
             "nesterov of .* must be True",
         ),
         (
-            lambda: ShardedMuon(_weights(torch.float32), stage=3),
-            ParameterError,
-            "stage 3 cuts them at rows: take",
-        ),
-        (
             lambda: ShardedMuon([{"params": _weights(torch.float32)[:1], "ns_steps": 7}]),
             ValueError,
             "ns_steps of parameter group 0 is 7, .* make it with ns_steps=7",
@@ -624,10 +619,3 @@ def test_beside_adamw() -> None:
 def test_errors(make: Callable[[], object], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         make()
-
-
-def test_stage_3_cuts_matrices() -> None:
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    zero_optim.shard_module(model, (nn.Linear,))
-    with pytest.raises(ParameterError, match="Muon needs whole parameters, and stage 3 cuts them"):
-        ShardedMuon(model.named_parameters())

@@ -13,7 +13,8 @@ import zero_optim
 from harness import run_ranks
 from torch import Tensor, nn
 from training_cases import error_of
-from zero_optim import rules
+from zero_optim import ParameterError, rules
+from zero_optim.params.layout import WholeParameters
 from zero_optim.rules.homes import _homes
 
 STEPS = 3
@@ -169,6 +170,19 @@ def test_the_dearest_come_first_and_go_to_who_has_least() -> None:
     assert _homes([1, 8, 3, 3, 5], 3) == [1, 0, 2, 2, 1]
     assert _homes([4], 3) == [0]
     assert _homes([], 2) == []
+
+
+class ByWholes(rules.UpdateRule):
+    """A rule that needs whole parameters, and does not make them whole."""
+
+    layout = WholeParameters()
+
+
+def test_a_rule_that_does_not_join_parts_stays_below() -> None:
+    model = Model(torch.float32)
+    zero_optim.shard_module(model, (Block,))
+    with pytest.raises(ParameterError, match="ByWholes needs whole parameters, and stage 3 cuts them at rows"):
+        zero_optim.ShardedOptimizer(model.named_parameters(), ByWholes())
 
 
 def _refuses(rank: int, world_size: int) -> list[tuple[str, str]]:

@@ -45,7 +45,7 @@ class MatrixView(Option):
         one = isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in _DIMS
         if not one or not _are_blocks(next(iter(value.values()))):
             raise ValueError(
-                f"{self.name} of {owner} must be None, {{'rows': blocks}} or {{'columns': blocks}}, where blocks is the "
+                f"{self.name} of {owner} must be None, {{'rows': blocks}} or {{'columns': blocks}}, and blocks the "
                 f"number of equal ones, or the length of each; got {value!r}"
             )
 

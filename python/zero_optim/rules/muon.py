@@ -4,8 +4,7 @@ layers in neural networks", 2024), as ``torch.optim.Muon`` has it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 import zero_kernels
+from zero_kernels import ROW
 
 from ..comm.collectives import Comm
-from ..params.layout import WholeParameters
+from ..params.layout import WholeParameters, round_up
 from .homes import Homes
 from .matrix_view import VIEW, MatrixView, blocks_of, matrices_of, refuse_view
 from .options import Fixed, Flag, Number, is_number
@@ -32,11 +32,15 @@ _STEP = "step"
 
 LEAST_TOGETHER = 17
 """Rows and columns that matrices have at least, of which several parameters go in one product on a CPU. Products of
-bf16 matrices of this size were seen to have the same bits whatever the number of matrices. Below it torch takes another
-way by the size of all of them together. On a GPU nobody has looked."""
+bf16 matrices of this size were seen to have the same bits whatever the number of matrices. For smaller ones torch
+chooses the way by the elements of all of them together. On a GPU nobody has looked."""
 
-MOST_TOGETHER = 2**22
-"""Elements that are made orthogonal together, at most, or one matrix: so copies take 8 and 16 MB at a time."""
+ON_A_PROCESSOR, ON_A_GPU = 2**18, 2**22
+"""Elements of matrices that are updated together, at most, or one parameter. On a processor they stay in its cache. On
+a GPU they are more, since each launch takes time; nobody has measured that."""
+
+_Block = tuple[Tensor, int]
+"""Matrices of one shape, [n, rows, columns], in place, and the parameter that they are of."""
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of torch's iteration. Singular values grow fast where they are small; most end between 0.6 and 1.25."""
@@ -125,30 +129,60 @@ class Muon(UpdateRule):
         return {**given, "decay": 1 - given["lr"] * given["weight_decay"], "share": 1 - given["momentum"]}
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
-        """Three passes: the momentum of whole shards, matrix by matrix what is subtracted, and the subtraction."""
-        steps = [torch.zeros_like(shard.grad, dtype=torch.float32) for shard in shards]
-        parts = parts_of(self.codecs, StateTensor(_BUFFER))
-        zero_kernels.update_rows(
-            self._look_ahead,
-            self.columns,
-            [shard.grad for shard in shards],
-            steps,
-            [shard.state[part.name] for shard in shards for part in parts],
-            [],
-            [shard.row_slot for shard in shards],
-            *shards[0].shared,
+        """In three passes: the momentum, what is subtracted from each matrix, the subtraction. Some matrices at a time;
+        or where they are cut over ranks, all of them."""
+        if shards[0].ranks is not None:
+            return self._update_cut(shards, shards[0].ranks)
+        for shard in shards:
+            for wholes in _together(shard.wholes, _most(shard.grad)):
+                run = self._run(shard, wholes)
+                step = self._ahead(run)
+                self._orthogonalize(step, run.wholes, run.hyper)
+                self._subtract(run, step)
+
+    def _update_cut(self, shards: Sequence[ShardUpdate], ranks: Comm) -> None:
+        """Collective."""
+        steps = [self._ahead(shard) for shard in shards]
+        homes = self._homes_of(shards, ranks)
+        here = homes.bring(steps, torch.bfloat16)  # in which the iteration begins
+        for wholes in _together(homes.wholes, _most(here)):
+            self._orthogonalize(here, wholes, shards[0].hyper)
+        homes.give_back(here, steps)
+        for shard, step in zip(shards, steps, strict=True):
+            self._subtract(shard, step)
+
+    def _run(self, shard: ShardUpdate, wholes: Sequence[Whole]) -> ShardUpdate:
+        """What ``shard`` has of ``wholes``, which follow each other in it: views."""
+        start = wholes[0].start
+        numel = round_up(wholes[-1].start + wholes[-1].numel, ROW) - start
+        rows = slice(start // ROW, (start + numel) // ROW)
+        stored = [part for tensor in self.tensors for part in parts_of(self.codecs, tensor)]
+        return shard._replace(
+            grad=shard.grad.narrow(0, start, numel),
+            parameter=shard.parameter.narrow(0, start, numel),
+            state={
+                part.name: shard.state[part.name].narrow(0, *part.span(start, numel))
+                for part in stored
+                if part.name in shard.state
+            },
+            row_slot=shard.row_slot[rows],
+            row_stats=None if shard.row_stats is None else shard.row_stats[rows],
+            wholes=[whole._replace(start=whole.start - start) for whole in wholes],
         )
-        hyper = shards[0].hyper
-        if shards[0].ranks is None:
-            self._orthogonalize(steps, [shard.wholes for shard in shards], hyper)
-        else:
-            homes = self._homes_of(shards, shards[0].ranks)
-            whole = homes.bring(steps, torch.bfloat16)  # in which the iteration begins
-            self._orthogonalize([whole], [homes.wholes], hyper)
-            homes.give_back(whole, steps)
-        made = [s._replace(state={**s.state, _STEP: step}) for s, step in zip(shards, steps, strict=True)]
-        lists = lists_of(made, stored_master(self), [_STEP], self.averages)
-        zero_kernels.update_rows(_subtract, self.columns, *lists)
+
+    def _ahead(self, shard: ShardUpdate) -> Tensor:
+        """Update the momentum. Returns what is to be made orthogonal, [shard_numel] fp32."""
+        ahead = torch.zeros_like(shard.grad, dtype=torch.float32)
+        momentum = [shard.state[part.name] for part in parts_of(self.codecs, StateTensor(_BUFFER))]
+        zero_kernels.update_rows(
+            self._look_ahead, self.columns, [shard.grad], [ahead], momentum, [], [shard.row_slot], *shard.shared
+        )
+        return ahead
+
+    def _subtract(self, shard: ShardUpdate, step: Tensor) -> None:
+        made = shard._replace(state={**shard.state, _STEP: step}, marks=None)
+        lists = lists_of([made], stored_master(self), [_STEP], self.averages)
+        zero_kernels.update_rows(_subtracted, self.columns, *lists)
 
     def _look_ahead(self, g: Tensor, p: Tensor, stored: Sequence[Tensor], c: Coefficients) -> NewRows:
         """What is to be made orthogonal, in place of a new master; and the new momentum, as it is stored."""
@@ -164,78 +198,71 @@ class Muon(UpdateRule):
         return made
 
     def _homes_of(self, shards: Sequence[ShardUpdate], ranks: Comm) -> Homes:
-        """Of the matrices that are cut: each is made orthogonal on one rank."""
+        """Where each matrix that is cut is made orthogonal."""
         if self._homes is None:
             cuts = [shard.cuts for shard in shards]
             costs = [_cost(cut.whole.shape) for of_shard in cuts for cut in of_shard]
             self._homes = Homes(cuts, costs, ranks)
         return self._homes
 
-    def _orthogonalize(self, flats: Sequence[Tensor], wholes: Sequence[Sequence[Whole]], hyper: Tensor) -> None:
-        """Make of each matrix in ``flats``, [numel] fp32, what is subtracted from it, in place.
-
-        Args:
-            wholes: of each of ``flats``, the parameters in it.
-            hyper: the table.
+    def _orthogonalize(self, step: Tensor, wholes: Sequence[Whole], hyper: Tensor) -> None:
+        """Make of each matrix in ``step``, flat fp32, what is subtracted from it, in place.
 
         Matrices of one shape are made orthogonal together, those of one parameter as a rule. What one becomes must not
         depend on those beside it, since which are on a rank depends on the number of ranks. So those of several
         parameters are together only where their bits are those of each alone; see ``LEAST_TOGETHER``.
         """
-        batches: dict[tuple[int, ...], _Batch] = {}
+        batches: dict[tuple[int, ...], list[_Block]] = {}
         copies: list[tuple[Tensor, Tensor]] = []
-        for flat, of_flat in zip(flats, wholes, strict=True):
-            for whole in of_flat:
-                shaped = whole.shaped(whole.of(flat))
-                matrices = shaped.reshape(matrices_of(whole.shape))
-                if whole.order is not None:  # of channels_last it is a copy
-                    copies.append((shaped, matrices))
-                for block in blocks_of(matrices, whole.group.get(VIEW)):
-                    alike = tuple(block.shape[1:])
-                    alone = flat.device.type != "cpu" or min(alike) < LEAST_TOGETHER
-                    key = (*alike, whole.param) if alone else alike
-                    for part in block.split(max(1, MOST_TOGETHER // block[0].numel())):
-                        batch = batches.setdefault(key, _Batch())
-                        if not batch.holds(part):
-                            self._step(batch, hyper)
-                            batches[key] = batch = _Batch()
-                        batch.add(part, whole.param)
+        for whole in wholes:
+            shaped = whole.shaped(whole.of(step))
+            matrices = shaped.reshape(matrices_of(whole.shape))
+            if whole.order is not None:  # of channels_last it is a copy
+                copies.append((shaped, matrices))
+            for block in blocks_of(matrices, whole.group.get(VIEW)):
+                alike = tuple(block.shape[1:])
+                alone = step.device.type != "cpu" or min(alike) < LEAST_TOGETHER
+                first, *others = block.split(max(1, _most(step) // block[0].numel()))
+                batches.setdefault((*alike, whole.param) if alone else alike, []).append((first, whole.param))
+                for part in others:
+                    self._step([(part, whole.param)], hyper)
         for batch in batches.values():
             self._step(batch, hyper)
         for shaped, matrices in copies:
             shaped.copy_(matrices.view(shaped.shape))
 
-    def _step(self, batch: _Batch, hyper: Tensor) -> None:
-        """``hyper``: the table."""
-        together = torch.cat(batch.blocks) if len(batch.blocks) > 1 else batch.blocks[0]
+    def _step(self, batch: Sequence[_Block], hyper: Tensor) -> None:
+        """Write what is subtracted from matrices of one shape where they are. ``hyper``: the table."""
+        blocks = [block for block, _ in batch]
+        together = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
         options = [self.defaults[name] for name in ITERATION]
         if len(together) == 1:
             directions = orthogonalized(together[0], *options).unsqueeze(0).float()
         else:
             directions = orthogonalized(together, *options).float()
-        lr = self.columns.index("lr")
-        scale = scale_of(together.shape[1:], self.defaults["adjust_lr_fn"])
-        parts = directions.split([len(block) for block in batch.blocks])
-        for block, direction, param in zip(batch.blocks, parts, batch.params, strict=True):
+        lr, scale = self.columns.index("lr"), scale_of(together.shape[1:], self.defaults["adjust_lr_fn"])
+        parts = directions.split([len(block) for block in blocks])
+        for (block, param), direction in zip(batch, parts, strict=True):
             torch.mul(direction, hyper[param, lr] * scale, out=block)
 
 
-@dataclass
-class _Batch:
-    """Matrices of one shape that are made orthogonal together."""
+def _most(tensor: Tensor) -> int:
+    """How many elements are updated together, where ``tensor`` is."""
+    return ON_A_PROCESSOR if tensor.device.type == "cpu" else ON_A_GPU
 
-    blocks: list[Tensor] = field(default_factory=list)  # [n, rows, columns] each, in place
-    params: list[int] = field(default_factory=list)  # of each, the parameter that it is of
-    numel: int = 0
 
-    def holds(self, block: Tensor) -> bool:
-        """Whether it has room for ``block``."""
-        return self.numel == 0 or self.numel + block.numel() <= MOST_TOGETHER
-
-    def add(self, block: Tensor, param: int) -> None:
-        self.blocks.append(block)
-        self.params.append(param)
-        self.numel += block.numel()
+def _together(wholes: Sequence[Whole], most: int) -> Iterator[Sequence[Whole]]:
+    """Cut ``wholes`` into runs of ``most`` elements at most, or of one parameter."""
+    run: list[Whole] = []
+    numel = 0
+    for whole in wholes:
+        if run and numel + whole.numel > most:
+            yield run
+            run, numel = [], 0
+        run.append(whole)
+        numel += whole.numel
+    if run:
+        yield run
 
 
 def _cost(shape: Sequence[int]) -> int:
@@ -244,7 +271,7 @@ def _cost(shape: Sequence[int]) -> int:
     return matrices * rows * columns * min(rows, columns)
 
 
-def _subtract(g: Tensor, p: Tensor, states: Sequence[Tensor], c: Coefficients) -> NewRows:
+def _subtracted(g: Tensor, p: Tensor, states: Sequence[Tensor], c: Coefficients) -> NewRows:
     return p.float() * c["decay"] - states[0], states
 
 

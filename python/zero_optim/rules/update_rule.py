@@ -81,7 +81,7 @@ class ShardUpdate(NamedTuple):
         hyper: [parameters, columns] fp32, a row of coefficients a parameter.
         grad_scale: [1] fp32, multiplies every gradient; None: nothing does.
         found_inf: [1] fp32; not 0: nothing is updated.
-        marks: [parameters] int32, get 1 where a skipped gradient is not finite.
+        marks: [parameters] int32, get 1 where a skipped gradient is not finite; None: nobody asks.
         rates: [parameters, averages] fp32, how far each average goes towards the new master; None: there are none.
         row_stats: [shard_numel / ROW, 5] fp32, receives what ``zero_kernels.ROW_STATS`` names of each row; None: it is
             not wanted.
@@ -97,7 +97,7 @@ class ShardUpdate(NamedTuple):
     hyper: Tensor
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    marks: Tensor
+    marks: Tensor | None
     rates: Tensor | None = None
     row_stats: Tensor | None = None
     wholes: Sequence[Whole] = ()
@@ -105,7 +105,7 @@ class ShardUpdate(NamedTuple):
     ranks: Comm | None = None
 
     @property
-    def shared(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    def shared(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """What is the same for all shards, as ``foreach_step`` takes it."""
         return self.hyper, self.grad_scale, self.found_inf, self.marks
 
