@@ -30,8 +30,8 @@ _STEP = "step"
 
 LEAST_TOGETHER = 17
 """Rows and columns that matrices have at least, of which several parameters go in one product on a CPU. Products of
-bf16 matrices of this size were seen to have the same bits whatever the number of matrices. For smaller ones torch chooses
-the way by the elements of all of them together. On a GPU nobody has looked."""
+bf16 matrices of this size were seen to have the same bits whatever the number of matrices. For smaller ones torch
+chooses the way by the elements of all of them together. On a GPU nobody has looked."""
 
 ON_A_PROCESSOR, ON_A_GPU = 2**18, 2**22
 """Elements of matrices that are updated together, at most, or one parameter. On a processor they stay in its cache. On

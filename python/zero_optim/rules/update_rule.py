@@ -113,7 +113,6 @@ class UpdateRule:
             ``tensors``; see ``with_averages``.
         layout: where in a bucket parameters lie. ``WholeParameters`` is for a rule that needs whole matrices. Such a
             rule brings an ``update`` of its own, and works at stages 0 to 2.
-        measures_rows: whether its ``update`` gives what ``telemetry`` tells.
         ulps_an_update: the most that rounding makes of an update, in units in the last place; None: nobody knows.
     """
 
@@ -129,7 +128,6 @@ class UpdateRule:
     codecs: Mapping[str, Codec] = MappingProxyType({})
     averages: tuple[str, ...] = ()
     layout: LayoutPolicy = CUT_AT_ROWS
-    measures_rows = True
 
     def __init__(self, **values: Any) -> None:
         known = {option.name: option.default for option in self.options}
