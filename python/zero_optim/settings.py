@@ -97,8 +97,6 @@ class Settings:
                 f"state_offload={self.state_offload!r}: at stage 3 {rule.name} makes parameters whole, all at once, "
                 "and needs their state on the device: leave state_offload out, or take stage=2"
             )
-        if self.telemetry and not rule.measures_rows:
-            raise ValueError(f"telemetry=True: updates by {rule.name} measure nothing; leave it out")
         return rule
 
     def described(self) -> dict[str, Any]:

@@ -299,12 +299,12 @@ def _of(shape: tuple[int, ...], view: Any) -> Callable[[], ShardedMuon]:
         (
             _of((72, 8), {"rows": 5}),
             ParameterError,
-            r"'w' has shape \(72, 8\), which is 72 rows, .*'rows': 5.*divides 72",
+            r"'w' has 72 rows by its shape \(72, 8\), .*'rows': 5.*divides 72",
         ),
-        (_of((72, 8), {"rows": (40, 30)}), ParameterError, r"'w' has shape .* give lengths that add up to 72"),
-        (_of((8, 72), {"columns": 7}), ParameterError, r"72 columns, .* give a number that divides 72"),
-        (_of((8, 3, 3, 3), {"columns": 4}), ParameterError, r"27 columns, "),
-        (_of((3, 8, 6), {"columns": 4}), ParameterError, r"6 columns, "),
+        (_of((72, 8), {"rows": (40, 30)}), ParameterError, r"'w' has .* give lengths that add up to 72"),
+        (_of((8, 72), {"columns": 7}), ParameterError, r"72 columns by .* give a number that divides 72"),
+        (_of((8, 3, 3, 3), {"columns": 4}), ParameterError, "27 columns by"),
+        (_of((3, 8, 6), {"columns": 4}), ParameterError, "6 columns by"),
         (_of((), None), ParameterError, "has 0 dimensions, and Muon makes matrices"),
         (_of((2,) * 6, None), ParameterError, "has 6 dimensions, and Muon makes matrices"),
         (_of((72, 8), "rows"), ValueError, "view of parameter group 0 must be None, {'rows': blocks} or"),
@@ -327,7 +327,7 @@ def test_a_view_that_is_set_later() -> None:
     params["heads"].grad = _values(1, "heads", torch.float32)
     opt.param_groups[0]["view"] = {"rows": 5}
     before = params["heads"].detach().clone()
-    with pytest.raises(ValueError, match="72 rows, .* give a number that divides 72"):
+    with pytest.raises(ValueError, match="72 rows by .* give a number that divides 72"):
         opt.step()
     assert torch.equal(params["heads"], before)
     opt.param_groups[0]["view"] = {"rows": 4}

@@ -78,7 +78,7 @@ def refuse_view(shape: Sequence[int], view: Mapping[str, Any] | None) -> str | N
     if fits:
         return None
     wanted = f"a number that divides {length}" if isinstance(blocks, int) else f"lengths that add up to {length}"
-    return f"has shape {tuple(shape)}, which is {length} {cut}, and its group has view={dict(view)!r}: give {wanted}"
+    return f"has {length} {cut} by its shape {tuple(shape)}, and its group has view={dict(view)!r}: give {wanted}"
 
 
 def blocks_of(matrices: Tensor, view: Mapping[str, Any] | None) -> list[Tensor]:

@@ -66,8 +66,8 @@ class Muon(UpdateRule):
     """One momentum, 4 bytes a parameter less than AdamW; for matrices alone.
 
     ``view`` of a parameter group says which matrices its parameters are; see ``matrix_view``. Other options of its own,
-    the same for all groups: ``ns_coefficients``, ``ns_steps`` and ``eps`` of the Newton-Schulz
-    iteration, and ``adjust_lr_fn``, by which the rate depends on a matrix's shape; see ``scale_of``.
+    the same for all groups: ``ns_coefficients``, ``ns_steps`` and ``eps`` of the Newton-Schulz iteration, and
+    ``adjust_lr_fn``, by which the rate depends on a matrix's shape; see ``scale_of``.
     """
 
     options = (

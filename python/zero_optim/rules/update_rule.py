@@ -136,7 +136,6 @@ class UpdateRule:
             rule brings an ``update`` of its own, and works at stages 0 to 2.
         joins_parts: whether its ``update`` makes parameters whole that are cut over ranks, so that it works at stage 3.
             It is given all shards of a dtype at once then. All ranks call it.
-        measures_rows: whether its ``update`` gives what ``telemetry`` tells.
         ulps_an_update: the most that rounding makes of an update, in units in the last place; None: nobody knows.
     """
 
@@ -153,7 +152,6 @@ class UpdateRule:
     averages: tuple[str, ...] = ()
     layout: LayoutPolicy = CUT_AT_ROWS
     joins_parts = False
-    measures_rows = True
 
     def __init__(self, **values: Any) -> None:
         known = {option.name: option.default for option in self.options}
