@@ -32,22 +32,31 @@ struct AverageArgs {
 };
 static_assert(sizeof(AverageArgs) <= 4096);
 
+// A quad as it is stored.
+template <bool kWhole, class T>
+ZK_HOST_DEVICE inline Chunk<T, kQuad> load_raw(const T* from, int count) {
+  if constexpr (kWhole) return *reinterpret_cast<const Chunk<T, kQuad>*>(from);
+  Chunk<T, kQuad> raw = {};
+  ZK_UNROLL
+  for (int j = 0; j < kQuad; ++j)
+    if (j < count) raw.at[j] = from[j];
+  return raw;
+}
+
 template <bool kWhole>
 ZK_HOST_DEVICE inline void load_master(const Average& of, int64_t i, int count, float (&p)[kQuad]) {
   if (of.low) {
     const BFloat16* high = static_cast<const BFloat16*>(of.master) + i;
-    const int16_t* low = of.low + i;
-    Chunk<BFloat16, kQuad> highs = {};
-    Chunk<int16_t, kQuad> lows = {};
-    if (kWhole) {
-      highs = *reinterpret_cast<const Chunk<BFloat16, kQuad>*>(high);
-      lows = *reinterpret_cast<const Chunk<int16_t, kQuad>*>(low);
+    Chunk<BFloat16, kQuad> highs = load_raw<kWhole>(high, count);
+    int16_t lows[kQuad];
+    if (of.low_size == 1) {
+      Chunk<int8_t, kQuad> stored = load_raw<kWhole>(static_cast<const int8_t*>(of.low) + i, count);
+      for (int j = 0; j < kQuad; ++j) lows[j] = int16_t(stored.at[j] * 256);
     } else {
-      ZK_UNROLL
-      for (int j = 0; j < kQuad; ++j)
-        if (j < count) highs.at[j] = high[j], lows.at[j] = low[j];
+      Chunk<int16_t, kQuad> stored = load_raw<kWhole>(static_cast<const int16_t*>(of.low) + i, count);
+      for (int j = 0; j < kQuad; ++j) lows[j] = stored.at[j];
     }
-    for (int j = 0; j < kQuad; ++j) p[j] = join({highs.at[j], lows.at[j]});
+    for (int j = 0; j < kQuad; ++j) p[j] = join({highs.at[j], lows[j]});
   } else if (kWhole) {
     load_chunk(static_cast<const float*>(of.master) + i, p);
   } else {
@@ -98,7 +107,8 @@ void launch(const Averages& averages, Run run) {
     for (int i = 0; i < args.count; ++i) {
       args.of[i] = averages.of[from + i];
       const Average& of = args.of[i];
-      bool master = of.low ? aligned(static_cast<const BFloat16*>(of.master), kQuad) && aligned(of.low, kQuad)
+      bool master = of.low ? aligned(static_cast<const BFloat16*>(of.master), kQuad) &&
+                                 reinterpret_cast<uintptr_t>(of.low) % (kQuad * of.low_size) == 0
                            : aligned(static_cast<const float*>(of.master), kQuad);
       args.of[i].vector = master && aligned(of.average, kQuad);
       args.first_block[i] = blocks;

@@ -12,12 +12,13 @@ namespace zero_kernels {
 // One average of one shard.
 struct Average {
   const void* master;  // fp32, or the high halves of a split one
-  const int16_t* low;  // its low halves, or null
+  const void* low;     // its low halves, or null
   float* average;
   const int32_t* row_slot;
   int64_t numel;
-  int32_t column;  // of rates
-  bool vector;     // both start where their chunks are aligned
+  int32_t column;   // of rates
+  int8_t low_size;  // 2: int16; 1: int8
+  bool vector;      // both start where their chunks are aligned
 };
 
 struct Averages {

@@ -11,6 +11,7 @@ constexpr int kEncodedShards = 24;  // of a launch: their table is among its arg
 struct EncodedForeachArgs {
   int count;  // of shards
   DType grad, out;
+  int low_size;  // of a split master
   Form forms[kMostStates];
   int64_t first_block[kEncodedShards];
   EncodedShard shards[kEncodedShards];
@@ -84,6 +85,10 @@ ZK_HOST_DEVICE inline void store_raw(void* to, int64_t size, int64_t i, int coun
 
 ZK_HOST_DEVICE inline uint16_t half_word(const Raw& raw, int j) { return uint16_t(raw.words[j / 2] >> (j % 2 * 16)); }
 ZK_HOST_DEVICE inline uint8_t byte(const Raw& raw, int j) { return uint8_t(raw.words[0] >> (j * 8)); }
+
+ZK_HOST_DEVICE inline int16_t low_half(int low_size, const Raw& raw, int j) {
+  return low_size == 1 ? int16_t(byte(raw, j) << 8) : int16_t(half_word(raw, j));
+}
 
 ZK_HOST_DEVICE inline void widen_raw(DType dtype, const Raw& raw, float (&x)[kQuad]) {
   ZK_UNROLL
@@ -163,7 +168,7 @@ ZK_HOST_DEVICE inline RawQuad<Rule> load_encoded(
   raw.grad = load_raw<kWhole>(step.grad, size_of(args.grad), raw.i, raw.count);
   raw.high = {};
   if (shard.low) {
-    raw.master = load_raw<kWhole>(shard.low, sizeof(int16_t), raw.i, raw.count);
+    raw.master = load_raw<kWhole>(shard.low, args.low_size, raw.i, raw.count);
     raw.high = load_raw<kWhole>(step.param_out, sizeof(BFloat16), raw.i, raw.count);
   } else {
     raw.master = load_raw<kWhole>(step.master, sizeof(float), raw.i, raw.count);
@@ -190,7 +195,7 @@ ZK_HOST_DEVICE inline UpdatedQuad<Rule> update_encoded(
     step.nonfinite_slots[raw.slot] = 1;
   ZK_UNROLL
   for (int j = 0; j < kQuad; ++j)
-    of.quad.p[j] = shard.low ? join({{half_word(raw.high, j)}, int16_t(half_word(raw.master, j))})
+    of.quad.p[j] = shard.low ? join({{half_word(raw.high, j)}, low_half(args.low_size, raw.master, j)})
                              : bits_float(raw.master.words[j]);
   ZK_UNROLL
   for (int s = 0; s < Rule::kStates; ++s) {
@@ -223,15 +228,20 @@ ZK_HOST_DEVICE inline void store_encoded(
     ZK_UNROLL
     for (int j = 0; j < kQuad; ++j) {
       Halves halves = split(of.quad.p[j]);
+      if (args.low_size == 1) {
+        halves.low = in_8_bits(halves.low);
+        low.words[0] |= uint32_t(uint16_t(halves.low) >> 8) << (j * 8);
+      } else {
+        low.words[j / 2] |= uint32_t(uint16_t(halves.low)) << (j % 2 * 16);
+      }
       of.quad.p[j] = join(halves);
       high.words[j / 2] |= uint32_t(halves.high.bits) << (j % 2 * 16);
-      low.words[j / 2] |= uint32_t(uint16_t(halves.low)) << (j % 2 * 16);
     }
   }
   if (!of.live) return;
   if (shard.low) {
     store_raw<kWhole>(step.param_out, sizeof(BFloat16), raw.i, raw.count, high);
-    store_raw<kWhole>(shard.low, sizeof(int16_t), raw.i, raw.count, low);
+    store_raw<kWhole>(shard.low, args.low_size, raw.i, raw.count, low);
   } else {
     store_raw<kWhole>(step.master, sizeof(float), raw.i, raw.count, narrow_raw(DType::kFloat, of.quad.p));
     if (step.param_out)
@@ -297,10 +307,10 @@ __global__ void __launch_bounds__(kThreads, kMeasuredBlocksPerSm<Rule>)
 
 // ---- launcher -----------------------------------------------------------------------------------------------------
 
-inline bool all_aligned(const EncodedShard& shard, const Form* forms, int64_t grad_size, int64_t out_size) {
+inline bool all_aligned(const EncodedShard& shard, const Encoded& of_all, int64_t grad_size, int64_t out_size) {
   auto starts_at = [](const void* at, int64_t bytes) { return reinterpret_cast<uintptr_t>(at) % bytes == 0; };
-  bool aligned = starts_at(shard.low, kQuad * sizeof(int16_t));
-  for (int s = 0; s < kMostStates; ++s) aligned &= starts_at(shard.step.states[s], kQuad * size_of(forms[s]));
+  bool aligned = starts_at(shard.low, kQuad * of_all.low_size);
+  for (int s = 0; s < kMostStates; ++s) aligned &= starts_at(shard.step.states[s], kQuad * size_of(of_all.forms[s]));
   return aligned && starts_at(shard.step.grad, kQuad * grad_size) &&
          starts_at(shard.step.param_out, kQuad * out_size) && starts_at(shard.step.master, 16) &&
          starts_at(shard.step.hyper, 16);
@@ -308,18 +318,19 @@ inline bool all_aligned(const EncodedShard& shard, const Form* forms, int64_t gr
 
 // Calls run(args, blocks) for each launch that several shards take, which are alike in dtypes and forms.
 template <class Run>
-void launch_encoded(const std::vector<EncodedShard>& shards, const Form* forms, DType grad, DType out, Run run) {
+void launch_encoded(const std::vector<EncodedShard>& shards, const Encoded& of_all, DType grad, DType out, Run run) {
   if (shards.empty() || shards[0].step.slots == 0) return;
   for (size_t from = 0; from < shards.size(); from += kEncodedShards) {
     EncodedForeachArgs args;
     args.count = int(std::min<size_t>(kEncodedShards, shards.size() - from));
     args.grad = grad;
     args.out = out;
-    std::copy(forms, forms + kMostStates, args.forms);
+    args.low_size = of_all.low_size;
+    std::copy(of_all.forms, of_all.forms + kMostStates, args.forms);
     int64_t blocks = 0;
     for (int i = 0; i < args.count; ++i) {
       args.shards[i] = shards[from + i];
-      args.shards[i].step.vector = all_aligned(args.shards[i], forms, size_of(grad), size_of(out));
+      args.shards[i].step.vector = all_aligned(args.shards[i], of_all, size_of(grad), size_of(out));
       args.first_block[i] = blocks;
       blocks += ceil_div(args.shards[i].step.numel, kTile);
     }
@@ -331,9 +342,9 @@ void launch_encoded(const std::vector<EncodedShard>& shards, const Form* forms, 
 
 template <class Rule>
 void run_encoded_step(
-    CUstream_st* stream, const std::vector<EncodedShard>& shards, const Form* forms, DType grad, DType out) {
+    CUstream_st* stream, const std::vector<EncodedShard>& shards, const Encoded& of_all, DType grad, DType out) {
   bool measured = std::any_of(shards.begin(), shards.end(), [](const auto& shard) { return shard.step.row_stats; });
-  launch_encoded(shards, forms, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
+  launch_encoded(shards, of_all, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
     auto kernel = measured ? encoded_step_kernel<Rule, MeasuredInWarp> : encoded_step_kernel<Rule, Unmeasured>;
     on_stream(stream, "foreach_step", kernel, blocks, kThreads, args);
   });

@@ -90,7 +90,8 @@ Averages averages_of(const std::vector<StepTensors>& given) {
     for (int k = 0; k < of.average_count; ++k)
       args.of.push_back(
           {of.is_split() ? data<const void>(*of.param_out) : data<const void>(of.master), encoded_of(of).low,
-           data<float>(of.averages[k]), data<const int32_t>(of.row_slot), of.grad.numel(), k, false});
+           data<float>(of.averages[k]), data<const int32_t>(of.row_slot), of.grad.numel(), k,
+           int8_t(encoded_of(of).low_size), false});
   return args;
 }
 
@@ -126,14 +127,14 @@ void foreach_step(
     if (shard.row_stats && shard.slots == 0)
       on_gpu.zero(shard.row_stats, ceil_div(shard.numel, kRow) * kRowStats * sizeof(float));
   DType grad = dtype_of(grads[0]), out = given[0].param_dtype();
-  Encoded forms = encoded_of(given[0]);  // those of all shards
-  if (given[0].is_split() || forms.any()) {
+  Encoded of_all = encoded_of(given[0]);
+  if (of_all.any()) {
     std::vector<EncodedShard> encoded;
     for (size_t i = 0; i < given.size(); ++i) {
       Encoded of = encoded_of(given[i]);
       encoded.push_back({shards[i], {of.scales[0], of.scales[1], of.scales[2]}, of.low});
     }
-    (*step.run_encoded)(on_gpu.stream(), encoded, forms.forms, grad, out);
+    (*step.run_encoded)(on_gpu.stream(), encoded, of_all, grad, out);
   } else {
     (*step.run)(on_gpu.stream(), "foreach_step", shards, grad, out);
   }

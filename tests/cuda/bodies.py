@@ -170,26 +170,26 @@ def encoded_step(folder: Path) -> int:
     body.argtypes = [*step_body(folder).argtypes, ADDRESS, ADDRESS, ctypes.c_int]
     body.restype = ctypes.c_int
     forms, ran = tuple(codecs.FORMS), 0
-    for (number, rule), form, split in itertools.product(enumerate(RULES), range(4), (False, True)):
+    for (number, rule), form, of_low in itertools.product(enumerate(RULES), range(4), (None, *codecs.LOWS)):
         count = len(RULES[rule].states)
         given = [forms[(form + i * (1 + form % 2)) % 4] for i in range(count)]
-        param = torch.bfloat16 if split else (*FLOATS, None)[(form + number) % 4]
+        param = torch.bfloat16 if of_low else (*FLOATS, None)[(form + number) % 4]
         sizes = (0, 1, 4097, 127, 2048) if form else (129,) * 25
         for measured, found_inf in ((True, 0.0), (False, float(form == 1))):
             shards = EncodedShards(
                 *(rule, sizes, FLOATS[(form + number) % 3], param, form % 2),
                 calm=measured or form == 2,
                 forms=given,
-                split=split,
+                low=of_low,
             )
             marks = [torch.zeros(4, dtype=torch.int32) for _ in range(2)]
             stats, twins = ([torch.full((-(-n // ROW), 5), 7.0) for n in sizes] for _ in range(2))
             # Where the scale is inf, elements that do not exist are NaN, and the others inf.
             found, scale = torch.tensor([found_inf]), torch.tensor([math.inf if form == 2 and not measured else 0.25])
-            if split and measured and form == 3:  # masters stay, and all are ties
+            if of_low and measured and form == 3:  # masters stay, and all are ties
                 for grad, low, high in zip(shards.grads, shards.masters, shards.params, strict=True):
                     grad.zero_()
-                    low.fill_(-32768)
+                    low.fill_(torch.iinfo(low.dtype).min)
                     high.fill_(1.5)
             optional = {"grad_scale": scale, "found_inf": found, "nonfinite_slots": marks[0]}
             lists, want = shards.lists(row_stats=twins if measured else None, **optional)
@@ -208,9 +208,9 @@ def encoded_step(folder: Path) -> int:
                 *(len(sizes), DTYPE_CODE[shards.grads[0].dtype], DTYPE_CODE[param or torch.float32]),
                 *(at(table), at(scale), at(found), at(marks[1]), len(table), addresses(stats) if measured else None),
                 ctypes.cast((ctypes.c_int * 3)(*(FORM_CODE[x] for x in given)), ADDRESS),
-                *(addresses(of_scales), int(split)),
+                *(addresses(of_scales), of_low.itemsize if of_low else 0),
             )
-            case = (rule, given, split, sizes, measured, found_inf)
+            case = (rule, given, of_low, sizes, measured, found_inf)
             for place, (a, b) in enumerate(zip(want, got, strict=True)):
                 demand(same_bits(a, b), "encoded_step", place, *case)
             demand(not measured or all(map(same_bits, stats, twins)), "row_stats", *case)
@@ -227,16 +227,17 @@ def addresses(tensors: list[Tensor | None]) -> ctypes.c_void_p:
 def average(folder: Path) -> int:
     """Behind an update: so the masters are given as new, and a rule that changes nothing makes what is expected."""
     body = ctypes.CDLL(str(folder / "average.so")).average
-    body.argtypes = [*[ADDRESS] * 3, ctypes.c_int, *[ADDRESS] * 3, ctypes.c_int]
+    body.argtypes = [*[ADDRESS] * 3, ctypes.c_int, *[ADDRESS] * 3, ctypes.c_int, ctypes.c_int]
     body.restype = ctypes.c_int
     rule, ran = RULES["sgd_plain"], 0
     hyper = rule_table(rule)
     sizes = [0, 1, 127, 1024, 1025, 4097, 3 * ROW, 20_001, *[300] * 30]
-    for each, found_inf, split in ((1, 0.0, False), (3, 0.0, False), (3, math.nan, False), (2, 0.0, True)):
+    ways = ((1, 0.0, None), (3, 0.0, None), (3, math.nan, None), *((2, 0.0, low) for low in codecs.LOWS))
+    for each, found_inf, low in ways:
         # Of every second shard the master, an average or both are misaligned.
         masters = [fresh(numel, torch.float32, 2, i % 2 * (i // 2 % 3 > 0)) for i, numel in enumerate(sizes)]
-        halves = [codecs.split_master(master) for master in masters] if split else []
-        if split:  # as they are kept; the high and low halves are misaligned where masters are
+        halves = [codecs.split_master(master, low) for master in masters] if low else []
+        if low:  # as they are kept; the high and low halves are misaligned where masters are
             masters = [codecs.join_master(*of) for of in halves]
             halves = [[at_offset(x, i % 3) for x in of] for i, of in enumerate(halves)]
         averages = [
@@ -250,14 +251,14 @@ def average(folder: Path) -> int:
         of = [
             at(tensor)
             for i, tensor in enumerate(averages)
-            for tensor in (*(halves[i // each] if split else (masters[i // each], None)), tensor, rows[i // each])
+            for tensor in (*(halves[i // each] if low else (masters[i // each], None)), tensor, rows[i // each])
         ]
         count = len(averages)
         launches = body(
             ctypes.cast((ctypes.c_void_p * len(of))(*of), ADDRESS),
             ctypes.cast((LONG * count)(*(tensor.numel() for tensor in averages)), ADDRESS),
             ctypes.cast((ctypes.c_int * count)(*(i % each for i in range(count))), ADDRESS),
-            *(count, at(hyper), at(rates), at(found), each),
+            *(count, at(hyper), at(rates), at(found), each, low.itemsize if low else 2),
         )
         grads = [torch.zeros(numel) for numel in sizes]
         reference.update_rows(
