@@ -307,6 +307,10 @@ void step(const StepArgs& args, int64_t row_begin, int64_t row_end) {
 constexpr int kTogether = 8;
 constexpr int kMostElements = kTogether * kRow;
 
+// What the next such rows need is asked for, so that it comes while these are encoded, too. 16 Mi elements with int8,
+// uint8 and 8 bits of the master, one thread of that EPYC: 0.99 ns an element, and 1.04 with kAhead.
+constexpr int kAheadOfRows = kMostElements;
+
 // Of such rows: states that are not encoded yet; and what averages and numbers of rows are made of.
 struct EncodedRows {
   alignas(64) float grad[kMostElements], before[kMostElements], master[kMostElements];
@@ -316,7 +320,7 @@ struct EncodedRows {
 // Two vectors of a tensor, and the prefetch of later ones.
 template <class T>
 [[gnu::always_inline]] inline Pair load_pair(const T* from) {
-  prefetch_pair(from + kAhead);
+  prefetch_pair(from + kAheadOfRows);
   return {Vec::load(from), Vec::load(from + kLanes)};
 }
 
@@ -328,8 +332,8 @@ template <class T>
 
 template <class Low>
 [[gnu::always_inline]] inline Pair load_master(const BFloat16* high, const Low* low) {
-  prefetch_pair(high + kAhead);
-  prefetch_pair(low + kAhead);
+  prefetch_pair(high + kAheadOfRows);
+  prefetch_pair(low + kAheadOfRows);
   return join_pair(high, low);
 }
 
@@ -350,7 +354,7 @@ template <class Low>
   Vec scale(scales[i / kRow]);
   if (form == Form::kInt8) {
     const int8_t* stored = static_cast<const int8_t*>(from) + i;
-    prefetch_pair(stored + kAhead);
+    prefetch_pair(stored + kAheadOfRows);
     Pair x = unscaled_int8_pair(stored);
     return {x.a * scale, x.b * scale};
   }
