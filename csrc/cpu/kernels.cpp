@@ -308,8 +308,8 @@ constexpr int kTogether = 8;
 constexpr int kMostElements = kTogether * kRow;
 
 // What the next such rows need is asked for, so that it comes while these are encoded, too. 16 Mi elements with int8,
-// uint8 and 8 bits of the master, one thread of an EPYC: 0.97 ns an element at least, and 1.03 with kAhead. Not what has
-// 4 bytes an element: with those and fp32 moments it took 0.79 in place of 0.76.
+// uint8 and 8 bits of the master, one thread of an EPYC: 0.97 ns an element at least, and 1.03 with kAhead. Not what
+// has 4 bytes an element: with those and fp32 moments it took 0.79 in place of 0.76.
 constexpr int kAheadOfRows = kMostElements;
 
 // Of such rows: states that are not encoded yet; and what averages and numbers of rows are made of.
