@@ -28,6 +28,8 @@ FORMS: Mapping[str, Sequence[str]] = {
     "bf16": ("--state-dtype", "bf16"),
     "int8": ("--state-dtype", "int8"),
     "split, int8": ("--master", "split", "--state-dtype", "int8"),
+    "split8": ("--master", "split8"),
+    "split8, int8": ("--master", "split8", "--state-dtype", "int8"),
 }
 MEAN_OF = 20
 """Steps whose losses are one point of the picture."""

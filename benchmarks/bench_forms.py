@@ -20,6 +20,8 @@ FORMS: Mapping[str, Mapping[str, str]] = {
     "int8": {"state_dtype": "int8"},
     "split": {"master": "split"},
     "split, int8": {"master": "split", "state_dtype": "int8"},
+    "split8": {"master": "split8"},
+    "split8, int8": {"master": "split8", "state_dtype": "int8"},
 }
 
 

@@ -46,7 +46,9 @@ struct StepTensors {
   const Tensor* row_stats = nullptr;
   const Tensor* scales[kMostStates] = {};  // of each state, or null
 
-  bool is_split() const { return master.scalar_type() == ScalarType::Short; }
+  bool is_split() const {
+    return master.scalar_type() == ScalarType::Short || master.scalar_type() == ScalarType::Char;
+  }
   DType param_dtype() const { return param_out ? dtype_of(*param_out) : DType::kFloat; }
 };
 
@@ -73,7 +75,8 @@ inline Encoded encoded_of(const StepTensors& of) {
     encoded.forms[i] = form_of(*of.states[i]);
     encoded.scales[i] = of.scales[i] ? data<float>(*of.scales[i]) : nullptr;
   }
-  encoded.low = of.is_split() ? data<int16_t>(of.master) : nullptr;
+  encoded.low = of.is_split() ? data<void>(of.master) : nullptr;
+  encoded.low_size = of.master.scalar_type() == ScalarType::Char ? 1 : 2;
   return encoded;
 }
 
@@ -82,7 +85,7 @@ inline void check_step(const StepTensors& of, bool in_any_form = false) {
   int32_t device = of.grad.get_device_index();
   check_bounds("grad", of.grad, numel, device);
   bool split = in_any_form && of.is_split();
-  check_bounds("master", of.master, split ? ScalarType::Short : ScalarType::Float, numel, device);
+  check_bounds("master", of.master, split ? of.master.scalar_type() : ScalarType::Float, numel, device);
   for (int i = 0; i < of.state_count; ++i) {
     if (in_any_form)
       check_bounds("a state", *of.states[i], numel, device);

@@ -81,19 +81,27 @@ FORMS = {
 """The forms of a state, by the dtype of what is stored an element."""
 
 
-def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Split fp32 into bf16, to nearest even, and int16: what its bits are above or below those of the bf16.
+LOWS = (torch.int16, torch.int8)
+"""Dtypes of the low part of a split master."""
 
-    One value is not exact: of a tie, 32768 away, 32767 are kept, as int16 has no 32768. NaN has 0.
+
+def split_master(master: Tensor, dtype: torch.dtype = torch.int16) -> tuple[Tensor, Tensor]:
+    """Split fp32 into bf16, to nearest even, and int16: what its bits are above or below those of the bf16. Or int8:
+    256ths of that, to nearest even, from -127 to 127.
+
+    One value is not exact in int16: of a tie, 32768 away, 32767 are kept, as int16 has no 32768. NaN has 0.
     """
     high = master.to(torch.bfloat16)
     low = master.view(torch.int32) - (high.view(torch.int16).to(torch.int32) << 16)
     low = torch.where(master.isnan(), 0, low.clamp(-32767, 32767))
-    return high, low.to(torch.int16)
+    if dtype == torch.int8:
+        low = ((low + 127 + (low >> 8 & 1)) >> 8).clamp(-127, 127)
+    return high, low.to(dtype)
 
 
 def join_master(high: Tensor, low: Tensor) -> Tensor:
-    """Give the fp32 that was split. Where somebody has made the high half 0 or inf, and the two are no number together,
-    the low one is forgotten."""
-    master = ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+    """Give the fp32 that was split, by the dtype of `low`. Where somebody has made the high half 0 or inf, and the two
+    are no number together, the low one is forgotten."""
+    away = low.to(torch.int32) << (8 if low.dtype == torch.int8 else 0)
+    master = ((high.view(torch.int16).to(torch.int32) << 16) + away).view(torch.float32)
     return torch.where(master.isnan(), high.float(), master)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zero_kernels import dispatch
-from zero_kernels.codecs import FORMS
+from zero_kernels.codecs import FORMS, LOWS
 from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, Coefficient, hyper_table
 from zero_kernels.reference import ROW_STATS, averages_of, scales_of, shards_of
 from zero_kernels.rules import RULES
@@ -103,8 +103,8 @@ def foreach_step(
     Args:
         rule: its name.
         grads: of each shard [numel] fp16, bf16 or fp32, all of one dtype.
-        masters: of each shard [numel] fp32, updated in place. Or all int16: the low halves of split masters, of which
-            `params_out`, then in bf16, are the high halves, and are read, too.
+        masters: of each shard [numel] fp32, updated in place. Or all int16, or all int8: the low parts of split
+            masters, of which `params_out`, then in bf16, are the high halves, and are read, too.
         states: of each shard the tensors that `RULES[rule].states` names, [numel], updated in place: all of the first
             shard, then all of the second, ... The dtype says the form: fp32, bf16 (rounded to nearest even), int8
             (with steps that are finest close to 0) or uint8 (roots). A state has one form in all shards.
@@ -287,13 +287,16 @@ def _check_shard(
 ) -> torch.device:
     device, numel, fp32 = grad.device, grad.numel(), (torch.float32,)
     _check_flat("grad", grad, FLOATS, device, None)
-    _check_flat("master", master, (*fp32, torch.int16) if in_any_form else fp32, device, numel)
+    _check_flat("master", master, (*fp32, *LOWS) if in_any_form else fp32, device, numel)
     for name, state in states.items():
         _check_flat(name, state, tuple(FORMS) if in_any_form else fp32, device, numel)
     if param_out is not None:
         _check_flat("param_out", param_out, FLOATS, device, numel)
-    if master.dtype == torch.int16 and (param_out is None or param_out.dtype != torch.bfloat16):
-        raise TypeError("master is int16, the low half of a split master: param_out must be its high half, in bfloat16")
+    if master.dtype in LOWS and (param_out is None or param_out.dtype != torch.bfloat16):
+        dtype = str(master.dtype).removeprefix("torch.")
+        raise TypeError(
+            f"master is {dtype}, the low part of a split master: param_out must be its high half, in bfloat16"
+        )
     _check_flat("row_slot", row_slot, (torch.int32,), device, -(-numel // ROW))
     _check("hyper", hyper, fp32, device, None)
     if hyper.dim() != 2 or hyper.shape[1] != len(HYPER_COLUMNS):

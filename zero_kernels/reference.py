@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_kernels.codecs import FORMS, Form, join_master, split_master
+from zero_kernels.codecs import FORMS, LOWS, Form, join_master, split_master
 from zero_kernels.hyper import ROW
 from zero_kernels.rules import RULES
 from zero_kernels.rules.adamw import ADAMW
@@ -132,7 +132,7 @@ def update_rows(
             g = grad[elements].view(shape).float() * (scale_of_all * c["grad_factor"])
             if nonfinite_slots is not None:
                 _mark_nonfinite(g, slot, skipped, nonfinite_slots)
-            split = master.dtype == torch.int16
+            split = master.dtype in LOWS
             p = master[elements].view(shape)
             if split:
                 p = join_master(param_out[elements].view(shape), p)  # type: ignore[index]
@@ -144,7 +144,7 @@ def update_rows(
             live = (slot >= 0).unsqueeze(1) & (c["active"] != 0) & ~skipped
             written = new
             if split:
-                high, written = split_master(new)
+                high, written = split_master(new, master.dtype)
                 new = join_master(high, written)
             if stats is not None:
                 stats[rows].copy_(torch.where(live, _row_stats(g, p.float(), new.to(p.dtype).float()), 0.0))

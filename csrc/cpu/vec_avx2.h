@@ -24,10 +24,11 @@ struct Vec {
   }
   static Vec load(const int8_t* from) { return Vec(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_8(from)))); }
   static Vec load(const uint8_t* from) { return Vec(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load_8(from)))); }
-  // A master in two halves: `join`.
-  static Vec load(const BFloat16* high, const int16_t* low) {
+  // A master in two halves, of which the low one has 16 or 8 bits: `join`.
+  template <class Low>
+  static Vec load(const BFloat16* high, const Low* low) {
     __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16(high)), 16);
-    __m256 master = _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_cvtepi16_epi32(load_16(low))));
+    __m256 master = _mm256_castsi256_ps(_mm256_add_epi32(bits, load_low(low)));
     __m256 no_number = _mm256_cmp_ps(master, master, _CMP_UNORD_Q);
     return Vec(_mm256_blendv_ps(master, _mm256_castsi256_ps(bits), no_number));
   }
@@ -41,13 +42,14 @@ struct Vec {
   void store(uint8_t* to) const {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(nearest(), nearest()));
   }
-  void store(BFloat16* high, int16_t* low) const {
+  template <class Low>
+  void store(BFloat16* high, Low* low) const {
     __m128i rounded = narrow(high);
     __m256i away = _mm256_sub_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_cvtepu16_epi32(rounded), 16));
     __m256i kept = _mm256_max_epi32(_mm256_min_epi32(away, _mm256_set1_epi32(32767)), _mm256_set1_epi32(-32767));
     kept = _mm256_and_si256(kept, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_ORD_Q)));  // of NaN 0
     store_16(high, rounded);
-    store_16(low, _mm_packs_epi32(_mm256_castsi256_si128(kept), _mm256_extracti128_si256(kept, 1)));
+    store_low(low, _mm_packs_epi32(_mm256_castsi256_si128(kept), _mm256_extracti128_si256(kept, 1)));
   }
 
   __m128i narrow(const Half*) const { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -80,6 +82,15 @@ struct Vec {
   __m128i nearest() const {
     __m256i whole = _mm256_cvtps_epi32(x);
     return _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+  }
+  static __m256i load_low(const int16_t* low) { return _mm256_cvtepi16_epi32(load_16(low)); }
+  static __m256i load_low(const int8_t* low) { return _mm256_slli_epi32(_mm256_cvtepi8_epi32(load_8(low)), 8); }
+  static void store_low(int16_t* to, __m128i low) { store_16(to, low); }
+  static void store_low(int8_t* to, __m128i low) {  // `in_8_bits`: the addition stops at 127 of the upper bits
+    __m128i odd = _mm_and_si128(_mm_srli_epi16(low, 8), _mm_set1_epi16(1));
+    __m128i sum = _mm_adds_epi16(low, _mm_add_epi16(odd, _mm_set1_epi16(127)));
+    __m128i upper = _mm_max_epi16(_mm_srai_epi16(sum, 8), _mm_set1_epi16(-127));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(upper, upper));
   }
   static __m128i load_8(const void* from) { return _mm_loadl_epi64(static_cast<const __m128i*>(from)); }
   static __m128i load_16(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
@@ -169,8 +180,23 @@ inline void store_pair(float* to, Vec a, Vec b) {
 }
 
 // Masters in two halves, by whole words. What is rare, a tie or what is not finite, takes the way of one vector.
-inline Pair join_pair(const BFloat16* high, const int16_t* low) {
-  __m256i below = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(low));
+inline __m256i load_lows(const int16_t* low) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(low)); }
+inline __m256i load_lows(const int8_t* low) {
+  __m128i upper = _mm_loadu_si128(reinterpret_cast<const __m128i*>(low));
+  return _mm256_slli_epi16(_mm256_cvtepu8_epi16(upper), 8);
+}
+inline void store_lows(int16_t* to, __m256i low) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), low); }
+inline void store_lows(int8_t* to, __m256i low) {  // `in_8_bits`: the addition stops at 127 of the upper bits
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi16(low, 8), _mm256_set1_epi16(1));
+  __m256i sum = _mm256_adds_epi16(low, _mm256_add_epi16(odd, _mm256_set1_epi16(127)));
+  __m256i upper = _mm256_max_epi16(_mm256_srai_epi16(sum, 8), _mm256_set1_epi16(-127));
+  __m256i packed = in_order(_mm256_packs_epi16(upper, upper));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
+}
+
+template <class Low>
+inline Pair join_pair(const BFloat16* high, const Low* low) {
+  __m256i below = load_lows(low);
   __m256i above = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high));
   above = _mm256_add_epi16(above, _mm256_srai_epi16(below, 15));
   if (any(not_finite(above))) [[unlikely]]
@@ -178,7 +204,8 @@ inline Pair join_pair(const BFloat16* high, const int16_t* low) {
   return from_halves(below, above);
 }
 
-inline void split_pair(Vec a, Vec b, BFloat16* high, int16_t* low) {
+template <class Low>
+inline void split_pair(Vec a, Vec b, BFloat16* high, Low* low) {
   __m256i below = low_halves(a, b), above = high_halves(a, b);
   __m256i tie = _mm256_cmpeq_epi16(below, _mm256_set1_epi16(-32768));
   if (any(_mm256_or_si256(tie, not_finite(above)))) [[unlikely]] {
@@ -187,7 +214,7 @@ inline void split_pair(Vec a, Vec b, BFloat16* high, int16_t* low) {
   } else {
     above = _mm256_add_epi16(above, _mm256_srli_epi16(below, 15));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), above);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(low), below);
+    store_lows(low, below);
   }
 }
 

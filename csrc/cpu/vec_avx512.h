@@ -22,10 +22,11 @@ struct Vec {
   static Vec load(const BFloat16* from) { return widen_16(from, _mm256_loadu_si256(as_16(from))); }
   static Vec load(const int8_t* from) { return Vec(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_8(from)))); }
   static Vec load(const uint8_t* from) { return Vec(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load_8(from)))); }
-  // A master in two halves: `join`.
-  static Vec load(const BFloat16* high, const int16_t* low) {
+  // A master in two halves, of which the low one has 16 or 8 bits: `join`.
+  template <class Low>
+  static Vec load(const BFloat16* high, const Low* low) {
     __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(as_16(high))), 16);
-    __m512i both = _mm512_add_epi32(bits, _mm512_cvtepi16_epi32(_mm256_loadu_si256(as_16(low))));
+    __m512i both = _mm512_add_epi32(bits, load_low(low));
     __m512 master = _mm512_castsi512_ps(both);
     __mmask16 no_number = _mm512_cmp_ps_mask(master, master, _CMP_UNORD_Q);
     return Vec(_mm512_mask_mov_ps(master, no_number, _mm512_castsi512_ps(bits)));
@@ -37,13 +38,14 @@ struct Vec {
   // The nearest integers.
   void store(int8_t* to) const { store_8(to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))); }
   void store(uint8_t* to) const { store_8(to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))); }
-  void store(BFloat16* high, int16_t* low) const {
+  template <class Low>
+  void store(BFloat16* high, Low* low) const {
     __m256i rounded = narrow(high);
     __m512i away = _mm512_sub_epi32(_mm512_castps_si512(x), _mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
     __m512i kept = _mm512_max_epi32(_mm512_min_epi32(away, _mm512_set1_epi32(32767)), _mm512_set1_epi32(-32767));
     kept = _mm512_maskz_mov_epi32(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), kept);  // of NaN 0
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), rounded);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(low), _mm512_cvtepi32_epi16(kept));
+    store_low(low, kept);
   }
 
   static Vec load_first(const float* from, int count) { return Vec(_mm512_maskz_loadu_ps(first(count), from)); }
@@ -71,6 +73,17 @@ struct Vec {
   static __mmask16 first(int count) { return static_cast<__mmask16>((1u << count) - 1); }
   static __m128i load_8(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
   static void store_8(void* to, __m128i bits) { _mm_storeu_si128(static_cast<__m128i*>(to), bits); }
+  static __m512i load_low(const int16_t* low) { return _mm512_cvtepi16_epi32(_mm256_loadu_si256(as_16(low))); }
+  static __m512i load_low(const int8_t* low) { return _mm512_slli_epi32(_mm512_cvtepi8_epi32(load_8(low)), 8); }
+  static void store_low(int16_t* to, __m512i low) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(low));
+  }
+  static void store_low(int8_t* to, __m512i low) {  // `in_8_bits`
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(low, 8), _mm512_set1_epi32(1));
+    __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(low, _mm512_add_epi32(odd, _mm512_set1_epi32(127))), 8);
+    upper = _mm512_max_epi32(_mm512_min_epi32(upper, _mm512_set1_epi32(127)), _mm512_set1_epi32(-127));
+    store_8(to, _mm512_cvtepi32_epi8(upper));
+  }
   static const __m256i* as_16(const void* from) { return static_cast<const __m256i*>(from); }
   static Vec widen_16(const Half*, __m256i bits) { return Vec(_mm512_cvtph_ps(bits)); }
   static Vec widen_16(const BFloat16*, __m256i bits) {
@@ -158,15 +171,30 @@ inline void store_pair(float* to, Vec a, Vec b) {
 }
 
 // Masters in two halves, by whole words. What is rare, a tie or what is not finite, takes the way of one vector.
-inline Pair join_pair(const BFloat16* high, const int16_t* low) {
-  __m512i below = _mm512_loadu_si512(low);
+inline __m512i load_lows(const int16_t* low) { return _mm512_loadu_si512(low); }
+inline __m512i load_lows(const int8_t* low) {
+  __m256i upper = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(low));
+  return _mm512_slli_epi16(_mm512_cvtepu8_epi16(upper), 8);
+}
+inline void store_lows(int16_t* to, __m512i low) { _mm512_storeu_si512(to, low); }
+inline void store_lows(int8_t* to, __m512i low) {  // `in_8_bits`: the addition stops at 127 of the upper bits
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi16(low, 8), lanes_by([](int) { return 1; }));
+  __m512i sum = _mm512_adds_epi16(low, _mm512_add_epi16(odd, lanes_by([](int) { return 127; })));
+  __m512i upper = _mm512_max_epi16(_mm512_srai_epi16(sum, 8), lanes_by([](int) { return -127; }));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi16_epi8(upper));
+}
+
+template <class Low>
+inline Pair join_pair(const BFloat16* high, const Low* low) {
+  __m512i below = load_lows(low);
   __m512i above = _mm512_add_epi16(_mm512_loadu_si512(high), _mm512_srai_epi16(below, 15));
   if (not_finite(above)) [[unlikely]]
     return {Vec::load(high, low), Vec::load(high + 16, low + 16)};
   return {from_halves(below, above, 0), from_halves(below, above, 16)};
 }
 
-inline void split_pair(Vec a, Vec b, BFloat16* high, int16_t* low) {
+template <class Low>
+inline void split_pair(Vec a, Vec b, BFloat16* high, Low* low) {
   __m512i below = low_halves(a, b), above = high_halves(a, b);
   __mmask32 tie = _mm512_cmpeq_epi16_mask(below, _mm512_set1_epi16(-32768));
   if (tie | not_finite(above)) [[unlikely]] {
@@ -174,9 +202,10 @@ inline void split_pair(Vec a, Vec b, BFloat16* high, int16_t* low) {
     b.store(high + 16, low + 16);
   } else {
     _mm512_storeu_si512(high, _mm512_add_epi16(above, _mm512_srli_epi16(below, 15)));
-    _mm512_storeu_si512(low, below);
+    store_lows(low, below);
   }
 }
+
 // What `unscaled_int8` gives for 0 to 127, in halves. To look it up takes fewer instructions than a division, and none
 // of the divider, which an update keeps busy.
 struct Unscaled {

@@ -30,11 +30,18 @@ struct Vec {
   // The nearest integers.
   void store(int8_t* to) const { *to = int8_t(nearest(x)); }
   void store(uint8_t* to) const { *to = uint8_t(nearest(x)); }
+  // A master in two halves, of which the low one has 16 or 8 bits.
   static Vec load(const BFloat16* high, const int16_t* low) { return Vec(join({*high, *low})); }
+  static Vec load(const BFloat16* high, const int8_t* low) { return Vec(join({*high, int16_t(*low * 256)})); }
   void store(BFloat16* high, int16_t* low) const {
     Halves halves = split(x);
     *high = halves.high;
     *low = halves.low;
+  }
+  void store(BFloat16* high, int8_t* low) const {
+    Halves halves = split(x);
+    *high = halves.high;
+    *low = int8_t(in_8_bits(halves.low) / 256);
   }
   template <class T>
   void store_first(T* to, int) const {
@@ -58,10 +65,12 @@ struct Pair {
   Vec a, b;
 };
 
-inline Pair join_pair(const BFloat16* high, const int16_t* low) {
+template <class Low>
+inline Pair join_pair(const BFloat16* high, const Low* low) {
   return {Vec::load(high, low), Vec::load(high + 1, low + 1)};
 }
-inline void split_pair(Vec a, Vec b, BFloat16* high, int16_t* low) {
+template <class Low>
+inline void split_pair(Vec a, Vec b, BFloat16* high, Low* low) {
   a.store(high, low);
   b.store(high + 1, low + 1);
 }

@@ -10,6 +10,7 @@ struct EncodedForeachArgs {
   static constexpr int kMostShards = 20;
   int count;  // of shards
   DType grad, out;
+  int low_size;  // of a split master
   Form forms[kMostStates];
   int64_t first_block[kMostShards];
   EncodedShard shards[kMostShards];
@@ -84,6 +85,10 @@ ZK_HOST_DEVICE inline void store_raw(void* to, int64_t size, int64_t i, int coun
 
 ZK_HOST_DEVICE inline uint16_t half_word(const Raw& raw, int j) { return uint16_t(raw.words[j / 2] >> (j % 2 * 16)); }
 ZK_HOST_DEVICE inline uint8_t byte(const Raw& raw, int j) { return uint8_t(raw.words[0] >> (j * 8)); }
+
+ZK_HOST_DEVICE inline int16_t low_half(int low_size, const Raw& raw, int j) {
+  return low_size == 1 ? int16_t(byte(raw, j) << 8) : int16_t(half_word(raw, j));
+}
 
 ZK_HOST_DEVICE inline void widen_raw(DType dtype, const Raw& raw, float (&x)[kQuad]) {
   ZK_UNROLL
@@ -163,7 +168,7 @@ ZK_HOST_DEVICE inline RawQuad<Rule> load_encoded(
   raw.grad = load_raw<kWhole>(step.grad, size_of(args.grad), raw.i, raw.count);
   raw.high = {};
   if (shard.low) {
-    raw.master = load_raw<kWhole>(shard.low, sizeof(int16_t), raw.i, raw.count);
+    raw.master = load_raw<kWhole>(shard.low, args.low_size, raw.i, raw.count);
     raw.high = load_raw<kWhole>(step.param_out, sizeof(BFloat16), raw.i, raw.count);
   } else {
     raw.master = load_raw<kWhole>(step.master, sizeof(float), raw.i, raw.count);
@@ -190,7 +195,7 @@ ZK_HOST_DEVICE inline UpdatedQuad<Rule> update_encoded(
     step.nonfinite_slots[raw.slot] = 1;
   ZK_UNROLL
   for (int j = 0; j < kQuad; ++j)
-    of.quad.p[j] = shard.low ? join({{half_word(raw.high, j)}, int16_t(half_word(raw.master, j))})
+    of.quad.p[j] = shard.low ? join({{half_word(raw.high, j)}, low_half(args.low_size, raw.master, j)})
                              : bits_float(raw.master.words[j]);
   ZK_UNROLL
   for (int s = 0; s < Rule::kStates; ++s) {
@@ -223,15 +228,20 @@ ZK_HOST_DEVICE inline void store_encoded(
     ZK_UNROLL
     for (int j = 0; j < kQuad; ++j) {
       Halves halves = split(of.quad.p[j]);
+      if (args.low_size == 1) {
+        halves.low = in_8_bits(halves.low);
+        low.words[0] |= uint32_t(uint16_t(halves.low) >> 8) << (j * 8);
+      } else {
+        low.words[j / 2] |= uint32_t(uint16_t(halves.low)) << (j % 2 * 16);
+      }
       of.quad.p[j] = join(halves);
       high.words[j / 2] |= uint32_t(halves.high.bits) << (j % 2 * 16);
-      low.words[j / 2] |= uint32_t(uint16_t(halves.low)) << (j % 2 * 16);
     }
   }
   if (!of.live) return;
   if (shard.low) {
     store_raw<kWhole>(step.param_out, sizeof(BFloat16), raw.i, raw.count, high);
-    store_raw<kWhole>(shard.low, sizeof(int16_t), raw.i, raw.count, low);
+    store_raw<kWhole>(shard.low, args.low_size, raw.i, raw.count, low);
   } else {
     store_raw<kWhole>(step.master, sizeof(float), raw.i, raw.count, narrow_raw(DType::kFloat, of.quad.p));
     if (step.param_out)
@@ -314,9 +324,9 @@ __global__ void __launch_bounds__(kThreads, kExtendedBlocksPerSm<Rule>)
 
 // ---- launcher -----------------------------------------------------------------------------------------------------
 
-inline bool all_aligned(const EncodedShard& shard, const Form* forms, int64_t grad_size, int64_t out_size) {
-  bool aligned = is_aligned(shard.low, kQuad * sizeof(int16_t));
-  for (int s = 0; s < kMostStates; ++s) aligned &= is_aligned(shard.step.states[s], kQuad * size_of(forms[s]));
+inline bool all_aligned(const EncodedShard& shard, const Encoded& of_all, int64_t grad_size, int64_t out_size) {
+  bool aligned = is_aligned(shard.low, kQuad * of_all.low_size);
+  for (int s = 0; s < kMostStates; ++s) aligned &= is_aligned(shard.step.states[s], kQuad * size_of(of_all.forms[s]));
   return aligned && is_aligned(shard.step.grad, kQuad * grad_size) &&
          is_aligned(shard.step.param_out, kQuad * out_size) && is_aligned(shard.step.master, 16) &&
          is_aligned(shard.step.hyper, 16);
@@ -325,13 +335,14 @@ inline bool all_aligned(const EncodedShard& shard, const Form* forms, int64_t gr
 // Calls run(args, blocks) for each launch that several shards take, which are alike in dtypes and forms.
 template <class Run>
 void launch_encoded(
-    const std::vector<EncodedShard>& shards, const Averages& averages, const Form* forms, DType grad, DType out,
+    const std::vector<EncodedShard>& shards, const Averages& averages, const Encoded& of_all, DType grad, DType out,
     Run run) {
-  auto aligned = [&](const EncodedShard& shard) { return all_aligned(shard, forms, size_of(grad), size_of(out)); };
+  auto aligned = [&](const EncodedShard& shard) { return all_aligned(shard, of_all, size_of(grad), size_of(out)); };
   for_launches<EncodedForeachArgs>(shards, averages, aligned, [&](EncodedForeachArgs& args, int64_t blocks) {
     args.grad = grad;
     args.out = out;
-    std::copy(forms, forms + kMostStates, args.forms);
+    args.low_size = of_all.low_size;
+    std::copy(of_all.forms, of_all.forms + kMostStates, args.forms);
     run(args, blocks);
   });
 }
@@ -340,10 +351,10 @@ void launch_encoded(
 
 template <class Rule>
 void run_encoded_step(
-    CUstream_st* stream, const std::vector<EncodedShard>& shards, const Averages& averages, const Form* forms,
+    CUstream_st* stream, const std::vector<EncodedShard>& shards, const Averages& averages, const Encoded& of_all,
     DType grad, DType out) {
   auto kernel = is_extended(shards, averages) ? encoded_step_kernel<Rule, true> : encoded_step_kernel<Rule, false>;
-  launch_encoded(shards, averages, forms, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
+  launch_encoded(shards, averages, of_all, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
     on_stream(stream, "foreach_step", kernel, blocks, kThreads, args);
   });
 }

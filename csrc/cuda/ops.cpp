@@ -117,14 +117,14 @@ void foreach_step(
       on_gpu.zero(shard.row_stats, ceil_div(shard.numel, kRow) * kRowStats * sizeof(float));
   DType grad = dtype_of(grads[0]), out = given[0].param_dtype();
   Averages of_masters = averages_of(given);
-  Encoded forms = encoded_of(given[0]);  // those of all shards
-  if (given[0].is_split() || forms.any()) {
+  Encoded of_all = encoded_of(given[0]);
+  if (of_all.any()) {
     std::vector<EncodedShard> encoded;
     for (size_t i = 0; i < given.size(); ++i) {
       Encoded of = encoded_of(given[i]);
       encoded.push_back({shards[i], {of.scales[0], of.scales[1], of.scales[2]}, of.low});
     }
-    (*step.run_encoded)(on_gpu.stream(), encoded, of_masters, forms.forms, grad, out);
+    (*step.run_encoded)(on_gpu.stream(), encoded, of_masters, of_all, grad, out);
   } else {
     (*step.run)(on_gpu.stream(), "foreach_step", shards, of_masters, grad, out);
   }

@@ -37,7 +37,7 @@ struct StepArgs {
 struct EncodedShard {
   StepArgs step;
   float* scales[kMostStates];  // [rows], or null where the form has none
-  int16_t* low;                // of a split master, whose high halves are the parameters; or null
+  void* low;                   // of a split master, whose high halves are the parameters; or null
 
   ZK_HOST_DEVICE float* scale(int i) const { return i == 0 ? scales[0] : i == 1 ? scales[1] : scales[2]; }
 };
@@ -49,11 +49,12 @@ struct Averages {
   std::vector<float*> of;
 };
 
-// Of each rule: updates shards that are alike in their dtypes and share their slots. `forms`: of kMostStates states.
+// Of each rule: updates shards that are alike in their dtypes and share their slots. `of_all`: the forms of all.
 using RunStep =
     void (*)(CUstream_st* stream, const char* op, const std::vector<StepArgs>&, const Averages&, DType grad, DType out);
 using RunEncodedStep = void (*)(
-    CUstream_st* stream, const std::vector<EncodedShard>&, const Averages&, const Form* forms, DType grad, DType out);
+    CUstream_st* stream, const std::vector<EncodedShard>&, const Averages&, const Encoded& of_all, DType grad,
+    DType out);
 extern const RunStep step_adamw, step_amsgrad, step_lion, step_sgd, step_sgd_plain;
 extern const RunEncodedStep encoded_adamw, encoded_amsgrad, encoded_lion, encoded_sgd, encoded_sgd_plain;
 

@@ -19,7 +19,8 @@ ZK_HOST_DEVICE static constexpr int64_t size_of(Form form) {
 struct Encoded {
   Form forms[kMostStates];
   float* scales[kMostStates];  // [rows], or null where the form has none
-  int16_t* low;                // of a split master, whose high halves are the parameters; or null
+  void* low;                   // of a split master, whose high halves are the parameters; or null
+  int low_size;                // 2: int16; 1: int8
 
   bool any() const { return low || forms[0] != Form::kFloat || forms[1] != Form::kFloat || forms[2] != Form::kFloat; }
 };
@@ -97,7 +98,8 @@ ZK_HOST_DEVICE static inline int32_t nearest(float x) {
 // 13 * 2^-24 of it. So where a little less and a little more have one nearest integer, it is the right one.
 constexpr float kLess = 1.0f - 0x1p-20f, kMore = 1.0f + 0x1p-20f;
 
-// A master in two halves: bf16, and what its bits are above or below those.
+// A master in two halves: bf16, and what its bits are above or below those. Where 8 bits of the low half are stored,
+// they are its upper ones, and the others are 0.
 struct Halves {
   BFloat16 high;
   int16_t low;
@@ -118,6 +120,12 @@ ZK_HOST_DEVICE static inline Halves split(float master) {
   low = low > 32767 ? 32767 : low < -32767 ? -32767 : low;
   halves.low = master != master ? int16_t(0) : int16_t(low);
   return halves;
+}
+
+// Rounded to 8 bits, to nearest even, from -127 to 127.
+ZK_HOST_DEVICE static inline int16_t in_8_bits(int16_t low) {
+  int32_t upper = (low + 127 + (low >> 8 & 1)) >> 8;
+  return int16_t((upper > 127 ? 127 : upper < -127 ? -127 : upper) * 256);
 }
 
 }  // namespace zero_kernels

@@ -76,17 +76,18 @@ def check_master(rules: GroupRules, parameters: ParameterSet, indices: Sequence[
 
     ``whole``: whether these are all parameters of the model. A stage of a pipeline may have none to split.
     """
-    split = any(codec.reads_parameter for rule in rules.all for codec in rule.codecs.values())
+    codecs = (codec for rule in rules.all for codec in rule.codecs.values())
+    split = next((codec.name for codec in codecs if codec.reads_parameter), None)
     for index in indices if split else ():
         if parameters.all[index].dtype == torch.float16:
             raise ParameterError(
                 f"{parameters.labels[index]} is fp16, and a split master is a bf16 parameter and the rest: make the "
-                'model bf16, or leave out master="split"'
+                f'model bf16, or leave out master="{split}"'
             )
     if split and whole and all(parameter.dtype == torch.float32 for parameter in parameters.all):
         raise ParameterError(
             "all parameters are fp32, which are their own masters: there is nothing to split. Make the model bf16, or "
-            'leave out master="split"'
+            f'leave out master="{split}"'
         )
 
 

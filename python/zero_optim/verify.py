@@ -37,7 +37,7 @@ class VerifyReport:
         compared: elements compared, each time and on every rank counted.
         unrounded: elements of 16-bit parameters that were not their master, rounded.
         edited: elements of parameters found changed between two steps; the shadow takes them over.
-        ulps_an_update: the most that rounding makes of one update by this rule.
+        ulps_an_update: the most that rounding makes of one update by this rule, and of the master as it is stored.
     """
 
     ulps: float = 0.0
@@ -71,7 +71,8 @@ def verify(
     random walk (seen of AdamW: 2 ulps after one update, 17 after 100, 48 after 1000). More is a wrong update, or state
     that was overwritten between steps.
 
-    State that is stored by a codec is rounded in every update. So its shadow starts anew from it in each.
+    State that is stored by a codec is rounded in every update. So its shadow starts anew from it in each. That of a
+    split master does not: what storing it makes of an update is in the bound.
 
     It follows changed options, added groups, new layouts and skipped steps. Parameters edited between steps are taken
     over and counted; ``load_state_dict`` and ``load_full_state_dict`` start it anew, and ``resync()`` does when
@@ -119,7 +120,7 @@ class Verifier:
                 f"verify cannot follow {rules[0].name}: give the rule update_in_float64, and ulps_an_update, its "
                 "bound; or choose parameters of another rule by parameters="
             )
-        return ulps
+        return ulps + sum(codec.ulps for codec in rules[0].codecs.values() if codec.reads_parameter)
 
     def resync(self) -> None:
         """Start the shadow anew from the live state of the next step; the report goes on."""

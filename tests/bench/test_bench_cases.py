@@ -104,7 +104,7 @@ def test_smaller_state_is_updated_as_what_it_stands_for(device, form):
         stored = FORMS[getattr(of, name)]
         values = getattr(second, name).view(-1, ROW)
         moments[name] = stored.decode(*stored.encode(values)).view(-1)
-    master = second.param.float() if of.split else second.master
+    master = second.param.float() if of.low else second.master
     second = replace(second, master=master, **moments)
     before = second.param.clone()
     adam_step.ours_smaller(first, of)()
@@ -120,6 +120,8 @@ def test_bytes_of_smaller_state_are_those_of_its_tensors():
         ", int8": 256 + 256 + 1024 + 2 * (256 + 8),
         ", split": 256 + 512 + 512 + 2 * 1024,
         ", split, int8": 256 + 512 + 512 + 2 * (256 + 8),
+        ", split8": 256 + 512 + 256 + 2 * 1024,
+        ", split8, int8": 256 + 512 + 256 + 2 * (256 + 8),
     }
 
 
@@ -137,8 +139,8 @@ def test_rows_of_smaller_state_count_their_own_bytes_and_are_held_to_fp32(device
 
 def test_the_jobs_of_adam_step(setting):
     jobs = adam_step.make_case(setting)
-    forms = [form for form, of in adam_step.SMALLER.items() if setting.dtype == "bf16" or not of.split]
-    assert len(forms) == (4 if setting.dtype == "bf16" else 2)
+    forms = [form for form, of in adam_step.SMALLER.items() if setting.dtype == "bf16" or not of.low]
+    assert len(forms) == (6 if setting.dtype == "bf16" else 2)
     assert {f"{name}{form}" for form in forms for name in setting.backends} == {
         name for name in jobs.jobs if name in jobs.own_bytes
     }

@@ -89,7 +89,9 @@ def test_what_is_counted_is_what_the_optimizer_says_that_it_keeps():
         kept_by = [walks[stage][0]["step 3"][0] for stage in memory_walkthrough.STAGES]
         assert kept_by == sorted(kept_by, reverse=True)
         # Bytes a parameter that a split master and 8-bit moments save, with a scale for each row of 128.
-        saved_by = {"stage3_split": 2, "stage2_small": 2 + 2 * (3 - 4 / 128), "stage3_small": 2 + 2 * (3 - 4 / 128)}
+        moments = 2 * (3 - 4 / 128)
+        saved_by = {"stage3_split": 2, "stage2_small": 2 + moments, "stage3_small": 2 + moments}
+        saved_by |= {"stage2_smallest": 3 + moments, "stage3_smallest": 3 + moments}
         for way, (readings, _) in list(zip(ways(dtype), walks, strict=True))[len(kept_by) :]:
             saved = kept_by[way.stage] - readings["step 3"][0]
             assert saved == pytest.approx(saved_by.pop(way.name) * SMALL.numel / 2, rel=0.03), way

@@ -203,10 +203,10 @@ def encoded_step(folder: Path) -> int:
     body.argtypes = [*step_body(folder).argtypes, ADDRESS, ADDRESS, ctypes.c_int]
     body.restype = ctypes.c_int
     forms, ran = tuple(codecs.FORMS), 0
-    for (number, rule), form, split in itertools.product(enumerate(RULES), range(4), (False, True)):
+    for (number, rule), form, of_low in itertools.product(enumerate(RULES), range(4), (None, *codecs.LOWS)):
         count = len(RULES[rule].states)
         given = [forms[(form + i * (1 + form % 2)) % 4] for i in range(count)]
-        param = torch.bfloat16 if split else (*FLOATS, None)[(form + number) % 4]
+        param = torch.bfloat16 if of_low else (*FLOATS, None)[(form + number) % 4]
         sizes = (0, 1, 4097, 127, 2048) if form else (129,) * 25
         for measured, found_inf in ((True, 0.0), (False, float(form == 1))):
             shards = EncodedShards(
@@ -214,16 +214,16 @@ def encoded_step(folder: Path) -> int:
                 calm=measured or form == 2,
                 averages=(form + measured) % 3,
                 forms=given,
-                split=split,
+                low=of_low,
             )
             marks = [torch.zeros(4, dtype=torch.int32) for _ in range(2)]
             stats, twins = ([torch.full((-(-n // ROW), 5), 7.0) for n in sizes] for _ in range(2))
             # Where the scale is inf, elements that do not exist are NaN, and the others inf.
             found, scale = torch.tensor([found_inf]), torch.tensor([math.inf if form == 2 and not measured else 0.25])
-            if split and measured and form == 3:  # masters stay, and all are ties
+            if of_low and measured and form == 3:  # masters stay, and all are ties
                 for grad, low, high in zip(shards.grads, shards.masters, shards.params, strict=True):
                     grad.zero_()
-                    low.fill_(-32768)
+                    low.fill_(torch.iinfo(low.dtype).min)
                     high.fill_(1.5)
             optional = {"grad_scale": scale, "found_inf": found, "nonfinite_slots": marks[0]}
             lists, want = shards.lists(row_stats=twins if measured else None, **optional)
@@ -243,9 +243,9 @@ def encoded_step(folder: Path) -> int:
                 *(at(table), at(scale), at(found), at(marks[1]), len(table), addresses(stats) if measured else None),
                 *(addresses(averages or []), len(averages or []) // len(sizes), at(rates)),
                 ctypes.cast((ctypes.c_int * 3)(*(FORM_CODE[x] for x in given)), ADDRESS),
-                *(addresses(of_scales), int(split)),
+                *(addresses(of_scales), of_low.itemsize if of_low else 0),
             )
-            case = (rule, given, split, sizes, measured, found_inf)
+            case = (rule, given, of_low, sizes, measured, found_inf)
             for place, (a, b) in enumerate(zip(want, got, strict=True)):
                 demand(same_bits(a, b), "encoded_step", place, *case)
             demand(not measured or all(map(same_bits, stats, twins)), "row_stats", *case)

@@ -218,7 +218,7 @@ class _Generator:
             param_offload=self.flavour.stores and stage == 3 and self.chance(0.5),
             rule=rng.choice((*RULES,)) if self.flavour.rules else "",
             ema_decay=rng.choice((None, 0.5, 0.75)) if self.flavour.rules else None,
-            split=self.flavour.split,
+            split=rng.choice(("split", "split8")) if self.flavour.split else "",
         )
 
     def store(self) -> str:

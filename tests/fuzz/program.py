@@ -65,7 +65,7 @@ class Optim:
     param_offload: bool = False  # at stage 3
     rule: str = ""  # one of RULES
     ema_decay: float | None = None
-    split: bool = False  # whether a bf16 parameter is the high half of its master
+    split: str = ""  # where a bf16 parameter is the high half of its master: "split" or "split8"
 
     @property
     def given(self) -> set[int]:

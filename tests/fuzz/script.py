@@ -61,7 +61,7 @@ def _constructor(o: int, optim: Optim, stage: int, store: str, groups: list[Grou
     if optim.ema_decay is not None:
         options.append(f"ema_decay={optim.ema_decay}")
     if optim.split:
-        options.append("master='split'")
+        options.append(f"master={optim.split!r}")
     if store:
         options.append(STORES[store])
     if stage != 3:

@@ -169,14 +169,16 @@ class Shards:
 
 
 class EncodedShards(Shards):
-    """`Shards` whose states have these forms, in the order of the rule's. `split`: the masters, which awkward
-    parameters are the high halves of, are split.
+    """`Shards` whose states have these forms, in the order of the rule's. `low`: the masters, which awkward parameters
+    are the high halves of, are split, and the low parts have that dtype.
 
     Attributes:
         scales: of the states, in their order.
     """
 
-    def __init__(self, rule: str, *args: Any, forms: Sequence[torch.dtype], split: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, rule: str, *args: Any, forms: Sequence[torch.dtype], low: torch.dtype | None = None, **kwargs: Any
+    ) -> None:
         self.scales: list[Tensor] = []
         super().__init__(rule, *args, **kwargs)
         for i, state in enumerate(self.states):
@@ -187,8 +189,8 @@ class EncodedShards(Shards):
             stored, *scale = form.encode(values.view(-1, ROW)) if len(state) else form.encode(state.new_zeros(1, ROW))
             self.states[i] = at_offset(stored.reshape(-1)[: len(state)].clone(), state.storage_offset())
             self.scales += [at_offset(of.reshape(-1)[: -(-len(state) // ROW)], i % 3) for of in scale]
-        if split:
-            lows = [awkward(len(master), torch.float32, 8).view(torch.int32).to(torch.int16) for master in self.masters]
+        if low is not None:
+            lows = [awkward(len(master), torch.float32, 8).view(torch.int32).to(low) for master in self.masters]
             self.masters = [at_offset(x, master.storage_offset()) for x, master in zip(lows, self.masters, strict=True)]
 
     @property

@@ -18,6 +18,7 @@ from zero_kernels import ROW, RULES, codecs
 
 NAMES = ["reference", *ISAS]
 every_backend = pytest.mark.parametrize("name", NAMES)
+every_low = pytest.mark.parametrize("low", codecs.LOWS, ids=["int16", "int8"])
 FORMS = tuple(codecs.FORMS)
 SIZES = (2000, 1, 0, 127, 128, 129, 7)
 
@@ -33,24 +34,25 @@ def test_same_bits_on_every_backend(rule: str) -> None:
     for number in range(max(8, len(FORMS) ** min(2, len(RULES[rule].states)))):
         forms = forms_of(rule, number * 7 if rule == "amsgrad" else number)
         grad, param = FLOATS[number % 3], (*FLOATS, None)[number // 3 % 4]
-        for split in (False, True):
+        for low in (None, *codecs.LOWS):
             shards = EncodedShards(
-                *(rule, SIZES, grad, torch.bfloat16 if split else param, number % 2 * 3, number % 3),
+                *(rule, SIZES, grad, torch.bfloat16 if low else param, number % 2 * 3, number % 3),
                 calm=number % 4 != 0,
                 forms=forms,
-                split=split,
+                low=low,
             )
             want = shards.measured("reference")
             for isa in ISAS:
-                assert all(map(same_bits, want, shards.measured(isa))), (isa, forms, grad, param, split, number)
+                assert all(map(same_bits, want, shards.measured(isa))), (isa, forms, grad, param, low, number)
 
 
-def test_threads_share_rows_without_changing_a_bit() -> None:
+@every_low
+def test_threads_share_rows_without_changing_a_bit(low: torch.dtype) -> None:
     shards = EncodedShards(
         *("adamw", (0, 3 * ROW, 100_003, 77_777), torch.bfloat16, torch.bfloat16),
         averages=1,
         forms=(torch.int8, torch.uint8),
-        split=True,
+        low=low,
     )
     want = shards.run("reference")
     for isa in ISAS:
@@ -151,37 +153,44 @@ def test_rows_are_encoded_as_the_docs_write_it(name: str) -> None:
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    bits = (high.view(torch.int16).long() << 16) + low.long()
+    bits = (high.view(torch.int16).long() << 16) + low.long() * (256 if low.dtype == torch.int8 else 1)
     return bits.to(torch.int32).view(torch.float32)
 
 
 @every_backend
-def test_a_split_master_is_its_two_halves(name: str) -> None:
-    """From -0 a step of lr 1 writes any value, of which a tie alone is not kept. One of no gradient reads it."""
+@every_low
+def test_a_split_master_is_its_two_halves(low: torch.dtype, name: str) -> None:
+    """From -0 a step of lr 1 writes any value. One of no gradient reads it, and writes it again."""
     exact = torch.arange(-(2**31), 2**31, 65537 * 5, dtype=torch.int64).to(torch.int32).view(torch.float32)
-    ends = [[(high << 16) + low for high in range(-(2**15), 2**15, 3)] for low in (-32768, -32767, -1, 0, 1, 32767)]
+    aways = (-32768, -32767, -32641, -32640, -384, -128, -1, 0, 1, 128, 384, 32639, 32640, 32641, 32767)
+    ends = [[(high << 16) + away for high in range(-(2**15), 2**15, 3)] for away in aways]
     ends = torch.tensor(ends, dtype=torch.int64).flatten().to(torch.int32).view(torch.float32)
     wanted = torch.cat((exact, ends, awkward(3000, torch.float32, 1)))
     numel = len(wanted)
     table = rule_table(RULES["sgd_plain"])[:1].clone()
     columns = RULES["sgd_plain"].columns
     table[0, columns.index("lr")] = 1.0
-    high, low = torch.full((numel,), -0.0, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.int16)
+    high, lows = torch.full((numel,), -0.0, dtype=torch.bfloat16), torch.zeros(numel, dtype=low)
     slots = torch.zeros(-(-numel // ROW), dtype=torch.int32)
     with backend(name):
-        zero_kernels.foreach_step("sgd_plain", [-wanted], [low], [], [high], [slots], table)
+        zero_kernels.foreach_step("sgd_plain", [-wanted], [lows], [], [high], [slots], table)
         assert same_bits(high, wanted.bfloat16())
         away = (wanted.view(torch.int32) - (wanted.bfloat16().view(torch.int16).int() << 16)).masked_fill(
             wanted.isnan(), 0
         )
-        assert torch.equal(low.int(), away - away.sign() * (away.abs() == 32768).int())
+        if low == torch.int16:
+            assert torch.equal(lows.int(), away - away.sign() * (away.abs() == 32768).int()), "of a tie 32767"
+        else:
+            assert torch.equal(lows.int(), (away / 256).round().clamp(-127, 127).int()), "256ths, to nearest even"
         assert ((away.abs() == 32768).sum() > 10_000) and high.isinf().sum() > 100
-        stored = join(high, low)
-        assert same_bits(stored[away.abs() < 32768], wanted[away.abs() < 32768])
-        again = (high.clone(), low.clone())
-        zero_kernels.foreach_step("sgd_plain", [torch.zeros(numel)], [low], [], [high], [slots], table)
-    assert same_bits(high, again[0]) and torch.equal(low, again[1])
-    assert same_bits(codecs.join_master(high, low), stored)
+        stored = join(high, lows)
+        moved = (stored.view(torch.int32) - wanted.view(torch.int32)).abs()[~wanted.isnan()]
+        clamped = (away.abs() > (32767 if low == torch.int16 else 32640))[~wanted.isnan()]
+        assert (moved[clamped].max(), moved[~clamped].max()) == ((1, 0) if low == torch.int16 else (256, 128))
+        again = (high.clone(), lows.clone())
+        zero_kernels.foreach_step("sgd_plain", [torch.zeros(numel)], [lows], [], [high], [slots], table)
+    assert same_bits(codecs.join_master(*again), stored)
+    assert same_bits(high, again[0]) and torch.equal(lows, again[1])
 
 
 VECTORS = {
@@ -196,23 +205,24 @@ def test_every_fp32_is_split_and_joined(isa: str, tmp_path: Path) -> None:
     command = ["g++", "-std=c++20", "-O3", "-w", "-ffp-contract=off", *VECTORS[isa]]
     subprocess.run([*command, str(Path(__file__).with_name("split_masters.cpp")), "-o", tmp_path / "run"], check=True)
     done = subprocess.run([tmp_path / "run"], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["0", "0", "0"], "how many are wrong: pairs, vectors, by function"
+    assert done.stdout.split() == ["0"] * 6, "how many are wrong: pairs, vectors, by function; then of 8 bits"
 
 
 @every_backend
-def test_a_split_master_is_measured_and_averaged_as_it_is_stored(name: str) -> None:
-    """A tie, whose stored value is one unit off."""
+@every_low
+def test_a_split_master_is_measured_and_averaged_as_it_is_stored(low: torch.dtype, name: str) -> None:
+    """A tie, whose stored value is one unit off, or 256."""
     tie = torch.tensor([0x3F808000, 0x3F818000], dtype=torch.int32).view(torch.float32).repeat(ROW // 2)
     table = torch.zeros(1, 12)
     for column in ("lr", "active", "grad_factor"):
         table[0, RULES["sgd_plain"].columns.index(column)] = 1.0
-    high, low = torch.zeros(ROW, dtype=torch.bfloat16), torch.zeros(ROW, dtype=torch.int16)
+    high, lows = torch.zeros(ROW, dtype=torch.bfloat16), torch.zeros(ROW, dtype=low)
     average, stats, slots = torch.zeros(ROW), torch.zeros(1, 5), torch.zeros(1, dtype=torch.int32)
     with backend(name):
-        lists = ([-tie], [low], [], [high], [slots], table)
+        lists = ([-tie], [lows], [], [high], [slots], table)
         zero_kernels.foreach_step("sgd_plain", *lists, averages=[average], rates=torch.ones(1, 1), row_stats=[stats])
-    stored = join(high, low)
-    assert stored.view(torch.int32).tolist() == [0x3F807FFF, 0x3F818001] * (ROW // 2)
+    stored, off = join(high, lows), 1 if low == torch.int16 else 256
+    assert stored.view(torch.int32).tolist() == [0x3F808000 - off, 0x3F818000 + off] * (ROW // 2)
     assert same_bits(average, stored) and float(stats[0, 3]) == float(stored.max())
 
 
@@ -221,12 +231,12 @@ def test_a_split_master_is_measured_and_averaged_as_it_is_stored(name: str) -> N
 
 @every_backend
 def test_skipped_steps_and_rows_that_are_not_live_stay(name: str) -> None:
-    for split, found in itertools.product((False, True), (1.0, math.nan, 0.0)):
+    for low, found in itertools.product((None, *codecs.LOWS), (1.0, math.nan, 0.0)):
         shards = EncodedShards(
             *("adamw", (5 * ROW + 3, 200), torch.bfloat16, torch.bfloat16),
             averages=1,
             forms=(torch.int8, torch.bfloat16),
-            split=split,
+            low=low,
         )
         shards.grads[0][ROW] = math.inf
         shards.row_slots = [torch.tensor([-1, 1, 3, -1, 3, 3], dtype=torch.int32), torch.tensor([3, -1]).int()]
@@ -302,14 +312,19 @@ def arguments() -> dict[str, object]:
         ({"scales": [torch.zeros(2)]}, ValueError, "2 of them, 1 scales"),
         ({"scales": [torch.zeros(2), torch.zeros(3)]}, ValueError, "a scale must have 2 elements, got 3"),
         ({"scales": [torch.zeros(2), torch.zeros(2).half()]}, TypeError, "a scale must be float32, got float16"),
-        ({"params_out": []}, TypeError, "the low half of a split master: param_out must be its high half, in bfloat16"),
-        ({"params_out": [torch.zeros(200)]}, TypeError, "shard 0: master is int16, the low half of a split master"),
+        ({"params_out": []}, TypeError, "the low part of a split master: param_out must be its high half, in bfloat16"),
+        ({"params_out": [torch.zeros(200)]}, TypeError, "shard 0: master is int16, the low part of a split master"),
+        (
+            {"masters": [torch.zeros(200, dtype=torch.int8)], "params_out": [torch.zeros(200).half()]},
+            TypeError,
+            "master is int8, the low part of a split master: param_out must be its high half, in bfloat16",
+        ),
         (
             {"states": [torch.zeros(200, dtype=torch.int16), torch.zeros(200)], "scales": None},
             TypeError,
             "exp_avg must be float32 or bfloat16 or int8 or uint8, got int16",
         ),
-        ({"masters": [torch.zeros(200).half()]}, TypeError, "master must be float32 or int16, got float16"),
+        ({"masters": [torch.zeros(200).half()]}, TypeError, "master must be float32 or int16 or int8, got float16"),
     ],
 )
 def test_what_does_not_fit_is_named(changed: dict[str, object], error: type[Exception], message: str) -> None:
@@ -320,14 +335,18 @@ def test_what_does_not_fit_is_named(changed: dict[str, object], error: type[Exce
 def test_a_form_is_that_of_all_shards() -> None:
     given = arguments()
     two = {name: of * 2 if isinstance(of, list) else of for name, of in given.items()}
-    two["states"] = [*two["states"][:2], two["states"][1], two["states"][0]]  # type: ignore[index]
+    mixed = [*two["states"][:2], two["states"][1], two["states"][0]]  # type: ignore[index]
     with pytest.raises(TypeError, match="states 'exp_avg' must have one dtype: make a call for each dtype"):
-        zero_kernels.foreach_step("adamw", **two)  # type: ignore[arg-type]
+        zero_kernels.foreach_step("adamw", **two | {"states": mixed})  # type: ignore[arg-type]
+    mixed = [torch.zeros(200, dtype=low) for low in codecs.LOWS]
+    with pytest.raises(TypeError, match="masters must have one dtype: make a call for each dtype"):
+        zero_kernels.foreach_step("adamw", **two | {"masters": mixed})  # type: ignore[arg-type]
 
 
-def test_a_later_prepared_call_has_the_bits_of_the_op() -> None:
+@every_low
+def test_a_later_prepared_call_has_the_bits_of_the_op(low: torch.dtype) -> None:
     shards = EncodedShards(
-        *("adamw", (300, 5), torch.bfloat16, torch.bfloat16), forms=(torch.int8, torch.uint8), split=True
+        *("adamw", (300, 5), torch.bfloat16, torch.bfloat16), forms=(torch.int8, torch.uint8), low=low
     )
     want = shards.run("reference")
     prepared = zero_kernels.Prepared("foreach_step")

@@ -266,8 +266,10 @@ def test_the_cheapest_change():
     assert change(40, world=64, stage=0) == "stage=2"
     assert change(10, world=64, stage=0) == "zero_optim.shard_module (stage 3)"
     assert change(110, world=1, stage=2) == 'master="split"'
+    assert change(100, world=1, stage=2) == 'master="split8"'
     assert change(70, world=1, stage=2) == 'master="split", state_dtype="int8"'
-    assert change(55, world=1, stage=2) == 'state_offload="paged"'
+    assert change(55, world=1, stage=2) == 'master="split8", state_dtype="int8"'
+    assert change(50, world=1, stage=2) == 'state_offload="paged"'
     assert change(10, world=2, stage=2) == "zero_optim.shard_module (stage 3) and 32 ranks"
     assert change(None, world=2, stage=1) == "stage=2"
     assert change(1, world=2, stage=1) is None

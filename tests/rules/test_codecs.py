@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import run_ranks
 from torch import Tensor, nn
-from zero_optim.rules import AdamW, Bf16, Codec, Int8, Per, Root8, Split, StateTensor, UpdateRule
+from zero_optim.rules import AdamW, Bf16, Codec, Int8, Per, Root8, Split, Split8, StateTensor, UpdateRule
 
 from zero_kernels import ROW, RULES
 
@@ -19,6 +19,7 @@ SHAPES = ((300,), (7, 19), (2, 128), (5,))
 OPTIONS = {"lr": 0.25, "weight_decay": 0.125}
 CODECS = {"exp_avg": Int8(), "exp_avg_sq": Root8()}
 SPLIT = {**CODECS, "master": Split()}
+SPLIT8 = {**CODECS, "master": Split8()}
 HALF = {"exp_avg": Bf16(), "exp_avg_sq": Bf16()}
 
 
@@ -125,10 +126,61 @@ def test_a_split_master_is_kept_bit_for_bit_but_one_of_65536() -> None:
         assert found.view(torch.int32) == kept
 
 
-def test_a_split_master_that_is_no_number_stays_none() -> None:
+@pytest.mark.parametrize("codec", [Split(), Split8()], ids=["split", "split8"])
+def test_a_split_master_that_is_no_number_stays_none(codec: Codec) -> None:
     values = torch.full((1, ROW), float("nan"))
-    (low,) = Split().encode(values)
-    assert Split().decode((low, values.bfloat16())).isnan().all()
+    (low,) = codec.encode(values)
+    assert not low.any() and codec.decode((low, values.bfloat16())).isnan().all()
+
+
+def test_a_master_of_24_bits_stays_when_it_is_stored_again() -> None:
+    """Of every parameter and every 8 bits beside it: the parameter is what the master is rounded to."""
+    lows = torch.arange(-127, 128).to(torch.int8).repeat(2**8, 1)
+    for first in range(-(2**15), 2**15, 2**8):
+        parameter = torch.arange(first, first + 2**8).to(torch.int16).view(torch.bfloat16).view(-1, 1).expand(-1, 255)
+        master = Split8().decode((lows, parameter))
+        number = ((parameter.view(torch.int16).int() << 16) + lows.int() * 256).view(torch.float32)
+        kept = number == number  # where the two are no number, the master is the parameter, and 0 is beside it
+        assert torch.equal(master[kept], number[kept])
+        assert torch.equal(master.bfloat16()[~master.isnan()], parameter[~master.isnan()])
+        (again,) = Split8().encode(master)
+        assert torch.equal(again, torch.where(kept, lows, 0))
+
+
+def test_a_master_of_24_bits_is_near() -> None:
+    """In units of its parameter's last place: 1/512 off at most, and 1/256 close to the middle between two."""
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randint(0, 2**31, (2**20,), generator=generator).to(torch.int32).view(torch.float32)
+    subnormals = torch.arange(0, 2**23, 7).to(torch.int32).view(torch.float32)
+    powers = ((torch.arange(2, 255) << 23).view(-1, 1) + torch.arange(-(2**15), 2**15, 37)).to(torch.int32)
+    for values in (random, subnormals, powers.view(torch.float32).reshape(-1)):
+        values = values[values < _bits(0x7F7F8000)]  # whose parameters are finite
+        values = torch.cat((values, -values))[: len(values) // ROW * 2 * ROW].view(-1, ROW)
+        parameter = values.bfloat16()
+        found = Split8().decode((*Split8().encode(values), parameter)).double()
+        unit = torch.maximum(2.0 ** (parameter.double().abs().frexp().exponent - 8.0), torch.tensor(2.0**-133))
+        off, away = (found - values.double()).abs() / unit, (values.double() - parameter.double()).abs() / unit
+        assert off.max() <= 1 / 256 and off[away <= 127.5 / 256].max() == 1 / 512
+        assert torch.equal(found.bfloat16(), parameter), "the parameter is the rounded master"
+    for bits, kept in (
+        (0, 0),
+        (1, 0),
+        (2**31 + 0x81, 2**31 + 0x100),
+        (0x3F800080, 0x3F800000),  # ties, to even
+        (0x3F800180, 0x3F800200),
+        (0x3F7FFF81, 0x3F800000),  # a carry into the exponent
+        (0x3F7F7F80, 0x3F7F7F00),  # the bound of 127, below the middle and above it
+        (0x3F7F8000, 0x3F7F8100),
+        (0x7F7F7FFF, 0x7F7F7F00),
+        (0x7F7FFF7F, 0x7F7FFF00),  # the parameter of these is inf
+        (0x7F7FFF80, 0x7F800000),
+        (0x7F7FFFFF, 0x7F800000),
+        (0x7F800000, 0x7F800000),
+        (0xFF800000, 0xFF800000),
+    ):
+        (low,) = Split8().encode(_bits(bits).view(1, 1))
+        found = Split8().decode((low, _bits(bits).bfloat16().view(1, 1)))
+        assert torch.equal(found.view(torch.int32), _bits(kept).view(torch.int32).view(1, 1)), hex(bits)
 
 
 # ---- an optimizer ----------------------------------------------------------------------------------------------------
@@ -256,11 +308,12 @@ def _life(
     [
         (1, 2, torch.float32, None, CODECS),
         (1, 2, torch.bfloat16, None, SPLIT),
+        (1, 2, torch.bfloat16, None, SPLIT8),
         (2, 0, torch.bfloat16, "paged", SPLIT),
-        (2, 2, torch.bfloat16, "cpu", SPLIT),
+        (2, 2, torch.bfloat16, "cpu", SPLIT8),
         (2, 1, torch.bfloat16, "cpu", CODECS),
         (2, 2, torch.bfloat16, None, HALF),
-        (3, 1, torch.bfloat16, "nvme", SPLIT),
+        (3, 1, torch.bfloat16, "nvme", SPLIT8),
     ],
 )
 def test_state_that_is_stored_by_a_codec_is_kept_shown_saved_and_counted(
@@ -300,13 +353,52 @@ def test_state_that_is_stored_by_a_codec_is_kept_shown_saved_and_counted(
         assert memory["exp_avg_scale"] == memory["exp_avg_sq_scale"] == 4 * rows
         assert "exp_avg" not in memory
         assert memory.get("master_low") == (2 * numel if codecs is SPLIT else None)
-        assert memory.get("master") == (None if codecs is SPLIT else 0)
+        assert memory.get("master_low8") == (numel if codecs is SPLIT8 else None)
+        assert memory.get("master") == (0 if codecs is CODECS else None)
 
 
 def _same_state(found: dict[int, Any], wanted: list[dict[str, Tensor]]) -> None:
     for index, entry in enumerate(wanted):
         for kind, value in entry.items():
             assert torch.equal(found[index][kind], value), (index, kind)
+
+
+FORMS = {"fp32": {}, "split": SPLIT, "split8": SPLIT8, "split8, bf16": {**HALF, "master": Split8()}}
+
+
+def test_any_form_loads_into_any_other(tmp_path: Path) -> None:
+    """Masters and moments: as they are where the form is the same, else the values, rounded as the new form does."""
+    import zero_optim
+    from zero_optim import checkpoint
+
+    params = {name: nn.ParameterList(_make(torch.bfloat16)) for name in FORMS}
+    opts = {name: zero_optim.ShardedOptimizer(params[name], _rule(codecs)) for name, codecs in FORMS.items()}
+    saved = {}
+    for name, opt in opts.items():
+        _train([*params[name]], opt, range(3), 1)
+        checkpoint.save(tmp_path / name, params[name], opt)
+        saved[name] = (zero_optim.full_state_dict(opt), copy.deepcopy(opt.state_dict()), copy.deepcopy([*params[name]]))
+    for source, (full, own, model) in saved.items():
+        for name, opt in opts.items():
+            for load in (
+                lambda opt, name, full=full: zero_optim.load_full_state_dict(opt, full),
+                lambda opt, name, own=own: opt.load_state_dict(copy.deepcopy(own)),
+                lambda opt, name, source=source: checkpoint.load(tmp_path / source, params[name], opt),
+            ):
+                with torch.no_grad():
+                    for p, of_model in zip(params[name], model, strict=True):
+                        p.copy_(of_model)
+                load(opt, name)
+                found = zero_optim.full_state_dict(opt)["state"]
+                for index, entry in full["state"].items():
+                    for kind in ("master", "exp_avg", "exp_avg_sq"):
+                        value, codec = entry[kind].reshape(-1), FORMS[name].get(kind)
+                        if codec is not None:
+                            read = [value.bfloat16()] if codec.reads_parameter else []
+                            value = codec.decode_flat(StateTensor(kind), [*codec.encode_flat(value), *read])
+                        assert torch.equal(found[index][kind].reshape(-1), value), (source, name, index, kind)
+    for opt in opts.values():
+        opt.close()
 
 
 # ---- slices ----------------------------------------------------------------------------------------------------------
@@ -426,7 +518,8 @@ def test_a_codec_of_a_users_own_is_known_to_whoever_has_it(tmp_path: Path) -> No
     checkpoint.load(tmp_path, nn.ParameterList(params))  # the model alone needs none
 
 
-def test_a_model_in_fp32_is_made_of_split_masters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("master", ["split", "split8"])
+def test_a_model_in_fp32_is_made_of_split_masters(master: str, tmp_path: Path) -> None:
     """Loaded without an optimizer, exported, and walked through."""
     import zero_optim
     from safetensors.torch import load_file
@@ -434,7 +527,7 @@ def test_a_model_in_fp32_is_made_of_split_masters(tmp_path: Path) -> None:
     from zero_optim.checkpoint.hugging_face import export
 
     model = nn.ParameterList(_make(torch.bfloat16))
-    opt = zero_optim.ShardedAdamW(model.named_parameters(), lr=0.01, master="split", state_dtype="int8")
+    opt = zero_optim.ShardedAdamW(model.named_parameters(), lr=0.01, master=master, state_dtype="int8")
     _train([*model], opt, range(3), 1)
     full = zero_optim.full_state_dict(opt)["state"]
     masters = {name: full[index]["master"] for index, (name, _) in enumerate(model.named_parameters())}

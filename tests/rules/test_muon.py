@@ -13,6 +13,7 @@ import zero_optim
 from harness import run_ranks
 from torch import Tensor, nn
 from zero_optim import ParameterError, ShardedMuon
+from zero_optim.rules import Split8, StateTensor
 from zero_optim.rules.muon import QUINTIC, Muon, orthogonalized, scale_of
 from zero_optim.rules.update_rule import ShardUpdate, Whole
 
@@ -175,6 +176,17 @@ def test_a_split_master_is_a_unit_off_at_most() -> None:
         for found, expected in zip(of_rank, _alone(2, torch.bfloat16), strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=2e-7)
             assert (found != expected).sum() <= 0.01 * found.numel()
+
+
+def test_a_master_of_24_bits_is_that_of_32_rounded() -> None:
+    """After one update."""
+    exact = run_ranks(2, _train, torch.bfloat16, {}, 1)[0]
+    for of_rank in run_ranks(2, _train, torch.bfloat16, {"master": "split8"}, 1):
+        for found, value in zip(of_rank, exact, strict=True):
+            flat = value.reshape(-1)
+            wanted = Split8().decode_flat(StateTensor("master"), [*Split8().encode_flat(flat), flat.bfloat16()])
+            assert torch.equal(found.reshape(-1), wanted)
+            assert not value.numel() or not torch.equal(found, value)
 
 
 def _of_two_dtypes(rank: int, world_size: int, options: dict[str, Any]) -> list[Tensor]:

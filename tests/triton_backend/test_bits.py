@@ -107,14 +107,18 @@ def test_encoded_states_and_split_masters(rule: str) -> None:
     forms = tuple(codecs.FORMS)
     for number, form in enumerate(forms):
         given = (form, forms[(number + 1 + number // 2) % 4], forms[number - 1])
-        grad, param, split = FLOATS[number % 3], (torch.bfloat16, None)[number % 2], number % 2 == 0
+        grad, param, low = (
+            FLOATS[number % 3],
+            (torch.bfloat16, None)[number % 2],
+            (torch.int16, None, torch.int8, None)[number],
+        )
         shards = EncodedShards(
             *(rule, (0, 2000, 2 * ROW, 5), grad, param, number, number % 2),
             calm=number < 2,
             forms=given,
-            split=split,
+            low=low,
         )
-        check(shards.measured("reference"), shards.measured("triton"), (given, split))
+        check(shards.measured("reference"), shards.measured("triton"), (given, low))
         check(shards.written, shards.run("triton", found_inf=torch.ones(1)), "skipped")
     # What is behind the last element is NaN then, and the elements themselves are inf, as is their scale.
     shards = EncodedShards(rule, (5,), torch.float32, None, calm=True, forms=(torch.int8, torch.uint8, torch.uint8))

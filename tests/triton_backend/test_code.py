@@ -59,13 +59,13 @@ def foreach_step(
     )
 
 
-def encoded_step(*forms: torch.dtype, rule: str = "adamw", split: bool = False, measured: bool = False) -> None:
-    """States of these forms; `split`: and a split master."""
+def encoded_step(*forms: torch.dtype, rule: str = "adamw", master: torch.dtype = FP32, measured: bool = False) -> None:
+    """States of these forms; `master`: of an integer dtype the low part of a split one."""
     numel = 16 * ROW
     triton.OPS["foreach_step"](
         rule,
         [torch.empty(numel, dtype=BF16)],
-        [torch.empty(numel, dtype=torch.int16 if split else FP32)],
+        [torch.empty(numel, dtype=master)],
         [torch.empty(numel, dtype=form) for form in forms],
         [torch.empty(numel, dtype=BF16)],
         [torch.zeros(16, dtype=torch.int32)],
@@ -108,10 +108,11 @@ CALLS: dict[str, Callable[[], None]] = {
     "foreach_step-averages": partial(foreach_step, "adamw", BF16, BF16, 2),
     "foreach_step-measured": partial(foreach_step, "adamw", BF16, BF16, measured=True),
     "encoded_step-8": partial(encoded_step, torch.int8, torch.uint8),
-    "encoded_step-8-split": partial(encoded_step, torch.int8, torch.uint8, split=True),
-    "encoded_step-8-measured": partial(encoded_step, torch.int8, torch.uint8, split=True, measured=True),
-    "encoded_step-bf16": partial(encoded_step, BF16, BF16, split=True),
-    "encoded_step-lion": partial(encoded_step, torch.int8, rule="lion", split=True),
+    "encoded_step-8-split": partial(encoded_step, torch.int8, torch.uint8, master=torch.int16),
+    "encoded_step-8-split8": partial(encoded_step, torch.int8, torch.uint8, master=torch.int8),
+    "encoded_step-8-measured": partial(encoded_step, torch.int8, torch.uint8, master=torch.int16, measured=True),
+    "encoded_step-bf16": partial(encoded_step, BF16, BF16, master=torch.int16),
+    "encoded_step-lion": partial(encoded_step, torch.int8, rule="lion", master=torch.int16),
     **{f"pack-{NAMES[dtype]}": partial(pack, dtype, True) for dtype in FLOATS},
     "pack-without-flags": partial(pack, BF16, False),
     **{f"unpack-{NAMES[dtype]}": partial(unpack, dtype) for dtype in FLOATS},
@@ -243,15 +244,19 @@ def test_other_rules_do_what_is_written(arch: int, rule: str, muls: int, adds: i
 
 
 @every_arch
-def test_encoded_states_are_read_and_written_once(arch: int) -> None:
-    """Four elements a thread: 4 bytes of an int8 state, 8 of each half of the master. Divisions, roots as written."""
-    (launch,) = launches(arch, "encoded_step-8-split")
+@pytest.mark.parametrize(("name", "of_8_bytes"), [("encoded_step-8-split", 3), ("encoded_step-8-split8", 2)])
+def test_encoded_states_are_read_and_written_once(arch: int, name: str, of_8_bytes: int) -> None:
+    """Four elements a thread: 4 bytes of what has 8 bits; 8 of the gradient, and of a half of the master that has 16.
+    Divisions, roots as written."""
+    (launch,) = launches(arch, name)
     found = instructions(launch.ptx, "div.rn", "sqrt.rn")
     # Divisions: two of adamw, two and one of decoding, two and one of encoding, whose root is that of the update.
     assert found == {"div.rn.f32": 4 * 8, "sqrt.rn.f32": 4}
     loads, stores = instructions(launch.ptx, "ld.global"), instructions(launch.ptx, "st.global")
-    assert loads["ld.global.v2.b32"] == 3 and "ld.global.v4.b32" not in loads, loads
-    assert stores["st.global.v2.b32"] == 2 and not set(stores) - {"st.global.v2.b32", "st.global.b32"}, stores
+    assert loads["ld.global.v2.b32"] == of_8_bytes and "ld.global.v4.b32" not in loads, loads
+    assert stores["st.global.v2.b32"] == of_8_bytes - 1 and not set(stores) - {"st.global.v2.b32", "st.global.b32"}, (
+        stores
+    )
     narrow = [n for n in (*loads, *stores) if re.search(r"\.(b8|b16|u8|u16)\b", n)]
     assert not narrow, narrow
 

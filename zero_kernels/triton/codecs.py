@@ -68,16 +68,22 @@ def encode(values, inside, dtype: tl.constexpr):
 
 @triton.jit
 def join(high, low):
-    """fp32 of the halves of a master; the high one alone where they are no number together."""
+    """fp32 of a master that was split; the high half alone where the two are no number together."""
     bits = high.to(tl.int16, bitcast=True).to(tl.int32) << 16
-    master = (bits + low.to(tl.int32)).to(tl.float32, bitcast=True)
+    away = low.to(tl.int32)
+    if low.dtype == tl.int8:
+        away = away << 8
+    master = (bits + away).to(tl.float32, bitcast=True)
     return tl.where(master == master, master, bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit
-def split(master):
-    """bf16, and int16 of what the bits of fp32 are above or below that."""
+def split(master, dtype: tl.constexpr):
+    """bf16, and of `dtype` what the bits of fp32 are above or below that: in int16, or 256ths of it in int8."""
     high = narrow(master, tl.bfloat16)
     low = master.to(tl.int32, bitcast=True) - (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     low = tl.minimum(tl.maximum(low, -32767), 32767)
-    return high, tl.where(master == master, low, 0).to(tl.int16)
+    low = tl.where(master == master, low, 0)
+    if dtype == tl.int8:
+        low = tl.minimum(tl.maximum((low + 127 + ((low >> 8) & 1)) >> 8, -127), 127)
+    return high, low.to(dtype)

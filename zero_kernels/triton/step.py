@@ -81,7 +81,7 @@ def _step_rows(
 ):
     g = tl.load(grad + at, mask=inside, other=0.0)
     p = tl.load(master + at, mask=inside)
-    is_split: tl.constexpr = master.dtype.element_ty == tl.int16
+    is_split: tl.constexpr = master.dtype.element_ty != tl.float32
     if is_split:
         high = tl.load(param_out + at, mask=inside)
     stored = ()
@@ -118,7 +118,7 @@ def _step_rows(
     p, after = UPDATE(g, p, before, coefficients)
 
     if is_split:
-        high, low = split(p)
+        high, low = split(p, master.dtype.element_ty)
         tl.store(param_out + at, high, mask=live)
         tl.store(master + at, low, mask=live)
         p = join(high, low)

@@ -33,16 +33,17 @@ MEASURED, UNMEASURED = ", measured", ", foreach_step"
 
 @dataclass(frozen=True)
 class Smaller:
-    """What is stored in another form than fp32: the dtypes of both moments, and whether the master is split."""
+    """What is stored in another form than fp32: the dtypes of both moments, and of what lies beside the parameter where
+    the master is split."""
 
     exp_avg: torch.dtype
     exp_avg_sq: torch.dtype
-    split: bool = False
+    low: torch.dtype | None = None
 
     @property
     def bytes(self) -> float:
         """An element: gradient, parameter, master and moments, with the scales of their rows."""
-        param_and_master = 2 * (2 + 2) if self.split else 2 + 2 * 4
+        param_and_master = 2 * (2 + self.low.itemsize) if self.low else 2 + 2 * 4
         moments = (dtype.itemsize + 4 / ROW * FORMS[dtype].scaled for dtype in (self.exp_avg, self.exp_avg_sq))
         return 2 + param_and_master + 2 * sum(moments)
 
@@ -50,8 +51,10 @@ class Smaller:
 SMALLER = {
     ", bf16": Smaller(torch.bfloat16, torch.bfloat16),
     ", int8": Smaller(torch.int8, torch.uint8),
-    ", split": Smaller(torch.float32, torch.float32, split=True),
-    ", split, int8": Smaller(torch.int8, torch.uint8, split=True),
+    ", split": Smaller(torch.float32, torch.float32, low=torch.int16),
+    ", split, int8": Smaller(torch.int8, torch.uint8, low=torch.int16),
+    ", split8": Smaller(torch.float32, torch.float32, low=torch.int8),
+    ", split8, int8": Smaller(torch.int8, torch.uint8, low=torch.int8),
 }
 """Behind a backend's name: ``foreach_step`` of the shard in that form, as ``state_dtype`` and ``master`` have it."""
 
@@ -93,7 +96,7 @@ def make_case(setting: Setting) -> Case:
     jobs |= {f"{name}{AT_ONCE}": job for name, job in backend_jobs(setting, ours_at_once(shard)).items()}
     jobs |= {f"{name}{UNMEASURED}": job for name, job in backend_jobs(setting, ours_measured(shard, False)).items()}
     jobs |= {f"{name}{MEASURED}": job for name, job in backend_jobs(setting, ours_measured(shard, True)).items()}
-    smaller = {form: of for form, of in SMALLER.items() if setting.torch_dtype == torch.bfloat16 or not of.split}
+    smaller = {form: of for form, of in SMALLER.items() if setting.torch_dtype == torch.bfloat16 or not of.low}
     for form, of in smaller.items():
         jobs |= {f"{name}{form}": job for name, job in backend_jobs(setting, ours_smaller(shard, of)).items()}
     in_form = {f"{name}{form}": (name, of) for form, of in smaller.items() for name in setting.backends}
@@ -163,8 +166,8 @@ def ours_smaller(shard: Shard, of: Smaller) -> Callable[[], None]:
         stored, *scale = FORMS[dtype].encode(torch.nn.functional.pad(values, (0, -len(values) % ROW)).view(-1, ROW))
         states.append(values if dtype == torch.float32 else stored.view(-1)[: len(values)])
         scales += [each.view(-1) for each in scale]
-    if of.split:
-        master = torch.zeros_like(param, dtype=torch.int16)
+    if of.low:
+        master = torch.zeros_like(param, dtype=of.low)
     lists, shared = ([grad], [master], states, [param], [rows]), _shared(shard)
     more = (None, None, None, None, scales or None)
     return lambda: torch.ops.zero_kernels.foreach_step("adamw", *lists, *shared, *more)

@@ -31,20 +31,27 @@ TRAINING = {**HYPER, "lr": 1e-4}
 STAGE3, STAGE3_KEEP, STAGE3_SPLIT, STAGE3_SMALL = "stage3", "stage3_keep", "stage3_split", "stage3_small"
 OURS = ("stage0", "stage1", "stage2", STAGE3, STAGE3_KEEP)
 SMALL: Mapping[str, Any] = {"master": "split", "state_dtype": "int8"}
-STAGE2_SMALL = "stage2_small"
+SMALLEST: Mapping[str, Any] = {"master": "split8", "state_dtype": "int8"}
+STAGE2_SMALL, STAGE2_SMALLEST, STAGE3_SMALLEST = "stage2_small", "stage2_smallest", "stage3_smallest"
 FORMS: Mapping[str, Mapping[str, Any]] = {
     STAGE3_SPLIT: {"master": "split"},
     STAGE2_SMALL: SMALL,
     STAGE3_SMALL: SMALL,
+    STAGE2_SMALLEST: SMALLEST,
+    STAGE3_SMALLEST: SMALLEST,
 }
 """Options of those of ours that have smaller state, which bf16 parameters alone can have."""
-STAGE_OF = {**{f"stage{n}": n for n in range(4)}, STAGE3_KEEP: 3, STAGE3_SPLIT: 3, STAGE2_SMALL: 2, STAGE3_SMALL: 3}
+STAGE_OF = {
+    **{f"stage{n}": n for n in range(4)},
+    **dict.fromkeys((STAGE3_KEEP, STAGE3_SPLIT, STAGE3_SMALL, STAGE3_SMALLEST), 3),
+    **dict.fromkeys((STAGE2_SMALL, STAGE2_SMALLEST), 2),
+}
 """Of all that are ours."""
 MUON, DDP_MUON = "muon", "ddp_muon"
 MUON_TRAINING: Mapping[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 DDP, DDP_AUTOCAST = "ddp", "ddp_autocast"
 FSDP2, FSDP2_ZERO2 = "fsdp2", "fsdp2_zero2"
-GATHERING_TWICE = (STAGE3, STAGE3_SPLIT, STAGE3_SMALL, FSDP2)
+GATHERING_TWICE = (STAGE3, STAGE3_SPLIT, STAGE3_SMALL, STAGE3_SMALLEST, FSDP2)
 """Those who free a block's parameters after its forward, and gather them again in backward."""
 
 Laps = dict[str, Callable[[], object]]
@@ -331,7 +338,8 @@ def keeps(name: str, dtype: torch.dtype) -> str | None:
     size = dtype.itemsize
     state: int | str = 8 if dtype == torch.float32 else 12  # with fp32 masters
     if name in FORMS:
-        state = "(6 + 1/16)" if "state_dtype" in FORMS[name] else 10
+        low = 1 if FORMS[name]["master"] == "split8" else 2
+        state = f"({low + 2} + 1/16)" if "state_dtype" in FORMS[name] else low + 8
     if name in STAGE_OF:
         shown = {"parameters": size, "gradients": size, "state": state}
         sharded = ("state", "gradients", "parameters")[: STAGE_OF[name]]

@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "in which shards of them add up (as they are reduced)"
     flag("--grad-accumulation-dtype", str, text, choices=("fp32",))
     flag("--optimizer", str, "whose state is planned (adamw); momentum is SGD's", choices=tuple(RULES), default="adamw")
-    flag("--master", str, "of bf16 parameters, as master= has it (fp32)", choices=MASTERS, default="fp32")
+    flag("--master", str, "of bf16 parameters, as master= has it (fp32)", choices=tuple(MASTERS), default="fp32")
     flag("--state-dtype", str, "as state_dtype= has it (fp32)", choices=STATE_DTYPES, default="fp32")
     flag("--averages", int, "averages of the parameters, as ema_decay has them kept (0)", default=0)
     parser.add_argument("--telemetry", action="store_true", help="count what telemetry=True measures")
@@ -176,8 +176,8 @@ def _check_ranges(parsed: argparse.Namespace) -> None:
         raise UsageError(f"--tp {parsed.tp}: a divisor of the {parsed.world} ranks of --world")
     if parsed.world // parsed.tp % parsed.pp:
         raise UsageError(f"--pp {parsed.pp}: a divisor of {parsed.world // parsed.tp}, the ranks of --world over --tp")
-    if parsed.master == "split" and parsed.dtype in ("fp16", "fp32"):
-        raise UsageError(f"--master split: a part of it is the bf16 parameter, and --dtype is {parsed.dtype}")
+    if parsed.master != "fp32" and parsed.dtype in ("fp16", "fp32"):
+        raise UsageError(f"--master {parsed.master}: a part of it is the bf16 parameter, and --dtype is {parsed.dtype}")
     data = parsed.world // (parsed.tp * parsed.pp)
     cut = [what for what, ranks in (("slices", parsed.tp), ("stage", parsed.pp)) if ranks > 1]
     alike = f" that have the same {' and '.join(cut)}" if cut else ""

@@ -102,11 +102,12 @@ def _forms(model: ModelShapes, rule: UpdateRule) -> Iterator[tuple[str, UpdateRu
     if rule.codecs or any(parameter.rule is not None for parameter in model.parameters):
         return
     masters = {parameter.dtype for parameter in model.parameters if has_master(rule, parameter.dtype)}
-    master = "split" if masters == {torch.bfloat16} else "fp32"
-    forms = [(master, "fp32")] if master == "split" else []
-    for own_master, state_dtype in [*forms, (master, "int8")]:
-        codecs = codecs_for(rule.tensors, rule.nonnegative, own_master, state_dtype)
-        words = {"master": own_master, "state_dtype": state_dtype}
+    forms = [("fp32", "int8")]
+    if masters == {torch.bfloat16}:
+        forms = [("split", "fp32"), ("split8", "fp32"), ("split", "int8"), ("split8", "int8")]
+    for master, state_dtype in forms:
+        codecs = codecs_for(rule.tensors, rule.nonnegative, master, state_dtype)
+        words = {"master": master, "state_dtype": state_dtype}
         said = ", ".join(f'{option}="{form}"' for option, form in words.items() if form != "fp32")
         yield said, rule.with_codecs(codecs)
 

@@ -43,10 +43,12 @@ class Codec:
         name: by which a checkpoint knows it again.
         reads_parameter: whether the parameter is a part of what is stored: it stands for the master then, and is given
             to ``decode`` behind the others.
+        ulps: of a master, by how many units in its last place of fp32 it is moved at most.
     """
 
     name = ""
     reads_parameter = False
+    ulps = 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Codec) and other.name == self.name
@@ -167,13 +169,14 @@ class Split(Codec):
     be of a parameter that was made 0, the master is the parameter.
     """
 
-    name, reads_parameter = "split", True
+    name, reads_parameter, ulps = "split", True, 1
+    low, dtype = "low", torch.int16
 
     def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
-        return (StateTensor(f"{tensor.name}_low", dtype=torch.int16),)
+        return (StateTensor(f"{tensor.name}_{self.low}", dtype=self.dtype),)
 
     def encode(self, values: Tensor) -> Sequence[Tensor]:
-        _, low = split_master(values)
+        _, low = split_master(values, self.dtype)
         return (low,)
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
@@ -181,14 +184,29 @@ class Split(Codec):
         return join_master(parameter, low)
 
 
+class Split8(Split):
+    """A master of 24 bits, whose high 16 are the bf16 parameter itself: 8 bits are stored beside it.
+
+    What ``Split`` stores is rounded to 256ths, to nearest even, from -127 to 127. So a master is moved by 1/512 of a
+    unit in the parameter's last place at most, and by 1/256 where it is within 1/512 of the middle between two
+    parameters. The parameter is the master rounded to the nearest before that, and what is kept of the master is
+    rounded to it, too. ``docs/ops.md`` has the arithmetic, and what becomes of the largest numbers.
+    """
+
+    name, ulps = "split8", 256
+    low, dtype = "low8", torch.int8
+
+
 PARAMETER = StateTensor("parameter", dtype=torch.bfloat16)
 """The parameter as a part of what a codec decodes."""
 
-CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Bf16(), Int8(), Root8(), Split())}
+CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Bf16(), Int8(), Root8(), Split(), Split8())}
 """The codecs of the package, by name."""
 
 
-MASTERS = ("fp32", "split")
+MASTERS: Mapping[str, Codec | None] = {"fp32": None, "split": Split(), "split8": Split8()}
+"""The codec of a master, by the word for it."""
+
 STATE_DTYPES = ("fp32", "bf16", "int8")
 
 
@@ -203,8 +221,9 @@ def codecs_for(
     """
     chosen: dict[str, Codec] = {}
     for tensor in tensors:
-        if tensor.begins is Begins.PARAMETER and master == "split":
-            chosen[tensor.name] = Split()
+        codec = MASTERS[master]
+        if tensor.begins is Begins.PARAMETER and codec is not None:
+            chosen[tensor.name] = codec
         plain = tensor.begins is Begins.ZERO and tensor.per is Per.ELEMENT and tensor.dtype == torch.float32
         if plain and state_dtype != "fp32":
             eight = Root8() if tensor.name in nonnegative else Int8()

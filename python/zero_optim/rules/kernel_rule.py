@@ -10,11 +10,11 @@ from torch import Tensor
 
 import zero_kernels
 
-from .codec import Bf16, Int8, Root8, Split
+from .codec import Bf16, Int8, Root8, Split, Split8
 from .state_tensor import Begins, StateTensor
 from .update_rule import MASTER, ShardUpdate, UpdateRule, lists_of, parts_of
 
-_OF_KERNELS = (Bf16, Int8, Root8, Split)
+_OF_KERNELS = (Bf16, Int8, Root8, Split, Split8)
 """Codecs that kernels know. State that is stored by another is updated by torch's ops."""
 
 

@@ -143,7 +143,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     offload = "where state lives: paged, cpu, or nvme:DIR; see docs/memory.md (on the device)"
     flag("--state-offload", str, offload, metavar="STORE")
     flag("--device-budget", str, "of paged: state that stays on the device, as in 8GB (auto)", metavar="SIZE")
-    flag("--master", str, "of bf16 parameters; split: 16 bits beside them; see docs/state.md (fp32)", choices=MASTERS)
+    masters = "of bf16 parameters; split: 16 bits beside them, split8: 8; see docs/state.md (fp32)"
+    flag("--master", str, masters, choices=tuple(MASTERS))
     flag("--state-dtype", str, "of the moments; see docs/state.md (fp32)", choices=STATE_DTYPES)
     flag("--param-offload", str, "at stage 3: where shards of parameters rest (on the device)", choices=("cpu",))
     resume = "run directory or checkpoint to go on from; what came after it is written anew. auto: the newest in --out,"

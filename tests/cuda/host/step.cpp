@@ -146,9 +146,9 @@ static void encoded_warp(const EncodedForeachArgs& args, const EncodedPlace& at,
 
 template <class Rule>
 static int run_encoded(
-    const std::vector<EncodedShard>& shards, const Averages& averages, const Form* forms, DType grad, DType out) {
+    const std::vector<EncodedShard>& shards, const Averages& averages, const Encoded& of_all, DType grad, DType out) {
   int launches = 0;
-  launch_encoded(shards, averages, forms, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
+  launch_encoded(shards, averages, of_all, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
     ++launches;
     MeasuredOnHost::Row rows[kQuads];
     for (int64_t block = 0; block < blocks; ++block)
@@ -212,12 +212,12 @@ extern "C" int step(
 }
 
 // The same of encoded states. forms: of kMostStates states. scales: of each shard as many, null where there is none.
-// split: whether masters are low halves.
+// low_size: of an element of split masters; 0: they are not split.
 extern "C" int encoded_step(
     const char* rule, void* const* tensors, int states, const int64_t* numels, int count, int grad_dtype, int out_dtype,
     const float* hyper, const float* grad_scale, const float* found_inf, int32_t* nonfinite_slots, int32_t slots,
     float* const* row_stats, float* const* averages, int each, const float* rates, const int* forms,
-    float* const* scales, int split) {
+    float* const* scales, int low_size) {
   std::vector<EncodedShard> shards;
   for (int i = 0; i < count; ++i) {
     EncodedShard shard = {};
@@ -225,12 +225,12 @@ extern "C" int encoded_step(
         tensors + (4 + states) * i, states, numels[i], hyper, grad_scale, found_inf, nonfinite_slots, slots,
         row_stats ? row_stats[i] : nullptr);
     for (int s = 0; s < kMostStates; ++s) shard.scales[s] = scales[i * kMostStates + s];
-    if (split) shard.low = reinterpret_cast<int16_t*>(std::exchange(shard.step.master, nullptr));
+    if (low_size) shard.low = std::exchange(shard.step.master, nullptr);
     shards.push_back(shard);
   }
   Averages of_masters = averages_of(averages, each, rates, count);
   DType grad = DType(grad_dtype), out = DType(out_dtype);
-  Form of[kMostStates] = {Form(forms[0]), Form(forms[1]), Form(forms[2])};
+  Encoded of = {{Form(forms[0]), Form(forms[1]), Form(forms[2])}, {}, nullptr, low_size ? low_size : 2};
   if (!std::strcmp(rule, "adamw")) return run_encoded<AdamW>(shards, of_masters, of, grad, out);
   if (!std::strcmp(rule, "amsgrad")) return run_encoded<AmsGrad>(shards, of_masters, of, grad, out);
   if (!std::strcmp(rule, "lion")) return run_encoded<Lion>(shards, of_masters, of, grad, out);
