@@ -205,13 +205,14 @@ def test_encoded_states_move_4_bytes_at_a_time_and_halves_8(
     accesses: Mapping[tuple[str, str], Accesses], name: str, arch: str
 ) -> None:
     """Of two quads each state, the gradient, and both halves of a master; a state may be of 16 bits, too, and the low
-    half of a master of 8."""
+    half of a master of 8. Byte by byte go the elements of two quads that are not whole, alone."""
     states = RULES[name.partition(" of ")[2]][0]
     bodies = {kernel: found for (of, kernel), found in accesses.items() if of == arch and kind(kernel) == name}
     assert len(bodies) == KERNELS[name]
     for kernel, found in bodies.items():
         assert found.loads[8] >= 2 * (3 + states) and found.stores[8] >= 2 * (3 + states), kernel
         assert found.loads[4] >= 2 * (1 + states) and found.stores[4] >= 2 * (1 + states), kernel
+        assert found.loads[1] == found.stores[1] == 2 * 4 * (1 + states), kernel
 
 
 @pytest.mark.parametrize("arch", PTX_ARCHS)
