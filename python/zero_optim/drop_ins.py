@@ -158,7 +158,8 @@ class ShardedMuon(ShardedOptimizer):
     on one rank, and the result does not depend on how many ranks there are.
 
     Args:
-        params, sharding: as ``ShardedAdamW`` takes them, at stages 0 to 2. ``telemetry`` is not there.
+        params, sharding: as ``ShardedAdamW`` takes them, at stages 0 to 2. ``telemetry`` is not there. What is no
+            hidden matrix goes to a group with another rule: ``{"params": others, "rule": rules.AdamW(lr=3e-4)}``.
         lr, weight_decay, momentum, nesterov: as in ``torch.optim.Muon``; a group's own values win.
         ns_coefficients, eps, ns_steps: of the Newton-Schulz iteration, the same for all groups.
         adjust_lr_fn: how the rate depends on a matrix's shape, for all groups: None, "original", "match_rms_adamw" or
