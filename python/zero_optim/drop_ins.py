@@ -162,7 +162,8 @@ class ShardedMuon(ShardedOptimizer):
     the number of equal ones, or the length of each. It stays what it is through a load.
 
     Args:
-        params, sharding: as ``ShardedAdamW`` takes them; at stage 3 without ``state_offload``.
+        params, sharding: as ``ShardedAdamW`` takes them; at stage 3 without ``state_offload``. What is no hidden matrix
+            goes to a group with another rule: ``{"params": others, "rule": rules.AdamW(lr=3e-4)}``.
         lr, weight_decay, momentum, nesterov: as in ``torch.optim.Muon``; a group's own values win.
         ns_coefficients, eps, ns_steps: of the Newton-Schulz iteration, the same for all groups.
         adjust_lr_fn: how the rate depends on a matrix's shape, for all groups: None, "original", "match_rms_adamw" or

@@ -50,10 +50,15 @@ def _two(params: Sequence[Any], **options: Any) -> list[zero_optim.ShardedOptimi
     return [muon, zero_optim.ShardedAdamW(others, **ADAM, bucket_cap_mb=CAP_MB, **options)]
 
 
-def _step(opts: Sequence[Any], params: Sequence[Tensor], rank: int, step: int, micros: int = 1) -> None:
+def _step(
+    opts: Sequence[Any], params: Sequence[Tensor], rank: int, step: int, micros: int = 1, rate: float = 1.0
+) -> None:
+    """``rate``: what multiplies the learning rates, when the gradients are there."""
     for micro in range(micros):
         linear_backward(params, make_gradients(params, rank, step, micro))
     for opt in opts:
+        for group in opt.param_groups:
+            group["lr"] *= rate
         opt.step()
         opt.zero_grad()
 
@@ -69,7 +74,7 @@ def _trained(make: Callable[..., Any], rank: int, micros: int, **options: Any) -
     made = make(params, **options)
     opts = made if isinstance(made, list) else [made]
     for step in range(STEPS):
-        _step(opts, params, rank, step, micros)
+        _step(opts, params, rank, step, micros, rate=0.5 if step == STEPS - 1 else 1.0)
     found = copies(params), _state(opts)
     for opt in opts:
         opt.close()

@@ -80,7 +80,8 @@ class HyperTable:
         columns = []
         for rule, group in zip(self._rules, groups, strict=True):
             numbers, own = rule.read_group(group), self._own[rule]
-            columns.append((*numbers[:own], *(0.0,) * (self._width - own), *numbers[own:]))
+            lacking = self._width - own
+            columns.append((*numbers[:own], *(0.0,) * lacking, *numbers[own:]) if lacking else numbers)
         return columns
 
     def _name(self, group: int, row: int) -> str:
