@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zero_optim
+from guards import no_host_reads
 from harness import run_ranks
 from torch import Tensor, nn
 from zero_optim import ParameterError, ShardedMuon
@@ -220,6 +222,26 @@ def test_what_lies_beside_makes_no_difference(shape: tuple[int, int], monkeypatc
     assert all(map(torch.equal, _updated(range(30), shape), alone))
     monkeypatch.setattr(muon, "ON_A_PROCESSOR", 5 * shape[0] * shape[1])
     assert all(map(torch.equal, _updated(range(30), shape), alone))
+
+
+def test_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter of more matrices than are made orthogonal together. All have 17 rows and columns or more."""
+    together = _alone(1, [*PARAMETERS], torch.float32)
+    monkeypatch.setattr(muon, "ON_A_PROCESSOR", 1000)
+    few = _alone(1, [*PARAMETERS], torch.float32)
+    assert all(torch.equal(few[name], together[name]) for name in PARAMETERS)
+
+
+def test_the_host_reads_nothing() -> None:
+    """In a step, whatever the views."""
+    params = _parameters([*PARAMETERS], torch.bfloat16)
+    opt = ShardedMuon(_groups(params), **OPTIONS, telemetry=True)
+    for step in range(2):  # the first makes what stays
+        for name, parameter in params.items():
+            parameter.grad = _values(1 + step, name, torch.bfloat16)
+        with no_host_reads() if step else nullcontext():
+            opt.step()
+    opt.close()
 
 
 # -- numbers of updates -----------------------------------------------------------------------------------------------
