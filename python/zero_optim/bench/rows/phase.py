@@ -42,7 +42,7 @@ def _table(rows: Sequence[JsonRow]) -> list[str]:
 
 
 def _line(name: str, cells: Sequence[str]) -> str:
-    widths = (14, 8)  # of what is after, and of the most
+    widths = (17, 8)  # of what is after, and of the most
     return f"{name:<18}" + "".join(f"{cell:>{widths[place % 2]}}" for place, cell in enumerate(cells))
 
 
