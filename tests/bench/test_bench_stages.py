@@ -23,6 +23,7 @@ from zero_optim.bench.contenders import (
     GATHERING_TWICE,
     MAKERS,
     MUON,
+    MUON_STAGE3,
     OURS,
     Task,
     keeps,
@@ -96,11 +97,12 @@ def test_smaller_state_trains_alike():
 
 
 def muon_losses(rank: int, world_size: int) -> list[list[float]]:
-    return [train_step.train(MAKERS[name](TASK), 5) for name in (MUON, DDP_MUON)]
+    return [train_step.train(MAKERS[name](TASK), 5) for name in (MUON, MUON_STAGE3, DDP_MUON)]
 
 
 def test_muon_trains_as_torchs_does():
-    for ours, theirs in run_ranks(2, muon_losses):
+    for ours, at_stage_3, theirs in run_ranks(2, muon_losses):
+        assert ours == at_stage_3
         assert ours == pytest.approx(theirs, rel=5e-3)
         assert ours[-1] < ours[0]
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from zero_optim.bench import contenders, peak_memory, ranks, train_step
-from zero_optim.bench.contenders import DDP, DDP_MUON, FORMS, MAKERS, MUON, OURS, PACKAGES, Task
+from zero_optim.bench.contenders import DDP, DDP_MUON, FORMS, MAKERS, MUON, MUON_STAGE3, OURS, PACKAGES, Task
 from zero_optim.bench.contest import in_all, slower
 from zero_optim.bench.train_step import Alone, Contest
 from zero_optim.errors import ZeroOptimError
 
-BY_TORCH = [name for name in MAKERS if name not in {*PACKAGES, *FORMS, MUON, DDP_MUON}]  # by AdamW in fp32
+BY_TORCH = [name for name in MAKERS if name not in {*PACKAGES, *FORMS, MUON, MUON_STAGE3, DDP_MUON}]  # by AdamW in fp32
 STEPS = 3
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..drop_ins import ShardedAdamW, ShardedMuon
+from ..rules.adamw import AdamW
 from ..shard_module import shard_module
 from ..train.model import GPT, VOCAB, Block, ModelConfig, next_byte_loss
 from .fused_adams import HYPER
@@ -47,7 +48,7 @@ STAGE_OF = {
     **dict.fromkeys((STAGE2_SMALL, STAGE2_SMALLEST), 2),
 }
 """Of all that are ours."""
-MUON, DDP_MUON = "muon", "ddp_muon"
+MUON, MUON_STAGE3, DDP_MUON = "muon", "muon_stage3", "ddp_muon"
 MUON_TRAINING: Mapping[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 DDP, DDP_AUTOCAST = "ddp", "ddp_autocast"
 FSDP2, FSDP2_ZERO2 = "fsdp2", "fsdp2_zero2"
@@ -157,21 +158,15 @@ def ours(task: Task, stage: int, *, reshard: bool = True, form: Mapping[str, Any
     return Passes(model, task).then(clip=clip, update=opt.step, zero_grad=opt.zero_grad)
 
 
-def muon(task: Task) -> Contender:
-    """Stage 2: hidden matrices by ``ShardedMuon``, the others by ``ShardedAdamW``. Nothing is clipped."""
+def muon(task: Task, stage: int) -> Contender:
+    """Hidden matrices by Muon, the others by AdamW, in one optimizer. Nothing is clipped."""
     model = task.model()
+    if stage == 3:
+        shard_module(model, (Block,))
     matrices, others = ShardedMuon.split(model)
-    optimizers = ShardedMuon(matrices, **MUON_TRAINING), ShardedAdamW(others, **TRAINING)
-
-    def update() -> None:
-        for opt in optimizers:
-            opt.step()
-
-    def zero_grad() -> None:
-        for opt in optimizers:
-            opt.zero_grad()
-
-    return Passes(model, task).then(update=update, zero_grad=zero_grad)
+    groups = [{"params": matrices}, {"params": others, "rule": AdamW(**TRAINING)}]
+    opt = ShardedMuon(groups, stage=stage, **MUON_TRAINING)
+    return Passes(model, task).then(update=opt.step, zero_grad=opt.zero_grad)
 
 
 def ddp_muon(task: Task) -> Contender:
@@ -319,7 +314,8 @@ MAKERS: Mapping[str, Callable[[Task], Contender]] = {
         name: functools.partial(ours, stage=stage, reshard=name != STAGE3_KEEP, form=FORMS.get(name))
         for name, stage in STAGE_OF.items()
     },
-    MUON: muon,
+    MUON: functools.partial(muon, stage=2),
+    MUON_STAGE3: functools.partial(muon, stage=3),
     DDP_MUON: ddp_muon,
     DDP: ddp,
     DDP_AUTOCAST: ddp_autocast,

@@ -9,7 +9,7 @@ from ..drawing.sheet import Bar, Bars, Role, Sheet
 from .columns import Column, JsonRow
 
 OURS = ("ours", "ours background", "stage0", "stage1", "stage2", "stage3", "stage3_keep",
-        "stage3_split", "stage2_small", "stage3_small", "stage2_smallest", "stage3_smallest", "muon",
+        "stage3_split", "stage2_small", "stage3_small", "stage2_smallest", "stage3_smallest", "muon", "muon_stage3",
         "cuda", "cpu", "triton",
         "paged 0", "paged half", "cpu no speculation", "nvme", "paged 0 small", "nvme small",
         "pages write", "pages read", "pages both")  # fmt: skip
