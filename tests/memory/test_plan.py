@@ -318,6 +318,18 @@ def test_json_of_the_command(capsys):
     assert [made["fits"] for made in plans] == [True, True]
 
 
+def test_muon_is_for_the_matrices_of_layers(capsys):
+    flags = ("--model", "llama-3-8b", "--world", "8", "--optimizer", "muon", "--json")
+    matrices = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    others = 2 * 128256 * 4096 + 65 * 4096
+    for made in json.loads(command(capsys, *flags)):
+        shared = 8 if made["stage"] else 1
+        kinds = made["bytes_per_rank"]
+        assert kinds["momentum_buffer"] == 4 * matrices // shared
+        assert kinds["exp_avg"] == kinds["exp_avg_sq"] == pytest.approx(4 * others / shared, rel=1e-4)
+        assert made["collectives"].get("all_to_all", 0) == (6 * matrices // 8 if made["stage"] == 3 else 0)
+
+
 def test_replicas_share_less_and_are_told_of_by_link(capsys):
     """The formulas of docs/topologies.md, but for the padding of buckets."""
     flags = ["--params", "7.5e9", "--world", "64", "--replicate", "8", "--json"]
@@ -426,6 +438,8 @@ def test_a_configuration_of_transformers(capsys, tmp_path):
         (["--params", "7e9", "--bucket-cap-mb", "inf"], "--bucket-cap-mb inf"),
         (["--model", "llama-3-8b", "--world", "8", "--stage", "3", "--units", "Foo"], "--units Foo"),
         (["--params", "7e9", "--world", "8", "--stage", "2", "--param-offload"], "--param-offload"),
+        (["--params", "7e9", "--world", "8", "--optimizer", "muon", "--tp", "2"], "--optimizer muon: needs whole"),
+        (["--params", "7e9", "--world", "8", "--optimizer", "muon", "--offload", "cpu"], "compare --stage 0,1,2"),
     ],
 )
 def test_wrong_usage_is_told(capsys, flags, says):

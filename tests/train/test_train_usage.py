@@ -36,8 +36,10 @@ def expect_usage_error(outcome: object, *parts: str) -> None:
         (["train", "--lr", "-1"], ["--lr", "positive"]),
         (["train", "--optimizer", "muon", "--muon-lr", "0"], ["--muon-lr 0", "positive"]),
         (["train", "--muon-lr", "0.02"], ["--muon-lr 0.02", "--optimizer muon alone"]),
-        (["train", "--optimizer", "muon", "--stage", "3"], ["--optimizer muon", "--stage 2"]),
-        (["train", "--optimizer", "muon", "--telemetry"], ["--optimizer muon", "leave out --telemetry"]),
+        (
+            ["train", "--optimizer", "muon", "--stage", "3", "--state-offload", "cpu"],
+            ["--optimizer muon", "leave out --state-offload", "--stage 2"],
+        ),
         (["train", "--weight-decay", "-1"], ["--weight-decay", "below 0"]),
         (["train", "--hidden", "100", "--heads", "3"], ["--hidden 100", "--heads 3"]),
         (["train", "--hidden", "9", "--heads", "3"], ["--hidden 9", "even"]),

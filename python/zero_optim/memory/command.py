@@ -21,6 +21,7 @@ from ..errors import ParameterError, UsageError
 from ..rules.adamw import AdamW
 from ..rules.codec import MASTERS, STATE_DTYPES, codecs_for
 from ..rules.lion import Lion
+from ..rules.muon import Muon
 from ..rules.options import Decays
 from ..rules.sgd import SGD
 from ..rules.update_rule import UpdateRule
@@ -40,6 +41,7 @@ RULES = {
     "sgd": SGD(),
     "momentum": SGD(momentum=0.9),
 }
+MUON = "muon"
 STAGES = (0, 1, 2, 3)
 _OF_STAGE_3 = ("param_offload", "units", "prefetch")  # flags, by their names in Python
 
@@ -66,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--grad-reduce-dtype", str, "in which gradients are reduced (--dtype)", choices=tuple(DTYPES))
     text = "in which shards of them add up (as they are reduced)"
     flag("--grad-accumulation-dtype", str, text, choices=("fp32",))
-    flag("--optimizer", str, "whose state is planned (adamw); momentum is SGD's", choices=tuple(RULES), default="adamw")
+    text = "whose state is planned (adamw); momentum is SGD's, muon is for matrices of layers beside AdamW"
+    flag("--optimizer", str, text, choices=(*RULES, MUON), default="adamw")
     flag("--master", str, "of bf16 parameters, as master= has it (fp32)", choices=tuple(MASTERS), default="fp32")
     flag("--state-dtype", str, "as state_dtype= has it (fp32)", choices=STATE_DTYPES, default="fp32")
     flag("--averages", int, "averages of the parameters, as ema_decay has them kept (0)", default=0)
@@ -191,6 +194,8 @@ def _check_ranges(parsed: argparse.Namespace) -> None:
         raise UsageError(f"--nodes {parsed.nodes}: {parsed.world} ranks do not share them evenly")
     if (parsed.seq is None) != (parsed.batch is None):
         raise UsageError("--seq and --batch: activations need both")
+    if parsed.optimizer == MUON and parsed.tp > 1:
+        raise UsageError(f"--optimizer muon: needs whole matrices, and --tp {parsed.tp} cuts them")
     for name in ("checkpointing", "no_flash"):
         if getattr(parsed, name) and parsed.batch is None:
             raise UsageError(f"{_flag(name)}: changes activations alone, which need --seq and --batch")
@@ -222,14 +227,19 @@ def _check_stages(parsed: argparse.Namespace, stages: Sequence[int]) -> None:
         raise UsageError(f"{_flag(name)}: is about stage 3 alone, which is not compared; see --stage")
     if parsed.bucket_cap_mb is not None and tuple(stages) == (3,):
         raise UsageError("--bucket-cap-mb: is about stages 0 to 2; at stage 3 a bucket is what a unit has; see --stage")
+    if parsed.optimizer == MUON and 3 in stages and (parsed.offload.tier is not Tier.DEVICE or parsed.param_offload):
+        raise UsageError(
+            "--optimizer muon: at stage 3 state and parameters stay on the device; leave out --offload and "
+            "--param-offload, or compare --stage 0,1,2"
+        )
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _rule(parsed: argparse.Namespace) -> UpdateRule:
-    rule: UpdateRule = RULES[parsed.optimizer]
+def _formed(rule: UpdateRule, parsed: argparse.Namespace) -> UpdateRule:
+    """Give the rule with the form of state, and the averages, that were asked for."""
     rule = rule.with_codecs(codecs_for(rule.tensors, rule.nonnegative, parsed.master, parsed.state_dtype))
     return rule.with_averages(Decays("ema_decay", (1.0,) * parsed.averages))
 
@@ -254,7 +264,8 @@ def _job(parsed: argparse.Namespace, stage: int) -> Job:
         prefetch=1 if parsed.prefetch is None else parsed.prefetch,
         accumulate=parsed.accumulate or parsed.pp,
         batch=batch,
-        rule=_rule(parsed),
+        rule=_formed(RULES.get(parsed.optimizer, AdamW()), parsed),
+        matrix_rule=_formed(Muon(), parsed) if parsed.optimizer == MUON else None,
         telemetry=parsed.telemetry,
     )
 

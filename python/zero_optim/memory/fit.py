@@ -83,7 +83,7 @@ def changes(model: ModelShapes, job: Job) -> Iterator[Change]:
         shared += " and "
     if job.replicas > 1 and most >= 1:
         yield _change(model, replace(best, replicas=1), f"{shared}a mesh of one dimension, so that all ranks share")
-    for form, rule in _forms(model, job.rule):
+    for form, rule in _forms(model, job):
         yield _change(model, replace(best, rule=rule), f"{shared}{form}")
     if job.offload.tier is Tier.DEVICE and job.device_memory != ON_THE_HOST:
         for tier in _STORES:
@@ -96,10 +96,11 @@ def changes(model: ModelShapes, job: Job) -> Iterator[Change]:
         times *= 2
 
 
-def _forms(model: ModelShapes, rule: UpdateRule) -> Iterator[tuple[str, UpdateRule]]:
+def _forms(model: ModelShapes, job: Job) -> Iterator[tuple[str, UpdateRule]]:
     """Give smaller forms of state, the more precise first, unless some of it has a form already, or there are several
     rules."""
-    if rule.codecs or any(parameter.rule is not None for parameter in model.parameters):
+    rule = job.rule
+    if rule.codecs or any(job.rule_of(parameter) is not rule for parameter in model.parameters):
         return
     masters = {parameter.dtype for parameter in model.parameters if has_master(rule, parameter.dtype)}
     forms = [("fp32", "int8")]

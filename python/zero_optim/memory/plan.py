@@ -29,7 +29,7 @@ LOCAL = "local_gradients"
 TERMS = "tensor_parallel"
 """The kind of traffic that adds up terms over tensor-parallel ranks."""
 
-_ON_WIRE = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "node_all_gather": 1}
+_ON_WIRE = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "node_all_gather": 1, "all_to_all": 1}
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Job:
         batch: what activations are computed from; None: they are not counted.
         host_waits: whether the host waits for collectives, as under gloo.
         rule: of all parameters whose shape has none, whose state is planned.
+        matrix_rule: of those of them that are matrices of hidden layers; None: the same.
         telemetry: whether the optimizer measures its rows.
     """
 
@@ -72,7 +73,13 @@ class Job:
     batch: Batch | None = None
     host_waits: bool = False
     rule: UpdateRule = AdamW()
+    matrix_rule: UpdateRule | None = None
     telemetry: bool = False
+
+    def rule_of(self, parameter: ParameterShape) -> UpdateRule:
+        """Choose the rule that updates it."""
+        own = self.matrix_rule if parameter.matrix else None
+        return parameter.rule or own or self.rule
 
     @property
     def data(self) -> int:
@@ -354,7 +361,7 @@ def _lay_out(model: ModelShapes, job: Job, sharding: Sharding) -> _Laid:
     numels = {index: parameters[index].numel for index in order}
     of_experts = {sharers: _sharding_of_experts(sharding, sharers) for p in parameters if (sharers := p.sharers)}
     kinds = {
-        index: Kind(p.dtype, p.cut, sharding if p.sharers is None else of_experts[p.sharers], p.rule or job.rule)
+        index: Kind(p.dtype, p.cut, sharding if p.sharers is None else of_experts[p.sharers], job.rule_of(p))
         for index, p in ((index, parameters[index]) for index in order)
     }
     layouts = layouts_by_size(rooms, kinds, job.bucket_cap_mb, order)
@@ -366,7 +373,7 @@ def _of_unit(model: ModelShapes, unit: Sequence[int], sharding: Sharding, job: J
     """The flat tensors of a unit, as ``UnitPlan.flats`` has them, and as an optimizer with several rules parts them."""
     kinds: dict[tuple[torch.dtype, bool, bool, UpdateRule], list[ParameterShape]] = {}
     for parameter in (model.parameters[index] for index in unit):
-        kind = parameter.dtype, parameter.cut, parameter.trained, parameter.rule or job.rule
+        kind = parameter.dtype, parameter.cut, parameter.trained, job.rule_of(parameter)
         kinds.setdefault(kind, []).append(parameter)
     for (dtype, _, trained, rule), of_kind in kinds.items():
         layout = one_bucket([parameter.room for parameter in of_kind], sharding.shard_count)
@@ -377,7 +384,7 @@ def _of_unit(model: ModelShapes, unit: Sequence[int], sharding: Sharding, job: J
 def _alone(parameter: ParameterShape, sharding: Sharding, job: Job) -> _Flat:
     """A frozen parameter, which has no place in a bucket below stage 3: no padding."""
     layout = BucketLayout((), 1, parameter.numel)
-    return _Flat(layout, parameter.dtype, False, sharding, parameter.rule or job.rule)
+    return _Flat(layout, parameter.dtype, False, sharding, job.rule_of(parameter))
 
 
 # -- the kinds -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..params.tensor_slice import is_cut, local_of, room_of
+from ..rules.muon import split_for_muon
 from ..rules.update_rule import UpdateRule
 from ..shard_module import plan_units
 from .decoders import Decoder, Width
@@ -21,6 +22,10 @@ _NAMES = {  # of what ``Width`` has, in configurations
 }
 
 
+_VECTOR = 8
+"""The largest bias of a block, over the hidden size: it is of the MLP's width."""
+
+
 @dataclass(frozen=True)
 class ParameterShape:
     """What a rank has of a parameter.
@@ -31,6 +36,7 @@ class ParameterShape:
         most: elements of the largest slice, by which buckets are laid out on all of them; None: as many as here.
         sharers: of an expert, how many ranks share its state, and which of them it is; None: as all other parameters.
         rule: which updates it; None: that of the job.
+        matrix: whether it is a matrix of a hidden layer, which Muon is for.
     """
 
     numel: int
@@ -40,6 +46,7 @@ class ParameterShape:
     most: int | None = None
     sharers: tuple[int, int] | None = None
     rule: UpdateRule | None = None
+    matrix: bool = False
 
     @property
     def room(self) -> int:
@@ -86,7 +93,9 @@ def of_decoder(decoder: Decoder, dtype: torch.dtype) -> ModelShapes:
     starts = range(first, first + decoder.layers * block, block)
     last = first + decoder.layers * block
     units = ((*range(first), *range(last, last + len(decoder.after))), *(tuple(range(s, s + block)) for s in starts))
-    parameters = tuple(ParameterShape(numel, dtype) for numel in decoder.numels)
+    hidden = range(first, last)
+    matrices = {number for number in hidden if decoder.numels[number] > _VECTOR * decoder.width.hidden}
+    parameters = tuple(ParameterShape(n, dtype, matrix=i in matrices) for i, n in enumerate(decoder.numels))
     return ModelShapes(decoder.name, parameters, units, width=decoder.width, tied=(0,) if decoder.tied else ())
 
 
@@ -155,9 +164,10 @@ def of_module(model: nn.Module, units: Sequence[type[nn.Module] | str] = (), nam
     plans = plan_units(model, units) if units else []
     of_units = tuple(tuple(index_of[key] for key in plan.parameters) for plan in plans)
     buffers = {id(buffer): buffer.nbytes for buffer in model.buffers()}
+    matrices = {id(parameter) for _, parameter in split_for_muon(model)[0]}
     return ModelShapes(
         name or type(model).__name__,
-        tuple(shape_of(parameter, trained=parameter.requires_grad) for parameter in model.parameters()),
+        tuple(replace(shape_of(p, trained=p.requires_grad), matrix=id(p) in matrices) for p in model.parameters()),
         of_units,
         sum(buffers.values()),
         width=_width(getattr(model, "config", None)),

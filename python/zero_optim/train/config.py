@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--batch", int, "windows in a micro-batch on each rank (4)")
     flag("--accumulate", int, "micro-batches in a step (1)")
     flag("--steps", int, "optimizer steps (500)")
-    muon = "muon: Muon for the matrices of blocks and AdamW for the rest, in one optimizer, up to stage 2 (adamw)"
+    muon = "muon: Muon for the matrices of blocks and AdamW for the rest, in one optimizer (adamw)"
     flag("--optimizer", str, muon, choices=("adamw", "muon"))
     flag("--lr", float, "peak learning rate of the cosine schedule (4e-3)")
     flag("--muon-lr", float, "the same of the matrices that Muon updates (0.02)")
@@ -216,10 +216,12 @@ def _check_together(config: TrainConfig) -> None:
         raise UsageError(f"--param-offload {config.param_offload}: parameters are sharded at stage 3 alone")
     if config.muon_lr is not None and config.optimizer != "muon":
         raise UsageError(f"--muon-lr {config.muon_lr}: is of --optimizer muon alone")
-    if config.optimizer == "muon" and config.stage >= 3:
-        raise UsageError("--optimizer muon: needs whole matrices, and stage 3 cuts them; take --stage 2")
-    if config.optimizer == "muon" and config.telemetry:
-        raise UsageError("--optimizer muon: measures nothing of its updates; leave out --telemetry")
+    offloaded = config.state_offload is not None or config.param_offload is not None
+    if config.optimizer == "muon" and config.stage >= 3 and offloaded:
+        raise UsageError(
+            "--optimizer muon: at stage 3 state and parameters stay on the device; leave out --state-offload and "
+            "--param-offload, or take --stage 2"
+        )
     if config.hidden % config.heads:
         raise UsageError(f"--hidden {config.hidden} is no multiple of --heads {config.heads}; change one of them")
     if (config.hidden // config.heads) % 2:
