@@ -443,6 +443,7 @@ class Reducer:
         self._readiness.begin()
         if not self.rounds.open:
             return
+        self.sharding.everyone.check_not_parted()
         if self.out_of_step:
             raise RankMismatchError(
                 "an earlier error has parted the ranks in a backward: make a new optimizer to go on"
