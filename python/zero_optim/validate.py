@@ -29,11 +29,23 @@ from .params.storage_order import described, storage_order
 from .params.tensor_slice import is_cut, is_distributed, local_of, mesh_of, placed, slice_of
 from .rules import RULES
 from .rules.group_rules import GroupRules
+from .rules.options import is_number
 from .rules.update_rule import UpdateRule, stored_names
 from .units.sharded_model import ShardedModel, sharded_model_of
 from .units.unit import Unit
 
 PARAMETER_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_max_norm(max_norm: object) -> None:
+    """Raise TypeError unless it is one number."""
+    if not is_number(max_norm) or (isinstance(max_norm, Tensor) and max_norm.numel() != 1):
+        shape = f" of shape {[*max_norm.shape]}" if isinstance(max_norm, Tensor) else ""
+        got = repr(max_norm) if isinstance(max_norm, str) else f"a {type(max_norm).__name__}{shape}"
+        raise TypeError(
+            f"clip_grad_norm_: max_norm must be a number, got {got}. Call opt.clip_grad_norm_(1.0), for all parameters, "
+            "or opt.clip_grad_norm_(1.0, parameters=some)"
+        )
 
 
 def check_group(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> None:

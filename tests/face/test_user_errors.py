@@ -315,19 +315,42 @@ def _cast(rank: int, world_size: int, stage: int, how: str) -> tuple[str, str]:
     linear_backward(params, make_gradients(params, rank, 0))
     opt.step()
     opt.zero_grad()
-    params[1].data = params[1].data.half() if how == "cast" else params[1].data.clone()
-    found = error_of(lambda: linear_backward(params, make_gradients(params, rank, 1)))
+    params[1].data = params[1].data.clone() if how == "new data" else params[1].data.half()
+    next_call = (
+        opt.step if how == "cast, then step" else lambda: linear_backward(params, make_gradients(params, rank, 1))
+    )
+    found = error_of(next_call)
     opt.close()
     _trains(rank)
     return found
 
 
-@pytest.mark.parametrize("how", ["cast", "new data"])
+@pytest.mark.parametrize("how", ["cast", "new data", "cast, then step"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_model_cast_or_moved_after_construction_is_named_in_backward(stage, how):
+def test_a_model_cast_or_moved_after_construction_is_named(stage, how):
     for kind, text in run_ranks(2, _cast, stage, how, timeout=40):
         assert kind == "ParameterError", f"{kind} {text}"
         assert "layer1.weight" in text and "new optimizer" in text
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "got"),
+    [
+        (make_parameters(SHAPES), "got a list"),
+        ("1.0", "got '1.0'"),
+        (None, "got a NoneType"),
+        (torch.ones(2), r"got a Tensor of shape \[2\]"),
+    ],
+)
+def test_what_is_no_norm_is_told_with_the_right_call(max_norm, got):
+    """torch's own function takes the parameters first. The gradients are as they were."""
+    params = make_parameters(SHAPES)
+    opt = zero_optim.ShardedAdamW(params)
+    linear_backward(params, make_gradients(params, 0, 0))
+    with pytest.raises(TypeError, match=rf"max_norm must be a number, {got}. Call opt\.clip_grad_norm_\(1\.0\)"):
+        opt.clip_grad_norm_(max_norm, 1.0)
+    assert opt.clip_grad_norm_(torch.tensor(1.0)) > 0
+    opt.close()
 
 
 # -- use after the end, ends after a failure -------------------------------------------------------------------------

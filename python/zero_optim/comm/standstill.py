@@ -268,13 +268,22 @@ def _differ(waits: Sequence[Wait]) -> bool:
     return len({number for number, _ in own}) < len(own)
 
 
+def _reduced(waits: Sequence[Wait]) -> str:
+    return ", ".join(f"rank {rank} has reduced {wait.rounds}" for rank, wait in enumerate(waits))
+
+
 def _different_rounds(waits: Sequence[Wait]) -> str:
-    told = ", ".join(f"rank {rank} has reduced {wait.rounds}" for rank, wait in enumerate(waits))
     return (
-        f"the ranks wait for each other, and have reduced different numbers of backwards: {told}. Did one "
+        f"the ranks wait for each other, and have reduced different numbers of backwards: {_reduced(waits)}. Did one "
         "raise on one of them before its first gradient, or reach none of this optimizer's parameters? Then "
         "call opt.zero_grad() on every rank, or opt.step(), before the next. Make a new optimizer to go on"
     )
+
+
+def _rounds(waits: Sequence[Wait]) -> str:
+    if len({wait.owner for wait in waits}) > 1 or len({wait.rounds for wait in waits}) == 1:
+        return ""
+    return f"Of backwards, {_reduced(waits)}. "
 
 
 def _different_calls(waits: Sequence[Wait]) -> str:
@@ -282,8 +291,8 @@ def _different_calls(waits: Sequence[Wait]) -> str:
     calls = " and ".join(sorted({wait.call for wait in waits} - {""}))
     return (
         f"the ranks wait for each other: {told}. Every rank has to call {calls}, at the same place in its program and "
-        "not within `if rank == 0:`. After a backward that raised on some ranks, all have to call opt.step(), or all "
-        "opt.zero_grad(). Make a new optimizer to go on"
+        f"not within `if rank == 0:`. {_rounds(waits)}After a backward that raised on some ranks, all have to call "
+        "opt.step(), or all opt.zero_grad(). Make a new optimizer to go on"
     )
 
 
