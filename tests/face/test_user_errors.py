@@ -219,6 +219,51 @@ def test_keywords_left_at_nothing_are_silent():
         zero_optim.ShardedAdamW(make_parameters(SHAPES), maximize=True).close()
 
 
+@pytest.mark.parametrize(
+    ("made", "keyword", "meant"),
+    [
+        (zero_optim.ShardedAdamW, "stagee", "; did you mean stage?"),
+        (zero_optim.ShardedAdamW, "weight_decy", "; did you mean weight_decay?"),
+        (zero_optim.ShardedAdam, "offload", "; did you mean state_offload?"),
+        (zero_optim.ShardedLion, "eps", ""),
+        (zero_optim.ShardedSGD, "max_norm", "; did you mean max_grad_norm?"),
+        (zero_optim.ShardedMuon, "foreach", ""),
+    ],
+)
+def test_a_keyword_that_is_not_there_is_told_with_the_class_and_what_may_be_meant(made, keyword, meant):
+    with pytest.raises(TypeError) as caught:
+        made(make_parameters(SHAPES), **{keyword: 2})
+    assert str(caught.value) == f"{made.__name__} has no argument {keyword!r}{meant}"
+
+
+OTHERS = [
+    (zero_optim.ShardedAdamW, torch.optim.SGD, "momentum, dampening, nesterov, and no betas"),
+    (zero_optim.ShardedAdamW, torch.optim.RMSprop, "momentum, and no betas"),
+    (zero_optim.ShardedLion, torch.optim.SGD, "momentum, dampening, nesterov, and no betas"),
+    (zero_optim.ShardedSGD, torch.optim.AdamW, "betas, amsgrad, and no momentum"),
+]
+
+
+@pytest.mark.parametrize(("made", "other", "told"), OTHERS)
+def test_state_of_another_optimizer_that_has_not_stepped_is_refused(made, other, told):
+    """It has no tensors to tell by, and its options would be taken over."""
+    params = make_parameters(SHAPES)
+    opt = made(params, lr=0.5)
+    before = [dict(group) for group in opt.param_groups]
+    state = other(make_parameters(SHAPES), lr=0.25).state_dict()
+    for load in (opt.load_state_dict, lambda state: zero_optim.load_full_state_dict(opt, state)):
+        with pytest.raises(
+            zero_optim.StateMismatchError, match=f"of another optimizer: its parameter group 0 has {told}"
+        ):
+            load(state)
+    assert [dict(group) for group in opt.param_groups] == before
+    own = opt.state_dict()
+    own["param_groups"][0] |= {"initial_lr": 0.5, "base_momentum": 0.8, "name": "all", "lr_scale": 1.0}
+    opt.load_state_dict(own)
+    assert opt.param_groups[0]["name"] == "all"
+    opt.close()
+
+
 def test_a_keyword_that_cannot_be_followed_is_an_error():
     with pytest.raises(ValueError, match="differentiable"):
         zero_optim.ShardedAdamW(make_parameters(SHAPES), differentiable=True)
