@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,16 @@ from .rules.adamw import AdamW
 from .rules.lion import Lion
 from .rules.muon import QUINTIC, Muon, split_for_muon
 from .rules.sgd import SGD
-from .validate import warn_of_meaningless
+from .validate import check_keywords, warn_of_meaningless
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+def _check(cls: type[ShardedOptimizer], opt: ShardedOptimizer, sharding: Iterable[str]) -> None:
+    """Raise TypeError, with the name of ``opt``'s class, where one of ``sharding`` is no argument of ``cls``."""
+    own = [name for name in inspect.signature(cls.__init__).parameters if name not in ("self", "sharding")]
+    check_keywords(type(opt).__name__, sharding, [*own, *ShardingOptions.__annotations__])
 
 
 class ShardedAdamW(ShardedOptimizer):
@@ -53,6 +60,7 @@ class ShardedAdamW(ShardedOptimizer):
         decoupled_weight_decay: bool = True,
         **sharding: Unpack[ShardingOptions],
     ) -> None:
+        _check(ShardedAdamW, self, sharding)
         warn_of_meaningless(type(self).__name__, {"fused": fused, "foreach": foreach, "capturable": capturable})
         rule = AdamW(
             decoupled_weight_decay,
@@ -109,6 +117,7 @@ class ShardedLion(ShardedOptimizer):
         maximize: bool = False,
         **sharding: Unpack[ShardingOptions],
     ) -> None:
+        _check(ShardedLion, self, sharding)
         rule = Lion(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
         super().__init__(params, rule, **sharding)
 
@@ -140,6 +149,7 @@ class ShardedSGD(ShardedOptimizer):
         fused: bool | None = None,
         **sharding: Unpack[ShardingOptions],
     ) -> None:
+        _check(ShardedSGD, self, sharding)
         warn_of_meaningless(type(self).__name__, {"foreach": foreach, "fused": fused})
         rule = SGD(
             lr=lr,
@@ -185,6 +195,7 @@ class ShardedMuon(ShardedOptimizer):
         adjust_lr_fn: str | None = None,
         **sharding: Unpack[ShardingOptions],
     ) -> None:
+        _check(ShardedMuon, self, sharding)
         rule = Muon(
             lr=lr,
             weight_decay=weight_decay,

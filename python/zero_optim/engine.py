@@ -511,7 +511,7 @@ class Engine:
     def close(self, *, collective: bool) -> None:
         """``collective``: complete what a backward that raised has begun, for the ranks on which it did not."""
         if self.mode.now is Mode.AVERAGE:
-            self.states.put_back(collective=collective)
+            self.states.put_back(collective=collective and not self.reducer.out_of_step)
             self.param_gather.wait()
             self.mode.now = Mode.OWN
         self.param_gather.close()

@@ -308,8 +308,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ParameterError: one of ``parameters`` is not this optimizer's.
+            TypeError: ``max_norm`` is no number, as where parameters come first.
         """
         self.check_usable()
+        validate.check_max_norm(max_norm)
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
         subset = None if parameters is None else self.engine.parameters.indices_of(parameters)

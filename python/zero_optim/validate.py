@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import warnings
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,11 +30,23 @@ from .params.storage_order import described, storage_order
 from .params.tensor_slice import is_cut, is_distributed, local_of, mesh_of, placed, slice_of
 from .rules import RULES
 from .rules.group_rules import GroupRules
+from .rules.options import is_number
 from .rules.update_rule import UpdateRule, stored_names
 from .units.sharded_model import ShardedModel, sharded_model_of
 from .units.unit import Unit
 
 PARAMETER_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_max_norm(max_norm: object) -> None:
+    """Raise TypeError unless it is one number."""
+    if not is_number(max_norm) or (isinstance(max_norm, Tensor) and max_norm.numel() != 1):
+        shape = f" of shape {[*max_norm.shape]}" if isinstance(max_norm, Tensor) else ""
+        got = repr(max_norm) if isinstance(max_norm, str) else f"a {type(max_norm).__name__}{shape}"
+        raise TypeError(
+            f"clip_grad_norm_: max_norm must be a number, got {got}. Call opt.clip_grad_norm_(1.0), for all, or "
+            "opt.clip_grad_norm_(1.0, parameters=some)"
+        )
 
 
 def check_group(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> None:
@@ -112,6 +125,17 @@ def check_rules_take(rules: GroupRules, parameters: ParameterSet, indices: Seque
             )
         if (reason := rule.refuse_parameter(parameter, parameters.group(index))) is not None:
             raise ParameterError(f"{label} {reason}")
+
+
+def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for the first of the keyword arguments ``given`` to the class ``name`` that it does not have."""
+    known = [*known]
+    for keyword in given:
+        if keyword not in known:
+            near = difflib.get_close_matches(keyword, known, n=1)
+            meant = [*near, *(other for other in known if other.endswith(f"_{keyword}"))][:1]
+            hint = f"; did you mean {meant[0]}?" if meant else ""
+            raise TypeError(f"{name} has no argument {keyword!r}{hint}")
 
 
 def warn_of_meaningless(name: str, keywords: Mapping[str, bool | None]) -> None:

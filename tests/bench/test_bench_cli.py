@@ -54,13 +54,22 @@ def test_what_is_no_record_is_not_drawn(refuses, content):
 
 @pytest.mark.parametrize(
     ("text", "numel"),
-    [("1000", 1000), ("2^20", 2**20), ("2**20", 2**20), ("64Mi", 2**26), ("1Gi", 2**30), ("3Ki", 3072)],
+    [
+        ("1000", 1000),
+        ("2^20", 2**20),
+        ("2**20", 2**20),
+        ("64Mi", 2**26),
+        ("1Gi", 2**30),
+        ("3Ki", 3072),
+        ("1e6", 10**6),
+        ("2.5e3", 2500),
+    ],
 )
 def test_sizes(text, numel):
     assert parse_numel(text) == numel
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1.5", "2^", "1M", "0x10", "Mi", "2^2^2"])
+@pytest.mark.parametrize("text", ["", "-1", "1.5", "1.5e0", "1e-3", "0e1", "2^", "1M", "0x10", "Mi", "2^2^2"])
 def test_what_is_no_size(text):
     with pytest.raises(argparse.ArgumentTypeError, match="2\\^20"):
         parse_numel(text)

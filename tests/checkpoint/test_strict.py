@@ -194,7 +194,8 @@ def test_what_is_beside_the_tensors_is_asked_for_too(tmp_path: Path) -> None:
     model = Two()
     opt = ShardedAdamW(model.named_parameters())
     with pytest.raises(
-        StateMismatchError, match=r"1 scaler\(s\), and 0 given here.*1 scheduler\(s\).*has positions in"
+        StateMismatchError,
+        match=r"1 scaler\(s\), and 0 given here: give load scaler=.*1 scheduler\(s\).*load scheduler=.*has positions in",
     ):
         checkpoint.load(tmp_path / "with", model, opt)
     with pytest.raises(StateMismatchError, match=r"0 scheduler\(s\), and 1 given here"):
@@ -206,6 +207,19 @@ def test_what_is_beside_the_tensors_is_asked_for_too(tmp_path: Path) -> None:
     fewer = [opt, ShardedAdamW(nn.Linear(2, 2).named_parameters())]
     with pytest.raises(zero_optim.ParameterError, match="is in the optimizer, and not in the model"):
         checkpoint.load(tmp_path / "without", model, fewer)
+
+
+def test_averages_that_are_left_over_are_told_with_the_argument_that_keeps_them(tmp_path: Path) -> None:
+    model = Two()
+    opt = ShardedAdamW(model.named_parameters(), ema_decay=0.9)
+    model(torch.ones(2, 6)).square().sum().backward()
+    opt.step()
+    checkpoint.save(tmp_path, model, opt)
+    opt.close()
+    opt = ShardedAdamW(model.named_parameters())
+    with pytest.raises(StateMismatchError, match=r"the state \(ema\) of .*make the optimizer with ema_decay="):
+        checkpoint.load(tmp_path, model, opt)
+    opt.close()
 
 
 def test_adam_and_adamw_are_told_apart(tmp_path: Path) -> None:

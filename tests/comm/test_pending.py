@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from harness import run_ranks
 from zero_optim.comm import collectives, gloo
 from zero_optim.comm.collectives import Comm, Pending, Traffic
 from zero_optim.comm.gloo import GLOO, Works
+from zero_optim.comm.standstill import Verdict
 from zero_optim.comm.transport import Issued
 from zero_optim.errors import CollectiveError, RankMismatchError
 
@@ -42,6 +42,9 @@ class FakeComm:
 
     def given_up(self) -> None:
         return None
+
+    def check_not_parted(self) -> None:
+        pass
 
 
 def _pending(*outcomes: str) -> Pending:
@@ -103,12 +106,12 @@ class ToldOnce:
     """Of a standstill: another rank has given up. What it says is there until this rank says that it waits no more."""
 
     def __init__(self) -> None:
-        self.told: str | None = "the ranks wait for each other"
+        self.told: Verdict | None = Verdict("the ranks wait for each other")
 
     def look(self, wait: object) -> None:
         raise AssertionError("it has failed: nothing is waited for")
 
-    def verdict(self) -> str | None:
+    def verdict(self) -> Verdict | None:
         return self.told
 
     def ended(self) -> None:
@@ -119,9 +122,9 @@ def test_a_rank_that_gave_up_is_heard_before_its_closed_connection(monkeypatch):
     """It writes why, raises and leaves: the connection may close before this rank has looked again."""
     standstill = ToldOnce()
     monkeypatch.setattr(collectives.dist, "is_initialized", lambda: True)
-    comm = SimpleNamespace(own_group=object(), ranks=[0, 1], out_of_step=False)
-    comm.standstill = lambda: standstill
-    comm.given_up = lambda: Comm.given_up(comm)
+    comm = Comm(None)
+    monkeypatch.setattr(Comm, "own_group", object())
+    monkeypatch.setattr(comm, "standstill", lambda: standstill)
     pending = Pending(Issued(Works([FakeWork("failed")])), Traffic("all_reduce"), comm=comm)
     with pytest.raises(RankMismatchError, match="the ranks wait for each other"):
         pending.wait()

@@ -157,6 +157,89 @@ def test_ranks_out_of_step_are_told_and_live_on(stage, part):
             assert "rank 0 in all_gather of unit '0' of a sharded model, rank 1 in all_gather of unit '3'" in text
 
 
+def _gone_on(rank: int, world_size: int, stage: int) -> tuple[list[str], int, float]:
+    """Rank 0's backward raises, and it zeroes; rank 1 steps. Both go on as if nothing had happened, then anew."""
+    model, opt = _made(stage)
+    model(torch.ones(2, 8)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    told = []
+
+    def tell(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except zero_optim.RankMismatchError as error:
+            told.append(str(error))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standstill, "SECONDS", 0.1)
+        y = model(torch.ones(2, 8)).sum()
+        with contextlib.suppress(Planned):
+            tell((raise_in_backward(y) if rank == 0 else y).backward)
+        if not told:
+            tell(opt.zero_grad if rank == 0 else opt.step)
+        # From here on nothing looks for a standstill: whoever waits does so until the time-out.
+        patch.setattr(standstill, "SECONDS", 2 * IN_VAIN)
+        for call in (opt.step, lambda: opt.clip_grad_norm_(1.0), lambda: zero_optim.full_state_dict(opt), opt.sleep):
+            tell(call)
+    steps = opt.stats()["steps"]
+    opt.close()
+    another, new = _made(stage)
+    for _ in range(2):
+        another(torch.ones(2, 8)).sum().backward()
+        new.step()
+        new.zero_grad()
+    with torch.no_grad():
+        return told, steps, float(another(torch.ones(2, 8)).sum())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_ranks_that_have_parted_are_refused_at_once(stage):
+    results = run_ranks(2, _gone_on, stage, collective_timeout=IN_VAIN)
+    for told, steps, _ in results:
+        first, *others = told
+        assert first.startswith("the ranks wait for each other"), first
+        refused = f"an earlier error has parted the ranks: make a new optimizer to go on. The error was: {first}"
+        assert others == [refused] * 4
+        assert steps == 1
+    assert results[0][2] == results[1][2]
+
+
+def _alone_in_a_call(rank: int, world_size: int) -> list[str]:
+    """Rank 0 alone makes a call of all ranks: while rank 1 trains on, and where rank 1 comes to nothing any more."""
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standstill, "SECONDS", 0.1)
+        for call in (zero_optim.full_state_dict, lambda opt: opt.sleep()):
+            model, opt = _made(2)
+            model(torch.ones(2, 8)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+            with pytest.raises(zero_optim.RankMismatchError) as caught:
+                if rank == 0:
+                    call(opt)
+                model(torch.ones(2, 8)).sum().backward()
+                opt.step()
+            told.append(str(caught.value))
+            opt.close()
+    opt = zero_optim.ShardedAdamW([nn.Parameter(torch.ones(4))])
+    if rank == 0:
+        with pytest.raises(zero_optim.CollectiveError) as end:
+            zero_optim.full_state_dict(opt)
+        told.append(str(end.value))
+    return told
+
+
+def test_a_rank_that_is_alone_in_a_call_is_told_of_it():
+    (full, sleep, end), of_rank_1 = run_ranks(2, _alone_in_a_call, collective_timeout=IN_VAIN)
+    assert of_rank_1 == [full, sleep]
+    for told, call in ((full, "full_state_dict"), (sleep, "sleep")):
+        assert told.startswith(f"the ranks wait for each other: rank 0 in {call}, rank 1 in "), told
+        assert f"Every rank has to call {call}," in told
+    assert end.startswith("the wait for the other ranks in full_state_dict did not complete"), end
+    assert "every rank has to call full_state_dict" in end
+
+
 def test_ranks_that_wait_one_after_the_other_are_no_standstill():
     """Over a slow connection the first of two gathers may have arrived on one rank alone."""
     first, second = Wait("own", 1, "all_gather of unit 'a'", 7), Wait("own", 1, "all_gather of unit 'b'", 8)

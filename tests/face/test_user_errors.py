@@ -219,6 +219,51 @@ def test_keywords_left_at_nothing_are_silent():
         zero_optim.ShardedAdamW(make_parameters(SHAPES), maximize=True).close()
 
 
+@pytest.mark.parametrize(
+    ("made", "keyword", "meant"),
+    [
+        (zero_optim.ShardedAdamW, "stagee", "; did you mean stage?"),
+        (zero_optim.ShardedAdamW, "weight_decy", "; did you mean weight_decay?"),
+        (zero_optim.ShardedAdam, "offload", "; did you mean state_offload?"),
+        (zero_optim.ShardedLion, "eps", ""),
+        (zero_optim.ShardedSGD, "max_norm", "; did you mean max_grad_norm?"),
+        (zero_optim.ShardedMuon, "foreach", ""),
+    ],
+)
+def test_a_keyword_that_is_not_there_is_told_with_the_class_and_what_may_be_meant(made, keyword, meant):
+    with pytest.raises(TypeError) as caught:
+        made(make_parameters(SHAPES), **{keyword: 2})
+    assert str(caught.value) == f"{made.__name__} has no argument {keyword!r}{meant}"
+
+
+OTHERS = [
+    (zero_optim.ShardedAdamW, torch.optim.SGD, "momentum, dampening, nesterov, and no betas"),
+    (zero_optim.ShardedAdamW, torch.optim.RMSprop, "momentum, and no betas"),
+    (zero_optim.ShardedLion, torch.optim.SGD, "momentum, dampening, nesterov, and no betas"),
+    (zero_optim.ShardedSGD, torch.optim.AdamW, "betas, amsgrad, and no momentum"),
+]
+
+
+@pytest.mark.parametrize(("made", "other", "told"), OTHERS)
+def test_state_of_another_optimizer_that_has_not_stepped_is_refused(made, other, told):
+    """It has no tensors to tell by, and its options would be taken over."""
+    params = make_parameters(SHAPES)
+    opt = made(params, lr=0.5)
+    before = [dict(group) for group in opt.param_groups]
+    state = other(make_parameters(SHAPES), lr=0.25).state_dict()
+    for load in (opt.load_state_dict, lambda state: zero_optim.load_full_state_dict(opt, state)):
+        with pytest.raises(
+            zero_optim.StateMismatchError, match=f"of another optimizer: its parameter group 0 has {told}"
+        ):
+            load(state)
+    assert [dict(group) for group in opt.param_groups] == before
+    own = opt.state_dict()
+    own["param_groups"][0] |= {"initial_lr": 0.5, "base_momentum": 0.8, "name": "all", "lr_scale": 1.0}
+    opt.load_state_dict(own)
+    assert opt.param_groups[0]["name"] == "all"
+    opt.close()
+
+
 def test_a_keyword_that_cannot_be_followed_is_an_error():
     with pytest.raises(ValueError, match="differentiable"):
         zero_optim.ShardedAdamW(make_parameters(SHAPES), differentiable=True)
@@ -315,19 +360,42 @@ def _cast(rank: int, world_size: int, stage: int, how: str) -> tuple[str, str]:
     linear_backward(params, make_gradients(params, rank, 0))
     opt.step()
     opt.zero_grad()
-    params[1].data = params[1].data.half() if how == "cast" else params[1].data.clone()
-    found = error_of(lambda: linear_backward(params, make_gradients(params, rank, 1)))
+    params[1].data = params[1].data.clone() if how == "new data" else params[1].data.half()
+    next_call = (
+        opt.step if how == "cast, then step" else lambda: linear_backward(params, make_gradients(params, rank, 1))
+    )
+    found = error_of(next_call)
     opt.close()
     _trains(rank)
     return found
 
 
-@pytest.mark.parametrize("how", ["cast", "new data"])
+@pytest.mark.parametrize("how", ["cast", "new data", "cast, then step"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_model_cast_or_moved_after_construction_is_named_in_backward(stage, how):
+def test_a_model_cast_or_moved_after_construction_is_named(stage, how):
     for kind, text in run_ranks(2, _cast, stage, how, timeout=40):
         assert kind == "ParameterError", f"{kind} {text}"
         assert "layer1.weight" in text and "new optimizer" in text
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "got"),
+    [
+        (make_parameters(SHAPES), "got a list"),
+        ("1.0", "got '1.0'"),
+        (None, "got a NoneType"),
+        (torch.ones(2), r"got a Tensor of shape \[2\]"),
+    ],
+)
+def test_what_is_no_norm_is_told_with_the_right_call(max_norm, got):
+    """torch's own function takes the parameters first. The gradients are as they were."""
+    params = make_parameters(SHAPES)
+    opt = zero_optim.ShardedAdamW(params)
+    linear_backward(params, make_gradients(params, 0, 0))
+    with pytest.raises(TypeError, match=rf"max_norm must be a number, {got}. Call opt\.clip_grad_norm_\(1\.0\)"):
+        opt.clip_grad_norm_(max_norm, 1.0)
+    assert opt.clip_grad_norm_(torch.tensor(1.0)) > 0
+    opt.close()
 
 
 # -- use after the end, ends after a failure -------------------------------------------------------------------------

@@ -554,8 +554,10 @@ def test_a_missing_directory(tmp_path):
         PageFile(folder, rank=0)
     assert not folder.exists()
     (tmp_path / "file").touch()
-    with pytest.raises(OffloadError, match="no such directory"):
+    with pytest.raises(OffloadError, match="that is no directory"):
         PageFile(tmp_path / "file", rank=0)
+    with pytest.raises(OffloadError, match="state_offload='nvme:/proc': no file can be made there"):
+        PageFile(Path("/proc"), rank=0)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -103,17 +104,20 @@ class Request:
 
 
 def parse_numel(text: str) -> int:
-    """``1000000``, ``2^20``, ``2**20``, ``64Mi`` or ``1Gi``."""
+    """``1000000``, ``1e6``, ``2^20``, ``2**20``, ``64Mi`` or ``1Gi``."""
     power = re.fullmatch(r"2(?:\^|\*\*)(\d{1,2})", text)
     count = re.fullmatch(r"(\d+)(Ki|Mi|Gi|)", text)
+    decimal = re.fullmatch(r"\d+(\.\d+)?e\d{1,2}", text)
     numel = 2 ** int(power[1]) if power else int(count[1]) * _UNITS[count[2]] if count else 0
+    if decimal and (exact := Decimal(text)) == int(exact):
+        numel = int(exact)
     if numel < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of elements; write 1000000, 2^20 or 64Mi")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of elements; write 1000000, 1e6, 2^20 or 64Mi")
     return numel
 
 
 FLAGS: dict[str, dict[str, Any]] = {
-    "numel": {"nargs": "+", "type": parse_numel, "help": "elements, or parameters, as 1000000, 2^20 or 64Mi"},
+    "numel": {"nargs": "+", "type": parse_numel, "help": "elements, or parameters, as 1000000, 1e6, 2^20 or 64Mi"},
     "backends": {"nargs": "+", "metavar": "NAME", "help": "kernel backends to measure (all but reference)"},
     "contenders": {"nargs": "+", "metavar": "NAME", "help": "who runs beside the baseline"},
     "ranks": {"nargs": "+", "type": int, "help": "how many ranks"},

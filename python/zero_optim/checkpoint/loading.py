@@ -133,13 +133,15 @@ class _Others:
     def misfits(self, index: Index) -> list[str]:
         """Tell where the checkpoint has a state that nobody takes, or none for one that is given, a sentence each."""
         told = [
-            f"the checkpoint has the state of {len(there)} {what}(s), and {len(here)} given here"
+            f"the checkpoint has the state of {len(there)} {what}(s), and {len(here)} given here: give load {what}= as "
+            "save was"
             for what, here, there in self._beside(index)
             if len(here) != len(there)
         ]
         has_data = any(of_rank["data"] is not None for of_rank in index.ranks)
         if has_data != (self.data is not None):
-            told.append(f"the checkpoint has {'positions' if has_data else 'no positions'} in data")
+            positions, remedy = ("positions", "give load data=") if has_data else ("no positions", "leave out data=")
+            told.append(f"the checkpoint has {positions} in data: {remedy}")
         return told
 
     def load(self, index: Index, own: Mapping[str, Any] | None, undo: Undo) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import StateMismatchError
+from ..rules.options import EMA
 from .contents import Names
 from .index import BUFFER, PARAMETER, Index, Key, SavedOptimizer, SavedTensor, TensorSpec
 
@@ -178,7 +179,10 @@ def _note_leftover_state(index: Index, matched: Match) -> None:
         if index.is_state(kind) and (kind, name) not in used and name in updated:
             unused.setdefault(name, []).append(kind)
     if unused:
-        matched.misfits.append(f"left over in the checkpoint, and not trained or not kept here: {_state_of(unused)}")
+        averages = any(kind.startswith(EMA) for kinds in unused.values() for kind in kinds)
+        remedy = " (averages: make the optimizer with ema_decay=, as it was)" if averages else ""
+        told = f"left over in the checkpoint, and not trained or not kept here: {_state_of(unused)}{remedy}"
+        matched.misfits.append(told)
 
 
 def _check_shapes(specs: Sequence[TensorSpec], matched: Match) -> None:

@@ -24,13 +24,16 @@ from .. import user_thread
 from ..errors import ClosedError, CollectiveError, RankMismatchError
 from . import groups, standstill, transport
 from .gloo import GLOO
-from .standstill import Standstill, Wait, standstill_of
+from .standstill import Standstill, Verdict, Wait, standstill_of
 from .streams import on_device
 from .together import raising_together, values_of_one_call
 from .transport import STREAMS, Issued, Reduction, Transport, Work
 
 CHANNELS = 8
 """Groups that one comm has under gloo, at most: of its own, and for gathers of other sizes."""
+
+SHARDED_MODEL = "a sharded model"
+"""The label of its comm."""
 
 ON_HOST = torch.device("cpu")
 """Where ``torch.distributed`` keeps pickled objects, if the group has a back-end there."""
@@ -53,6 +56,7 @@ class Traffic:
 
 
 _live: weakref.WeakSet[Comm] = weakref.WeakSet()  # of optimizers, which reduce of their own accord
+_with_own_group: weakref.WeakSet[Comm] = weakref.WeakSet()  # of optimizers, and of sharded models
 _meetings: dict[str, threading.Lock] = {}  # by the name of a given group: one thread at a time gathers objects over it
 
 
@@ -61,7 +65,7 @@ class Pending:
 
     ``comm``: whose it is, where the host waits in ``wait``, as under gloo; None: the current stream does. ``number``:
     how many the comm has issued with it. ``given``: whether it goes over the group that the comm was given, and not
-    over its own.
+    over its own. ``call``: in which this rank waits for the others to make it, too, as "full_state_dict".
 
     Attributes:
         of: what it is for, in messages; None: for the comm.
@@ -75,10 +79,11 @@ class Pending:
         *,
         number: int = 0,
         given: bool = False,
+        call: str = "",
     ) -> None:
         self._work: Work | None = issued.work
         self._on_arrival = issued.on_arrival
-        self._comm, self._number, self._given = comm, number, given
+        self._comm, self._number, self._given, self._call = comm, number, given, call
         self._kind, self._traffic = traffic.kind, traffic
         self.of: str | None = None
 
@@ -117,11 +122,17 @@ class Pending:
                 raise
             # Another rank may have found it, and left: then the connection that is gone is not the cause.
             if self._comm is not None and (verdict := self._comm.given_up()) is not None:
-                raise RankMismatchError(verdict) from error
+                raise self._comm.parted(verdict, came=self._given) from error
+            if self._call:
+                remedy = f"every rank has to call {self._call}, at the same place in its program"
+            else:
+                remedy = (
+                    "each must make the same calls of step, clip_grad_norm_ and synchronised backwards, at stage 3 of "
+                    "the model"
+                )
             raise CollectiveError(
-                f"{self._kind} did not complete: {error}. Another rank died, raised, or does not take part: each must "
-                "make the same calls of step, clip_grad_norm_ and synchronised backwards, at stage 3 of the model. The "
-                "first error of any rank is the cause"
+                f"{self._kind} did not complete: {error}. Another rank died, raised, or does not take part: {remedy}. "
+                "The first error of any rank is the cause"
             ) from error
         self._work = None  # only now: after a time-out it has not arrived, however often one asks
         self._traffic.wait_seconds += time.perf_counter() - start
@@ -137,10 +148,17 @@ class Pending:
             self._work.wait()
             return
         watcher = comm.standstill()
+        if not self.arrives_within(0):
+            comm.check_not_parted()
         while not self.arrives_within(standstill.SECONDS):
             what = f"{self._kind} of {comm.label if self.of is None else f'{self.of} of {comm.label}'}"
-            watcher.look(Wait(comm.owner, comm.rounds, what, self._number, self._given), comm.ranks)
+            wait = Wait(comm.owner, comm.rounds, what, self._number, self._given, self._call)
+            if (verdict := watcher.look(wait, comm.ranks)) is not None:
+                raise comm.parted(verdict, came=self._given)
         self._work.wait()  # raises where it has failed: then what another rank has written of this wait is read first
+        # Who has given up comes to the meeting after that: see ``Comm.parted``.
+        if self._given and (verdict := comm.given_up()) is not None:
+            raise comm.parted(verdict, came=True)
         watcher.ended()
 
 
@@ -167,7 +185,9 @@ class Comm:
         self.device = device
         self._own = self._group
         self._backends: dict[str, str] | None = None  # by type of device; read once
+        self._own_name = ""  # of the own group, where it is another than the given one
         self._failed = False
+        self._verdict: str | None = None  # why these ranks have parted, once they have waited for each other in vain
         self._part_of: Comm | None = None  # of these ranks are some
         self._name = ""  # which of its parts
         self._parts: list[Comm] = []
@@ -231,7 +251,34 @@ class Comm:
         # A thread beside the first one looks at its own optimizer alone: where other threads wait says nothing of it.
         return standstill_of(self.whole.ranks, self.owner if user_thread.is_beside() else "")
 
-    def given_up(self) -> str | None:
+    def parted(self, verdict: Verdict, *, came: bool) -> RankMismatchError:
+        """These ranks have waited in vain. Return the error that says so.
+
+        Whoever has waited communicates no more, on any of the ranks: what one sends would be taken for something else,
+        or waited for by nobody. The given group goes on, as new optimizers use it. Who has not come to a meeting there
+        comes now, or the next meeting would be taken for that one.
+
+        Args:
+            came: this rank waits in the meeting, if there is one.
+        """
+        # Some are of groups that were destroyed. Another group can have the name of such a one.
+        living = [comm for comm in _with_own_group if groups.alive(comm._own) is not None]
+        for comm in {self.whole, *living}:
+            if comm is self.whole or any(of.split(", ")[0] == comm._own_name for of in verdict.owners):
+                comm._verdict, comm.out_of_step = verdict.text, True
+            if comm._own_name and comm._own_name == verdict.met and not came:
+                comm._transport(ON_HOST).barrier(comm.group)
+        return RankMismatchError(verdict.text)
+
+    def check_not_parted(self) -> None:
+        """Raise RankMismatchError, at once, where these ranks have waited for each other in vain before."""
+        if (verdict := self.whole._verdict) is not None:
+            new = "a new model and optimizer" if self.whole.label == SHARDED_MODEL else "a new optimizer"
+            raise RankMismatchError(
+                f"an earlier error has parted the ranks: make {new} to go on. The error was: {verdict}"
+            )
+
+    def given_up(self) -> Verdict | None:
         """Why another rank does not wait any more, where it has found that ranks wait for each other in vain."""
         if not dist.is_initialized():
             return None
@@ -268,7 +315,7 @@ class Comm:
 
     def take_own_group(self) -> None:
         """Collective. Take a group of its own for a sharded model: its gathers run beside all else."""
-        self.label = "a sharded model"
+        self.label = SHARDED_MODEL
         if self.world_size > 1:
             self._take_group(dist.get_process_group_ranks(self.group), "shard_module", needed=True)
 
@@ -290,7 +337,8 @@ class Comm:
     def _take_group(self, ranks: list[int], where: str, *, needed: bool) -> None:
         """``needed``: raise where none can be made; else go on over the given group, which another may use, too."""
         if (own := self._obtain(ranks, where, needed=needed)) is not None:
-            self._own = weakref.ref(own)
+            self._own, self._own_name = weakref.ref(own), own.group_name
+            _with_own_group.add(self)
 
     def _obtain(self, ranks: list[int], where: str, *, needed: bool) -> dist.ProcessGroup | None:
         return groups.take(self, ranks, lambda: self._split([ranks]), where, needed=needed)
@@ -362,6 +410,7 @@ class Comm:
     def close(self) -> None:
         """Leave the groups of its own to the next that need one, unless what was sent over them may not be over."""
         _live.discard(self)
+        _with_own_group.discard(self)
         for part in self._parts:
             part.close()
         own = [*self._channels.values()]
@@ -402,6 +451,7 @@ class Comm:
             lend: gives memory of ``full``'s dtype, that many elements, until the sum is there; called under gloo.
             accumulate: add to ``out`` instead of overwriting it; ``out`` is then no part of ``full``.
         """
+        self.check_not_parted()
         reduction = Reduction(full, self.own_part(full), out, accumulate)
         issued = self._transport(full.device).reduce_scatter(reduction, self.own_group, lend)
         return self._pending(issued, "reduce_scatter", full)
@@ -410,6 +460,7 @@ class Comm:
         self, full: Tensor, on_arrival: Callable[[], object] | None = None, *, number: int | None = None
     ) -> Pending:
         """Sum ``full`` over the ranks, in place. ``number``: the one that ``reserve`` gave for it."""
+        self.check_not_parted()
         issued = self._transport(full.device).all_reduce(full, self._channel("all_reduce"))
         return self._pending(Issued(issued.work, on_arrival), "all_reduce", full, number)
 
@@ -421,6 +472,7 @@ class Comm:
     def all_gather(self, full: Tensor, kind: str = "all_gather", own: Tensor | None = None) -> Pending:
         """Fill ``full`` [N * shard] with every rank's own part of it, in place. ``own``: that part, a view, where the
         caller has it at hand."""
+        self.check_not_parted()
         own = self.own_part(full) if own is None else own
         issued = self._transport(full.device).all_gather(full, own, self._channel(full.nbytes))
         return self._pending(issued, kind, full)
@@ -428,6 +480,7 @@ class Comm:
     def all_to_all(self, sent: Tensor, counts: Sequence[int], of_each: Sequence[int]) -> Tensor:
         """Send ``counts`` elements of ``sent``, flat, to each rank. Returns what they have sent, ``of_each``, in rank
         order, before what follows."""
+        self.check_not_parted()
         received = sent.new_empty(sum(of_each))
         group = self.own_group
         assert group is not None
@@ -435,16 +488,18 @@ class Comm:
         self._pending(issued, "all_to_all", sent).wait()
         return received
 
-    def exchange(self, vector: Tensor, *, maximum: bool = False, kind: str = "exchange") -> None:
-        """Sum (or maximise) a small vector over the ranks, in place, ordered before what follows."""
+    def exchange(self, vector: Tensor, *, maximum: bool = False, kind: str = "exchange", call: str = "") -> None:
+        """Sum (or maximise) a small vector over the ranks, in place, ordered before what follows. ``call``: see
+        ``Pending``."""
         if self.world_size > 1:
+            self.check_not_parted()
             issued = self._transport(vector.device).all_reduce(vector, self.own_group, maximum=maximum)
-            self._pending(issued, kind, vector).wait()
+            self._pending(issued, kind, vector, call=call).wait()
 
-    def _pending(self, issued: Issued, kind: str, tensor: Tensor, number: int | None = None) -> Pending:
+    def _pending(self, issued: Issued, kind: str, tensor: Tensor, number: int | None = None, call: str = "") -> Pending:
         number = self.reserve() if number is None else number
         comm = self if self.host_waits(tensor.device) else None
-        return Pending(issued, self._record(kind, tensor), comm, number=number)
+        return Pending(issued, self._record(kind, tensor), comm, number=number, call=call)
 
     def broadcast(self, tensor: Tensor, kind: str = "construction") -> None:
         """Copy rank 0's ``tensor`` to every rank, in place."""
@@ -463,13 +518,16 @@ class Comm:
         """
         if self.world_size == 1:
             return [value]
+        self.check_not_parted()
         group = self.group
         assert group is not None
         # Two threads that gather over one group would receive each other's objects.
         with _meetings.setdefault(group.group_name, threading.Lock()):
             if self.host_waits(ON_HOST):  # what follows cannot be looked after while the host waits for it
                 meeting = self._transport(ON_HOST).barrier(group)
-                Pending(meeting, Traffic(f"the wait for the other ranks in {where}"), comm=self, given=True).wait()
+                Pending(
+                    meeting, Traffic(f"the wait for the other ranks in {where}"), self, given=True, call=where
+                ).wait()
             with on_device(self.device):
                 reports = self._transport(ON_HOST).gather_objects((where, self.owner, value), group)
         return values_of_one_call(reports)
@@ -481,12 +539,12 @@ class Comm:
             device: for what is done often, where to ask first whether any rank has failed, over the own group: one
                 number. Else every rank gets an object of each, which takes 0.3 s among 16,384.
         """
-        return raising_together(self, where, lambda failed: device is None or self._any(failed, device))
+        return raising_together(self, where, lambda failed: device is None or self._any(failed, device, where))
 
-    def _any(self, here: bool, device: torch.device) -> bool:
+    def _any(self, here: bool, device: torch.device, where: str) -> bool:
         """Collective. Whether it is so on any rank. The host waits."""
         flag = torch.full((1,), float(here), dtype=torch.float32, device=device)
-        self.exchange(flag, maximum=True, kind="construction")
+        self.exchange(flag, maximum=True, kind="construction", call=where)
         return bool(flag)
 
     def own_part(self, full: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ class Wait:
         what: the collective, for people.
         number: how many collectives this rank had issued there, with this one: others issue as many in the same order.
         agreeing: whether it goes over the group that the user has given, as for loading.
+        call: in which this rank waits for the others to make it, too, as "full_state_dict"; "" in others.
     """
 
     owner: str
@@ -66,6 +67,20 @@ class Wait:
     what: str
     number: int = 0
     agreeing: bool = False
+    call: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why ranks wait in vain, for people, and whose collectives they wait in (``Wait.owner``).
+
+    ``met``: the owner for which some have met over the group that the user has given, and others have not come; "":
+    there is none.
+    """
+
+    text: str
+    owners: Sequence[str] = ()
+    met: str = ""
 
 
 class Standstill:
@@ -83,13 +98,15 @@ class Standstill:
         self._looks = 0
         self._written = False
 
-    def look(self, wait: Wait, ranks: Sequence[int] = ()) -> None:
-        """After ``SECONDS`` more of waiting, for ``ranks``. Raises RankMismatchError on each of the ranks that wait in
-        vain."""
+    def look(self, wait: Wait, ranks: Sequence[int] = ()) -> Verdict | None:
+        """After ``SECONDS`` more of waiting, for ``ranks``. Returns a verdict on each of the ranks that wait in vain.
+
+        Raises RankMismatchError where they were given different ranks to wait for.
+        """
         store = dist.distributed_c10d._get_default_store()
         if (verdict := self.verdict()) is not None:
             self.ended()
-            raise RankMismatchError(verdict)
+            return verdict
         if wait.agreeing and not self._of:
             _MEETINGS.look(ranks, wait.what)
         if not self._written:
@@ -99,41 +116,47 @@ class Standstill:
         keys = [self._key(rank) for rank in self._ranks]
         # One that has never waited has written nothing: it computes.
         if not store.check(keys):
-            return
+            return None
         # "" is of a rank that does not wait now. One whose entry has changed waits somewhere else, so it goes on.
         now = tuple(store.get(key).decode() for key in keys)
         self._looks = self._looks + 1 if now == self._seen and "" not in now else 0
         self._seen = now
-        if self._looks >= LOOKS:
-            self._judge(now)
+        return self._judge(now) if self._looks >= LOOKS else None
 
-    def _judge(self, entries: Sequence[str]) -> None:
-        """All have been waiting for long, and nothing has changed. Raise unless all wait at the same place."""
+    def _judge(self, entries: Sequence[str]) -> Verdict | None:
+        """All have been waiting for long, and nothing has changed: in vain, unless all wait at the same place."""
         parts = [entry.split("\t") for entry in entries]
         waits = [
-            Wait(owner, int(rounds), what, int(number), agreeing == "True")
-            for owner, rounds, what, number, agreeing, _ in parts
+            Wait(owner, int(rounds), what, int(number), agreeing == "True", call)
+            for owner, rounds, what, number, agreeing, call, _ in parts
         ]
         numbers = [int(number) for *_, number in parts]
         # All wait in the same collective: it is slow, and the time-out of the group is for that.
         if len({(wait.owner, wait.rounds, wait.agreeing) for wait in waits}) == 1 and not _differ(waits):
-            return
+            return None
         one_owner = len({wait.owner for wait in waits}) == 1 and len({wait.rounds for wait in waits}) > 1
-        verdict = _different_rounds(waits) if one_owner else _different_places(waits)
+        if len({wait.call for wait in waits}) > 1:
+            text = _different_calls(waits)
+        else:
+            text = _different_rounds(waits) if one_owner else _different_places(waits)
+        agreeing = {wait.owner for wait in waits if wait.agreeing}
+        met = agreeing.pop() if len(agreeing) == 1 else ""
+        verdict = Verdict(text, [*{wait.owner: None for wait in waits}], met)
         store = dist.distributed_c10d._get_default_store()
         for rank, number in zip(self._ranks, numbers, strict=True):  # this one may be gone before another looks
-            store.set(self._verdict_key(rank, number), verdict)
+            store.set(self._verdict_key(rank, number), json.dumps(astuple(verdict)))
         self.ended()
-        raise RankMismatchError(verdict)
+        return verdict
 
-    def verdict(self) -> str | None:
+    def verdict(self) -> Verdict | None:
         """Why another rank has given up, if it has while this one was in its present wait."""
         try:
             store = dist.distributed_c10d._get_default_store()
             key = self._verdict_key(dist.get_rank(), self._waits)
             if self._written and store.check([key]):
-                return store.get(key).decode()
-            return None if self._of else _MEETINGS.verdict()
+                return Verdict(*json.loads(store.get(key).decode()))
+            of_meetings = None if self._of else _MEETINGS.verdict()
+            return None if of_meetings is None else Verdict(of_meetings)
         except RuntimeError:  # the store has gone with its rank
             return None
 
@@ -245,12 +268,31 @@ def _differ(waits: Sequence[Wait]) -> bool:
     return len({number for number, _ in own}) < len(own)
 
 
+def _reduced(waits: Sequence[Wait]) -> str:
+    return ", ".join(f"rank {rank} has reduced {wait.rounds}" for rank, wait in enumerate(waits))
+
+
 def _different_rounds(waits: Sequence[Wait]) -> str:
-    told = ", ".join(f"rank {rank} has reduced {wait.rounds}" for rank, wait in enumerate(waits))
     return (
-        f"the ranks wait for each other, and have reduced different numbers of backwards: {told}. Did one "
+        f"the ranks wait for each other, and have reduced different numbers of backwards: {_reduced(waits)}. Did one "
         "raise on one of them before its first gradient, or reach none of this optimizer's parameters? Then "
         "call opt.zero_grad() on every rank, or opt.step(), before the next. Make a new optimizer to go on"
+    )
+
+
+def _rounds(waits: Sequence[Wait]) -> str:
+    if len({wait.owner for wait in waits}) > 1 or len({wait.rounds for wait in waits}) == 1:
+        return ""
+    return f"Of backwards, {_reduced(waits)}. "
+
+
+def _different_calls(waits: Sequence[Wait]) -> str:
+    told = ", ".join(f"rank {rank} in {wait.call or wait.what}" for rank, wait in enumerate(waits))
+    calls = " and ".join(sorted({wait.call for wait in waits} - {""}))
+    return (
+        f"the ranks wait for each other: {told}. Every rank has to call {calls}, at the same place in its program and "
+        f"not within `if rank == 0:`. {_rounds(waits)}After a backward that raised on some ranks, all have to call "
+        "opt.step(), or all opt.zero_grad(). Make a new optimizer to go on"
     )
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -232,15 +232,24 @@ class Reducer:
             return
         moved = bucket.flat.first_moved()
         if moved is not None:
-            if self.sharding.reduces:  # a client that places a model and wraps it in DDP is to hear of DDP
-                check_not_replicated(self.parameters, self.labels)
-            parameter = bucket.params[moved]
-            raise ParameterError(
-                f"{bucket.label(moved)} was moved, cast, given new data or another memory format after the optimizer "
-                f"was made (it is {described(parameter)} on {parameter.device}): call .to() / .half() before, or make "
-                "a new optimizer"
-            )
+            self._raise_moved(bucket, moved)
         self._in_place.add(number)
+
+    def _check_not_cast(self) -> None:
+        """The same where no backward has looked: a model may be cast after ``zero_grad``, and ``step`` called."""
+        for bucket in self.buckets:
+            if not bucket.flat.sharded and (cast := bucket.flat.first_cast()) is not None:
+                self._raise_moved(bucket, cast)
+
+    def _raise_moved(self, bucket: Bucket, slot: int) -> NoReturn:
+        if self.sharding.reduces:  # a client that places a model and wraps it in DDP is to hear of DDP
+            check_not_replicated(self.parameters, self.labels)
+        parameter = bucket.params[slot]
+        raise ParameterError(
+            f"{bucket.label(slot)} was moved, cast, given new data or another memory format after the optimizer "
+            f"was made (it is {described(parameter)} on {parameter.device}): call .to() / .half() before, or make "
+            "a new optimizer"
+        )
 
     # -- a backward ------------------------------------------------------------------------------------------------
 
@@ -443,6 +452,7 @@ class Reducer:
         self._readiness.begin()
         if not self.rounds.open:
             return
+        self.sharding.everyone.check_not_parted()
         if self.out_of_step:
             raise RankMismatchError(
                 "an earlier error has parted the ranks in a backward: make a new optimizer to go on"
@@ -503,6 +513,7 @@ class Reducer:
             if not self.synchronize:
                 self.rounds.local()  # within a no_sync block: other ranks may have had gradients in it
             if self.rounds.state.owed:  # one at most: no round is open any more
+                self._check_not_cast()
                 self._complete_round(_nothing)
             assigned: set[int] = set()
             for bucket in self.buckets:

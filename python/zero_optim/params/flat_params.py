@@ -194,6 +194,11 @@ class FlatParams:
                 return slot
         return None
 
+    def first_cast(self) -> int | None:
+        """Find the first slot whose parameter has another dtype, or is on another kind of device, by now."""
+        kinds = [local.dtype == self.dtype and local.device.type == self.device.type for local in self.locals]
+        return kinds.index(False) if False in kinds else None
+
     def moved(self) -> list[Tensor]:
         """List the ``params`` that were cast or given other memory while they were shown. They are shown anew."""
         here = zip(self.params, self.locals, self.addresses, strict=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .kernel_rule import KernelRule
-from .options import DIFFERENTIABLE, Betas, Fixed, Flag, Number
+from .options import DIFFERENTIABLE, Betas, Fixed, Flag, Number, of_another_optimizer
 from .update_rule import MASTER, in_fp32
 
 _LARGEST = "max_exp_avg_sq"
@@ -52,7 +52,7 @@ class AdamW(KernelRule):
                 f"group {number} of the state was trained with decoupled_weight_decay={not self.decoupled}: give that "
                 "to this optimizer's constructor"
             )
-        return None
+        return of_another_optimizer(number, group, "betas", ("momentum", "dampening", "nesterov"))
 
     def read_group(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         lr, beta1, beta2, eps, weight_decay, *others = super().read_group(group)

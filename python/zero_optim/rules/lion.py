@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .kernel_rule import KernelRule
-from .options import Betas, Flag, Number
+from .options import Betas, Flag, Number, of_another_optimizer
 from .update_rule import MASTER, in_fp32
 
 _UNDECIDED = 2.0**-16
@@ -33,6 +33,9 @@ class Lion(KernelRule):
 
     def __init__(self, **values: Any) -> None:
         super().__init__("lion", **values)
+
+    def refuse_saved(self, number: int, group: Mapping[str, Any]) -> str | None:
+        return of_another_optimizer(number, group, "betas", ("momentum", "dampening", "nesterov"))
 
     def update_in_float64(
         self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any], step: float

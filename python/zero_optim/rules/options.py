@@ -171,6 +171,18 @@ class Decays(Option):
             raise ValueError(f"{self.name} of {owner} must be {wanted}, as the optimizer was made, got {value!r}")
 
 
+def of_another_optimizer(number: int, group: Mapping[str, Any], needed: str, foreign: Sequence[str]) -> str | None:
+    """Say that the saved group ``number`` is of another optimizer: it lacks the option ``needed``, and has options of
+    others. None: it is not. Schedulers and users add options of their own, so that those of nobody say nothing."""
+    found = [name for name in foreign if name in group]
+    if needed in group or not found:
+        return None
+    return (
+        f"the state is of another optimizer: its parameter group {number} has {', '.join(found)}, and no {needed}. "
+        "Load the model alone, and let the optimizer begin anew"
+    )
+
+
 def is_number(value: Any) -> bool:
     """Whether it can be compared with one: numpy's numbers and tensors, too."""
     return type(value) is float or (isinstance(value, (Real, Tensor)) and not isinstance(value, bool))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .kernel_rule import KernelRule
-from .options import DIFFERENTIABLE, Flag, Number
+from .options import DIFFERENTIABLE, Flag, Number, of_another_optimizer
 from .update_rule import MASTER, in_fp32
 
 _BUFFER = "momentum_buffer"
@@ -56,7 +56,7 @@ class SGD(KernelRule):
 
     def refuse_saved(self, number: int, group: Mapping[str, Any]) -> str | None:
         if "ns_steps" not in group:
-            return None
+            return of_another_optimizer(number, group, "momentum", ("betas", "amsgrad"))
         return (
             f"parameter group {number} of the state has ns_steps: it is of Muon, whose momentum means something else "
             "than SGD's. Load the model alone, and let the momentum begin anew"

@@ -293,12 +293,13 @@ def _open_nameless(folder: Path, argument: str) -> int:
     try:
         with tempfile.TemporaryFile(dir=folder, prefix="zero-optim-") as file:
             return os.dup(file.fileno())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise OffloadError(
-            f"{argument}='nvme:{folder}': there is no such directory; make it on a fast local disk, on every machine"
-        ) from error
     except OSError as error:
-        raise OffloadError(f"{argument}='nvme:{folder}': no file can be made there: {error.strerror}") from error
+        name, remedy = f"{argument}='nvme:{folder}'", "give one on a fast local disk, on every machine"
+        if not folder.exists():
+            raise OffloadError(f"{name}: there is no such directory; {remedy}") from error
+        if not folder.is_dir():
+            raise OffloadError(f"{name}: that is no directory; {remedy}") from error
+        raise OffloadError(f"{name}: no file can be made there: {error.strerror}; {remedy}") from error
 
 
 def _remove(file: int, pid: int, pools: tuple[futures.ThreadPoolExecutor, ...]) -> None:
