@@ -195,7 +195,7 @@ def test_what_is_beside_the_tensors_is_asked_for_too(tmp_path: Path) -> None:
     opt = ShardedAdamW(model.named_parameters())
     with pytest.raises(
         StateMismatchError,
-        match=r"1 scaler\(s\), and 0 given here: give load scaler=.*1 scheduler\(s\).*load scheduler=.*has positions in",
+        match=r"1 scaler\(s\), and 0 given here: give load scaler=.*1 scheduler\(s\).*load scheduler=.*has positions",
     ):
         checkpoint.load(tmp_path / "with", model, opt)
     with pytest.raises(StateMismatchError, match=r"0 scheduler\(s\), and 1 given here"):
