@@ -66,6 +66,9 @@ def match_state(
     _check_form(state_dict)
     groups, labels, saved_groups = parameters.groups, parameters.labels, state_dict["param_groups"]
     check_groups_fit(saved_groups, groups, rules.by_group)
+    for number, (rule, options) in enumerate(zip(rules.by_group, saved_groups, strict=True)):
+        if (refusal := rule.refuse_options(number, options)) is not None:
+            raise StateMismatchError(refusal)
     index_of = _index_by_key(saved_groups, groups)
     unknown = [key for key in state_dict["state"] if key not in index_of]
     if unknown:

@@ -52,6 +52,9 @@ class AdamW(KernelRule):
                 f"group {number} of the state was trained with decoupled_weight_decay={not self.decoupled}: give that "
                 "to this optimizer's constructor"
             )
+        return None
+
+    def refuse_options(self, number: int, group: Mapping[str, Any]) -> str | None:
         return of_another_optimizer(number, group, "betas", ("momentum", "dampening", "nesterov"))
 
     def read_group(self, group: Mapping[str, Any]) -> tuple[Any, ...]:

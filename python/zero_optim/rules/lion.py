@@ -34,7 +34,7 @@ class Lion(KernelRule):
     def __init__(self, **values: Any) -> None:
         super().__init__("lion", **values)
 
-    def refuse_saved(self, number: int, group: Mapping[str, Any]) -> str | None:
+    def refuse_options(self, number: int, group: Mapping[str, Any]) -> str | None:
         return of_another_optimizer(number, group, "betas", ("momentum", "dampening", "nesterov"))
 
     def update_in_float64(

@@ -56,11 +56,14 @@ class SGD(KernelRule):
 
     def refuse_saved(self, number: int, group: Mapping[str, Any]) -> str | None:
         if "ns_steps" not in group:
-            return of_another_optimizer(number, group, "momentum", ("betas", "amsgrad"))
+            return None
         return (
             f"parameter group {number} of the state has ns_steps: it is of Muon, whose momentum means something else "
             "than SGD's. Load the model alone, and let the momentum begin anew"
         )
+
+    def refuse_options(self, number: int, group: Mapping[str, Any]) -> str | None:
+        return of_another_optimizer(number, group, "momentum", ("betas", "amsgrad"))
 
     @property
     def ulps_an_update(self) -> int:  # type: ignore[override]

@@ -248,6 +248,11 @@ class UpdateRule:
         """Say why state of a group with these options means something else here. None: it does not."""
         return None
 
+    def refuse_options(self, number: int, group: Mapping[str, Any]) -> str | None:
+        """Say that a state dict with these options is of another optimizer. None: it is not. In a checkpoint the state
+        tensors tell, and may be left out."""
+        return None
+
     def read_group(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """Numbers, or tensors of one element, in the order of ``coefficients``; the decays of averages follow."""
         return tuple(number for option in self.options for number in option.numbers(group))
