@@ -24,6 +24,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 OF_TRANSPORT = (
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "barrier",
     "broadcast",
     "gather_objects",
@@ -78,6 +79,17 @@ def _reduced(transport: Any, group: Any, numel: int, dtype: torch.dtype) -> None
         _expect(out, total + 2.0 * accumulate)
 
 
+def _exchanged(transport: Any, group: Any, numel: int, dtype: torch.dtype) -> None:
+    """Rank r gets r more from each than rank 0 does, and rank 0 nothing if ``numel`` is 0."""
+    ranks, this = dist.get_world_size(group), dist.get_rank(group)
+    sent = torch.cat([torch.full((numel + rank,), float(this), dtype=dtype) for rank in range(ranks)]).to(_device())
+    received = sent.new_full(((numel + this) * ranks,), torch.nan)
+    counts = [numel + rank for rank in range(ranks)]
+    _arrived(transport.all_to_all(sent, counts, received, [numel + this] * ranks, group))
+    for rank, part in enumerate(received.chunk(ranks) if len(received) else ()):
+        _expect(part, float(rank))
+
+
 def _gathered(transport: Any, group: Any, numel: int, dtype: torch.dtype) -> None:
     full = torch.full((numel,), torch.nan, dtype=dtype, device=_device())
     own = _own(full, group).fill_(7.0)
@@ -104,6 +116,8 @@ def _every_collective(rank: int, world_size: int, dtype: torch.dtype) -> list[st
     for numel in (world_size, NUMEL * world_size, LARGE):
         _reduced(transport, group, numel, dtype)
         _gathered(transport, group, numel, dtype)
+        _exchanged(transport, group, numel, dtype)
+    _exchanged(transport, group, 0, dtype)
     _arrived(transport.barrier(group))
     everyone = [*range(world_size)]
     assert transport.gather_objects({"rank": rank}, group) == [{"rank": other} for other in everyone]

@@ -65,6 +65,33 @@ def _assert_right(of_ranks: Sequence[Sequence[Trained]], programs: Sequence[Orde
     assert not found, "\n".join(found)
 
 
+def _by_muon(rank: int, world_size: int, stage: int) -> list[torch.Tensor]:
+    """Weights after a few steps: matrices by Muon, the rest by AdamW, in one optimizer."""
+    import zero_optim
+    from zero_optim import rules
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(72, 72) for _ in range(3))).to(_device(), torch.bfloat16)
+    if stage == 3:
+        zero_optim.shard_module(model, (torch.nn.Linear,))
+    matrices, others = zero_optim.ShardedMuon.split(model)
+    groups = [{"params": matrices}, {"params": others, "rule": rules.AdamW(lr=1e-2)}]
+    opt = zero_optim.ShardedMuon(groups, lr=0.02, stage=stage, max_grad_norm=1.0)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(8, 72, generator=generator).to(_device(), torch.bfloat16)
+        model(x).float().square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    with zero_optim.gather_parameters(model):
+        return [parameter.detach().cpu().clone() for parameter in model.parameters()]
+
+
+def test_muon_at_stage_3_has_the_bits_of_stage_2() -> None:
+    for_stages = [_on_ranks(2, _by_muon, stage)[0] for stage in (2, 3)]
+    assert all(map(torch.equal, *for_stages))
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_programs(world_size: int, stage: int) -> None:
