@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -175,7 +175,8 @@ class ShardedMuon(ShardedOptimizer):
         params, sharding: as ``ShardedAdamW`` takes them; at stage 3 without ``state_offload``. What is no hidden matrix
             goes to a group with another rule: ``{"params": others, "rule": rules.AdamW(lr=3e-4)}``.
         lr, weight_decay, momentum, nesterov: as in ``torch.optim.Muon``; a group's own values win.
-        ns_coefficients, eps, ns_steps: of the Newton-Schulz iteration, the same for all groups.
+        ns_coefficients, eps, ns_steps: of the Newton-Schulz iteration, the same for all groups. Three coefficients,
+            or three for each step, as ``zero_optim.rules.muon.POLAR_EXPRESS`` with ``ns_steps=6``.
         adjust_lr_fn: how the rate depends on a matrix's shape, for all groups: None, "original", "match_rms_adamw" or
             "spectral_unclamped"; see ``zero_optim.rules.muon.scale_of``.
 
@@ -189,7 +190,7 @@ class ShardedMuon(ShardedOptimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = QUINTIC,
+        ns_coefficients: tuple[float, float, float] | Sequence[tuple[float, float, float]] = QUINTIC,
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,

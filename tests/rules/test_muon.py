@@ -12,9 +12,9 @@ import torch
 import zero_optim
 from harness import run_ranks
 from torch import Tensor, nn
-from zero_optim import ParameterError, ShardedMuon
+from zero_optim import ParameterError, ShardedMuon, StateMismatchError
 from zero_optim.rules import Split8, StateTensor
-from zero_optim.rules.muon import QUINTIC, Muon, orthogonalized, scale_of
+from zero_optim.rules.muon import POLAR_EXPRESS, QUINTIC, Muon, orthogonalized, scale_of
 from zero_optim.rules.update_rule import ShardUpdate, Whole
 
 SHAPES = ((24, 40), (72, 8), (8, 72), (0, 4), (40, 40), (1, 130), (130, 3), (24, 40))
@@ -483,6 +483,31 @@ def test_singular_values_end_near_1(shape: tuple[int, int]) -> None:
     assert (found * polar).sum() / (found.norm() * polar.norm()) > 0.97
 
 
+@pytest.mark.parametrize("shape", [(200, 50), (50, 200)])
+def test_steps_may_have_coefficients_of_their_own(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalized(matrix, POLAR_EXPRESS, 6, 1e-7).float())
+    assert values.min() > 0.99 and values.max() < 1.01
+    alike = orthogonalized(matrix, [QUINTIC] * 5, 5, 1e-7)
+    assert torch.equal(alike, orthogonalized(matrix, QUINTIC, 5, 1e-7))
+
+
+def test_coefficients_of_steps_are_saved() -> None:
+    options = {"ns_coefficients": POLAR_EXPRESS, "ns_steps": 6}
+    weights = _weights(torch.float32)
+    opt = ShardedMuon(weights, **options)
+    _steps(opt, weights, 0, range(2), torch.float32)
+    state = zero_optim.full_state_dict(opt)
+    opt.close()
+    again = ShardedMuon(weights, ns_coefficients=[[*of_step] for of_step in POLAR_EXPRESS], ns_steps=6)
+    zero_optim.load_full_state_dict(again, state)
+    again.close()
+    other = ShardedMuon(weights, ns_coefficients=POLAR_EXPRESS[:5])
+    with pytest.raises(StateMismatchError, match="ns_coefficients"):
+        zero_optim.load_full_state_dict(other, state)
+    other.close()
+
+
 def test_matrices_of_zeros_and_of_rank_one() -> None:
     assert not orthogonalized(torch.zeros(5, 7), QUINTIC, 5, 1e-7).any()
     matrix = torch.ones(6, 1) @ torch.ones(1, 9)
@@ -610,9 +635,26 @@ def test_beside_adamw() -> None:
             ValueError,
             "adjust_lr_fn must be one of",
         ),
-        (lambda: ShardedMuon(_weights(torch.float32), ns_coefficients=(1, 2)), ValueError, "must be three numbers"),
-        (lambda: ShardedMuon(_weights(torch.float32), ns_coefficients="abc"), ValueError, "must be three numbers"),
-        (lambda: ShardedMuon(_weights(torch.float32), ns_coefficients=3.4), ValueError, "must be three numbers"),
+        (
+            lambda: ShardedMuon(_weights(torch.float32), ns_coefficients=(1, 2)),
+            ValueError,
+            "must be three numbers, or three for each",
+        ),
+        (
+            lambda: ShardedMuon(_weights(torch.float32), ns_coefficients=POLAR_EXPRESS),
+            ValueError,
+            "must be three numbers, or three for each of ns_steps=5",
+        ),
+        (
+            lambda: ShardedMuon(_weights(torch.float32), ns_coefficients="abc"),
+            ValueError,
+            "must be three numbers, or three for each",
+        ),
+        (
+            lambda: ShardedMuon(_weights(torch.float32), ns_coefficients=3.4),
+            ValueError,
+            "must be three numbers, or three for each",
+        ),
         (lambda: ShardedMuon(_weights(torch.float32), eps=0.0), ValueError, "eps must be a number above 0"),
         (lambda: ShardedMuon(_weights(torch.float32), eps="a"), ValueError, "eps must be a number above 0"),
         (lambda: ShardedMuon(_weights(torch.float32), momentum=None), ValueError, "momentum of .* must be a number"),

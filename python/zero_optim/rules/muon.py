@@ -45,6 +45,20 @@ _Block = tuple[Tensor, int]
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of torch's iteration. Singular values grow fast where they are small; most end between 0.6 and 1.25."""
 
+POLAR_EXPRESS = tuple(
+    (a / 1.01, b / 1.01**3, c / 1.01**5)
+    for a, b, c in (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+        (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    )
+)
+"""Coefficients of six steps (Amsel et al., "The Polar Express", 2025), for matrices that are 1 % larger than they should be:
+where bf16 rounds a singular value to more than 1, it does not grow."""
+
 ITERATION = ("ns_coefficients", "ns_steps", "eps")
 """Options of the iteration, in the order of ``orthogonalized``."""
 
@@ -92,11 +106,13 @@ class Muon(UpdateRule):
     def check(self) -> None:
         super().check()
         coefficients, steps, eps = (self.defaults[name] for name in ITERATION)
-        listed = isinstance(coefficients, tuple | list) and len(coefficients) == 3
-        if not listed or not all(is_number(number) and math.isfinite(number) for number in coefficients):
-            raise ValueError(f"ns_coefficients must be three numbers, got {coefficients!r}")
         if type(steps) is not int or not 1 <= steps < 100:
             raise ValueError(f"ns_steps must be a number from 1 to 99, got {steps!r}")
+        of_steps = isinstance(coefficients, tuple | list) and len(coefficients) == steps
+        if not _are_three(coefficients) and not (of_steps and all(map(_are_three, coefficients))):
+            raise ValueError(
+                f"ns_coefficients must be three numbers, or three for each of ns_steps={steps}, got {coefficients!r}"
+            )
         if not is_number(eps) or not eps > 0:
             raise ValueError(f"eps must be a number above 0, got {eps!r}")
         if self.defaults["adjust_lr_fn"] not in SCALES:
@@ -265,6 +281,11 @@ def _together(wholes: Sequence[Whole], most: int) -> Iterator[Sequence[Whole]]:
         yield run
 
 
+def _are_three(numbers: Any) -> bool:
+    listed = isinstance(numbers, tuple | list) and len(numbers) == 3
+    return listed and all(is_number(number) and math.isfinite(number) for number in numbers)
+
+
 def _cost(shape: Sequence[int]) -> int:
     """About as many multiplications as a step of the iteration takes, but for a factor."""
     matrices, rows, columns = matrices_of(shape)
@@ -275,7 +296,7 @@ def _subtracted(g: Tensor, p: Tensor, states: Sequence[Tensor], c: Coefficients)
     return p.float() * c["decay"] - states[0], states
 
 
-def orthogonalized(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+def orthogonalized(matrix: Tensor, coefficients: Sequence[Any], steps: int, eps: float) -> Tensor:
     """Make the singular values of ``matrix`` about 1, by Newton-Schulz iterations: X <- a X + (b A + c A A) X, A being
     X X^T.
 
@@ -284,12 +305,12 @@ def orthogonalized(matrix: Tensor, coefficients: Sequence[float], steps: int, ep
 
     Args:
         matrix: [rows, columns], or [n, rows, columns] of n matrices, of any floating dtype; it is not changed.
-        coefficients: (a, b, c), of each step.
+        coefficients: (a, b, c) of all steps; or of each its own.
         eps: the least norm that a matrix is divided by.
 
     Returns bf16 of the same shape, in another memory format perhaps.
     """
-    a, b, c = coefficients
+    of_steps = [coefficients] * steps if _are_three(coefficients) else coefficients
     product, added = (torch.mm, torch.addmm) if matrix.dim() == 2 else (torch.bmm, torch.baddbmm)
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.to(torch.bfloat16, copy=True)
@@ -297,7 +318,7 @@ def orthogonalized(matrix: Tensor, coefficients: Sequence[float], steps: int, ep
     norm = torch.linalg.vector_norm(rows, dim=-2, keepdim=True).to(torch.bfloat16)
     x = x.mT if tall else x
     x = x / norm.clamp(min=eps)
-    for _ in range(steps):
+    for a, b, c in of_steps:
         gram = product(x, x.mT)
         x = added(x, added(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x

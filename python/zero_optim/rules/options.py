@@ -189,7 +189,7 @@ def is_number(value: Any) -> bool:
 
 
 def _listed(value: Any) -> Any:
-    return [*value] if isinstance(value, list | tuple) else value
+    return [*map(_listed, value)] if isinstance(value, list | tuple) else value
 
 
 def listed_decays(value: Any) -> tuple[Any, ...]:
