@@ -56,8 +56,8 @@ POLAR_EXPRESS = tuple(
         (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
     )
 )
-"""Coefficients of six steps (Amsel et al., "The Polar Express", 2025), for matrices that are 1 % larger than they should be:
-where bf16 rounds a singular value to more than 1, it does not grow."""
+"""Coefficients of six steps (Amsel et al., "The Polar Express", 2025), made for matrices 1 % larger. So where bf16
+rounds a singular value to more than 1, it does not grow."""
 
 ITERATION = ("ns_coefficients", "ns_steps", "eps")
 """Options of the iteration, in the order of ``orthogonalized``."""
