@@ -151,6 +151,8 @@ inline std::vector<StepTensors> check_foreach_step(
         dtype_of(grads[i]) != dtype_of(grads[0]) || shard.param_dtype() != shards[0].param_dtype())
       throw std::runtime_error("zero_kernels: the shards of foreach_step are not alike in device and dtypes");
   }
+  if (scales && scaled != scales->size())
+    throw std::runtime_error("zero_kernels: foreach_step got more scales than int8 and uint8 states");
   return shards;
 }
 

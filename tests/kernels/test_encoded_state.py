@@ -357,6 +357,7 @@ def test_a_later_prepared_call_has_the_bits_of_the_op(low: torch.dtype) -> None:
         assert all(map(same_bits, want, written))
         assert all(tensor._version > before for tensor, before in zip(written, versions, strict=True))
     lists, _ = shards.lists()
-    for place, bad in ((12, [*lists[12][:3], torch.zeros(1).double()]), (12, lists[12][:3]), (12, None)):
+    scales = lists[12]
+    for bad in ([*scales[:3], torch.zeros(1).double()], scales[:3], [*scales, torch.zeros(1)], None):
         with pytest.raises(RuntimeError, match="zero_kernels: "):
-            prepared("adamw", *lists[:place], bad)
+            prepared("adamw", *lists[:12], bad)

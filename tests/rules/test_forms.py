@@ -278,6 +278,20 @@ def test_the_plan_is_what_is_held(split: str, store: str | None, tmp_path: Path)
     opt.close()
 
 
+@pytest.mark.parametrize("store", [None, "paged", "cpu"])
+@every_split
+def test_the_plan_has_the_pages_that_parameters_on_the_host_visit(split: str, store: str | None) -> None:
+    import zero_optim
+
+    given: dict[str, Any] = {"state_offload": store} if store else {}
+    model, opt = _job(3, "ShardedAdamW", "cpu", lr=1e-2, master=split, state_dtype="int8", **given)
+    _train(0, model, opt, range(2))
+    held = opt.stats()["memory"]["pages"]
+    assert zero_optim.memory.plan_of(opt).memory["pages"] == held
+    assert (held > 0) is (store != "cpu")
+    opt.close()
+
+
 def test_a_plan_of_what_the_optimizer_refuses_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     from zero_optim.cli import main
 

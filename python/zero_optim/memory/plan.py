@@ -258,8 +258,9 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     model = of_stage(whole, job.pipeline, stage)
     cut = cut_over(model, job.tensor)
     laid = _lay_out(cut, job, sharding)
-    # Off the device each tensor begins where a transfer may.
-    unit = FRAME_ALIGNMENT if job.offload.tier in (Tier.PAGED, Tier.NVME) else 1
+    # In a page of a store that moves them each tensor begins where a transfer may.
+    moved = job.offload.tier in (Tier.PAGED, Tier.NVME) or (job.offload.tier is Tier.DEVICE and job.params_on_host)
+    unit = FRAME_ALIGNMENT if moved else 1
     pages = [
         sum(round_up(state_nbytes(state, flat.layout), unit) for state in stored_for(flat.rule, flat.dtype))
         for flat in laid.buckets
