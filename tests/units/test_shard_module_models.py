@@ -303,6 +303,37 @@ class Outer(nn.Module):
         return self.out(x + checkpoint(self.two, x, use_reentrant=not self.reentrant))
 
 
+class Skipping(Inner):
+    """Returns what it is given in the first step, as layer drop does."""
+
+    skips = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.skips else super().forward(x)
+
+
+class EndsInSkipping(nn.Module):
+    """A unit that returns the very tensor that the unit within it has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.LayerNorm(WIDTH), Skipping()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(x))
+
+
+def skip_no_more(model: nn.Module, opt: Any, rank: int, step: int) -> None:
+    for module in model.modules():
+        if isinstance(module, Skipping):
+            module.skips = False
+
+
+def mean_square(model: nn.Module, rank: int, step: int) -> Tensor:
+    noise = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * rank + step))
+    return model(noise).square().mean()
+
+
 class Sharing(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -491,6 +522,12 @@ PROGRAMS |= {
     "units within units, all checkpointed, reentrant": Program(
         partial(type("N", (OneByOne,), {"reentrant": True}), type("Outer", (Outer,), {"reentrant": True})),
         units=(Outer, Inner),
+    ),
+    "units within units, skipped in the first step": Program(
+        partial(Chain, EndsInSkipping), units=(EndsInSkipping, Skipping), between=skip_no_more
+    ),
+    "a last unit that is skipped in the first step": Program(
+        lambda: nn.Sequential(Inner(), Skipping()), mean_square, units=(Inner, Skipping), between=skip_no_more
     ),
     "a module in several units": Program(SharedInner, units=(Sharing,)),
     "a unit in several units": Program(SharedInner, units=(Sharing, Inner)),

@@ -69,7 +69,7 @@ held                  UNSHARDED     UNSHARDED     UNSHARDED
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -318,7 +318,7 @@ class UnitSchedule:
         # It was visited already, so it is here. As a gradient comes into it, what came before it is over.
         if unit in cycle.open:
             if closing:
-                self._close(cycle.opened_before(unit), unit)
+                self._close(self._over_before(unit, cycle.opened_before(unit)), unit)
             return
         if unit not in cycle.order:
             self._visit_out_of_order(unit, closing=closing)
@@ -332,17 +332,26 @@ class UnitSchedule:
 
     def _visit_out_of_order(self, unit: Unit, *, closing: bool) -> None:
         """Visit a unit that is not in the cycle: it needed no gradient when the order was recorded."""
-        if closing:  # not what is within it: where both have returned the same tensor, that may have come first
-            self._close([other for other in self.cycle.open if unit not in other.enclosing], unit)
+        if closing:
+            self._close(self._over_before(unit, self.cycle.open), unit)
         # This unit is in no cycle, so its gather has no turn of its own. Some ranks have prefetched already, others
         # have not. Now all have, and this unit comes next on each.
         self.prefetch.start_next()
         self._open_unit(unit, self.cycle.position)
 
+    def _over_before(self, unit: Unit, opened: Iterable[Unit]) -> list[Unit]:
+        """Those of ``opened`` that are over as a visit comes to ``unit``.
+
+        A unit within it is not, if one of the two is not in the cycle. Both may have returned the same tensor, and the
+        hook of the one within comes first then. Where both are in the cycle, the one within comes after.
+        """
+        in_turn = set(self.cycle.order) if unit in self.cycle.order else set()
+        return [other for other in opened if unit not in other.enclosing or other in in_turn]
+
     def _go_to(self, position: int, *, closing: bool) -> None:
         unit = self.cycle.order[position]
         if closing:
-            self._close([*self.cycle.open], unit)
+            self._close(self._over_before(unit, self.cycle.open), unit)
         self.cycle.position = position
         self._open_unit(unit, position)
         if not self.prefetch.waits:
