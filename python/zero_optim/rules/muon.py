@@ -135,9 +135,10 @@ class Muon(UpdateRule):
         """A view may have been set since the last step. All ranks find here what does not fit."""
         if group.get(VIEW) is not None:
             MatrixView(VIEW, None).check(group[VIEW], "a parameter group")
-            for parameter in group["params"]:
+            names = group.get("param_names") or [f"parameter {n} of a group" for n in range(len(group["params"]))]
+            for name, parameter in zip(names, group["params"], strict=True):
                 if (reason := refuse_view(parameter.shape, group[VIEW])) is not None:
-                    raise ValueError(f"a parameter {reason}")
+                    raise ValueError(f"{name} {reason}")
         return super().read_group(group)
 
     def make_columns(self, given: Mapping[str, Tensor], steps: Tensor) -> Mapping[str, Tensor]:
