@@ -118,7 +118,8 @@ def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None)
     engine.begin_load(read.state)
     engine.states.distribute(read.state.tensors, tensors)
     engine.end_load(read.state)
-    load_groups(opt.param_groups, tree_map_only(Tensor, lambda tensor: tensor.to(opt.device), read.groups))
+    groups = tree_map_only(Tensor, lambda tensor: tensor.to(opt.device), read.groups)
+    load_groups(opt.param_groups, groups, engine.rules.by_group)
     opt.call_load_hooks()
 
 

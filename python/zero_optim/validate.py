@@ -106,16 +106,17 @@ def check_master(rules: GroupRules, parameters: ParameterSet, indices: Sequence[
 
 def check_rules_take(rules: GroupRules, parameters: ParameterSet, indices: Sequence[int], stage: int) -> None:
     """Raise ParameterError for the first of ``indices`` that its rule cannot update."""
-    whole = next((rule for rule in rules.all if not rule.layout.cuts), None)
-    if whole is not None and stage >= 3 and not whole.joins_parts:
-        raise ParameterError(
-            f"{whole.name} needs whole parameters, and stage 3 cuts them at rows: take stage=2, without shard_module"
-        )
-    if whole is not None and any(model.offload for model in sharded_model_of(parameters.all)):
-        raise ParameterError(
-            f"{whole.name} makes parameters whole on the device, and these rest in host memory: shard_module without "
-            "param_offload"
-        )
+    of_wholes = [rule for rule in rules.all if not rule.layout.cuts] if stage >= 3 else []
+    for rule in of_wholes:
+        if not rule.joins_parts:
+            raise ParameterError(
+                f"{rule.name} needs whole parameters, and stage 3 cuts them at rows: take stage=2, without shard_module"
+            )
+        if any(model.offload for model in sharded_model_of(parameters.all)):
+            raise ParameterError(
+                f"{rule.name} makes parameters whole on the device, and these rest in host memory: shard_module "
+                "without param_offload"
+            )
     for index in indices:
         parameter, label, rule = parameters.all[index], parameters.labels[index], rules.of(index)
         if not rule.layout.cuts and is_cut(parameter):

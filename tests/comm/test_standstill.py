@@ -118,6 +118,17 @@ def _made(stage: int) -> tuple[nn.Module, Any]:
     return model, zero_optim.ShardedAdamW(model.parameters(), stage=stage, bucket_cap_mb=CAP_MB)
 
 
+def _trained_anew(stage: int) -> float:
+    """What a model gives that a new optimizer has trained for two steps."""
+    another, new = _made(stage)
+    for _ in range(2):
+        another(torch.ones(2, 8)).sum().backward()
+        new.step()
+        new.zero_grad()
+    with torch.no_grad():
+        return float(another(torch.ones(2, 8)).sum())
+
+
 def _out_of_step(
     rank: int, world_size: int, stage: int, part: Callable[[int, nn.Module, Any], None]
 ) -> tuple[str, float]:
@@ -129,13 +140,7 @@ def _out_of_step(
         patch.setattr(standstill, "SECONDS", 0.1)
         part(rank, model, opt)
         opt.step()
-    another, new = _made(stage)
-    for _ in range(2):
-        another(torch.ones(2, 8)).sum().backward()
-        new.step()
-        new.zero_grad()
-    with torch.no_grad():
-        return str(caught.value), float(another(torch.ones(2, 8)).sum())
+    return str(caught.value), _trained_anew(stage)
 
 
 @pytest.mark.parametrize(
@@ -184,13 +189,7 @@ def _gone_on(rank: int, world_size: int, stage: int) -> tuple[list[str], int, fl
             tell(call)
     steps = opt.stats()["steps"]
     opt.close()
-    another, new = _made(stage)
-    for _ in range(2):
-        another(torch.ones(2, 8)).sum().backward()
-        new.step()
-        new.zero_grad()
-    with torch.no_grad():
-        return told, steps, float(another(torch.ones(2, 8)).sum())
+    return told, steps, _trained_anew(stage)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

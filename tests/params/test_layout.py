@@ -69,6 +69,15 @@ def test_a_bucket_is_never_more_than_a_quarter_of_its_kind():
     assert bucket_capacities({0: 10**6}, {0: "a"}, 1000, {"a": 2}, shards=2) == {"a": 500}
 
 
+@pytest.mark.parametrize("shards", [1, 3, 8])
+def test_the_parts_of_a_slot_are_its_pieces_in_all_shards(shards):
+    *_, buckets = _random_layout(shards, shards)
+    for bucket in buckets:
+        pieces = [(shard, piece) for shard in range(shards) for piece in bucket.pieces(shard) if piece.numel]
+        for slot in bucket.slots:
+            assert [*bucket.parts(slot)] == [(shard, piece) for shard, piece in pieces if piece.slot == slot]
+
+
 def test_a_shard_without_elements_has_empty_pieces():
     (bucket,) = build_layout({0: 1, 1: 0}, {0: "a", 1: "a"}, [0, 1], {"a": 10**6}, shards=4)
     assert bucket == BucketLayout((Slot(0, 0, 1), Slot(1, ROW, 0)), shards=4, numel=4 * ROW)

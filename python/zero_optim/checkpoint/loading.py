@@ -133,8 +133,8 @@ class _Others:
     def misfits(self, index: Index) -> list[str]:
         """Tell where the checkpoint has a state that nobody takes, or none for one that is given, a sentence each."""
         told = [
-            f"the checkpoint has the state of {len(there)} {what}(s), and {len(here)} given here: give load {what}= as "
-            "save was"
+            f"the checkpoint has the state of {len(there)} {what}(s), and {len(here)} given here: give load {what}= "
+            "what save was given"
             for what, here, there in self._beside(index)
             if len(here) != len(there)
         ]

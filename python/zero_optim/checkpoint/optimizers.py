@@ -220,7 +220,7 @@ class ShardedPart:
         return SavedState(tensors, steps)
 
     def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
-        load_groups(self._groups, groups)
+        load_groups(self._groups, groups, self._engine.rules.by_group)
 
     def take_over(self, matched: Match) -> None:
         self._engine.end_load(self._saved_state(matched))

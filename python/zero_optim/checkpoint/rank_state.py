@@ -53,7 +53,7 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     engine.states.load(copies)
     engine.states.raise_lost_together()
     engine.end_load(state)
-    load_groups(groups, state_dict["param_groups"])
+    load_groups(groups, state_dict["param_groups"], engine.rules.by_group)
 
 
 def _fits(engine: Engine, saved: Mapping[int, Mapping[str, Any]]) -> bool:

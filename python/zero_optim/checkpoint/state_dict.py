@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
@@ -16,15 +17,14 @@ from ..params.flat_shard import FlatShard
 from ..params.parameter_set import ParameterSet, own_names
 from ..rules.codec import saved_codec
 from ..rules.group_rules import GroupRules
-from ..rules.matrix_view import VIEW
 from ..rules.update_rule import UpdateRule
 from ..step.saved_state import SavedState, tensors_of
 from ..validate import check_groups
 
 Groups = Sequence[dict[str, Any]]
 
-# What the constructor settles: a saved group does not change it.
-_FIXED_OPTIONS = ("params", "param_names", "decoupled_weight_decay", VIEW)
+# What the constructor settles: a saved group does not change it, nor options that say so.
+_FIXED_OPTIONS = ("params", "param_names", "decoupled_weight_decay")
 
 
 def state_keys(groups: Groups) -> list[str | int]:
@@ -100,10 +100,14 @@ def saved_state_of(saved: Mapping[int, Mapping[str, Any]], parameters: Parameter
     return SavedState(tensors, steps)
 
 
-def load_groups(groups: Groups, saved: Groups) -> None:
-    """Take over the options of saved parameter groups; the parameters and their names stay."""
-    for group, options in zip(groups, saved, strict=True):
-        kept = {name: value for name, value in options.items() if name not in _FIXED_OPTIONS}
+def load_groups(groups: Groups, saved: Groups, rules: Sequence[UpdateRule] = ()) -> None:
+    """Take over the options of saved parameter groups; the parameters and their names stay.
+
+    ``rules``: of each group; empty for an optimizer of torch's.
+    """
+    for group, options, rule in itertools.zip_longest(groups, saved, rules):
+        stay = {option.name for option in rule.options if option.stays} if rule is not None else set()
+        kept = {name: value for name, value in options.items() if name not in {*_FIXED_OPTIONS, *stay}}
         group.update(copy.deepcopy(kept))
 
 

@@ -80,7 +80,7 @@ def _shapes_of(engine: Engine) -> ModelShapes:
 
 
 def _other_rule(engine: Engine, index: int) -> UpdateRule | None:
-    """The rule of a parameter, where it is not the job's."""
+    """The rule of a parameter, where it is not the job's: what is advised may change that of the job."""
     rule = engine.rules.of(index)
     return None if rule is engine.rules.all[0] else rule
 

@@ -23,7 +23,7 @@ _NAMES = {  # of what ``Width`` has, in configurations
 
 
 _VECTOR = 8
-"""The largest bias of a block, over the hidden size: it is of the MLP's width."""
+"""Over the hidden size, more than the largest bias of a block has, which is as long as the MLP is wide."""
 
 
 @dataclass(frozen=True)

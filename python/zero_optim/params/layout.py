@@ -83,6 +83,14 @@ class BucketLayout:
             else:
                 yield SlotPiece(slot, start - slot.offset, start - low, end - start)
 
+    def parts(self, slot: Slot) -> Iterator[tuple[int, SlotPiece]]:
+        """Cut ``slot``: give each shard that holds some of it, and what that is."""
+        first, end = slot.offset // self.shard_numel, -(-(slot.offset + slot.numel) // self.shard_numel)
+        for shard in range(first, end if slot.numel else first):
+            low = shard * self.shard_numel
+            start, stop = max(slot.offset, low), min(slot.offset + slot.numel, low + self.shard_numel)
+            yield shard, SlotPiece(slot, start - slot.offset, start - low, stop - start)
+
     def row_slot(self, shard: int) -> list[int]:
         """List, for each row of ``shard``, the index of the parameter that owns it; -1 for padding."""
         rows = [-1] * (self.shard_numel // ROW)

@@ -11,25 +11,42 @@ So a rank sends and receives as much as it has of the parameters, twice, however
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comm.collectives import Comm
-from .update_rule import Cut
+from .update_rule import Cut, Whole
 
 
 class _Piece(NamedTuple):
-    """``numel`` elements, from ``start`` of a tensor on: of that with this ``number``."""
+    """``numel`` elements, from ``start`` on, of the tensor with this ``number``."""
 
     number: int
     start: int
     numel: int
 
-    def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        return tensors[self.number].narrow(0, self.start, self.numel)
+
+class _Side:
+    """Pieces of some tensors that go to the ranks, or come from them.
+
+    Args:
+        by_rank: the pieces for each.
+
+    Attributes:
+        counts: elements for each rank.
+    """
+
+    def __init__(self, by_rank: Sequence[Sequence[_Piece]]) -> None:
+        self._pieces = [*itertools.chain.from_iterable(by_rank)]
+        self.counts = [sum(piece.numel for piece in pieces) for pieces in by_rank]
+
+    def pairs(self, message: Tensor, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Cut ``message``, which has all pieces one after another, into these; and the pieces of ``tensors``: views."""
+        there = [tensors[number].narrow(0, start, numel) for number, start, numel in self._pieces]
+        return [*message.split([piece.numel for piece in self._pieces])], there
 
 
 class Homes:
@@ -46,23 +63,19 @@ class Homes:
 
     def __init__(self, cuts: Sequence[Sequence[Cut]], costs: Sequence[int], ranks: Comm) -> None:
         self._ranks = ranks
+        self.wholes: list[Whole] = []
+        self._numel = 0  # of all ``wholes``
+        leaving: list[list[_Piece]] = [[] for _ in range(ranks.world_size)]
+        arriving: list[list[_Piece]] = [[] for _ in range(ranks.world_size)]
         every = [(number, cut) for number, of_shard in enumerate(cuts) for cut in of_shard]
-        at_home: list[list[tuple[int, Cut]]] = [[] for _ in range(ranks.world_size)]
-        for place, home in zip(every, _homes(costs, ranks.world_size), strict=True):
-            at_home[home].append(place)
-        self._leaving = [
-            [_Piece(number, part.in_shard, part.numel) for number, cut in places for part in [cut.parts[ranks.rank]]]
-            for places in at_home
-        ]
-        own = [cut for _, cut in at_home[ranks.rank]]
-        starts = [*itertools.accumulate((cut.whole.numel for cut in own), initial=0)]
-        self._numel = starts.pop()
-        self.wholes = [cut.whole._replace(start=start) for cut, start in zip(own, starts, strict=True)]
-        pairs = [*zip(own, self.wholes, strict=True)]
-        self._arriving = [
-            [_Piece(0, whole.start + cut.parts[rank].in_param, cut.parts[rank].numel) for cut, whole in pairs]
-            for rank in range(ranks.world_size)
-        ]
+        for (number, cut), home in zip(every, _homes(costs, ranks.world_size), strict=True):
+            leaving[home] += [_Piece(number, own.in_shard, own.numel) for rank, own in cut.parts if rank == ranks.rank]
+            if home == ranks.rank:
+                for rank, part in cut.parts:
+                    arriving[rank].append(_Piece(0, self._numel + part.in_param, part.numel))
+                self.wholes.append(cut.whole._replace(start=self._numel))
+                self._numel += cut.whole.numel
+        self._leaving, self._arriving = _Side(leaving), _Side(arriving)
 
     def bring(self, shards: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Collective. Give [numel] fp32, the ``wholes`` of what lies in ``shards``, [shard_numel] each, in the parts of
@@ -76,28 +89,18 @@ class Homes:
         self._exchange([whole], self._arriving, shards, self._leaving, torch.float32)
 
     def _exchange(
-        self,
-        source: Sequence[Tensor],
-        sent: Sequence[Sequence[_Piece]],
-        target: Sequence[Tensor],
-        received: Sequence[Sequence[_Piece]],
-        dtype: torch.dtype,
+        self, source: Sequence[Tensor], sent: _Side, target: Sequence[Tensor], received: _Side, dtype: torch.dtype
     ) -> None:
-        """``sent`` and ``received``: by rank."""
-        counts, of_each = ([sum(piece.numel for piece in of_rank) for of_rank in by] for by in (sent, received))
-        message = source[0].new_empty(sum(counts), dtype=dtype)
-        for here, piece in _along(message, sent):
-            here.copy_(piece.of(source))
-        for here, piece in _along(self._ranks.all_to_all(message, counts, of_each), received):
-            piece.of(target).copy_(here)
+        message = source[0].new_empty(sum(sent.counts), dtype=dtype)
+        _copy(*sent.pairs(message, source))
+        answer = self._ranks.all_to_all(message, sent.counts, received.counts)
+        parts, there = received.pairs(answer, target)
+        _copy(there, parts)
 
 
-def _along(message: Tensor, pieces: Sequence[Sequence[_Piece]]) -> Iterator[tuple[Tensor, _Piece]]:
-    """The part of a message that each piece is."""
-    start = 0
-    for piece in itertools.chain.from_iterable(pieces):
-        yield message.narrow(0, start, piece.numel), piece
-        start += piece.numel
+def _copy(to: list[Tensor], of: list[Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(to, of)
 
 
 def _homes(costs: Sequence[int], ranks: int) -> list[int]:

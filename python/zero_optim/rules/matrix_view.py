@@ -37,7 +37,7 @@ class MatrixView(Option):
     """``view`` of a parameter group: None, or ``{"rows": blocks}`` or ``{"columns": blocks}``, where ``blocks`` is the
     number of equal ones, or the length of each."""
 
-    optional = True
+    optional = stays = True
 
     def check(self, value: Any, owner: str) -> None:
         if value is None:

@@ -101,7 +101,7 @@ class Muon(UpdateRule):
     needs_steps = False
     layout = WholeParameters()
     joins_parts = True
-    _homes: Homes | None = None  # of a rule that was prepared, once it was asked
+    _homes: Homes | None = None  # of a rule that was prepared, from its first update on
 
     def check(self) -> None:
         super().check()
@@ -207,12 +207,6 @@ class Muon(UpdateRule):
         momentum = torch.lerp(stored[0] if codec is None else codec.decode(stored), g, c["share"])
         ahead = torch.where(c["nesterov"] != 0, torch.lerp(g, momentum, c["momentum"]), momentum)
         return ahead, [momentum] if codec is None else codec.encode(momentum)
-
-    def prepared(self) -> Muon:
-        made = super().prepared()
-        assert isinstance(made, Muon)
-        made._homes = None
-        return made
 
     def _homes_of(self, shards: Sequence[ShardUpdate], ranks: Comm) -> Homes:
         """Where each matrix that is cut is made orthogonal."""

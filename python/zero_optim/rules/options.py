@@ -32,6 +32,9 @@ class Option:
     optional: ClassVar[bool] = False
     """Whether a group may be without, as those of older checkpoints, and has the default then."""
 
+    stays: ClassVar[bool] = False
+    """Whether a load leaves it as it is: it says what a parameter is, and nothing of the training."""
+
     name: str
     default: Any
 

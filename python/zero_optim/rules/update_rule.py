@@ -19,7 +19,7 @@ from torch import Tensor
 import zero_kernels
 
 from ..comm.collectives import Comm
-from ..params.layout import CUT_AT_ROWS, LayoutPolicy
+from ..params.layout import CUT_AT_ROWS, LayoutPolicy, SlotPiece
 from ..params.storage_order import StorageOrder, view_of
 from .codec import Codec, check_codecs
 from .options import EMA_DECAY, Decays, Fixed, Option, coefficients_of
@@ -52,20 +52,12 @@ class Whole(NamedTuple):
         return view_of(flat, self.shape, self.order)
 
 
-class Part(NamedTuple):
-    """What a rank has of a parameter that is cut over ranks: ``numel`` elements, from ``in_shard`` of its shard on,
-    which are those from ``in_param`` of the parameter on."""
-
-    in_shard: int
-    in_param: int
-    numel: int
-
-
 class Cut(NamedTuple):
-    """A parameter that is cut over ranks. ``whole``: as if it began a shard. ``parts``: of each rank."""
+    """A parameter that is cut over ranks. ``whole``: as if it began a shard. ``parts``: of each rank that has some of
+    it, in their order, the rank and its piece."""
 
     whole: Whole
-    parts: tuple[Part, ...]
+    parts: tuple[tuple[int, SlotPiece], ...]
 
 
 class ShardUpdate(NamedTuple):
@@ -132,10 +124,10 @@ class UpdateRule:
         codecs: how tensors are stored that are not stored as they are, by name; see ``Codec``.
         averages: the exponential averages of the master that are kept beside the rule's own state, the last of
             ``tensors``; see ``with_averages``.
-        layout: where in a bucket parameters lie. ``WholeParameters`` is for a rule that needs whole matrices. Such a
-            rule brings an ``update`` of its own, and works at stages 0 to 2.
-        joins_parts: whether its ``update`` makes parameters whole that are cut over ranks, so that it works at stage 3.
-            It is given all shards of a dtype at once then. All ranks call it.
+        layout: where in a bucket parameters lie, at stages 0 to 2. ``WholeParameters`` is for a rule that needs whole
+            matrices. Such a rule brings an ``update`` of its own.
+        joins_parts: whether such a rule works at stage 3, too, where all parameters are cut over ranks. Its ``update``
+            makes them whole then. All ranks call it, with all shards of a dtype at once.
         ulps_an_update: the most that rounding makes of an update, in units in the last place; None: nobody knows.
     """
 

@@ -21,7 +21,7 @@ from ..params.storage_order import view_of
 from ..params.tensor_slice import shown_as
 from ..rules.codec import Codec
 from ..rules.state_tensor import Begins, Per, StateTensor
-from ..rules.update_rule import Cut, Part, ShardUpdate, UpdateRule, Whole, has_master, stored_for, tensors_for
+from ..rules.update_rule import Cut, ShardUpdate, UpdateRule, Whole, has_master, stored_for, tensors_for
 from ..stores.host_store import HostStore
 from ..stores.state_store import StateStore
 from .speculation import Speculation, Speculator
@@ -89,13 +89,9 @@ class ShardState:
 
     def _cuts(self, group: Callable[[int], Mapping[str, Any]]) -> tuple[Cut, ...]:
         flat, layout = self.bucket.flat, self.bucket.layout
-        of_ranks = zip(*(layout.pieces(rank) for rank in range(layout.shards)), strict=True)
         return tuple(
-            Cut(
-                Whole(slot.param, 0, local.shape, order, group(slot.param)),
-                tuple(Part(piece.in_shard, piece.in_param, piece.numel) for piece in pieces),
-            )
-            for slot, local, order, pieces in zip(layout.slots, flat.locals, flat.orders, of_ranks, strict=True)
+            Cut(Whole(slot.param, 0, local.shape, order, group(slot.param)), tuple(layout.parts(slot)))
+            for slot, local, order in zip(layout.slots, flat.locals, flat.orders, strict=True)
         )
 
     def _first(self, tensor: StateTensor, device: torch.device) -> Tensor:

@@ -345,8 +345,8 @@ class UnitSchedule:
         A unit within it is not, if one of the two is not in the cycle. Both may have returned the same tensor, and the
         hook of the one within comes first then. Where both are in the cycle, the one within comes after.
         """
-        in_turn = set(self.cycle.order) if unit in self.cycle.order else set()
-        return [other for other in opened if unit not in other.enclosing or other in in_turn]
+        order = self.cycle.order
+        return [other for other in opened if unit not in other.enclosing or (unit in order and other in order)]
 
     def _go_to(self, position: int, *, closing: bool) -> None:
         unit = self.cycle.order[position]
