@@ -164,8 +164,9 @@ class ShardedSGD(ShardedOptimizer):
 
 
 class ShardedMuon(ShardedOptimizer):
-    """``torch.optim.Muon``, sharded: for the matrices of hidden layers. Each is made orthogonal on one rank, and the
-    result does not depend on how many ranks there are, nor on the stage.
+    """``torch.optim.Muon``, sharded: for the matrices of hidden layers. From stage 1 on each is made
+    orthogonal on one of the ranks that share it. The result does not depend on how many ranks there are, nor on the
+    stage.
 
     Of three dimensions a parameter is a stack of matrices, of four and five a convolution, [out, the rest]. ``view`` of
     a parameter group cuts its matrices: None, or ``{"rows": blocks}`` or ``{"columns": blocks}``, where ``blocks`` is

@@ -192,7 +192,7 @@ def _gone_on(rank: int, world_size: int, stage: int) -> tuple[list[str], int, fl
     return told, steps, _trained_anew(stage)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_that_have_parted_are_refused_at_once(stage):
     results = run_ranks(2, _gone_on, stage, collective_timeout=IN_VAIN)
     for told, steps, _ in results:
@@ -209,18 +209,17 @@ def _alone_in_a_call(rank: int, world_size: int) -> list[str]:
     told = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(standstill, "SECONDS", 0.1)
-        for call in (zero_optim.full_state_dict, lambda opt: opt.sleep()):
-            model, opt = _made(2)
+        model, opt = _made(2)
+        model(torch.ones(2, 8)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        with pytest.raises(zero_optim.RankMismatchError) as caught:
+            if rank == 0:
+                zero_optim.full_state_dict(opt)
             model(torch.ones(2, 8)).sum().backward()
             opt.step()
-            opt.zero_grad()
-            with pytest.raises(zero_optim.RankMismatchError) as caught:
-                if rank == 0:
-                    call(opt)
-                model(torch.ones(2, 8)).sum().backward()
-                opt.step()
-            told.append(str(caught.value))
-            opt.close()
+        told.append(str(caught.value))
+        opt.close()
     opt = zero_optim.ShardedAdamW([nn.Parameter(torch.ones(4))])
     if rank == 0:
         with pytest.raises(zero_optim.CollectiveError) as end:
@@ -230,11 +229,10 @@ def _alone_in_a_call(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_rank_that_is_alone_in_a_call_is_told_of_it():
-    (full, sleep, end), of_rank_1 = run_ranks(2, _alone_in_a_call, collective_timeout=IN_VAIN)
-    assert of_rank_1 == [full, sleep]
-    for told, call in ((full, "full_state_dict"), (sleep, "sleep")):
-        assert told.startswith(f"the ranks wait for each other: rank 0 in {call}, rank 1 in "), told
-        assert f"Every rank has to call {call}," in told
+    (full, end), of_rank_1 = run_ranks(2, _alone_in_a_call, collective_timeout=IN_VAIN)
+    assert of_rank_1 == [full]
+    assert full.startswith("the ranks wait for each other: rank 0 in full_state_dict, rank 1 in "), full
+    assert "Every rank has to call full_state_dict," in full
     assert end.startswith("the wait for the other ranks in full_state_dict did not complete"), end
     assert "every rank has to call full_state_dict" in end
 

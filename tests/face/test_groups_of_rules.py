@@ -161,7 +161,8 @@ def test_the_norm_is_of_all() -> None:
     for found, its in run_ranks(2, _clipped):
         torch.testing.assert_close(its, norms, rtol=1e-6, atol=0)
         for parameter, exact in zip(found, params, strict=True):
-            torch.testing.assert_close(parameter, exact.detach(), rtol=0, atol=2e-4)  # rounded to bf16 within Muon
+            by_muon = any(exact is matrix for matrix in matrices)  # which rounds them to bf16
+            torch.testing.assert_close(parameter, exact.detach(), rtol=0, atol=2e-4 if by_muon else 1e-6)
 
 
 def _overflows(rank: int, world_size: int, offload: str | None) -> None:
@@ -467,20 +468,20 @@ def test_rules_that_differ_in_more_than_defaults_stay_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "options", "error", "says"),
+    ("group", "error", "says"),
     [
-        ({"rule": "adamw"}, {}, TypeError, "rule of parameter group 1 must be an instance of zero_optim.rules.Update"),
-        ({"rule": rules.AdamW}, {}, TypeError, "rule of parameter group 1 must be an instance"),
-        ({"rule": None}, {}, TypeError, "rule of parameter group 1 must be an instance"),
-        ({"rule": rules.AdamW(betas=(0.9, 1.0))}, {}, ValueError, "betas of parameter group 1 must be two numbers"),
-        ({"rule": rules.AdamW(), "lr": -1.0}, {}, ValueError, "lr of parameter group 1 must be 0 or more, got -1.0"),
-        ({}, {}, ParameterError, 'makes matrices orthogonal: give it to a group .*"rule": rules.AdamW'),
+        ({"rule": "adamw"}, TypeError, "rule of parameter group 1 must be an instance of zero_optim.rules.Update"),
+        ({"rule": rules.AdamW}, TypeError, "rule of parameter group 1 must be an instance"),
+        ({"rule": None}, TypeError, "rule of parameter group 1 must be an instance"),
+        ({"rule": rules.AdamW(betas=(0.9, 1.0))}, ValueError, "betas of parameter group 1 must be two numbers"),
+        ({"rule": rules.AdamW(), "lr": -1.0}, ValueError, "lr of parameter group 1 must be 0 or more, got -1.0"),
+        ({}, ParameterError, 'makes matrices orthogonal: give it to a group .*"rule": rules.AdamW'),
     ],
 )
-def test_errors(group: dict[str, Any], options: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_errors(group: dict[str, Any], error: type[Exception], says: str) -> None:
     matrices, others = _split(_parameters())
     with pytest.raises(error, match=says):
-        zero_optim.ShardedMuon([{"params": matrices}, {"params": others, **group}], **options)
+        zero_optim.ShardedMuon([{"params": matrices}, {"params": others, **group}])
 
 
 def test_verify_follows_one_rule_at_a_time() -> None:

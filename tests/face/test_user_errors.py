@@ -392,8 +392,10 @@ def test_what_is_no_norm_is_told_with_the_right_call(max_norm, got):
     params = make_parameters(SHAPES)
     opt = zero_optim.ShardedAdamW(params)
     linear_backward(params, make_gradients(params, 0, 0))
+    before = copies(p.grad for p in params)
     with pytest.raises(TypeError, match=rf"max_norm must be a number, {got}. Call opt\.clip_grad_norm_\(1\.0\)"):
         opt.clip_grad_norm_(max_norm, 1.0)
+    assert_bitwise(copies(p.grad for p in params), before)
     assert opt.clip_grad_norm_(torch.tensor(1.0)) > 0
     opt.close()
 

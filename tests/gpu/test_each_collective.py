@@ -82,12 +82,14 @@ def _reduced(transport: Any, group: Any, numel: int, dtype: torch.dtype) -> None
 def _exchanged(transport: Any, group: Any, numel: int, dtype: torch.dtype) -> None:
     """Rank r gets r more from each than rank 0 does, and rank 0 nothing if ``numel`` is 0."""
     ranks, this = dist.get_world_size(group), dist.get_rank(group)
-    sent = torch.cat([torch.full((numel + rank,), float(this), dtype=dtype) for rank in range(ranks)]).to(_device())
+    sent = torch.cat(
+        [torch.full((numel + rank,), float(ranks * this + rank), dtype=dtype) for rank in range(ranks)]
+    ).to(_device())
     received = sent.new_full(((numel + this) * ranks,), torch.nan)
     counts = [numel + rank for rank in range(ranks)]
     _arrived(transport.all_to_all(sent, counts, received, [numel + this] * ranks, group))
     for rank, part in enumerate(received.chunk(ranks) if len(received) else ()):
-        _expect(part, float(rank))
+        _expect(part, float(ranks * rank + this))
 
 
 def _gathered(transport: Any, group: Any, numel: int, dtype: torch.dtype) -> None:

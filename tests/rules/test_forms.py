@@ -91,8 +91,8 @@ def test_a_split_master_trains_as_an_fp32_master() -> None:
             losses, exact, _ = found[way, "fp32"]
             assert len(set(losses)) == STEPS
             split, kept, memory = found[way, name]
-            assert split[:2] == pytest.approx(losses[:2], rel=1e-6 if name == "split" else 1e-4), way
-            assert split == pytest.approx(losses, rel=1e-3 if name == "split" else 1e-2), way
+            assert split[:2] == pytest.approx(losses[:2], rel=1e-6), (way, name)
+            assert split == pytest.approx(losses, rel=1e-3), (way, name)
             for index, entry in exact.items():
                 for kind in ("master", "ema") if "master" in entry else ():  # which are the same after one step
                     values = entry[kind].reshape(-1)

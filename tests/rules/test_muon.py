@@ -600,27 +600,6 @@ def test_original_is_the_usual_scale() -> None:
     again.close()
 
 
-def _two_optimizers(rank: int, world_size: int) -> list[bool]:
-    torch.manual_seed(0)
-    model = _Decoder()
-    matrices, others = ShardedMuon.split(model)
-    muon, adamw = ShardedMuon(matrices, lr=0.01), zero_optim.ShardedAdamW(others, lr=0.01)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    hidden = model.norm(model.layer(model.embedding(torch.arange(6) + rank)))
-    model.head(hidden).square().mean().backward()
-    for opt in (muon, adamw):
-        opt.step()
-        opt.zero_grad()
-    changed = [not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters()]
-    muon.close()
-    adamw.close()
-    return changed
-
-
-def test_beside_adamw() -> None:
-    assert all(map(all, run_ranks(2, _two_optimizers)))
-
-
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [

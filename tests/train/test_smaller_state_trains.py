@@ -1,14 +1,15 @@
-"""Smaller state trains as well: a small GPT on the package's own source, against the same training with fp32 state.
+"""Smaller state trains as well: a small GPT on a text of its own, against the same training with fp32 state.
 
 `benchmarks/bench_convergence.py` does so for longer, and from several seeds.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
+import string
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ STEPS, LAST, BATCH, LR = 120, 20, 8, 1e-3
 
 @cache
 def text() -> torch.Tensor:
-    files = sorted(Path(zero_optim.__file__).parent.glob("comm/*.py"))
-    return torch.tensor(list(b"".join(file.read_bytes() for file in files)))
+    """Words of a small vocabulary, drawn from a seed."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices(string.ascii_lowercase, k=draw.randint(2, 8))) for _ in range(60)]
+    return torch.tensor(list(" ".join(draw.choices(words, k=4000)).encode()))
 
 
 def last_losses(make: Callable[[Any], torch.optim.Optimizer]) -> float:
@@ -54,8 +57,8 @@ def exact() -> float:
 )
 def test_a_smaller_state_reaches_the_same_loss(exact: float, master: str, state_dtype: str) -> None:
     make = partial(zero_optim.ShardedAdamW, lr=LR, master=master, state_dtype=state_dtype)
-    assert last_losses(make) == pytest.approx(exact, rel=0.005)
+    assert last_losses(make) == pytest.approx(exact, rel=0.002)
 
 
 def test_a_lost_master_would_be_seen(exact: float) -> None:
-    assert last_losses(partial(torch.optim.AdamW, lr=LR)) > 1.01 * exact
+    assert last_losses(partial(torch.optim.AdamW, lr=LR)) > 1.003 * exact
