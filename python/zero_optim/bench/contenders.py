@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..drop_ins import ShardedAdamW, ShardedMuon
 from ..rules.adamw import AdamW
+from ..rules.muon import QUINTIC, scale_of
 from ..shard_module import shard_module
 from ..train.model import GPT, VOCAB, Block, ModelConfig, next_byte_loss
 from .fused_adams import HYPER
@@ -48,7 +49,7 @@ STAGE_OF = {
     **dict.fromkeys((STAGE2_SMALL, STAGE2_SMALLEST), 2),
 }
 """Of all that are ours."""
-MUON, MUON_STAGE3, DDP_MUON = "muon", "muon_stage3", "ddp_muon"
+MUON, MUON_STAGE3, DDP_MUON, FSDP2_DION = "muon", "muon_stage3", "ddp_muon", "fsdp2_dion"
 MUON_TRAINING: Mapping[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 DDP, DDP_AUTOCAST = "ddp", "ddp_autocast"
 FSDP2, FSDP2_ZERO2 = "fsdp2", "fsdp2_zero2"
@@ -254,14 +255,63 @@ def fsdp2(task: Task, *, reshard: bool) -> Contender:
 
     Those of the root never are, as fully_shard has it where nothing else is asked for.
     """
+    model, mesh = task.spread(_widened(task.model()))
+    _fully_shard(task, model, mesh, reshard=reshard)
+    opt = torch.optim.AdamW(model.parameters(), fused=True, **TRAINING)
+    return _plain_end(Passes(model, task), model, opt)
+
+
+def _fully_shard(task: Task, model: GPT, mesh: dist.DeviceMesh | None, *, reshard: bool) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model, mesh = task.spread(_widened(task.model()))
     policy = MixedPrecisionPolicy(task.dtype, task.dtype, cast_forward_inputs=False)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard and module is not model)
-    opt = torch.optim.AdamW(model.parameters(), fused=True, **TRAINING)
-    return _plain_end(Passes(model, task), model, opt)
+
+
+def fsdp2_dion(task: Task) -> Contender:
+    """FSDP2 with Dion's Muon, which makes a matrix whole on one rank by an all-to-all, and has AdamW for the others.
+
+    Its rates by shape and its coefficients are others by default; here they are torch's.
+    """
+    model = _widened(task.model())
+    hidden = {name for name, _ in ShardedMuon.split(model)[0]}
+    mesh = dist.device_mesh.init_device_mesh(task.device.type, (dist.get_world_size(),))
+    _fully_shard(task, model, mesh, reshard=True)
+    beta1, beta2 = TRAINING["betas"]
+    adamw = {"algorithm": "adamw", "beta1": beta1, "beta2": beta2, "epsilon": TRAINING["eps"]}
+    others: dict[str, Any] = {"params": [], **_rate_and_decay(TRAINING), **adamw}
+    by_scale: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        of_scale = by_scale.setdefault(scale_of(parameter.shape, None), []) if name in hidden else others["params"]
+        of_scale.append(parameter)
+    matrices = [{"params": params, **_rate_and_decay(MUON_TRAINING, scale)} for scale, params in by_scale.items()]
+    opt = importlib.import_module("dion").Muon(
+        [*matrices, others],
+        distributed_mesh=mesh,
+        nesterov=True,
+        adjust_lr=None,
+        newton_schulz_func=torch.compile(_iterate_as_torch, dynamic=False, fullgraph=True),
+    )
+    return Passes(model, task).then(update=opt.step, zero_grad=opt.zero_grad)
+
+
+def _rate_and_decay(training: Mapping[str, Any], scale: float = 1.0) -> dict[str, float]:
+    """``scale``: of the rate alone, with which Dion multiplies the decay, too."""
+    return {"lr": training["lr"] * scale, "weight_decay": training["weight_decay"] / scale}
+
+
+def _iterate_as_torch(matrices: Tensor, epsilon: float) -> Tensor:
+    """Newton and Schulz's, of a batch [..., rows, columns], with the coefficients of torch.optim.Muon."""
+    a, b, c = QUINTIC
+    x = matrices.bfloat16()
+    if tall := x.size(-2) > x.size(-1):
+        x = x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + epsilon)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
 
 
 def _plain_end(passes: Passes, model: nn.Module, opt: torch.optim.Optimizer) -> Contender:
@@ -317,6 +367,7 @@ MAKERS: Mapping[str, Callable[[Task], Contender]] = {
     MUON: functools.partial(muon, stage=2),
     MUON_STAGE3: functools.partial(muon, stage=3),
     DDP_MUON: ddp_muon,
+    FSDP2_DION: fsdp2_dion,
     DDP: ddp,
     DDP_AUTOCAST: ddp_autocast,
     "zero_redundancy": zero_redundancy,
@@ -326,7 +377,7 @@ MAKERS: Mapping[str, Callable[[Task], Contender]] = {
     "deepspeed2": functools.partial(deepspeed, stage=2),
 }
 
-PACKAGES = {"deepspeed1": "deepspeed", "deepspeed2": "deepspeed"}  # what some need besides torch
+PACKAGES = {"deepspeed1": "deepspeed", "deepspeed2": "deepspeed", FSDP2_DION: "dion"}  # what some need besides torch
 
 
 def keeps(name: str, dtype: torch.dtype) -> str | None:
