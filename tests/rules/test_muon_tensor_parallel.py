@@ -39,6 +39,7 @@ UNEVEN = {
     "columns": Kind((12, 33), 1),
     "one row": Kind((1, 20), 0),
     "stack": Kind((3, 8, 12), 0),
+    "stack of one": Kind((1, 8, 12), 0),
     "convolution": Kind((5, 4, 3, 3), 0, channels_last=True),
 }
 EVEN = {
@@ -59,6 +60,7 @@ SHARED = {
     "gate and up": Kind((36, 10), 0, {"rows": 2}, (18, 18)),
 }
 DTENSORS, PLAIN = EVEN | UNEVEN, EVEN | SHARED
+NOT_SENT = {name: DTENSORS[name] for name in ("stack", "stack of one", "replicated")}
 
 
 @dataclass(frozen=True)
@@ -268,6 +270,7 @@ ON_FOUR = [
     *(Cell(stage, dtype=torch.bfloat16) for stage in (0, 1, 2, 3)),
     *(Cell(stage, PLAIN, plain=True) for stage in (0, 2, 3)),
     *(Cell(stage, ALIGNED, dtype=torch.bfloat16, options=SMALL) for stage in (2, 3)),
+    Cell(2, NOT_SENT, options={"state_offload": "paged"}),
 ]
 
 
@@ -361,7 +364,7 @@ def _saves_and_loads(rank: int, world_size: int, cell: Cell, folder: Path) -> li
     opt.close()
     cell = replace(cell, stage=3)
     model, opt = make(cell)
-    zero_optim.checkpoint.load(folder / "whole", model, opt)
+    zero_optim.checkpoint.load(folder / ("sliced" if cell.plain else "whole"), model, opt)
     train(model, opt, cell, [2])
     return [found, found_in(model, opt, cell)]
 
@@ -377,6 +380,14 @@ def test_checkpoints_go_from_slices_to_whole_matrices_and_back(tmp_path: Path) -
     again = Alone(cell, 2)
     zero_optim.checkpoint.load(tmp_path / "sliced", again.model, again.opt)
     assert_same(cell, again.train([2]).found(), wanted, 0)
+
+
+def test_checkpoints_of_plain_slices_go_to_another_stage(tmp_path: Path) -> None:
+    cell = Cell(2, PLAIN, plain=True, dtype=torch.bfloat16)
+    wanted = Alone(cell, 2).train(range(STEPS)).found()
+    for rank, of_rank in enumerate(run_ranks(4, _saves_and_loads, cell, tmp_path)):
+        for found in of_rank:
+            assert_same(cell, found, wanted, rank)
 
 
 EXPERTS = {"stack": Kind((4, 8, 12), 0), "side by side": Kind((32, 12), 0, {"rows": 4})}
@@ -470,7 +481,7 @@ SAYS = {
     "stride": ("ParameterError", "with partition_stride = 3: give a partition_stride that divides 8"),
     "sizes": ("ParameterError", "with partition_sizes = [4, 4]: give a partition_stride that divides 6"),
     "blocks": ("ParameterError", "set partition_stride = 1 on the parameter where slices follow each other"),
-    "view": ("ParameterError", "has 16 rows by its shape (16, 6), and its group has view={'rows': (4, 4)}"),
+    "view": ("ParameterError", "lengths that add up to 16. It is a slice of shape (8, 6), and a view is of the whole"),
     "ranks": ("RankMismatchError", "partition_dim = 1"),
     "offload": ("ParameterError", "leave out state_offload='paged'"),
     "rule": ("ParameterError", "is cut over the tensor-parallel ranks, and ByWholes needs whole parameters"),

@@ -140,7 +140,10 @@ class Muon(UpdateRule):
     def _refuse(self, parameter: Tensor, view: Mapping[str, Any] | None) -> str | None:
         """See ``refuse_parameter``. A view is of the whole matrix, also where this rank has a slice of it."""
         parameter = plain_parameter(parameter)
-        if (reason := refuse_view(whole_shape(parameter, self.slices), view)) is not None or view is None:
+        whole = whole_shape(parameter, self.slices)
+        if (reason := refuse_view(whole, view)) is not None and whole != tuple(parameter.shape):
+            return f"{reason}. It is a slice of shape {tuple(parameter.shape)}, and a view is of the whole"
+        if reason is not None or view is None:
             return reason
         told = self.slices == 1 or not is_plain_slice(parameter) or says_blocks(parameter)
         if told or getattr(parameter, DIM) not in dims_of(view, parameter.dim()):
@@ -260,7 +263,7 @@ class Muon(UpdateRule):
 
     def _orthogonalize_all(self, tensor: Tensor, wholes: Sequence[Whole], hyper: Tensor) -> None:
         """The same as ``_orthogonalize``, of some at a time."""
-        for run in _together(wholes, _most(tensor)):
+        for run in _together([whole for whole in wholes if whole.numel], _most(tensor)):
             self._orthogonalize(tensor, run, hyper)
 
     def _orthogonalize(self, step: Tensor, wholes: Sequence[Whole], hyper: Tensor) -> None:

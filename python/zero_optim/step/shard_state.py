@@ -88,7 +88,7 @@ class ShardState:
             whole._replace(start=piece.in_shard)
             for piece, whole in zip(self.bucket.pieces, self._from_zero(group), strict=True)
             # A slice may be empty here, and have elements on other tensor-parallel ranks, at the same place.
-            if piece.numel or (whole.joint and piece.slot.offset // self.numel == shard)
+            if piece.numel or (self._is_joined(whole.joint) and piece.slot.offset // self.numel == shard)
         )
 
     def _cuts(self, group: Callable[[int], Mapping[str, Any]]) -> tuple[Cut, ...]:
@@ -113,9 +113,11 @@ class ShardState:
     @property
     def _joins_slices(self) -> bool:
         """It is so on all tensor-parallel ranks alike: of a bucket they have slices of the same parameters."""
-        if self.rule.layout.cuts:
-            return False
-        return any(joint is not None and self.rule.needs_whole(joint) for joint in self._joints())
+        return not self.rule.layout.cuts and any(map(self._is_joined, self._joints()))
+
+    def _is_joined(self, joint: Joint | None) -> bool:
+        """Whether the rule needs all slices of such a parameter."""
+        return joint is not None and self.rule.needs_whole(joint)
 
     def _first(self, tensor: StateTensor, device: torch.device) -> Tensor:
         if tensor.begins is not Begins.ZERO:
