@@ -29,6 +29,7 @@ class Admission:
         rules: of its groups, the new ones among them.
         where: the call, for messages.
         first_group: the number of the first parameter group that is new.
+        state_offload: where the state is, as the optimizer was told.
     """
 
     everyone: Comm
@@ -38,6 +39,7 @@ class Admission:
     rules: GroupRules
     where: str
     first_group: int = 0
+    state_offload: str | None = None
 
     def check(self, parameters: ParameterSet, said: Mapping[int, Mapping[str, Any]], row: Row | None = None) -> Experts:
         """Check what this rank was given.
@@ -51,8 +53,8 @@ class Admission:
         indices = self._new(parameters)
         new = slice(self.first_group, None)
         validate.check_groups(self.rules.by_group[new], parameters.groups[new], self.first_group)
-        validate.check_rules_take(self.rules, parameters, indices, self.stage)
         validate.check_sharded(parameters, indices, self.stage, self.everyone, self.topology, row)
+        validate.check_rules_take(self.rules, parameters, indices, self.stage, self.state_offload)
         validate.check_parameters(parameters, indices)
         validate.check_master(self.rules, parameters, indices, whole=self.pipeline_stages == 1)
         validate.check_backend(self.everyone, parameters.all[0].device)
@@ -64,7 +66,7 @@ class Admission:
                 "the model at stage 2, without shard_module. Its experts are spread over the ranks already"
             )
         validate.check_marked(parameters, indices, experts, self.everyone)
-        validate.check_other_marks(parameters, indices, experts, self.pipeline_stages)
+        validate.check_other_marks(parameters, indices, experts, self.pipeline_stages, self.rules)
         validate.check_any_marked(parameters.all, parameters.labels, self.topology)
         dense = [index for index in indices if parameters.group_of[index] not in experts]
         given, labels = [parameters.all[index] for index in dense], [parameters.labels[index] for index in dense]

@@ -165,16 +165,18 @@ class ShardedSGD(ShardedOptimizer):
 
 class ShardedMuon(ShardedOptimizer):
     """``torch.optim.Muon``, sharded: for the matrices of hidden layers. From stage 1 on each is made
-    orthogonal on one of the ranks that share it. The result does not depend on how many ranks there are, nor on the
-    stage.
+    orthogonal on one of the ranks that share it. One that is cut over tensor-parallel ranks is so on one of these. The
+    result does not depend on how many ranks there are, nor on the stage.
 
     Of three dimensions a parameter is a stack of matrices, of four and five a convolution, [out, the rest]. ``view`` of
     a parameter group cuts its matrices: None, or ``{"rows": blocks}`` or ``{"columns": blocks}``, where ``blocks`` is
-    the number of equal ones, or the length of each. It stays what it is through a load.
+    the number of equal ones, or the length of each. It is of the whole matrix, also of a slice. It stays what it is
+    through a load.
 
     Args:
-        params, sharding: as ``ShardedAdamW`` takes them; at stage 3 without ``state_offload``. What is no hidden matrix
-            goes to a group with another rule: ``{"params": others, "rule": rules.AdamW(lr=3e-4)}``.
+        params, sharding: as ``ShardedAdamW`` takes them; not with ``state_offload`` at stage 3, nor where matrices
+            are cut over tensor-parallel ranks. What is no hidden matrix goes to a group with another rule:
+            ``{"params": others, "rule": rules.AdamW(lr=3e-4)}``. Plain slices need ``partition_dim``; see docs/muon.md.
         lr, weight_decay, momentum, nesterov: as in ``torch.optim.Muon``; a group's own values win.
         ns_coefficients, eps, ns_steps: of the Newton-Schulz iteration, the same for all groups. Three coefficients,
             or three for each step, as ``zero_optim.rules.muon.POLAR_EXPRESS`` with ``ns_steps=6``.

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -208,9 +209,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             super().__init__(params, {**rule.defaults, **settings.group_defaults})
             parameters = ParameterSet(self.param_groups)
             indices = parameters.read_groups()
-            rules = GroupRules(parameters, settings.applied_to)
+            plain = len(topology.slices) if topology.plain else 1
+            rules = GroupRules(parameters, partial(settings.applied_to, slices=plain))
             rules.take(self._brought)
-            admission = Admission(comm, topology, settings.stage, stages.world_size, rules, "the constructor")
+            admission = Admission(
+                comm,
+                topology,
+                settings.stage,
+                stages.world_size,
+                rules,
+                "the constructor",
+                state_offload=settings.state_offload,
+            )
             experts = admission.check(parameters, said, row)
         experts = admission.agree(parameters, experts, settings.described())
         self.engine = _make_engine(settings, parameters, rules, model, admission, experts, stages)
@@ -511,7 +521,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.settle()
         before, parameters, sharding = len(self.param_groups), self.engine.parameters, self.engine.sharding
         everyone, stages, rules = sharding.everyone, self.engine.stages_of_pipeline, self.engine.rules
-        admission = Admission(everyone, sharding.topology, self.stage, stages, rules, "add_param_group", before)
+        offload, where = self.engine.settings.state_offload, "add_param_group"
+        admission = Admission(everyone, sharding.topology, self.stage, stages, rules, where, before, offload)
         (param_group,), of_group = split_off([param_group])
         said = dict(zip([before], of_group.values(), strict=False))
         try:

@@ -23,6 +23,7 @@ from .comm.together import check_same
 from .comm.topology import Topology, own_row
 from .comm.transport import used
 from .errors import ParameterError
+from .params.joint import is_plain_slice, joint_of, partition, refuse_partition
 from .params.marks import is_averaged, is_shared, is_slice, is_term, marked, says_anything
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, check_free
@@ -104,8 +105,13 @@ def check_master(rules: GroupRules, parameters: ParameterSet, indices: Sequence[
         )
 
 
-def check_rules_take(rules: GroupRules, parameters: ParameterSet, indices: Sequence[int], stage: int) -> None:
-    """Raise ParameterError for the first of ``indices`` that its rule cannot update."""
+def check_rules_take(
+    rules: GroupRules, parameters: ParameterSet, indices: Sequence[int], stage: int, state_offload: str | None = None
+) -> None:
+    """Raise ParameterError for the first of ``indices`` that its rule cannot update.
+
+    ``state_offload``: where the state is, as the optimizer was told.
+    """
     of_wholes = [rule for rule in rules.all if not rule.layout.cuts] if stage >= 3 else []
     for rule in of_wholes:
         if not rule.joins_parts:
@@ -120,12 +126,26 @@ def check_rules_take(rules: GroupRules, parameters: ParameterSet, indices: Seque
     for index in indices:
         parameter, label, rule = parameters.all[index], parameters.labels[index], rules.of(index)
         if not rule.layout.cuts and is_cut(parameter):
-            raise ParameterError(
-                f"{label} is cut over the tensor-parallel ranks, and {rule.name} needs whole parameters: give it to a "
-                'group with another rule, as {"params": others, "rule": rules.AdamW()}'
-            )
+            _check_joins(rule, parameter, label, state_offload)
         if (reason := rule.refuse_parameter(parameter, parameters.group(index))) is not None:
             raise ParameterError(f"{label} {reason}")
+
+
+def _check_joins(rule: UpdateRule, parameter: Tensor, label: str, state_offload: str | None) -> None:
+    """Raise ParameterError where ``rule``, which needs whole parameters, cannot have all slices of this one."""
+    other = 'give it to a group with another rule, as {"params": others, "rule": rules.AdamW()}'
+    if not rule.joins_parts:
+        raise ParameterError(
+            f"{label} is cut over the tensor-parallel ranks, and {rule.name} needs whole parameters: {other}"
+        )
+    if rule.slices > 1 and is_plain_slice(parameter) and (reason := refuse_partition(parameter)) is not None:
+        raise ParameterError(f"{label} {reason}")
+    joint = joint_of(parameter, rule.slices)
+    if joint is not None and rule.needs_whole(joint) and state_offload is not None:
+        raise ParameterError(
+            f"{label} is cut over the tensor-parallel ranks, where {rule.name} makes it whole, and needs its state on "
+            f"the device: leave out state_offload={state_offload!r}, or {other}"
+        )
 
 
 def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -352,7 +372,9 @@ def check_any_marked(parameters: Sequence[Tensor], labels: Sequence[str], topolo
         )
 
 
-def check_other_marks(parameters: ParameterSet, indices: Sequence[int], experts: Container[int], stages: int) -> None:
+def check_other_marks(
+    parameters: ParameterSet, indices: Sequence[int], experts: Container[int], stages: int, rules: GroupRules
+) -> None:
     """Raise ParameterError for the first of ``indices`` with a mark that has no meaning where it is.
 
     Args:
@@ -369,6 +391,13 @@ def check_other_marks(parameters: ParameterSet, indices: Sequence[int], experts:
             raise ParameterError(
                 f"{label} has sequence_parallel = True, and is in a group of experts, of which tensor-parallel ranks "
                 "are not known: set it to False, and sum its gradient in a hook of the parameter where it is a term"
+            )
+        rule, in_experts = rules.of(index), parameters.group_of[index] in experts
+        if in_experts and is_plain_slice(parameter) and rule.slices > 1 and not rule.layout.cuts:
+            raise ParameterError(
+                f"{label} has tensor_model_parallel = True, and is in a group of experts, of which tensor-parallel "
+                f"ranks are not known, and {rule.name} needs whole parameters: set it to False where this rank has all "
+                "of it, or give it to a group with another rule"
             )
 
 
@@ -424,11 +453,16 @@ def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, opti
         values = {key: value for key, value in group.items() if key not in left_out}
         description.append(f"group {number} with {values}")
     description += [
-        f"{label}: {described(p)}{placed(p)}{marked(p)} of group {number}{'' if p.requires_grad else ', frozen'}"
+        f"{label}: {_kind_of(p)} of group {number}{'' if p.requires_grad else ', frozen'}"
         for number, p, label in zip(parameters.group_of, parameters.all, parameters.labels, strict=True)
         if number >= first_group
     ]
     check_same(comm, description, "the constructor", "give the optimizer the same parameters, in the same order, with")
+
+
+def _kind_of(parameter: Tensor) -> str:
+    """What all ranks have to have alike of a parameter."""
+    return f"{described(parameter)}{placed(parameter)}{marked(parameter)}{partition(parameter)}"
 
 
 def _has_tensor(value: Any) -> bool:

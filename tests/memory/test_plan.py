@@ -328,6 +328,11 @@ def test_muon_is_for_the_matrices_of_layers(capsys):
         assert kinds["momentum_buffer"] == 4 * matrices // shared
         assert kinds["exp_avg"] == kinds["exp_avg_sq"] == pytest.approx(4 * others / shared, rel=1e-4)
         assert made["collectives"].get("all_to_all", 0) == (6 * matrices // 8 if made["stage"] == 3 else 0)
+    for made in json.loads(command(capsys, *flags, "--tp", "2")):  # slices to where they are made whole, and back
+        of_rank = 6 * matrices // (8 if made["stage"] else 2)
+        assert made["collectives"]["tensor_all_to_all"] == of_rank
+        assert made["collectives"].get("all_to_all", 0) == (of_rank if made["stage"] == 3 else 0)
+        assert made["communicated_along_slices_bytes"] == made["collectives"]["tensor_parallel"] + of_rank // 2
 
 
 def test_replicas_share_less_and_are_told_of_by_link(capsys):
@@ -438,7 +443,10 @@ def test_a_configuration_of_transformers(capsys, tmp_path):
         (["--params", "7e9", "--bucket-cap-mb", "inf"], "--bucket-cap-mb inf"),
         (["--model", "llama-3-8b", "--world", "8", "--stage", "3", "--units", "Foo"], "--units Foo"),
         (["--params", "7e9", "--world", "8", "--stage", "2", "--param-offload"], "--param-offload"),
-        (["--params", "7e9", "--world", "8", "--optimizer", "muon", "--tp", "2"], "--optimizer muon: needs whole"),
+        (
+            ["--params", "7e9", "--world", "8", "--optimizer", "muon", "--tp", "2", "--offload", "cpu"],
+            "--optimizer muon: makes matrices whole on the device, which --tp 2 cuts; leave out --offload",
+        ),
         (["--params", "7e9", "--world", "8", "--optimizer", "muon", "--offload", "cpu"], "compare --stage 0,1,2"),
     ],
 )

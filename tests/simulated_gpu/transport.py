@@ -56,7 +56,7 @@ class Entry:
     Attributes:
         ranks: of its group, as the whole job numbers them.
         group: torch's name of the group.
-        numel: elements that this rank sends; 0 where it sends objects, or nothing.
+        numel: elements that this rank sends; 0 where it sends objects, or nothing, or where others send another number.
     """
 
     ranks: tuple[int, ...]
@@ -158,7 +158,7 @@ class SimulatedTransport(StreamTransport, ABC):
         self, sent: Tensor, counts: Sequence[int], received: Tensor, of_each: Sequence[int], group: Group
     ) -> Issued:
         """The result is not held back: who calls it waits at once."""
-        self._record("all_to_all", group, sent.numel())
+        self._record("all_to_all", group)
         with self.at_memory():
             return super().all_to_all(self.memory_of(sent), counts, self.memory_of(received), of_each, group)
 

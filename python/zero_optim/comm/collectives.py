@@ -477,7 +477,9 @@ class Comm:
         issued = self._transport(full.device).all_gather(full, own, self._channel(full.nbytes))
         return self._pending(issued, kind, full)
 
-    def all_to_all(self, sent: Tensor, counts: Sequence[int], of_each: Sequence[int]) -> Tensor:
+    def all_to_all(
+        self, sent: Tensor, counts: Sequence[int], of_each: Sequence[int], kind: str = "all_to_all"
+    ) -> Tensor:
         """Send ``counts`` elements of ``sent``, flat, to each rank. Returns what they have sent, ``of_each``, in rank
         order, before what follows."""
         self.check_not_parted()
@@ -485,7 +487,7 @@ class Comm:
         group = self.own_group
         assert group is not None
         issued = self._transport(sent.device).all_to_all(sent, counts, received, of_each, group)
-        self._pending(issued, "all_to_all", sent).wait()
+        self._pending(issued, kind, sent).wait()
         return received
 
     def exchange(self, vector: Tensor, *, maximum: bool = False, kind: str = "exchange", call: str = "") -> None:

@@ -89,6 +89,11 @@ class Sharding:
         return self.tensor_ranks is not None and self.tensor_ranks.plain
 
     @property
+    def plain_slices(self) -> int:
+        """Ranks that have plain slices of what is cut, one each."""
+        return self.slice_count if self.of_plain_slices else 1
+
+    @property
     def savers(self) -> Comm:
         """The ranks that have a whole state among them. Of plain slices each column has one of its own."""
         return self.data_parallel if self.of_plain_slices else self.everyone

@@ -194,8 +194,10 @@ def _check_ranges(parsed: argparse.Namespace) -> None:
         raise UsageError(f"--nodes {parsed.nodes}: {parsed.world} ranks do not share them evenly")
     if (parsed.seq is None) != (parsed.batch is None):
         raise UsageError("--seq and --batch: activations need both")
-    if parsed.optimizer == MUON and parsed.tp > 1:
-        raise UsageError(f"--optimizer muon: needs whole matrices, and --tp {parsed.tp} cuts them")
+    if parsed.optimizer == MUON and parsed.tp > 1 and parsed.offload.tier is not Tier.DEVICE:
+        raise UsageError(
+            f"--optimizer muon: makes matrices whole on the device, which --tp {parsed.tp} cuts; leave out --offload"
+        )
     for name in ("checkpointing", "no_flash"):
         if getattr(parsed, name) and parsed.batch is None:
             raise UsageError(f"{_flag(name)}: changes activations alone, which need --seq and --batch")

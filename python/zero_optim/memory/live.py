@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..comm.storage import is_there
 from ..drawing.figures import SizeUnit, row, size, unit_for
 from ..engine import Engine, open_engines
+from ..params.joint import joint_of
 from ..params.tensor_slice import local_of
 from ..rules.update_rule import UpdateRule
 from ..units.unit import Unit
@@ -70,6 +72,7 @@ def _shapes_of(engine: Engine) -> ModelShapes:
             shape_of(p, trained=index in trained or p.requires_grad),
             sharers=_sharers(engine, index),
             rule=_other_rule(engine, index),
+            joined=_joined(engine, index, p),
         )
         for index, p in enumerate(engine.parameters.all)
     ]
@@ -83,6 +86,12 @@ def _other_rule(engine: Engine, index: int) -> UpdateRule | None:
     """The rule of a parameter, where it is not the job's: what is advised may change that of the job."""
     rule = engine.rules.of(index)
     return None if rule is engine.rules.all[0] else rule
+
+
+def _joined(engine: Engine, index: int, parameter: Tensor) -> bool:
+    rule = engine.rules.of(index)
+    joint = joint_of(parameter, engine.shardings.of(index).plain_slices) if rule.joins_parts else None
+    return joint is not None and rule.needs_whole(joint)
 
 
 def _sharers(engine: Engine, index: int) -> tuple[int, int] | None:
@@ -101,13 +110,18 @@ def _units_by_name(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 
 
 def _shapes_of_units(engine: Engine, units: Sequence[Unit]) -> ModelShapes:
-    rules = {id(parameter): _other_rule(engine, index) for index, parameter in engine.parameters.trained.items()}
+    trained = engine.parameters.trained
+    rules = {id(parameter): _other_rule(engine, index) for index, parameter in trained.items()}
+    joined = {id(parameter): _joined(engine, index, parameter) for index, parameter in trained.items()}
     shapes: list[ParameterShape] = []
     of_units = []
     for unit in units:
         first = len(shapes)
         every = [(p, flat.trained) for flat in unit.flats for p in flat.params]
-        shapes += [replace(shape_of(p, trained=trained), rule=rules.get(id(p))) for p, trained in every]
+        shapes += [
+            replace(shape_of(p, trained=trained), rule=rules.get(id(p)), joined=joined.get(id(p), False))
+            for p, trained in every
+        ]
         of_units.append(tuple(range(first, len(shapes))))
     return ModelShapes("the sharded model", tuple(shapes), tuple(of_units))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,6 +15,7 @@ from ..comm.tensor_ranks import TensorRanks
 from ..grads.buckets import Kind, buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, SlotPiece, one_bucket, round_up
 from ..rules.adamw import AdamW
+from ..rules.homes import TENSOR_ALL_TO_ALL
 from ..rules.state_tensor import StateTensor
 from ..rules.update_rule import UpdateRule, has_master, stored_for, stored_names
 from ..stats import PAGES, TELEMETRY, FlatBytes, count_bucket, no_memory, row_stats_nbytes, state_nbytes
@@ -116,7 +117,8 @@ class Plan:
         host, disk: of what is offloaded.
         traffic: bytes of whole tensors that a step communicates, by collective, as ``stats()["collectives"]`` counts.
         sent_along_slices: bytes that a rank sends to the others with its part of the model cut: the terms of gradients,
-            and, where there is a batch, what layers send. See ``_along_slices``.
+            slices for a rule that needs whole parameters, and, where there is a batch, what layers send. See
+            ``_along_slices``.
         sent_along_pipeline: bytes that it sends to the stages before and behind it; 0 where no batch was given.
         pipeline_stage: which stage of the pipeline it is, from 0: that with the most memory.
         buckets: how many there are.
@@ -173,7 +175,7 @@ class Plan:
 
     def _sent(self, ranks: int, *, across: bool) -> int:
         on_grid = self.job.replicas > 1 and self.job.stage >= 1
-        of_shares = {kind: nbytes for kind, nbytes in self.traffic.items() if kind != TERMS}
+        of_shares = {kind: nbytes for kind, nbytes in self.traffic.items() if kind not in (TERMS, TENSOR_ALL_TO_ALL)}
         kinds = {kind: nbytes for kind, nbytes in of_shares.items() if (on_grid and kind == "all_reduce") is across}
         ranks = ranks if on_grid else self.job.data
         return sum(_ON_WIRE[kind] * nbytes for kind, nbytes in kinds.items()) * (ranks - 1) // ranks
@@ -181,13 +183,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Flat:
-    """A flat tensor of parameters to be."""
+    """A flat tensor of parameters to be. ``joined``: elements of slices that are made whole for its rule."""
 
     layout: BucketLayout
     dtype: torch.dtype
     trained: bool
     sharding: Sharding
     rule: UpdateRule
+    joined: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -290,6 +293,8 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     host += measured if job.offload.tier is Tier.CPU else 0
     kinds = ("parameters", "gradients", *dict.fromkeys(name for rule in rules for name in stored_names(rule)))
     traffic = _traffic(laid, job, sharding)
+    if any(flat.joined for flat in laid.buckets):
+        traffic[TENSOR_ALL_TO_ALL] = _there_and_back(flat.joined // flat.sharding.shard_count for flat in laid.buckets)
     if job.tensor > 1:
         traffic[TERMS] = _terms(cut, job)
     return Plan(
@@ -366,7 +371,17 @@ def _lay_out(model: ModelShapes, job: Job, sharding: Sharding) -> _Laid:
         for index, p in ((index, parameters[index]) for index in order)
     }
     layouts = layouts_by_size(rooms, kinds, job.bucket_cap_mb, order)
-    flats = [_Flat(layout.holding(numels), kind.dtype, True, kind.sharding, kind.rule) for layout, kind in layouts]
+    flats = [
+        _Flat(
+            layout.holding(numels),
+            kind.dtype,
+            True,
+            kind.sharding,
+            kind.rule,
+            _joined([parameters[slot.param] for slot in layout.slots], kind.rule),
+        )
+        for layout, kind in layouts
+    ]
     return _Laid([flats, [_alone(p, sharding, job) for p in parameters if not p.trained]])
 
 
@@ -379,7 +394,12 @@ def _of_unit(model: ModelShapes, unit: Sequence[int], sharding: Sharding, job: J
     for (dtype, _, trained, rule), of_kind in kinds.items():
         layout = one_bucket([parameter.room for parameter in of_kind], sharding.shard_count)
         numels = {number: parameter.numel for number, parameter in enumerate(of_kind)}
-        yield _Flat(layout.holding(numels), dtype, trained, sharding, rule)
+        yield _Flat(layout.holding(numels), dtype, trained, sharding, rule, _joined(of_kind, rule) if trained else 0)
+
+
+def _joined(parameters: Sequence[ParameterShape], rule: UpdateRule) -> int:
+    """Count elements of slices that are made whole."""
+    return sum(p.numel for p in parameters if p.joined) if rule.joins_parts else 0
 
 
 def _alone(parameter: ParameterShape, sharding: Sharding, job: Job) -> _Flat:
@@ -531,9 +551,14 @@ def _traffic(laid: _Laid, job: Job, sharding: Sharding) -> dict[str, int]:
         traffic["node_all_gather"] = backwards
     joining = [flat for flat in laid.buckets if flat.rule.joins_parts]
     joined = sum(slot.numel for flat in joining for slot in flat.layout.slots) // sharding.shard_count
-    if joined and sharding.shard_count > 1:  # to where they are made whole, and back, where all ranks have as much
-        traffic["all_to_all"] = joined * (torch.bfloat16.itemsize + torch.float32.itemsize)
+    if joined and sharding.shard_count > 1:
+        traffic["all_to_all"] = _there_and_back([joined])
     return traffic
+
+
+def _there_and_back(elements: Iterable[int]) -> int:
+    """Count what is sent to where parameters are made whole, and back, where all ranks have as much."""
+    return sum(elements) * (torch.bfloat16.itemsize + torch.float32.itemsize)
 
 
 def _terms(cut: ModelShapes, job: Job) -> int:
@@ -543,7 +568,8 @@ def _terms(cut: ModelShapes, job: Job) -> int:
 
 
 def _along_slices(model: ModelShapes, job: Job, traffic: Mapping[str, int]) -> int:
-    """Count what is sent along the tensor-parallel ranks: the terms, in an all-reduce, and what layers send.
+    """Count what is sent along the tensor-parallel ranks: the terms, in an all-reduce, slices that are made whole, and
+    what layers send.
 
     A layer takes two all-reduces of its activations [s, b, h] in a forward, and two in a backward: Shoeybi et al.,
     "Megatron-LM" (2019), section 3. Under sequence parallelism an all-gather and a reduce-scatter take the place of
@@ -555,7 +581,7 @@ def _along_slices(model: ModelShapes, job: Job, traffic: Mapping[str, int]) -> i
     of_layer = 6 if job.batch is not None and job.batch.checkpointing else 4
     layers = model.width.layers if model.width is not None else 0
     whole = traffic[TERMS] + of_layer * layers * job.accumulate * _between_layers(model, job)
-    return 2 * whole * (job.tensor - 1) // job.tensor
+    return (2 * whole + traffic.get(TENSOR_ALL_TO_ALL, 0)) * (job.tensor - 1) // job.tensor
 
 
 def _along_pipeline(model: ModelShapes, job: Job, stage: int) -> int:

@@ -37,6 +37,7 @@ class ParameterShape:
         sharers: of an expert, how many ranks share its state, and which of them it is; None: as all other parameters.
         rule: which updates it; None: that of the job.
         matrix: whether it is a matrix of a hidden layer, which Muon is for.
+        joined: whether a rule that needs whole parameters has its slices made whole.
     """
 
     numel: int
@@ -47,6 +48,7 @@ class ParameterShape:
     sharers: tuple[int, int] | None = None
     rule: UpdateRule | None = None
     matrix: bool = False
+    joined: bool = False
 
     @property
     def room(self) -> int:
@@ -113,7 +115,8 @@ def cut_over(model: ModelShapes, ranks: int) -> ModelShapes:
         raise ValueError("what tensor parallelism cuts is told by the hidden size, and the model has no config with it")
     hidden = model.width.hidden
     parameters = [
-        p if p.numel <= hidden else replace(p, numel=-(-p.numel // ranks), cut=True) for p in model.parameters
+        p if p.numel <= hidden else replace(p, numel=-(-p.numel // ranks), cut=True, joined=True)
+        for p in model.parameters
     ]
     return replace(model, parameters=tuple(parameters))
 

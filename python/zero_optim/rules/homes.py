@@ -6,6 +6,14 @@ Every rank sends its parts to their homes, and gets back what is made of them th
     rank 1   a1 b1 c1                     b0 b1, c0 c1                      what a1 b1 c1 become
 
 So a rank sends and receives as much as it has of the parameters, twice, however many ranks there are.
+
+Parts are of two kinds: at stage 3 flat ranges, of the ranks that share; and slices, of tensor-parallel ranks. Where
+there are both, flat ranges come first, and each slice is whole then. Tensor-parallel ranks have the same layout: slices
+of one parameter have the same home, or below stage 3 the same place in a bucket. So a row exchanges slices::
+
+                     slice 0        slice 1
+    data-parallel 0  a0 b0     <->  a1 b1       each of a and b is made whole on one of the two
+    data-parallel 1  c0        <->  c1
 """
 
 from __future__ import annotations
@@ -20,13 +28,69 @@ from torch import Tensor
 from ..comm.collectives import Comm
 from .update_rule import Cut, Whole
 
+TENSOR_ALL_TO_ALL = "tensor_all_to_all"
+"""What tensor-parallel ranks send each other, in the account of collectives."""
 
-class _Piece(NamedTuple):
-    """``numel`` elements, from ``start`` on, of the tensor with this ``number``."""
+
+class Piece(NamedTuple):
+    """``length`` rows along ``dim``, from ``start`` on, of what lies in the tensor with this ``number``."""
 
     number: int
+    whole: Whole
+    dim: int
     start: int
-    numel: int
+    length: int
+
+    @property
+    def numel(self) -> int:
+        return self.whole.numel // self.whole.shape[self.dim] * self.length
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """View it, in its shape."""
+        of_whole = self.whole.shaped(self.whole.of(tensors[self.number]))
+        return of_whole.narrow(self.dim, self.start, self.length)
+
+
+class Joined(NamedTuple):
+    """A parameter to be made whole.
+
+    Attributes:
+        whole: as its home has it.
+        cost: how dear it is, in any unit.
+        own: what this rank has of it, where that lies.
+        all: what each rank has of it, by rank and then as in ``own``: where it belongs in the whole.
+    """
+
+    whole: Whole
+    cost: int
+    own: Sequence[Piece]
+    all: Sequence[tuple[int, Piece]]
+
+
+def joined_parts(number: int, cut: Cut, cost: int, rank: int) -> Joined:
+    """A parameter of which the shards have parts. ``number``: of this rank's shard. ``rank``: this one."""
+    flat = cut.whole._replace(shape=torch.Size((cut.whole.numel,)), order=None)
+    own = [
+        Piece(number, flat._replace(start=part.in_shard, shape=torch.Size((part.numel,))), 0, 0, part.numel)
+        for other, part in cut.parts
+        if other == rank
+    ]
+    return Joined(cut.whole, cost, own, [(r, Piece(0, flat, 0, part.in_param, part.numel)) for r, part in cut.parts])
+
+
+def joined_slices(number: int, own: Whole, cost: int, rank: int) -> Joined:
+    """A parameter of which the tensor-parallel ranks have slices: ``own`` is this rank's, in the tensor ``number``."""
+    joint = own.joint
+    assert joint is not None
+    whole = own._replace(start=0, shape=torch.Size(joint.shape), order=None, joint=None)
+    here = [Piece(number, own, joint.dim, start, length) for _, start, length in joint.shares(rank) if length]
+    there = [
+        (other, Piece(0, whole, joint.dim, start, length))
+        for other in range(joint.ranks)
+        for start, _, length in joint.shares(other)
+        if length
+    ]
+    return Joined(whole, cost, here, there)
 
 
 class _Side:
@@ -39,47 +103,48 @@ class _Side:
         counts: elements for each rank.
     """
 
-    def __init__(self, by_rank: Sequence[Sequence[_Piece]]) -> None:
+    def __init__(self, by_rank: Sequence[Sequence[Piece]]) -> None:
         self._pieces = [*itertools.chain.from_iterable(by_rank)]
+        self._numels = [piece.numel for piece in self._pieces]
         self.counts = [sum(piece.numel for piece in pieces) for pieces in by_rank]
 
     def pairs(self, message: Tensor, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Cut ``message``, which has all pieces one after another, into these; and the pieces of ``tensors``: views."""
-        there = [tensors[number].narrow(0, start, numel) for number, start, numel in self._pieces]
-        return [*message.split([piece.numel for piece in self._pieces])], there
+        there = [piece.of(tensors) for piece in self._pieces]
+        parts = message.split(self._numels)
+        return [part.view(piece.shape) for part, piece in zip(parts, there, strict=True)], there
 
 
 class Homes:
     """Which parameters each rank makes whole: the dearest first, each goes to the rank that has least to do.
 
     Args:
-        cuts: of each shard, in an order that all ranks have.
-        costs: of each of ``cuts``, shard after shard: how dear it is, in any unit.
+        joined: in an order that all ranks have.
         ranks: over which they are cut.
+        kind: of what is sent, in the account.
 
     Attributes:
         wholes: the parameters whose home is this rank, one after another.
     """
 
-    def __init__(self, cuts: Sequence[Sequence[Cut]], costs: Sequence[int], ranks: Comm) -> None:
-        self._ranks = ranks
+    def __init__(self, joined: Sequence[Joined], ranks: Comm, kind: str) -> None:
+        self._ranks, self._kind = ranks, kind
         self.wholes: list[Whole] = []
         self._numel = 0  # of all ``wholes``
-        leaving: list[list[_Piece]] = [[] for _ in range(ranks.world_size)]
-        arriving: list[list[_Piece]] = [[] for _ in range(ranks.world_size)]
-        every = [(number, cut) for number, of_shard in enumerate(cuts) for cut in of_shard]
-        for (number, cut), home in zip(every, _homes(costs, ranks.world_size), strict=True):
-            leaving[home] += [_Piece(number, own.in_shard, own.numel) for rank, own in cut.parts if rank == ranks.rank]
+        leaving: list[list[Piece]] = [[] for _ in range(ranks.world_size)]
+        arriving: list[list[Piece]] = [[] for _ in range(ranks.world_size)]
+        for of, home in zip(joined, _homes([of.cost for of in joined], ranks.world_size), strict=True):
+            leaving[home] += of.own
             if home == ranks.rank:
-                for rank, part in cut.parts:
-                    arriving[rank].append(_Piece(0, self._numel + part.in_param, part.numel))
-                self.wholes.append(cut.whole._replace(start=self._numel))
-                self._numel += cut.whole.numel
+                for rank, piece in of.all:
+                    arriving[rank].append(piece._replace(whole=piece.whole._replace(start=self._numel)))
+                self.wholes.append(of.whole._replace(start=self._numel))
+                self._numel += of.whole.numel
         self._leaving, self._arriving = _Side(leaving), _Side(arriving)
 
     def bring(self, shards: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Collective. Give [numel] fp32, the ``wholes`` of what lies in ``shards``, [shard_numel] each, in the parts of
-        all ranks. It is sent in ``dtype``."""
+        """Collective. Give [numel] fp32, the ``wholes`` of what lies in ``shards``, flat tensors, in the parts of all
+        ranks. It is sent in ``dtype``."""
         whole = shards[0].new_empty(self._numel, dtype=torch.float32)
         self._exchange(shards, self._leaving, [whole], self._arriving, dtype)
         return whole
@@ -93,7 +158,7 @@ class Homes:
     ) -> None:
         message = source[0].new_empty(sum(sent.counts), dtype=dtype)
         _copy(*sent.pairs(message, source))
-        answer = self._ranks.all_to_all(message, sent.counts, received.counts)
+        answer = self._ranks.all_to_all(message, sent.counts, received.counts, self._kind)
         parts, there = received.pairs(answer, target)
         _copy(there, parts)
 

@@ -14,10 +14,11 @@ from torch.nn.modules.conv import _ConvNd
 import zero_kernels
 from zero_kernels import ROW
 
-from ..comm.collectives import Comm
+from ..params.joint import DIM, STRIDE, Joint, is_plain_slice, says_blocks, whole_shape
 from ..params.layout import WholeParameters, round_up
-from .homes import Homes
-from .matrix_view import VIEW, MatrixView, blocks_of, matrices_of, refuse_view
+from ..params.param_shard import plain_parameter
+from .homes import TENSOR_ALL_TO_ALL, Homes, joined_parts, joined_slices
+from .matrix_view import VIEW, MatrixView, are_stacked, blocks_of, dims_of, matrices_of, refuse_view
 from .options import Fixed, Flag, Number, is_number
 from .state_tensor import Begins, StateTensor
 from .update_rule import MASTER, ShardUpdate, UpdateRule, Whole, lists_of, parts_of, stored_master
@@ -101,7 +102,8 @@ class Muon(UpdateRule):
     needs_steps = False
     layout = WholeParameters()
     joins_parts = True
-    _homes: Homes | None = None  # of a rule that was prepared, from its first update on
+    # Of a rule that was prepared, from its first update on: over shards, and over slices; None: nothing is cut so.
+    _homes: tuple[Homes | None, Homes | None] | None = None
 
     def check(self) -> None:
         super().check()
@@ -129,7 +131,28 @@ class Muon(UpdateRule):
         )
 
     def refuse_parameter(self, parameter: Tensor, group: Mapping[str, Any]) -> str | None:
-        return refuse_view(parameter.shape, group.get(VIEW))
+        return self._refuse(parameter, group.get(VIEW))
+
+    def needs_whole(self, joint: Joint) -> bool:
+        """Slices of stacked matrices may be stacks themselves."""
+        return not are_stacked(len(joint.shape), joint.dim)
+
+    def _refuse(self, parameter: Tensor, view: Mapping[str, Any] | None) -> str | None:
+        """See ``refuse_parameter``. A view is of the whole matrix, also where this rank has a slice of it."""
+        parameter = plain_parameter(parameter)
+        whole = whole_shape(parameter, self.slices)
+        if (reason := refuse_view(whole, view)) is not None and whole != tuple(parameter.shape):
+            return f"{reason}. It is a slice of shape {tuple(parameter.shape)}, and a view is of the whole"
+        if reason is not None or view is None:
+            return reason
+        told = self.slices == 1 or not is_plain_slice(parameter) or says_blocks(parameter)
+        if told or getattr(parameter, DIM) not in dims_of(view, parameter.dim()):
+            return None
+        return (
+            f"is a slice along dimension {getattr(parameter, DIM)}, which view={dict(view)!r} of its group cuts, too: "
+            f"set {STRIDE} = 1 on the parameter where slices follow each other in the whole, and to the number of "
+            "blocks where each rank has its share of every one, as of queries, keys and values"
+        )
 
     def read_group(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """A view may have been set since the last step. All ranks find here what does not fit."""
@@ -137,7 +160,7 @@ class Muon(UpdateRule):
             MatrixView(VIEW, None).check(group[VIEW], "a parameter group")
             names = group.get("param_names") or [f"parameter {n} of a group" for n in range(len(group["params"]))]
             for name, parameter in zip(names, group["params"], strict=True):
-                if (reason := refuse_view(parameter.shape, group[VIEW])) is not None:
+                if (reason := self._refuse(parameter, group[VIEW])) is not None:
                     raise ValueError(f"{name} {reason}")
         return super().read_group(group)
 
@@ -148,8 +171,8 @@ class Muon(UpdateRule):
     def update(self, shards: Sequence[ShardUpdate]) -> None:
         """In three passes: the momentum, what is subtracted from each matrix, the subtraction. Some matrices at a time;
         or where they are cut over ranks, all of them."""
-        if shards[0].ranks is not None:
-            return self._update_cut(shards, shards[0].ranks)
+        if shards[0].ranks is not None or shards[0].slices is not None:
+            return self._update_cut(shards)
         for shard in shards:
             for wholes in _together(shard.wholes, _most(shard.grad)):
                 run = self._run(shard, wholes)
@@ -157,14 +180,20 @@ class Muon(UpdateRule):
                 self._orthogonalize(step, run.wholes, run.hyper)
                 self._subtract(run, step)
 
-    def _update_cut(self, shards: Sequence[ShardUpdate], ranks: Comm) -> None:
+    def _update_cut(self, shards: Sequence[ShardUpdate]) -> None:
         """Collective."""
+        hyper, sent_in = shards[0].hyper, torch.bfloat16  # in which the iteration begins
         steps = [self._ahead(shard) for shard in shards]
-        homes = self._homes_of(shards, ranks)
-        here = homes.bring(steps, torch.bfloat16)  # in which the iteration begins
-        for wholes in _together(homes.wholes, _most(here)):
-            self._orthogonalize(here, wholes, shards[0].hyper)
-        homes.give_back(here, steps)
+        over_shards, over_slices = self._homes_of(shards)
+        held = steps if over_shards is None else [over_shards.bring(steps, sent_in)]
+        for tensor, wholes in zip(held, _held(shards, over_shards), strict=True):
+            self._orthogonalize_all(tensor, [whole for whole in wholes if not self._is_slice(whole)], hyper)
+        if over_slices is not None:
+            here = over_slices.bring(held, sent_in)
+            self._orthogonalize_all(here, over_slices.wholes, hyper)
+            over_slices.give_back(here, held)
+        if over_shards is not None:
+            over_shards.give_back(held[0], steps)
         for shard, step in zip(shards, steps, strict=True):
             self._subtract(shard, step)
 
@@ -208,13 +237,34 @@ class Muon(UpdateRule):
         ahead = torch.where(c["nesterov"] != 0, torch.lerp(g, momentum, c["momentum"]), momentum)
         return ahead, [momentum] if codec is None else codec.encode(momentum)
 
-    def _homes_of(self, shards: Sequence[ShardUpdate], ranks: Comm) -> Homes:
-        """Where each matrix that is cut is made orthogonal."""
-        if self._homes is None:
-            cuts = [shard.cuts for shard in shards]
-            costs = [_cost(cut.whole.shape) for of_shard in cuts for cut in of_shard]
-            self._homes = Homes(cuts, costs, ranks)
+    def _is_slice(self, whole: Whole) -> bool:
+        """Whether the matrices of ``whole`` are those of other tensor-parallel ranks, too."""
+        return whole.joint is not None and self.needs_whole(whole.joint)
+
+    def _homes_of(self, shards: Sequence[ShardUpdate]) -> tuple[Homes | None, Homes | None]:
+        """Where each matrix that is cut is made orthogonal: over the shards, and over the slices."""
+        if self._homes is not None:
+            return self._homes
+        over_shards = over_slices = None
+        if (ranks := shards[0].ranks) is not None:
+            every = [(number, cut) for number, shard in enumerate(shards) for cut in shard.cuts]
+            parts = [joined_parts(number, cut, _cost(cut.whole), ranks.rank) for number, cut in every]
+            over_shards = Homes(parts, ranks, "all_to_all")
+        if (ranks := shards[0].slices) is not None:
+            slices = [
+                joined_slices(number, whole, _cost(whole), ranks.rank)
+                for number, wholes in enumerate(_held(shards, over_shards))
+                for whole in wholes
+                if self._is_slice(whole)
+            ]
+            over_slices = Homes(slices, ranks, TENSOR_ALL_TO_ALL) if slices else None
+        self._homes = over_shards, over_slices
         return self._homes
+
+    def _orthogonalize_all(self, tensor: Tensor, wholes: Sequence[Whole], hyper: Tensor) -> None:
+        """The same as ``_orthogonalize``, of some at a time."""
+        for run in _together([whole for whole in wholes if whole.numel], _most(tensor)):
+            self._orthogonalize(tensor, run, hyper)
 
     def _orthogonalize(self, step: Tensor, wholes: Sequence[Whole], hyper: Tensor) -> None:
         """Make of each matrix in ``step``, flat fp32, what is subtracted from it, in place.
@@ -281,9 +331,16 @@ def _are_three(numbers: Any) -> bool:
     return listed and all(is_number(number) and math.isfinite(number) for number in numbers)
 
 
-def _cost(shape: Sequence[int]) -> int:
-    """About as many multiplications as a step of the iteration takes, but for a factor."""
-    matrices, rows, columns = matrices_of(shape)
+def _held(shards: Sequence[ShardUpdate], over_shards: Homes | None) -> Sequence[Sequence[Whole]]:
+    """The parameters, or slices of them, that this rank has whole once those of shards are at their homes: of each
+    tensor that they lie in."""
+    return [shard.wholes for shard in shards] if over_shards is None else [over_shards.wholes]
+
+
+def _cost(whole: Whole) -> int:
+    """About as many multiplications as a step of the iteration takes, but for a factor. Of a slice those of the whole
+    parameter: so tensor-parallel ranks choose alike."""
+    matrices, rows, columns = matrices_of(whole.shape if whole.joint is None else whole.joint.shape)
     return matrices * rows * columns * min(rows, columns)
 
 

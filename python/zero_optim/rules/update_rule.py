@@ -19,6 +19,7 @@ from torch import Tensor
 import zero_kernels
 
 from ..comm.collectives import Comm
+from ..params.joint import Joint
 from ..params.layout import CUT_AT_ROWS, LayoutPolicy, SlotPiece
 from ..params.storage_order import StorageOrder, view_of
 from .codec import Codec, check_codecs
@@ -30,14 +31,15 @@ MASTER = "master"
 
 
 class Whole(NamedTuple):
-    """A parameter that lies whole in a shard: from element ``start`` on, in this memory format. ``group`` is its
-    parameter group, live."""
+    """A parameter that lies whole in a shard, or this rank's slice of one: from element ``start`` on, in this memory
+    format. ``group`` is its parameter group, live. ``joint``: how slices make a whole; None: it is no slice."""
 
     param: int
     start: int
     shape: torch.Size
     order: StorageOrder
     group: Mapping[str, Any] = MappingProxyType({})
+    joint: Joint | None = None
 
     @property
     def numel(self) -> int:
@@ -77,9 +79,11 @@ class ShardUpdate(NamedTuple):
         rates: [parameters, averages] fp32, how far each average goes towards the new master; None: there are none.
         row_stats: [shard_numel / ROW, 5] fp32, receives what ``zero_kernels.ROW_STATS`` names of each row; None: it is
             not wanted.
-        wholes: the parameters in it, where the rule has them whole.
-        cuts: the parameters in it that are cut over ranks, where the rule needs them whole.
-        ranks: those over which they are cut; None: nothing is.
+        wholes: the parameters in it, where the rule has them whole, or a slice of each.
+        cuts: the parameters in it of which other shards have parts, where the rule needs them whole.
+        ranks: those that have these shards; None: no parameter is in several.
+        slices: the tensor-parallel ranks, which have the slices; None: nothing is cut over them that the rule needs
+            whole.
     """
 
     grad: Tensor
@@ -95,6 +99,7 @@ class ShardUpdate(NamedTuple):
     wholes: Sequence[Whole] = ()
     cuts: Sequence[Cut] = ()
     ranks: Comm | None = None
+    slices: Comm | None = None
 
     @property
     def shared(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -126,8 +131,10 @@ class UpdateRule:
             ``tensors``; see ``with_averages``.
         layout: where in a bucket parameters lie, at stages 0 to 2. ``WholeParameters`` is for a rule that needs whole
             matrices. Such a rule brings an ``update`` of its own.
-        joins_parts: whether such a rule works at stage 3, too, where all parameters are cut over ranks. Its ``update``
-            makes them whole then. All ranks call it, with all shards of a dtype at once.
+        joins_parts: whether such a rule works at stage 3, too, where all parameters are cut over ranks, and where
+            tensor-parallel ranks have slices of them. Its ``update`` makes them whole then. All ranks call it, with all
+            shards of a dtype at once.
+        slices: how many tensor-parallel ranks have plain slices of what is cut, one each.
         ulps_an_update: the most that rounding makes of an update, in units in the last place; None: nobody knows.
     """
 
@@ -144,6 +151,7 @@ class UpdateRule:
     averages: tuple[str, ...] = ()
     layout: LayoutPolicy = CUT_AT_ROWS
     joins_parts = False
+    slices = 1
 
     def __init__(self, **values: Any) -> None:
         known = {option.name: option.default for option in self.options}
@@ -211,6 +219,16 @@ class UpdateRule:
         made = copy.copy(self)
         made.codecs = {**self.codecs, **codecs}
         return made
+
+    def with_slices(self, ranks: int) -> UpdateRule:
+        """Give this rule for parameters of which so many tensor-parallel ranks have plain slices."""
+        made = copy.copy(self)
+        made.slices = ranks
+        return made
+
+    def needs_whole(self, joint: Joint) -> bool:
+        """Whether it needs all slices of such a parameter together."""
+        return not self.layout.cuts
 
     def check_ranges(self, number: int, group: Mapping[str, Any]) -> None:
         """Raise ValueError for an option of a parameter group that is out of range."""

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from zero_kernels import ROW_STATS
 
+from ..comm.collectives import Comm
 from ..comm.streams import keep_for_current_stream
 from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
+from ..params.joint import Joint, joint_of
 from ..params.layout import SlotPiece
 from ..params.storage_order import view_of
 from ..params.tensor_slice import shown_as
@@ -39,8 +41,9 @@ class ShardState:
         stored: the same as it is stored. Where a tensor has no codec it is the same one.
         page: its number in the store.
         row_slot: [shard_numel / ROW] int32, the parameter index of each row; -1 for padding.
-        wholes: the parameters in it, where the rule has them whole.
-        cuts: the parameters in it that are cut over ranks, where the rule needs them whole.
+        wholes: the parameters in it, where the rule has them whole, or a slice of each.
+        cuts: the parameters in it of which other shards have parts, where the rule needs them whole.
+        joins_parts: whether its update makes parameters whole that are cut over ranks.
         row_stats: [shard_numel / ROW, 5] fp32, what the last update has measured of each row; None: it measures none.
     """
 
@@ -66,8 +69,9 @@ class ShardState:
         self.page = store.allocate({t.name: self._first(t, store.works_on) for t in self.stored}, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=store.works_on)
-        self.wholes = () if rule.layout.cuts or self.joins_parts else self._wholes(group)
-        self.cuts = self._cuts(group) if self.joins_parts else ()
+        self.cuts = self._cuts(group) if self._joins_shards else ()
+        self.wholes = () if rule.layout.cuts or self._joins_shards else self._wholes(group)
+        self.joins_parts = self._joins_shards or self._joins_slices
         self.row_stats: Tensor | None = None
         if measures:
             self.row_stats = torch.zeros(len(rows), len(ROW_STATS), device=store.works_on)
@@ -79,20 +83,41 @@ class ShardState:
             )
 
     def _wholes(self, group: Callable[[int], Mapping[str, Any]]) -> tuple[Whole, ...]:
-        flat = self.bucket.flat
-        places = zip(self.bucket.pieces, flat.locals, flat.orders, strict=True)
+        shard = self.bucket.sharding.shard_index
         return tuple(
-            Whole(piece.slot.param, piece.in_shard, local.shape, order, group(piece.slot.param))
-            for piece, local, order in places
-            if piece.numel
+            whole._replace(start=piece.in_shard)
+            for piece, whole in zip(self.bucket.pieces, self._from_zero(group), strict=True)
+            # A slice may be empty here, and have elements on other tensor-parallel ranks, at the same place.
+            if piece.numel or (self._is_joined(whole.joint) and piece.slot.offset // self.numel == shard)
         )
 
     def _cuts(self, group: Callable[[int], Mapping[str, Any]]) -> tuple[Cut, ...]:
-        flat, layout = self.bucket.flat, self.bucket.layout
-        return tuple(
-            Cut(Whole(slot.param, 0, local.shape, order, group(slot.param)), tuple(layout.parts(slot)))
-            for slot, local, order in zip(layout.slots, flat.locals, flat.orders, strict=True)
-        )
+        layout = self.bucket.layout
+        wholes = zip(layout.slots, self._from_zero(group), strict=True)
+        return tuple(Cut(whole, tuple(layout.parts(slot))) for slot, whole in wholes)
+
+    def _from_zero(self, group: Callable[[int], Mapping[str, Any]]) -> Iterator[Whole]:
+        """The parameters of the bucket, each as if it began a shard."""
+        flat, slots = self.bucket.flat, self.bucket.layout.slots
+        for slot, local, order, joint in zip(slots, flat.locals, flat.orders, self._joints(), strict=True):
+            yield Whole(slot.param, 0, local.shape, order, group(slot.param), joint)
+
+    def _joints(self) -> list[Joint | None]:
+        """Of each parameter of the bucket how its slices make a whole."""
+        return [joint_of(parameter, self.bucket.sharding.plain_slices) for parameter in self.bucket.params]
+
+    @property
+    def _joins_shards(self) -> bool:
+        return not self.rule.layout.cuts and self.bucket.flat.sharded
+
+    @property
+    def _joins_slices(self) -> bool:
+        """It is so on all tensor-parallel ranks alike: of a bucket they have slices of the same parameters."""
+        return not self.rule.layout.cuts and any(map(self._is_joined, self._joints()))
+
+    def _is_joined(self, joint: Joint | None) -> bool:
+        """Whether the rule needs all slices of such a parameter."""
+        return joint is not None and self.rule.needs_whole(joint)
 
     def _first(self, tensor: StateTensor, device: torch.device) -> Tensor:
         if tensor.begins is not Begins.ZERO:
@@ -140,7 +165,8 @@ class ShardState:
                 self.row_stats,
                 self.wholes,
                 self.cuts,
-                self.bucket.sharding.sharers if self.joins_parts else None,
+                self.bucket.sharding.sharers if self._joins_shards else None,
+                self._slices,
             )
         except BaseException:
             self.give_up_update()
@@ -156,14 +182,17 @@ class ShardState:
         self._store.discard(self.page)
 
     @property
-    def joins_parts(self) -> bool:
-        """Whether its update makes parameters whole that are cut over ranks."""
-        return not self.rule.layout.cuts and self.bucket.flat.sharded
+    def _slices(self) -> Comm | None:
+        """The tensor-parallel ranks, where its update makes parameters whole."""
+        ranks = self.bucket.sharding.tensor_ranks
+        return ranks.slices if self.joins_parts and ranks is not None else None
 
     def is_updated_like(self, other: ShardState) -> bool:
         """True if one call may update both: their pages stay where they are updated, and their rules and dtypes are the
-        same."""
-        own, its = ((shard.rule, shard.bucket.dtype, shard.bucket.grad_shard.dtype) for shard in (self, other))
+        same, and the ranks that make their parameters whole."""
+        own, its = (
+            (shard.rule, shard.bucket.dtype, shard.bucket.grad_shard.dtype, shard._slices) for shard in (self, other)
+        )
         return self._store.keeps_views and own == its
 
     # -- its parts -----------------------------------------------------------------------------------------------
