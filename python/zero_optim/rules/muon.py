@@ -20,7 +20,7 @@ from .homes import Homes
 from .matrix_view import VIEW, MatrixView, blocks_of, matrices_of, refuse_view
 from .options import Fixed, Flag, Number, is_number
 from .state_tensor import Begins, StateTensor
-from .update_rule import MASTER, ShardUpdate, UpdateRule, Whole, lists_of, parts_of, stored_master
+from .update_rule import MASTER, ShardUpdate, UpdateRule, Whole, keys_of, lists_of, parts_of, stored_master
 
 Coefficients = Mapping[str, Tensor]
 NewRows = tuple[Tensor, Sequence[Tensor]]
@@ -184,6 +184,7 @@ class Muon(UpdateRule):
             },
             row_slot=shard.row_slot[rows],
             row_stats=None if shard.row_stats is None else shard.row_stats[rows],
+            row_keys=None if shard.row_keys is None else shard.row_keys[rows],
             wholes=[whole._replace(start=whole.start - start) for whole in wholes],
         )
 
@@ -191,8 +192,10 @@ class Muon(UpdateRule):
         """Update the momentum. Returns what is to be made orthogonal, [shard_numel] fp32."""
         ahead = torch.zeros_like(shard.grad, dtype=torch.float32)
         momentum = [shard.state[part.name] for part in parts_of(self.codecs, StateTensor(_BUFFER))]
+        keys = keys_of([shard])
         zero_kernels.update_rows(
-            self._look_ahead, self.columns, [shard.grad], [ahead], momentum, [], [shard.row_slot], *shard.shared
+            *(self._look_ahead, self.columns, [shard.grad], [ahead], momentum, [], [shard.row_slot], *shard.shared),
+            row_keys=keys,
         )
         return ahead
 
@@ -206,7 +209,7 @@ class Muon(UpdateRule):
         codec = self.codecs.get(_BUFFER)
         momentum = torch.lerp(stored[0] if codec is None else codec.decode(stored), g, c["share"])
         ahead = torch.where(c["nesterov"] != 0, torch.lerp(g, momentum, c["momentum"]), momentum)
-        return ahead, [momentum] if codec is None else codec.encode(momentum)
+        return ahead, [momentum] if codec is None else codec.encode_in_update(momentum, c, 0)
 
     def _homes_of(self, shards: Sequence[ShardUpdate], ranks: Comm) -> Homes:
         """Where each matrix that is cut is made orthogonal."""
