@@ -17,6 +17,7 @@ from zero_optim import ShardedAdamW
 FORMS: Mapping[str, Mapping[str, str]] = {
     "fp32": {},
     "bf16": {"state_dtype": "bf16"},
+    "bf16_stochastic": {"state_dtype": "bf16_stochastic"},
     "int8": {"state_dtype": "int8"},
     "split": {"master": "split"},
     "split, int8": {"master": "split", "state_dtype": "int8"},
@@ -52,7 +53,7 @@ def main() -> None:
     exact = statistics.median(times["fp32"])
     for name, of_form in times.items():
         median = statistics.median(of_form)
-        print(f"{name:12} {median:8.2f} ms  {median / exact:.2f} of fp32  ({min(of_form):.2f} to {max(of_form):.2f})")
+        print(f"{name:15} {median:8.2f} ms  {median / exact:.2f} of fp32  ({min(of_form):.2f} to {max(of_form):.2f})")
 
 
 if __name__ == "__main__":

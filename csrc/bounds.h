@@ -45,6 +45,7 @@ struct StepTensors {
   const Tensor* rates = nullptr;
   const Tensor* row_stats = nullptr;
   const Tensor* scales[kMostStates] = {};  // of each state, or null
+  const Tensor* row_keys = nullptr;
 
   bool is_split() const {
     return master.scalar_type() == ScalarType::Short || master.scalar_type() == ScalarType::Char;
@@ -77,6 +78,7 @@ inline Encoded encoded_of(const StepTensors& of) {
   }
   encoded.low = of.is_split() ? data<void>(of.master) : nullptr;
   encoded.low_size = of.master.scalar_type() == ScalarType::Char ? 1 : 2;
+  encoded.row_keys = of.row_keys ? data<const int32_t>(*of.row_keys) : nullptr;
   return encoded;
 }
 
@@ -106,6 +108,7 @@ inline void check_step(const StepTensors& of, bool in_any_form = false) {
   if (of.average_count) check_bounds("rates", *of.rates, ScalarType::Float, slots * of.average_count, device);
   if (of.row_stats)
     check_bounds("row_stats", *of.row_stats, ScalarType::Float, ceil_div(numel, kRow) * kRowStats, device);
+  if (of.row_keys) check_bounds("row_keys", *of.row_keys, ScalarType::Int, ceil_div(numel, kRow), device);
 }
 
 // What foreach_step is given, shard by shard and checked: each has `state_count` of `states`, shard after shard.
@@ -116,10 +119,11 @@ inline std::vector<StepTensors> check_foreach_step(
     const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& nonfinite_slots, const std::optional<std::vector<Tensor>>& averages,
     const std::optional<Tensor>& rates, const std::optional<std::vector<Tensor>>& row_stats,
-    const std::optional<std::vector<Tensor>>& scales) {
+    const std::optional<std::vector<Tensor>>& scales, const std::optional<std::vector<Tensor>>& row_keys) {
   size_t count = grads.size(), of_all = averages ? averages->size() : 0, scaled = 0;
   if (masters.size() != count || row_slots.size() != count || states.size() != count * state_count ||
-      (of_all && of_all % count != 0) || (row_stats && row_stats->size() != count))
+      (of_all && of_all % count != 0) || (row_stats && row_stats->size() != count) ||
+      (row_keys && row_keys->size() != count))
     throw std::runtime_error("zero_kernels: foreach_step got lists of unlike lengths");
   if (!params_out.empty() && params_out.size() != count)
     throw std::runtime_error("zero_kernels: params_out must be empty, or have a tensor for each gradient");
@@ -143,6 +147,7 @@ inline std::vector<StepTensors> check_foreach_step(
       shard.rates = &*rates;
     }
     if (row_stats) shard.row_stats = &(*row_stats)[i];
+    if (row_keys) shard.row_keys = &(*row_keys)[i];
     check_step(shard, true);
     shards.push_back(shard);
     bool alike = masters[i].scalar_type() == masters[0].scalar_type();

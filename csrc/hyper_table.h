@@ -29,7 +29,7 @@ ZK_HOST_DEVICE inline HyperRow hyper_row(const Hyper& h, double step, bool activ
        float(std::sqrt(1 - power(h.beta2, uint32_t(step))))},
       active ? 1.0f : 0.0f,
       float(1 - 2 * h.maximize),
-      0.0f};
+      float(step)};
 }
 
 struct HyperTableArgs {

@@ -101,11 +101,11 @@ void foreach_step(
     const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& nonfinite_slots, const std::optional<std::vector<Tensor>>& averages,
     const std::optional<Tensor>& rates, const std::optional<std::vector<Tensor>>& row_stats,
-    const std::optional<std::vector<Tensor>>& scales) {
+    const std::optional<std::vector<Tensor>>& scales, const std::optional<std::vector<Tensor>>& row_keys) {
   const StepKernel& kernel = entry_of(rule, kernels().steps);
   std::vector<StepTensors> given = check_foreach_step(
       kernel.states, grads, masters, states, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots,
-      averages, rates, row_stats, scales);
+      averages, rates, row_stats, scales, row_keys);
   std::vector<float*> of_averages;
   if (averages)
     for (const Tensor& average : *averages) of_averages.push_back(data<float>(average));
@@ -257,8 +257,8 @@ STABLE_TORCH_LIBRARY(zero_kernels_C, m) {
   m.def(
       "foreach_step(str rule, Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] states, Tensor(c!)[] params_out, "
       "Tensor[] row_slots, Tensor hyper, Tensor? grad_scale, Tensor? found_inf, Tensor(d!)? nonfinite_slots, "
-      "Tensor(e!)[]? averages=None, Tensor? rates=None, Tensor(f!)[]? row_stats=None, Tensor(g!)[]? scales=None) -> "
-      "()");
+      "Tensor(e!)[]? averages=None, Tensor? rates=None, Tensor(f!)[]? row_stats=None, Tensor(g!)[]? scales=None, "
+      "Tensor[]? row_keys=None) -> ()");
   m.def("pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale, Tensor(b!)? nonfinite) -> ()");
   m.def("unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale) -> ()");
   m.def("grad_stats(Tensor[] shards, float norm_type) -> Tensor");

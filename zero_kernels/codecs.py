@@ -6,12 +6,13 @@ the host.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from zero_kernels.hyper import ROW, ROW_KEY, STEP_NUMBER
 from zero_kernels.rules.rule import square_root
 
 INT8_SMALLEST = 2.0**-100
@@ -61,6 +62,60 @@ def encode_bf16(values: Tensor) -> tuple[Tensor]:
 
 def decode_bf16(stored: Tensor) -> Tensor:
     return stored.float()
+
+
+_WORD = 0xFFFFFFFF
+_STRIDE = 0x9E3779B9
+"""Between the numbers of which the words of a row are made. Of numbers that follow each other `mixed` makes words whose
+upper halves are not quite independent: a test of 2^24 pairs sees it."""
+
+_FIXED = 0x7F7F0000
+"""From this magnitude on nothing is rounded up: the largest finite bf16, infinities and NaN."""
+
+
+def mixed(x: Tensor) -> Tensor:
+    """Mix the bits of 32-bit words, given and returned as int64 from 0 to 2^32 - 1: the hash `lowbias32` (Wellons,
+    "Prospecting for Hash Functions", 2018)."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
+    return x ^ (x >> 16)
+
+
+def noise_of(row_key: Tensor, step_number: Tensor, state: int, width: int = ROW) -> Tensor:
+    """Make the noise of rows, int64 [rows, width], each from 0 to 2^16 - 1: two elements share a word.
+
+    Args:
+        row_key: int32 [rows, 1].
+        step_number: fp32 [rows, 1]: the column of that name.
+        state: the number of the state among those of the rule.
+    """
+    of_row = mixed(row_key.to(torch.int64) & _WORD) + step_number.contiguous().view(torch.int32)
+    of_state = mixed(mixed(of_row & _WORD) + state & _WORD)
+    words = mixed(of_state + torch.arange(ROW // 2, device=row_key.device) * _STRIDE & _WORD)
+    return torch.stack((words & 0xFFFF, words >> 16), dim=-1).view(-1, ROW)[:, :width]
+
+
+def encode_bf16_stochastic(values: Tensor, noise: Tensor) -> tuple[Tensor]:
+    """Give bf16 [rows, 128]: one of the two neighbours of each value, the nearer the likelier.
+
+    The noise is added to the lower half of the bits, which is cut off then. A finite value stays finite: from the
+    largest bf16 on it is cut without noise.
+    """
+    bits = values.contiguous().view(torch.int32)
+    bits = torch.where((bits & 0x7FFFFFFF) < _FIXED, bits + noise.to(torch.int32), bits)
+    cut = (bits >> 16).to(torch.int16).view(torch.bfloat16)
+    return (torch.where(values.isnan(), math.nan, cut),)
+
+
+def encode_stochastic_in_update(values: Tensor, columns: Mapping[str, Tensor], state: int) -> tuple[Tensor]:
+    """The same within an update of rows: `columns`, those of the table and the keys, as `update_rows` gives them."""
+    return encode_bf16_stochastic(values, noise_of(columns[ROW_KEY], columns[STEP_NUMBER], state, values.shape[1]))
+
+
+def row_keys(tensor: int, first: int, rows: int) -> Tensor:
+    """Make keys, int32 [rows] on the CPU, for rows `first` to `first + rows` of the tensor of that number."""
+    start = int(mixed(torch.tensor(tensor))) + first
+    return (torch.arange(start, start + rows) & _WORD).to(torch.int32)
 
 
 @dataclass(frozen=True)

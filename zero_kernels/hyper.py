@@ -10,11 +10,18 @@ ROW = 128
 PADDING = "padding"
 """Name of the columns that nobody reads."""
 
+STEP_NUMBER = "step_number"
+"""Name of the column that has the step which the row was made for, rounded to fp32. Stochastic rounding reads it."""
+
+ROW_KEY = "row_key"
+"""Name under which `update_rows` gives the keys of rows beside the columns."""
+
 _OWN = 9
 
 
 def columns_of(*own: str) -> tuple[str, ...]:
-    """The columns of a table, in order: a rule's own, at most nine, then `active` and `grad_factor` at their places.
+    """The columns of a table, in order: a rule's own, at most nine, then `active`, `grad_factor` and `step_number` at
+    their places.
 
     A row is padded to twelve, which are three loads of 16 bytes.
 
@@ -22,10 +29,11 @@ def columns_of(*own: str) -> tuple[str, ...]:
     """
     if len(own) > _OWN:
         raise ValueError(f"a rule has at most {_OWN} columns of its own, got {len(own)}: {', '.join(own)}")
-    names = (*own, *[PADDING] * (_OWN - len(own)), "active", "grad_factor", PADDING)
+    names = (*own, *[PADDING] * (_OWN - len(own)), "active", "grad_factor", STEP_NUMBER)
     for name in own:
-        if names.count(name) > 1 or name == PADDING:
-            raise ValueError(f"column {name!r} is given twice, or taken: all tables have active, grad_factor, padding")
+        if names.count(name) > 1 or name in (PADDING, ROW_KEY):
+            taken = ", ".join((*names[_OWN:], PADDING, ROW_KEY))
+            raise ValueError(f"column {name!r} is given twice, or taken: these names are {taken}")
     return names
 
 

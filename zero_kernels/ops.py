@@ -26,7 +26,7 @@ SCHEMAS = (
     "foreach_step(str rule, Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] states, Tensor(c!)[] params_out, "
     "Tensor[] row_slots, Tensor hyper, Tensor? grad_scale=None, Tensor? found_inf=None, "
     "Tensor(d!)? nonfinite_slots=None, Tensor(e!)[]? averages=None, Tensor? rates=None, "
-    "Tensor(f!)[]? row_stats=None, Tensor(g!)[]? scales=None) -> ()",
+    "Tensor(f!)[]? row_stats=None, Tensor(g!)[]? scales=None, Tensor[]? row_keys=None) -> ()",
     "pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale=1.0, Tensor(b!)? nonfinite=None) -> ()",
     "unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale=1.0) -> ()",
     "grad_stats(Tensor[] shards, float norm_type=2.0) -> Tensor",
@@ -97,6 +97,7 @@ def foreach_step(
     rates: Tensor | None = None,
     row_stats: Sequence[Tensor] | None = None,
     scales: Sequence[Tensor] | None = None,
+    row_keys: Sequence[Tensor] | None = None,
 ) -> None:
     """One update of one or more flat shards by a rule of `RULES`, in place and in one pass over memory.
 
@@ -119,6 +120,9 @@ def foreach_step(
         row_stats: of each shard fp32 [ceil(numel / ROW), len(ROW_STATS)], overwritten with the numbers of each row
             that `ROW_STATS` names; with zeros where a row is not updated.
         scales: of each int8 and uint8 state fp32 [ceil(numel / ROW)], one a row, in the order of `states`.
+        row_keys: of each shard int32 [ceil(numel / ROW)], any numbers. Where they are given, bf16 states are rounded
+            stochastically, by noise that is made of the row's key, the slot's `step_number` in `hyper`, the state and
+            the element's place in the row.
 
     No two shards overlap. The bits are those of a call for each shard; those of "adamw" are those of `adam_step`.
     Raises what `adam_step` raises, and ValueError for an unknown rule, for lists of unlike lengths or without a shard.
@@ -140,6 +144,7 @@ def foreach_step(
         rates,
         row_stats,
         scales,
+        row_keys,
     )
 
 
@@ -327,12 +332,14 @@ def _check_foreach_step(
     rates: Tensor | None = None,
     row_stats: Sequence[Tensor] | None = None,
     scales: Sequence[Tensor] | None = None,
+    row_keys: Sequence[Tensor] | None = None,
 ) -> torch.device:
     if rule not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
     names = RULES[rule].states
     lists = {"masters": masters, "params_out": params_out or grads, "row_slots": row_slots}
     lists |= {} if row_stats is None else {"row_stats": row_stats}
+    lists |= {} if row_keys is None else {"row_keys": row_keys}
     for name, tensors in lists.items():
         if len(tensors) != len(grads):
             raise ValueError(f"{name} must have one tensor a shard: {len(grads)} grads, {len(tensors)} {name}")
@@ -350,6 +357,8 @@ def _check_foreach_step(
             device = _check_shard(grad, master, of_names, out, row_slot, *shared, in_any_form=True)
             if row_stats is not None:
                 _check_row_stats(row_stats[i], len(row_slot), device)
+            if row_keys is not None:
+                _check_flat("row_keys", row_keys[i], (torch.int32,), device, len(row_slot))
         except (TypeError, ValueError) as error:
             raise type(error)(f"shard {i}: {error}") from None
         if device != grads[0].device:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_kernels.codecs import FORMS, LOWS, Form, join_master, split_master
-from zero_kernels.hyper import ROW
+from zero_kernels.codecs import FORMS, LOWS, encode_stochastic_in_update, join_master, split_master
+from zero_kernels.hyper import ROW, ROW_KEY
 from zero_kernels.rules import RULES
 from zero_kernels.rules.adamw import ADAMW
 from zero_kernels.rules.rule import Coefficients, States, Update
@@ -63,24 +63,31 @@ def foreach_step(
     rates: Tensor | None = None,
     row_stats: Sequence[Tensor] | None = None,
     scales: Sequence[Tensor] | None = None,
+    row_keys: Sequence[Tensor] | None = None,
 ) -> None:
     """See `zero_kernels.foreach_step`."""
     of = RULES[rule]
-    forms = [FORMS[state.dtype] for state in states[: len(of.states)]]
+    dtypes = [state.dtype for state in states[: len(of.states)]]
     pairs = zip(states, scales_of(states, scales), strict=True)
     parts = [part for pair in pairs for part in pair if part is not None]
-    shared = (hyper, grad_scale, found_inf, nonfinite_slots, averages, rates, row_stats)
-    update_rows(_encoded(of.update, forms), of.columns, grads, masters, parts, params_out, row_slots, *shared)
+    shared = (hyper, grad_scale, found_inf, nonfinite_slots, averages, rates, row_stats, row_keys)
+    update_rows(_encoded(of.update, dtypes), of.columns, grads, masters, parts, params_out, row_slots, *shared)
 
 
-def _encoded(update: Update, forms: Sequence[Form]) -> Update:
-    """`update`, of states in these forms: each is decoded before, and encoded after it."""
+def _encoded(update: Update, dtypes: Sequence[torch.dtype]) -> Update:
+    """`update`, of states that are stored in these dtypes: each is decoded before, and encoded after it."""
+    forms = [FORMS[dtype] for dtype in dtypes]
+
+    def encode(state: int, value: Tensor, c: Coefficients) -> Sequence[Tensor]:
+        if dtypes[state] == torch.bfloat16 and ROW_KEY in c:
+            return encode_stochastic_in_update(value, c, state)
+        return forms[state].encode(value)
 
     def between(g: Tensor, p: Tensor, stored: States, c: Coefficients) -> tuple[Tensor, list[Tensor]]:
         parts = iter(stored)
         values = [form.decode(*(next(parts) for _ in range(1 + form.scaled))) for form in forms]
         new, news = update(g, p, values, c)
-        return new, [part for form, value in zip(forms, news, strict=True) for part in form.encode(value)]
+        return new, [part for state, value in enumerate(news) for part in encode(state, value, c)]
 
     return between
 
@@ -100,6 +107,7 @@ def update_rows(
     averages: Sequence[Tensor] | None = None,
     rates: Tensor | None = None,
     row_stats: Sequence[Tensor] | None = None,
+    row_keys: Sequence[Tensor] | None = None,
 ) -> None:
     """Update flat shards by any rule that is written in torch, on any device. Reads nothing on the host.
 
@@ -109,6 +117,7 @@ def update_rows(
         masters: as in `foreach_step`, or of another floating dtype.
         states: of any dtype, shard after shard, each shard's in the order that `update` has. Either [numel], which
             `update` sees as [rows, 128], or one value a row, [rows], which it sees as [rows, 1].
+        row_keys: of each shard int32 [ceil(numel / ROW)], which `update` finds beside the columns, under "row_key".
         the rest: as in `foreach_step`.
 
     `update` is called for many rows at a time, and for the last row of a shard apart where that is shorter than 128.
@@ -124,11 +133,15 @@ def update_rows(
     shards = shards_of(grads, masters, states, params_out, row_slots)
     of_shards = averages_of(grads, averages)
     measured: Sequence[Tensor | None] = row_stats or [None] * len(grads)
-    for (grad, master, own, param_out, row_slot), followers, stats in zip(shards, of_shards, measured, strict=True):
+    keyed: Sequence[Tensor | None] = row_keys or [None] * len(grads)
+    for shard, followers, stats, keys in zip(shards, of_shards, measured, keyed, strict=True):
+        grad, master, own, param_out, row_slot = shard
         for elements, rows, shape in _row_chunks(grad.numel()):
             slot = row_slot[rows].to(torch.int64)
             of_row = hyper.index_select(0, slot.clamp(min=0)).unsqueeze(-1).unbind(1)
             c = dict(zip(columns, of_row, strict=True))  # each [rows, 1]
+            if keys is not None:
+                c[ROW_KEY] = keys[rows].unsqueeze(1)
             g = grad[elements].view(shape).float() * (scale_of_all * c["grad_factor"])
             if nonfinite_slots is not None:
                 _mark_nonfinite(g, slot, skipped, nonfinite_slots)

@@ -312,8 +312,10 @@ constexpr int kMostElements = kTogether * kRow;
 // has 4 bytes an element: with those and fp32 moments it took 0.79 in place of 0.76.
 constexpr int kAheadOfRows = kMostElements;
 
-// Of such rows: states that are not encoded yet; and what averages and numbers of rows are made of.
+// Of such rows: states that are not encoded yet; what averages and numbers of rows are made of; and of each state and
+// row the noise by which bf16 is rounded.
 struct EncodedRows {
+  uint32_t noise[kMostStates][kTogether];
   alignas(64) float grad[kMostElements], before[kMostElements], master[kMostElements];
   alignas(64) float states[kMostStates][kMostElements];
 };
@@ -363,10 +365,15 @@ template <class Low>
   return {decoded_root8(x.a, scale), decoded_root8(x.b, scale)};
 }
 
-// What is encoded once a row is complete goes to `kept`: values, or their roots. AdamW has these roots anyway.
-[[gnu::always_inline]] inline void store_state(Form form, void* to, float* kept, int i, Vec a, Vec b) {
+// What is encoded once a row is complete goes to `kept`: values, or their roots. AdamW has these roots anyway. `noise`:
+// of each row, or null.
+[[gnu::always_inline]] inline void store_state(
+    Form form, void* to, float* kept, const uint32_t* noise, int i, Vec a, Vec b) {
   if (form == Form::kFloat) return store_pair(static_cast<float*>(to) + i, a, b);
-  if (form == Form::kBFloat16) return store_pair(static_cast<BFloat16*>(to) + i, a, b);
+  if (form == Form::kBFloat16) {
+    BFloat16* at = static_cast<BFloat16*>(to) + i;
+    return noise ? store_stochastic(at, a, b, noise[i / kRow], i % kRow) : store_pair(at, a, b);
+  }
   if (form == Form::kInt8) return store_pair(kept + i, a, b);
   store_pair(kept + i, square_root(a), square_root(b));
 }
@@ -468,7 +475,9 @@ void update_pairs(
     }
     Vec divisor_a = begin_update(g.a, next_a, c), divisor_b = begin_update(g.b, next_b, c);
     for (int s = 0; s < Rule::kStates; ++s)
-      store_state(encoded.forms[s], states[s], rows.states[s], i, next_a.states[s], next_b.states[s]);
+      store_state(
+          encoded.forms[s], states[s], rows.states[s], encoded.row_keys ? rows.noise[s] : nullptr, i, next_a.states[s],
+          next_b.states[s]);
     if (i > 0) end_pair(i - kPair);
     a = next_a;
     b = next_b;
@@ -540,6 +549,13 @@ void update_encoded_tail(
   for (int i = 0; i < written; ++i) __builtin_memcpy(copied[i].tensor, copies[i], count * copied[i].size);
 }
 
+void make_noise(const StepArgs& args, int64_t begin, int64_t end, int states, EncodedRows& of) {
+  for (int64_t row = begin; row < end; ++row) {
+    uint32_t of_row = noise_of_row(args.encoded.row_keys[row], args.hyper[args.row_slot[row]].step_number);
+    for (int s = 0; s < states; ++s) of.noise[s][row - begin] = noise_of_state(of_row, s);
+  }
+}
+
 template <class Rule>
 void step_encoded(const StepArgs& args, int64_t row_begin, int64_t row_end) {
   EncodedRows of;
@@ -552,6 +568,7 @@ void step_encoded(const StepArgs& args, int64_t row_begin, int64_t row_end) {
     if (slot >= 0 && args.hyper[slot].active != 0.0f) {
       Coefficients<Rule, Vec> c(args.hyper[slot], args.grad_scale);
       int numel = int((end - row) * kRow), count = row < whole_end ? numel : int(args.numel % kRow);
+      if (args.encoded.row_keys) make_noise(args, row, end, Rule::kStates, of);
       if (count == numel)
         update_encoded<Rule>(args, row, numel, count, c, of, stream);
       else

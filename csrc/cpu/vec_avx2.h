@@ -131,6 +131,15 @@ struct Pair {
   Vec a, b;
 };
 
+// Two vectors, an element at a time: `element` is the place of the first in its row.
+inline void store_each_stochastic(BFloat16* to, Vec a, Vec b, uint32_t of_state, int element) {
+  float x[2 * Vec::kLanes];
+  a.store(x);
+  b.store(x + Vec::kLanes);
+  for (int i = 0; i < 2 * Vec::kLanes; ++i)
+    to[i] = narrow_stochastic(x[i], noise_in(noise_word(of_state, element + i), element + i));
+}
+
 // The low and the high halves of 16 elements, and these elements of their halves.
 inline __m256i in_order(__m256i quarters) { return _mm256_permute4x64_epi64(quarters, 0xd8); }
 inline __m256i low_halves(Vec a, Vec b) {
@@ -177,6 +186,29 @@ inline void store_pair(T* to, Vec a, Vec b) {
 inline void store_pair(float* to, Vec a, Vec b) {
   a.store(to);
   b.store(to + Vec::kLanes);
+}
+
+// The noise of 16 elements, 16 bits each, from that one on; `mixed`, in 8 lanes.
+inline __m256i noise_from(uint32_t of_state, int element) {
+  __m256i words = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+  words = _mm256_mullo_epi32(words, _mm256_set1_epi32(int32_t(kStride)));  // once, when it is compiled
+  __m256i x = _mm256_add_epi32(_mm256_set1_epi32(int32_t(of_state + element / 2 * kStride)), words);
+  x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 16)), _mm256_set1_epi32(0x7feb352d));
+  x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 15)), _mm256_set1_epi32(int32_t(0x846ca68b)));
+  return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
+}
+
+// Rounded stochastically. What is not rounded up takes the way of single elements.
+inline void store_stochastic(BFloat16* to, Vec a, Vec b, uint32_t of_state, int element) {
+  __m256i noise = noise_from(of_state, element);
+  __m256i low = low_halves(a, b), high = high_halves(a, b);
+  __m256i magnitudes = _mm256_and_si256(high, _mm256_set1_epi16(0x7fff));
+  // The sum of both has no carry where it is not below one of them.
+  __m256i sum = _mm256_add_epi16(low, noise), same = _mm256_cmpeq_epi16(_mm256_max_epu16(sum, low), sum);
+  __m256i up = _mm256_add_epi16(same, _mm256_set1_epi16(1));  // 1 with a carry, else 0
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_add_epi16(high, up));
+  if (any(_mm256_cmpgt_epi16(magnitudes, _mm256_set1_epi16(kFixed - 1)))) [[unlikely]]
+    store_each_stochastic(to, a, b, of_state, element);
 }
 
 // Masters in two halves, by whole words. What is rare, a tie or what is not finite, takes the way of one vector.

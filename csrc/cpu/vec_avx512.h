@@ -119,6 +119,15 @@ struct Pair {
   Vec a, b;
 };
 
+// Two vectors, an element at a time: `element` is the place of the first in its row.
+inline void store_each_stochastic(BFloat16* to, Vec a, Vec b, uint32_t of_state, int element) {
+  float x[2 * Vec::kLanes];
+  a.store(x);
+  b.store(x + Vec::kLanes);
+  for (int i = 0; i < 2 * Vec::kLanes; ++i)
+    to[i] = narrow_stochastic(x[i], noise_in(noise_word(of_state, element + i), element + i));
+}
+
 // Numbers for 32 lanes of 16 bits.
 template <class Lane>
 inline __m512i lanes_by(Lane lane) {
@@ -168,6 +177,28 @@ inline void store_pair(T* to, Vec a, Vec b) {
 inline void store_pair(float* to, Vec a, Vec b) {
   a.store(to);
   b.store(to + Vec::kLanes);
+}
+
+// The noise of 32 elements, 16 bits each, from that one on; `mixed`, in 16 lanes.
+inline __m512i noise_from(uint32_t of_state, int element) {
+  __m512i words = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  words = _mm512_mullo_epi32(words, _mm512_set1_epi32(int32_t(kStride)));  // once, when it is compiled
+  __m512i x = _mm512_add_epi32(_mm512_set1_epi32(int32_t(of_state + element / 2 * kStride)), words);
+  x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32(0x7feb352d));
+  x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 15)), _mm512_set1_epi32(int32_t(0x846ca68b)));
+  return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
+}
+
+// Rounded stochastically. What is not rounded up takes the way of single elements.
+inline void store_stochastic(BFloat16* to, Vec a, Vec b, uint32_t of_state, int element) {
+  __m512i noise = noise_from(of_state, element);
+  __m512i low = low_halves(a, b), high = high_halves(a, b);
+  __mmask32 fixed =
+      _mm512_cmpge_epi16_mask(_mm512_and_si512(high, _mm512_set1_epi16(0x7fff)), _mm512_set1_epi16(kFixed));
+  __mmask32 up = _mm512_cmplt_epu16_mask(_mm512_add_epi16(low, noise), low);  // the sum of both has a carry
+  _mm512_storeu_si512(to, _mm512_mask_add_epi16(high, up, high, _mm512_set1_epi16(1)));
+  if (fixed) [[unlikely]]
+    store_each_stochastic(to, a, b, of_state, element);
 }
 
 // Masters in two halves, by whole words. What is rare, a tie or what is not finite, takes the way of one vector.

@@ -65,6 +65,13 @@ struct Pair {
   Vec a, b;
 };
 
+// Rounded stochastically; `element` is the place of the first in its row.
+inline void store_stochastic(BFloat16* to, Vec a, Vec b, uint32_t of_state, int element) {
+  uint32_t word = noise_word(of_state, element);
+  to[0] = narrow_stochastic(a.x, noise_in(word, 0));
+  to[1] = narrow_stochastic(b.x, noise_in(word, 1));
+}
+
 template <class Low>
 inline Pair join_pair(const BFloat16* high, const Low* low) {
   return {Vec::load(high, low), Vec::load(high + 1, low + 1)};

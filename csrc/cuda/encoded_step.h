@@ -136,6 +136,17 @@ ZK_HOST_DEVICE inline Raw encode_raw(Form form, const float (&x)[kQuad], float s
   return raw;
 }
 
+// `element`: the place of the first in its row.
+ZK_HOST_DEVICE inline Raw stochastic_raw(const float (&x)[kQuad], uint32_t of_state, int element) {
+  Raw raw = {};
+  ZK_UNROLL
+  for (int j = 0; j < kQuad; ++j) {
+    uint32_t noise = noise_in(noise_word(of_state, element + j), j);
+    raw.words[j / 2] |= uint32_t(narrow_stochastic(x[j], noise).bits) << (j % 2 * 16);
+  }
+  return raw;
+}
+
 // A quad as it was loaded.
 template <class Rule>
 struct RawQuad {
@@ -247,12 +258,18 @@ ZK_HOST_DEVICE inline void store_encoded(
     if (step.param_out)
       store_raw<kWhole>(step.param_out, size_of(args.out), raw.i, raw.count, narrow_raw(args.out, of.quad.p));
   }
+  // Loaded anew: kept since the update, the number of the step took registers where nobody needs it.
+  uint32_t noise = 0;
+  if (shard.row_keys) noise = noise_of_row(shard.row_keys[raw.i / kRow], step.hyper[raw.slot].step_number);
   ZK_UNROLL
   for (int s = 0; s < Rule::kStates; ++s) {
     Form form = args.form(s);
     float scale = has_scale(form) ? scale_of(form, bits_float(of.bounds[s])) : 0.0f;
     if (has_scale(form) && raw.i % kRow == 0 && raw.count > 0) shard.scale(s)[raw.i / kRow] = scale;
-    store_raw<kWhole>(step.state(s), size_of(form), raw.i, raw.count, encode_raw(form, of.quad.states[s], scale));
+    Raw kept = form == Form::kBFloat16 && shard.row_keys
+                   ? stochastic_raw(of.quad.states[s], noise_of_state(noise, s), int(raw.i % kRow))
+                   : encode_raw(form, of.quad.states[s], scale);
+    store_raw<kWhole>(step.state(s), size_of(form), raw.i, raw.count, kept);
   }
 }
 

@@ -103,11 +103,11 @@ void foreach_step(
     const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& nonfinite_slots, const std::optional<std::vector<Tensor>>& averages,
     const std::optional<Tensor>& rates, const std::optional<std::vector<Tensor>>& row_stats,
-    const std::optional<std::vector<Tensor>>& scales) {
+    const std::optional<std::vector<Tensor>>& scales, const std::optional<std::vector<Tensor>>& row_keys) {
   const StepEntry& step = entry_of(rule, kSteps);
   std::vector<StepTensors> given = check_foreach_step(
       step.states, grads, masters, states, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots,
-      averages, rates, row_stats, scales);
+      averages, rates, row_stats, scales, row_keys);
   OnGpu on_gpu("foreach_step", grads.at(0));
   std::vector<StepArgs> shards;
   shards.reserve(given.size());
@@ -122,7 +122,7 @@ void foreach_step(
     std::vector<EncodedShard> encoded;
     for (size_t i = 0; i < given.size(); ++i) {
       Encoded of = encoded_of(given[i]);
-      encoded.push_back({shards[i], {of.scales[0], of.scales[1], of.scales[2]}, of.low});
+      encoded.push_back({shards[i], {of.scales[0], of.scales[1], of.scales[2]}, of.low, of.row_keys});
     }
     (*step.run_encoded)(on_gpu.stream(), encoded, of_masters, of_all, grad, out);
   } else {

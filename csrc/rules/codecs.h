@@ -21,9 +21,42 @@ struct Encoded {
   float* scales[kMostStates];  // [rows], or null where the form has none
   void* low;                   // of a split master, whose high halves are the parameters; or null
   int low_size;                // 2: int16; 1: int8
+  const int32_t* row_keys;     // [rows], by which bf16 is rounded stochastically; or null: it is rounded to nearest
 
   bool any() const { return low || forms[0] != Form::kFloat || forms[1] != Form::kFloat || forms[2] != Form::kFloat; }
 };
+
+// The hash lowbias32 (Wellons, "Prospecting for Hash Functions", 2018).
+ZK_HOST_DEVICE static inline uint32_t mixed(uint32_t x) {
+  x = (x ^ x >> 16) * 0x7feb352du;
+  x = (x ^ x >> 15) * 0x846ca68bu;
+  return x ^ x >> 16;
+}
+
+// Between the numbers of which the words of a row are made: zero_kernels/codecs.py says why it is not 1.
+constexpr uint32_t kStride = 0x9e3779b9;
+
+// The noise of a row in a step; then of one of its states; and a word of it, which two elements share.
+ZK_HOST_DEVICE static inline uint32_t noise_of_row(int32_t key, float step_number) {
+  return mixed(mixed(uint32_t(key)) + float_bits(step_number));
+}
+ZK_HOST_DEVICE static inline uint32_t noise_of_state(uint32_t of_row, int state) { return mixed(of_row + state); }
+ZK_HOST_DEVICE static inline uint32_t noise_word(uint32_t of_state, int element) {
+  return mixed(of_state + uint32_t(element / 2) * kStride);
+}
+ZK_HOST_DEVICE static inline uint32_t noise_in(uint32_t word, int element) {
+  return element % 2 ? word >> 16 : word & 0xffff;
+}
+
+// High halves of magnitudes from this on are not rounded up: of the largest finite bf16, infinities and NaN.
+constexpr int16_t kFixed = 0x7f7f;
+
+// `noise`, 16 bits, is added to the lower half of the bits, which is cut off then. NaN stays NaN.
+ZK_HOST_DEVICE static inline BFloat16 narrow_stochastic(float x, uint32_t noise) {
+  uint32_t bits = float_bits(x);
+  if (x != x) return {uint16_t(bits >> 16 | 0x40)};
+  return {uint16_t((int16_t(bits >> 16 & 0x7fff) < kFixed ? bits + noise : bits) >> 16)};
+}
 
 // 0 where the largest of a row is too small.
 ZK_HOST_DEVICE static inline float usual_scale(Form form, float largest) {

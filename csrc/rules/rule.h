@@ -32,7 +32,7 @@ struct HyperRow {
   float own[9];  // the rule's own columns, in its order
   float active;
   float grad_factor;
-  float padding;
+  float step_number;  // for which it was made
 };
 constexpr int64_t kHyperColumns = 12;
 static_assert(sizeof(HyperRow) == kHyperColumns * sizeof(float));

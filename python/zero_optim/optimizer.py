@@ -133,8 +133,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             no average.
         master: "fp32": 16-bit parameters have an fp32 master beside them. "split": of bf16 parameters, the parameter is
             the high half of the master, and 16 bits are stored beside it. "split8": 8 bits, of a master of 24.
-        state_dtype: "fp32", "bf16" or "int8": in which the state is stored that is no master and no average. See
-            ``docs/state.md``.
+        state_dtype: "fp32", "bf16", "bf16_stochastic" or "int8": in which the state is stored that is no master and no
+            average. See ``docs/state.md``.
         telemetry: let every update measure what ``telemetry()`` tells of each parameter. It takes 20 bytes for each row
             of 128 elements that a rank updates.
 

@@ -198,9 +198,10 @@ def compare(
 
 
 def encoded_step(folder: Path) -> int:
-    """Every form for every state, beside others; tails, misaligned shards, rows that are measured, a skipped step."""
+    """Every form for every state, beside others, bf16 also rounded stochastically; tails, misaligned shards, rows that
+    are measured, a skipped step."""
     body = ctypes.CDLL(str(folder / "step.so")).encoded_step
-    body.argtypes = [*step_body(folder).argtypes, ADDRESS, ADDRESS, ctypes.c_int]
+    body.argtypes = [*step_body(folder).argtypes, ADDRESS, ADDRESS, ctypes.c_int, ADDRESS]
     body.restype = ctypes.c_int
     forms, ran = tuple(codecs.FORMS), 0
     for (number, rule), form, of_low in itertools.product(enumerate(RULES), range(4), (None, *codecs.LOWS)):
@@ -215,6 +216,7 @@ def encoded_step(folder: Path) -> int:
                 averages=(form + measured) % 3,
                 forms=given,
                 low=of_low,
+                stochastic=measured,
             )
             marks = [torch.zeros(4, dtype=torch.int32) for _ in range(2)]
             stats, twins = ([torch.full((-(-n // ROW), 5), 7.0) for n in sizes] for _ in range(2))
@@ -229,7 +231,7 @@ def encoded_step(folder: Path) -> int:
             lists, want = shards.lists(row_stats=twins if measured else None, **optional)
             reference.foreach_step(rule, *lists)
             lists, got = shards.lists()
-            _, masters, states, params, rows, table, *_, averages, rates, _, scales = lists
+            _, masters, states, params, rows, table, *_, averages, rates, _, scales, keys = lists
             left = list(scales or ())
             of_states = [left.pop(0) if state.element_size() == 1 else None for state in states]
             tensors, of_scales = [], []
@@ -243,7 +245,7 @@ def encoded_step(folder: Path) -> int:
                 *(at(table), at(scale), at(found), at(marks[1]), len(table), addresses(stats) if measured else None),
                 *(addresses(averages or []), len(averages or []) // len(sizes), at(rates)),
                 ctypes.cast((ctypes.c_int * 3)(*(FORM_CODE[x] for x in given)), ADDRESS),
-                *(addresses(of_scales), of_low.itemsize if of_low else 0),
+                *(addresses(of_scales), of_low.itemsize if of_low else 0, addresses(keys) if keys else None),
             )
             case = (rule, given, of_low, sizes, measured, found_inf)
             for place, (a, b) in enumerate(zip(want, got, strict=True)):

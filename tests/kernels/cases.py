@@ -170,17 +170,26 @@ class Shards:
 
 class EncodedShards(Shards):
     """`Shards` whose states have these forms, in the order of the rule's. `low`: the masters, which awkward parameters
-    are the high halves of, are split, and the low parts have that dtype.
+    are the high halves of, are split, and the low parts have that dtype. `stochastic`: bf16 is rounded so.
 
     Attributes:
         scales: of the states, in their order.
+        row_keys: of each shard; None: bf16 is rounded to nearest.
     """
 
     def __init__(
-        self, rule: str, *args: Any, forms: Sequence[torch.dtype], low: torch.dtype | None = None, **kwargs: Any
+        self,
+        rule: str,
+        *args: Any,
+        forms: Sequence[torch.dtype],
+        low: torch.dtype | None = None,
+        stochastic: bool = False,
+        **kwargs: Any,
     ) -> None:
         self.scales: list[Tensor] = []
         super().__init__(rule, *args, **kwargs)
+        keys = [at_offset(codecs.row_keys(i, i, len(rows)), i % 3) for i, rows in enumerate(self.row_slots)]
+        self.row_keys = keys if stochastic else None
         for i, state in enumerate(self.states):
             form, values = (
                 codecs.FORMS[forms[i % len(RULES[rule].states)]],
@@ -204,7 +213,7 @@ class EncodedShards(Shards):
         shared.setdefault("grad_scale", torch.tensor(0.37))
         of_all = [shared.get(name) for name in ("grad_scale", "found_inf", "nonfinite_slots")]
         lists = [self.grads, masters, states, params, self.row_slots, self.table, *of_all]
-        lists += [averages or None, self.rates if averages else None, row_stats, scales or None]
+        lists += [averages or None, self.rates if averages else None, row_stats, scales or None, self.row_keys]
         return lists, [*masters, *states, *params, *averages, *scales]
 
     def run(self, name: str, **shared: Any) -> list[Tensor]:

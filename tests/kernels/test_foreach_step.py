@@ -326,11 +326,11 @@ def test_a_rule_of_anybody_is_skipped_and_marks() -> None:
 
 def test_columns_have_room_for_nine() -> None:
     names = columns_of(*"abcdefghi")
-    assert names == (*"abcdefghi", "active", "grad_factor", "padding")
+    assert names == (*"abcdefghi", "active", "grad_factor", "step_number")
     assert all(rule.columns[9:11] == ("active", "grad_factor") for rule in RULES.values())
     with pytest.raises(ValueError, match="at most 9 columns of its own, got 10: a, b"):
         columns_of(*"abcdefghij")
-    for taken in (("a", "a"), ("active",), ("padding",)):
+    for taken in (("a", "a"), ("active",), ("padding",), ("step_number",), ("row_key",)):
         with pytest.raises(ValueError, match="is given twice, or taken"):
             columns_of(*taken)
 
@@ -338,7 +338,7 @@ def test_columns_have_room_for_nine() -> None:
 @every_rule
 def test_a_table_reads_nothing_on_the_host(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want = rule_table(RULES[rule])
-    assert want[:, 9].tolist() == [1, 1, 1, 0] and not want[:, 11].any()
+    assert want[:, 9].tolist() == [1, 1, 1, 0] and want[:, 11].tolist() == [1, 2, 1000, 3]
     for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, None)
     got = rule_table(RULES[rule])

@@ -31,7 +31,7 @@ def test_columns_are_float64_rounded_once(step: int, decoupled: bool) -> None:
         "one_minus_beta2": 1 - BETA2,
         "active": 1.0,
         "grad_factor": 1.0,
-        "padding": 0.0,
+        "step_number": step,
     }
     for name, value in exact.items():
         assert got[name] == float(np.float32(value)), name

@@ -115,7 +115,7 @@ def _as_at_stage_2(rank: int, world_size: int, dtype: torch.dtype, options: dict
         (1, torch.bfloat16, {"max_grad_norm": 0.1}),
         (2, torch.float32, {"ema_decay": 0.9}),
         (3, torch.bfloat16, {"master": "split", "state_dtype": "int8", "telemetry": True}),
-        (5, torch.bfloat16, {"max_grad_norm": 0.1}),
+        (5, torch.bfloat16, {"max_grad_norm": 0.1, "state_dtype": "bf16_stochastic"}),
     ],
 )
 def test_it_has_the_bits_of_stage_2(world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> None:

@@ -117,6 +117,7 @@ def test_encoded_states_and_split_masters(rule: str) -> None:
             calm=number < 2,
             forms=given,
             low=low,
+            stochastic=number != 1,
         )
         check(shards.measured("reference"), shards.measured("triton"), (given, low))
         check(shards.written, shards.run("triton", found_inf=torch.ones(1)), "skipped")

@@ -59,7 +59,13 @@ def foreach_step(
     )
 
 
-def encoded_step(*forms: torch.dtype, rule: str = "adamw", master: torch.dtype = FP32, measured: bool = False) -> None:
+def encoded_step(
+    *forms: torch.dtype,
+    rule: str = "adamw",
+    master: torch.dtype = FP32,
+    measured: bool = False,
+    stochastic: bool = False,
+) -> None:
     """States of these forms; `master`: of an integer dtype the low part of a split one."""
     numel = 16 * ROW
     triton.OPS["foreach_step"](
@@ -73,6 +79,7 @@ def encoded_step(*forms: torch.dtype, rule: str = "adamw", master: torch.dtype =
         *(torch.ones(1), torch.ones(1), torch.zeros(2, dtype=torch.int32)),
         *(None, None, [torch.zeros(16, 5)] if measured else None),
         [torch.zeros(16) for form in forms if form.itemsize == 1],
+        [torch.zeros(16, dtype=torch.int32)] if stochastic else None,
     )
 
 
@@ -112,6 +119,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "encoded_step-8-split8": partial(encoded_step, torch.int8, torch.uint8, master=torch.int8),
     "encoded_step-8-measured": partial(encoded_step, torch.int8, torch.uint8, master=torch.int16, measured=True),
     "encoded_step-bf16": partial(encoded_step, BF16, BF16, master=torch.int16),
+    "encoded_step-stochastic": partial(encoded_step, BF16, BF16, master=torch.int16, stochastic=True),
     "encoded_step-lion": partial(encoded_step, torch.int8, rule="lion", master=torch.int16),
     **{f"pack-{NAMES[dtype]}": partial(pack, dtype, True) for dtype in FLOATS},
     "pack-without-flags": partial(pack, BF16, False),

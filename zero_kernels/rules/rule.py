@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero_kernels.hyper import PADDING
+from zero_kernels.hyper import PADDING, STEP_NUMBER
 
 STEP_BITS = 32
 """Bits of a step count that `power` looks at."""
@@ -54,6 +54,7 @@ class Rule:
         made = dict(self.table(dict(zip(self.coefficients, of_slot, strict=True)), step))
         made["active"] = torch.ones_like(step) if active is None else active.double()
         made.setdefault("grad_factor", torch.ones_like(step))
+        made[STEP_NUMBER] = step
         made.setdefault(PADDING, torch.zeros_like(step))
         out.copy_(torch.stack([made[name] for name in self.columns], dim=-1))
 

@@ -6,6 +6,9 @@ import triton.language as tl
 from zero_kernels import codecs
 from zero_kernels.triton.common import narrow, times, widen
 
+_FIXED = tl.constexpr(codecs._FIXED)
+_STRIDE = tl.constexpr(codecs._STRIDE)
+
 _INT8_SMALLEST = tl.constexpr(codecs.INT8_SMALLEST)
 _ROOT8_SMALLEST = tl.constexpr(codecs.ROOT8_SMALLEST)
 _SHIFT = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no fraction left
@@ -33,6 +36,31 @@ def decode(stored, scale):
         return times(root, root)
     else:
         return widen(stored)
+
+
+@triton.jit
+def _mixed(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def noise_of_rows(row_key, step_number):
+    """uint32 [ROWS, 1]."""
+    return _mixed(_mixed(row_key.to(tl.uint32, bitcast=True)) + step_number.to(tl.uint32, bitcast=True))
+
+
+@triton.jit
+def encode_stochastic(values, noise_of_rows, state: tl.constexpr, element):
+    """bf16 of fp32; element: [1, 128], its place in the row, uint32. Two elements share a word of noise."""
+    word = _mixed(_mixed(noise_of_rows + state) + (element >> 1) * _STRIDE)
+    noise = (word >> ((element & 1) << 4)) & 0xFFFF
+    bits = values.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = tl.where(magnitude < _FIXED, bits + noise, bits) >> 16
+    rounded = tl.where(magnitude > 0x7F800000, rounded | 0x40, rounded)  # NaN stays NaN
+    return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

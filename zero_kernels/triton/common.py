@@ -30,7 +30,7 @@ COLUMNS = tl.constexpr(len(HYPER_COLUMNS))
     BIAS_CORRECTION2_SQRT,
     ACTIVE,
     GRAD_FACTOR,
-    PADDING,
+    STEP_NUMBER,
 ) = map(tl.constexpr, range(len(HYPER_COLUMNS)))
 
 

@@ -18,7 +18,7 @@ from zero_kernels.triton.common import (
     GRAD_FACTOR,
     ONE_MINUS_BETA1,
     ONE_MINUS_BETA2,
-    PADDING,
+    STEP_NUMBER,
     STEP_SIZE,
     WEIGHT_DECAY,
 )
@@ -82,7 +82,7 @@ def _hyper_table_kernel(
     else:
         tl.store(row + ACTIVE, tl.load(active + slot, mask=inside, other=0).to(tl.float32), mask=inside)
     tl.store(row + GRAD_FACTOR, (1.0 - 2.0 * maximize).to(tl.float32), mask=inside)
-    tl.store(row + PADDING, 0.0, mask=inside)
+    tl.store(row + STEP_NUMBER, count.to(tl.float32), mask=inside)
 
 
 def hyper_table(coefficients: Tensor, group: Tensor | None, step: Tensor, active: Tensor | None, out: Tensor) -> None:

@@ -10,8 +10,18 @@ from torch import Tensor
 
 from zero_kernels.hyper import ROW
 from zero_kernels.reference import ROW_STATS, averages_of, scales_of, shards_of
-from zero_kernels.triton.codecs import decode, encode, is_encoded, join, split
-from zero_kernels.triton.common import ACTIVE, COLUMNS, EXACT, GRAD_FACTOR, narrow, nonfinite, times, widen
+from zero_kernels.triton.codecs import decode, encode, encode_stochastic, is_encoded, join, noise_of_rows, split
+from zero_kernels.triton.common import (
+    ACTIVE,
+    COLUMNS,
+    EXACT,
+    GRAD_FACTOR,
+    STEP_NUMBER,
+    narrow,
+    nonfinite,
+    times,
+    widen,
+)
 from zero_kernels.triton.rules import UPDATES
 
 # A row a warp: four elements a thread, so that every access of fp32 is 16 bytes and every warp's are contiguous. With
@@ -73,6 +83,7 @@ def _step_rows(
     rates,
     row_stats,
     scales,
+    row_keys,
     UPDATE: tl.constexpr,
     row,  # [ROWS] int64
     has_row,  # [ROWS]: rows that exist
@@ -124,8 +135,14 @@ def _step_rows(
         p = join(high, low)
     else:
         tl.store(master + at, p, mask=live)
+    if row_keys is not None:
+        key = tl.load(row_keys + row, mask=has_row, other=0)[:, None]
+        noise = noise_of_rows(key, tl.load(coefficients + STEP_NUMBER))
+        element = tl.arange(0, _ROW).to(tl.uint32)[None, :]
     for i in tl.static_range(len(states)):
-        if is_encoded(states[i]):
+        if states[i].dtype.element_ty == tl.bfloat16 and row_keys is not None:
+            tl.store(states[i] + at, encode_stochastic(after[i], noise, i, element), mask=live)
+        elif is_encoded(states[i]):
             values, scale_of_row = encode(after[i], inside, states[i].dtype.element_ty)
             tl.store(states[i] + at, values, mask=live)
             if scales[i] is not None:
@@ -160,6 +177,7 @@ def _step_kernel(
     rates,
     row_stats,
     scales,  # a tuple of as many as states, of None for those without
+    row_keys,  # or None: bf16 is rounded to nearest
     numel: tl.int64,
     UPDATE: tl.constexpr,
     RAGGED: tl.constexpr,  # whether numel is no multiple of a row
@@ -172,14 +190,14 @@ def _step_kernel(
         # A mask of elements makes every access narrow: only the last tile pays for it.
         _step_rows(
             grad, master, states, param_out, row_slot, hyper,
-            grad_scale, found_inf, nonfinite_slots, averages, rates, row_stats, scales, UPDATE, row, has_row, at,
-            at < numel,
+            grad_scale, found_inf, nonfinite_slots, averages, rates, row_stats, scales, row_keys, UPDATE, row, has_row,
+            at, at < numel,
         )  # fmt: skip
     else:
         _step_rows(
             grad, master, states, param_out, row_slot, hyper,
-            grad_scale, found_inf, nonfinite_slots, averages, rates, row_stats, scales, UPDATE, row, has_row, at,
-            has_row[:, None],
+            grad_scale, found_inf, nonfinite_slots, averages, rates, row_stats, scales, row_keys, UPDATE, row, has_row,
+            at, has_row[:, None],
         )  # fmt: skip
 
 
@@ -210,6 +228,7 @@ def foreach_step(
     rates: Tensor | None = None,
     row_stats: Sequence[Tensor] | None = None,
     scales: Sequence[Tensor] | None = None,
+    row_keys: Sequence[Tensor] | None = None,
 ) -> None:
     """See `zero_kernels.foreach_step`: a launch for each shard."""
     shards = shards_of(grads, masters, states, params_out, row_slots)
@@ -218,7 +237,7 @@ def foreach_step(
     shared = (hyper, grad_scale, found_inf, nonfinite_slots)
     for i, (shard, followers, stats) in enumerate(zip(shards, averages_of(grads, averages), measured, strict=True)):
         of_shard = tuple(of_states[i * each : (i + 1) * each])
-        _step(rule, *shard, *shared, tuple(followers), rates, stats, of_shard)
+        _step(rule, *shard, *shared, tuple(followers), rates, stats, of_shard, row_keys[i] if row_keys else None)
 
 
 def _step(
@@ -236,6 +255,7 @@ def _step(
     rates: Tensor | None = None,
     row_stats: Tensor | None = None,
     scales: tuple[Tensor | None, ...] = (),
+    row_keys: Tensor | None = None,
 ) -> None:
     numel = grad.numel()
     if numel == 0 or hyper.shape[0] == 0:
@@ -257,6 +277,7 @@ def _step(
             rates if averages else None,
             row_stats,
             scales,
+            row_keys,
             numel,
             UPDATE=UPDATES[rule],
             RAGGED=numel % ROW != 0,

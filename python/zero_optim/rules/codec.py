@@ -26,6 +26,7 @@ from zero_kernels.codecs import (
     encode_bf16,
     encode_int8,
     encode_root8,
+    encode_stochastic_in_update,
     join_master,
     split_master,
 )
@@ -44,11 +45,13 @@ class Codec:
         reads_parameter: whether the parameter is a part of what is stored: it stands for the master then, and is given
             to ``decode`` behind the others.
         ulps: of a master, by how many units in its last place of fp32 it is moved at most.
+        stochastic: whether updates round by noise, for which they are given keys of rows.
     """
 
     name = ""
     reads_parameter = False
     ulps = 0
+    stochastic = False
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Codec) and other.name == self.name
@@ -64,6 +67,11 @@ class Codec:
         """What is stored of whole rows ``values``, [rows, 128] fp32: [rows, 128], or [rows, 1] of one value a row. The
         last row of a parameter may come alone, and without what is behind its last element."""
         raise NotImplementedError
+
+    def encode_in_update(self, values: Tensor, columns: Mapping[str, Tensor], state: int) -> Sequence[Tensor]:
+        """The same where an update has made ``values``. ``columns``: of the table, [rows, 1], and the keys of rows;
+        ``state``: the number of the state among those of the rule."""
+        return self.encode(values)
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
         """[rows, 128] fp32, the values that were encoded, rounded as the codec rounds. Each element is made of what is
@@ -156,6 +164,24 @@ class Bf16(Codec):
         return decode_bf16(*parts)
 
 
+class StochasticBf16(Bf16):
+    """What ``Bf16`` stores. But an update rounds each value to one of its two neighbours, by noise: to the nearer with
+    the higher probability, and so that the mean is the value.
+
+    The noise is made of the place of the row in its parameter, of the parameter's place in the optimizer, the number of
+    the step, the state, and the element's place in the row. So it is the same however parameters are cut and shared,
+    and goes on from a checkpoint. What is loaded, or set, is rounded to nearest even.
+    """
+
+    name, stochastic = "bf16_stochastic", True
+
+    def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
+        return Bf16().parts(tensor)
+
+    def encode_in_update(self, values: Tensor, columns: Mapping[str, Tensor], state: int) -> Sequence[Tensor]:
+        return encode_stochastic_in_update(values, columns, state)
+
+
 class Split(Codec):
     """A master whose high half is the bf16 parameter itself: 16 bits are stored beside it.
 
@@ -200,14 +226,16 @@ class Split8(Split):
 PARAMETER = StateTensor("parameter", dtype=torch.bfloat16)
 """The parameter as a part of what a codec decodes."""
 
-CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Bf16(), Int8(), Root8(), Split(), Split8())}
+_ALL = (Bf16(), StochasticBf16(), Int8(), Root8(), Split(), Split8())
+
+CODECS: Mapping[str, Codec] = {codec.name: codec for codec in _ALL}
 """The codecs of the package, by name."""
 
 
 MASTERS: Mapping[str, Codec | None] = {"fp32": None, "split": Split(), "split8": Split8()}
 """The codec of a master, by the word for it."""
 
-STATE_DTYPES = ("fp32", "bf16", "int8")
+STATE_DTYPES = ("fp32", "bf16", "bf16_stochastic", "int8")
 
 
 def codecs_for(
@@ -227,7 +255,7 @@ def codecs_for(
         plain = tensor.begins is Begins.ZERO and tensor.per is Per.ELEMENT and tensor.dtype == torch.float32
         if plain and state_dtype != "fp32":
             eight = Root8() if tensor.name in nonnegative else Int8()
-            chosen[tensor.name] = Bf16() if state_dtype == "bf16" else eight
+            chosen[tensor.name] = eight if state_dtype == "int8" else CODECS[state_dtype]
     return chosen
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 import zero_kernels
 
-from .codec import Bf16, Int8, Root8, Split, Split8
+from .codec import Bf16, Int8, Root8, Split, Split8, StochasticBf16
 from .state_tensor import Begins, StateTensor
 from .update_rule import MASTER, ShardUpdate, UpdateRule, lists_of, parts_of
 
-_OF_KERNELS = (Bf16, Int8, Root8, Split, Split8)
+_OF_KERNELS = (Bf16, StochasticBf16, Int8, Root8, Split, Split8)
 """Codecs that kernels know. State that is stored by another is updated by torch's ops."""
 
 
@@ -56,11 +56,13 @@ class KernelRule(UpdateRule):
         return self._of_kernel
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
-        if any(type(codec) not in _OF_KERNELS for codec in self.codecs.values()):
+        given = {type(codec) for codec in self.codecs.values()}
+        if not given <= set(_OF_KERNELS) or given >= {Bf16, StochasticBf16}:  # a kernel rounds all bf16 in one way
             return super().update(shards)
         master, states, scales = self._names or self._names_as_stored()
         of_shards = [shard.state[name] for shard in shards for name in scales]
-        self._step(self.kernel, *lists_of(shards, master, states, self.averages), of_shards or None)
+        *lists, row_keys = lists_of(shards, master, states, self.averages)
+        self._step(self.kernel, *lists, of_shards or None, row_keys)
 
     def _names_as_stored(self) -> tuple[str, list[str], list[str]]:
         """Of the master, of each state, and of the scales of those that have one."""

@@ -21,7 +21,7 @@ from .homes import TENSOR_ALL_TO_ALL, Homes, joined_parts, joined_slices
 from .matrix_view import VIEW, MatrixView, are_stacked, blocks_of, dims_of, matrices_of, refuse_view
 from .options import Fixed, Flag, Number, is_number
 from .state_tensor import Begins, StateTensor
-from .update_rule import MASTER, ShardUpdate, UpdateRule, Whole, lists_of, parts_of, stored_master
+from .update_rule import MASTER, ShardUpdate, UpdateRule, Whole, keys_of, lists_of, parts_of, stored_master
 
 Coefficients = Mapping[str, Tensor]
 NewRows = tuple[Tensor, Sequence[Tensor]]
@@ -213,6 +213,7 @@ class Muon(UpdateRule):
             },
             row_slot=shard.row_slot[rows],
             row_stats=None if shard.row_stats is None else shard.row_stats[rows],
+            row_keys=None if shard.row_keys is None else shard.row_keys[rows],
             wholes=[whole._replace(start=whole.start - start) for whole in wholes],
         )
 
@@ -220,8 +221,10 @@ class Muon(UpdateRule):
         """Update the momentum. Returns what is to be made orthogonal, [shard_numel] fp32."""
         ahead = torch.zeros_like(shard.grad, dtype=torch.float32)
         momentum = [shard.state[part.name] for part in parts_of(self.codecs, StateTensor(_BUFFER))]
+        keys = keys_of([shard])
         zero_kernels.update_rows(
-            self._look_ahead, self.columns, [shard.grad], [ahead], momentum, [], [shard.row_slot], *shard.shared
+            *(self._look_ahead, self.columns, [shard.grad], [ahead], momentum, [], [shard.row_slot], *shard.shared),
+            row_keys=keys,
         )
         return ahead
 
@@ -235,7 +238,7 @@ class Muon(UpdateRule):
         codec = self.codecs.get(_BUFFER)
         momentum = torch.lerp(stored[0] if codec is None else codec.decode(stored), g, c["share"])
         ahead = torch.where(c["nesterov"] != 0, torch.lerp(g, momentum, c["momentum"]), momentum)
-        return ahead, [momentum] if codec is None else codec.encode(momentum)
+        return ahead, [momentum] if codec is None else codec.encode_in_update(momentum, c, 0)
 
     def _is_slice(self, whole: Whole) -> bool:
         """Whether the matrices of ``whole`` are those of other tensor-parallel ranks, too."""

@@ -84,6 +84,7 @@ class ShardUpdate(NamedTuple):
         ranks: those that have these shards; None: no parameter is in several.
         slices: the tensor-parallel ranks, which have the slices; None: nothing is cut over them that the rule needs
             whole.
+        row_keys: [shard_numel / ROW] int32, of which the noise of each row is made; None: nothing is rounded by noise.
     """
 
     grad: Tensor
@@ -100,6 +101,7 @@ class ShardUpdate(NamedTuple):
     cuts: Sequence[Cut] = ()
     ranks: Comm | None = None
     slices: Comm | None = None
+    row_keys: Tensor | None = None
 
     @property
     def shared(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -359,7 +361,7 @@ NewValues = tuple[Tensor, Mapping[str, Tensor]]
 def lists_of(
     shards: Sequence[ShardUpdate], master: str | None, states: Sequence[str], averages: Sequence[str]
 ) -> tuple[Any, ...]:
-    """List what ``foreach_step`` takes of shards after the rule, in its order.
+    """List what ``update_rows`` takes of shards after the columns, in its order.
 
     ``master``: its name, as it is stored. ``states``: those of the rule's own, and ``averages``, theirs.
     """
@@ -374,7 +376,13 @@ def lists_of(
         [shard.state[name] for shard in shards for name in averages] or None,
         shards[0].rates,
         None if shards[0].row_stats is None else [shard.row_stats for shard in shards],
+        keys_of(shards),
     )
+
+
+def keys_of(shards: Sequence[ShardUpdate]) -> list[Tensor] | None:
+    """The keys of the rows of each shard; None: nothing is rounded by noise."""
+    return None if shards[0].row_keys is None else [shard.row_keys for shard in shards]  # type: ignore[misc]
 
 
 def _with_codecs(rule: zero_kernels.Rule, codecs: Mapping[str, Codec]) -> zero_kernels.Rule:
@@ -388,8 +396,8 @@ def _with_codecs(rule: zero_kernels.Rule, codecs: Mapping[str, Codec]) -> zero_k
         decoded = [codecs[name].decode(of) if name in codecs else of[0] for name, of in own.items()]
         new, changed = rule.update(g, p, decoded, c)
         encoded = [
-            codecs[name].encode(value) if name in codecs else (value,)
-            for name, value in zip(rule.states, changed, strict=True)
+            codecs[name].encode_in_update(value, c, number) if name in codecs else (value,)
+            for number, (name, value) in enumerate(zip(rule.states, changed, strict=True))
         ]
         return new, [part for of in encoded for part in of]
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_kernels import ROW_STATS
+from zero_kernels import ROW, ROW_STATS
+from zero_kernels.codecs import row_keys
 
 from ..comm.collectives import Comm
 from ..comm.streams import keep_for_current_stream
@@ -44,6 +45,7 @@ class ShardState:
         wholes: the parameters in it, where the rule has them whole, or a slice of each.
         cuts: the parameters in it of which other shards have parts, where the rule needs them whole.
         joins_parts: whether its update makes parameters whole that are cut over ranks.
+        row_keys: [shard_numel / ROW] int32, of which the noise of each row is made; None: nothing is rounded by noise.
         row_stats: [shard_numel / ROW, 5] fp32, what the last update has measured of each row; None: it measures none.
     """
 
@@ -72,6 +74,7 @@ class ShardState:
         self.cuts = self._cuts(group) if self._joins_shards else ()
         self.wholes = () if rule.layout.cuts or self._joins_shards else self._wholes(group)
         self.joins_parts = self._joins_shards or self._joins_slices
+        self.row_keys = self._keys(len(rows)) if any(codec.stochastic for codec in rule.codecs.values()) else None
         self.row_stats: Tensor | None = None
         if measures:
             self.row_stats = torch.zeros(len(rows), len(ROW_STATS), device=store.works_on)
@@ -79,8 +82,16 @@ class ShardState:
             assert isinstance(store, HostStore)
             spare_stats = None if self.row_stats is None else torch.zeros_like(self.row_stats)
             self._speculation = Speculation(
-                speculator, rule, self._place, store, self.page, self.row_slot, spare_stats, self.wholes
+                speculator, rule, self._place, store, self.page, self.row_slot, spare_stats, self.wholes, self.row_keys
             )
+
+    def _keys(self, rows: int) -> Tensor:
+        """Keys that are the same wherever a row is: by the parameter's index, and the row's number in it."""
+        keys = torch.zeros(rows, dtype=torch.int32)
+        for piece in self.bucket.pieces:
+            first, count = piece.in_shard // ROW, -(-piece.numel // ROW)
+            keys[first : first + count] = row_keys(piece.slot.param, piece.in_param // ROW, count)
+        return keys.to(self._store.works_on)
 
     def _wholes(self, group: Callable[[int], Mapping[str, Any]]) -> tuple[Whole, ...]:
         shard = self.bucket.sharding.shard_index
@@ -129,7 +140,7 @@ class ShardState:
         """The parameters have moved to other buckets, and their state with them."""
         if self._speculation is not None:
             self._speculation.drop()
-        keep_for_current_stream(*(t for t in (self.row_slot, self.row_stats) if t is not None))
+        keep_for_current_stream(*(t for t in (self.row_slot, self.row_keys, self.row_stats) if t is not None))
         self._place.release()
         self._store.release(self.page)
 
@@ -167,6 +178,7 @@ class ShardState:
                 self.cuts,
                 self.bucket.sharding.sharers if self._joins_shards else None,
                 self._slices,
+                self.row_keys,
             )
         except BaseException:
             self.give_up_update()

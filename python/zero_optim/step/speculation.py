@@ -69,6 +69,7 @@ class Speculation:
         row_slot: [shard_numel / ROW] int32, the parameter index of each row.
         wholes: see ``ShardUpdate``.
         row_stats: what the update measures of each row; None: nothing. It is the shard's where the guess was right.
+        row_keys: see ``ShardUpdate``.
     """
 
     def __init__(
@@ -81,8 +82,9 @@ class Speculation:
         row_slot: Tensor,
         row_stats: Tensor | None = None,
         wholes: Sequence[Whole] = (),
+        row_keys: Tensor | None = None,
     ) -> None:
-        self._wholes = wholes
+        self._wholes, self._row_keys = wholes, row_keys
         self._speculator, self._rule, self._place, self._store = speculator, rule, place, store
         self._prepared = rule.prepared()
         self._page, self._row_slot, self.row_stats = page, row_slot, row_stats
@@ -111,7 +113,10 @@ class Speculation:
             tensor.copy_(live[name])
         parameters = self._place.parameters_to_guess()
         shared = (by.hyper[self._rule], by.grad_scale, by.found_inf, by.marks, by.rates)
-        update = ShardUpdate(gradient, parameters, spare, self._row_slot, *shared, self.row_stats, self._wholes)
+        update = ShardUpdate(
+            *(gradient, parameters, spare, self._row_slot, *shared, self.row_stats, self._wholes),
+            row_keys=self._row_keys,
+        )
         self._prepared.update([update])
 
     def confirm(self, by: Coefficients) -> bool:

@@ -212,12 +212,13 @@ extern "C" int step(
 }
 
 // The same of encoded states. forms: of kMostStates states. scales: of each shard as many, null where there is none.
-// low_size: of an element of split masters; 0: they are not split.
+// low_size: of an element of split masters; 0: they are not split. row_keys: of each shard; null: bf16 is rounded to
+// nearest.
 extern "C" int encoded_step(
     const char* rule, void* const* tensors, int states, const int64_t* numels, int count, int grad_dtype, int out_dtype,
     const float* hyper, const float* grad_scale, const float* found_inf, int32_t* nonfinite_slots, int32_t slots,
     float* const* row_stats, float* const* averages, int each, const float* rates, const int* forms,
-    float* const* scales, int low_size) {
+    float* const* scales, int low_size, const int32_t* const* row_keys) {
   std::vector<EncodedShard> shards;
   for (int i = 0; i < count; ++i) {
     EncodedShard shard = {};
@@ -225,12 +226,13 @@ extern "C" int encoded_step(
         tensors + (4 + states) * i, states, numels[i], hyper, grad_scale, found_inf, nonfinite_slots, slots,
         row_stats ? row_stats[i] : nullptr);
     for (int s = 0; s < kMostStates; ++s) shard.scales[s] = scales[i * kMostStates + s];
+    if (row_keys) shard.row_keys = row_keys[i];
     if (low_size) shard.low = std::exchange(shard.step.master, nullptr);
     shards.push_back(shard);
   }
   Averages of_masters = averages_of(averages, each, rates, count);
   DType grad = DType(grad_dtype), out = DType(out_dtype);
-  Encoded of = {{Form(forms[0]), Form(forms[1]), Form(forms[2])}, {}, nullptr, low_size ? low_size : 2};
+  Encoded of = {{Form(forms[0]), Form(forms[1]), Form(forms[2])}, {}, nullptr, low_size ? low_size : 2, nullptr};
   if (!std::strcmp(rule, "adamw")) return run_encoded<AdamW>(shards, of_masters, of, grad, out);
   if (!std::strcmp(rule, "amsgrad")) return run_encoded<AmsGrad>(shards, of_masters, of, grad, out);
   if (!std::strcmp(rule, "lion")) return run_encoded<Lion>(shards, of_masters, of, grad, out);
