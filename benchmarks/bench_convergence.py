@@ -41,8 +41,8 @@ FORMS: Contenders = {
     "split8, int8": ("--master", "split8", "--state-dtype", "int8"),
 }
 OPTIMIZERS: Mapping[str, Contenders] = {
-    "AdamW": {f"AdamW, lr {lr}": ("--lr", lr) for lr in ("0.002", "0.004", "0.008", "0.016")},
-    "Muon": {f"Muon, lr {lr}": ("--optimizer", "muon", "--muon-lr", lr) for lr in ("0.005", "0.01", "0.02", "0.04")},
+    "AdamW": {f"AdamW, lr {lr}": ("--lr", lr) for lr in ("0.002", "0.004", "0.008")},
+    "Muon": {f"Muon, lr {lr}": ("--optimizer", "muon", "--muon-lr", lr) for lr in ("0.01", "0.02", "0.04")},
 }
 """By learning rate. What Muon leaves to AdamW has the rate of ``zero-optim train``."""
 MEAN_OF = 20
