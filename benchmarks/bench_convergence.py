@@ -41,7 +41,7 @@ FORMS: Contenders = {
     "split8, int8": ("--master", "split8", "--state-dtype", "int8"),
 }
 OPTIMIZERS: Mapping[str, Contenders] = {
-    "AdamW": {f"AdamW, lr {lr}": ("--lr", lr) for lr in ("0.002", "0.004", "0.008")},
+    "AdamW": {f"AdamW, lr {lr}": ("--lr", lr) for lr in ("0.001", "0.002", "0.004", "0.008")},
     "Muon": {f"Muon, lr {lr}": ("--optimizer", "muon", "--muon-lr", lr) for lr in ("0.01", "0.02", "0.04")},
 }
 """By learning rate. What Muon leaves to AdamW has the rate of ``zero-optim train``."""
@@ -194,8 +194,8 @@ def _over_seeds(curves: Sequence[Sequence[float]], taken: Callable[[Sequence[flo
     return [taken(values) for values in zip(*curves, strict=True)]
 
 
-def draw(rows: Sequence[ConvergenceRow], path: Path) -> None:
-    png(draw_optimizers(rows) if rows[0].validation_losses else draw_forms(rows), path)
+def sheet_of(rows: Sequence[ConvergenceRow]) -> Sheet:
+    return draw_optimizers(rows) if rows[0].validation_losses else draw_forms(rows)
 
 
 def compare_forms(forms: Sequence[str], seeds: Sequence[int], ranks: int, steps: int) -> list[ConvergenceRow]:
@@ -246,7 +246,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.redraw is not None:
         read = [ConvergenceRow(**row) for row in json.loads(given.redraw.read_text())["rows"]]
-        draw(read, given.redraw.with_suffix(".png"))
+        png(sheet_of(read), given.redraw.with_suffix(".png"))
         return
     given.out.mkdir(parents=True, exist_ok=True)
     seeds = [*map(int, given.seeds.split(","))]
@@ -257,7 +257,7 @@ def main() -> None:
             ["fp32", *(form for form in given.forms if form != "fp32")], seeds, given.ranks, given.steps
         )
     path = write(make_record(rows, torch.device("cpu"), {}), given.out, given.compare)
-    draw(rows, path.with_suffix(".png"))
+    png(sheet_of(rows), path.with_suffix(".png"))
     print(path)
 
 

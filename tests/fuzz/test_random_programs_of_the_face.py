@@ -132,7 +132,7 @@ class OneMatrix(Face):
 def test_a_view_that_is_left_out_is_seen():
     """The matrices of a program have the rank that their directions need."""
     muon, rest = Group((0,), 1.0, rule="muon", view=("rows", 2)), Group((1,), rule="lion")
-    viewed = Program(2, (Optim(shapes=((20, 24), (5,)), groups=(muon, rest)),), (Backward((BOTH, BOTH)), Step(0)))
+    viewed = Program(2, (Optim(shapes=((20, 60), (5,)), groups=(muon, rest)),), (Backward((BOTH, BOTH)), Step(0)))
     whole = replace(viewed, optims=(replace(viewed.optims[0], groups=(replace(muon, view=None), rest)),))
     assert [why_not(made) for made in (viewed, whole)] == [None, None]
     assert not [*run_batch(FACE, [viewed, whole])]
