@@ -1,8 +1,10 @@
-"""Does smaller state train as well? ``zero-optim train`` by each form of state, from several seeds, on the same text.
+"""What trains as well? ``zero-optim train`` on the same text from several seeds, by each form of state or optimizer.
 
     python benchmarks/bench_convergence.py --steps 500 --seeds 0,1,2
+    python benchmarks/bench_convergence.py --compare optimizers
 
-Writes the validation losses as JSON, and a picture of the training losses.
+Of the optimizers the first seed trains with each learning rate, and the other seeds with the best one. Writes losses
+as JSON, and a picture of them.
 """
 
 from __future__ import annotations
@@ -12,17 +14,24 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from zero_optim import checkpoint
 from zero_optim.bench.record import make_record, write
 from zero_optim.drawing.plot import png
-from zero_optim.drawing.sheet import Line, Lines, Scale, Sheet
+from zero_optim.drawing.sheet import Bar, Bars, Line, Lines, Marks, Scale, Sheet
+from zero_optim.train.config import TrainConfig
+from zero_optim.train.data import fixed_windows, load_corpus
+from zero_optim.train.model import GPT, next_byte_loss
 
-FORMS: Mapping[str, Sequence[str]] = {
+Contenders = Mapping[str, Sequence[str]]
+"""The flags of each that trains, by name."""
+
+FORMS: Contenders = {
     "fp32": (),
     "split": ("--master", "split"),
     "bf16": ("--state-dtype", "bf16"),
@@ -31,60 +40,202 @@ FORMS: Mapping[str, Sequence[str]] = {
     "split8": ("--master", "split8"),
     "split8, int8": ("--master", "split8", "--state-dtype", "int8"),
 }
+OPTIMIZERS: Mapping[str, Contenders] = {
+    "AdamW": {f"AdamW, lr {lr}": ("--lr", lr) for lr in ("0.001", "0.002", "0.004", "0.008")},
+    "Muon": {f"Muon, lr {lr}": ("--optimizer", "muon", "--muon-lr", lr) for lr in ("0.01", "0.02", "0.04")},
+}
+"""By learning rate. What Muon leaves to AdamW has the rate of ``zero-optim train``."""
 MEAN_OF = 20
-"""Steps whose losses are one point of the picture."""
+"""Steps whose training losses are one point of the picture."""
+VALIDATE_EVERY = 25
+"""Steps between validation losses."""
+WINDOWS = 128
+"""Windows of held-out text that validate, as at the end of ``zero-optim train``."""
 
 
 @dataclass(frozen=True)
 class ConvergenceRow:
-    """A training. ``losses``: the means of ``MEAN_OF`` steps each, in nats a byte."""
+    """A training. Losses are in nats a byte.
 
-    form: str
+    Attributes:
+        validation_loss: at the end.
+        losses: the means of ``MEAN_OF`` steps each.
+        validation_losses: after each ``VALIDATE_EVERY`` steps; empty where forms of state are compared.
+    """
+
+    name: str
     seed: int
     ranks: int
     steps: int
     validation_loss: float
     losses: Sequence[float]
+    validation_losses: Sequence[float] = ()
 
 
-def train(form: str, seed: int, ranks: int, steps: int) -> ConvergenceRow:
+def train(name: str, flags: Sequence[str], seed: int, ranks: int, steps: int, *, validate: bool) -> ConvergenceRow:
+    saving = ("--save-every", str(VALIDATE_EVERY)) if validate else ("--no-checkpoint",)
     with TemporaryDirectory() as folder:
-        words = ["train", "--ranks", str(ranks), "--steps", str(steps), "--seed", str(seed), "--no-checkpoint"]
-        command = [sys.executable, "-m", "zero_optim", *words, "--out", f"{folder}/run", *FORMS[form]]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        session = json.loads(Path(f"{folder}/run/run.json").read_text())["sessions"][-1]
-        logged = [json.loads(line) for line in Path(f"{folder}/run/log.jsonl").read_text().splitlines()]
+        run = Path(folder, "run")
+        words = ["train", "--ranks", str(ranks), "--steps", str(steps), "--seed", str(seed), "--out", str(run)]
+        subprocess.run(
+            [sys.executable, "-m", "zero_optim", *words, *saving, *flags], check=True, stdout=subprocess.DEVNULL
+        )
+        session = json.loads((run / "run.json").read_text())["sessions"][-1]
+        logged = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+        points = range(VALIDATE_EVERY, steps + 1, VALIDATE_EVERY) if validate else ()
+        validation_losses = validate_checkpoints([run / "checkpoint" / f"step-{step}" for step in points])
     losses = [entry["loss"] for entry in logged]
     means = [statistics.mean(losses[start : start + MEAN_OF]) for start in range(0, steps, MEAN_OF)]
-    return ConvergenceRow(form, seed, ranks, steps, session["ending"]["validation_loss"], means)
+    return ConvergenceRow(name, seed, ranks, steps, session["ending"]["validation_loss"], means, validation_losses)
 
 
-def draw(rows: Sequence[ConvergenceRow], path: Path) -> None:
+@torch.no_grad()
+def validate_checkpoints(folders: Sequence[Path]) -> list[float]:
+    """The mean loss of each on held-out text, as ``zero-optim train`` takes it at its end."""
+    config = TrainConfig()
+    windows = fixed_windows(load_corpus(config.data, config.seq).validation, config.seq, WINDOWS)
+    model = GPT(config.model, config.torch_dtype)
+    found = []
+    for folder in folders:
+        checkpoint.load(folder, model)
+        total = sum(next_byte_loss(model, part).item() * len(part) for part in windows.split(config.batch))
+        found.append(total / len(windows))
+    return found
+
+
+def best_of(rows: Sequence[ConvergenceRow], optimizer: str) -> str:
+    """The name of the rate whose loss is lowest at the end, by the first seed."""
+    tried = [row for row in rows if row.name in OPTIMIZERS[optimizer] and row.seed == rows[0].seed]
+    return min(tried, key=lambda row: row.validation_loss).name
+
+
+def steps_to(loss: float, curve: Sequence[float]) -> float | None:
+    """When a curve of validation losses has come down to ``loss``, on the straight line between two of its points.
+
+    None: never. Where the first point is below already, it is that point."""
+    for number, found in enumerate(curve):
+        if found <= loss:
+            before = curve[number - 1] if number else found
+            share = (before - loss) / (before - found) if before > found else 1.0
+            return VALIDATE_EVERY * (number + share)
+    return None
+
+
+def draw_forms(rows: Sequence[ConvergenceRow]) -> Sheet:
     """A line for each form: the mean over seeds, from a tenth of the steps on."""
     lines, off = [], []
+    names = list(dict.fromkeys(row.name for row in rows))
     exact = _mean_losses(rows, "fp32")
-    for form in FORMS:
-        means = _mean_losses(rows, form)
+    for name in names:
+        means = _mean_losses(rows, name)
         x = [MEAN_OF * (number + 1) for number in range(len(means))]
         skipped = len(x) // 10
-        lines.append(Line(form, x[skipped:], means[skipped:], f"{means[-1]:.3f}"))
+        lines.append(Line(name, x[skipped:], means[skipped:], f"{means[-1]:.3f}"))
         shares = [100 * (mean / of_exact - 1) for mean, of_exact in zip(means, exact, strict=True)]
-        off.append(Line(form, x[skipped:], shares[skipped:], f"{shares[-1]:+.2f} %"))
-    seeds = len({row.seed for row in rows})
+        off.append(Line(name, x[skipped:], shares[skipped:], f"{shares[-1]:+.2f} %"))
     panels = [
         Lines("Training loss, the mean of seeds", "nats a byte", lines, scale=Scale.DATA, in_turn=True),
         Lines("Beside fp32", "%", off, scale=Scale.DATA, in_turn=True),
     ]
-    note = f"{seeds} seeds, {rows[0].ranks} ranks, means of {MEAN_OF} steps; zero-optim train's own model and text"
-    png(Sheet([panels], note, "Training with smaller state"), path)
+    return Sheet([panels], _note(rows, f"means of {MEAN_OF} steps"), "Training with smaller state")
 
 
-def _mean_losses(rows: Sequence[ConvergenceRow], form: str) -> list[float]:
-    return [statistics.mean(values) for values in zip(*(row.losses for row in rows if row.form == form), strict=True)]
+def draw_optimizers(rows: Sequence[ConvergenceRow]) -> Sheet:
+    """A line for each optimizer at its best rate, and a bar for each rate that was tried."""
+    lines, bars = [], []
+    for optimizer in OPTIMIZERS:
+        best = best_of(rows, optimizer)
+        curves = [row.validation_losses for row in rows if row.name == best]
+        means = _over_seeds(curves, statistics.mean)
+        band = [*zip(_over_seeds(curves, min), _over_seeds(curves, max), strict=True)]
+        x = [VALIDATE_EVERY * (number + 1) for number in range(len(means))]
+        skipped = len(x) // 10
+        lines.append(Line(best, x[skipped:], means[skipped:], f"{means[-1]:.3f}", band[skipped:]))
+        bars += [
+            Bar(
+                row.name,
+                row.validation_loss,
+                (row.validation_loss,) * 2,
+                [f"{row.validation_loss:.3f}"],
+                group=optimizer,
+            )
+            for row in rows
+            if row.name in OPTIMIZERS[optimizer] and row.seed == rows[0].seed
+        ]
+    reached = steps_to_adamw(rows)
+    marks = Marks([reached], f"AdamW's last loss after {reached:.0f} steps") if reached is not None else Marks((), "")
+    title = "Validation loss, the mean and the range of seeds"
+    panels = [
+        Lines(title, "nats a byte", lines, scale=Scale.DATA, in_turn=True, marks=marks),
+        Bars(f"At the end, of seed {rows[0].seed}", "nats a byte", bars, ["loss"]),
+    ]
+    return Sheet([panels], _note(rows, f"validated every {VALIDATE_EVERY} steps"), "Training with AdamW and with Muon")
+
+
+def steps_to_adamw(rows: Sequence[ConvergenceRow]) -> float | None:
+    """How many steps Muon takes to AdamW's last loss, by the means of seeds, each at its best rate."""
+    curves = [
+        _over_seeds([row.validation_losses for row in rows if row.name == best_of(rows, optimizer)], statistics.mean)
+        for optimizer in ("AdamW", "Muon")
+    ]
+    return steps_to(curves[0][-1], curves[1])
+
+
+def _note(rows: Sequence[ConvergenceRow], how: str) -> str:
+    seeds = len({row.seed for row in rows})
+    return f"{seeds} seeds, {rows[0].ranks} ranks, {how}; zero-optim train's own model and text"
+
+
+def _mean_losses(rows: Sequence[ConvergenceRow], name: str) -> list[float]:
+    return _over_seeds([row.losses for row in rows if row.name == name], statistics.mean)
+
+
+def _over_seeds(curves: Sequence[Sequence[float]], taken: Callable[[Sequence[float]], float]) -> list[float]:
+    return [taken(values) for values in zip(*curves, strict=True)]
+
+
+def sheet_of(rows: Sequence[ConvergenceRow]) -> Sheet:
+    return draw_optimizers(rows) if rows[0].validation_losses else draw_forms(rows)
+
+
+def compare_forms(forms: Sequence[str], seeds: Sequence[int], ranks: int, steps: int) -> list[ConvergenceRow]:
+    rows: list[ConvergenceRow] = []
+    for seed in seeds:
+        for form in forms:
+            rows.append(train(form, FORMS[form], seed, ranks, steps, validate=False))
+            exact = next(row.validation_loss for row in rows if row.seed == seed)
+            found = rows[-1].validation_loss
+            print(f"seed {seed}  {form:12} validation loss {found:.4f}, {found / exact:.4f} of fp32", flush=True)
+    return rows
+
+
+def compare_optimizers(seeds: Sequence[int], ranks: int, steps: int) -> list[ConvergenceRow]:
+    rows: list[ConvergenceRow] = []
+    for seed in seeds:
+        for optimizer, rates in OPTIMIZERS.items():
+            for name in rates if seed == seeds[0] else [best_of(rows, optimizer)]:
+                rows.append(train(name, rates[name], seed, ranks, steps, validate=True))
+                print(f"seed {seed}  {name:15} validation loss {rows[-1].validation_loss:.4f}", flush=True)
+    reached = steps_to_adamw(rows)
+    print(
+        "Muon does not come down to AdamW's last loss"
+        if reached is None
+        else f"Muon has AdamW's last loss after {reached:.0f} steps"
+    )
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--compare", choices=("forms", "optimizers"), default="forms", help="what is compared (forms)")
+    parser.add_argument(
+        "--forms",
+        nargs="+",
+        choices=tuple(FORMS),
+        default=[*FORMS],
+        metavar="FORM",
+        help="of state (all); fp32 comes first",
+    )
     parser.add_argument("--steps", type=int, default=500, help="of each training (500)")
     parser.add_argument("--seeds", default="0,1,2", help="as in 0,1,2 (0,1,2)")
     parser.add_argument("--ranks", type=int, default=2, help="of each training (2)")
@@ -95,18 +246,18 @@ def main() -> None:
     given = parser.parse_args()
     if given.redraw is not None:
         read = [ConvergenceRow(**row) for row in json.loads(given.redraw.read_text())["rows"]]
-        draw(read, given.redraw.with_suffix(".png"))
+        png(sheet_of(read), given.redraw.with_suffix(".png"))
         return
     given.out.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for seed in map(int, given.seeds.split(",")):
-        for form in FORMS:
-            rows.append(train(form, seed, given.ranks, given.steps))
-            exact = next(row.validation_loss for row in rows if row.seed == seed)
-            found = rows[-1].validation_loss
-            print(f"seed {seed}  {form:12} validation loss {found:.4f}, {found / exact:.4f} of fp32", flush=True)
-    path = write(make_record(rows, torch.device("cpu"), {}), given.out)
-    draw(rows, path.with_suffix(".png"))
+    seeds = [*map(int, given.seeds.split(","))]
+    if given.compare == "optimizers":
+        rows = compare_optimizers(seeds, given.ranks, given.steps)
+    else:
+        rows = compare_forms(
+            ["fp32", *(form for form in given.forms if form != "fp32")], seeds, given.ranks, given.steps
+        )
+    path = write(make_record(rows, torch.device("cpu"), {}), given.out, given.compare)
+    png(sheet_of(rows), path.with_suffix(".png"))
     print(path)
 
 

@@ -1,4 +1,4 @@
-"""The model of ``scale``: the shapes of Llama 2 70B, as integers, and as tensors a 4096th of their size."""
+"""The model of ``scale``: the shapes of Llama 2 70B, as integers, and as tensors a 4096th of their size. And 7B's."""
 
 from __future__ import annotations
 
@@ -25,10 +25,15 @@ class Shapes:
     vocab: int
 
     @property
+    def block_matrices(self) -> list[tuple[int, int]]:
+        """Rows and columns of each matrix of a block: query, key, value, output; gate, up, down."""
+        attention = [(width, self.hidden) for width in (self.hidden, self.kv, self.kv, self.hidden)]
+        return [*attention, *[(self.ffn, self.hidden)] * 2, (self.hidden, self.ffn)]
+
+    @property
     def block(self) -> list[int]:
-        """Elements of each parameter of a block: query, key, value, output; gate, up, down; two norms."""
-        attention = [self.hidden * width for width in (self.hidden, self.kv, self.kv, self.hidden)]
-        return [*attention, *[self.hidden * self.ffn] * 3, self.hidden, self.hidden]
+        """Elements of each parameter of a block: its matrices; two norms."""
+        return [*(rows * columns for rows, columns in self.block_matrices), self.hidden, self.hidden]
 
     @property
     def root(self) -> list[int]:
@@ -42,6 +47,7 @@ class Shapes:
         return [embedding, *self.block * self.layers, *last]
 
 
+LLAMA_7B = Shapes(layers=32, hidden=4096, ffn=11008, kv=4096, vocab=32000)
 LLAMA_70B = Shapes(layers=80, hidden=8192, ffn=28672, kv=1024, vocab=32000)
 
 

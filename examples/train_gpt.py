@@ -2,6 +2,8 @@
 
 python examples/train_gpt.py [FILE ...]
 torchrun --standalone --nproc-per-node 2 examples/train_gpt.py [FILE ...]
+
+--optimizer muon updates the matrices of blocks by Muon, and the rest by AdamW, in one optimizer.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import torch.distributed as dist
 import zero_optim
 from torch import Tensor, nn
 from torch.nn import functional as F
+from zero_optim import rules
 
 WINDOW, BATCH = 128, 8
 
@@ -56,6 +59,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", type=Path, default=[Path(__file__)])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     arguments = parser.parse_args()
 
     # The ranks, where torchrun has started several; one rank needs none of this.
@@ -68,7 +72,16 @@ def main() -> None:
 
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in arguments.files)), dtype=torch.uint8)
     model = GPT().to(device, torch.bfloat16)  # rank 0's weights go to all ranks when the optimizer is made
-    optimizer = zero_optim.ShardedAdamW(model.named_parameters(), lr=1e-3, weight_decay=0.1, stage=arguments.stage)
+    groups = [{"params": list(model.named_parameters())}]
+    if arguments.optimizer == "muon":
+        # By hand, as the blocks are as wide as there are positions. ShardedMuon.split would take some of their matrices
+        # for a head.
+        matrices = [name for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim == 2]
+        groups = [
+            {"params": [(name, p) for name, p in model.named_parameters() if name not in matrices]},
+            {"params": [(name, model.get_parameter(name)) for name in matrices], "rule": rules.Muon(lr=0.02)},
+        ]
+    optimizer = zero_optim.ShardedAdamW(groups, lr=1e-3, weight_decay=0.1, stage=arguments.stage)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.steps)
     torch.manual_seed(rank)  # each rank draws its own windows
 

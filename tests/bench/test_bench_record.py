@@ -36,7 +36,7 @@ KEYS = [
 ROW_KEYS = [
     "op", "backend", "dtype", "numel", "rounds", "ms", "p20", "p80", "bytes", "gbps", "yardstick", "copy_gbps",
     "fraction", "vs_torch", "vs", "phases", "launches", "parameters", "ranks", "tokens_per_s", "memory", "loss",
-    "baseline", "communicated", "keeps", "tokens",
+    "baseline", "communicated", "keeps", "tokens", "newton_schulz", "imbalance", "padding",
 ]  # fmt: skip
 
 

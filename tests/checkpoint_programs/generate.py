@@ -43,7 +43,30 @@ def program(seed: int, saving: int, loading: int) -> Program:
     if kind == "misfit":
         target = misfitting(rng, target)
     with_opt = rng.random() < 0.85 and target.aliases() == source.aliases()
-    return Program(seed, saving, loading, source, target, steps, rng.random() < 0.3, with_opt)
+    made = Program(seed, saving, loading, source, target, steps, rng.random() < 0.3, with_opt)
+    return in_forms(random.Random(f"forms {seed}"), made)
+
+
+def in_forms(rng: random.Random, program: Program) -> Program:
+    """The same with smaller state. What it is loaded into has the same form, or one whose values can be told."""
+    source, target = [*program.source.plans], [*program.target.plans]
+    for number, (saved, loaded) in enumerate(zip(program.source.plans, program.target.plans, strict=True)):
+        master = rng.choice(("fp32", "split", "split8")) if saved.dtype == "bf16" and program.with_opt else "fp32"
+        state_dtype = rng.choice(("fp32", "bf16", "int8"))
+        if saved.rule == "sharded":
+            source[number] = replace(saved, master=master, state_dtype=state_dtype)
+        if program.target == program.source:
+            target[number] = source[number]
+        elif loaded.rule == "sharded":
+            kept = source[number]
+            low = kept.master if loaded.dtype == "bf16" and saved.rule == "sharded" else "fp32"
+            other = rng.choice((kept.state_dtype, kept.state_dtype, "fp32", "bf16"))
+            target[number] = replace(loaded, master=low, state_dtype=other)
+    return replace(
+        program,
+        source=replace(program.source, plans=tuple(source)),
+        target=replace(program.target, plans=tuple(target)),
+    )
 
 
 def draw_plan(rng: random.Random, rule: str) -> Plan:

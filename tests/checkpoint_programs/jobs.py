@@ -144,6 +144,7 @@ class Running:
             if sharded:
                 more = {} if plan.stage == 3 else {"stage": plan.stage}
                 more |= {} if plan.cap is None or plan.stage == 3 else {"bucket_cap_mb": plan.cap}
+                more |= {"master": plan.master, "state_dtype": plan.state_dtype}
                 self.opts.append(zero_optim.ShardedAdamW(groups, **more))
             else:
                 self.opts.append(torch.optim.AdamW(groups))

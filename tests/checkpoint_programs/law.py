@@ -39,6 +39,11 @@ def _reasons(program: Program) -> Iterator[str]:
         yield "an edit of what is not there"
     if program.with_opt and source.aliases() != target.aliases():
         yield "ties differ: with optimizers that is a test of its own"
+    for saved, loaded in zip(source.plans, target.plans, strict=False):
+        if loaded.master not in ("fp32", saved.master) or (loaded.master != "fp32" and not program.with_opt):
+            yield "a master is rounded: that is a test of its own"
+        if loaded.state_dtype not in ("fp32", "bf16", saved.state_dtype):
+            yield "8 bits of what had more: that is a test of its own"
     if _frozen_of_torch(source, target):
         yield "an optimizer of torch's keeps the state of what is frozen: that is a test of its own"
 
@@ -46,6 +51,10 @@ def _reasons(program: Program) -> Iterator[str]:
 def _of_plan(plan: Plan) -> Iterator[str]:
     if not plan.parts:
         yield "no root"
+    if plan.rule == "adamw" and (plan.master, plan.state_dtype) != ("fp32", "fp32"):
+        yield "torch's optimizers have one form of state"
+    if plan.master != "fp32" and plan.dtype != "bf16":
+        yield "a split master is of bf16 parameters"
     weights = plan.weights()
     if sorted(name for group in plan.groups for name in group.names) != sorted(weights):
         yield "each weight in one group"
@@ -240,7 +249,7 @@ def _judge_optimizers(
                     **entries[source_name],
                     "master": masters.get(source_name, saved.parameters[source_name].float()),
                 }
-                state[name] = _converted(entry, after.parameters[name], target.plans[number].rule)
+                state[name] = _converted(entry, after.parameters[name], target.plans[number])
         misfits += [f"left over state of {name}" for name in entries if name not in loaded]
         if len(groups) != len(theirs):
             misfits.append(f"number of groups of optimizer {number}")
@@ -256,12 +265,14 @@ def _judge_optimizers(
                 misfits.append(f"group {place} of optimizer {number}")
 
 
-def _converted(entry: Mapping[str, Tensor], parameter: Tensor, rule: str) -> dict[str, Tensor]:
-    """The state of one parameter as the target keeps it: torch's moments have the dtype of the parameter."""
+def _converted(entry: Mapping[str, Tensor], parameter: Tensor, plan: Plan) -> dict[str, Tensor]:
+    """The state of one parameter as the target keeps it: torch's moments have the dtype of the parameter, and those in
+    bf16 are rounded."""
     found = {"step": entry["step"].float()}
-    moments = torch.float32 if rule == "sharded" else parameter.dtype
+    moments = torch.float32 if plan.rule == "sharded" else parameter.dtype
     for kind in ("exp_avg", "exp_avg_sq"):
-        found[kind] = entry[kind].to(moments)
-    if rule == "sharded" and parameter.dtype != torch.float32:
+        value = entry[kind].to(torch.bfloat16) if plan.state_dtype == "bf16" else entry[kind]
+        found[kind] = value.to(moments)
+    if plan.rule == "sharded" and parameter.dtype != torch.float32:
         found["master"] = entry["master"]
     return found

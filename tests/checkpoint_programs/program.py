@@ -62,7 +62,8 @@ class Tie:
 
 @dataclass(frozen=True)
 class Plan:
-    """One model with its optimizer. ``rule``: sharded, or adamw for torch's."""
+    """One model with its optimizer. ``rule``: sharded, or adamw for torch's. ``master``, ``state_dtype``: the form of
+    the state of a sharded one."""
 
     parts: tuple[Part, ...]
     groups: tuple[Group, ...]
@@ -71,6 +72,8 @@ class Plan:
     stage: int = 2
     cap: float | None = None
     dtype: str = "fp32"
+    master: str = "fp32"
+    state_dtype: str = "fp32"
 
     def local_name(self, part: int, weight: str) -> str:
         return weight if part == len(self.parts) - 1 else f"parts.{part}.{weight}"

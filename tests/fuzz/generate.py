@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fuzz.law import Illegal, Law, why_not
+from fuzz.law import Illegal, Law, fits, why_not
 from fuzz.program import (
     NO_DTENSOR,
-    RULES,
     STORES,
     WHOLE,
     AddGroup,
@@ -53,6 +53,20 @@ from fuzz.program import (
 )
 
 SHAPES: tuple[Shape, ...] = ((1,), (5,), (128,), (130,), (257,), (300,), (16, 16), (7, 19), (40, 10), (600,))
+MATRICES: tuple[Shape, ...] = (
+    (1, 5),
+    (5, 7),
+    (7, 19),
+    (8, 20),
+    (40, 4),
+    (17, 60),
+    (20, 60),
+    (58, 17),
+    (3, 5, 7),
+    (4, 4, 2, 2),
+)
+"""Of full rank with the gradients that programs have: else a direction would be no more than noise."""
+ALONE_RULES = ("", "amsgrad", "nesterov", "sgd")
 COEFFICIENTS = (-2.0, -1.5, -1.0, -0.5, 0.25, 0.5, 1.0, 1.5, 2.0)
 
 
@@ -75,6 +89,7 @@ class Flavour:
     slices: bool = field(default=False, repr=False)  # parameters are cut over two tensor-parallel ranks, of four
     rules: bool = field(default=False, repr=False)  # other than AdamW, and averages
     split: bool = field(default=False, repr=False)  # masters, of bf16 parameters
+    groups: bool = field(default=False, repr=False)  # have rules of their own, Muon among them
 
 
 PLAIN = Flavour(stages=(0, 1, 2), optims=(1,), raises=0.08, infinite=0.03)
@@ -92,6 +107,7 @@ STORED = Flavour(
 GRIDS = Flavour(stages=(1, 2, 2, 3, 3), optims=(1, 1, 2), raises=0.12, infinite=0.03, mesh=0.8)
 RULED = Flavour((0, 1, 2, 2, 3), (1, 1, 2), raises=0.04, infinite=0.04, scaler=0.15, steps=True, rules=True)
 SPLIT = replace(RULED, infinite=0.05, split=True)
+GROUPS = Flavour((0, 1, 2, 2, 3, 3), (1, 1, 2), raises=0.07, infinite=0.04, scaler=0.15, steps=True, groups=True)
 SLICES = Flavour(stages=(0, 1, 2, 3), optims=(1,), raises=0.08, infinite=0.03, slices=True)
 FLAVOURS = {
     "straight": STRAIGHT,
@@ -108,6 +124,7 @@ FLAVOURS = {
     "stored": STORED,
     "ruled": RULED,
     "split": SPLIT,
+    "groups": GROUPS,
 }
 
 
@@ -198,7 +215,7 @@ class _Generator:
             rng.shuffle(drawn)
             units = tuple(drawn)
         reduce_dtype = "float32" if self.chance(0.15) or (dtype == "bfloat16" and world > 2) else None
-        return Optim(
+        made = Optim(
             shapes=shapes,
             stage=stage,
             groups=groups,
@@ -216,10 +233,46 @@ class _Generator:
             cut=self.cuts(shapes, groups) if self.flavour.slices else (),
             store=self.store(),
             param_offload=self.flavour.stores and stage == 3 and self.chance(0.5),
-            rule=rng.choice((*RULES,)) if self.flavour.rules else "",
+            rule=rng.choice(ALONE_RULES) if self.flavour.rules else "",
             ema_decay=rng.choice((None, 0.5, 0.75)) if self.flavour.rules else None,
             split=rng.choice(("split", "split8")) if self.flavour.split else "",
         )
+        return self.with_rules(made) if self.flavour.groups else made
+
+    def with_rules(self, optim: Optim) -> Optim:
+        """The same with rules by group, of which one of each kind, and with matrices where Muon is."""
+        rng = self.rng
+        order = [p for group in optim.groups for p in group.params]
+        late = optim.late
+        if optim.stage != 3 and not late and len(order) > 1 and self.chance(0.3):
+            late = (Group((order.pop(),)),)
+        cuts = sorted(rng.sample(range(1, len(order)), min(len(order) - 1, rng.choice((0, 1, 1, 2)))))
+        parts = [order[a:b] for a, b in itertools.pairwise((0, *cuts, len(order)))]
+        allowed = ["muon", "lion", rng.choice(("", "amsgrad")), rng.choice(("nesterov", "sgd"))]
+        rule = rng.choice(allowed)
+        shapes = list(optim.shapes)
+
+        def group(params: Sequence[int]) -> Group:
+            own = rng.choice((None, "muon", *allowed))
+            if "muon" in (own, rule if own is None else own):
+                return self.of_matrices(params, own, shapes)
+            return Group(tuple(params), *self.options(), own)
+
+        groups = tuple(group(part) for part in parts)
+        late = tuple(group(given.params) for given in late)
+        made = replace(optim, shapes=tuple(shapes), groups=groups, late=late, rule=rule)
+        on_device = made.stage == 3 and "muon" in made.rules
+        store = rng.choice((*STORES,)) if self.chance(0.3) and not on_device else ""
+        return replace(made, store=store, ema_decay=0.5 if self.chance(0.2) else None)
+
+    def of_matrices(self, params: Sequence[int], rule: str | None, shapes: list[Shape]) -> Group:
+        """A group of Muon's, with a view now and then that fits all of it."""
+        view = self.rng.choice((None, None, None, ("rows", 2), ("columns", 2), ("rows", 4)))
+        fitting = [shape for shape in MATRICES if view is None or fits(shape, view)]
+        for p in params:
+            shapes[p] = self.rng.choice(fitting)
+        lr, decay = self.rng.choice((0.5, 1.0)), self.rng.choice((0.0, 0.25))
+        return Group(tuple(params), lr, decay, rule, view)
 
     def store(self) -> str:
         if self.flavour.rules and self.chance(0.4):
@@ -322,6 +375,10 @@ class _Generator:
             lambda: [self.backward(law)],
             lambda: [self.clip(law, o)],
             lambda: self.legal(law, self.rare(law, o)),
+            *(
+                [lambda: [AddGroup(o)], lambda: [Thaw(o, p)], lambda: [Renew(o, law.states[o].stage)]]
+                * self.flavour.groups
+            ),
         ]
         return self.legal(law, makers) if self.chance(0.6) else []
 

@@ -45,6 +45,7 @@ from dataclasses import dataclass, field, replace
 
 from fuzz.program import (
     NO_DTENSOR,
+    RULES,
     STORES,
     WHOLE,
     AddGroup,
@@ -76,6 +77,7 @@ from fuzz.program import (
     SaveFull,
     ScaleGrad,
     SetLr,
+    Shape,
     Step,
     Thaw,
     Unit,
@@ -547,6 +549,7 @@ class Law:
         state.trained, state.thawed = state.given & state.requires_grad, set()
         need(state.trained, "nothing to train")
         need(op.store in STORES, "no such store")
+        need(op.stage != 3 or not op.store or "muon" not in state.optim.rules, "Muon off the device at stage 3")
         state.stage = op.stage
 
     def _addgroup(self, op: AddGroup) -> None:
@@ -636,6 +639,7 @@ def _well_formed(optim: Optim) -> None:
     need(set(optim.frozen) <= set(range(len(optim.shapes))), "no such parameter")
     need(optim.given - set(optim.frozen), "nothing to train")
     need(optim.store in STORES, "no such store")
+    _rules_fit(optim)
     if optim.cut:
         need(not optim.mesh and len(optim.cut) == len(optim.shapes), "a cut for each parameter, of one dimension")
         places = zip(optim.cut, optim.shapes, strict=True)
@@ -645,6 +649,27 @@ def _well_formed(optim: Optim) -> None:
         need(not optim.late, "stage 3 is given everything")
         need(len(optim.units) == len(optim.shapes), "a unit for each parameter")
         need(set(optim.units) - {-1} == set(range(optim.unit_count)) and optim.unit_count, "units in a row")
+
+
+def fits(shape: Shape, view: tuple[str, int]) -> bool:
+    """Whether a view cuts the matrices of this shape: of a stack, or of a convolution, [out, the rest]."""
+    rows, columns = shape[-2:] if len(shape) == 3 else (shape[0], math.prod(shape[1:]))
+    return (rows if view[0] == "rows" else columns) % view[1] == 0
+
+
+def _rules_fit(optim: Optim) -> None:
+    need(optim.rules <= {*RULES}, "no such rule")
+    classes = {RULES[rule][0] for rule in optim.rules}
+    need(len(classes) == len(optim.rules), "what decides the state of a rule is the same in all of its groups")
+    for group in (*optim.groups, *optim.late):
+        muon = optim.rule_of(group) == "muon"
+        need(muon or group.view is None, "a view is Muon's")
+        for shape in [optim.shapes[p] for p in group.params] if muon else []:
+            need(2 <= len(shape) <= 5, "no matrix")
+            need(group.view is None or fits(shape, group.view), "a view that does not fit")
+    if "muon" in optim.rules:
+        need(not optim.cut, "a slice of a matrix")
+        need(optim.stage != 3 or not (optim.store or optim.param_offload), "Muon off the device at stage 3")
 
 
 def _raises_before_units(chain: tuple[object, ...] | None, o: int) -> bool:

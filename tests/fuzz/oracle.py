@@ -57,15 +57,72 @@ from fuzz.program import (
 )
 
 ANY = "anything"
+
+
+class _Lion(torch.optim.Optimizer):
+    """By its paper, Chen et al., 2023, with its betas."""
+
+    def __init__(self, params: Any, **_: Any) -> None:
+        super().__init__(params, {"lr": 1e-4, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                direction = (0.9 * momentum + 0.1 * p.grad).sign()
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * direction)
+                momentum.mul_(0.99).add_(0.01 * p.grad)
+
+
+class _Muon(torch.optim.Muon):
+    """torch's of the matrices of parameters: views of them, each with a momentum of its own."""
+
+    def __init__(self, groups: Any, **_: Any) -> None:
+        (group,) = groups
+        self.wholes, self.view = group["params"], group.pop("view", None)
+        self.matrices = {p: [torch.nn.Parameter(block) for block in self.cut(p.data)] for p in self.wholes}
+        every = [matrix for matrices in self.matrices.values() for matrix in matrices]
+        super().__init__([{**group, "params": every}], momentum=0.5)
+
+    def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Of four dimensions it is a convolution, [out, the rest]; of three a stack."""
+        stack = whole.unbind() if whole.dim() == 3 else [whole.reshape(len(whole), -1)]
+        if self.view is None:
+            return [*stack]
+        dim = ("rows", "columns").index(self.view[0])
+        return [block for matrix in stack for block in matrix.chunk(self.view[1], dim)]
+
+    def step(self) -> None:
+        for p, matrices in self.matrices.items():
+            for matrix, grad in zip(
+                matrices, [None] * len(matrices) if p.grad is None else self.cut(p.grad), strict=True
+            ):
+                matrix.grad = grad
+        super().step()
+
+    def momentum(self, p: torch.Tensor) -> torch.Tensor:
+        whole = torch.zeros_like(p)
+        for block, matrix in zip(self.cut(whole), self.matrices[p], strict=True):
+            block.copy_(self.state[matrix]["momentum_buffer"])
+        return whole
+
+
 TORCH = {
     "": partial(torch.optim.AdamW, eps=0.25),
     "amsgrad": partial(torch.optim.AdamW, eps=0.25, amsgrad=True),
     "nesterov": partial(torch.optim.SGD, momentum=0.5, nesterov=True),
     "sgd": torch.optim.SGD,
+    "lion": _Lion,
+    "muon": _Muon,
 }
 KINDS = True  # whether to check what .grad is; --no-kinds looks for the rest alone
 
 Seen = list[list[Any]]  # for each rank, what it sees of one operation
+
+
+class Loose(np.ndarray):
+    """What Muon has updated. The iteration begins in bf16 with a norm that torch may round to another neighbour."""
 
 
 class _Optimizer:
@@ -78,6 +135,8 @@ class _Optimizer:
         self.requires_grad = set(range(len(optim.shapes))) - set(optim.frozen)
         self.groups = list(optim.groups)
         self.added = 0
+        self.largest: dict[int, float] = {}  # norm of a gradient that any rank has had
+        self.noise: set[int] = set()  # parameters with a direction that was made of rounding errors
         self.saved: dict[str, Any] = {}
         self.saved_full: dict[str, Any] = {}
         self.begin()
@@ -87,7 +146,7 @@ class _Optimizer:
         with torch.no_grad():
             for master in self.masters:
                 master.copy_(self.rounded(master))
-        self.torchs = TORCH[self.optim.rule]([self._group(g) for g in self.groups], foreach=False)
+        self.torchs = [self._torchs(group) for group in self.groups]
         self.updates: dict[int, int] = {}
         self.averages: dict[int, torch.Tensor] = {}
         self.own: list[dict[int, torch.Tensor]] = [{} for _ in range(self.world)]
@@ -107,9 +166,16 @@ class _Optimizer:
             before = self.averages.get(p, now) if self.updates[p] > 1 else now
             self.averages[p] = before + (1 - self.optim.ema_decay) * (now - before)
 
-    def _group(self, group: Group) -> dict[str, Any]:
-        params = [self.masters[p] for p in group.params]
-        return {"params": params, "lr": group.lr, "weight_decay": group.weight_decay}
+    def _torchs(self, group: Group) -> torch.optim.Optimizer:
+        """Torch's optimizer of one group, by its rule."""
+        made = {"params": [self.masters[p] for p in group.params], "lr": group.lr, "weight_decay": group.weight_decay}
+        if group.view is not None:
+            made["view"] = group.view
+        return TORCH[self.optim.rule_of(group)]([made], foreach=False)
+
+    def orthogonal(self, p: int) -> bool:
+        """Whether its updates have gone through an iteration in bf16."""
+        return any(p in group.params and self.optim.rule_of(group) == "muon" for group in self.groups)
 
     def rounded(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(self.dtype).float()
@@ -123,13 +189,21 @@ class _Optimizer:
         return whole.numpy().copy().reshape(-1)
 
     def values(self, rank: int) -> list[np.ndarray]:
-        return [self.part(rank, p, self.rounded(m)) for p, m in enumerate(self.masters)]
+        return [self.shown(rank, p, self.rounded(m)) for p, m in enumerate(self.masters)]
+
+    def shown(self, rank: int, p: int, whole: torch.Tensor) -> Any:
+        if p in self.noise:
+            return ANY
+        part = self.part(rank, p, whole)
+        return part.view(Loose) if self.orthogonal(p) else part
 
     # Gradients
 
     def accumulate(self, rank: int, p: int, gradient: torch.Tensor) -> None:
         before = self.own[rank].get(p)
         self.own[rank][p] = gradient if before is None else before + gradient
+        if (norm := float(gradient.norm())) < math.inf:
+            self.largest[p] = max(self.largest.get(p, 0.0), norm)
 
     def mean(self, p: int) -> torch.Tensor | None:
         present = [self.own[rank][p] for rank in self.averaged if p in self.own[rank]]
@@ -187,12 +261,24 @@ class _Optimizer:
             for p, master in enumerate(self.masters):
                 has = p in self.requires_grad and self.mean(p) is not None
                 master.grad = self.clipped(p, scale) if has else None
-            self.torchs.step()
+            for of_group in self.torchs:
+                of_group.step()
+                if isinstance(of_group, _Muon):
+                    self.note_noise(of_group)
             for p in trained & {*self.with_gradient()}:
                 self.average(p)
         self.clips, self.clip_called, self.unscaled = {}, False, False
         self.settle()
         return skip
+
+    def note_noise(self, muon: _Muon) -> None:
+        """Gradients of ranks, or of steps, may cancel but for what was rounded. Muon makes a direction of that."""
+        least = 1e-5 if self.dtype == torch.float32 else 5e-2
+        for p, master in enumerate(self.masters):
+            if master in muon.matrices and master.grad is not None:
+                ahead = torch.lerp(master.grad, muon.momentum(master), 0.5)
+                if float(ahead.norm()) <= least * self.largest.get(p, 0.0):
+                    self.noise.add(p)
 
     def grads(self, rank: int) -> list[Any]:
         """What ``.grad`` of each parameter should be."""
@@ -227,12 +313,13 @@ class _Optimizer:
     # State
 
     def full(self) -> dict[int, list[Any]]:
-        state = self.torchs.state_dict()["state"]
         found = {}
-        for index, p in enumerate(self.in_order()):
+        owners = [of_group for of_group, group in zip(self.torchs, self.groups, strict=True) for _ in group.params]
+        for index, (p, owner) in enumerate(zip(self.in_order(), owners, strict=True)):
             if p in self.updates:
-                own = state.get(index, {})
-                tensors = (own[k] for k in sorted(own) if k != "step" and own[k] is not None)
+                own = owner.state.get(self.masters[p], {})
+                tensors = [own[k] for k in sorted(own) if k != "step" and own[k] is not None]
+                tensors = [owner.momentum(self.masters[p]).detach()] if isinstance(owner, _Muon) else tensors
                 found[index] = [float(self.updates[p]), *(t.numpy().copy().reshape(-1) for t in tensors)]
         return found
 
@@ -242,19 +329,20 @@ class _Optimizer:
     def shown_averages(self, rank: int) -> list[Any]:
         """Whole ones, by number over all groups; and the parameters while they are shown."""
         own = [self.averages[p] if p in self.updates else self.rounded(m) for p, m in enumerate(self.masters)]
-        whole = {n: own[p].numpy().copy().reshape(-1) for n, p in enumerate(self.in_order()) if p in self.met}
-        return [whole, [self.part(rank, p, self.rounded(value)) for p, value in enumerate(own)]]
+        whole = {n: self.shown(rank, p, own[p]) for n, p in enumerate(self.in_order()) if p in self.met}
+        return [whole, [self.shown(rank, p, self.rounded(value)) for p, value in enumerate(own)]]
 
     def snapshot(self) -> dict[str, Any]:
         return {
-            "torchs": copy.deepcopy(self.torchs.state_dict()),
+            "torchs": [copy.deepcopy(of_group.state_dict()) for of_group in self.torchs],
             "masters": [m.detach().clone() for m in self.masters],
             "updates": dict(self.updates),
             "averages": {p: average.clone() for p, average in self.averages.items()},
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        self.torchs.load_state_dict(copy.deepcopy(saved["torchs"]))
+        for of_group, old in zip(self.torchs, saved["torchs"], strict=True):
+            of_group.load_state_dict(copy.deepcopy(old))
         self.updates = dict(saved["updates"])
         self.averages = {p: average.clone() for p, average in saved["averages"].items()}
         with torch.no_grad():
@@ -278,7 +366,8 @@ class Oracle:
         return [list(seen) for _ in range(self.world)]
 
     def forward(self, chain: Any) -> Any:
-        if any(optim.dtype != torch.float32 or optim.optim.cut for optim in self.optims):
+        rounded = any(optim.dtype != torch.float32 or "muon" in optim.optim.rules for optim in self.optims)
+        if rounded or any(optim.optim.cut for optim in self.optims):
             return ANY  # roundings add up, and of slices each rank adds up its own
         total = 1.0
         for _, o, p, c in (use for use in flat(chain) if use[0] == "use"):
@@ -355,7 +444,7 @@ class Oracle:
                 optim.in_block = False
                 optim.clips, optim.clip_called = {}, False
             case SetLr():
-                optim.torchs.param_groups[op.group]["lr"] = op.lr
+                optim.torchs[op.group].param_groups[0]["lr"] = op.lr
             case Save():
                 optim.saved = optim.snapshot()
             case Load():
@@ -372,7 +461,7 @@ class Oracle:
                 group = optim.optim.late[optim.added]
                 optim.added += 1
                 optim.groups.append(group)
-                optim.torchs.add_param_group(optim._group(group))
+                optim.torchs.append(optim._torchs(group))
                 optim.met |= set(group.params) & optim.requires_grad
             case Thaw():
                 optim.requires_grad.add(op.p)
@@ -445,8 +534,9 @@ def difference(want: Any, have: Any, tight: bool, size: float = 1.0) -> str | No
 
 
 def _arrays(want: np.ndarray, have: np.ndarray, tight: bool, size: float) -> str | None:
-    relative = 2e-5 if tight else 2e-2
-    absolute = relative * size
+    loose = isinstance(want, Loose)
+    relative = 2e-5 if tight and not loose else 2e-2
+    absolute = 0.1 if loose else relative * size
     both = np.isfinite(want) & np.isfinite(have)
     odd = np.isfinite(want) != np.isfinite(have)
     with np.errstate(invalid="ignore"):

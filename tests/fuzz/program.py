@@ -30,14 +30,22 @@ RULES = {  # of the update, and the optimizer and its arguments
     "amsgrad": ("ShardedAdamW", "eps=0.25, amsgrad=True"),
     "nesterov": ("ShardedSGD", "momentum=0.5, nesterov=True"),
     "sgd": ("ShardedSGD", ""),
+    "lion": ("ShardedLion", ""),
+    "muon": ("ShardedMuon", "momentum=0.5"),
 }
 
 
 @dataclass(frozen=True)
 class Group:
+    """``rule``: one of RULES that it brings; None: it has the optimizer's. ``view``: what of Muon's matrices is cut,
+    and into how many equal blocks.
+    """
+
     params: tuple[int, ...]
     lr: float = 0.125
     weight_decay: float = 0.0
+    rule: str | None = None
+    view: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,14 @@ class Optim:
     @property
     def given(self) -> set[int]:
         return {p for group in self.groups for p in group.params}
+
+    def rule_of(self, group: Group) -> str:
+        return self.rule if group.rule is None else group.rule
+
+    @property
+    def rules(self) -> set[str]:
+        """Those of all groups, the late ones among them."""
+        return {self.rule_of(group) for group in (*self.groups, *self.late)}
 
     @property
     def unit_count(self) -> int:

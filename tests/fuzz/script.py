@@ -52,7 +52,13 @@ from fuzz.program import (
 
 def _group(o: int, group: Group) -> str:
     params = ", ".join(f"P{o}[{p}]" for p in group.params)
-    return f'{{"params": [{params}], "lr": {group.lr}, "weight_decay": {group.weight_decay}}}'
+    more = ""
+    if group.rule is not None:
+        kind, own = RULES[group.rule]
+        more += f', "rule": zero_optim.rules.{kind.removeprefix("Sharded")}({own})'
+    if group.view is not None:
+        more += f', "view": {{{group.view[0]!r}: {group.view[1]}}}'
+    return f'{{"params": [{params}], "lr": {group.lr}, "weight_decay": {group.weight_decay}{more}}}'
 
 
 def _constructor(o: int, optim: Optim, stage: int, store: str, groups: list[Group]) -> str:

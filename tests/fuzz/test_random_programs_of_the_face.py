@@ -17,7 +17,7 @@ from programs.shrink import shrink
 from zero_optim.comm.sharding import Sharding
 
 from fuzz.execute import FACE, Face
-from fuzz.generate import ALONE, EMPTY, PLAIN, RULED, SEVERAL, SLICES, STAGE3, STEPS, STORED, Flavour, program
+from fuzz.generate import ALONE, EMPTY, GROUPS, PLAIN, RULED, SEVERAL, SLICES, STAGE3, STEPS, STORED, Flavour, program
 from fuzz.known import KNOWN
 from fuzz.law import why_not
 from fuzz.oracle import compare, expected
@@ -68,6 +68,8 @@ FIRST_SEEDS = {"steps and what comes between": 46}
         ("stage 3, three ranks", STAGE3, 2, 3),
         ("slices of two tensor-parallel ranks", SLICES, 8, 4),
         ("other rules, and averages", RULED, 10, 2),
+        ("rules by group", GROUPS, 8, 2),
+        ("rules by group, three ranks", GROUPS, 3, 3),
         ("several optimizers", SEVERAL, 8, 2),
         ("several optimizers, three ranks", SEVERAL, 2, 3),
     ],
@@ -119,11 +121,29 @@ def test_faults_in_what_ranks_of_a_row_both_have_are_seen():
     assert "Clip" in found[clipped] and "Step" in found[in_terms]
 
 
+class OneMatrix(Face):
+    """Muon's views are left out."""
+
+    def run(self, program, rank, folder, see):
+        with mock.patch("zero_optim.rules.muon.blocks_of", lambda matrices, view: [matrices]):
+            super().run(program, rank, folder, see)
+
+
+def test_a_view_that_is_left_out_is_seen():
+    """The matrices of a program have the rank that their directions need."""
+    muon, rest = Group((0,), 1.0, rule="muon", view=("rows", 2)), Group((1,), rule="lion")
+    viewed = Program(2, (Optim(shapes=((20, 60), (5,)), groups=(muon, rest)),), (Backward((BOTH, BOTH)), Step(0)))
+    whole = replace(viewed, optims=(replace(viewed.optims[0], groups=(replace(muon, view=None), rest)),))
+    assert [why_not(made) for made in (viewed, whole)] == [None, None]
+    assert not [*run_batch(FACE, [viewed, whole])]
+    assert [failure.program for failure in run_batch(OneMatrix(), [viewed, whole])] == [viewed]
+
+
 def test_a_program_is_its_repr():
     import fuzz.program
 
     for seed in range(20):
-        made = program(seed, SEVERAL)
+        made = program(seed, (SEVERAL, GROUPS)[seed % 2])
         assert eval(repr(made), vars(fuzz.program)) == made
 
 

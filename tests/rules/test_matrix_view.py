@@ -13,6 +13,7 @@ import torch
 import zero_optim
 from guards import no_host_reads
 from harness import run_ranks
+from muon_cases import OPTIONS, Gradient, masters_alone, masters_of, mean, step_on_rank
 from torch import Tensor, nn
 from zero_optim import ParameterError, ShardedMuon
 from zero_optim.rules import muon
@@ -38,7 +39,6 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], dict[str, Any] | None]] = {
 
 FORMATS = {"last": LAST, "cut": LAST, "solid": LAST_3D}
 STEPS = 3
-OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
 
 
 def _values(seed: int, name: str, dtype: torch.dtype) -> Tensor:
@@ -56,11 +56,8 @@ def _groups(params: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": [(name, p)], "view": PARAMETERS[name][1]} for name, p in params.items()]
 
 
-def _average(world_size: int, step: int, name: str, dtype: torch.dtype) -> Tensor:
-    """Each rank's term is multiplied by 1/ranks in fp32 and rounded, and their sum is."""
-    seeds = [1 + 10 * rank + step for rank in range(world_size)]
-    terms = [(_values(seed, name, dtype).float() * (1 / world_size)).to(dtype) for seed in seeds]
-    return sum((term.float() for term in terms[1:]), terms[0].float()).to(dtype)
+def _gradients(names: Sequence[str], dtype: torch.dtype) -> Gradient:
+    return lambda rank, step, number: _values(1 + 10 * rank + step, names[number], dtype)
 
 
 def _train(
@@ -70,25 +67,18 @@ def _train(
     params = _parameters(names, dtype)
     opt = ShardedMuon(_groups(params), **OPTIONS, bucket_cap_mb=0.02, **options)
     for step in range(STEPS):
-        sum((p * _values(1 + 10 * rank + step, n, dtype)).sum() for n, p in params.items()).backward()  # type: ignore
-        opt.step()
-        opt.zero_grad()
-    state = zero_optim.full_state_dict(opt, rank=None)["state"]
+        step_on_rank(opt, [*params.values()], _gradients(names, dtype), rank, step)
+    masters = masters_of(opt, [*params.values()])
     opt.close()
-    return {n: state[number].get("master", p.detach()) for number, (n, p) in enumerate(params.items())}
+    return dict(zip(names, masters, strict=True))
 
 
 def _alone(world_size: int, names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
     """One rank that is given the averages."""
     params = _parameters(names, dtype)
     opt = ShardedMuon(_groups(params), **OPTIONS)
-    for step in range(STEPS):
-        for name, parameter in params.items():
-            parameter.grad = _average(world_size, step, name, dtype)
-        opt.step()
-    state = zero_optim.full_state_dict(opt)["state"]
-    opt.close()
-    return {n: state[number].get("master", p.detach()) for number, (n, p) in enumerate(params.items())}
+    masters = masters_alone(opt, [*params.values()], _gradients(names, dtype), world_size, range(STEPS))
+    return dict(zip(names, masters, strict=True))
 
 
 # -- by hand ----------------------------------------------------------------------------------------------------------
@@ -173,16 +163,16 @@ def test_a_memory_format_makes_no_difference() -> None:
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 1), (4, 2)])
 def test_ranks_make_no_difference(world_size: int, stage: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        alone = _alone(world_size, [*PARAMETERS], dtype)
+        expected = _alone(world_size, [*PARAMETERS], dtype)
         for masters in run_ranks(world_size, _train, [*PARAMETERS], dtype, {"stage": stage}):
-            assert all(torch.equal(masters[name], alone[name]) for name in PARAMETERS)
+            assert all(torch.equal(masters[name], expected[name]) for name in PARAMETERS)
 
 
 def test_72_rows_in_heads_on_5_ranks() -> None:
     """Four ranks have nothing."""
-    alone = _alone(5, ["heads"], torch.bfloat16)
+    expected = _alone(5, ["heads"], torch.bfloat16)
     for masters in run_ranks(5, _train, ["heads"], torch.bfloat16, {}):
-        assert torch.equal(masters["heads"], alone["heads"])
+        assert torch.equal(masters["heads"], expected["heads"])
 
 
 # -- together ---------------------------------------------------------------------------------------------------------
@@ -248,7 +238,7 @@ def test_the_host_reads_nothing() -> None:
 
 
 def _telemetry(rank: int, world_size: int) -> list[bool]:
-    params = _parameters(["heads", "experts", "last"], torch.float32)
+    params = _parameters(names := ["heads", "experts", "last"], torch.float32)
     opt = ShardedMuon(_groups(params), **OPTIONS, telemetry=True)
     for step in range(2):
         before = {name: parameter.detach().clone() for name, parameter in params.items()}
@@ -258,9 +248,9 @@ def _telemetry(rank: int, world_size: int) -> list[bool]:
         opt.zero_grad()
     numbers = opt.telemetry(over_ranks=True)
     right = []
-    for name, parameter in params.items():
+    for number, (name, parameter) in enumerate(params.items()):
         update = parameter.detach() - before[name]
-        gradient = _average(world_size, 1, name, torch.float32)
+        gradient = mean(_gradients(names, torch.float32), world_size, 1, number)
         gradient[0] = 0
         found = numbers[name]
         pairs = (

@@ -11,6 +11,7 @@ import pytest
 import torch
 import zero_optim
 from harness import run_ranks
+from muon_cases import OPTIONS, Gradient, masters_alone, masters_of, mean, step_on_rank
 from torch import Tensor, nn
 from zero_optim import ParameterError, ShardedMuon, StateMismatchError
 from zero_optim.rules import Split8, StateTensor
@@ -19,7 +20,6 @@ from zero_optim.rules.update_rule import ShardUpdate, Whole
 
 SHAPES = ((24, 40), (72, 8), (8, 72), (0, 4), (40, 40), (1, 130), (130, 3), (24, 40))
 STEPS = 4
-OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
 
 
 def _weights(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -32,10 +32,8 @@ def _gradient(rank: int, step: int, number: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(SHAPES[number], generator=generator).to(dtype)
 
 
-def _average(world_size: int, step: int, number: int, dtype: torch.dtype) -> Tensor:
-    """Each rank's term is divided and rounded, and their sum is."""
-    terms = [(_gradient(rank, step, number, dtype).float() / world_size).to(dtype) for rank in range(world_size)]
-    return sum((term.float() for term in terms[1:]), terms[0].float()).to(dtype)
+def _gradients(dtype: torch.dtype) -> Gradient:
+    return lambda rank, step, number: _gradient(rank, step, number, dtype)
 
 
 def _oracle(world_size: int, dtype: torch.dtype, **options: Any) -> list[Tensor]:
@@ -45,7 +43,7 @@ def _oracle(world_size: int, dtype: torch.dtype, **options: Any) -> list[Tensor]
     opt = torch.optim.Muon(masters, **{**OPTIONS, **options})
     for step in range(STEPS):
         for number, master in enumerate(masters):
-            master.grad = _average(world_size, step, number, dtype).float()
+            master.grad = mean(_gradients(dtype), world_size, step, number).float()
         if clip is not None:
             nn.utils.clip_grad_norm_(masters, clip)
         opt.step()
@@ -59,22 +57,14 @@ def _train(
     params = _weights(dtype)
     opt = ShardedMuon(params, **{**OPTIONS, "bucket_cap_mb": 0.002, **options})
     _steps(opt, params, rank, range(first, first + steps), dtype)
-    masters = _masters(opt, params)
+    masters = masters_of(opt, params)
     opt.close()
     return masters
 
 
 def _steps(opt: ShardedMuon, params: list[nn.Parameter], rank: int, steps: range, dtype: torch.dtype) -> None:
     for step in steps:
-        terms = ((p * _gradient(rank, step, n, dtype)).sum() for n, p in enumerate(params))
-        sum(terms, torch.zeros((), dtype=dtype)).backward()
-        opt.step()
-        opt.zero_grad()
-
-
-def _masters(opt: ShardedMuon, params: list[nn.Parameter]) -> list[Tensor]:
-    state = zero_optim.full_state_dict(opt, rank=None)["state"]
-    return [state[n].get("master", p.detach().clone()) for n, p in enumerate(params)]
+        step_on_rank(opt, params, _gradients(dtype), rank, step)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -94,8 +84,7 @@ def test_ranks_make_no_difference(world_size: int, stage: int) -> None:
         for masters in every:
             for found, expected in zip(masters, _oracle(world_size, dtype), strict=True):
                 torch.testing.assert_close(found, expected, rtol=0, atol=2e-7)
-        alone = _alone(world_size, dtype)
-        assert all(map(torch.equal, every[0], alone))
+        assert all(map(torch.equal, every[0], _alone(world_size, dtype)))
 
 
 def test_it_clips_as_torch_does() -> None:
@@ -129,7 +118,7 @@ def _in_fp16(rank: int, world_size: int, scale: float) -> list[Tensor]:
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()
-    masters = _masters(opt, params)
+    masters = masters_of(opt, params)
     opt.close()
     return masters
 
@@ -142,14 +131,7 @@ def test_a_loss_scale_makes_no_difference() -> None:
 def _alone(world_size: int, dtype: torch.dtype) -> list[Tensor]:
     """One rank that is given the averages."""
     params = _weights(dtype)
-    opt = ShardedMuon(params, **OPTIONS)
-    for step in range(STEPS):
-        for number, parameter in enumerate(params):
-            parameter.grad = _average(world_size, step, number, dtype)
-        opt.step()
-    masters = _masters(opt, params)
-    opt.close()
-    return masters
+    return masters_alone(ShardedMuon(params, **OPTIONS), params, _gradients(dtype), world_size, range(STEPS))
 
 
 @pytest.mark.parametrize(
@@ -195,9 +177,9 @@ def _of_two_dtypes(rank: int, world_size: int, options: dict[str, Any]) -> list[
     opt = ShardedMuon(params, **OPTIONS, **options)
     for step in range(STEPS):
         for number, parameter in enumerate(params):
-            parameter.grad = _average(1, step, number, parameter.dtype)
+            parameter.grad = _gradient(0, step, number, parameter.dtype)
         opt.step()
-    masters = _masters(opt, params)
+    masters = masters_of(opt, params)
     opt.close()
     return masters
 
@@ -228,7 +210,7 @@ def _averages(rank: int, world_size: int) -> bool:
     expected: list[Tensor] = []
     for step in range(STEPS):
         _steps(opt, params, rank, range(step, step + 1), torch.bfloat16)
-        masters = _masters(opt, params)
+        masters = masters_of(opt, params)
         rates = [0.5] * 4 + [0.75] * 4
         pairs = zip(expected, masters, rates, strict=True)
         expected = [e + rate * (p - e) for e, p, rate in pairs] if expected else masters
@@ -276,12 +258,12 @@ def _overflow(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
     state = zero_optim.full_state_dict(opt, rank=None)["state"]
     assert not any(entry["momentum_buffer"].any() for entry in state.values())
     _steps(opt, params, rank, range(1), torch.bfloat16)
-    after = _masters(opt, params)
+    after = masters_of(opt, params)
     opt.close()
     fresh = _weights(torch.bfloat16)
     opt = ShardedMuon(fresh, **OPTIONS)
     _steps(opt, fresh, rank, range(1), torch.bfloat16)
-    expected = _masters(opt, fresh)
+    expected = masters_of(opt, fresh)
     opt.close()
     return after, expected
 
@@ -320,7 +302,7 @@ def _micro_batches(rank: int, world_size: int, how: str) -> list[Tensor]:
                 loss(micro).backward()
         loss(3).backward()
     opt.step()
-    masters = _masters(opt, params)
+    masters = masters_of(opt, params)
     opt.close()
     return masters
 
@@ -406,7 +388,7 @@ def _to_torch_and_back(rank: int, world_size: int) -> list[Tensor]:
     again = ShardedMuon(params, **OPTIONS)
     zero_optim.load_full_state_dict(again, theirs.state_dict())
     _steps(again, params, rank, range(2, 4), torch.float32)
-    masters = _masters(again, params)
+    masters = masters_of(again, params)
     again.close()
     return masters
 
@@ -429,7 +411,7 @@ def _load(rank: int, world_size: int, folder: str) -> list[Tensor]:
     opt = ShardedMuon(model.named_parameters(), **OPTIONS)
     zero_optim.checkpoint.load(folder, model, opt)
     _steps(opt, list(model), 0, range(2, 4), torch.bfloat16)
-    masters = _masters(opt, list(model))
+    masters = masters_of(opt, list(model))
     opt.close()
     return masters
 
@@ -459,7 +441,7 @@ def _own_state(rank: int, world_size: int) -> list[Tensor]:
     again = ShardedMuon(weights, bucket_cap_mb=0.002, **OPTIONS)
     again.load_state_dict(state)
     _steps(again, weights, 0, range(2, 4), torch.bfloat16)
-    masters = _masters(again, weights)
+    masters = masters_of(again, weights)
     again.close()
     return masters
 

@@ -25,6 +25,16 @@ def test_alone(tmp_path: Path) -> None:
     assert 4 < final_loss(command.output) < 7
 
 
+def test_muon_has_the_matrices_of_blocks(tmp_path: Path) -> None:
+    command = Command([str(EXAMPLE), "--steps", "2", "--optimizer", "muon"], tmp_path)
+    assert command.finish() == 0, command.output
+    assert 4 < final_loss(command.output) < 7
+    whole, matrices = 478_976, 2 * 12 * 128 * 128
+    held = command.output.splitlines()[-1]
+    assert f"momentum_buffer {4 * matrices:,}," in held
+    assert f"exp_avg {4 * (whole - matrices):,}," in held
+
+
 def test_under_torchrun(tmp_path: Path) -> None:
     command = Command([*TORCHRUN, str(EXAMPLE), "--steps", "2"], tmp_path)
     assert command.finish() == 0, command.output

@@ -60,6 +60,9 @@ class Row:
     communicated: int | None = None  # bytes a step, of whole tensors
     keeps: str | None = None  # bytes a parameter of a rank of N
     tokens: int | None = None  # of a rank in a step
+    newton_schulz: float | None = None  # its share of the step
+    imbalance: float | None = None  # what the rank with most to do multiplies there, over the mean
+    padding: float | None = None  # of the buckets of what is made orthogonal, over its elements
 
     @classmethod
     def of_whole(
@@ -84,6 +87,9 @@ STEADY, START, REST = (
     for name, key in (("MiB", "steady"), ("at start", "start"), ("at rest", "rest"))
 )
 COMMUNICATED = Column("comm. MiB", at("communicated"), mebibytes)
+NEWTON_SCHULZ = Column("N.-Schulz", at("newton_schulz"), "{:.0%}".format)
+IMBALANCE = Column("imbalance", at("imbalance"), "{:.2f}".format)
+PADDING = Column("padding", at("padding"), "{:.1%}".format)
 BYTES = Column("bytes", at("bytes"), "{:.4g}".format)
 GBPS = Column("GB/s", at("gbps"), "{:,.1f}".format, width=9)
 KERNELS = Column("kernels", at("launches", "kernels"), whole)
@@ -154,7 +160,9 @@ def _columns(rows: Sequence[JsonRow]) -> list[Column]:
     always = [ELEMENTS, DTYPE, PARAMETERS, BACKEND, MS, P20, P80, TOKENS_A_SECOND, STEADY, START, REST, COMMUNICATED]
     ratios = [versus(rows), *(ratio_to(name, "vs", name) for name in baselines)]
     bytes_differ = len({row["bytes"] for row in rows}) > 1
-    columns = [*always, *[BYTES] * bytes_differ, GBPS, share_of_yardstick(rows), *ratios, KERNELS, KERNELS_A_BUCKET]
+    muon = [NEWTON_SCHULZ, IMBALANCE, PADDING]
+    columns = [*always, *[BYTES] * bytes_differ, GBPS, share_of_yardstick(rows), *ratios, *muon]
+    columns += [KERNELS, KERNELS_A_BUCKET]
     return shown_by_some(columns, rows)
 
 

@@ -1,0 +1,131 @@
+"""Where Muon's matrices lie at stages 1 and 2, for so many ranks, by shapes alone: buckets, padding, and who has most.
+
+    python benchmarks/muon_on_paper.py --ranks 8 64 1024 16384
+
+For each model and number of ranks there is a line where all of them share. Where that does not fit, there is another
+one, where fewer share and the others repeat: a mesh of two dimensions.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from scale_model import ITEMSIZE, LLAMA_7B, LLAMA_70B, Shapes
+from zero_optim.params.layout import BucketLayout, WholeParameters, bucket_capacities, build_layout
+
+MODELS = {"Llama 2 7B": LLAMA_7B, "Llama 2 70B": LLAMA_70B}
+RANKS = (8, 64, 1024, 16384)
+MOST = 1.1
+"""The most that buckets may have beside what matrices take, and the rank with most to do beside the mean: times."""
+MOST_BYTES = 16e9
+"""Of the largest bucket. A rank has two buffers as large, which are then two fifths of a GPU with 80 GB."""
+
+Matrix = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class OnPaper:
+    """The buckets of Muon's matrices.
+
+    Attributes:
+        shards: ranks that share.
+        largest: elements of the largest bucket.
+        padding: elements beside those of the matrices, over theirs.
+        imbalance: what the rank with most to do multiplies, over the mean.
+        idle: ranks without a matrix.
+    """
+
+    shards: int
+    buckets: int
+    largest: int
+    padding: float
+    imbalance: float
+    idle: int
+
+    @property
+    def fits(self) -> bool:
+        return max(1 + self.padding, self.imbalance) <= MOST and self.largest * ITEMSIZE <= MOST_BYTES
+
+
+def multiplications(rows: int, columns: int) -> int:
+    """Of a matrix, in a step of the iteration, but for a factor."""
+    return rows * columns * min(rows, columns)
+
+
+def layouts_of(matrices: Sequence[Matrix], shards: int) -> list[BucketLayout]:
+    """The buckets of bf16 ``matrices``, in the order in which the first backward makes their gradients."""
+    numels = {number: rows * columns for number, (rows, columns) in enumerate(matrices)}
+    kinds = dict.fromkeys(numels, 0)
+    capacities = bucket_capacities(numels, kinds, None, {0: ITEMSIZE}, shards)
+    return build_layout(numels, kinds, list(numels), capacities, shards, {0: WholeParameters()})
+
+
+def on_paper(matrices: Sequence[Matrix], shards: int) -> OnPaper:
+    buckets = layouts_of(matrices, shards)
+    loads = [0] * shards
+    for bucket in buckets:
+        for slot in bucket.slots:
+            loads[slot.offset // bucket.shard_numel] += multiplications(*matrices[slot.param])
+    numel = sum(rows * columns for rows, columns in matrices)
+    return OnPaper(
+        shards,
+        len(buckets),
+        max(bucket.numel for bucket in buckets),
+        sum(bucket.numel for bucket in buckets) / numel - 1,
+        max(loads) * shards / sum(loads),
+        loads.count(0),
+    )
+
+
+def matrices_of(shapes: Shapes) -> list[Matrix]:
+    """Those of blocks, from the last to the first."""
+    return (shapes.block_matrices * shapes.layers)[::-1]
+
+
+def choices(matrices: Sequence[Matrix], ranks: int) -> Iterator[OnPaper]:
+    """All ranks share; and if that does not fit, the most that do, by halves."""
+    found = on_paper(matrices, ranks)
+    yield found
+    shards = ranks
+    while not found.fits and shards % 2 == 0:
+        shards //= 2
+        found = on_paper(matrices, shards)
+    if shards < ranks:
+        yield found
+
+
+def table(models: Mapping[str, Shapes], ranks: Sequence[int]) -> list[str]:
+    heads = ("", "ranks", "share", "replicas", "buckets", "padding", "largest bucket, GB", "imbalance", "idle ranks")
+    lines = [heads, ["---"] * len(heads)]
+    for name, shapes in models.items():
+        for count in ranks:
+            for found in choices(matrices_of(shapes), count):
+                lines.append(
+                    (
+                        name,
+                        f"{count:,}",
+                        f"{found.shards:,}",
+                        f"{count // found.shards:,}",
+                        f"{found.buckets}",
+                        f"{found.padding:,.1%}".replace("%", " %"),
+                        f"{found.largest * ITEMSIZE / 1e9:,.1f}",
+                        f"{found.imbalance:.2f}",
+                        f"{found.idle:,}",
+                    )
+                )
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    shown = " ".join(map(str, RANKS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS, metavar="N", help=f"how many ({shown})")
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=[*MODELS], metavar="NAME", help="(all)")
+    given = parser.parse_args()
+    print("\n".join(table({name: MODELS[name] for name in given.models}, given.ranks)))
+
+
+if __name__ == "__main__":
+    main()

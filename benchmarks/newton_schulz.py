@@ -1,0 +1,75 @@
+"""How much of a training step by Muon is its Newton-Schulz iteration, on each rank: by time, and by multiplications."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from muon_on_paper import multiplications
+from torch import Tensor
+from zero_optim.bench.contenders import DDP_MUON, MAKERS, Task
+from zero_optim.bench.train_step import WARM_UP_STEPS, train
+from zero_optim.rules import muon
+
+ITERATIONS = {True: (torch.optim._muon, "_zeropower_via_newtonschulz"), False: (muon, "orthogonalized")}
+"""Module and name of the iteration: torch's, and ours."""
+
+
+@dataclass
+class Iteration:
+    """What a rank has done in it. ``multiplications``: of a step of each matrix, but for a factor."""
+
+    seconds: float = 0.0
+    multiplications: int = 0
+
+
+@dataclass(frozen=True)
+class OfRank:
+    """``share``: seconds of the iteration over those of a step, the median of steps. ``multiplications``: a step."""
+
+    share: float
+    multiplications: int
+
+
+@contextmanager
+def watched(name: str, device: torch.device) -> Iterator[Iteration]:
+    """Time and count the iterations of the contender ``name`` meanwhile."""
+    seen = Iteration()
+    module, of = ITERATIONS[name == DDP_MUON]
+    real: Callable[..., Tensor] = getattr(module, of)
+
+    def run(matrix: Tensor, *options: Any) -> Tensor:
+        begin = _now(device)
+        result = real(matrix, *options)
+        seen.seconds += _now(device) - begin
+        several = matrix.numel() // (matrix.shape[-2] * matrix.shape[-1])
+        seen.multiplications += several * multiplications(*matrix.shape[-2:])
+        return result
+
+    with mock.patch.object(module, of, run):
+        yield seen
+
+
+def on_rank(task: Task, name: str, rounds: int) -> OfRank:
+    """Collective. Train alone. On a GPU the host waits around each iteration, which makes the step longer."""
+    contender = MAKERS[name](task)
+    train(contender, WARM_UP_STEPS)
+    shares = []
+    for _ in range(rounds):
+        with watched(name, task.device) as seen:
+            begin = _now(task.device)
+            train(contender, 1)
+            shares.append(seen.seconds / (_now(task.device) - begin))
+    return OfRank(statistics.median(shares), seen.multiplications)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
