@@ -43,7 +43,8 @@ if sys.platform == "linux":
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector works again."""
+    """The garbage collector works again. What is there by now stays, and need not be walked."""
+    gc.freeze()
     gc.enable()
 
 
