@@ -48,6 +48,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    """Hypothesis looks for who refers to what, and the collector tells nothing of what is frozen."""
+    gc.unfreeze()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """What hypothesis caches goes beside what pytest caches."""
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(config.rootpath, ".pytest_cache", "hypothesis")))
