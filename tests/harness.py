@@ -13,14 +13,17 @@ import simulated_gpu.switch as simulation  # first of all: a simulated GPU has t
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import itertools
 import multiprocessing
 import os
 import pickle
+import queue
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -64,7 +67,8 @@ class _Task:
 
     rank: int
     world_size: int
-    store: str
+    port: int  # of the pool's store
+    name: str  # of the call, in that store
     sys_path: tuple[str, ...]
     call: bytes
     backend: str
@@ -89,12 +93,31 @@ def _take_gpu(rank: int) -> torch.device:
     return device
 
 
+@functools.cache
+def _store(port: int) -> dist.TCPStore:
+    """The store that the pool serves: a file's readers ask every 10 ms whether what they wait for is there."""
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
+
+
+_ENDED: queue.SimpleQueue[list[dist.ProcessGroup]] = queue.SimpleQueue()  # groups of calls before
+
+
+def _let_go() -> None:
+    """Ends process groups, while the next call runs: gloo waits 10 ms for each connection, and as long as the group's
+    time-out where a rank waits in vain."""
+    while True:
+        groups = _ENDED.get()
+        del groups
+
+
 @contextlib.contextmanager
 def _process_group(task: _Task):
+    store = _store(task.port)
+    store.set_timeout(task.collective_timeout)
     device = _take_gpu(task.rank) if task.backend == "nccl" else None
     dist.init_process_group(
         task.backend,
-        init_method=f"file://{task.store}",
+        store=dist.PrefixStore(task.name, store),
         rank=task.rank,
         world_size=task.world_size,
         timeout=task.collective_timeout,
@@ -107,6 +130,7 @@ def _process_group(task: _Task):
     finally:
         gc.collect()  # work handles and hooks of this call go before the group does
         gc.freeze()  # what survives is modules: the next collection need not walk them (60 ms on one core)
+        _ENDED.put(list(dist.distributed_c10d._world.pg_map))
         dist.destroy_process_group()
         _forget_meshes()
 
@@ -137,6 +161,7 @@ def _worker_main(connection: Connection, stack_file: str, error_file: str) -> No
     torch.set_num_threads(1)
     take_turns()
     gc.enable()
+    threading.Thread(target=_let_go, daemon=True).start()
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         while True:
@@ -160,6 +185,7 @@ class RankPool:
         self._simulated = simulated
         self._server = forkserver.ForkServer()
         self._server.set_forkserver_preload(PRELOADED)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._serial = itertools.count()
@@ -176,7 +202,7 @@ class RankPool:
         collective_timeout: float | None = None,
     ) -> list[Any]:
         """As :func:`run_ranks`. After a failure the next call has new workers."""
-        store = os.path.join(self._directory.name, f"store-{next(self._serial)}")
+        name = f"call-{next(self._serial)}"
         call = pickle.dumps((fn, args))
         in_a_collective = timedelta(seconds=collective_timeout or TIMEOUT_SECONDS[backend])
         while len(self._workers) < world_size:
@@ -184,7 +210,8 @@ class RankPool:
         for rank, worker in enumerate(self._workers[:world_size]):
             if worker.error_file.exists():
                 os.truncate(worker.error_file, 0)  # it is written at its end
-            task = _Task(rank, world_size, store, tuple(sys.path), call, backend, bound, in_a_collective)
+            port, path = self._store.port, tuple(sys.path)
+            task = _Task(rank, world_size, port, name, path, call, backend, bound, in_a_collective)
             with contextlib.suppress(OSError):  # a worker that died while idle is reported by _collect
                 worker.connection.send_bytes(pickle.dumps(task))
         try:

@@ -264,11 +264,19 @@ def _steps() -> list[tuple[float, bool]]:
     return [(norm_type, some) for norm_type in ALL_NORMS for some in (False, True)]
 
 
-def _any_norm(rank: int, world_size: int, stage: int) -> dict[tuple[str, str], tuple[list[float], list[Tensor]]]:
+def _sizes_and_scalers(turn: int) -> list[tuple[str, str]]:
+    """Each size, and each scaler, once. Three turns in a row have all pairs."""
+    scalers = list(SCALERS)
+    return [(size, scalers[(number + turn) % len(scalers)]) for number, size in enumerate(SIZES)]
+
+
+def _any_norm(
+    rank: int, world_size: int, stage: int, turn: int
+) -> dict[tuple[str, str], tuple[list[float], list[Tensor]]]:
     import zero_optim
 
     results = {}
-    for size, scaling in ((size, scaling) for size in SIZES for scaling in SCALERS):
+    for size, scaling in _sizes_and_scalers(turn):
         model = torch.nn.Sequential(Given())
         model = zero_optim.shard_module(model, [Given]) if stage == 3 else model
         opt = zero_optim.ShardedAdamW(model.parameters(), **ADAM, stage=stage, bucket_cap_mb=TINY_CAP_MB)
@@ -311,10 +319,12 @@ def _any_norm_expected(world_size: int, size: str, scaling: str) -> tuple[list[f
     return norms, copies(params)
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(2, 1), (0, 2), (1, 2), (2, 2), (3, 2)])
-def test_any_norm_of_gradients_of_any_size(stage, world_size):
+@pytest.mark.parametrize(
+    ("turn", "stage", "world_size"), [(0, 2, 1), (0, 0, 2), (1, 1, 2), (2, 2, 2), (0, 3, 2), (1, 3, 2)]
+)
+def test_any_norm_of_gradients_of_any_size(turn, stage, world_size):
     """|g|^64 leaves fp32 and float64 at sizes that gradients have; a loss scale makes that of |g|^8."""
-    results = run_ranks(world_size, _any_norm, stage, timeout=90)
+    results = run_ranks(world_size, _any_norm, stage, turn, timeout=90)
     for size, scaling in results[0]:
         norms, params = _any_norm_expected(world_size, size, scaling)
         bounds = [FP32_EPS * len(norms) * (4 * p.abs() + 64 * ADAM["lr"]) for p in params]
