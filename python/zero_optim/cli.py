@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from .bench.request import read_request as read_bench_request
 from .doctor import distribution_version
 from .errors import UsageError, ZeroOptimError
 from .memory import command as planner
+from .stores.offload import read_nbytes
 from .train.config import DTYPES, add_arguments, read_request
 from .train.output import print_nowhere
 
@@ -148,10 +148,10 @@ def _add_checkpoint_commands(commands: Any) -> None:
 
 
 def _nbytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMGT]?)B?", text)
-    if not match or not float(match[1]) > 0:
+    nbytes = read_nbytes(text)
+    if not nbytes:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB or 500MB")
-    return int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
+    return nbytes
 
 
 def _checkpoints_in(path: Path) -> Path:

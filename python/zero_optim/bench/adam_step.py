@@ -90,15 +90,17 @@ def make_shard(setting: Setting) -> Shard:
 
 def make_case(setting: Setting) -> Case:
     shard = make_shard(setting)
-    jobs = backend_jobs(setting, ours(shard))
-    jobs |= {f"{name}{OF_ZEROS}": job for name, job in backend_jobs(setting, ours(with_zeros(shard))).items()}
-    jobs |= {f"{name}{IN_PARTS}": job for name, job in backend_jobs(setting, ours_in_parts(shard)).items()}
-    jobs |= {f"{name}{AT_ONCE}": job for name, job in backend_jobs(setting, ours_at_once(shard)).items()}
-    jobs |= {f"{name}{UNMEASURED}": job for name, job in backend_jobs(setting, ours_measured(shard, False)).items()}
-    jobs |= {f"{name}{MEASURED}": job for name, job in backend_jobs(setting, ours_measured(shard, True)).items()}
     smaller = {form: of for form, of in SMALLER.items() if setting.torch_dtype == torch.bfloat16 or not of.low}
-    for form, of in smaller.items():
-        jobs |= {f"{name}{form}": job for name, job in backend_jobs(setting, ours_smaller(shard, of)).items()}
+    ways = {
+        "": ours(shard),
+        OF_ZEROS: ours(with_zeros(shard)),
+        IN_PARTS: ours_in_parts(shard),
+        AT_ONCE: ours_at_once(shard),
+        UNMEASURED: ours_measured(shard, False),
+        MEASURED: ours_measured(shard, True),
+        **{form: ours_smaller(shard, of) for form, of in smaller.items()},
+    }
+    jobs = {f"{name}{way}": job for way, work in ways.items() for name, job in backend_jobs(setting, work).items()}
     in_form = {f"{name}{form}": (name, of) for form, of in smaller.items() for name in setting.backends}
     jobs[TORCH] = [torch_pipeline(shard)]
     baselines = fused_adams(setting.device)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..drawing.figures import count
+
 JsonRow = Mapping[str, Any]
 Form = Callable[[Any], str]
 
@@ -108,8 +110,7 @@ def shown_by_some(columns: Iterable[Column], rows: Sequence[JsonRow]) -> list[Co
 
 
 def of_ranks(row: JsonRow) -> str:
-    ranks = row.get("ranks") or 1
-    return f"{ranks:,} rank{'s' * (ranks > 1)}"
+    return count(row.get("ranks") or 1, "rank")
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

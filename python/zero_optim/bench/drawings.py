@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from ..drawing.sheet import Bar, Bars, Role, Sheet
 from .columns import Column, JsonRow
 
-OURS = ("ours", "ours background", "stage0", "stage1", "stage2", "stage3", "stage3_keep",
-        "stage3_split", "stage2_small", "stage3_small", "stage2_smallest", "stage3_smallest", "muon", "muon_stage3",
-        "cuda", "cpu", "triton",
-        "paged 0", "paged half", "cpu no speculation", "nvme", "paged 0 small", "nvme small",
-        "pages write", "pages read", "pages both")  # fmt: skip
+OURS = ("ours", "stage", "muon", "cuda", "cpu", "triton", "paged", "nvme", "pages")
+"""The beginnings of names."""
 BASELINES = ("None", "fused", "ddp", "ddp_muon", "disk", "torch_pipeline")
 
 
@@ -46,7 +43,7 @@ def bars_of(
 
 def role_of(row: JsonRow) -> Role:
     name = row["backend"].split(",")[0]
-    if name in OURS:
+    if name.startswith(OURS):
         return Role.OURS
     return Role.BASELINE if name in BASELINES or row["backend"] == row.get("baseline") else Role.OTHER
 

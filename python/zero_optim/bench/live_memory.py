@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .peak_memory import peak_of, resident
+
 
 @contextmanager
 def watch(device: torch.device) -> Iterator[LiveMemory]:
@@ -35,12 +37,8 @@ class GpuMemory:
 
     def after(self, work: Callable[[], object]) -> tuple[int, int]:
         """Run ``work``; bytes after it, and the most there were in it."""
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        work()
-        gc.collect()
-        torch.cuda.synchronize(self._device)
-        return torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
+        most = peak_of(work, self._device)
+        return resident(self._device), most
 
 
 class CpuMemory(TorchDispatchMode):

@@ -17,11 +17,11 @@ SCALE = 0.5  # 1/N of two ranks
 WIDEST = 2048
 
 
-def make_case(setting: Setting, scale: float = SCALE) -> Case:
+def make_case(setting: Setting) -> Case:
     grads = [setting.random(numel) for numel in gradient_numels(setting.numel)]
     bucket = torch.empty(setting.numel, device=setting.device, dtype=setting.torch_dtype)
-    jobs = backend_jobs(setting, ours(grads, bucket, scale))
-    jobs[TORCH] = [pipeline(grads, bucket, scale)]
+    jobs = backend_jobs(setting, ours(grads, bucket, SCALE))
+    jobs[TORCH] = [pipeline(grads, bucket, SCALE)]
     jobs |= {
         "foreach_copy": [foreach_copy(grads, bucket)],
         "cat": [lambda: torch.cat(grads, out=bucket)],

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ZeroOptimError
+from ..train.world import start_method
 
 LIMIT_SECONDS = 600.0
 COLLECTIVE_SECONDS = 60.0
@@ -58,7 +59,7 @@ def on_ranks(
 
     The ranks share the threads that torch has here. On ``cuda`` each has a GPU, its current device. Raises RanksError.
     """
-    context = _context()
+    context: Any = multiprocessing.get_context(start_method(IMPORTED))  # memory is counted from what is imported on
     port, threads = _free_port(), max(1, torch.get_num_threads() // count)
     with tempfile.TemporaryDirectory(prefix="bench-ranks-") as folder:
         places = [_Place(rank, count, Path(folder), port, threads, device) for rank in range(count)]
@@ -77,16 +78,6 @@ def on_ranks(
             for process in processes:
                 process.kill()
                 process.join()
-
-
-def _context() -> Any:
-    """Makes processes that have imported what trainings need, from one that has done nothing else: torch alone takes
-    three seconds of a core, in every rank of every training. Each counts its memory from there."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*IMPORTED])
-    return context
 
 
 def _collect(places: Sequence[_Place], connections: Sequence[Connection], limit: float) -> list[Any]:

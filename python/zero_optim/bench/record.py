@@ -17,6 +17,7 @@ import torch
 
 import zero_kernels
 
+from ..checkpoint.folder import write_atomically
 from ..doctor import DISTRIBUTION, version_of
 from ..errors import UsageError
 
@@ -125,9 +126,7 @@ def write(record: Mapping[str, Any], folder: Path, about: str | None = None) -> 
 
 def write_anew(record: Mapping[str, Any], path: Path) -> None:
     """Over a file that ``write`` has made. Whoever reads it meanwhile finds it whole, as it was or as it is."""
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(record, indent=1) + "\n")
-    unfinished.replace(path)
+    write_atomically(path, json.dumps(record, indent=1) + "\n")
 
 
 def read(path: Path, flag: str = "") -> dict[str, Any]:

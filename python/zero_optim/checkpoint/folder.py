@@ -158,6 +158,16 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def write_atomically(path: Path, content: str) -> None:
+    """The file is either the old one or the whole new one, whenever this process dies, and whoever reads it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def publish_folder(writing: Path, folder: Path) -> None:
     """Give what is in ``writing``, each file synced, its name. What had it before is removed, once that is on the disk.
 

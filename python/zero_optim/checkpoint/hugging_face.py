@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.together import together
+from ..drawing.figures import count
 from ..errors import CheckpointError, StateMismatchError
 from ..params.arrangement import WHOLE, read_arranged
 from ..rules.options import EMA
@@ -26,7 +27,7 @@ from .contents import Column, Holding, Names, contents_of_model
 from .disk import OpenFiles
 from .encoded import decoded
 from .index import BUFFER, PARAMETER, Index, SavedTensor
-from .matching import counted, listed, shape_differs
+from .matching import listed, shape_differs
 from .rank_file import Files, fill
 from .safetensors_file import BLOCK_BYTES, Entry, Stored, read_header, write_entries
 from .subject import make_subject
@@ -219,9 +220,9 @@ def _match(
     unused = [name for name in stored if name not in here]
     told = []
     if missing:
-        told.append(f"missing in {path}: {counted(missing, 'tensor')}, {listed(missing)}")
+        told.append(f"missing in {path}: {count(len(missing), 'tensor')}, {listed(missing)}")
     if unused:
-        told.append(f"left over in {path}: {counted(unused, 'tensor')}, {listed(unused)}")
+        told.append(f"left over in {path}: {count(len(unused), 'tensor')}, {listed(unused)}")
     wrong = [
         differs
         for spec in (holding.spec for holding in holdings)

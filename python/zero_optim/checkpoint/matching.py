@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from ..drawing.figures import count
 from ..errors import StateMismatchError
 from ..rules.options import EMA
 from .contents import Names
@@ -87,7 +87,9 @@ def match(
             matched.groups.append(_match_groups(number, wanted, saved, matched))
         _note_leftover_state(index, matched)
         if len(index.optimizers) > len(optimizers):
-            told = f"the checkpoint has {counted(index.optimizers, 'optimizer')}, and {len(optimizers)} are given here"
+            told = (
+                f"the checkpoint has {count(len(index.optimizers), 'optimizer')}, and {len(optimizers)} are given here"
+            )
             matched.misfits.append(told)
     steps = index.steps()
     matched.steps = {name: steps[saved] for name, saved in saved_name.items() if saved in steps}
@@ -124,7 +126,7 @@ def _match_model(index: Index, model: Sequence[TensorSpec], matched: Match) -> N
         matched.source[spec.key] = saved
     for kind, those in missing.items():
         if those:
-            matched.misfits.append(f"missing in the checkpoint: {counted(those, kind)}, {listed(those)}")
+            matched.misfits.append(f"missing in the checkpoint: {count(len(those), kind)}, {listed(those)}")
 
 
 def _match_state(index: Index, wanted: Wanted, matched: Match) -> None:
@@ -152,7 +154,7 @@ def _match_state(index: Index, wanted: Wanted, matched: Match) -> None:
     trained = [name for name in lacking if name not in wanted.spared]
     never = [name for name in trained if matched.saved_name[name] in known - updated]
     if never:
-        matched.notes.append(f"never updated before: {counted(never, PARAMETER)}, {listed(never)}")
+        matched.notes.append(f"never updated before: {count(len(never), PARAMETER)}, {listed(never)}")
     missed = [name for name in trained if name not in never]
     if missed:
         matched.misfits.append(f"missing in the checkpoint: {_state_of({name: lacking[name] for name in missed})}")
@@ -167,7 +169,7 @@ def _note_leftover_weights(index: Index, names: Names, matched: Match) -> None:
             unused[kind].append(name if name not in names.aliases else f"{name} (tied to {names.aliases[name]} here)")
     for kind, those in unused.items():
         if those:
-            matched.misfits.append(f"left over in the checkpoint: {counted(those, kind)}, {listed(those)}")
+            matched.misfits.append(f"left over in the checkpoint: {count(len(those), kind)}, {listed(those)}")
 
 
 def _note_leftover_state(index: Index, matched: Match) -> None:
@@ -270,12 +272,7 @@ def _difference(here: Sequence[frozenset[str]], there: Sequence[frozenset[str]])
 def _state_of(kinds: Mapping[str, Sequence[str]]) -> str:
     """``kinds``: of each parameter, which tensors of its state are meant."""
     all_kinds = list(dict.fromkeys(kind for own in kinds.values() for kind in own))
-    return f"the state ({', '.join(all_kinds)}) of {counted([*kinds], PARAMETER)}, {listed([*kinds])}"
-
-
-def counted(those: Sequence[Any], what: str) -> str:
-    """``"2 parameters"``."""
-    return f"{len(those)} {what}{'s' if len(those) != 1 else ''}"
+    return f"the state ({', '.join(all_kinds)}) of {count(len(kinds), PARAMETER)}, {listed([*kinds])}"
 
 
 def listed(those: Sequence[str]) -> str:

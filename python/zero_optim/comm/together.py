@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from ..errors import CheckpointError, ParameterError, RankMismatchError, StateMismatchError
+from ..errors import CheckpointError, ParameterError, RankMismatchError, StateMismatchError, UsageError
 
 T = TypeVar("T")
 
-_KEPT = {kind.__name__: kind for kind in (CheckpointError, ParameterError, StateMismatchError)}
+_KEPT = {kind.__name__: kind for kind in (CheckpointError, ParameterError, StateMismatchError, UsageError)}
 
 
 class Ranks(Protocol):

@@ -75,9 +75,9 @@ def duration(seconds: float) -> str:
     return (f"{days} d " if days else "") + f"{hours} h {minutes % 60:02} min"
 
 
-def count(number: int, thing: str, plural: str | None = None) -> str:
+def count(number: int, thing: str) -> str:
     """``1 step``, ``2,000 steps``."""
-    return f"{number:,} {thing if number == 1 else plural or thing + 's'}"
+    return f"{number:,} {thing if number == 1 else thing + 's'}"
 
 
 def elements(numel: int) -> str:

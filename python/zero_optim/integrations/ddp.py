@@ -13,6 +13,7 @@ from torch import nn
 
 from ..errors import ZeroOptimError
 from ..optimizer import optimizers_of
+from .clients import without_sync
 
 
 class DistributedDataParallel(nn.Module):
@@ -61,9 +62,7 @@ class DistributedDataParallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Collective. Backwards within it add up on each rank: ``no_sync`` of every optimizer of the model."""
-        with ExitStack() as stack:
-            for optimizer in optimizers_of(self.module):
-                stack.enter_context(optimizer.no_sync())
+        with without_sync(optimizers_of(self.module)):
             yield
 
     @property

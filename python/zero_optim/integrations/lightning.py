@@ -208,14 +208,7 @@ class ShardedStrategy(DDPStrategy):
         if self._sync_buffers is not None:
             sync_buffers(self.lightning_module, self._sync_buffers)
 
-    def on_validation_start(self) -> None:
-        self._agree_on_buffers()
-
-    def on_test_start(self) -> None:
-        self._agree_on_buffers()
-
-    def on_predict_start(self) -> None:
-        self._agree_on_buffers()
+    on_validation_start = on_test_start = on_predict_start = _agree_on_buffers  # Lightning's names
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._agree_on_buffers()

@@ -32,7 +32,7 @@ from .decoders import KNOWN, gpt_of
 from .fit import MOST_MEMORY, MOST_PARAMETERS, largest_model, smallest_stage
 from .plan import Job, Plan, plan
 from .shapes import ModelShapes, of_decoder, of_module, usual_units
-from .table import advice, memory_lines, said_smallest, unit_of
+from .table import advice, memory_lines, ranks_of, said_smallest, unit_of
 
 RULES = {
     "adamw": AdamW(),
@@ -359,14 +359,10 @@ def _from_config(path: Path) -> nn.Module:
 
 def _report(parsed: argparse.Namespace, plans: Sequence[Plan], largest: Sequence[int]) -> Iterator[str]:
     model, room = plans[0].model, parsed.gpu_memory
-    ranks = "1 rank" if parsed.world == 1 else f"{parsed.world:,} ranks"
-    ranks += f", {parsed.tp} tensor-parallel" if parsed.tp > 1 else ""
-    ranks += f", {parsed.pp} stages of a pipeline" if parsed.pp > 1 else ""
-    ranks += f" in {parsed.replicate} replicas" if parsed.replicate > 1 else ""
     width, unit = model.width, unit_of(plans)
     shape = f", {width.layers} layers of width {width.hidden:,}" if width else ""
     which = "the mean of all ranks" if parsed.rank is None else f"rank {parsed.rank}"
-    yield f"{model.name}: {model.numel:,} parameters{shape}; {ranks}; {unit.name} a rank, {which}"
+    yield f"{model.name}: {model.numel:,} parameters{shape}; {ranks_of(plans[0].job)}; {unit.name} a rank, {which}"
     yield ""
     yield row("", [f"stage {made.job.stage}" for made in plans])
     if parsed.pp > 1:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..drawing.figures import SizeUnit, row, size, unit_for
+from ..drawing.figures import SizeUnit, count, row, size, unit_for
 from ..stats import TELEMETRY
 from ..stores.offload import Tier
 from .fit import Change, cheapest_change
-from .plan import LOCAL, PAGES, Plan
+from .plan import LOCAL, PAGES, Job, Plan
 
 _LAST = ("unsharded", LOCAL, TELEMETRY, PAGES, "activations", "padding")
 
@@ -52,13 +52,17 @@ def of_one(made: Plan) -> str:
     job, where = made.job, ""
     if job.offload.tier is not Tier.DEVICE:
         where = f', state_offload="{job.offload.tier.value}"'
-    ranks = "1 rank" if job.world == 1 else f"{job.world:,} ranks"
+    unit, buckets = unit_of([made]), count(made.buckets, "bucket")
+    head = f"{made.model.numel:,} parameters, stage {job.stage}, {ranks_of(job)}{where}, {buckets}; {unit.name} a rank:"
+    return "\n".join([head, *memory_lines([made], unit)])
+
+
+def ranks_of(job: Job) -> str:
+    """How many ranks there are, and what they share."""
+    ranks = count(job.world, "rank")
     ranks += f", {job.tensor} tensor-parallel" if job.tensor > 1 else ""
     ranks += f", {job.pipeline} stages of a pipeline" if job.pipeline > 1 else ""
-    ranks += f" in {job.replicas} replicas" if job.replicas > 1 else ""
-    unit, buckets = unit_of([made]), f"{made.buckets:,} bucket{'s' if made.buckets != 1 else ''}"
-    head = f"{made.model.numel:,} parameters, stage {job.stage}, {ranks}{where}, {buckets}; {unit.name} a rank:"
-    return "\n".join([head, *memory_lines([made], unit)])
+    return ranks + (f" in {job.replicas} replicas" if job.replicas > 1 else "")
 
 
 def advice(made: Plan, device_memory: int | None) -> str:

@@ -6,7 +6,7 @@ What is saved are flat tensors of bytes, [bytes] uint8 on the device, in an orde
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +18,7 @@ from ..errors import OffloadError
 from ..params.layout import round_up
 from .extents import Extent
 from .host_memory import ALIGNMENT, HostMemory
-from .lanes import make_lanes
+from .lanes import Lane, make_lanes
 from .page_file import PageFile, Transfer
 from .patience import PATIENCE_SECONDS
 
@@ -55,20 +55,18 @@ class HostRest:
         if self._run.nbytes < needed:
             self.close()  # first: host memory need not hold both
             self._run = self._memory.take(needed)
-        lane, now, over = self._lanes.to_host, self._lanes.mark(), self._lanes.mark()
-        now.set()
-        lane.after(now)
-        for flat, place in zip(flats, self._places(flats), strict=True):
-            lane.copy(place, flat)
-        lane.set(over)
-        over.wait()
+        self._copy(self._lanes.to_host, self._places(flats), flats)
 
     def load(self, flats: Sequence[Tensor]) -> None:
-        lane, now, over = self._lanes.to_device, self._lanes.mark(), self._lanes.mark()
-        now.set()  # the memory may be what the stream that computes has used before
+        self._copy(self._lanes.to_device, flats, self._places(flats))
+
+    def _copy(self, lane: Lane, targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+        """After what the device was given before, which may have used the memory. The host waits until it is over."""
+        now, over = self._lanes.mark(), self._lanes.mark()
+        now.set()
         lane.after(now)
-        for flat, place in zip(flats, self._places(flats), strict=True):
-            lane.copy(flat, place)
+        for target, source in zip(targets, sources, strict=True):
+            lane.copy(target, source)
         lane.set(over)
         over.wait()
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import memory
-from ..drawing.figures import megabytes, row
+from ..drawing.figures import count, megabytes, row
 from ..stats import PAGES, TELEMETRY
 from .output import say
 from .run_dir import StepRecord
@@ -122,7 +122,7 @@ def final_table(reports: Sequence[RankReport], planned: memory.Plan, *, on_gpu: 
 def _memory_lines(reports: Sequence[RankReport], planned: memory.Plan) -> list[str]:
     names, columns = _columns([report.memory for report in reports])
     wanted, parameters = forecast(planned).memory, planned.model.numel
-    ranks = f"{len(reports)} rank{'s' if len(reports) > 1 else ''}"
+    ranks = count(len(reports), "rank")
     lines = [
         f"model state, MB (stage {planned.job.stage}, {ranks}, {parameters:,} parameters)",
         row("", [*names, "planned", "bytes/param"]),

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -93,7 +92,7 @@ class RunDir:
         log = self.path / LOG
         lines = log.read_text().splitlines(keepends=True) if log.exists() else []
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        _write_atomically(log, "".join(kept))
+        folders.write_atomically(log, "".join(kept))
         self._write_sessions(taken_back(self.sessions(), step))
         for folder in folders.checkpoints(self.checkpoints):
             if (folders.step_of(folder) or 0) > step:
@@ -133,7 +132,7 @@ class RunDir:
         self._write_sessions([*others, session])
 
     def _write_sessions(self, sessions: Sequence[Session]) -> None:
-        _write_atomically(self.path / RUN, sessions_to_text(sessions))
+        folders.write_atomically(self.path / RUN, sessions_to_text(sessions))
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Path]:
@@ -148,13 +147,3 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
     if not folders.checkpoints(run_dir / _CHECKPOINTS):
         raise UsageError(f"--resume {path}: holds no complete checkpoint")
     return run_dir / _CHECKPOINTS, run_dir
-
-
-def _write_atomically(path: Path, content: str) -> None:
-    """The file is either the old one or the whole new one, whenever this process dies."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

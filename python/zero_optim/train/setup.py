@@ -3,15 +3,13 @@ from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from .. import checkpoint
 from ..checkpoint.folder import checkpoints
 from ..checkpoint.rank_file import crc32c
-from ..comm.collectives import Comm
+from ..comm.together import on_rank_0, together
 from ..errors import CheckpointError, UsageError
 from .config import RESUME_AUTO, TrainConfig, TrainRequest, fresh_config, resumed_config
 from .data import Corpus, load_corpus
@@ -19,7 +17,7 @@ from .output import say
 from .run_dir import RunDir, find_checkpoint
 from .world import World
 
-T = TypeVar("T")
+WHERE = "the set-up"
 
 
 @dataclass(frozen=True)
@@ -56,23 +54,10 @@ class Setup:
         return self.saved is not None and self.saved.is_in(self.run_dir)
 
 
-def together(comm: Comm, work: Callable[[], T]) -> T:
-    """Does ``work`` on every rank; where it is a UsageError on any, raises that of the lowest such rank on all."""
-    try:
-        result, problem = work(), None
-    except UsageError as error:
-        result, problem = None, str(error)
-    problems = [other for other in comm.gather_objects(problem, "work done together") if other is not None]
-    if problems:
-        raise UsageError(problems[0])
-    return result  # type: ignore[return-value]
-
-
 def make_setup(request: TrainRequest, world: World) -> Setup:
     """Reads checkpoint and data on every rank, makes the run directory on rank 0. Raises UsageError, on all alike."""
-    config, corpus, saved = together(world.comm, lambda: _read_inputs(request, world))
-    opened = together(world.comm, lambda: _open_run_dir(request, config, saved) if world.leads else None)
-    path = world.comm.gather_objects(opened, "the set-up")[0]
+    config, corpus, saved = together(world.comm, lambda: _read_inputs(request, world), WHERE)
+    path = on_rank_0(world.comm, lambda: _open_run_dir(request, config, saved), WHERE)
     return Setup(config, corpus, RunDir(path), saved, request.command)
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ..comm.collectives import Comm, make_comm
 from ..errors import UsageError
+from ..stores.host_threads import own_cores
 from .config import TrainRequest, fresh_config
 
 if TYPE_CHECKING:
@@ -122,15 +123,13 @@ def _share_cores() -> None:
 
 
 def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(own_cores().mask)
 
 
 def launch(ranks: int, request: TrainRequest, main: Main, arguments: Sequence[str]) -> int:
     """Runs ``main``, of the command line, on ``ranks`` ranks, as ``torchrun --standalone``; returns the exit code.
 
-    It is torchrun's own engine without its report: what a rank had to say it has said on stderr. The ranks are forked
-    from one process that has imported what they need, and has done nothing else. To import it takes several seconds of
-    a core, which each rank would spend. Raises UsageError.
+    It is torchrun's own engine without its report: what a rank had to say it has said on stderr. Raises UsageError.
     """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -145,7 +144,7 @@ def launch(ranks: int, request: TrainRequest, main: Main, arguments: Sequence[st
     print(f"starting {ranks} ranks", flush=True)
     logging.disable(logging.ERROR)  # of this process, which does nothing but launch
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
-    start_method = _start_method()
+    method = start_method(IMPORTED)
     with tempfile.TemporaryDirectory(prefix="zero-optim-") as logs:
         config = LaunchConfig(
             min_nodes=1,
@@ -156,7 +155,7 @@ def launch(ranks: int, request: TrainRequest, main: Main, arguments: Sequence[st
             rdzv_endpoint="localhost:0",
             local_addr="localhost",  # else the ranks would meet at the host's name, which need not resolve
             max_restarts=0,
-            start_method=start_method,
+            start_method=method,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         try:
@@ -168,10 +167,12 @@ def launch(ranks: int, request: TrainRequest, main: Main, arguments: Sequence[st
     return 0
 
 
-def _start_method() -> str:
+def start_method(imported: Sequence[str]) -> str:
+    """Choose how ranks are started: forked from a process that has ``imported`` these and has done nothing else, so
+    that each saves the seconds of a core that it takes to import torch. Else they are spawned."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"
-    multiprocessing.set_forkserver_preload([*IMPORTED])
+    multiprocessing.set_forkserver_preload([*imported])
     return "forkserver"
 
 
