@@ -18,7 +18,7 @@ from zero_optim.stores import disk_homes, paged_store, patience
 from zero_optim.stores.disk_homes import DiskHomes, PagePlace
 from zero_optim.stores.host_homes import HostHomes
 from zero_optim.stores.host_memory import HostMemory
-from zero_optim.stores.lanes import HostLanes
+from zero_optim.stores.lanes import Lanes
 from zero_optim.stores.page import PageState
 from zero_optim.stores.page_file import PageFile, Transfer
 from zero_optim.stores.paged_store import PagedStore
@@ -38,7 +38,7 @@ def test_the_tables_have_every_state():
 
 def _store_with_a_page(state: str) -> tuple[PagedStore, int]:
     device = torch.device("cpu")
-    store = PagedStore(device, HostLanes(), HostHomes(HostMemory(pinned=False)), 0)
+    store = PagedStore(device, Lanes(), HostHomes(HostMemory(pinned=False)), 0)
     number = store.allocate({"state": torch.arange(300.0)})
     if state == "COMING":
         store.prefetch(number)
@@ -268,7 +268,7 @@ def test_a_page_that_found_no_buffer_is_read_once_there_is_one(homes: DiskHomes)
 def test_two_pages_are_here_at_a_time_and_a_third_takes_the_place_of_either():
     device = torch.device("cpu")
     for first_to_go in (0, 1):
-        store = PagedStore(device, HostLanes(), HostHomes(HostMemory(pinned=False)), 0)
+        store = PagedStore(device, Lanes(), HostHomes(HostMemory(pinned=False)), 0)
         pages = [store.allocate({"state": torch.full((300,), float(value))}) for value in range(3)]
         here = [store.fetch(number)["state"] for number in pages[:2]]
         with pytest.raises(RuntimeError, match="frames"):

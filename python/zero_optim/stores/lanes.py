@@ -13,8 +13,7 @@ On a CPU a copy is over when the call returns, and marks do nothing.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +21,8 @@ from torch import Tensor
 from ..comm.streams import on_device
 
 
-class Mark(Protocol):
-    """A moment in the order of what was launched. One that was never set has passed."""
+class Mark:
+    """A moment in the order of what was launched. One that was never set has passed, and on a CPU each has."""
 
     def set(self) -> None:
         """Set it now, on the stream that computes."""
@@ -35,11 +34,12 @@ class Mark(Protocol):
         """Let the host wait until it has passed."""
 
 
-class Lane(Protocol):
-    """Copies that follow each other."""
+class Lane:
+    """Copies that follow each other. On a CPU whoever asks for one makes it."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Neither may be touched by others until a mark set after it has passed."""
+        target.copy_(source)
 
     def after(self, mark: Mark) -> None:
         """Order what follows on this lane after the mark."""
@@ -49,18 +49,17 @@ class Lane(Protocol):
 
     def as_current(self) -> AbstractContextManager[Any]:
         """Within it this is the current stream."""
+        return nullcontext()
 
 
-class Lanes(Protocol):
+class Lanes:
     """The two lanes: to the device, and from it."""
 
-    @property
-    def to_device(self) -> Lane: ...
+    def __init__(self) -> None:
+        self.to_device = self.to_host = Lane()
 
-    @property
-    def to_host(self) -> Lane: ...
-
-    def mark(self) -> Mark: ...
+    def mark(self) -> Mark:
+        return Mark()
 
     def keep(self, memory: Tensor) -> None:
         """Before memory of the device is dropped: what the lanes do with it comes before other uses of it."""
@@ -69,7 +68,7 @@ class Lanes(Protocol):
 # -- on a GPU --------------------------------------------------------------------------------------------------------
 
 
-class _CudaMark:
+class _CudaMark(Mark):
     def __init__(self, device: torch.device) -> None:
         self.event, self._device = torch.cuda.Event(blocking=True), device  # a host that waits leaves its core alone
 
@@ -84,7 +83,7 @@ class _CudaMark:
             self.event.synchronize()
 
 
-class _CudaLane:
+class _CudaLane(Lane):
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
 
@@ -92,60 +91,29 @@ class _CudaLane:
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
 
-    def after(self, mark: _CudaMark) -> None:
+    def after(self, mark: _CudaMark) -> None:  # type: ignore[override]
         mark.event.wait(self.stream)
 
-    def set(self, mark: _CudaMark) -> None:
+    def set(self, mark: _CudaMark) -> None:  # type: ignore[override]
         mark.event.record(self.stream)
 
     def as_current(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self.stream)
 
 
-class CudaLanes:
+class CudaLanes(Lanes):
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.to_device, self.to_host = _CudaLane(device), _CudaLane(device)
+        self._both = _CudaLane(device), _CudaLane(device)
+        self.to_device, self.to_host = self._both
 
     def mark(self) -> _CudaMark:
         return _CudaMark(self._device)
 
     def keep(self, memory: Tensor) -> None:
-        for lane in (self.to_device, self.to_host):
+        for lane in self._both:
             memory.record_stream(lane.stream)
 
 
-# -- on a CPU --------------------------------------------------------------------------------------------------------
-
-
-class _PassedMark:
-    def set(self) -> None: ...
-    def order_current(self) -> None: ...
-    def wait(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class _CallersLane:
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source)
-
-    def after(self, mark: Mark) -> None: ...
-    def set(self, mark: Mark) -> None: ...
-
-    def as_current(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-
-class HostLanes:
-    """Each copy at once, by who asks for it."""
-
-    to_device = to_host = _CallersLane()
-
-    def mark(self) -> _PassedMark:
-        return _PassedMark()
-
-    def keep(self, memory: Tensor) -> None: ...
-
-
 def make_lanes(device: torch.device) -> Lanes:
-    return CudaLanes(device) if device.type == "cuda" else HostLanes()  # type: ignore[return-value]
+    return CudaLanes(device) if device.type == "cuda" else Lanes()
