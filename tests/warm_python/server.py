@@ -202,7 +202,7 @@ def _run(kind: str, what: str, arguments: list[str]) -> None:
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     module = types.ModuleType("__main__")
     module.__builtins__ = __builtins__  # type: ignore[attr-defined]
-    sys.modules["__main__"] = module
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module  # two names, since multiprocessing was imported
     if kind == "script":
         sys.argv, first = [what, *arguments], os.path.dirname(os.path.abspath(what))
     else:
