@@ -23,7 +23,7 @@ import torch
 from zero_optim import checkpoint
 from zero_optim.bench.record import make_record, write
 from zero_optim.drawing.plot import png
-from zero_optim.drawing.sheet import Bar, Bars, Line, Lines, Marks, Scale, Sheet
+from zero_optim.drawing.sheet import Bar, Bars, Line, Lines, Marks, Role, Scale, Sheet
 from zero_optim.train.config import TrainConfig
 from zero_optim.train.data import fixed_windows, load_corpus
 from zero_optim.train.model import GPT, next_byte_loss
@@ -151,17 +151,10 @@ def draw_optimizers(rows: Sequence[ConvergenceRow]) -> Sheet:
         x = [VALIDATE_EVERY * (number + 1) for number in range(len(means))]
         skipped = len(x) // 10
         lines.append(Line(best, x[skipped:], means[skipped:], f"{means[-1]:.3f}", band[skipped:]))
-        bars += [
-            Bar(
-                row.name,
-                row.validation_loss,
-                (row.validation_loss,) * 2,
-                [f"{row.validation_loss:.3f}"],
-                group=optimizer,
-            )
-            for row in rows
-            if row.name in OPTIMIZERS[optimizer] and row.seed == rows[0].seed
-        ]
+        for row in rows:
+            if row.name in OPTIMIZERS[optimizer] and row.seed == rows[0].seed:
+                loss, role = row.validation_loss, Role.OURS if row.name == best else Role.OTHER
+                bars.append(Bar(row.name, loss, (loss, loss), [f"{loss:.3f}"], role, optimizer))
     reached = steps_to_adamw(rows)
     marks = Marks([reached], f"AdamW's last loss after {reached:.0f} steps") if reached is not None else Marks((), "")
     title = "Validation loss, the mean and the range of seeds"

@@ -59,7 +59,7 @@ class Faulty(Checkpoints):
 
 
 def test_a_fault_is_found_and_its_program_made_short():
-    drawn = program(1, 1, 1)
+    drawn = program(8, 1, 1)
     assert run_alone(CHECKPOINTS, drawn) is None
     failure = run_alone(Faulty(), drawn)
     assert failure is not None and "[random]" in failure.message

@@ -44,8 +44,10 @@ class Checkpoints(Family):
         if program.target != program.source:
             yield replace(program, target=program.source)
         for ranks in (1, 2):
-            yield replace(program, saving=ranks, loading=ranks)
-            yield replace(program, loading=ranks)
+            if ranks < max(program.saving, program.loading):
+                yield replace(program, saving=ranks, loading=ranks)
+            if ranks < program.loading:
+                yield replace(program, loading=ranks)
         for number, plan in enumerate(program.source.plans):
             for weight in plan.removable():
                 source, target = (_without(job, number, *weight) for job in (program.source, program.target))

@@ -60,9 +60,10 @@ ANY = "anything"
 
 
 class _Lion(torch.optim.Optimizer):
-    """By its paper, Chen et al., 2023, with its betas."""
+    """By its paper, Chen et al., 2023, with its betas. ``ahead``: of each parameter, what the last update went by."""
 
     def __init__(self, params: Any, **_: Any) -> None:
+        self.ahead: dict[torch.Tensor, torch.Tensor] = {}
         super().__init__(params, {"lr": 1e-4, "weight_decay": 0.0})
 
     @torch.no_grad()
@@ -70,15 +71,16 @@ class _Lion(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
                 momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                direction = (0.9 * momentum + 0.1 * p.grad).sign()
-                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * direction)
+                self.ahead[p] = 0.9 * momentum + 0.1 * p.grad
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * self.ahead[p].sign())
                 momentum.mul_(0.99).add_(0.01 * p.grad)
 
 
 class _Muon(torch.optim.Muon):
-    """torch's of the matrices of parameters: views of them, each with a momentum of its own."""
+    """torch's of the matrices of parameters: views of them, each with a momentum of its own. ``ahead``: as of Lion."""
 
     def __init__(self, groups: Any, **_: Any) -> None:
+        self.ahead: dict[torch.Tensor, torch.Tensor] = {}
         (group,) = groups
         self.wholes, self.view = group["params"], group.pop("view", None)
         self.matrices = {p: [torch.nn.Parameter(block) for block in self.cut(p.data)] for p in self.wholes}
@@ -100,6 +102,8 @@ class _Muon(torch.optim.Muon):
             ):
                 matrix.grad = grad
         super().step()
+        for p in (p for p in self.wholes if p.grad is not None):
+            self.ahead[p] = torch.lerp(p.grad, self.momentum(p), 0.5)
 
     def momentum(self, p: torch.Tensor) -> torch.Tensor:
         whole = torch.zeros_like(p)
@@ -263,22 +267,20 @@ class _Optimizer:
                 master.grad = self.clipped(p, scale) if has else None
             for of_group in self.torchs:
                 of_group.step()
-                if isinstance(of_group, _Muon):
-                    self.note_noise(of_group)
+                if isinstance(of_group, _Lion | _Muon):
+                    self.note_noise(of_group.ahead)
             for p in trained & {*self.with_gradient()}:
                 self.average(p)
         self.clips, self.clip_called, self.unscaled = {}, False, False
         self.settle()
         return skip
 
-    def note_noise(self, muon: _Muon) -> None:
-        """Gradients of ranks, or of steps, may cancel but for what was rounded. Muon makes a direction of that."""
+    def note_noise(self, ahead: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Gradients of ranks, or of steps, may cancel but for what was rounded. Muon and Lion make much of that."""
         least = 1e-5 if self.dtype == torch.float32 else 5e-2
         for p, master in enumerate(self.masters):
-            if master in muon.matrices and master.grad is not None:
-                ahead = torch.lerp(master.grad, muon.momentum(master), 0.5)
-                if float(ahead.norm()) <= least * self.largest.get(p, 0.0):
-                    self.noise.add(p)
+            if master in ahead and float(ahead[master].norm()) <= least * self.largest.get(p, 0.0):
+                self.noise.add(p)
 
     def grads(self, rank: int) -> list[Any]:
         """What ``.grad`` of each parameter should be."""
