@@ -324,7 +324,12 @@ def test_a_plan_of_what_the_optimizer_refuses_is_refused(capsys: pytest.CaptureF
             'all parameters are fp32.*or leave out master="split8"',
         ),
         ((torch.bfloat16,), {"master": "half"}, "ValueError", "one of 'fp32', 'split', 'split8', got 'half'"),
-        ((torch.bfloat16,), {"state_dtype": "fp8"}, "ValueError", "state_dtype must be one of 'fp32', 'bf16', 'int8'"),
+        (
+            (torch.bfloat16,),
+            {"state_dtype": "fp8"},
+            "ValueError",
+            "state_dtype must be one of 'fp32', 'bf16', 'bf16_stochastic', 'int8'",
+        ),
         ((torch.bfloat16,), {"state_dtype": torch.int8}, "ValueError", "state_dtype must be one of .*got torch.int8"),
     ],
 )

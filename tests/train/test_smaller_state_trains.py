@@ -53,7 +53,15 @@ def exact() -> float:
 
 @pytest.mark.parametrize(
     ("master", "state_dtype"),
-    [("split", "fp32"), ("split8", "fp32"), ("fp32", "bf16"), ("fp32", "int8"), ("split", "bf16"), ("split8", "int8")],
+    [
+        ("split", "fp32"),
+        ("split8", "fp32"),
+        ("fp32", "bf16"),
+        ("fp32", "bf16_stochastic"),
+        ("fp32", "int8"),
+        ("split", "bf16"),
+        ("split8", "int8"),
+    ],
 )
 def test_a_smaller_state_reaches_the_same_loss(exact: float, master: str, state_dtype: str) -> None:
     make = partial(zero_optim.ShardedAdamW, lr=LR, master=master, state_dtype=state_dtype)
