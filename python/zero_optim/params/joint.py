@@ -96,7 +96,8 @@ def refuse_partition(parameter: Tensor) -> str | None:
             f"tensor-parallel ranks, and {STRIDE} to 1 where the slices follow each other"
         )
     if sizes is not None:
-        fits = all(type(size) is int and size >= 0 for size in sizes) and sum(sizes) == shape[dim]
+        listed = isinstance(sizes, tuple | list) and all(type(size) is int and size >= 0 for size in sizes)
+        fits = listed and sum(sizes) == shape[dim]
     else:
         fits = type(stride) is int and stride > 0 and shape[dim] % stride == 0
     if fits:
