@@ -210,7 +210,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parameters = ParameterSet(self.param_groups)
             indices = parameters.read_groups()
             plain = len(topology.slices) if topology.plain else 1
-            rules = GroupRules(parameters, partial(settings.applied_to, slices=plain))
+            rules = GroupRules(parameters, partial(settings.applied_to, plain_slices=plain))
             rules.take(self._brought)
             admission = Admission(
                 comm,
@@ -521,8 +521,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.settle()
         before, parameters, sharding = len(self.param_groups), self.engine.parameters, self.engine.sharding
         everyone, stages, rules = sharding.everyone, self.engine.stages_of_pipeline, self.engine.rules
-        offload, where = self.engine.settings.state_offload, "add_param_group"
-        admission = Admission(everyone, sharding.topology, self.stage, stages, rules, where, before, offload)
+        admission = Admission(
+            everyone,
+            sharding.topology,
+            self.stage,
+            stages,
+            rules,
+            "add_param_group",
+            first_group=before,
+            state_offload=self.engine.settings.state_offload,
+        )
         (param_group,), of_group = split_off([param_group])
         said = dict(zip([before], of_group.values(), strict=False))
         try:

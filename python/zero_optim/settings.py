@@ -84,12 +84,12 @@ class Settings:
         """What parameter groups have of them unless they say otherwise."""
         return {} if self.ema_decay is None else {EMA_DECAY: self.ema_decay}
 
-    def applied_to(self, rule: UpdateRule, groups: Sequence[Mapping[str, Any]], *, slices: int = 1) -> UpdateRule:
+    def applied_to(self, rule: UpdateRule, groups: Sequence[Mapping[str, Any]], *, plain_slices: int = 1) -> UpdateRule:
         """Give ``rule`` for its first parameter groups, with state in the form that was asked for, and averages.
 
-        ``slices``: see ``UpdateRule``.
+        ``plain_slices``: see ``UpdateRule``.
         """
-        rule = rule.for_groups(groups).with_slices(slices)
+        rule = rule.for_groups(groups).with_plain_slices(plain_slices)
         codecs = codecs_for(rule.tensors, rule.nonnegative, self.master, self.state_dtype)
         rule = rule.with_codecs(codecs | {**rule.codecs})
         if self.ema_decay is not None:

@@ -138,9 +138,9 @@ def _check_joins(rule: UpdateRule, parameter: Tensor, label: str, state_offload:
         raise ParameterError(
             f"{label} is cut over the tensor-parallel ranks, and {rule.name} needs whole parameters: {other}"
         )
-    if rule.slices > 1 and is_plain_slice(parameter) and (reason := refuse_partition(parameter)) is not None:
+    if rule.plain_slices > 1 and is_plain_slice(parameter) and (reason := refuse_partition(parameter)) is not None:
         raise ParameterError(f"{label} {reason}")
-    joint = joint_of(parameter, rule.slices)
+    joint = joint_of(parameter, rule.plain_slices)
     if joint is not None and rule.needs_whole(joint) and state_offload is not None:
         raise ParameterError(
             f"{label} is cut over the tensor-parallel ranks, where {rule.name} makes it whole, and needs its state on "
@@ -378,7 +378,7 @@ def check_other_marks(
     """Raise ParameterError for the first of ``indices`` with a mark that has no meaning where it is.
 
     Args:
-        experts: numbers of groups. ``stages``: of the pipeline.
+        experts: numbers of groups. ``stages``: of the pipeline. ``rules``: of the groups.
     """
     for index in indices:
         parameter, label = parameters.all[index], parameters.labels[index]
@@ -393,7 +393,7 @@ def check_other_marks(
                 "are not known: set it to False, and sum its gradient in a hook of the parameter where it is a term"
             )
         rule, in_experts = rules.of(index), parameters.group_of[index] in experts
-        if in_experts and is_plain_slice(parameter) and rule.slices > 1 and not rule.layout.cuts:
+        if in_experts and is_plain_slice(parameter) and rule.plain_slices > 1 and not rule.layout.cuts:
             raise ParameterError(
                 f"{label} has tensor_model_parallel = True, and is in a group of experts, of which tensor-parallel "
                 f"ranks are not known, and {rule.name} needs whole parameters: set it to False where this rank has all "

@@ -140,12 +140,12 @@ class Muon(UpdateRule):
     def _refuse(self, parameter: Tensor, view: Mapping[str, Any] | None) -> str | None:
         """See ``refuse_parameter``. A view is of the whole matrix, also where this rank has a slice of it."""
         parameter = plain_parameter(parameter)
-        whole = whole_shape(parameter, self.slices)
+        whole = whole_shape(parameter, self.plain_slices)
         if (reason := refuse_view(whole, view)) is not None and whole != tuple(parameter.shape):
             return f"{reason}. It is a slice of shape {tuple(parameter.shape)}, and a view is of the whole"
         if reason is not None or view is None:
             return reason
-        told = self.slices == 1 or not is_plain_slice(parameter) or says_blocks(parameter)
+        told = self.plain_slices == 1 or not is_plain_slice(parameter) or says_blocks(parameter)
         if told or getattr(parameter, DIM) not in dims_of(view, parameter.dim()):
             return None
         return (
@@ -181,7 +181,11 @@ class Muon(UpdateRule):
                 self._subtract(run, step)
 
     def _update_cut(self, shards: Sequence[ShardUpdate]) -> None:
-        """Collective."""
+        """Collective. Parts of matrices go to their homes among the ranks that share them; then slices, to theirs among
+        the tensor-parallel ranks. What is made of them comes back the other way round.
+
+        ``held``: the tensors in which this rank has matrices, or slices, whole after the first exchange.
+        """
         hyper, sent_in = shards[0].hyper, torch.bfloat16  # in which the iteration begins
         steps = [self._ahead(shard) for shard in shards]
         over_shards, over_slices = self._homes_of(shards)

@@ -136,7 +136,7 @@ class UpdateRule:
         joins_parts: whether such a rule works at stage 3, too, where all parameters are cut over ranks, and where
             tensor-parallel ranks have slices of them. Its ``update`` makes them whole then. All ranks call it, with all
             shards of a dtype at once.
-        slices: how many tensor-parallel ranks have plain slices of what is cut, one each.
+        plain_slices: how many tensor-parallel ranks have plain slices of what is cut, one each.
         ulps_an_update: the most that rounding makes of an update, in units in the last place; None: nobody knows.
     """
 
@@ -153,7 +153,7 @@ class UpdateRule:
     averages: tuple[str, ...] = ()
     layout: LayoutPolicy = CUT_AT_ROWS
     joins_parts = False
-    slices = 1
+    plain_slices = 1
 
     def __init__(self, **values: Any) -> None:
         known = {option.name: option.default for option in self.options}
@@ -222,10 +222,10 @@ class UpdateRule:
         made.codecs = {**self.codecs, **codecs}
         return made
 
-    def with_slices(self, ranks: int) -> UpdateRule:
+    def with_plain_slices(self, ranks: int) -> UpdateRule:
         """Give this rule for parameters of which so many tensor-parallel ranks have plain slices."""
         made = copy.copy(self)
-        made.slices = ranks
+        made.plain_slices = ranks
         return made
 
     def needs_whole(self, joint: Joint) -> bool:
