@@ -536,6 +536,17 @@ def test_split_looks_at_the_module_itself() -> None:
     assert [name for name, _ in ShardedMuon.split(block)[0]] == ["output.dense.weight"]
 
 
+def test_split_takes_no_block_for_a_head() -> None:
+    """A model may be as wide as it has positions, or have a layer as tall as its small vocabulary, in each block."""
+    blocks = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(8, 32), "out": nn.Linear(32, 8)}) for _ in range(2)])
+    model = nn.ModuleDict({"tokens": nn.Embedding(32, 8), "positions": nn.Embedding(8, 8), "blocks": blocks})
+    names = [f"blocks.{block}.{layer}.weight" for block in range(2) for layer in ("up", "out")]
+    assert [name for name, _ in ShardedMuon.split(model)[0]] == names
+
+    model = nn.ModuleDict({"tokens": nn.Embedding(50, 8), "blocks": blocks, "unembed": nn.Linear(8, 50)})
+    assert [name for name, _ in ShardedMuon.split(model)[0]] == names
+
+
 def _others_state(rank: int, world_size: int, folder: str) -> list[str]:
     """What is said where SGD's and AdamW's state comes to Muon, and Muon's to SGD, by each loader."""
     said = []
