@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from harness import run_ranks
 from muon_cases import OPTIONS, Gradient, masters_alone, masters_of, mean, step_on_rank
 from torch import Tensor, nn
 from zero_optim import ParameterError, ShardedMuon, StateMismatchError
+from zero_optim.grads import buckets
 from zero_optim.rules import Split8, StateTensor
 from zero_optim.rules.muon import POLAR_EXPRESS, QUINTIC, Muon, orthogonalized, scale_of
 from zero_optim.rules.update_rule import ShardUpdate, Whole
@@ -502,6 +505,22 @@ def test_scales() -> None:
     assert scale_of((16, 4), None) == scale_of((16, 4), "spectral_unclamped") == 2.0
     assert scale_of((4, 16), "spectral_unclamped") == 0.5
     assert scale_of((4, 25), "match_rms_adamw") == pytest.approx(1.0)
+
+
+def _padded(rank: int, world_size: int, matrices: int) -> list[str]:
+    params = [nn.Parameter(torch.zeros(32, 32, dtype=torch.bfloat16)) for _ in range(matrices)]
+    with warnings.catch_warnings(record=True) as seen, mock.patch.object(buckets, "MANY_BYTES", 0):
+        warnings.simplefilter("always")
+        ShardedMuon(params).close()
+    return [str(warning.message) for warning in seen]
+
+
+def test_much_padding_is_warned_of_once() -> None:
+    first, *others = run_ranks(3, _padded, 2)
+    assert others == [[], []] and len(first) == 1
+    for part in ("3 ranks share 2 matrices", "50% of padding", "2,048 bytes", "stage=3", "mesh"):
+        assert part in first[0]
+    assert run_ranks(3, _padded, 3) == [[], [], []]
 
 
 # -- who takes what ---------------------------------------------------------------------------------------------------
