@@ -74,13 +74,8 @@ def main() -> None:
     model = GPT().to(device, torch.bfloat16)  # rank 0's weights go to all ranks when the optimizer is made
     groups = [{"params": list(model.named_parameters())}]
     if arguments.optimizer == "muon":
-        # By hand, as the blocks are as wide as there are positions. ShardedMuon.split would take some of their matrices
-        # for a head.
-        matrices = [name for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim == 2]
-        groups = [
-            {"params": [(name, p) for name, p in model.named_parameters() if name not in matrices]},
-            {"params": [(name, model.get_parameter(name)) for name in matrices], "rule": rules.Muon(lr=0.02)},
-        ]
+        matrices, others = zero_optim.ShardedMuon.split(model)
+        groups = [{"params": others}, {"params": matrices, "rule": rules.Muon(lr=0.02)}]
     optimizer = zero_optim.ShardedAdamW(groups, lr=1e-3, weight_decay=0.1, stage=arguments.stage)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.steps)
     torch.manual_seed(rank)  # each rank draws its own windows

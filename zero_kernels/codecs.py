@@ -65,11 +65,11 @@ def decode_bf16(stored: Tensor) -> Tensor:
 
 
 _WORD = 0xFFFFFFFF
-_STRIDE = 0x9E3779B9
+NOISE_STRIDE = 0x9E3779B9
 """Between the numbers of which the words of a row are made. Of numbers that follow each other `mixed` makes words whose
 upper halves are not quite independent: a test of 2^24 pairs sees it."""
 
-_FIXED = 0x7F7F0000
+CUT_FROM = 0x7F7F0000
 """From this magnitude on nothing is rounded up: the largest finite bf16, infinities and NaN."""
 
 
@@ -91,7 +91,7 @@ def noise_of(row_key: Tensor, step_number: Tensor, state: int, width: int = ROW)
     """
     of_row = mixed(row_key.to(torch.int64) & _WORD) + step_number.contiguous().view(torch.int32)
     of_state = mixed(mixed(of_row & _WORD) + state & _WORD)
-    words = mixed(of_state + torch.arange(ROW // 2, device=row_key.device) * _STRIDE & _WORD)
+    words = mixed(of_state + torch.arange(ROW // 2, device=row_key.device) * NOISE_STRIDE & _WORD)
     return torch.stack((words & 0xFFFF, words >> 16), dim=-1).view(-1, ROW)[:, :width]
 
 
@@ -102,7 +102,7 @@ def encode_bf16_stochastic(values: Tensor, noise: Tensor) -> tuple[Tensor]:
     largest bf16 on it is cut without noise.
     """
     bits = values.contiguous().view(torch.int32)
-    bits = torch.where((bits & 0x7FFFFFFF) < _FIXED, bits + noise.to(torch.int32), bits)
+    bits = torch.where((bits & 0x7FFFFFFF) < CUT_FROM, bits + noise.to(torch.int32), bits)
     cut = (bits >> 16).to(torch.int16).view(torch.bfloat16)
     return (torch.where(values.isnan(), math.nan, cut),)
 
@@ -114,8 +114,8 @@ def encode_stochastic_in_update(values: Tensor, columns: Mapping[str, Tensor], s
 
 def row_keys(tensor: int, first: int, rows: int) -> Tensor:
     """Make keys, int32 [rows] on the CPU, for rows `first` to `first + rows` of the tensor of that number."""
-    start = int(mixed(torch.tensor(tensor))) + first
-    return (torch.arange(start, start + rows) & _WORD).to(torch.int32)
+    start = int(mixed(torch.tensor(tensor, device="cpu"))) + first
+    return (torch.arange(start, start + rows, device="cpu") & _WORD).to(torch.int32)
 
 
 @dataclass(frozen=True)

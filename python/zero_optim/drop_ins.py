@@ -218,8 +218,8 @@ class ShardedMuon(ShardedOptimizer):
         name: ``matrices, others = ShardedMuon.split(model)``.
 
         The others are embeddings, heads, and all that is no matrix, no stack of matrices and no convolution. A head is
-        a matrix with as many rows as an embedding, or the weight of a module that is called head, lm_head, output,
-        classifier or score. The first convolution is one of the others, too, and so are those of one dimension, and
-        transposed ones.
+        the weight of a module that is called head, lm_head, output, classifier or score, or the only matrix with as
+        many rows as the largest embedding. The first convolution is one of the others, too, and so are those of one
+        dimension, and transposed ones.
         """
         return split_for_muon(model)

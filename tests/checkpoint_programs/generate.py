@@ -12,6 +12,7 @@ from programs.shrink import put
 from checkpoint_programs.program import (
     ANCHOR,
     DTYPES,
+    IN_BF16,
     Buffer,
     Group,
     Job,
@@ -52,7 +53,7 @@ def in_forms(rng: random.Random, program: Program) -> Program:
     source, target = [*program.source.plans], [*program.target.plans]
     for number, (saved, loaded) in enumerate(zip(program.source.plans, program.target.plans, strict=True)):
         master = rng.choice(("fp32", "split", "split8")) if saved.dtype == "bf16" and program.with_opt else "fp32"
-        state_dtype = rng.choice(("fp32", "bf16", "int8"))
+        state_dtype = rng.choice(("fp32", *IN_BF16, "int8"))
         if saved.rule == "sharded":
             source[number] = replace(saved, master=master, state_dtype=state_dtype)
         if program.target == program.source:
@@ -60,7 +61,7 @@ def in_forms(rng: random.Random, program: Program) -> Program:
         elif loaded.rule == "sharded":
             kept = source[number]
             low = kept.master if loaded.dtype == "bf16" and saved.rule == "sharded" else "fp32"
-            other = rng.choice((kept.state_dtype, kept.state_dtype, "fp32", "bf16"))
+            other = rng.choice((kept.state_dtype, kept.state_dtype, "fp32", *IN_BF16))
             target[number] = replace(loaded, master=low, state_dtype=other)
     return replace(
         program,

@@ -12,7 +12,7 @@ from programs.family import Entries
 from torch import Tensor
 
 from checkpoint_programs.jobs import Seen
-from checkpoint_programs.program import ANCHOR, Job, Plan, Program
+from checkpoint_programs.program import ANCHOR, IN_BF16, Job, Plan, Program
 
 # -- which programs there are --------------------------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ def _reasons(program: Program) -> Iterator[str]:
     for saved, loaded in zip(source.plans, target.plans, strict=False):
         if loaded.master not in ("fp32", saved.master) or (loaded.master != "fp32" and not program.with_opt):
             yield "a master is rounded: that is a test of its own"
-        if loaded.state_dtype not in ("fp32", "bf16", saved.state_dtype):
+        if loaded.state_dtype not in ("fp32", *IN_BF16, saved.state_dtype):
             yield "8 bits of what had more: that is a test of its own"
     if _frozen_of_torch(source, target):
         yield "an optimizer of torch's keeps the state of what is frozen: that is a test of its own"
@@ -271,7 +271,7 @@ def _converted(entry: Mapping[str, Tensor], parameter: Tensor, plan: Plan) -> di
     found = {"step": entry["step"].float()}
     moments = torch.float32 if plan.rule == "sharded" else parameter.dtype
     for kind in ("exp_avg", "exp_avg_sq"):
-        value = entry[kind].to(torch.bfloat16) if plan.state_dtype == "bf16" else entry[kind]
+        value = entry[kind].to(torch.bfloat16) if plan.state_dtype in IN_BF16 else entry[kind]
         found[kind] = value.to(moments)
     if plan.rule == "sharded" and parameter.dtype != torch.float32:
         found["master"] = entry["master"]

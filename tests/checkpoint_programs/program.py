@@ -11,6 +11,7 @@ from programs.shrink import put
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ANCHOR = "anchor"  # a parameter of every model that each backward reaches on every rank
 WIDTH = 4  # of a BatchNorm
+IN_BF16 = ("bf16", "bf16_stochastic")  # forms of state; what is loaded into either is rounded to nearest
 
 
 @dataclass(frozen=True)

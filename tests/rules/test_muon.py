@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from harness import run_ranks
 from muon_cases import OPTIONS, Gradient, masters_alone, masters_of, mean, step_on_rank
 from torch import Tensor, nn
 from zero_optim import ParameterError, ShardedMuon, StateMismatchError
+from zero_optim.grads import buckets
 from zero_optim.rules import Split8, StateTensor
 from zero_optim.rules.muon import POLAR_EXPRESS, QUINTIC, Muon, orthogonalized, scale_of
 from zero_optim.rules.update_rule import ShardUpdate, Whole
@@ -504,6 +507,22 @@ def test_scales() -> None:
     assert scale_of((4, 25), "match_rms_adamw") == pytest.approx(1.0)
 
 
+def _padded(rank: int, world_size: int, matrices: int) -> list[str]:
+    params = [nn.Parameter(torch.zeros(32, 32, dtype=torch.bfloat16)) for _ in range(matrices)]
+    with warnings.catch_warnings(record=True) as seen, mock.patch.object(buckets, "MANY_BYTES", 0):
+        warnings.simplefilter("always")
+        ShardedMuon(params).close()
+    return [str(warning.message) for warning in seen]
+
+
+def test_much_padding_is_warned_of_once() -> None:
+    first, *others = run_ranks(3, _padded, 2)
+    assert others == [[], []] and len(first) == 1
+    for part in ("3 ranks share 2 matrices", "50% of padding", "2,048 bytes", "stage=3", "mesh"):
+        assert part in first[0]
+    assert run_ranks(3, _padded, 3) == [[], [], []]
+
+
 # -- who takes what ---------------------------------------------------------------------------------------------------
 
 
@@ -534,6 +553,17 @@ def test_split_looks_at_the_module_itself() -> None:
     """Of BERT's ``output.dense`` the module is no head."""
     block = nn.ModuleDict({"output": nn.ModuleDict({"dense": nn.Linear(4, 4)}), "score": nn.Linear(4, 4)})
     assert [name for name, _ in ShardedMuon.split(block)[0]] == ["output.dense.weight"]
+
+
+def test_split_takes_no_block_for_a_head() -> None:
+    """A model may be as wide as it has positions, or have a layer as tall as its small vocabulary, in each block."""
+    blocks = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(8, 32), "out": nn.Linear(32, 8)}) for _ in range(2)])
+    model = nn.ModuleDict({"tokens": nn.Embedding(32, 8), "positions": nn.Embedding(8, 8), "blocks": blocks})
+    names = [f"blocks.{block}.{layer}.weight" for block in range(2) for layer in ("up", "out")]
+    assert [name for name, _ in ShardedMuon.split(model)[0]] == names
+
+    model = nn.ModuleDict({"tokens": nn.Embedding(50, 8), "blocks": blocks, "unembed": nn.Linear(8, 50)})
+    assert [name for name, _ in ShardedMuon.split(model)[0]] == names
 
 
 def _others_state(rank: int, world_size: int, folder: str) -> list[str]:

@@ -6,8 +6,8 @@ import triton.language as tl
 from zero_kernels import codecs
 from zero_kernels.triton.common import narrow, times, widen
 
-_FIXED = tl.constexpr(codecs._FIXED)
-_STRIDE = tl.constexpr(codecs._STRIDE)
+_FIXED = tl.constexpr(codecs.CUT_FROM)
+_STRIDE = tl.constexpr(codecs.NOISE_STRIDE)
 
 _INT8_SMALLEST = tl.constexpr(codecs.INT8_SMALLEST)
 _ROOT8_SMALLEST = tl.constexpr(codecs.ROOT8_SMALLEST)

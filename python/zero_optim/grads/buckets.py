@@ -5,6 +5,7 @@ At stages 0 to 2 a bucket has as many parameters as fit into it, at stage 3 thos
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -140,7 +141,9 @@ def buckets_by_size(
     rooms = {index: room_of(parameter) for index, parameter in parameters.items()}
     numels = {index: local_of(parameter).numel() for index, parameter in parameters.items()}
     made = []
-    for of, kind in layouts_by_size(rooms, kinds, bucket_cap_mb, order):
+    laid_out = layouts_by_size(rooms, kinds, bucket_cap_mb, order)
+    warn_of_padding(laid_out)
+    for of, kind in laid_out:
         layout = of.holding(numels)
         flat = FlatParams(layout, [parameters[slot.param] for slot in layout.slots], kind.sharding)
         made.append(Bucket(layout, flat, labels, kind.sharding))
@@ -166,6 +169,32 @@ def layouts_by_size(
     place = {index: number for number, index in enumerate(order)}
     found.sort(key=lambda layout: max(place[slot.param] for slot in layout.slots))
     return [(layout, kinds[layout.slots[0].param]) for layout in found]
+
+
+MUCH_PADDING, MANY_BYTES = 0.25, 2**26
+"""Padding is warned of that is more: than so much of what parameters take, and than so many bytes."""
+
+
+def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, Kind]]) -> None:
+    """Warn where the parameters that no rank cuts are too few for the ranks that share them.
+
+    It is said on rank 0, before there is memory for them, which may be too little.
+    """
+    whole = [(layout, kind) for layout, kind in laid_out if not kind.rule.layout.cuts]
+    for sharding in dict.fromkeys(kind.sharding for _, kind in whole):
+        of_sharding = [(layout, kind) for layout, kind in whole if kind.sharding == sharding]
+        slots = [slot for layout, _ in of_sharding for slot in layout.slots]
+        taken = sum(slot.numel for slot in slots)
+        padding = sum(layout.numel for layout, _ in of_sharding) - taken
+        nbytes = padding * of_sharding[0][1].dtype.itemsize
+        if padding > MUCH_PADDING * taken and nbytes > MANY_BYTES and sharding.everyone.rank == 0:
+            rule = of_sharding[0][1].rule.name
+            warnings.warn(
+                f"{rule}: {sharding.shard_count} ranks share {len(slots)} matrices, and cut none. So the buckets have "
+                f"{padding / taken:.0%} of padding, {nbytes:,} bytes on each rank. Take stage=3, or a mesh of two "
+                "dimensions, in which fewer ranks share (docs/topologies.md)",
+                stacklevel=2,
+            )
 
 
 def buffer_nbytes(buckets: Iterable[tuple[int, torch.dtype]], sharding: Sharding) -> int:

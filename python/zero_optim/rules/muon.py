@@ -400,16 +400,20 @@ def scale_of(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
 def split_for_muon(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
     """See ``ShardedMuon.split``."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    embedded, vocabularies = {id(table.weight) for table in tables}, {table.num_embeddings for table in tables}
+    embedded = {id(table.weight) for table in tables}
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Conv3d)]
     kernels = {id(module.weight) for module in convolutions[1:]}
     convolved = {id(p) for module in model.modules() if isinstance(module, _ConvNd) for p in module.parameters()}
+    # A head without such a name is the only matrix as tall as the vocabulary. Those of blocks come several times.
+    vocabulary = max((table.num_embeddings for table in tables), default=None)
+    tall = [p for p in model.parameters() if p.dim() == 2 and p.shape[0] == vocabulary and id(p) not in embedded]
+    heads = {id(p) for p in tall if len(tall) == 1}
     matrices: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
         in_head = name.split(".")[-2:-1] in [[head] for head in _HEADS]
         stacked = parameter.dim() == 2 or (parameter.dim() == 3 and parameter.shape[0] > 1)
-        plain = stacked and id(parameter) not in embedded | convolved and parameter.shape[-2] not in vocabularies
+        plain = stacked and id(parameter) not in embedded | convolved | heads
         hidden = plain or id(parameter) in kernels
         (matrices if hidden and not in_head else others).append((name, parameter))
     return matrices, others

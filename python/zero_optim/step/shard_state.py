@@ -87,7 +87,7 @@ class ShardState:
 
     def _keys(self, rows: int) -> Tensor:
         """Keys that are the same wherever a row is: by the parameter's index, and the row's number in it."""
-        keys = torch.zeros(rows, dtype=torch.int32)
+        keys = torch.zeros(rows, dtype=torch.int32, device="cpu")
         for piece in self.bucket.pieces:
             first, count = piece.in_shard // ROW, -(-piece.numel // ROW)
             keys[first : first + count] = row_keys(piece.slot.param, piece.in_param // ROW, count)
