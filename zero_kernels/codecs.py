@@ -67,7 +67,7 @@ def decode_bf16(stored: Tensor) -> Tensor:
 _WORD = 0xFFFFFFFF
 NOISE_STRIDE = 0x9E3779B9
 """Between the numbers of which the words of a row are made. Of numbers that follow each other `mixed` makes words whose
-upper halves are not quite independent: a test of 2^24 pairs sees it."""
+upper halves are not quite independent: a test of 2^23 pairs finds it."""
 
 CUT_FROM = 0x7F7F0000
 """From this magnitude on nothing is rounded up: the largest finite bf16, infinities and NaN."""
