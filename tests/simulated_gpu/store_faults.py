@@ -27,10 +27,8 @@ _OF_RESTS = within(
     *(
         fault(place, one("paged", 2), unseen=unseen)
         for place, unseen in (
-            ("HostRest.save: lane.after(now)", _ASLEEP),
-            ("HostRest.save: over.wait()", _ASLEEP),
-            ("HostRest.load: lane.after(now)", "Nothing else has used the device while the jobs of tests sleep."),
-            ("HostRest.load: over.wait()", _ASLEEP),
+            ("HostRest._copy: lane.after(now)", _ASLEEP),
+            ("HostRest._copy: over.wait()", _ASLEEP),
             ("DiskRest.save: lane.after(now)", "The tests read the state before, and wait for that."),
             ("DiskRest.save: copied.wait", _ASLEEP),
             ("DiskRest.load: lane.after(now)", _ASLEEP),
