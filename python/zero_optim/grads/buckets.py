@@ -190,9 +190,9 @@ def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, Kind]]) -> None:
         if padding > MUCH_PADDING * taken and nbytes > MANY_BYTES and sharding.everyone.rank == 0:
             rule = of_sharding[0][1].rule.name
             warnings.warn(
-                f"{rule}: {sharding.shard_count} ranks share few matrices ({len(slots)}), and cut none. So the buckets have "
-                f"{padding / taken:.0%} of padding, {nbytes:,} bytes on each rank. Take stage=3, or a mesh of two "
-                "dimensions, in which fewer ranks share (docs/topologies.md)",
+                f"{rule}: {sharding.shard_count} ranks share few matrices ({len(slots)}), and cut none. So there is "
+                f"{padding / taken:.0%} of padding in their buckets, {nbytes:,} bytes on each rank. Take stage=3, or "
+                "a mesh of two dimensions, in which fewer ranks share (docs/topologies.md)",
                 stacklevel=2,
             )
 
