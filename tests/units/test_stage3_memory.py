@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import zero_optim
 from harness import run_ranks
 from sharded_cases import Allocated, Block, Net, Run, allocated, gathered, loss_of, make, tokens
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from training_cases import bytes_of
+from zero_optim.comm.storage import is_there
 from zero_optim.units.prefetch import Prefetch
 
 DEPTH = 6
@@ -359,3 +361,22 @@ def test_deleting_model_and_optimizer_frees_all(close):
         for alive, left in run_ranks(2, _dropped, close, reshard):
             assert not alive
             assert left == 0
+
+
+def drop_amid_reductions(rank: int, world_size: int) -> list[bool]:
+    """Drop an optimizer after a backward, without ``step`` or ``close``. Is there memory behind what is under way?"""
+    model = zero_optim.shard_module(Net(), units=(Block,))
+    opt = zero_optim.ShardedAdamW(model.named_parameters())
+    loss_of(model, tokens(rank, step=0)).backward()
+    written = [bucket.grad_buffer for bucket in opt.engine.reducer.buckets if bucket.arrivals.under_way]
+    del opt
+    gc.collect()
+    there = [is_there(buffer) for buffer in written]
+    torch.distributed.barrier()
+    return there
+
+
+def test_an_optimizer_that_is_dropped_frees_no_memory_under_a_reduction():
+    """gloo wrote into memory that had been freed: "corrupted double-linked list", some time later."""
+    for there in run_ranks(2, drop_amid_reductions):
+        assert there and all(there)

@@ -127,8 +127,8 @@ class Pending:
                 remedy = f"every rank has to call {self._call}, at the same place in its program"
             else:
                 remedy = (
-                    "each must make the same calls of step, clip_grad_norm_ and synchronised backwards, at stage 3 of "
-                    "the model"
+                    "each must make as many synchronised backwards, and the same calls of step and clip_grad_norm_; at "
+                    "stage 3 as many forwards, too"
                 )
             raise CollectiveError(
                 f"{self._kind} did not complete: {error}. Another rank died, raised, or does not take part: {remedy}. "

@@ -449,7 +449,10 @@ class Bucket:
         return Edits({slots[index].param for index, _ in assigned}, {slots[index].param for index in found.gone})
 
     def abandon(self) -> None:
-        """Wait for nothing any more: the ranks have parted."""
+        """Wait for nothing any more: the ranks have parted, or the optimizer goes without a word to the others."""
+        # At stage 3 ``clear`` frees memory. What a reduction writes into to its end is left to it.
+        if self.flat.sharded and self.arrivals.under_way:
+            self._allocate_gradients()
         self.arrivals.abandon()
         self.unsharding = None
 

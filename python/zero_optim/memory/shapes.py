@@ -112,7 +112,10 @@ def cut_over(model: ModelShapes, ranks: int) -> ModelShapes:
     if ranks == 1:
         return model
     if model.width is None:
-        raise ValueError("what tensor parallelism cuts is told by the hidden size, and the model has no config with it")
+        raise ValueError(
+            "what tensor parallelism cuts is told by the hidden size, and the model has no config with it: give it one "
+            "with the names of transformers, such as model.config = types.SimpleNamespace(hidden_size=512)"
+        )
     hidden = model.width.hidden
     parameters = [
         p if p.numel <= hidden else replace(p, numel=-(-p.numel // ranks), cut=True, joined=True)
