@@ -166,14 +166,28 @@ def warn_of_meaningless(name: str, keywords: Mapping[str, bool | None]) -> None:
         warnings.warn(f"{', '.join(given)}: has no effect, {name} is always fused and capturable", stacklevel=3)
 
 
+NEARLY = 0.85
+"""Of ``difflib``'s ratio: "weigth_decay" is above it, "max_momentum" of torch's schedulers below."""
+
+
 def check_groups(rules: Sequence[UpdateRule], groups: Sequence[Mapping[str, Any]], first: int = 0) -> None:
-    """Raise ValueError for an option out of range; tensors are not read.
+    """Raise ValueError for an option out of range; tensors are not read. Warn of a key that looks like an option's.
 
     Args:
         rules: of each group. ``first``: the number of the first.
     """
     for number, (rule, group) in enumerate(zip(rules, groups, strict=True), first):
         rule.check_group(number, group)
+        _warn_of_misspelt(number, group, [option.name for option in rule.options])
+
+
+def _warn_of_misspelt(number: int, group: Mapping[str, Any], options: Sequence[str]) -> None:
+    """Groups may have keys of the user's own, as in torch. So one that is nearly an option's raises nothing."""
+    for key in group:
+        near = [] if key in options else difflib.get_close_matches(str(key), options, n=1, cutoff=NEARLY)
+        if near:
+            said = f"parameter group {number} has {key!r}, which is not read: is {near[0]!r} meant?"
+            warnings.warn(said, stacklevel=2)
 
 
 def check_parameters(parameters: ParameterSet, indices: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ import gc
 import inspect
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -234,6 +235,17 @@ def test_a_keyword_that_is_not_there_is_told_with_the_class_and_what_may_be_mean
     with pytest.raises(TypeError) as caught:
         made(make_parameters(SHAPES), **{keyword: 2})
     assert str(caught.value) == f"{made.__name__} has no argument {keyword!r}{meant}"
+
+
+def test_a_key_of_a_group_that_is_nearly_an_option_is_warned_of():
+    parameter = make_parameters(SHAPES)[0]
+    said = "parameter group 0 has 'weigth_decay', which is not read: is 'weight_decay' meant?"
+    with pytest.warns(UserWarning, match=re.escape(said)):
+        zero_optim.ShardedAdamW([{"params": [parameter], "weigth_decay": 0.1}]).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        of_the_user = {"name": "decayed", "initial_lr": 1.0, "max_momentum": 0.9, "weight_decay_scale": 2}
+        zero_optim.ShardedAdamW([{"params": [parameter], **of_the_user}]).close()
 
 
 OTHERS = [

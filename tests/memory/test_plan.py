@@ -533,6 +533,12 @@ def test_more_memory_than_is_planned(capsys, size):
     assert "--gpu-memory" in said and size in said and "at most 10TB" in said
 
 
+def test_memory_without_a_unit_is_told_as_what_it_is(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "gpt2", "--gpu-memory", "24"])
+    assert "'24' is 24 bytes: give a unit, as in 80GB" in capsys.readouterr().err
+
+
 def test_the_most_parameters_take_few_plans(monkeypatch):
     """Stages whose model state is too large are tried with one size of buckets."""
     tried = []

@@ -135,10 +135,16 @@ def _stages(text: str) -> tuple[int, ...]:
     return tuple(sorted(set(stages)))
 
 
+_LEAST_MEMORY = 10**6
+"""Bytes on a device. Who says fewer has left out the unit."""
+
+
 def _size(text: str) -> int:
     nbytes = read_nbytes(text)
     if not nbytes:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 80GB or 40GiB")
+    if nbytes < _LEAST_MEMORY:
+        raise argparse.ArgumentTypeError(f"{text!r} is {nbytes:,} bytes: give a unit, as in 80GB or 40GiB")
     if nbytes > MOST_MEMORY:
         raise argparse.ArgumentTypeError(f"{text!r} is too much to be planned: at most {MOST_MEMORY // 10**12}TB")
     return nbytes
