@@ -43,14 +43,8 @@ if sys.platform == "linux":
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector works again. What is there by now stays, and need not be walked."""
-    gc.freeze()
+    """The garbage collector works again."""
     gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    """Hypothesis looks for who refers to what, and the collector tells nothing of what is frozen."""
-    gc.unfreeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -53,6 +53,8 @@ class Admission:
         indices = self._new(parameters)
         new = slice(self.first_group, None)
         validate.check_groups(self.rules.by_group[new], parameters.groups[new], self.first_group)
+        for number, group in enumerate(parameters.groups[new], self.first_group):
+            validate.warn_of_misspelt(self.rules.by_group[number], number, group)
         validate.check_sharded(parameters, indices, self.stage, self.everyone, self.topology, row)
         validate.check_rules_take(self.rules, parameters, indices, self.stage, self.state_offload)
         validate.check_parameters(parameters, indices)

@@ -166,23 +166,24 @@ def warn_of_meaningless(name: str, keywords: Mapping[str, bool | None]) -> None:
         warnings.warn(f"{', '.join(given)}: has no effect, {name} is always fused and capturable", stacklevel=3)
 
 
-NEARLY = 0.85
-"""Of ``difflib``'s ratio: "weigth_decay" is above it, "max_momentum" of torch's schedulers below."""
-
-
 def check_groups(rules: Sequence[UpdateRule], groups: Sequence[Mapping[str, Any]], first: int = 0) -> None:
-    """Raise ValueError for an option out of range; tensors are not read. Warn of a key that looks like an option's.
+    """Raise ValueError for an option out of range; tensors are not read.
 
     Args:
         rules: of each group. ``first``: the number of the first.
     """
     for number, (rule, group) in enumerate(zip(rules, groups, strict=True), first):
         rule.check_group(number, group)
-        _warn_of_misspelt(number, group, [option.name for option in rule.options])
 
 
-def _warn_of_misspelt(number: int, group: Mapping[str, Any], options: Sequence[str]) -> None:
-    """Groups may have keys of the user's own, as in torch. So one that is nearly an option's raises nothing."""
+NEARLY = 0.85
+"""Of ``difflib``'s ratio: "weigth_decay" is above it, "max_momentum" of torch's schedulers below."""
+
+
+def warn_of_misspelt(rule: UpdateRule, number: int, group: Mapping[str, Any]) -> None:
+    """Warn of a key of a group that looks like an option of its rule. Groups may have keys of the user's own, as in
+    torch."""
+    options = [option.name for option in rule.options]
     for key in group:
         near = [] if key in options else difflib.get_close_matches(str(key), options, n=1, cutoff=NEARLY)
         if near:
