@@ -131,15 +131,6 @@ struct Pair {
   Vec a, b;
 };
 
-// Two vectors, an element at a time: `element` is the place of the first in its row.
-inline void store_each_stochastic(BFloat16* to, Vec a, Vec b, uint32_t of_state, int element) {
-  float x[2 * Vec::kLanes];
-  a.store(x);
-  b.store(x + Vec::kLanes);
-  for (int i = 0; i < 2 * Vec::kLanes; ++i)
-    to[i] = narrow_stochastic(x[i], noise_in(noise_word(of_state, element + i), element + i));
-}
-
 // The low and the high halves of 16 elements, and these elements of their halves.
 inline __m256i in_order(__m256i quarters) { return _mm256_permute4x64_epi64(quarters, 0xd8); }
 inline __m256i low_halves(Vec a, Vec b) {

@@ -119,15 +119,6 @@ struct Pair {
   Vec a, b;
 };
 
-// Two vectors, an element at a time: `element` is the place of the first in its row.
-inline void store_each_stochastic(BFloat16* to, Vec a, Vec b, uint32_t of_state, int element) {
-  float x[2 * Vec::kLanes];
-  a.store(x);
-  b.store(x + Vec::kLanes);
-  for (int i = 0; i < 2 * Vec::kLanes; ++i)
-    to[i] = narrow_stochastic(x[i], noise_in(noise_word(of_state, element + i), element + i));
-}
-
 // Numbers for 32 lanes of 16 bits.
 template <class Lane>
 inline __m512i lanes_by(Lane lane) {

@@ -58,6 +58,16 @@ ZK_HOST_DEVICE static inline BFloat16 narrow_stochastic(float x, uint32_t noise)
   return {uint16_t((int16_t(bits >> 16 & 0x7fff) < kFixed ? bits + noise : bits) >> 16)};
 }
 
+// Two vectors, an element at a time: `element` is the place of the first in its row.
+template <class V>
+inline void store_each_stochastic(BFloat16* to, V a, V b, uint32_t of_state, int element) {
+  float x[2 * V::kLanes];
+  a.store(x);
+  b.store(x + V::kLanes);
+  for (int i = 0; i < 2 * V::kLanes; ++i)
+    to[i] = narrow_stochastic(x[i], noise_in(noise_word(of_state, element + i), element + i));
+}
+
 // 0 where the largest of a row is too small.
 ZK_HOST_DEVICE static inline float usual_scale(Form form, float largest) {
   return largest < (form == Form::kInt8 ? 0x1p-100f : 0x1p-63f) ? 0.0f : largest;

@@ -176,6 +176,17 @@ def check_groups(rules: Sequence[UpdateRule], groups: Sequence[Mapping[str, Any]
         rule.check_group(number, group)
 
 
+def check_described(rules: Sequence[UpdateRule], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for the first parameter that is not what its group says. ``rules``: of each group."""
+    for rule, group in zip(rules, groups, strict=True):
+        if not rule.describe(group):
+            continue
+        names = group.get("param_names") or [f"parameter {n} of a group" for n in range(len(group["params"]))]
+        for name, parameter in zip(names, group["params"], strict=True):
+            if (reason := rule.refuse_parameter(parameter, group)) is not None:
+                raise ValueError(f"{name} {reason}")
+
+
 NEARLY = 0.85
 """Of ``difflib``'s ratio: "weigth_decay" is above it, "max_momentum" of torch's schedulers below."""
 

@@ -130,16 +130,13 @@ class Muon(UpdateRule):
             "something else than Muon's. Load the model alone, and let the momentum begin anew"
         )
 
-    def refuse_parameter(self, parameter: Tensor, group: Mapping[str, Any]) -> str | None:
-        return self._refuse(parameter, group.get(VIEW))
-
     def needs_whole(self, joint: Joint) -> bool:
         """Slices of stacked matrices may be stacks themselves."""
         return not are_stacked(len(joint.shape), joint.dim)
 
-    def _refuse(self, parameter: Tensor, view: Mapping[str, Any] | None) -> str | None:
-        """See ``refuse_parameter``. A view is of the whole matrix, also where this rank has a slice of it."""
-        parameter = plain_parameter(parameter)
+    def refuse_parameter(self, parameter: Tensor, group: Mapping[str, Any]) -> str | None:
+        """A view is of the whole matrix, also where this rank has a slice of it."""
+        parameter, view = plain_parameter(parameter), group.get(VIEW)
         whole = whole_shape(parameter, self.plain_slices)
         if (reason := refuse_view(whole, view)) is not None and whole != tuple(parameter.shape):
             return f"{reason}. It is a slice of shape {tuple(parameter.shape)}, and a view is of the whole"
@@ -153,16 +150,6 @@ class Muon(UpdateRule):
             f"set {STRIDE} = 1 on the parameter where slices follow each other in the whole, and to the number of "
             "blocks where each rank has its share of every one, as of queries, keys and values"
         )
-
-    def read_group(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """A view may have been set since the last step. All ranks find here what does not fit."""
-        if group.get(VIEW) is not None:
-            MatrixView(VIEW, None).check(group[VIEW], "a parameter group")
-            names = group.get("param_names") or [f"parameter {n} of a group" for n in range(len(group["params"]))]
-            for name, parameter in zip(names, group["params"], strict=True):
-                if (reason := self._refuse(parameter, group[VIEW])) is not None:
-                    raise ValueError(f"{name} {reason}")
-        return super().read_group(group)
 
     def make_columns(self, given: Mapping[str, Tensor], steps: Tensor) -> Mapping[str, Tensor]:
         """``decay`` multiplies the parameter, ``share`` is that of the new gradient in the momentum."""
@@ -225,10 +212,9 @@ class Muon(UpdateRule):
         """Update the momentum. Returns what is to be made orthogonal, [shard_numel] fp32."""
         ahead = torch.zeros_like(shard.grad, dtype=torch.float32)
         momentum = [shard.state[part.name] for part in parts_of(self.codecs, StateTensor(_BUFFER))]
-        keys = keys_of([shard])
+        update, rows, keys = self._look_ahead, [shard.row_slot], keys_of([shard])
         zero_kernels.update_rows(
-            *(self._look_ahead, self.columns, [shard.grad], [ahead], momentum, [], [shard.row_slot], *shard.shared),
-            row_keys=keys,
+            update, self.columns, [shard.grad], [ahead], momentum, [], rows, *shard.shared, row_keys=keys
         )
         return ahead
 

@@ -269,6 +269,11 @@ class UpdateRule:
         """Numbers, or tensors of one element, in the order of ``coefficients``; the decays of averages follow."""
         return tuple(number for option in self.options for number in option.numbers(group))
 
+    def describe(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """What ``group`` says its parameters are, where it says something: ``refuse_parameter`` goes by it."""
+        said = [(option.name, group.get(option.name)) for option in self.options if option.stays]
+        return tuple(f"{name}={value!r}" for name, value in said if value is not None)
+
     # -- the table -----------------------------------------------------------------------------------------------
 
     def fill_table(self, by_group: Tensor, group_of: Tensor, steps: Tensor, active: Tensor, table: Tensor) -> None:

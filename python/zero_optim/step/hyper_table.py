@@ -12,7 +12,7 @@ from zero_kernels import is_capturing
 
 from ..comm.streams import keep_for_current_stream, keep_tensors_of
 from ..rules.update_rule import UpdateRule
-from ..validate import check_groups
+from ..validate import check_described, check_groups
 from .saved_state import SavedState
 
 
@@ -52,6 +52,7 @@ class HyperTable:
         self._by_group = torch.zeros(self._width + averages, len(rules), dtype=torch.float64, device=device)
         self._sent: list[tuple[float | None, ...]] = []
         self._checked: list[tuple[float | None, ...]] = []
+        self._described: list[tuple[str, ...]] = []
 
     def grow(self, group_of: Sequence[int], rules: Sequence[UpdateRule]) -> None:
         """Make room for parameters and groups appended at the end; those that were there keep their steps.
@@ -66,14 +67,18 @@ class HyperTable:
         self.steps[: len(steps)], self.begins[: len(steps)] = steps, begins
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ValueError for a number that was set out of range since the last step, where it would make weights NaN.
+        """Raise ValueError for a number that was set out of range since the last step, where it would make weights NaN,
+        and for what a group says its parameters are, where they are not.
 
         Tensors are not read: that would be a host sync.
         """
         numbers = _numbers(self._read(groups))
-        if numbers != self._checked:
+        described = [rule.describe(group) for rule, group in zip(self._rules, groups, strict=True)]
+        if (numbers, described) != (self._checked, self._described):
             check_groups(self._rules, groups)
-            self._checked = numbers
+        if described != self._described:
+            check_described(self._rules, groups)
+        self._checked, self._described = numbers, described
 
     def _read(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
         """A column of ``_by_group`` for each group."""

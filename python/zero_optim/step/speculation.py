@@ -113,9 +113,9 @@ class Speculation:
             tensor.copy_(live[name])
         parameters = self._place.parameters_to_guess()
         shared = (by.hyper[self._rule], by.grad_scale, by.found_inf, by.marks, by.rates)
+        measured, wholes, keys = self.row_stats, self._wholes, self._row_keys
         update = ShardUpdate(
-            *(gradient, parameters, spare, self._row_slot, *shared, self.row_stats, self._wholes),
-            row_keys=self._row_keys,
+            gradient, parameters, spare, self._row_slot, *shared, row_stats=measured, wholes=wholes, row_keys=keys
         )
         self._prepared.update([update])
 
