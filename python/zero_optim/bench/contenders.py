@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..drop_ins import ShardedAdamW, ShardedMuon
 from ..rules.adamw import AdamW
-from ..rules.muon import QUINTIC, scale_of
+from ..rules.muon import QUINTIC, orthogonalized, scale_of
 from ..shard_module import shard_module
 from ..train.model import GPT, VOCAB, Block, ModelConfig, next_byte_loss
 from .fused_adams import HYPER
@@ -302,16 +302,8 @@ def _rate_and_decay(training: Mapping[str, Any], scale: float = 1.0) -> dict[str
 
 
 def _iterate_as_torch(matrices: Tensor, epsilon: float) -> Tensor:
-    """Newton and Schulz's, of a batch [..., rows, columns], with the coefficients of torch.optim.Muon."""
-    a, b, c = QUINTIC
-    x = matrices.bfloat16()
-    if tall := x.size(-2) > x.size(-1):
-        x = x.mT
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + epsilon)
-    for _ in range(5):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+    """torch.optim.Muon's iteration, of a batch [..., rows, columns]."""
+    return orthogonalized(matrices, QUINTIC, 5, epsilon)
 
 
 def _plain_end(passes: Passes, model: nn.Module, opt: torch.optim.Optimizer) -> Contender:
