@@ -102,7 +102,8 @@ class Muon(UpdateRule):
     needs_steps = False
     layout = WholeParameters()
     joins_parts = True
-    # Of a rule that was prepared, from its first update on: over shards, and over slices; None: nothing is cut so.
+    # Where matrices are made whole: over shards, and over slices, where something is cut so. A prepared rule learns it
+    # in its first update.
     _homes: tuple[Homes | None, Homes | None] | None = None
 
     def check(self) -> None:
@@ -131,7 +132,7 @@ class Muon(UpdateRule):
         )
 
     def needs_whole(self, joint: Joint) -> bool:
-        """Slices of stacked matrices may be stacks themselves."""
+        """A stack of matrices that is cut between them has whole ones in each slice."""
         return not are_stacked(len(joint.shape), joint.dim)
 
     def refuse_parameter(self, parameter: Tensor, group: Mapping[str, Any]) -> str | None:
