@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 
 PROC = Path("/proc/self")
 _HOOKS_OF_A_TENSOR = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_COLLECTIONS = 20  # at most: another thread may make garbage for as long as it runs
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,13 @@ def can_count() -> bool:
 
 
 def take() -> Census:
-    """Counts, after garbage was collected. Two in a row are the same but for ``resident``."""
-    gc.collect()
+    """Counts, after garbage was collected. Two in a row are the same but for ``resident``.
+
+    What is collected may leave more to collect: a graph in C++ frees objects of Python, a finalizer makes new ones.
+    """
+    for _ in range(_COLLECTIONS):
+        if not gc.collect():
+            break
     resident = int((PROC / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     files, threads = (len(os.listdir(PROC / name)) for name in ("fd", "task"))
     types = Counter(map(type, gc.get_objects()))

@@ -35,6 +35,23 @@ def test_the_rank_that_has_most_counts_in_each_sample():
     }
 
 
+class LeavesGarbage:
+    """A cycle whose collection leaves another, ``depth`` times, each with a tensor."""
+
+    def __init__(self, depth: int) -> None:
+        self.itself, self.depth, self.tensor = self, depth, torch.ones(1)
+
+    def __del__(self) -> None:
+        if self.depth:
+            LeavesGarbage(self.depth - 1)
+
+
+def test_garbage_that_leaves_garbage_is_not_counted():
+    before = take()
+    LeavesGarbage(depth=3)
+    assert take().tensors == before.tensors
+
+
 def test_a_tensor_that_is_kept_shows_in_memory():
     before = take()
     kept = torch.ones(2**24)  # over 32 MiB glibc asks the system for it, and takes nothing that was freed before
